@@ -40,7 +40,7 @@ setup(
     package_data={
         "agentgrpo": [
             *("py.typed", "*.pyi", "*/*.toml"),
-            *("view/assets/*", "sandbox/guest/*.js", "completion/complete.*"),
+            *("view/assets/*", "sandbox/guest/*.js"),
         ]
     },
     entry_points={"console_scripts": ["agentgrpo = agentgrpo.cli:main"]},

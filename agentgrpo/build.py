@@ -15,7 +15,6 @@ from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.agreement import Probes, probe_prompts
 from agentgrpo.extras import said_of
 from agentgrpo.learn.losses import objective_of
-from agentgrpo.learn.preflight import LESS_TO_TRAIN, preflight
 from agentgrpo.machine.memory import explained
 from agentgrpo.machine.packages import installed, require
 from agentgrpo.models.models import named_base, resolve_model
@@ -25,7 +24,7 @@ from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
-from agentgrpo.room import learner_here, room_checks
+from agentgrpo.room import room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import (
     flat,
@@ -243,13 +242,18 @@ def build_player(
 def _with_learner(
     config: TrainConfig, player: Player, ready: Ready, log: RunLog, lock: IO[str]
 ) -> Parts:
-    engine, stage = player.engine, player.stage
+    from agentgrpo.learn.preflight import preflight
+
+    engine, stage, tried = player.engine, player.stage, None
     progress = stage.progress
     learner = _learner(config, player, ready.resumed)
     stage.reward.steps_done = lambda: learner.step_count
     if ready.resumed is not None:
         progress.say(f"resumed from {ready.resumed}, after {learner.step_count} steps")
         progress.remember(log.solved())
+    if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
+        with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
+            tried = preflight(engine, learner, max_tokens=config.learner.max_tokens)
     chosen = learner.describe()
     trained, total = (chosen[f"{which}_parameters"] / 1e6 for which in ("trained", "all"))
     shared = "shared with vLLM" if chosen["weights"] == "shared" else chosen["weights"]
@@ -269,9 +273,7 @@ def _with_learner(
         vocab_size=learner.policy.vocab_size,
         versions=installed(),
     )
-    if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
-        with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
-            tried = preflight(engine, learner, max_tokens=config.learner.max_tokens)
+    if tried is not None:
         log.write(learner.step_count, preflight=tried)
     return Parts(
         player=player,
@@ -292,9 +294,10 @@ def _with_learner(
 def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learner:
     """The learner, on the engine's weights, as the checkpoint left it."""
     from agentgrpo.learn.learner import Learner
+    from agentgrpo.learn.preflight import LESS_TO_TRAIN
     from agentgrpo.learn.publish import policy_on
 
-    chosen, adapter = learner_here(config, player.model), player.stage.adapter
+    chosen, adapter = config.learner, player.stage.adapter
     compared = config.loss.beta and not chosen.lora.rank  # an adapter's to its beginning
     with explained("making the learner", lambda: LESS_TO_TRAIN):
         policy, publisher = policy_on(

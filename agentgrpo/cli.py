@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 COMMANDS = {
-    "init": ("agentgrpo.init", "write a config for your model and your data"),
+    "init": ("agentgrpo.init", "write a config for your model and your data, or example files"),
     "train": ("agentgrpo.train", "train a policy (--dry-run: check everything, train nothing)"),
     "sft": ("agentgrpo.recipe.sft", "fine-tune on examples first"),
     "flywheel": ("agentgrpo.recipe.flywheel", "make and repair trajectories to fine-tune on"),
@@ -18,7 +18,6 @@ COMMANDS = {
         "flywheel, sft, curriculum and evaluations, in one command",
     ),
     "evaluate": ("agentgrpo.recipe.evaluate", "play the held-out tasks with a checkpoint"),
-    "examples": ("agentgrpo.examples.__main__", "write files to try the configs with"),
     "view": ("agentgrpo.view.__main__", "write a run, or several, as one HTML file"),
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
     "export": ("agentgrpo.run.records", "write a run's rollouts as a Parquet file"),
@@ -27,10 +26,6 @@ COMMANDS = {
     "sandbox": (
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
-    ),
-    "completion": (
-        "agentgrpo.completion.__main__",
-        "print a completion script for bash, zsh or fish",
     ),
     "doctor": ("agentgrpo.machine.doctor", "can this machine train, and what to change if not"),
 }

@@ -3,7 +3,8 @@
 The data is one JSON object a line with a question and its answer, or Parquet, or a directory that
 datasets' save_to_disk wrote, or a dataset of the Hugging Face hub (owner/name; data.subset=NAME and
 data.split=NAME say which part). Some of its rows are held out, to see whether the policy learns.
-`env` instead of data: the tasks of an environment that has its own (env.kind).
+`env` instead of data: the tasks of an environment that has its own (env.kind). With --examples:
+the files that shipped configs expect of you, to try these with.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentgrpo import examples
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import load_config
@@ -142,9 +144,9 @@ def value_of(config: TrainConfig, name: str, default: Any = None) -> Any:
 def main(arguments: list[str]) -> int:
     """Parse the command line, write the config. Returns the exit status."""
     parser = parser_of("init", __doc__)
-    parser.add_argument("model", help="a model directory, hub name or package:NAME")
+    parser.add_argument("model", nargs="?", help="a model directory, hub name or package:NAME")
     parser.add_argument(
-        "data", help=".jsonl, .parquet, a saved dataset, a hub's owner/name, or env"
+        "data", nargs="?", help=".jsonl, .parquet, a saved dataset, a hub's owner/name, or env"
     )
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="settings of yours"
@@ -152,10 +154,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("train.toml"), help="default: train.toml"
     )
+    parser.add_argument(
+        "--examples", nargs="?", type=Path, const=Path(), metavar="FOLDER",
+        help="write the files that shipped configs expect, here or into a folder",
+    )  # fmt: skip
     parser.add_argument("--question", default="question", help="column of the question")
     parser.add_argument("--answer", default="answer", help="column of the expected answer")
     args = parser.parse_intermixed_args(arguments)
+    if args.examples is None and args.data is None:
+        parser.error("the following arguments are required: model, data")
     try:
+        if args.examples is not None:
+            print(*examples.write(args.examples), sep="\n")  # noqa: T201
+            return 0
         require_output(args.output)
         if args.output.exists():
             raise ValueError(f"{args.output} exists; remove it, or choose another with --output")

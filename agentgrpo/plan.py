@@ -14,7 +14,7 @@ from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.machine import hardware
-from agentgrpo.machine.footprint import GIB, NOT_COUNTED
+from agentgrpo.machine.footprint import GIB
 from agentgrpo.machine.packages import require
 from agentgrpo.models.kinds import kinds_of, why_copied
 from agentgrpo.models.liger import why_plain
@@ -137,16 +137,6 @@ def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> 
     changed = "of an adapter" if config.learner.lora.rank else "of them"
     much = f", {held.trained:,} {changed} trained" if trained else ""
     yield said("model", f"{Path(model).name}: {held.parameters:,} parameters{much}")
-    if not trained:
-        return
-    if not held.counted:
-        yield said("layers", NOT_COUNTED)
-        return
-    why = "learner.gradient_checkpointing"
-    if config.learner.gradient_checkpointing == "auto":
-        why += ' = "auto": they would fit' + (" not" if held.checkpointed else "")
-    kept = "checkpointed" if held.checkpointed else "kept"
-    yield said("layers", f"activations are {kept} for the backward pass ({why})")
 
 
 def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Iterator[Check]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from agentgrpo import parallel
-from agentgrpo.config import LearnerConfig, TrainConfig
+from agentgrpo.config import TrainConfig
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import (
     ALLOCATORS,
     GIB,
     Footprint,
-    Kept,
     Shapes,
     footprint,
     shapes_in,
@@ -34,34 +31,8 @@ def held_by(
     """
     shapes = shapes_in(Path(model)) or shapes_named(model)
     cuda = hardware.has_nvidia_gpu()
-    found = hardware.gpu_memory_bytes() if cuda else None
-    card = None if found is None else found[0]
-    dtype = config.engine.dtype_on("cuda" if cuda else "cpu")
-    kept = _kept(model, dtype, config.learner, cuda=cuda) if trained else Kept()
     ranks = parallel.world_size()
-    return footprint(config, shapes, kept, cuda=cuda, ranks=ranks, card=card, sampled=sampled)
-
-
-@functools.cache
-def _kept(model: str, dtype: str, learner: LearnerConfig, *, cuda: bool) -> Kept:
-    # they import torch: the environment is set by now
-    from agentgrpo.learn.kept import kept
-    from agentgrpo.learn.loading import hollow
-
-    with contextlib.suppress(RuntimeError):  # a layer that asks for numbers
-        return kept(hollow(model, dtype), learner, cuda=cuda)
-    return Kept(counted=False)
-
-
-def learner_here(config: TrainConfig, model: str) -> LearnerConfig:
-    """The learner's settings with gradient_checkpointing decided, on all ranks alike."""
-    learner = config.learner
-    if learner.gradient_checkpointing != "auto":
-        return learner
-    checkpointed = hardware.has_nvidia_gpu() and held_by(config, model).checkpointed
-    # a rank that computes layers again gathers their weights again, and the others must take part
-    chosen = any(parallel.gather(checkpointed))
-    return learner.model_copy(update={"gradient_checkpointing": chosen})
+    return footprint(config, shapes, cuda=cuda, ranks=ranks, trained=trained, sampled=sampled)
 
 
 def room_checks(

@@ -183,7 +183,7 @@ def test_a_run_is_described_before_anything_of_it_is_recorded(
         self._append("metrics.jsonl", [{"step": step}])
         raise Killed
 
-    monkeypatch.setattr(build, "preflight", preflight)
+    monkeypatch.setattr("agentgrpo.learn.preflight.preflight", preflight)
     monkeypatch.setattr(RunLog, "write", killed)
     player: Any = SimpleNamespace(
         engine=SimpleNamespace(device="cpu", describe=dict), model="m", progress=Progress(1),

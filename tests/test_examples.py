@@ -43,12 +43,12 @@ def rows(name: str) -> list[dict[str, Any]]:
 def test_a_command_writes_them_and_overwrites_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["examples", str(tmp_path / "new")]) == 0
+    assert cli.main(["init", "--examples", str(tmp_path / "new")]) == 0
     said = capsys.readouterr().out.split()
     assert {Path(path).name for path in said} == set(examples.files())
     (tmp_path / "old").mkdir()
     (tmp_path / "old/my_env.py").write_text("mine")
-    assert cli.main(["examples", str(tmp_path / "old")]) == 2
+    assert cli.main(["init", "--examples", str(tmp_path / "old")]) == 2
     assert capsys.readouterr().err.endswith("my_env.py is there already\n")
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["my_env.py"]
 

@@ -101,12 +101,11 @@ TOP = [
         "evaluate",
         "collect",
         "verify",
-        "init",
         "loop",
         "trainer",
         "train",
     ),
-    *("recipe", "examples", "completion", "__main__"),
+    *("recipe", "examples", "init", "__main__"),
 ]
 """Assembly and commands, each of which may import the wings and what stands before it."""
 ALLOWED = {wing: {wing, "cli", *may.split()} for wing, may in WINGS.items()}

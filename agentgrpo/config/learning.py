@@ -169,8 +169,8 @@ class LearnerConfig(Section):
     and the run stops before the update."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keep the layers' inputs only and compute the rest again in the backward pass. auto: on CUDA
-    where the sums of docs/gpu.md would not fit the card without it; the dry run and run.json say
-    what was chosen."""
+    where the preflight's largest pass does not fit without it, and always on several ranks;
+    run.json says what was chosen."""
     use_liger_kernel: bool | Literal["auto"] = "auto"
     """RMSNorm, RoPE and SwiGLU of the layers as one kernel each, of liger-kernel (not a dependency
     of ours; its losses are not used). auto: on CUDA where it is installed and the model's layers

@@ -1,6 +1,6 @@
 """Files to try the configs with that expect files of yours.
 
-`agentgrpo examples [FOLDER]` writes those of `search` and `code_search` (questions.jsonl,
+`agentgrpo init --examples [FOLDER]` writes those of `search` and `code_search` (questions.jsonl,
 texts.jsonl, web.py), `unit_tests` (tasks.jsonl), `mcp` (server.py), `verifiers` (my_env.py) and
 `program` (program.py) into the folder you are in, or another, and a sampler of one's own for any
 config (sampler.py).
@@ -12,14 +12,14 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from agentgrpo.examples import functions
+from agentgrpo.recipe import almanac
+
 PROGRAMS = ("server.py", "my_env.py", "sampler.py", "web.py", "program.py")
 
 
 def files() -> dict[str, str]:
     """The contents of every file, by name."""
-    from agentgrpo.examples import functions  # `python -m agentgrpo.examples` imports this first
-    from agentgrpo.recipe import almanac
-
     texts = ({"id": id, "title": title, "text": text} for id, title, text in almanac.corpus())
     questions = (
         {"question": task.messages[-1]["content"], "answer": task.spec["answer"]}

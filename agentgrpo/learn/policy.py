@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
@@ -214,7 +215,7 @@ class Policy:
     Args:
         model: its own parameters are frozen, but for those that are trained; its attention is
             replaced, adapted layers are put in place, and on several ranks it is sharded.
-        config: what of it is trained; gradient_checkpointing is decided.
+        config: what of it is trained.
         weights: where its parameters lie, for the record.
         adapter: a checkpoint's folder to take the LoRA adapter from.
 
@@ -225,8 +226,6 @@ class Policy:
     def __init__(
         self, model: Any, config: LearnerConfig, *, weights: str, adapter: Path | None = None
     ) -> None:
-        if config.gradient_checkpointing == "auto":
-            raise ValueError("learner.gradient_checkpointing: 'auto' is for room.learner_here()")
         self.model, self.weights = model, weights
         self._whole = whole_of(model)
         self.device: str = model.device.type
@@ -241,15 +240,22 @@ class Policy:
         plain = why_plain(config.use_liger_kernel, model.config, self.device)
         self._layers = f"plain ({plain})" if plain else fuse(model)
         self._products = multiply_by_onednn(model) if self.device == "cpu" else "PyTorch's"
-        self.checkpointed = config.gradient_checkpointing is True
-        if self.checkpointed:
-            checkpoint_layers(model)
+        asked, several = config.gradient_checkpointing, parallel.world_size() > 1
+        self.checkpointed = False
+        # "auto" is the preflight's, which cannot try on several ranks: the others would wait
+        if asked is True or (asked == "auto" and several and self.device == "cuda"):
+            self.checkpoint_layers()
         self.scorer = Scorer(model, exact=config.cast_lm_head_to_fp32)
-        if parallel.world_size() > 1:
+        if several:
             parallel.shard(self.scorer, layers_of(model))
             self.scorer.sharded = True
             # sharding replaced every parameter by this rank's part of it
             self.trained = [p for p in model.parameters() if p.requires_grad]
+
+    def checkpoint_layers(self) -> None:
+        """Compute what is between the layers' inputs again in the backward pass."""
+        self.checkpointed = True
+        checkpoint_layers(self.model)
 
     @property
     def vocab_size(self) -> int:
@@ -327,8 +333,6 @@ def freeze_all_but(model: Any, trained_layers: int | None) -> list[Tensor]:
 
 def checkpoint_layers(model: Any) -> None:
     """Keep only the layers' inputs for the backward pass and compute the rest again."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):

@@ -1,7 +1,8 @@
 """What a run has to hold in memory, computed from its config and its model's shapes alone.
 
-Sums of what must be there, not measurements: what kernels, allocators and CUDA graphs take beside
-is not in them. The preflight (learn/preflight.py) tries the real thing.
+Sums of what must be there, not measurements: of activations the layers' inputs and the logits, and
+nothing that kernels, allocators and CUDA graphs take beside. The preflight (learn/preflight.py)
+tries the real thing.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from agentgrpo.config import LearnerConfig, TrainConfig, room_for_adapters
 from agentgrpo.run import checkpoint
@@ -26,34 +26,6 @@ PART_BYTES = GIB
 """Of an offloaded optimizer's state, as much passes through the card together."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-NOT_COUNTED = "what its backward pass keeps is not known before it is loaded"
-
-
-class Kept(NamedTuple):
-    """Bytes that a backward pass keeps of learner.max_tokens tokens (learn/kept.py)."""
-
-    layers: int = 0
-    """By all layers that gradients go through; by the one that keeps the most:"""
-    largest: int = 0
-    inputs: int = 0
-    """The layers' inputs, which are kept instead if they are checkpointed."""
-    beside: int = 0
-    """Before and after the layers."""
-    logits: int = 0
-    """Gone before a layer goes backward."""
-    counted: bool = True
-    """Else none of them is known."""
-
-    @property
-    def whole(self) -> int:
-        return self.layers + self.beside + self.logits
-
-    @property
-    def checkpointed(self) -> int:
-        """One layer at a time is computed again."""
-        return self.inputs + self.beside + max(self.largest, self.logits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +48,7 @@ class Footprint:
     gradients: int
     """The float32 sums, and those of 16 bit that are not in them yet."""
     activations: int
-    """With the logits."""
-    checkpointed: bool
-    """They are those of learner.gradient_checkpointing."""
-    counted: bool
-    """Else the activations are not known, and none are in the sums."""
+    """At least: the layers' inputs, which checkpointed ones keep alone, and the logits."""
     kv_cache: int
     checkpoint: int
     """On disk: the weights, or the adapter instead, the optimizer's state, and what of the KL's
@@ -113,80 +81,74 @@ class Footprint:
         if self.offloaded and self.passing > self.activations:
             del parts["activations"]
             parts["optimizer's parts"] = self.passing
-        if not self.counted:
-            parts.pop("activations", None)
         rare = ("copies", "adapter", "optimizer", "KV cache")
         shown = " + ".join(f"{k} {v / GIB:.2f}" for k, v in parts.items() if v or k not in rare)
         more = ""
         if self.cuda and self.kv_cache:
-            more = " at most, the KV cache being given back while learning"
-        more += "" if self.counted else f"; {NOT_COUNTED}"
+            more = ", the KV cache being given back while learning"
         return f"{shown} = {self.peak / GIB:.1f} GiB{more}"
 
 
 def footprint(
-    config: TrainConfig, shapes: Shapes, kept: Kept, *, cuda: bool, ranks: int = 1,
-    card: int | None = None, sampled: bool = True,
+    config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int = 1, trained: bool = True,
+    sampled: bool = True,
 ) -> Footprint:  # fmt: skip
     """Memory of one process of a run.
 
     Args:
         config: of the run.
         shapes: of the model, from shapes_of() or shapes_in().
-        kept: by a backward pass.
         cuda: a GPU, bfloat16 where the config says auto; else a CPU.
         ranks: of the run: each has a part of the learner, and an engine or its part of one.
-        card: bytes of the GPU's memory, for learner.gradient_checkpointing = "auto": layers are
-            checkpointed where their activations would not fit. None, and on a CPU: they are not.
+        trained: there is a learner.
         sampled: there is an engine.
     """
-    asked = config.learner.gradient_checkpointing
-    of = partial(_footprint, config, shapes, kept, cuda=cuda, ranks=ranks, sampled=sampled)
-    held = of(checkpointed=asked is True)
-    if asked == "auto" and cuda and card is not None and held.peak > ALLOCATORS * card:
-        return of(checkpointed=True)
-    return held
-
-
-def _footprint(
-    config: TrainConfig, shapes: Shapes, kept: Kept, *, cuda: bool, ranks: int, checkpointed: bool,
-    sampled: bool,
-) -> Footprint:  # fmt: skip
     learner = config.learner
     width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
-    parameters, trained = count(shapes), trained_count(shapes, learner)
+    parameters, changed = count(shapes), trained_count(shapes, learner)
     weights, served = parameters * width, learner.lora.served_rank
     adapted = learner.lora.rank > 0
     copied = sampled and (ranks > 1 or config.engine.weights == "copy" or (adapted and not served))
     exact = width == 4 or adapted  # adapters are float32: their own masters
     moments = 2 if learner.optimizer == "adamw_8bit" else 8
     state = moments + (0 if exact else 4)
-    optimizer = trained * state
+    optimizer = changed * state
     largest = max(trained_sizes(shapes, learner), default=0)
     # on one process a gradient is added to its sum, and freed, as soon as it is there
-    waiting = 0 if exact else width * (largest if ranks == 1 else trained)
+    waiting = 0 if exact else width * (largest if ranks == 1 else changed)
     offloaded = learner.offload_optimizer and cuda
     passing = min(optimizer, largest * state + PART_BYTES) if offloaded else 0
-    adapter = 4 * trained * adapted
+    adapter = 4 * changed * adapted
     reference = (adapter or weights) * (config.loss.beta > 0)
-    following = reference if adapted else trained * width * config.loss.sync_ref_model
+    following = reference if adapted else changed * width * config.loss.sync_ref_model
     return Footprint(
         parameters=parameters,
-        trained=trained,
+        trained=changed,
         weights=weights // config.engine.tensor_parallel_size,
         copies=weights * copied // ranks + reference,
         adapter=adapter // ranks + sampled * width * _served_count(shapes, served),
         optimizer=optimizer // ranks,
         offloaded=offloaded,
         passing=passing // ranks,
-        gradients=(4 * trained + waiting) // ranks,
-        activations=kept.checkpointed if checkpointed else kept.whole,
-        checkpointed=checkpointed,
-        counted=kept.counted,
+        gradients=(4 * changed + waiting) // ranks,
+        activations=_activations(shapes, learner, width, cuda=cuda) if trained else 0,
         kv_cache=sampled * int(config.engine.kv_cache_gib * GIB),
         checkpoint=(adapter if adapted else weights) + optimizer + following,
         cuda=cuda,
     )
+
+
+def _activations(shapes: Shapes, learner: LearnerConfig, width: int, *, cuda: bool) -> int:
+    # it imports torch: the environment is set by now
+    from agentgrpo.kernels.linear_logp import LOGITS_BYTES_CPU, LOGITS_BYTES_CUDA
+
+    layers = 1 + max(map(_layer, shapes))
+    if learner.trained_layers is not None and not learner.lora.rank:
+        layers = learner.trained_layers
+    vocab, hidden = _embedding(shapes)
+    logits = vocab * (4 if learner.cast_lm_head_to_fp32 else width)
+    kept = min(learner.max_tokens * logits, LOGITS_BYTES_CUDA if cuda else LOGITS_BYTES_CPU)
+    return kept + learner.max_tokens * hidden * width * layers
 
 
 def _embedding(shapes: Shapes) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from agentgrpo.command import Stopped
 from agentgrpo.command import command as run_command
@@ -46,7 +47,7 @@ class Part:
 
 def require_same_work(
     recipe: RecipeConfig, command: str, saved: Collection[str], *,
-    may_change: Collection[str] = (), write: bool,
+    may_change: Collection[str] = (), data: Mapping[str, str] = MappingProxyType({}), write: bool,
 ) -> None:  # fmt: skip
     """Make what a command has begun in out_dir this recipe's: settings/COMMAND.json says whose.
 
@@ -55,6 +56,7 @@ def require_same_work(
         command: all that it reads must be as it was begun, but for what any run may change.
         saved: patterns, below out_dir, of what it continues from.
         may_change: further settings that may be otherwise now.
+        data: what was read, for a setting that names it.
         write: else they are only compared.
 
     Raises:
@@ -69,7 +71,7 @@ def require_same_work(
             "another out_dir"
         )
     table = flat(recipe.model_dump(mode="json"))
-    now = {key: value for key, value in table.items() if reads(command, key)}
+    now = {key: value for key, value in table.items() if reads(command, key)} | {**data}
     require_same_settings(path, now, MAY_CHANGE.union(may_change), begun=begun, write=write)
 
 

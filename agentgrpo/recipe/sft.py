@@ -30,6 +30,7 @@ from agentgrpo.agents.base import Agent
 from agentgrpo.command import Begin
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
+from agentgrpo.data.files import named
 from agentgrpo.files import missing
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.machine.packages import require
@@ -37,7 +38,7 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.models import SavedAdapter, named_base
 from agentgrpo.plan import plan, said
 from agentgrpo.recipe.parts import command, require_same_work
-from agentgrpo.room import learner_here, room_checks
+from agentgrpo.room import room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import locked, require_same_run, whole_checkpoint
@@ -236,20 +237,23 @@ def make_learner(
     from agentgrpo.learn.learner import Learner
     from agentgrpo.learn.loading import load_frozen
     from agentgrpo.learn.policy import Policy
+    from agentgrpo.learn.preflight import require_fit
     from agentgrpo.learn.publish import Unpublished
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_frozen(model, device=device, dtype=config.engine.dtype_on(device))
-    chosen = learner_here(config, model)
-    return Learner(
-        Policy(loaded, chosen, weights="own", adapter=adapter.folder if adapter else None),
+    learner = Learner(
+        Policy(loaded, config.learner, weights="own", adapter=adapter.folder if adapter else None),
         Unpublished(),
-        chosen,
+        config.learner,
         config.loss,
         total_steps=total_steps,
         temperature=1.0,
         dlogp_limit=math.inf,
     )
+    if device == "cuda":
+        require_fit(learner, config.learner.max_tokens)
+    return learner
 
 
 def settings_of(recipe: RecipeConfig) -> TrainConfig:
@@ -286,7 +290,7 @@ def steps_of(sft: SftConfig, examples: int) -> int:
 
 
 def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
-    """Fine-tune from the newest checkpoint in out_dir/sft, if there is one; or say what it would be.
+    """Fine-tune from the newest checkpoint in out_dir/sft, or say what it would be.
 
     Raises:
         FloatingPointError: a gradient is not finite.
@@ -303,7 +307,8 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
         require(room_checks(config, stage.model, trained=True, sampled=False), stage.progress.say)
         limit = recipe.engine.max_model_len
         examples = read_examples(path, sft, stage.chat, stage.agent, max_tokens=limit)
-        require_same_work(recipe, "sft", SAVED, write=not args.dry_run)
+        data = {"sft.data": f"{len(examples)} examples of {named(path)}"}
+        require_same_work(recipe, "sft", SAVED, data=data, write=not args.dry_run)
         steps = steps_of(sft, len(examples))
         if args.dry_run:
             longest = max(sum(len(s.token_ids) for s in part) for e in examples for part in e.rows)

@@ -172,7 +172,7 @@ def test_the_other_commands_play_programs_too(tmp_path: Path) -> None:
 
 
 def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
-    """The shipped config with its file, as `agentgrpo examples` writes it."""
+    """The shipped config with its file, as `agentgrpo init --examples` writes it."""
     pytest.importorskip("verifiers.v1", reason="verifiers is in requirements-dev.txt")
     examples.write(tmp_path)
     overrides = [

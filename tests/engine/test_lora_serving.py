@@ -16,7 +16,7 @@ from agentgrpo.engine.agreement import Disagreement, check_agreement, probe_prom
 from agentgrpo.engine.engine import Engine
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.publish import play_with
-from agentgrpo.machine.footprint import Kept, footprint, shapes_in
+from agentgrpo.machine.footprint import footprint, shapes_in
 from agentgrpo.models.models import SavedAdapter, base_of, saved_adapter
 from tests.learn.given import learner_on
 from tests.tiny import VOCAB
@@ -288,7 +288,7 @@ def test_the_footprint_counts_what_both_sides_hold(
     learner = make_learner(target_modules=("q_proj", "down_proj"))
     lora = {"rank": RANK, "alpha": ALPHA, "target_modules": ("q_proj", "down_proj")}
     config = TrainConfig.model_validate({"model": "m", "out_dir": "o", "learner": {"lora": lora}})
-    held = footprint(config, shapes_in(tiny_model), Kept(), cuda=False)
+    held = footprint(config, shapes_in(tiny_model), cuda=False)
     room = [
         x
         for module in served.model.modules()

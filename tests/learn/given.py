@@ -52,8 +52,6 @@ def learner_on(
     """A learner of four steps at temperature 1 on the engine's weights, unless given otherwise."""
     options = {"total_steps": 4, "temperature": 1.0, "dlogp_limit": 1e-3}
     config, weights = config or LearnerConfig(), given.pop("weights", "shared")
-    if config.gradient_checkpointing == "auto":
-        config = config.model_copy(update={"gradient_checkpointing": False})
     adapter, given["reference"] = given.pop("adapter", None), given.get("reference") or model
     policy, publisher = policy_on(engine, model, config, weights=weights, adapter=adapter)
     return Learner(policy, publisher, config, loss or LossConfig(), **{**options, **given})

@@ -13,7 +13,7 @@ import torch
 
 from agentgrpo.config import LoraConfig, LossConfig
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.rehearsal import one_row
+from agentgrpo.learn.preflight import one_row
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.models.models import named_base, require_lora_of, resolve_model, saved_adapter
 from agentgrpo.types import Group

@@ -16,19 +16,16 @@ from agentgrpo.learn.policy import freeze_all_but
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import (
     GIB,
-    Footprint,
-    Kept,
     count,
     footprint,
     shapes_in,
     shapes_of,
     trained_count,
 )
-from agentgrpo.room import learner_here, room_checks
+from agentgrpo.room import room_checks
 from tests import qwen3, tiny
 
 ROOT = Path(__file__).parents[2]
-KEPT = Kept(layers=28 * GIB, largest=GIB, inputs=2 * GIB, beside=0, logits=3 * GIB)
 
 
 def on_meta(config: Any) -> Any:
@@ -61,7 +58,7 @@ def test_tables_and_layers_are_found_whatever_they_are_called() -> None:
     """GPT-2's: the positions' table is its second, and its layers are `h`."""
     sizes: dict[str, Any] = {"vocab_size": 50, "n_positions": 20, "n_embd": 8, "n_head": 2}
     shapes = shapes_of(GPT2Config(n_layer=3, **sizes))
-    held = footprint(make_config(), shapes, Kept(), cuda=False)
+    held = footprint(make_config(), shapes, cuda=False)
     assert held.trained == held.parameters == count(shapes)
 
 
@@ -100,40 +97,24 @@ def test_bytes_of_a_parameter_by_hand() -> None:
     """
     shapes = shapes_of(qwen3.config("0.6b"))
     n = count(shapes)
-    gpu = footprint(make_config(), shapes, KEPT, cuda=True)
+    gpu = footprint(make_config(), shapes, cuda=True)
     head = 2 * math.prod(shapes["model.embed_tokens.weight"])
     assert (gpu.weights, gpu.optimizer, gpu.gradients) == (2 * n, 12 * n, 4 * n + head)
     assert (gpu.copies, gpu.kv_cache) == (0, GIB // 2)
-    assert gpu.activations == 31 * GIB
-    cpu = footprint(make_config(), shapes, KEPT, cuda=False)
+    assert gpu.activations == 2048 * 2 * (151936 + 28 * 1024)
+    cpu = footprint(make_config(), shapes, cuda=False)
     assert (cpu.weights, cpu.optimizer, cpu.gradients) == (4 * n, 8 * n, 4 * n)
     assert cpu.peak == 16 * n + cpu.activations + GIB // 2
     assert gpu.peak == 18 * n + head + gpu.activations  # the cache is given back for them
-    more = footprint(make_config(engine={"kv_cache_gib": 40}), shapes, KEPT, cuda=True)
+    more = footprint(make_config(engine={"kv_cache_gib": 40}), shapes, cuda=True)
     assert more.peak == 14 * n + 40 * GIB
 
 
 def test_the_sum_of_docs_scale_is_footprints() -> None:
-    held = footprint(make_config(), {"w": (8, 10**9)}, Kept(), cuda=True, ranks=8)
+    held = footprint(make_config(), {"w": (8, 10**9)}, cuda=True, ranks=8)
     parts = [n // 10**9 for n in (held.weights, held.copies, held.gradients, held.optimizer)]
     said = "8 B parameters on 8 ranks: engine {} GB, learner {} + {} + {} GB, so {} GB before cache"
     assert said.format(*parts, sum(parts)) in (ROOT / "docs/scale.md").read_text()
-
-
-@pytest.mark.parametrize(("card", "chosen"), [(80, False), (52, False), (51, True), (16, True)])
-def test_layers_are_checkpointed_only_where_memory_asks_for_it(card: int, chosen: bool) -> None:
-    """By hand: 31 GiB are 41.3 with the rest."""
-    shapes = shapes_of(qwen3.config("0.6b"))
-
-    def held(asked: Any, cuda: bool = True) -> Footprint:
-        config = make_config(learner={"gradient_checkpointing": asked})
-        return footprint(config, shapes, KEPT, cuda=cuda, card=card * GIB)
-
-    auto, kept = held("auto"), held(False)
-    assert auto == held(chosen)
-    assert auto.checkpointed is chosen
-    assert (kept.peak <= 0.8 * card * GIB) is not chosen
-    assert not held("auto", cuda=False).checkpointed
 
 
 def test_an_offloaded_optimizer_is_on_the_card_in_parts() -> None:
@@ -141,15 +122,18 @@ def test_an_offloaded_optimizer_is_on_the_card_in_parts() -> None:
     shapes = shapes_of(qwen3.config("8b"))
     n, head = count(shapes), math.prod(shapes["model.embed_tokens.weight"])
     few = {"gradient_checkpointing": True, "offload_optimizer": True}
-    held = footprint(make_config(learner=few), shapes, KEPT, cuda=True)
+    held = footprint(make_config(learner=few), shapes, cuda=True)
     assert (held.optimizer, held.resident) == (12 * n, 0)
     assert held.passing == 12 * head + GIB > held.activations
     assert held.peak == 2 * n + 4 * n + 2 * head + held.passing < 0.8 * 80 * GIB
     assert "optimizer's parts 7.96" in held.listed()
-    held = footprint(make_config(learner={"offload_optimizer": True}), shapes, KEPT, cuda=True)
-    assert held.peak == 6 * n + 2 * head + 31 * GIB
-    assert "activations 31" in held.listed()
-    cpu = footprint(make_config(learner={"offload_optimizer": True}), shapes, Kept(), cuda=False)
+    held = footprint(make_config(learner={"offload_optimizer": True}), shapes, cuda=True)
+    learner = {"offload_optimizer": True, "max_tokens": 65536}
+    held = footprint(make_config(learner=learner), shapes, cuda=True)
+    assert held.activations == 6 * GIB + 65536 * 2 * 36 * 4096
+    assert held.peak == 6 * n + 2 * head + held.activations
+    assert "activations 24" in held.listed()
+    cpu = footprint(make_config(learner={"offload_optimizer": True}), shapes, cuda=False)
     assert (cpu.resident, cpu.passing) == (cpu.optimizer, 0)
 
 
@@ -164,7 +148,7 @@ def test_an_offloaded_optimizer_is_on_the_card_in_parts() -> None:
 )
 def test_what_settings_add(sections: dict[str, Any], name: str, factor: int) -> None:
     shapes = shapes_of(qwen3.config("0.6b"))
-    held = footprint(make_config(**sections), shapes, Kept(), cuda=True)
+    held = footprint(make_config(**sections), shapes, cuda=True)
     assert getattr(held, name) == factor * count(shapes)
 
 
@@ -175,7 +159,7 @@ def test_an_adapter_is_held_beside_one_copy_of_the_weights_or_two(serve: str) ->
     n = count(shapes)
     held = footprint(
         make_config(learner={"lora": {"rank": 12, "serve": serve}}, loss={"beta": 0.1}),
-        shapes, KEPT, cuda=True,
+        shapes, cuda=True,
     )  # fmt: skip
     a = held.trained
     assert 0 < a < n / 20
@@ -194,25 +178,16 @@ def test_a_rank_of_several_holds_its_part_of_the_learner() -> None:
     shapes = shapes_of(qwen3.config("8b"))
     n = count(shapes)
     sections: dict[str, Any] = {"loss": {"beta": 0.1}, "engine": {"tensor_parallel_size": 4}}
-    held = footprint(make_config(**sections), shapes, Kept(), cuda=True, ranks=8)
+    held = footprint(make_config(**sections), shapes, cuda=True, ranks=8)
     assert held.weights == 2 * n // 4
     assert held.copies == 2 * n // 8 + 2 * n, "the KL's reference is whole on each"
     assert (held.optimizer, held.gradients) == (12 * n // 8, 6 * n // 8)
     assert held.checkpoint == 14 * n
     adapted = {"learner": {"lora": {"rank": 8}}}
-    one, eight = (
-        footprint(make_config(**adapted), shapes, Kept(), cuda=True, ranks=w) for w in (1, 8)
-    )
+    one, eight = (footprint(make_config(**adapted), shapes, cuda=True, ranks=w) for w in (1, 8))
     assert one.copies == 0
     assert eight.copies == 2 * n // 8
     assert one.adapter - eight.adapter == 4 * one.trained - 4 * one.trained // 8
-
-
-@pytest.mark.parametrize(("logits", "held"), [(3, 2 + 3), (0, 2 + 1)])
-def test_checkpointed_layers_keep_their_inputs_and_one_of_them(logits: int, held: int) -> None:
-    """Which is computed again when the logits are gone."""
-    kept = KEPT._replace(beside=GIB, logits=logits * GIB)
-    assert (kept.whole, kept.checkpointed) == ((29 + logits) * GIB, (1 + held) * GIB)
 
 
 def test_the_tables_of_the_gpu_page() -> None:
@@ -224,26 +199,12 @@ def test_the_tables_of_the_gpu_page() -> None:
         numbers = [2 * count(shapes) / GIB]
         for trained_layers in (None, layers // 4):
             learner = {"trained_layers": trained_layers}
-            held = footprint(make_config(learner=learner), shapes, Kept(), cuda=True)
+            held = footprint(make_config(learner=learner), shapes, cuda=True)
             numbers.append((held.weights + held.optimizer + held.gradients) / GIB)
         row = re.search(rf"^\| Qwen3 {size.upper()} \| [\d.]+ B \|.*$", page, re.M)
         assert row, size
         cells = [float(cell) for cell in re.findall(r"([\d.]+) GiB", row[0])]
         assert cells == [round(n, 1) for n in numbers], row[0]
-
-
-@pytest.mark.parametrize(("card", "chosen"), [(80, False), (16, True)])
-def test_the_learner_is_given_what_was_chosen(
-    card: int, chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the dry run says, the learner does."""
-    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
-    qwen3.config("0.6b").save_pretrained(tmp_path)
-    config = make_config(learner={"max_tokens": 16384})
-    assert learner_here(config, str(tmp_path)).gradient_checkpointing is chosen
-    asked = make_config(learner={"max_tokens": 16384, "gradient_checkpointing": not chosen})
-    assert learner_here(asked, str(tmp_path)).gradient_checkpointing is not chosen
 
 
 @pytest.mark.parametrize(
@@ -260,20 +221,6 @@ def test_what_others_hold_of_a_card_is_not_free(
     assert room.ok is (free == 80)
     assert not memory.ok
     assert f"are needed, more than {where}" in memory.found
-
-
-def test_of_a_model_that_cannot_be_counted_only_the_activations_are_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def needs_numbers(*_: object, **__: object) -> Kept:
-        raise NotImplementedError("aten::nonzero")
-
-    monkeypatch.setattr("agentgrpo.learn.kept.kept", needs_numbers)
-    qwen3.config("0.6b").save_pretrained(tmp_path)
-    vllm, memory, disk = room_checks(make_config(), str(tmp_path), trained=True)
-    assert [vllm.name, memory.name, disk.name] == ["room for vLLM", "memory", "disk"]
-    assert "activations" not in memory.found
-    assert memory.found.endswith("what its backward pass keeps is not known before it is loaded")
 
 
 @pytest.mark.parametrize(("ranks", "waits"), [(1, 12), (8, 96)])
