@@ -15,6 +15,7 @@ from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.agreement import Probes, probe_prompts
 from agentgrpo.extras import said_of
 from agentgrpo.learn.losses import objective_of
+from agentgrpo.machine.footprint import room_checks
 from agentgrpo.machine.memory import explained
 from agentgrpo.machine.packages import installed, require
 from agentgrpo.models.models import named_base, resolve_model
@@ -24,7 +25,6 @@ from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
-from agentgrpo.room import room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import (
     flat,

@@ -14,11 +14,10 @@ from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.machine import hardware
-from agentgrpo.machine.footprint import GIB
+from agentgrpo.machine.footprint import GIB, held_by, room_checks
 from agentgrpo.machine.packages import require
 from agentgrpo.models.kinds import kinds_of, why_copied
 from agentgrpo.models.liger import why_plain
-from agentgrpo.room import held_by, room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import newest_saved
 from agentgrpo.sandbox.doctor import Check

@@ -14,7 +14,7 @@ import argparse
 import contextlib
 from collections.abc import Callable
 
-from agentgrpo.build import Parts, prepare
+from agentgrpo.build import Parts, build, prepare
 from agentgrpo.command import Begin, command
 from agentgrpo.config import TrainConfig
 from agentgrpo.loop import SAVED
@@ -33,12 +33,10 @@ def run(config: TrainConfig, args: argparse.Namespace, begin: Begin) -> int:
             ]
             print(plan(config, ready.stage, lines))  # noqa: T201
         return 0
-    return work(config, begin)
+    return work(config, begin, build)
 
 
-def work(
-    config: TrainConfig, begin: Begin, make: Callable[[TrainConfig], Parts] | None = None
-) -> int:
+def work(config: TrainConfig, begin: Begin, make: Callable[[TrainConfig], Parts]) -> int:
     """Build the parts and train; the exit status."""
     with Trainer(config, make=make) as trainer:
         begin()

@@ -19,8 +19,7 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
 from agentgrpo.files import seal
 from agentgrpo.machine import hardware, packages
-from agentgrpo.machine.footprint import GIB
-from agentgrpo.room import room_checks
+from agentgrpo.machine.footprint import GIB, room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.train import main

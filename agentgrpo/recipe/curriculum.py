@@ -315,8 +315,8 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | N
         ready = prepare(config)
         with contextlib.closing(ready.stage):
             require_stages(recipe, write=not args.dry_run)
-            lines = [of_stages(recipe), *of_training(config, ready.stage, ready.tasks)]
             if args.dry_run:
+                lines = [of_stages(recipe), *of_training(config, ready.stage, ready.tasks)]
                 print(plan(config, ready.stage, lines, saved=SAVED))  # noqa: T201
                 return None
         begin()
@@ -336,10 +336,13 @@ def select_part(recipe: RecipeConfig, stage: int, begin: Begin) -> None:
 
 def train_part(recipe: RecipeConfig, stage: int, begin: Begin) -> int:
     """Train on what a stage selected, in this process; the exit status."""
-    chosen = read_table(folder_of(recipe, stage) / "select.json")["selected"]
-    print(f"stage {stage}: trains on the {len(chosen)} that were selected", flush=True)  # noqa: T201
-    make = partial(build, draw=partial(selected_tasks, recipe, stage))
-    status = train.work(training_config(recipe, stage), begin, make)
+
+    def drawn(stream: Tasks) -> Tasks:
+        tasks = selected_tasks(recipe, stage, stream)
+        print(f"stage {stage}: trains on the {len(tasks)} that were selected", flush=True)  # noqa: T201
+        return tasks
+
+    status = train.work(training_config(recipe, stage), begin, partial(build, draw=drawn))
     if not status:
         finish_stage(recipe, stage)
     return status

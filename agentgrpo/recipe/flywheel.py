@@ -163,18 +163,19 @@ def _learned(record: Mapping[str, Any]) -> list[list[int]]:
     return [segment["token_ids"] for segment, author in written if author is not None]
 
 
-def questions_of(recipe: RecipeConfig, stream: Tasks) -> list[Task]:
-    """The tasks that are worked on.
+def questions_of(recipe: RecipeConfig, stream: Tasks, *, write: bool) -> list[Task]:
+    """The tasks that are worked on; settings and data are written, or else only compared.
 
     Raises:
-        ValueError: tasks share an id.
+        ValueError: the folder holds another flywheel's work, or tasks share an id.
     """
-    tasks = stream.next(recipe.flywheel.tasks)
+    tasks, data = stream.next(recipe.flywheel.tasks), {"data.train": stream.state_dict()["source"]}
     if (differ := len({task.id for task in tasks})) != len(tasks):
         raise ValueError(
             f"flywheel.tasks: {len(tasks)} are asked for, and the data has {differ} that have "
             "different ids"
         )
+    require_same_work(recipe, "flywheel", SAVED, may_change=MAY_CHANGE, data=data, write=write)
     return tasks
 
 
@@ -317,8 +318,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
             undo.enter_context(locked(recipe.out_dir / "flywheel"))
         stage = set_stage(recipe, trained=False)
         undo.callback(stage.close)
-        tasks = questions_of(recipe, stage.training_tasks(recipe))
-        require_same_work(recipe, "flywheel", SAVED, may_change=MAY_CHANGE, write=not args.dry_run)
+        tasks = questions_of(recipe, stage.training_tasks(recipe), write=not args.dry_run)
         if args.dry_run:
             c = recipe.flywheel
             work = f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"

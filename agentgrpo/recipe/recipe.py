@@ -81,20 +81,21 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     if recipe.curriculum.start != "sft":
         raise ValueError("curriculum.start: a recipe's stages start from 'sft', got 'model'")
     flywheel.check(recipe)
+    sft.settings_of(recipe)
     with contextlib.nullcontext() if args.dry_run else locked(recipe.out_dir):
         ready = prepare(recipe)
         with contextlib.closing(ready.stage):
             require_same_work(recipe, "recipe", SAVED, write=not args.dry_run)
             curriculum.require_stages(recipe, write=not args.dry_run)
-            questions = flywheel.questions_of(recipe, ready.tasks)
-            epochs = f"{recipe.sft.epochs} epochs in steps of {recipe.sft.batch_size} examples"
-            lines = [
-                said("flywheel", f"{len(questions)} questions, {recipe.flywheel.rounds} rounds"),
-                said("sft", epochs),
-                curriculum.of_stages(recipe),
-                *of_training(recipe, ready.stage, ready.tasks),
-            ]
+            questions = flywheel.questions_of(recipe, ready.tasks, write=False)
             if args.dry_run:
+                rounds, c = recipe.flywheel.rounds, recipe.sft
+                lines = [
+                    said("flywheel", f"{len(questions)} questions, {rounds} rounds"),
+                    said("sft", f"{c.epochs} epochs in steps of {c.batch_size} examples"),
+                    curriculum.of_stages(recipe),
+                    *of_training(recipe, ready.stage, ready.tasks),
+                ]
                 print(plan(recipe, ready.stage, lines, saved=SAVED))  # noqa: T201
                 return
         begin()

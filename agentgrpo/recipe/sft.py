@@ -33,12 +33,12 @@ from agentgrpo.config.recipe import RecipeConfig, SftConfig
 from agentgrpo.data.files import named
 from agentgrpo.files import missing
 from agentgrpo.learn.updates import plan_updates
+from agentgrpo.machine.footprint import room_checks
 from agentgrpo.machine.packages import require
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.models import SavedAdapter, named_base
 from agentgrpo.plan import plan, said
 from agentgrpo.recipe.parts import command, require_same_work
-from agentgrpo.room import room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import locked, require_same_run, whole_checkpoint
