@@ -11,9 +11,8 @@ from typing import Any
 from agentgrpo import parallel
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.rewards.scoring import Scoring
-from agentgrpo.rollout.decoder import Watch
+from agentgrpo.rollout.decoder import SamplerStats, Watch
 from agentgrpo.rollout.sampler import AnySampler
-from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Metrics, Status, Task
 
 

@@ -14,7 +14,7 @@ from agentgrpo.loop import awake, play_heldout, train
 from agentgrpo.machine.memory import release, release_frames
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.rewards.view import RolloutView
-from agentgrpo.rollout.batch import as_task
+from agentgrpo.rollout.sampler import as_task
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.interrupt import stop_after_step, timeouts

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.models.pieces import token_bytes
 from agentgrpo.programs.conversations import Conversations, Prompt
 from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
 from agentgrpo.programs.requests import FROZEN, OBEYED, Asked, Reply
-from agentgrpo.rollout.vocabulary import token_bytes
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
 TOO_MANY = 64

@@ -30,11 +30,11 @@ import numpy as np
 from agentgrpo.actions import Message
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.models.pieces import token_bytes
 from agentgrpo.rollout.custom import RolloutParams
 from agentgrpo.rollout.decoder import request_seed
 from agentgrpo.rollout.limits import Spent
 from agentgrpo.rollout.transcript import Transcript
-from agentgrpo.rollout.vocabulary import token_bytes
 from agentgrpo.types import COUNTS, Completion, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:  # it imports vLLM
@@ -70,11 +70,7 @@ class Stream:
         return self.chat.decode(np.array(self.token_ids, np.int32))
 
     def inject(self, said: str | Sequence[Message]) -> None:
-        """Stop here, put words in, go on.
-
-        Args:
-            said: text for the same message, or messages that follow it.
-        """
+        """Stop here, put words in, go on."""
         self._said = said
 
     def finish(self, answer: str | None) -> None:
@@ -121,7 +117,7 @@ class Streams:
 
     Raises:
         ValueError: a tag is empty or named twice; the tokenizer is of a kind whose tokens' bytes
-            are not known (rollout/vocabulary.py).
+            are not known (models/pieces.py).
     """
 
     def __init__(self, chat: ChatTemplate, config: RolloutConfig, tags: Sequence[str] = ()) -> None:
@@ -142,14 +138,6 @@ class Streams:
         messages: Callable[[Task], Sequence[Message]] = lambda task: task.messages,
     ) -> list[list[Rollout]]:
         """Play each task n times; a RolloutSampler's rollout().
-
-        Args:
-            engine: awake.
-            tasks: what to play.
-            n: rollouts per task.
-            params: as rollout() gets them.
-            on_token: looks on.
-            messages: what the policy is shown of a task.
 
         Raises:
             ValueError: a prompt leaves no room in the context; whatever on_token raises.

@@ -7,7 +7,7 @@ import random
 import pytest
 from tokenizers import decoders
 
-from agentgrpo.rollout.vocabulary import token_bytes
+from agentgrpo.models.pieces import token_bytes
 from bench.conversations import PIECES, SPELLED
 from tests.models.test_templates import ids_of, judge_of
 from tests.tiny import make_tokenizer
