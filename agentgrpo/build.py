@@ -174,11 +174,7 @@ def _require_trainable(model: str) -> None:
 
 
 def start_engine(config: TrainConfig, stage: Stage, *, trained: bool = False) -> Player:
-    """Start vLLM for a stage, its adapter in place unless it is trained: then it is published.
-
-    Raises:
-        As build().
-    """
+    """Start vLLM for a stage, its adapter in place unless it is trained: then it is published."""
     require(room_checks(config, stage.model, trained=False))
     stage.progress.say("engine: starting vLLM")
     played, lora = None if trained else stage.adapter, config.learner.lora

@@ -27,12 +27,7 @@ Begin = Callable[[], None]
 
 
 class Stopped(Exception):
-    """A command that this one has started did not end well, and has said why itself.
-
-    Args:
-        name: of what it does.
-        status: its exit status, which is this command's too; negative: the signal that ended it.
-    """
+    """A command that this one has started did not end well, and has said why itself."""
 
     def __init__(self, name: str, status: int) -> None:
         super().__init__(f"{name} ended with status {status}")
@@ -102,12 +97,7 @@ def _as_a_setting(option: str, arguments: Sequence[str]) -> str:
 
 
 def next_time(out_dir: Path, saved: Sequence[str]) -> str:
-    """What the same command does next time.
-
-    Args:
-        out_dir: of the config.
-        saved: patterns, below out_dir, of what the command continues from.
-    """
+    """What the same command does next time."""
     newest = newest_saved(out_dir, saved)
     if newest is None:
         return "Nothing was saved: the same command starts from the beginning."

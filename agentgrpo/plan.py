@@ -41,9 +41,6 @@ def plan(
         trained: else it is only played.
         sampled: an engine is started.
         saved: patterns, below out_dir, of what the same command continues from; none: it does not.
-
-    Raises:
-        ValueError: this machine has no room for it.
     """
     jail = "not needed: the environment runs no code"
     if stage.jail is not None:

@@ -115,12 +115,7 @@ class Stage:
         return kept
 
     def checked(self, config: TrainConfig, tasks: Sequence[Task], key: str) -> list[Task]:
-        """The tasks whose prompts fit; that each can be shown and scored.
-
-        Raises:
-            ValueError: one has no answer that reward or measures.quality can compare with, or a
-                prompt leaves no room and data.max_prompt_tokens does not say to leave it out.
-        """
+        """The tasks whose prompts fit; that each can be shown and scored."""
         kind = reward_kind(config.reward, judged=judged(self.env))
         expected = getattr(kind, "expected", lambda task: None)
         quality = config.measures.quality if isinstance(config, RecipeConfig) else "answer"
@@ -253,9 +248,6 @@ def models_of(
         config: of the run.
         adapter: that the model is played with.
         trained: the model is to be trained; what is not is its own reference.
-
-    Raises:
-        ValueError: an endpoint's function or package is not there; names the key.
     """
     models: dict[str, Model] = {"policy": "policy"}
     lora = config.learner.lora
@@ -346,11 +338,7 @@ def _site_dirs(config: SandboxConfig) -> list[str]:
 
 
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
-    """The pool that code runs in; the caller closes it.
-
-    Raises:
-        ValueError: there is no such template, directory or tool script; names the key.
-    """
+    """The pool that code runs in; the caller closes it."""
     try:
         found = find_template(config.template)
     except SandboxException as error:

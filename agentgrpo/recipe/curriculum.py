@@ -58,11 +58,7 @@ def folder_of(recipe: RecipeConfig, stage: int) -> Path:
 
 
 def start_model(recipe: RecipeConfig, stage: int) -> str:
-    """The model that a stage starts from.
-
-    Raises:
-        ValueError: what it should start from is not there.
-    """
+    """The model that a stage starts from."""
     if stage == 0 and recipe.curriculum.start == "model":
         return recipe.model
     folder = recipe.out_dir / "sft" if stage == 0 else folder_of(recipe, stage - 1) / "rl"
@@ -73,13 +69,7 @@ def start_model(recipe: RecipeConfig, stage: int) -> str:
 
 
 def steps_of(recipe: RecipeConfig, stage: int, selected: int | None = None) -> int:
-    """Optimizer steps of a stage, counted from 0.
-
-    Args:
-        recipe: the settings.
-        stage: counted from 0.
-        selected: tasks that it trains on; None: those of its select.json.
-    """
+    """Optimizer steps of a stage, counted from 0."""
     c = recipe.curriculum
     if c.epochs is None:
         return c.steps[min(stage, len(c.steps) - 1)]
@@ -89,11 +79,7 @@ def steps_of(recipe: RecipeConfig, stage: int, selected: int | None = None) -> i
 
 
 def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
-    """The stage's run, from the model that it starts from; its tasks are selected_tasks().
-
-    Raises:
-        ValueError: as of start_model().
-    """
+    """The stage's run, from the model that it starts from; its tasks are selected_tasks()."""
     model, steps = start_model(recipe, stage), steps_of(recipe, stage)
     out_dir = str(folder_of(recipe, stage) / "rl")
     return recipe.of_run(model=model, out_dir=out_dir, steps=steps)
@@ -104,15 +90,6 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
 
 def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> dict[str, Any]:
     """Play the candidates and write what is selected of them.
-
-    Args:
-        recipe: the settings.
-        stage: counted from 0.
-        player: with the stage's first policy, awake.
-        stream: the recipe's training tasks from the very start.
-
-    Returns:
-        What select.json holds.
 
     Raises:
         ValueError: no candidate has both right and wrong rollouts, as selection = "pareto" asks.
@@ -197,16 +174,7 @@ def _chunks(
 
 
 def selected_tasks(recipe: RecipeConfig, stage: int, stream: Tasks) -> RowTasks:
-    """The stage's tasks as they were played, drawn as the recipe says.
-
-    Args:
-        recipe: the settings.
-        stage: counted from 0.
-        stream: the recipe's training tasks; JSON lines do not keep every type of a spec.
-
-    Raises:
-        ValueError: a task of the stream is not the one that was played.
-    """
+    """The stage's tasks as they were played, drawn as the recipe says."""
     folder = folder_of(recipe, stage)
     pool = folder / "pool.jsonl"
     played = {r.task.id: r.task for _, r in read_rollouts(pool)}
@@ -250,11 +218,7 @@ def parts_of(recipe: RecipeConfig) -> list[Part]:
 
 
 def finish_stage(recipe: RecipeConfig, stage: int) -> None:
-    """Write stage.json.
-
-    Raises:
-        ValueError: the stage's last checkpoint is not there.
-    """
+    """Write stage.json."""
     folder = folder_of(recipe, stage)
     selected = read_table(folder / "select.json")
     trained = Path(start_model(recipe, stage + 1))
@@ -272,11 +236,7 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
 
 
 def require_stages(recipe: RecipeConfig, *, write: bool) -> None:
-    """Make the stages in out_dir this recipe's; `write`: their settings, else only compare them.
-
-    Raises:
-        ValueError: they are others', or one that the next has begun from is to be longer.
-    """
+    """Make the stages in out_dir this recipe's; `write`: their settings, else only compare them."""
     require_same_work(recipe, "curriculum", SAVED, may_change=MAY_CHANGE, write=write)
     c, parts = recipe.curriculum, parts_of(recipe)
     for stage in range(c.stages - 1):
@@ -300,12 +260,7 @@ def of_stages(recipe: RecipeConfig) -> Check:
 
 
 def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | None:
-    """Do the parts that are left, each in a process of its own; or one of them; or say what.
-
-    Raises:
-        Stopped: a part did not end well.
-        ValueError: the folder holds stages of other settings; as build.build().
-    """
+    """Do the parts that are left, each in a process of its own; or one of them; or say what."""
     if args.part:
         stage, _, what = args.part.partition(".")
         part = {"select": select_part, "train": train_part}[what]

@@ -44,10 +44,6 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
 
     On several ranks all must call it: each plays its share of the tasks. The first one asks the
     judges and gets the report, the others an empty one.
-
-    Raises:
-        ValueError: a task has no answer to compare with.
-        InfrastructureError: the machine broke most rollouts, or a judge does not answer.
     """
     c, stage = config.measures, player.stage
     groups, metrics = evaluate(
@@ -82,12 +78,7 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """An earlier report.json.
-
-    Raises:
-        ValueError: it is none.
-        OSError: it cannot be read.
-    """
+    """An earlier report.json."""
     written = read_table(path)
     try:
         markdown(written)
@@ -99,12 +90,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def write_report(folder: Path, made: dict[str, Any], before: dict[str, Any] | None) -> None:
-    """report.json and report.md, with the comparison if there is an earlier report.
-
-    Raises:
-        ValueError: the earlier report is of other tasks; report.json has been written.
-        OSError: a file cannot be written.
-    """
+    """report.json and report.md, with the comparison if there is an earlier report."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", made)
     text = f"Model: {made['model']}\n\n{markdown(made)}"
@@ -115,11 +101,7 @@ def write_report(folder: Path, made: dict[str, Any], before: dict[str, Any] | No
 
 
 def asked_for(config: RecipeConfig, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The earlier report, folders checked.
-
-    Raises:
-        ValueError, OSError: what is asked for cannot be.
-    """
+    """The earlier report, folders checked."""
     if args.compare and not args.report:
         raise ValueError("--compare needs --report")
     if args.report is not None:

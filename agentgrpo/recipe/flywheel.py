@@ -67,15 +67,7 @@ MAY_CHANGE = (
 
 
 class Question:
-    """The work on one question.
-
-    Args:
-        task: the question.
-        shop: what operators work with.
-        quality: how good an answer is, in [0, 1].
-        operators: runs the operators of a round side by side.
-        seed: of the hints that are chosen.
-    """
+    """The work on one question."""
 
     def __init__(
         self, task: Task, shop: Workshop, quality: Quality, operators: Executor, seed: int
@@ -86,11 +78,7 @@ class Question:
         self.log: list[dict[str, Any]] = []
 
     def work(self) -> None:
-        """Fill the buffer: an attempt, then in each round what is made of the best not yet used.
-
-        Raises:
-            InfrastructureError: the first attempt could not be played.
-        """
+        """Fill the buffer: an attempt, then in each round what is made of the best not yet used."""
         self._take(self._shop.player.play(self.task, operator="fresh"))
         used: set[int] = set()
         for number in range(self._shop.config.rounds):
@@ -164,11 +152,7 @@ def _learned(record: Mapping[str, Any]) -> list[list[int]]:
 
 
 def questions_of(recipe: RecipeConfig, stream: Tasks, *, write: bool) -> list[Task]:
-    """The tasks that are worked on; settings and data are written, or else only compared.
-
-    Raises:
-        ValueError: the folder holds another flywheel's work, or tasks share an id.
-    """
+    """The tasks that are worked on; settings and data are written, or else only compared."""
     tasks, data = stream.next(recipe.flywheel.tasks), {"data.train": stream.state_dict()["source"]}
     if (differ := len({task.id for task in tasks})) != len(tasks):
         raise ValueError(
@@ -258,14 +242,7 @@ def write_results(
 
 
 def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Task]) -> Any:
-    """Run the flywheel on an engine; returns the summary.
-
-    Args:
-        recipe: the settings.
-        stage: agent, environment, chat template and reward.
-        engine: the policy's, awake.
-        tasks: the questions.
-    """
+    """Run the flywheel on an engine; returns the summary."""
     config = recipe.flywheel
     loop = EngineLoop(engine)
     limits = recipe.rollout.model_copy(
@@ -296,11 +273,7 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
 
 
 def check(recipe: RecipeConfig) -> None:
-    """Refuse settings that no flywheel can turn with.
-
-    Raises:
-        ValueError: sessions are too few, or the agent is a program.
-    """
+    """Refuse settings that no flywheel can turn with."""
     if recipe.agent.kind == "program":
         raise ValueError(
             "agent.kind: a flywheel takes attempts up in the middle, and 'program' plays its own "

@@ -37,12 +37,7 @@ class Contrast:
 
 
 def contrast(group: Group, correctness: Callable[[Rollout], float]) -> Contrast:
-    """The question's point; rollouts that the machine broke are left out.
-
-    Args:
-        group: all rollouts of the question, with their counts.
-        correctness: in [0, 1]; from SOLVED_AT on a rollout is right.
-    """
+    """The question's point; rollouts that the machine broke are left out."""
     valid = [rollout for rollout in group.rollouts if rollout.status is not Status.INFRA_ERROR]
     if not valid:
         return Contrast(0.0, 0.0, mixed=False)
@@ -72,9 +67,6 @@ def select_groups(
 
     Returns:
         Indices into `groups`, ascending; all of them mixed.
-
-    Raises:
-        ValueError: count is below 1.
     """
     if count < 1:
         raise ValueError(f"count: expected at least 1, got {count}")

@@ -58,9 +58,6 @@ def require_same_work(
         may_change: further settings that may be otherwise now.
         data: what was read, for a setting that names it.
         write: else they are only compared.
-
-    Raises:
-        ValueError: it was begun with other settings; names the key. Or with which is not known.
     """
     path = recipe.out_dir / "settings" / f"{command}.json"
     any_of = "*.json" if command == "recipe" else path.name  # its parts may have begun alone
@@ -82,10 +79,6 @@ def run_parts(
 
     Returns:
         The seconds that each part has taken, in this call or an earlier one.
-
-    Raises:
-        Stopped: a part did not end well.
-        Interrupted: it did, and was asked to stop meanwhile.
     """
     path = recipe.out_dir / "recipe.json"
     seconds: dict[str, float] = read_table(path) if path.exists() else {}

@@ -74,9 +74,6 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     """Do the parts that are left, and report; or say what they would do.
 
     Fine-tuning's data and what stages begin with are made on the way, and checked there.
-
-    Raises:
-        ValueError: the folder holds another recipe's work, or the stages start from elsewhere.
     """
     if recipe.curriculum.start != "sft":
         raise ValueError("curriculum.start: a recipe's stages start from 'sft', got 'model'")

@@ -59,13 +59,6 @@ def read_examples(
 ) -> list[Rollout]:
     """The examples of a file, in order, each with advantage 1.
 
-    Args:
-        path: .jsonl; blank lines are skipped, and rollouts of held-out tasks.
-        config: which rows are kept.
-        chat: how conversations are rendered.
-        agent: behind whose prompt.
-        max_tokens: of an example.
-
     Raises:
         ValueError: a row is bad or too long, nothing is left, or nothing of an example is trained;
             the message starts with file:line.
@@ -135,9 +128,6 @@ def conversation(
         chat: as for rollouts.
         agent: as for rollouts.
         agent_prompt: put the agent's own prompt in front, and its prefill into the first turn.
-
-    Raises:
-        ValueError: the messages do not take turns so.
     """
     head, turns = _turns(messages)
     task = Task(id="conversation", messages=tuple(head), spec={})
@@ -271,11 +261,7 @@ def settings_of(recipe: RecipeConfig) -> TrainConfig:
 
 
 def data_of(recipe: RecipeConfig) -> Path:
-    """The file of a recipe's examples, which is looked for before all else.
-
-    Raises:
-        FileNotFoundError: it is not there; says what writes it.
-    """
+    """The file of a recipe's examples, which is looked for before all else."""
     made = recipe.out_dir / "flywheel" / "sft.jsonl"
     data = Path(recipe.sft.data or made)
     if data.exists():
@@ -290,12 +276,7 @@ def steps_of(sft: SftConfig, examples: int) -> int:
 
 
 def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
-    """Fine-tune from the newest checkpoint in out_dir/sft, or say what it would be.
-
-    Raises:
-        FloatingPointError: a gradient is not finite.
-        ValueError, OSError: the config, the data and the model do not fit; or a disk.
-    """
+    """Fine-tune from the newest checkpoint in out_dir/sft, or say what it would be."""
     config, sft, path = settings_of(recipe), recipe.sft, data_of(recipe)
     with contextlib.ExitStack() as undo:
         if not args.dry_run:
