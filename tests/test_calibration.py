@@ -27,11 +27,11 @@ class Parts:
         self.right = 1.0
 
     def __call__(self, command: Sequence[str], **_: Any) -> Any:
-        module = command[2].rpartition(".")[2]
-        settings = command[4 : command.index("--of-recipe")]
+        module = command[3]
+        settings = command[5 : command.index("--of-recipe")]
         more = command[command.index("--of-recipe") + 1 :]
         self.ran.append(more[-1] if module == "curriculum" else module)
-        recipe = load_config_of(RecipeConfig, command[3], settings)
+        recipe = load_config_of(RecipeConfig, command[4], settings)
         self.recipes.append(recipe)
         if module == "evaluate":
             self._measured(Path(more[-1]))

@@ -86,7 +86,7 @@ def test_its_stage_is_set_and_its_plan_made(
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
     try:
         said = plan(config, stage, of_playing(config, stage, stage.heldout), trained=True)
-        monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB // 3,) * 2)
+        monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (int(need * 1.01 * GIB),) * 2)
         small = plan(config, stage, of_playing(config, stage, stage.heldout), trained=True)
     finally:
         stage.close()
