@@ -143,7 +143,7 @@ def test_colocated_writes_its_rows_once_all_is_closed(
             seen.add(name, float(step))
 
     monkeypatch.setattr("agentgrpo.build.build", lambda _: parts)
-    monkeypatch.setattr(Parts, "close", Parts._let_go)
+    monkeypatch.setattr(Parts, "close", lambda self: vars(self).clear())
     monkeypatch.setattr(colocated, "cycle", cycle)
     config = TrainConfig(model="m", out_dir=tmp_path, engine=EngineConfig(weights="shared"))
     rows: dict[str, Any] = {}

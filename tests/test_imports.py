@@ -68,7 +68,7 @@ WINGS = {
     "actions": "types usercode",
     "run": "types files extras usercode config parallel",
     "proof": "types config",
-    "machine": "types files extras config parallel run sandbox",
+    "machine": "types files extras config parallel run sandbox kernels",
     "rewards": "types files extras usercode config",
     "agents": "types config actions",
     "envs": "types files extras usercode config actions run sandbox",
@@ -91,7 +91,6 @@ TOP = [
     *(
         "settings",
         "card",
-        "room",
         "stage",
         "build",
         "plan",

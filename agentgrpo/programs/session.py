@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.models.pieces import token_bytes
 from agentgrpo.programs.conversations import Conversations, Prompt
 from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
 from agentgrpo.programs.requests import FROZEN, HONORED, Reply, TurnRequest

@@ -117,7 +117,7 @@ def fronts(points_N2: Points) -> Int32:
     if points_N2.ndim != 2 or points_N2.shape[1] != 2 or not np.isfinite(points_N2).all():
         raise ValueError(f"points: expected finite [N, 2], got shape {points_N2.shape}")
     p, q = points_N2[:, None], points_N2[None]
-    dominates_NN = (p >= q).all(-1) & (p > q).any(-1)
+    dominates_NN = np.all(p >= q, axis=-1) & np.any(p > q, axis=-1)
     front_N = np.full(len(points_N2), -1, np.int32)
     number = 0
     while (left := front_N < 0).any():

@@ -234,4 +234,4 @@ def test_no_argument_crashes(anything: list[object], swaps: dict[int, object]) -
         call[place] = value
     for args in (anything, call):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            _C.TreePlan(*args)  # type: ignore[arg-type]
+            _C.TreePlan(*args)
