@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -268,56 +267,6 @@ def test_who_asks_a_recipe_to_stop_asks_its_part_which_saves(
     assert (tmp_path / "saved").exists()
     assert "== second" not in rest
     assert (tmp_path / "recipe.json").exists() == (status == 0)
-
-
-PART_OF_TWO = """
-import os, pathlib, subprocess, sys, time
-
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-print(os.getpid(), child.pid, flush=True)
-while not pathlib.Path("go").exists():
-    time.sleep(0.02)
-child.kill()
-child.wait()
-main = len
-"""
-
-
-def test_ctrl_z_stops_a_part_with_all_that_it_has_started(tmp_path: Path) -> None:
-    """It has a process group of its own, which the terminal does not know of."""
-
-    def wait_for(stopped: bool) -> None:
-        patience = time.monotonic() + 30
-        while {stat(pid)[0] == "T" for pid in pids} != {stopped}:
-            assert time.monotonic() < patience
-            time.sleep(0.02)
-
-    def stat(pid: int) -> list[str]:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-
-    (tmp_path / "slow_part.py").write_text(PART_OF_TWO)
-    (tmp_path / "sitecustomize.py").write_text(AS_A_COMMAND)
-    process = subprocess.Popen(
-        [sys.executable, "-c", PARENT], cwd=tmp_path, text=True, start_new_session=True,
-        env=environment(PYTHONPATH=f"{ROOT}:{tmp_path}"), stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None
-    with process, process.stdout as lines:
-        said = next(line for line in lines if not line.startswith("=="))
-        pids = [process.pid, *map(int, said.split())]
-        try:
-            for _ in range(2):
-                os.kill(process.pid, signal.SIGTSTP)
-                wait_for(stopped=True)
-                os.kill(process.pid, signal.SIGCONT)
-                wait_for(stopped=False)
-        except AssertionError:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            raise
-        (tmp_path / "go").touch()
-        assert "== second" in lines.read()
-        assert process.wait(60) == 0
 
 
 def test_the_report_says_what_was_gained_and_by_whom(
