@@ -91,7 +91,6 @@ WINGS = {
 TOP = [
     *(
         "settings",
-        "card",
         "room",
         "stage",
         "build",
