@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from agentgrpo.audit.claims import CLAIMS, Tokens, judge
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
-from agentgrpo.config.read import checked
+from agentgrpo.config.read import validate
 from agentgrpo.engine.agreement import outliers_of, widest_gap
 from agentgrpo.files import CHECKSUMS, read_table, require_as_sealed
 from agentgrpo.foreign.read import is_ours, left_out, read, require_foreign
@@ -203,7 +203,7 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
 
 def _config_of(table: Mapping[str, Any], path: Path) -> TrainConfig:
     try:
-        return checked(TrainConfig, table, str(path))
+        return validate(TrainConfig, table, str(path))
     except ValueError as error:
         said = str(error).replace("\n", f"\n{path}: ")
         raise ValueError(

@@ -19,9 +19,16 @@ from agentgrpo.config import (
     Section,
     TrainConfig,
 )
-from agentgrpo.config.section import Place, refuse_unread
+from agentgrpo.config.section import Need, PathOrName, forbid_unused
 
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+CURRICULUM_NEEDS: tuple[Need, ...] = (
+    ("by_kind", 'curriculum.selection = "pareto"', lambda c: c.selection == "pareto"),
+    ("easy_share hard_share", 'curriculum.sampling = "difficulty"',
+     lambda c: c.sampling == "difficulty"),
+)  # fmt: skip
 
 
 class FlywheelConfig(Section):
@@ -65,7 +72,7 @@ class FlywheelConfig(Section):
 class SftConfig(Section):
     """Fine-tuning (recipe/sft.py)."""
 
-    data: Place | None = None
+    data: PathOrName | None = None
     """A .jsonl file of rollouts (a run's rollouts.jsonl, the flywheel's sft.jsonl), or of
     conversations: {"messages": [...]}. Left out: sft.jsonl in out_dir/flywheel."""
     keep: Literal["all", "solved"] = "all"
@@ -117,14 +124,7 @@ class CurriculumConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> CurriculumConfig:
-        refuse_unread(
-            self, "curriculum", "by_kind", unless=self.selection == "pareto",
-            need='curriculum.selection = "pareto"',
-        )  # fmt: skip
-        refuse_unread(
-            self, "curriculum", "easy_share", "hard_share", unless=self.sampling == "difficulty",
-            need='curriculum.sampling = "difficulty"',
-        )  # fmt: skip
+        forbid_unused(self, CURRICULUM_NEEDS)
         if self.easy_share + self.hard_share > 1:
             raise ValueError(
                 f"curriculum.easy_share + curriculum.hard_share must be at most 1, "
@@ -178,8 +178,8 @@ class RecipeConfig(TrainConfig):
     measures: MeasuresConfig = MeasuresConfig()
 
     @property
-    def _draws(self) -> bool:
-        return super()._draws or self.measures.temperature > 0
+    def draws_heldout(self) -> bool:
+        return super().draws_heldout or self.measures.temperature > 0
 
     @pydantic.model_validator(mode="after")
     def _names_its_endpoints(self) -> RecipeConfig:

@@ -17,8 +17,8 @@ from typing import Any
 
 from agentgrpo.command import Stopped
 from agentgrpo.command import command as run_command
-from agentgrpo.config.readers import reads
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.config.used_by import uses
 from agentgrpo.files import read_table
 from agentgrpo.run.atomic import write_json
 from agentgrpo.run.folder import MAY_CHANGE, flat, newest_saved, require_same_settings
@@ -78,7 +78,7 @@ def require_same_work(
 
     def read_of(config: RecipeConfig) -> dict[str, Any]:
         table = flat(config.model_dump(mode="json"))
-        return {key: value for key, value in table.items() if reads(command, key)}
+        return {key: value for key, value in table.items() if uses(command, key)}
 
     require_same_settings(
         path,
