@@ -501,7 +501,7 @@ def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] 
         raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
     resolve_name(kind, REWARDS, key="reward.kind", also=("auto",))
     if kind == "math":
-        extras.require("math_verify", "reward.kind = 'math'")
+        extras.require_installed("math_verify", "reward.kind = 'math'")
     return REWARDS.get(kind)
 
 

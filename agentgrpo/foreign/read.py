@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 from agentgrpo.files import opened, read_json
 from agentgrpo.foreign.trajectory import (
     Call,
@@ -157,7 +157,7 @@ def _conversation(prompt: Any, completion: Any) -> list[Piece]:
 
 
 def _parquet_rows(path: Path) -> list[tuple[int, Row]]:
-    parquet = needed("pyarrow.parquet", str(path))
+    parquet = import_optional("pyarrow.parquet", str(path))
     with opened(path):
         table = parquet.read_table(path)
     if lacks := TRL_COLUMNS - set(table.column_names):

@@ -27,7 +27,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy as np
 
 from agentgrpo.config.arguments import parser_of
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 from agentgrpo.run.atomic import cut, numbered_rows
 from agentgrpo.types import Rollout, Task
 
@@ -95,7 +95,7 @@ def write_parquet(path: Path, rollouts: Iterable[tuple[dict[str, Any], Rollout]]
     Raises:
         ValueError: pyarrow is not installed.
     """
-    pa, pq = needed("pyarrow", str(path)), needed("pyarrow.parquet", str(path))
+    pa, pq = import_optional("pyarrow", str(path)), import_optional("pyarrow.parquet", str(path))
 
     columns: dict[str, list[Any]] = {}
     for place, rollout in rollouts:
@@ -116,7 +116,7 @@ def write_parquet(path: Path, rollouts: Iterable[tuple[dict[str, Any], Rollout]]
 
 def read_parquet(path: Path) -> Iterator[tuple[dict[str, Any], Rollout]]:
     """The (place, rollout) pairs that write_parquet() wrote."""
-    for batch in needed("pyarrow.parquet", str(path)).ParquetFile(path).iter_batches(256):
+    for batch in import_optional("pyarrow.parquet", str(path)).ParquetFile(path).iter_batches(256):
         for row in batch.to_pylist():
             place = {key: row[key] for key in PLACE if key in row}
             yield place, read_rollout({**json.loads(row["record"]), **_segments(row)})
