@@ -161,11 +161,8 @@ def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Itera
 
     hollowed = hollow(model, "bfloat16")
     rows = foreseen(hollowed)
-    lora, asked = config.learner.lora, config.engine.weights
-    why = why_copied(kinds_of(model))
-    if lora.rank and not lora.served_rank:
-        why = "learner.lora.serve = 'merged'"
-    elif parallel.world_size() > 1:
+    asked, why = config.engine.weights, why_copied(kinds_of(model))
+    if parallel.world_size() > 1:
         why = "several ranks"
     elif asked == "copy":
         why = "engine.weights = 'copy'"

@@ -152,8 +152,7 @@ FILTERS: dict[str, float] = {
 OWN_MODELS = ("policy", "reference")
 """Models that need no endpoint: the one that is trained, and the one that training began with."""
 NO_REFERENCE = (
-    "'reference' is the model without its adapter: it needs learner.lora.rank and "
-    "learner.lora.serve 'adapter'; else name an endpoint"
+    "'reference' is the model without its adapter: it needs learner.lora.rank, or name an endpoint"
 )
 
 

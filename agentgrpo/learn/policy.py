@@ -278,12 +278,9 @@ class Policy:
         }
 
     def to_publish(self) -> Iterable[tuple[str, Tensor]]:
-        """Whole tensors under the names of the checkpoint; of an adapter those it changes, merged.
-
-        One after the other: on several ranks each is whole only while it is looked at.
+        """Whole tensors under the names of the checkpoint, one after the other: on several ranks
+        each is whole only while it is looked at.
         """
-        if self.adapter is not None:
-            return self.adapter.merged()
         return ((name, parallel.whole(p)) for name, p in self.model.named_parameters())
 
     def save(self, folder: Path) -> None:

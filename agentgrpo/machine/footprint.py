@@ -106,9 +106,9 @@ def footprint(
     learner = config.learner
     width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
     parameters, changed = count(shapes), trained_count(shapes, learner)
-    weights, served = parameters * width, learner.lora.served_rank
+    weights = parameters * width
     adapted = learner.lora.rank > 0
-    copied = sampled and (ranks > 1 or config.engine.weights == "copy" or (adapted and not served))
+    copied = sampled and (ranks > 1 or config.engine.weights == "copy")
     exact = width == 4 or adapted  # adapters are float32: their own masters
     moments = 2 if learner.optimizer == "adamw_8bit" else 8
     state = moments + (0 if exact else 4)
@@ -126,7 +126,7 @@ def footprint(
         trained=changed,
         weights=weights // config.engine.tensor_parallel_size,
         copies=weights * copied // ranks + reference,
-        adapter=adapter // ranks + sampled * width * _served_count(shapes, served),
+        adapter=adapter // ranks + sampled * width * _served_count(shapes, learner.lora.rank),
         optimizer=optimizer // ranks,
         offloaded=offloaded,
         passing=passing // ranks,

@@ -35,7 +35,7 @@ def check_model(
         device=device,
         trained=trained,
         dtype=config.engine.dtype_on(device),
-        adapters=config.learner.lora.served_rank > 0,
+        adapters=config.learner.lora.rank > 0,
     )
     if why:
         raise ValueError(f"model {model!r}: {why}")

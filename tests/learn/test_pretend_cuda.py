@@ -93,9 +93,6 @@ class CardHolder(Holder):
     device = "cuda"
     dtype = "float32"
 
-    def pack_frozen(self, trained: Iterable[Tensor]) -> int:
-        return 0
-
 
 def steps(
     folder: Path, played: Sequence[Group], engine: Any, loss: LossConfig, *, share: bool = True,
@@ -390,9 +387,7 @@ def test_a_rehearsal_forks_and_on_a_card_tries_both_kernels(
 @pytest.mark.usefixtures("_cuda")
 def test_an_adapter_on_the_card(tiny_model: Path, groups: list[Group], tmp_path: Path) -> None:
     loss = LossConfig(beta=0.1)
-    learner, _ = steps(
-        tiny_model, groups, CardHolder(), loss, lora=LoraConfig(rank=4, serve="merged")
-    )
+    learner, _ = steps(tiny_model, groups, CardHolder(), loss, lora=LoraConfig(rank=4))
     assert learner.policy.adapter is not None
     learner.policy.adapter.save(tmp_path)
 

@@ -152,22 +152,21 @@ def test_what_settings_add(sections: dict[str, Any], name: str, factor: int) -> 
     assert getattr(held, name) == factor * count(shapes)
 
 
-@pytest.mark.parametrize("serve", ["adapter", "merged"])
-def test_an_adapter_is_held_beside_one_copy_of_the_weights_or_two(serve: str) -> None:
-    """A merged one needs the learner's own; rank 12 is served from room for 16."""
+def test_an_adapter_is_held_beside_one_copy_of_the_weights() -> None:
+    """Rank 12 is served from room for 16."""
     shapes = shapes_of(qwen3.config("0.6b"))
     n = count(shapes)
     held = footprint(
-        make_config(learner={"lora": {"rank": 12, "serve": serve}}, loss={"beta": 0.1}),
+        make_config(learner={"lora": {"rank": 12}}, loss={"beta": 0.1}),
         shapes, cuda=True,
     )  # fmt: skip
     a = held.trained
     assert 0 < a < n / 20
     assert held.weights == 2 * n
-    assert held.copies == 4 * a + (2 * n if serve == "merged" else 0), "the KL's is the adapter's"
+    assert held.copies == 4 * a, "the KL's is the adapter's"
     vocab, hidden = shapes["model.embed_tokens.weight"]
     room = 2 * 16 * (a // 12 + 2 * (vocab + hidden))
-    assert held.adapter == 4 * a + (room if serve == "adapter" else 0)
+    assert held.adapter == 4 * a + room
     assert (held.optimizer, held.gradients, held.checkpoint) == (8 * a, 4 * a, 16 * a)
     assert held.peak == held.weights + held.copies + held.adapter + 12 * a + held.activations
     assert "adapter 0." in held.listed()
