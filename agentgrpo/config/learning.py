@@ -174,7 +174,7 @@ class LearnerConfig(Section):
     (6 GiB on CUDA): with more rows they are computed again in the backward pass."""
     offload_optimizer: bool = False
     """CUDA: the optimizer's state, masters and moments, waits in page-locked host memory, and
-    passes through the card in parts at each update."""
+    passes through the card at each update, a parameter at a time."""
 
     @pydantic.model_validator(mode="after")
     def _reads_its_keys(self) -> LearnerConfig:

@@ -22,9 +22,6 @@ WIDTH = {"float32": 4, "bfloat16": 2}
 ALLOCATORS = 0.8
 """Share of a card that the sums may fill; the rest is for what they leave out."""
 
-PART_BYTES = GIB
-"""Of an offloaded optimizer's state, as much passes through the card together."""
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -80,7 +77,7 @@ class Footprint:
         }
         if self.offloaded and self.passing > self.activations:
             del parts["activations"]
-            parts["optimizer's parts"] = self.passing
+            parts["optimizer's largest"] = self.passing
         rare = ("copies", "adapter", "optimizer", "KV cache")
         shown = " + ".join(f"{k} {v / GIB:.2f}" for k, v in parts.items() if v or k not in rare)
         more = ""
@@ -117,7 +114,7 @@ def footprint(
     # on one process a gradient is added to its sum, and freed, as soon as it is there
     waiting = 0 if exact else width * (largest if ranks == 1 else changed)
     offloaded = learner.offload_optimizer and cuda
-    passing = min(optimizer, largest * state + PART_BYTES) if offloaded else 0
+    passing = largest * state if offloaded else 0
     adapter = 4 * changed * adapted
     reference = (adapter or weights) * (config.loss.beta > 0)
     following = reference if adapted else changed * width * config.loss.sync_ref_model

@@ -83,15 +83,6 @@ def test_batches_of_16_bit_add_up_in_float32(
         assert torch.equal(grad, total)
 
 
-def test_an_offloaded_optimizer_trains_alike(
-    make_learner: Callable[..., Learner], groups: list[Group]
-) -> None:
-    updates = plan_updates(groups, run_config(DAPO), step=0)
-    plain, offloaded = make_learner(), make_learner(offload_optimizer=True)
-    for _ in range(2):
-        assert plain.step(updates)["loss"] == offloaded.step(updates)["loss"]
-
-
 @pytest.mark.parametrize(
     ("options", "rates"),
     [
