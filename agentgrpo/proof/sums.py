@@ -141,8 +141,8 @@ def learner_faults(
         yield from line_faults(row, "learner", number)
     wanted = _mismatch(seen, config) if seen.shape[1] else {}
     if seen.shape[1] and one_update and whole:
-        wanted["entropy_mean"] = float(seen[2].mean())
-        wanted["sampler_gap_max"] = float(np.abs(seen[1]).max())
+        wanted["entropy_mean"] = float(seen[1].mean())
+        wanted["sampler_gap_max"] = float(np.abs(seen[0]).max())
     for name, value in wanted.items():
         said = row.get(f"learner/{name}")
         if not _is_number(said) or not math.isclose(said, value, rel_tol=FLOAT32, abs_tol=1e-9):
@@ -152,49 +152,35 @@ def learner_faults(
         yield f"engine: the probes are {mean!r:.20}, {most!r:.20} apart, promised {limit:.3g}"
 
 
-TURNS = 8
-"""Turns with numbers of their own, the last of them with all later ones."""
-
-
 def _mismatch(seen: NDArray[np.float64], config: TrainConfig) -> dict[str, float]:
-    """How far the sampler was off, over all terms and over those of each turn."""
-    turns, gaps, _ = seen
-    wanted: dict[str, float] = {}
-    loss = config.loss
+    """How far the sampler was off, over all terms."""
+    gap, loss = seen[0], config.loss
+    wanted = {"mismatch_kl": float((np.expm1(np.minimum(gap, 20)) - gap).mean())}
+    if loss.correction_level != "token":
+        return wanted
     low = loss.vllm_importance_sampling_clip_min or 0.0
     high = loss.vllm_importance_sampling_clip_max or math.inf
-    parts = {"mismatch_": np.ones(len(turns), bool)}
-    if loss.branch_credit == "soft":  # with hard credit, turns are counted as they are packed
-        parts |= {f"mismatch_turn_{k:.0f}_": turns == k for k in np.unique(turns)}
-    for prefix, chosen in parts.items():
-        gap = gaps[chosen]
-        wanted[f"{prefix}kl"] = float((np.expm1(np.minimum(gap, 20)) - gap).mean())
-        if loss.correction_level != "token":
-            continue
-        ratio = np.exp(np.clip(gap, -20, 20))
-        bounded = ((ratio < low) | (ratio > high)) & loss.corrects
-        wanted[f"{prefix}modified"] = float(bounded.mean())
-        for name, of in (("min", np.min), ("mean", np.mean), ("max", np.max)):
-            wanted[f"{prefix}ratio_{name}"] = float(of(ratio))
+    ratio = np.exp(np.clip(gap, -20, 20))
+    bounded = ((ratio < low) | (ratio > high)) & loss.corrects
+    wanted["mismatch_modified"] = float(bounded.mean())
+    for name, of in (("min", np.min), ("mean", np.mean), ("max", np.max)):
+        wanted[f"mismatch_ratio_{name}"] = float(of(ratio))
     return wanted
 
 
 def _seen(groups: Sequence[Group]) -> NDArray[np.float64]:
-    """[3, terms]: the turn, the learner's log-probability less the sampler's, its entropy."""
-    parts = [np.zeros((3, 0))]
+    """[2, terms]: the learner's log-probability less the sampler's, and its entropy."""
+    parts = [np.zeros((2, 0))]
     for rollout in (r for group in groups for r in group.rollouts):
         views = zip(
             rollout.all_segments, rollout.learner_logprobs or (), rollout.entropies or (),
             strict=False,
         )  # fmt: skip
-        turn = -1
         for segment, logp, entropy in views:
-            turn += segment.logprobs is not None
             if segment.logprobs is None or logp is None or entropy is None:
                 continue
             if len(logp) == len(segment.logprobs) == len(entropy):
-                turns = np.full(len(logp), min(turn, TURNS - 1))
-                parts.append(np.stack([turns, logp - segment.logprobs, entropy]))
+                parts.append(np.stack([logp - segment.logprobs, entropy]))
     return np.concatenate(parts, 1)
 
 
