@@ -152,7 +152,7 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
 
 def _require_trainable(model: str) -> None:
     """What can be told of it before vLLM is started, which takes minutes."""
-    from agentgrpo.learn.loading import hollow
+    from agentgrpo.learn.policy import hollow
     from agentgrpo.learn.trial import foreseen
 
     foreseen(hollow(model, "bfloat16"))

@@ -156,7 +156,7 @@ def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> 
 def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Iterator[Check]:
     """How the learner will compute and hold the model, as its config.json tells."""
     # they import torch: the environment is set by now
-    from agentgrpo.learn.loading import hollow
+    from agentgrpo.learn.policy import hollow
     from agentgrpo.learn.trial import foreseen
 
     hollowed = hollow(model, "bfloat16")

@@ -191,7 +191,7 @@ def test_each_dependency_has_its_place(path: Path) -> None:
         if is_within(name, "vllm"):
             assert where.startswith("engine/"), f"{path} imports {name}"
         if name.startswith("transformers.AutoModel"):
-            loads = ("learn/loading.py", "machine/footprint.py", "models/encoder.py")
+            loads = ("learn/policy.py", "machine/footprint.py", "models/encoder.py")
             assert where in loads, f"{path} imports {name}"
 
 

@@ -16,8 +16,7 @@ import torch
 from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
 from agentgrpo.engine.weights import CannotShare, InPlaceCopy, install, views_for
-from agentgrpo.learn.loading import hollow, load_frozen
-from agentgrpo.learn.policy import Policy
+from agentgrpo.learn.policy import Policy, hollow, load_frozen
 from agentgrpo.types import Metrics
 
 if TYPE_CHECKING:  # it imports vLLM, which fine-tuning does without

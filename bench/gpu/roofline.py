@@ -3,7 +3,7 @@
     python -m bench.gpu.roofline
 
 A layer of the real shapes goes forward and backward on no device, as transformers has it and with
-Liger's kernels in it (learn/fused.py), and every operation that would launch a kernel is counted:
+Liger's kernels in it (models/liger.py), and every operation that would launch a kernel is counted:
 products by their FLOP, the others by the bytes that they read and write. Attention, head and
 optimizer are formulas. Nothing here was measured.
 """
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM
 from triton import KernelInterface
 
-from agentgrpo.learn.fused import fuse
+from agentgrpo.models.liger import fuse
 
 PEAK, RATE = 989e12, 3.35e12
 """An H100 SXM's: dense bfloat16 FLOP/s, bytes/s of its memory (NVIDIA's data sheet)."""

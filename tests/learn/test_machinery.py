@@ -19,8 +19,8 @@ from agentgrpo.config import LearnerConfig
 from agentgrpo.engine.start import use_plain_weight
 from agentgrpo.kernels import products
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.loading import hollow
 from agentgrpo.learn.optimizer import make_optimizer
+from agentgrpo.learn.policy import hollow
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.models.models import chat_of
 from agentgrpo.types import Group
