@@ -172,7 +172,7 @@ class EndpointConfig(Section):
     api_key_env: str = ""
     """http, retriever: name of the environment variable that holds the key."""
     timeout_s: PositiveNumber = 120.0
-    """http, retriever: seconds that one try may take in all, to the last byte of its answer."""
+    """http, retriever: seconds that a try may wait for the server, before its answer and within."""
     retries: NotNegative = 3
     """http, retriever: further tries after a failure of the network or the server."""
     extra: dict[str, Any] = {}

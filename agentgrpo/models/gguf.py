@@ -164,7 +164,8 @@ def _write_model(gguf_path: Path, out_dir: Path) -> None:
     _write_json(out_dir / "generation_config.json", _special_ids(metadata))
     write_tokenizer(metadata, out_dir)
     with contextlib.redirect_stderr(io.StringIO()):  # bars
-        model, found = AutoModelForCausalLM.from_pretrained(
+        read: Any = AutoModelForCausalLM.from_pretrained
+        model, found = read(
             gguf_path.parent, gguf_file=gguf_path.name, config=LlamaConfig(**config),
             dtype=torch.float32, output_loading_info=True,
         )  # fmt: skip
