@@ -168,7 +168,8 @@ class MasterAdamW:
         """Let a parameter's state wait in host memory, behind what is queued."""
         for name, tensor in self._held(index).items():
             if (index, name) not in self._host:
-                self._host[index, name] = torch.empty_like(tensor, device="cpu").pin_memory()
+                waits = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+                self._host[index, name] = waits
             host = self._host[index, name]
             if tensor.data_ptr() != host.data_ptr():
                 tensor.data = host.copy_(tensor.detach(), non_blocking=True)
