@@ -48,8 +48,8 @@ warnings: $(DEV)
 	$(PY) setup.py --quiet build_ext --force --inplace
 
 mutants: $(DEV) $(EXT)
-	@echo "== mutants: each must be caught by a test (WORDS='word ...': those whose list, file or piece has one)"
-	$(PY) -m tests.mutation $(WORDS)
+	@echo "== mutants: places changed one at a time in the files that changed (ARGS='FILE ... --since REV --most N')"
+	$(PY) -m tests.mutation $(ARGS)
 
 fuzz: export AGENTGRPO_FUZZ ?= 1000000
 fuzz: $(DEV) $(EXT)

@@ -7,11 +7,6 @@ files, and the card: of the settings those of PUBLISHED alone. The token is the 
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("push")
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -7,11 +7,9 @@
 
 extern PyMethodDef agentgrpo_sandbox_files_methods[];
 extern PyMethodDef agentgrpo_sandbox_landlock_methods[];
-extern PyMethodDef agentgrpo_sandbox_loop_methods[];
 extern PyMethodDef agentgrpo_sandbox_spawn_methods[];
 extern PyMethodDef agentgrpo_sandbox_step_methods[];
 
 extern PyType_Spec agentgrpo_plan_spec;
-extern PyType_Spec agentgrpo_scanner_spec;
 
 #endif

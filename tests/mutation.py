@@ -1,121 +1,228 @@
 # ruff: noqa: T201 - a program
-"""Change source in small ways and see that the tests notice every one.
+"""Change source in one place at a time and see that the tests notice.
 
-    python -m tests.mutation [WORD ...]      only mutants whose list, file or piece has a WORD
+    python -m tests.mutation [FILE ...] [--since REV] [--most N] [--seed N]
 
-A mutant replaces one piece of source in a copy of the tree, in which the tests named for its file
-are run to their first failure. A mutant that survives is printed and sets the exit status. A piece
-that no longer occurs as often as said is an error: the lists must follow the code. A list is a
-file tests/*/mutants.py with MUTANTS, TESTS (of each file, relative to tests/) and FOLDER.
+The places are found in the syntax tree of the files that changed since REV (or of those named).
+The tests are run once to see which of them run which line. Of each mutant, in a copy of the tree,
+those that run its line are run to the first failure. What survives is printed and sets the exit
+status.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import importlib
 import os
+import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import coverage
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("agentgrpo", "bench", "csrc", "docs", "kernels", "tests")
+SWAPS: dict[type[ast.AST], type[Any]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div,
+    ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.USub: ast.UAdd,
+}  # fmt: skip
+"""An operator: what takes its place."""
+
+TestsByLine = dict[str, dict[int, list[str]]]
 
 
 class Mutant(NamedTuple):
-    """Replace the `nth` occurrence of `old` by `new` in `file`, which its list's FOLDER holds."""
+    """`old`, which stands at (line, column) of `file` and spans one line, becomes `new`."""
 
     file: str
+    line: int
+    column: int
     old: str
     new: str
-    nth: int = 0
 
     def apply(self, text: str) -> str:
-        """The text with the piece replaced; ValueError where it does not occur that often."""
-        parts = text.split(self.old)
-        if len(parts) < self.nth + 2:
-            raise ValueError(f"{self.file} has no occurrence {self.nth} of {self.old!r}")
-        before, after = parts[: self.nth + 1], parts[self.nth + 1 :]
-        return self.old.join(before) + self.new + self.old.join(after)
+        lines = text.splitlines(keepends=True)
+        line = lines[self.line - 1].encode()
+        end = self.column + len(self.old.encode())
+        assert line[self.column : end].decode() == self.old
+        lines[self.line - 1] = (line[: self.column] + self.new.encode() + line[end:]).decode()
+        return "".join(lines)
 
 
-def listed() -> Iterator[tuple[str, Path, list[Path], Mutant]]:
-    """Every mutant: its list's name, its file and its tests (both relative to ROOT), and itself."""
-    for path in sorted(ROOT.glob("tests/*/mutants.py")):
-        held = importlib.import_module(f"tests.{path.parent.name}.mutants")
-        for mutant in held.MUTANTS:
-            tests = [Path("tests", name) for name in held.TESTS[mutant.file]]
-            yield path.parent.name, Path(held.FOLDER, mutant.file), tests, mutant
+def changed(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that may take a node's place: an operator swapped, a number or truth another."""
+    match node:
+        case ast.Compare(left, [op], [right]) if type(op) in SWAPS:
+            yield ast.Compare(left, [SWAPS[type(op)]()], [right])
+        case ast.BoolOp(op, values):
+            yield ast.BoolOp(SWAPS[type(op)](), values)
+        case ast.BinOp(left, op, right) if type(op) in SWAPS:
+            yield ast.BinOp(left, SWAPS[type(op)](), right)
+        case ast.UnaryOp(ast.Not(), operand):
+            yield operand
+        case ast.UnaryOp(op, operand) if type(op) in SWAPS:
+            yield ast.UnaryOp(SWAPS[type(op)](), operand)
+        case ast.Constant(bool() as value):
+            yield ast.Constant(not value)
+        case ast.Constant(int() | float() as value):
+            yield ast.Constant(value + 1)
+        case ast.IfExp(test, body, orelse):
+            yield ast.IfExp(test, orelse, body)
+        case ast.Expr(ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Continue() | ast.Break():
+            yield ast.Pass()
 
 
-def survives(mutant: Mutant, path: Path, tests: Sequence[Path], tree: Path) -> bool:
-    """Runs the tests in a fork, which inherits what is imported already."""
-    original = path.read_text()
-    path.write_text(mutant.apply(original))
-    log = tree / "log.txt"
+def mutants_of(file: str, text: str) -> Iterator[Mutant]:
+    """Every mutant of a file, in the order of its syntax tree; none of annotations or messages."""
+
+    def walk(node: ast.AST) -> Iterator[ast.AST]:
+        yield node
+        for field, value in ast.iter_fields(node):
+            if field in ("annotation", "returns", "decorator_list", "exc", "msg"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
+                    yield from walk(child)
+
+    for node in walk(ast.parse(text)):
+        if not isinstance(node, ast.expr | ast.stmt) or node.lineno != node.end_lineno:
+            continue
+        old = ast.get_source_segment(text, node) or ""
+        for new in changed(node):
+            said = f"({ast.unparse(new)})" if isinstance(new, ast.expr) else ast.unparse(new)
+            yield Mutant(file, node.lineno, node.col_offset, old, said)
+
+
+class Contexts:
+    """A pytest plugin: what a test runs from its setup on is recorded under its name."""
+
+    def __init__(self, measured: coverage.Coverage) -> None:
+        self.measured = measured
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self.measured.switch_context(item.nodeid)
+
+
+def in_a_fork(tree: Path, work: Callable[[], int]) -> int:
+    """The exit code of work() in a fork, which has what is imported already, but nothing of ours.
+
+    Ends after 10 minutes. Its output goes to tree/log.txt.
+    """
     child = os.fork()
     if child == 0:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
         try:
-            os._exit(run_tests(tests, tree))
+            os.dup2(os.open(tree / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+            os.dup2(1, 2)
+            signal.alarm(600)
+            for name in [n for n in sys.modules if n.partition(".")[0] in ("agentgrpo", "tests")]:
+                del sys.modules[name]
+            os.chdir(tree)
+            sys.path.insert(0, str(tree))
+            sys.dont_write_bytecode = True
+            os._exit(work())
         finally:  # an error must not unwind into the parent's work
             traceback.print_exc()
             os._exit(9)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run_tests(tree: Path, tests: Sequence[str], *options: str, plugin: object = None) -> int:
+    common = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "--rootdir", str(tree)]
+    ignored = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    return int(pytest.main([*common, *ignored, *options, *tests], plugins=[plugin or object()]))
+
+
+def tests_by_line(tree: Path, files: Sequence[str], tests: Sequence[str]) -> TestsByLine:
+    """Of each file and line, the tests that run it."""
+
+    def measure() -> int:
+        measured = coverage.Coverage(data_file=str(tree / "lines"), include=[f"{tree}/*"])
+        with measured.collect():
+            code = run_tests(tree, tests, plugin=Contexts(measured))
+        measured.save()
+        return code
+
+    if code := in_a_fork(tree, measure):
+        raise SystemExit(f"unchanged, the tests end with {code}:\n{(tree / 'log.txt').read_text()}")
+    data = coverage.CoverageData(str(tree / "lines"))
+    data.read()
+    return {file: data.contexts_by_lineno(str(tree / file)) for file in files}
+
+
+def survives(tree: Path, mutant: Mutant, tests: Sequence[str]) -> bool:
+    path = tree / mutant.file
+    original = path.read_text()
+    path.write_text(mutant.apply(original))
+    code = in_a_fork(tree, lambda: run_tests(tree, tests, "-x", "--timeout", "60"))
     path.write_text(original)
-    # 2: it does not even import; SIGSEGV: Triton's interpreter reads wild addresses as told
-    if code not in (0, 1, 2, -signal.SIGSEGV):
-        raise SystemExit(f"pytest itself failed on {mutant}:\n{log.read_text()}")
     return code == 0
 
 
-def run_tests(tests: Sequence[Path], tree: Path) -> int:
-    os.chdir(tree)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("agentgrpo", "tests")]:
-        del sys.modules[name]
-    sys.path.insert(0, str(tree))
-    sys.dont_write_bytecode = True
-    paths = [str(tree / path) for path in tests]
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree), "--timeout", "60"]
-    imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    return int(pytest.main([*options, *imported, *paths]))
-
-
-def main(words: Sequence[str]) -> int:
-    """Try the mutants that have one of the words (all, without words); 1 if one survived."""
-    chosen = [
-        (file, tests, mutant)
-        for name, file, tests, mutant in listed()
-        if not words or any(w in f"{name} {file} {mutant.old}" for w in words)
-    ]
-    if not chosen:
-        raise SystemExit(f"no mutant's list, file or piece has one of {list(words)}")
-    alive = 0
+def try_all(files: Sequence[str], tests: Sequence[str], chosen: Sequence[Mutant]) -> list[Mutant]:
+    """What survives of the mutants of these files; prints each."""
+    alive = []
     with tempfile.TemporaryDirectory() as copy:
-        tree = Path(copy) / "tree"
-        ignore = shutil.ignore_patterns(".*", "__pycache__")
+        tree = Path(copy).resolve() / "tree"
         tree.mkdir()
-        for part in ("agentgrpo", "bench", "csrc", "docs", "kernels", "tests"):
-            shutil.copytree(
-                ROOT / part, tree / part, symlinks=True, ignore=ignore, dirs_exist_ok=True
-            )
+        ignore = shutil.ignore_patterns(".*", "__pycache__")
+        for part in PARTS:
+            shutil.copytree(ROOT / part, tree / part, symlinks=True, ignore=ignore)
         for file in filter(Path.is_file, ROOT.iterdir()):
             shutil.copy(file, tree)
-        for number, (file, tests, mutant) in enumerate(chosen, 1):
-            lives = survives(mutant, tree / file, tests, tree)
-            alive += lives
+        lines = tests_by_line(tree, files, tests)
+        for number, mutant in enumerate(chosen, 1):
+            # a kernel that Triton's interpreter compiles anew is not seen line by line
+            lines_of = lines[mutant.file]
+            held = [lines_of[mutant.line]] if mutant.line in lines_of else lines_of.values()
+            running = sorted({test for tests in held for test in tests if test})
+            lives = not running or survives(tree, mutant, running)
+            alive += [mutant] * lives
             state = "SURVIVED" if lives else "caught"
-            change = f"{mutant.file}: {mutant.old!r} -> {mutant.new!r}"
-            print(f"{number}/{len(chosen)} {state:8} {change}", flush=True)
-    print(f"{len(chosen) - alive} of {len(chosen)} caught")
-    return alive > 0
+            change = f"{mutant.file}:{mutant.line}: {mutant.old}  ->  {mutant.new}"
+            print(f"{number}/{len(chosen)} {state:8} {change}  ({len(running)} tests)", flush=True)
+    print(f"{len(chosen) - len(alive)} of {len(chosen)} caught")
+    return alive
+
+
+def tests_of(files: Sequence[str]) -> list[str]:
+    """The folders of tests that mirror the files' folders; of a module at the top, its tests."""
+    parts = [Path(file).with_suffix("").parts for file in files]
+    tests = {
+        "tests/kernels" if part[0] == "kernels"
+        else f"tests/{part[1]}" if len(part) > 2
+        else f"tests/test_{part[1]}.py"
+        for part in parts
+    }  # fmt: skip
+    return sorted(test for test in tests if (ROOT / test).exists())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Try the mutants; 1 if one survived."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
+    parser.add_argument("files", nargs="*", help="default: those that changed")
+    parser.add_argument("--since", default="HEAD", metavar="REV", help="changed since then")
+    parser.add_argument("--tests", nargs="+", help="default: those beside the files")
+    parser.add_argument("--most", type=int, default=100, help="mutants, drawn at random")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    git = ["git", "diff", "--name-only", args.since, "--", "agentgrpo", "kernels"]
+    names = args.files or subprocess.check_output(git, cwd=ROOT, text=True).split()
+    files = [name for name in names if name.endswith(".py") and (ROOT / name).exists()]
+    found = [mutant for file in files for mutant in mutants_of(file, (ROOT / file).read_text())]
+    chosen = random.Random(args.seed).sample(found, min(args.most, len(found)))
+    return bool(try_all(files, args.tests or tests_of(files), sorted(chosen)))
 
 
 if __name__ == "__main__":

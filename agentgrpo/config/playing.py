@@ -138,8 +138,7 @@ FILTERS: dict[str, float] = {
 OWN_MODELS = ("policy", "reference")
 """Models that need no endpoint: the one that is trained, and the one that training began with."""
 NO_REFERENCE = (
-    "'reference' is the model without its adapter: it needs learner.lora.rank and "
-    "learner.lora.serve 'adapter'; else name an endpoint"
+    "'reference' is the model without its adapter: it needs learner.lora.rank, or name an endpoint"
 )
 
 
@@ -159,7 +158,7 @@ class EndpointConfig(Section):
     api_key_env: str = ""
     """http, retriever: name of the environment variable that holds the key."""
     timeout_s: PositiveNumber = 120.0
-    """http, retriever: seconds that one try may take in all, to the last byte of its answer."""
+    """http, retriever: seconds that a try may wait for the server, before its answer and within."""
     retries: NotNegative = 3
     """http, retriever: further tries after a failure of the network or the server."""
     extra: dict[str, Any] = {}
@@ -400,6 +399,9 @@ class SandboxConfig(Section):
     """Whether the same arguments have the same answer without another call: within a rollout, or
     within the whole run. With rollout.deterministic, functions that ask the world need "run"."""
     host_budget: HostBudgetConfig = HostBudgetConfig()
+    all_cpus: NotNegativeNumber = 0.0
+    """Processors that all sessions together may keep busy, where a control group can bound it (0:
+    half of the machine's). The rest is the trainer's."""
     stateless: bool = False
     """Every code step starts from the beginning: no variables and no files of the step before."""
     allow_degraded: bool = False

@@ -39,7 +39,7 @@ def _reads_a_file(config: TrainConfig) -> bool:
 
 
 NEEDS: tuple[Need, ...] = (
-    ("learner.lora.alpha learner.lora.target_modules learner.lora.serve",
+    ("learner.lora.alpha learner.lora.target_modules",
      "learner.lora.rank above 0", lambda c: c.learner.lora.rank),
     ("learner.final_learning_rate", 'learner.decay = "linear" or "cosine"',
      lambda c: c.learner.decay != "constant"),
@@ -200,11 +200,6 @@ class TrainConfig(Section):
             raise ValueError(
                 "loss.sync_ref_model and learner.lora.rank exclude each other: the reference is "
                 "the policy that training began with, and never moves"
-            )
-        if self.learner.lora.serve == "merged" and self.engine.weights == "shared":
-            raise ValueError(
-                "engine.weights 'shared' and learner.lora.serve 'merged' exclude each other: what "
-                "is merged into needs a copy of its own"
             )
         if self.learner.lora.rank and self.engine.sleep_level == 2:
             raise ValueError(

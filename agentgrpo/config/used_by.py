@@ -9,7 +9,7 @@ RECIPE_SECTIONS = ("flywheel", "sft", "curriculum", "measures")
 _ALL = {"model", "seed", "out_dir", "agent", "env", "sandbox", "data", "endpoints"}
 _PLAYS = {
     *(_ALL | {"engine", "rollout", "reward", "learner.trained_layers", "learner.max_tokens"}),
-    *("learner.lora.rank", "learner.lora.serve"),  # where the reference is the model without it
+    "learner.lora.rank",  # without it there is no model `reference`
 }
 _TRAINS = {
     *(_ALL | {"engine", "rollout", "reward", "learner", "loss", "evaluation"}),

@@ -15,16 +15,11 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from agentgrpo.actions import (
-    Action,
-    Ask,
-    InfrastructureError,
-    Observation,
-)
+from agentgrpo.actions import Action, Ask, InfrastructureError, Observation
 from agentgrpo.envs.base import AnyEpisode, Episode
 from agentgrpo.envs.checked import checked_observation, checked_rewards
 from agentgrpo.usercode import (
@@ -33,14 +28,12 @@ from agentgrpo.usercode import (
     WrongResult,
     awaited,
     calling,
-    end,
     event_loop,
     name_of,
     said_of,
     waited,
 )
 
-HEARD_S = 5.0
 LOOP = "episodes"
 """The loop of all that environments await."""
 Of = tuple[str | None, int | None]
@@ -125,11 +118,7 @@ NOTHING = _Nothing()
 
 
 def checked_episode(made: Any) -> AnyEpisode:
-    """What reset() returned.
-
-    Raises:
-        WrongResult: it is no episode.
-    """
+    """What reset() returned."""
     if not all(callable(getattr(made, name, None)) for name in ("step", "finish", "close")):
         raise WrongResult(f"expected an episode: step(), finish(), close(), got {made!r:.80}")
     return made  # type: ignore[no-any-return]
@@ -153,16 +142,7 @@ class Abandoned(InfrastructureError):
 
 
 class _Work:
-    """One call of an episode's.
-
-    Args:
-        future: told its outcome, once.
-        episode: whose.
-        called: what is called, of the user's.
-        read: checks what it gives.
-        of: whose it is.
-        limit_s: as of EpisodeRunner.
-    """
+    """One call of an episode's."""
 
     def __init__(
         self, future: Future[Any], episode: AnyEpisode, called: Any, read: Callable[[Any], Any],
@@ -172,7 +152,7 @@ class _Work:
         self._read = read
         self._of, self._limit_s = of, limit_s
         self._lock = threading.Lock()
-        self._leave: Callable[[], bool] = lambda: True
+        self._leave: Callable[[], Any] = lambda: None
         self._call: Call | None = None
 
     def run(self, places: threading.Semaphore, function: Callable[..., Any], *args: Any) -> None:
@@ -193,17 +173,17 @@ class _Work:
         elif function not in (_finish, self._episode.close):
             waited(self._episode.close(), LOOP)
 
-    def _left(self, places: threading.Semaphore) -> bool:
-        """Give back its place; whether the loop that its thread waits for, if it does, runs."""
+    def _left(self, places: threading.Semaphore) -> None:
+        """Give back its place; what its thread has a loop do is cancelled."""
         places.release()
-        waits = None if self._call is None else self._call.waits
-        return waits is None or _cancel(event_loop(LOOP), waits)
+        if self._call is not None and self._call.waits is not None:
+            self._call.waits.cancel()
 
     async def wait(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
         """Await a coroutine of this function."""
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        self._leave = partial(_cancel, loop, task)
+        self._leave = partial(loop.call_soon_threadsafe, task.cancel)
         error = result = None
         try:
             with self._named() as call:
@@ -226,8 +206,8 @@ class _Work:
             yield call
 
     def _late(self, said: str) -> None:
-        if self._end(None, Abandoned(said)) and not self._leave():
-            end(f"{said}: it keeps the event loop from all others")
+        if self._end(None, Abandoned(said)):
+            self._leave()
 
     def _end(self, result: Any, error: BaseException | None) -> bool:
         """Tell the future, if it has not been told."""
@@ -239,14 +219,6 @@ class _Work:
             else:
                 self._future.set_exception(error)
             return True
-
-
-def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any] | Future[Any]) -> bool:
-    """Whether the loop has heard of it: a coroutine that does not await lets nothing else run."""
-    heard: Future[None] = Future()
-    loop.call_soon_threadsafe(task.cancel)
-    loop.call_soon_threadsafe(heard.set_result, None)
-    return bool(wait([heard], timeout=HEARD_S).done)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

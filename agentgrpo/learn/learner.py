@@ -25,10 +25,9 @@ from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.learn.optimizer import make_optimizer
 from agentgrpo.learn.policy import Policy, Scored
-from agentgrpo.learn.preflight import to_learn
+from agentgrpo.learn.preflight import one_row, rehearse, to_learn
 from agentgrpo.learn.publish import Publisher
 from agentgrpo.learn.reference import Reference
-from agentgrpo.learn.rehearsal import one_row, rehearse
 from agentgrpo.learn.step_record import Before, Look, StepRecord
 from agentgrpo.learn.updates import Update
 from agentgrpo.machine.memory import explained
@@ -98,8 +97,15 @@ class Learner:
         return self._publisher.publish()
 
     def rehearse(self, num_tokens: int) -> None:
-        """See learn/rehearsal.py."""
+        """See learn/preflight.py."""
         rehearse(self.policy, self._optimizer, num_tokens, self._temperature)
+
+    def checkpoint_if_auto(self) -> bool:
+        """Checkpoint the layers if learner.gradient_checkpointing leaves it open; if so, True."""
+        if self._config.gradient_checkpointing != "auto" or self.policy.checkpointed:
+            return False
+        self.policy.checkpoint_layers()
+        return True
 
     @torch.no_grad()
     def score(self, token_ids: Int32) -> Float32:

@@ -7,12 +7,21 @@ once, before anything is sampled; what does not fit is told then, with the numbe
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from agentgrpo import parallel
+from agentgrpo.learn.batch import Deltas, PackedBatch
+from agentgrpo.learn.optimizer import MasterAdamW
+from agentgrpo.learn.policy import NEAR, Policy
 from agentgrpo.machine.memory import OutOfMemory, memory, out_of_memory, release
-from agentgrpo.types import Metrics
+from agentgrpo.types import Int32, Metrics, Segment
 
 GRAIN = 128
 """Tokens between two sizes that are told apart."""
@@ -20,6 +29,7 @@ LESS_TO_TRAIN = (
     "fewer learner.trained_layers, learner.gradient_checkpointing = true or learner.lora.rank "
     "need less"
 )
+Places = Sequence[tuple[int, ...]]
 
 
 class DoesNotFit(ValueError):
@@ -32,6 +42,7 @@ class Rehearsal(Protocol):
     @property
     def device(self) -> str: ...
     def rehearse(self, num_tokens: int) -> None: ...
+    def checkpoint_if_auto(self) -> bool: ...
     def publish(self) -> Metrics: ...
 
 
@@ -58,11 +69,7 @@ def preflight(engine: Sleeper, learner: Rehearsal, *, max_tokens: int) -> Metric
     """
     started = time.perf_counter()
     engine.sleep()
-    if not _fits(learner, max_tokens):
-        raise DoesNotFit(
-            f"learner.max_tokens {max_tokens} does not fit in memory: "
-            f"{largest_that_fits(learner, max_tokens)}"
-        )
+    require_fit(learner, max_tokens)
     release()
     try:
         engine.wake()
@@ -76,6 +83,22 @@ def preflight(engine: Sleeper, learner: Rehearsal, *, max_tokens: int) -> Metric
         ) from error
     engine.sleep()
     return {"seconds": time.perf_counter() - started, **memory(learner.device)}
+
+
+def require_fit(learner: Rehearsal, max_tokens: int) -> None:
+    """Try the largest pass; with its layers checkpointed if it does not fit and they may be.
+
+    Raises:
+        DoesNotFit: memory ran out.
+    """
+    if _fits(learner, max_tokens):
+        return
+    if parallel.world_size() == 1 and learner.checkpoint_if_auto() and _fits(learner, max_tokens):
+        return
+    raise DoesNotFit(
+        f"learner.max_tokens {max_tokens} does not fit in memory: "
+        f"{largest_that_fits(learner, max_tokens)}"
+    )
 
 
 def _fits(learner: Rehearsal, num_tokens: int) -> bool:
@@ -110,3 +133,69 @@ def to_learn(learner: Rehearsal, max_tokens: int) -> str:
     """What to set lower when memory ran out while learning, with the number that fits now."""
     fits = largest_that_fits(learner, max_tokens)
     return f"learner.max_tokens is {max_tokens}, and {fits}; {LESS_TO_TRAIN}"
+
+
+def rehearse(policy: Policy, optimizer: MasterAdamW, num_tokens: int, temperature: float) -> None:
+    """A step's largest forward and backward passes, on made-up tokens; changes nothing.
+
+    What the optimizer has yet to allocate on this rank is held meanwhile, as is what earlier
+    batches of an update would have left.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit.
+    """
+    # a run's first batch is not its worst: a later one finds moments and float32 sums there
+    to_come = optimizer.bytes_to_come
+    held: list[Tensor] = []
+    trees, cuda = policy.scorer.rows is None, policy.device == "cuda"
+    try:
+        held.append(torch.empty(to_come, dtype=torch.uint8, device=policy.device))
+        optimizer.start_sums()
+        for batch in _largest(num_tokens, trees=trees, cuda=cuda):
+            scored = policy.scorer(batch, temperature)
+            loss = scored.logp_N.sum() + scored.entropy_N.sum()
+            (loss if scored.balance is None else loss + scored.balance).backward()
+            del scored
+            optimizer.collect()
+        held.append(torch.empty(optimizer.bytes_passing, dtype=torch.uint8, device=policy.device))
+    finally:
+        held.clear()
+        optimizer.zero_grad()
+
+
+def _largest(num_tokens: int, *, trees: bool, cuda: bool) -> Iterator[PackedBatch]:
+    """A forked tree, and on CUDA, where another kernel computes unshared rows, one row.
+
+    Where batches may not be trees: a row as long as rows are with the most padding there may be.
+    """
+    if trees:
+        yield _forked(num_tokens)
+    if cuda or not trees:
+        yield one_row(np.zeros(num_tokens if trees else math.ceil(num_tokens / NEAR), np.int32))
+
+
+def one_row(token_ids: Int32) -> PackedBatch:
+    """One sequence, every token but the first a term."""
+    terms = [(0, 1, 0)] if len(token_ids) > 1 else []
+    return _batch(token_ids, [(0, 0, 0, len(token_ids))], terms)
+
+
+def _forked(num_tokens: int) -> PackedBatch:
+    """A prompt of half the tokens and two rollouts behind it; every token but the first a term."""
+    fork, second = num_tokens // 2, num_tokens * 3 // 4
+    return _batch(
+        np.zeros(num_tokens, np.int32),
+        [(0, 0, 0, num_tokens), (fork, fork, fork, second), (second, second, fork, num_tokens)],
+        [(0, 1, 0), (second - 1, second, fork - 1), (second, second + 1, second)],
+    )
+
+
+def _batch(token_ids: Int32, runs: Places, terms: Places) -> PackedBatch:
+    """Of runs (start, source, position, tout) and of terms at (start, source, row)."""
+    count = len(token_ids)
+    runs_8Q = np.zeros((8, len(terms)), np.int32)
+    if terms:
+        runs_8Q[[0, 1, 3]] = np.transpose(terms)
+    deltas = Deltas([Segment(token_ids, np.zeros(count, np.float32))])
+    roots = sum(position == 0 for _, _, position, _ in runs)  # which nothing predicts
+    return PackedBatch(deltas, np.array(runs, np.int32).T.copy(), runs_8Q, count, count - roots)

@@ -1,45 +1,45 @@
-"""Anthropic's messages: contents are blocks, and what tools gave are blocks of the user's.
-
-A thread is a conversation that the server keeps: a request names an earlier answer by its id, and
-has only what is new.
-"""
+"""Anthropic's messages: contents are blocks, and what tools gave are blocks of the user's."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from agentgrpo.programs.messages import BadRequest, Call, Message, named, parsed, read_call, text_of
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+
+from agentgrpo.programs.messages import BadRequest, Call, Message, Text, named, parsed
 from agentgrpo.programs.requests import (
     MODEL,
     Api,
-    Asked,
+    Body,
+    Form,
     Past,
     Reply,
-    called,
-    inside,
-    known,
-    listed,
-    read_chat,
+    Stops,
+    Tokens,
+    TurnRequest,
+    Whole,
+    choice_named,
+    parse_body,
+    turn_request,
     usage,
 )
 
-SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
-"""Keys that a chat completion has too."""
-READ = (
-    "messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "output_config",
-    "output_format", "thread",
-)  # fmt: skip
-UNHEARD = (
+IGNORED = (
     "metadata", "service_tier", "cache_control", "speed", "inference_geo", "diagnostics",
     "user_profile_id", "billing_policy", "fallback_credit_token",
 )  # fmt: skip
 """By which no answer is another: whose it is, how fast it comes, what it costs."""
-REFUSED = ("container", "mcp_servers", "context_management", "compaction", "fallbacks")
-KNOWN = {*SAME, *READ, *UNHEARD, *REFUSED}
+REFUSED = ("container", "mcp_servers", "context_management", "compaction", "fallbacks", "thread")
+UNTHREADED = "thread_unsupported_request"
+"""The error behind which Anthropic's runner of tools goes on with whole conversations."""
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+BLOCKS = {
+    "user": {"text", "tool_result"}, "system": {"text"},
+    "assistant": {"text", "thinking", "redacted_thinking", "tool_use"},
+}  # fmt: skip
 ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error",
@@ -48,153 +48,124 @@ ERRORS = {
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def read(body: Mapping[str, Any], past: Past) -> Asked:
-    """A request to /v1/messages.
-
-    Raises:
-        BadRequest: something in it has the wrong form, or is not offered.
-    """
-    known(body, KNOWN, REFUSED)
-    if body.get("max_tokens") is None:
-        raise BadRequest("max_tokens: must be given", param="max_tokens")
-    before, tools = _before(body.get("thread"), past)
-    if body.get("tools") is not None:
-        tools = tuple(_tool(tool, place) for place, tool in enumerate(listed(body, "tools")))
-    if told := text_of(body.get("system"), "system"):
-        kept = before[1:] if before and before[0].role == "system" else before
-        before = (Message("system", told), *kept)
-    choice = body.get("tool_choice") or {}
-    if not isinstance(choice, Mapping):
-        raise BadRequest.expected("an object", param="tool_choice", got=choice)
-    chat = {
-        **{name: body[name] for name in SAME if name in body},
-        "stop": listed(body, "stop_sequences"),
-        "tools": list(tools),
-        "tool_choice": _choice(choice),
-        "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True,
-        "response_format": _format(body),
-        "reasoning_effort": inside(body, "output_config", "effort"),
-    }
-    messages = named([*before, *_messages(body)])
-    with called({"stop": "stop_sequences", "response_format": "output_config.format"}):
-        asked = read_chat(chat, past, messages)
-    wish = body.get("thinking")
-    if wish and wish != {"type": "disabled"}:
-        asked = replace(asked, bent={**asked.bent, "thinking": wish})
-    return replace(asked, objects=True, alone=0 if body.get("thread") else None)
+class _Block(BaseModel):
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = Field(default_factory=dict)
+    tool_use_id: str = ""
+    content: Text = ""
 
 
-def read_count(body: Mapping[str, Any], past: Past) -> Asked:
-    """A request to /v1/messages/count_tokens: one that asks for nothing.
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
-    Raises:
-        BadRequest: as read().
-    """
+
+class _BlockMessage(BaseModel):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[_Block], BeforeValidator(_as_blocks)]
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> Self:
+        if wrong := {block.type for block in self.content} - BLOCKS[self.role]:
+            raise ValueError(f"{self.role} has no block of type {sorted(wrong)[0]}")
+        return self
+
+    def read(self) -> list[Message]:
+        """The messages that it is: what a tool gave is one of its own."""
+        made: list[Message] = []
+        for block in self.content:
+            if block.type == "tool_result":
+                made.append(Message("tool", block.content, call_id=block.tool_use_id))
+                continue
+            if not made or made[-1].role != self.role:
+                made.append(Message(self.role))
+            last = made.pop()
+            if block.type == "thinking":
+                last = replace(last, reasoning=(last.reasoning or "") + block.thinking)
+            elif block.type == "tool_use":
+                call = Call(block.id, block.name, json.dumps(block.input))
+                last = replace(last, calls=(*last.calls, call))
+            else:
+                last = replace(last, content=last.content + block.text)
+            made.append(last)
+        return made or [Message(self.role)]
+
+
+class _BlockTool(BaseModel):
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = Field(None, serialization_alias="parameters")
+
+
+class _ToolChoice(BaseModel):
+    type: Literal["auto", "any", "none", "tool"] = "auto"
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class _OutputConfig(BaseModel):
+    effort: Any = None
+    format: Form = None
+
+
+class MessagesBody(Body):
+    """A request to /v1/messages."""
+
+    messages: Annotated[list[_BlockMessage], Field(min_length=1)]
+    system: Text | None = None
+    max_tokens: Tokens
+    tools: list[_BlockTool] | None = None
+    tool_choice: _ToolChoice | None = None
+    stop_sequences: Stops | None = None
+    top_k: Whole | None = None
+    thinking: Any = None
+    output_config: _OutputConfig | None = None
+    output_format: Form = None
+
+
+def read(body: Mapping[str, Any], past: Past) -> TurnRequest:
+    """A request to /v1/messages; nothing of it names what is past."""
+    if body.get("thread"):
+        raise BadRequest("thread: is not offered", UNTHREADED, "thread")
+    read = parse_body(MessagesBody, body, IGNORED, REFUSED)
+    choice, wishes = read.tool_choice or _ToolChoice(), read.output_config or _OutputConfig()
+    told = [message for one in read.messages for message in one.read()]
+    if told[-1].role == "assistant":
+        raise BadRequest("messages: to begin an answer is not offered", param="messages")
+    tools = [
+        tool.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        for tool in read.tools or ()
+    ]
+    return turn_request(
+        read,
+        tools=[{"type": "function", "function": tool} for tool in tools],
+        choice=CHOICES.get(choice.type) or choice_named(choice.name),
+        overrides={
+            "response_format": wishes.format or read.output_format,
+            "reasoning_effort": wishes.effort,
+            "thinking": None if read.thinking == {"type": "disabled"} else read.thinking,
+        },
+        messages=named([*([Message("system", read.system)] if read.system else []), *told]),
+        max_tokens=read.max_tokens,
+        stop=tuple(read.stop_sequences or ()),
+        one_call=choice.disable_parallel_tool_use is True,
+        objects=True,
+    )
+
+
+def read_count(body: Mapping[str, Any], past: Past) -> TurnRequest:
+    """A request to /v1/messages/count_tokens: one that asks for nothing."""
     return read({"max_tokens": 1, **body}, past)
-
-
-def _before(thread: Any, past: Past) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
-    kind = thread.get("type") if isinstance(thread, Mapping) else None
-    if thread is None or kind == "create":
-        return (), ()
-    if kind != "continue":
-        raise BadRequest.expected("create or continue", param="thread.type", got=kind)
-    name = thread.get("previous_message_id")
-    held = past.get(name.removeprefix("msg_")) if isinstance(name, str) else None
-    if held is None:
-        raise BadRequest(
-            f"thread.previous_message_id: this rollout has no thread that ends with {name!r:.80}",
-            "thread_not_found", "thread.previous_message_id",
-        )  # fmt: skip
-    return held
-
-
-def _messages(body: Mapping[str, Any]) -> list[Message]:
-    made: list[Message] = []
-    for place, message in enumerate(listed(body, "messages")):
-        where = f"messages[{place}]"
-        role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ("user", "assistant", "system"):
-            raise BadRequest.expected("user, assistant or system", param=f"{where}.role", got=role)
-        content = message.get("content")
-        if isinstance(content, list):
-            made += _of_blocks(role, content, f"{where}.content")
-        else:
-            made.append(Message(role, text_of(content, f"{where}.content")))
-    if not made or made[-1].role == "assistant":
-        raise BadRequest(
-            "messages: expected at least one, and the last not the assistant's (to begin its "
-            "answer is not offered)", param="messages",
-        )  # fmt: skip
-    return made
-
-
-def _of_blocks(role: str, blocks: list[Any], where: str) -> list[Message]:
-    """The messages that one of Anthropic's is: what a tool gave is one of its own."""
-    made: list[Message] = []
-    for number, block in enumerate(blocks):
-        at = f"{where}[{number}]"
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "tool_result" and role == "user":
-            text = text_of(block.get("content"), f"{at}.content")
-            made.append(Message("tool", text, call_id=str(block.get("tool_use_id") or "")))
-            continue
-        if not made or made[-1].role != role:
-            made.append(Message(role))
-        last = made.pop()
-        if kind == "thinking" and role == "assistant":
-            thought = text_of(block.get("thinking"), f"{at}.thinking")
-            last = replace(last, reasoning=(last.reasoning or "") + thought)
-        elif kind == "tool_use" and role == "assistant":
-            last = replace(last, calls=(*last.calls, _call(block, at)))
-        elif kind != "redacted_thinking" or role != "assistant":
-            last = replace(last, content=last.content + text_of([block], at))
-        made.append(last)
-    return made or [Message(role)]
-
-
-def _call(block: Mapping[str, Any], where: str) -> Call:
-    given = block.get("input")
-    if not isinstance(given, Mapping):
-        raise BadRequest.expected("an object", param=f"{where}.input", got=given)
-    function = {"name": block.get("name"), "arguments": json.dumps(given)}
-    return read_call({"id": block.get("id"), "function": function}, where)
-
-
-def _tool(tool: Any, place: int) -> dict[str, Any]:
-    kind = tool.get("type") or "custom" if isinstance(tool, Mapping) else None
-    if kind != "custom":
-        raise BadRequest(
-            f"tools[{place}].type: only tools of the client's are offered, got {kind!r:.80}",
-            param=f"tools[{place}].type",
-        )
-    names = {"name": "name", "description": "description", "input_schema": "parameters"}
-    function = {chat: tool[name] for name, chat in names.items() if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: Mapping[str, Any]) -> Any:
-    kind = choice.get("type", "auto")
-    if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if not isinstance(kind, str) or kind not in CHOICES:
-        raise BadRequest.expected("auto, any, none or tool", param="tool_choice.type", got=kind)
-    return CHOICES[kind]
-
-
-def _format(body: Mapping[str, Any]) -> Any:
-    """A response_format of chat completions."""
-    form = inside(body, "output_config", "format") or body.get("output_format")
-    if isinstance(form, Mapping) and form.get("type") == "json_schema":
-        described = {"name": "answer", "schema": form.get("schema")}
-        return {"type": "json_schema", "json_schema": described}
-    return form
 
 
 # --- answers
 
 
-def whole(reply: Reply) -> dict[str, Any]:
+def to_json(reply: Reply) -> dict[str, Any]:
     """The answer in one piece."""
     message, stopped = reply.message, reply.turn.stop_reason
     reason = REASONS.get(reply.finish_reason)
@@ -225,9 +196,9 @@ def whole(reply: Reply) -> dict[str, Any]:
     }
 
 
-def events(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
+def to_stream(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
     """The answer as events of a stream; usage is in it, asked for or not."""
-    answer = whole(reply)
+    answer = to_json(reply)
     blocks, end = answer["content"], ("stop_reason", "stop_sequence")
     begun = {**answer, "content": [], **dict.fromkeys(end)}
     begun["usage"] = {**answer["usage"], "output_tokens": 0}
@@ -260,4 +231,4 @@ def error(error: Exception, status: int) -> dict[str, Any]:
     return {"type": "error", "error": told}
 
 
-MESSAGES = Api(read, whole, events, error)
+MESSAGES = Api(read, to_json, to_stream, error)

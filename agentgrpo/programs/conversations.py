@@ -79,31 +79,19 @@ class Prompt:
     """Of its tree: the tools that it shows."""
     after: Answer | None
     """What it goes on from; None: it is rendered whole."""
-    text: str | None = None
-    """What the program has rendered itself, in place of messages."""
 
 
 class Conversations:
-    """All of a rollout's. Used on one thread, but for prompt(), which may run beside the others.
-
-    Args:
-        chat: the model's template.
-    """
+    """All of a rollout's. Used on one thread, but for prompt(), which may run beside the others."""
 
     def __init__(self, chat: ChatTemplate) -> None:
         self._chat = chat
         self._roots: dict[Hashable, _Node] = {}
-        self._texts: list[tuple[str, Answer]] = []
-        """Texts that programs have rendered, to the ends of their answers."""
         self.rows: list[Row] = []
         self.num_turns = 0
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> Prompt:
-        """What the policy continues.
-
-        Raises:
-            BadRequest: the model's chat template cannot show it.
-        """
+        """What the policy continues."""
         root = json_key(json.dumps(list(tools)))
         for message in messages:
             _ = message.key  # made here, beside the others where that takes long; kept for said()
@@ -122,20 +110,6 @@ class Conversations:
         if ids is None:
             after, ids = None, self._rendered(messages, tools)
         return Prompt(ids, tuple(messages), root, after)
-
-    def text_prompt(self, text: str) -> Prompt:
-        """What the policy continues of text that the program has rendered.
-
-        It goes on from an answer whose text it contains whole, with what ended it.
-        """
-        encode = self._chat.tokenizer.encode
-        held = [(t, answer) for t, answer in self._texts if text.startswith(t)]
-        if not held:
-            return Prompt(np.asarray(encode(text), np.int32), (), None, None, text)
-        said, after = max(reversed(held), key=lambda one: len(one[0]))
-        rest = self._chat.text_ids(text[len(said) :], own=True)
-        ids = _joined(after.row.transcript.ids[: after.end], rest)
-        return Prompt(ids, (), None, after, text)
 
     def _appended(
         self, before: Sequence[Message], after: Answer, new: Sequence[Message], *, tools: bool
@@ -180,10 +154,6 @@ class Conversations:
     ) -> None:
         """Remember what the client is given, so that it is known when it comes back."""
         answer = Answer(message, row, len(row.transcript), tuple(dropped))
-        if prompt.text is not None:
-            raw = self._chat.tokenizer.decode(row.transcript.segments[-1].token_ids.tolist())
-            self._texts.append((prompt.text + raw, answer))
-            return
         node = self._roots.setdefault(prompt.root, _Node())
         for one in prompt.messages:
             node = node.find(one) or node.add(one)

@@ -12,7 +12,6 @@ import functools
 import json
 import logging
 import os
-import re
 import resource
 import secrets
 import socket
@@ -24,7 +23,6 @@ from typing import Any, TypeVar
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.programs.anthropic import MESSAGES, read_count
-from agentgrpo.programs.completions import COMPLETIONS
 from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.requests import CHAT, MODEL, Api
 from agentgrpo.programs.responses import RESPONSES
@@ -37,8 +35,8 @@ READ_MIB = 64
 """Of a request that is answered before its end: what is still read, so that the answer is."""
 RECEIVED_MIB = 32
 """Of bodies that a rollout sends at once."""
-HEAD_KIB, HEAD_S = 64, 10.0
-"""The same of a request's line and headers, from the beginning of the connection on."""
+HEAD_KIB = 64
+"""Of a request's line and headers."""
 KEEP_ALIVE_S = 5.0
 """Between the comments of a stream that waits for its turn."""
 CONNECTIONS = 128
@@ -47,13 +45,11 @@ which each session has the same share."""
 DESCRIPTORS = 1 << 16
 STATUS = {
     "rollout_over": 403, "rate_limit": 429, "model_not_found": 404, "too_large": 413,
-    "invalid_api_key": 401, "timeout": 408, "not_offered": 404, "thread_not_found": 404,
+    "invalid_api_key": 401, "timeout": 408, "not_offered": 404,
 }  # fmt: skip
 APIS = {
     "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
-    "/v1/completions": COMPLETIONS,
 }  # fmt: skip
-OFFER = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 Result = TypeVar("Result")
 
@@ -92,7 +88,7 @@ def ask_directly() -> None:
 
 
 def connection_class(app: Any) -> Any:
-    """HTTP for clients that are not trusted, by uvicorn: what they send has an end.
+    """HTTP for clients that are not trusted, by uvicorn: what they send has a size.
 
     Made with `most()`, the connections that its listener may have now.
     """
@@ -112,62 +108,31 @@ def connection_class(app: Any) -> Any:
         def __init__(self, *, most: Callable[[], int], **more: Any) -> None:
             super().__init__(config=config, **more)
             self.logger, self._most = quiet, most
-            self._got, self._in_head, self._between = 0, True, True
-            self._clock: asyncio.TimerHandle | None = None
+            self._got, self._limit = 0, HEAD_KIB << 10
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             every.add(self)
             if len(every) > descriptors() or len(self.connections) > self._most():
                 transport.abort()
-            self._begin()
 
         def connection_lost(self, exc: Exception | None) -> None:
             every.discard(self)
-            self._stop_clock()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             self._got += len(data)
-            if self._between:  # llhttp reads no body behind an offer of h2c, as Java's client makes
-                head, end, rest = data.partition(b"\r\n\r\n")
-                data = OFFER.sub(b"\r\nx-grade", head) + end + rest  # as long as it was
             super().data_received(data)
-            most = HEAD_KIB << 10 if self._in_head else READ_MIB << 20
-            if self._got > most:
+            if self._got > self._limit:
                 self.transport.abort()
 
         def on_message_begin(self) -> None:
-            self._begin()
+            self._got, self._limit = 0, HEAD_KIB << 10
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:
-            self._stop_clock()
-            self._in_head = self._between = False
+            self._limit = READ_MIB << 20
             super().on_headers_complete()
-
-        def on_response_complete(self) -> None:
-            if self.cycle.more_body:  # was answered before its end, which a client may not notice
-                self._start_clock()
-            super().on_response_complete()
-
-        def on_message_complete(self) -> None:
-            self._stop_clock()
-            self._between = True
-            super().on_message_complete()
-
-        def _begin(self) -> None:
-            self._got, self._in_head = 0, True
-            self._start_clock()
-
-        def _start_clock(self) -> None:
-            self._stop_clock()
-            self._clock = self.loop.call_later(HEAD_S, self.transport.abort)
-
-        def _stop_clock(self) -> None:
-            if self._clock is not None:
-                self._clock.cancel()
-                self._clock = None
 
     return Connection
 
@@ -324,7 +289,7 @@ class Endpoint:
 
     async def _count(self, request: Any, session: Session) -> Any:
         async with body_of(request, session) as raw:
-            asked = await session.beside(
+            asked = await session.run_off_loop(
                 len(raw), lambda: read_count(json_object(raw), session.past)
             )
             prompt = await session.prompt(asked, len(raw))
@@ -348,7 +313,7 @@ class Endpoint:
         with _waiting(pending):
             if not await _is_whole(pending.turn, request):
                 return Response(status_code=499)  # nobody is there to read it
-            said = answered(api.whole(session.deliver(pending)))
+            said = answered(api.to_json(session.deliver(pending)))
             pending.given = True
             return said
 
@@ -377,15 +342,13 @@ def answered(said: Any, status: int = 200, headers: Mapping[str, str] | None = N
 
 
 async def begun(request: Any, session: Session, api: Api) -> Pending:
-    """A turn that is sampled for a request.
-
-    Raises:
-        BadRequest: it cannot be answered.
-    """
+    """A turn that is sampled for a request."""
     retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     async with body_of(request, session) as raw:
         session.require_size(len(raw), of_turn=True)
-        asked = await session.beside(len(raw), lambda: api.read(json_object(raw), session.past))
+        asked = await session.run_off_loop(
+            len(raw), lambda: api.read(json_object(raw), session.past)
+        )
         return await session.begin(asked, request.url.path.encode() + raw, retried=retried)
 
 
@@ -421,11 +384,7 @@ async def body_of(request: Any, session: Session) -> AsyncIterator[bytes]:
 
 
 def json_object(raw: bytes) -> Mapping[str, Any]:
-    """The JSON object that a body is.
-
-    Raises:
-        BadRequest: it is none.
-    """
+    """The JSON object that a body is."""
     try:
         body = json.loads(raw)
     except ValueError as error:
@@ -471,7 +430,7 @@ async def _events(api: Api, session: Session, pending: Pending) -> AsyncIterator
         yield framed({**api.error(error, status), "type": "error"})
         return
     pending.given = True  # who cuts it from here on and asks again wants another turn
-    for data in api.events(reply, pending.asked.usage_in_stream):
+    for data in api.to_stream(reply, pending.asked.usage_in_stream):
         await asyncio.sleep(0)  # others have their turn, and a client that left is noticed
         yield framed(data)
 

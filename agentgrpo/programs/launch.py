@@ -17,7 +17,6 @@ import re
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from typing import IO, Any, Protocol
 from agentgrpo.actions import InfrastructureError, as_json
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config.read import load_callable
+from agentgrpo.programs import in_session
 from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.requests import MODEL
 from agentgrpo.programs.session import Session
@@ -105,11 +105,7 @@ class Launcher(Protocol):
 
 
 def launcher_of(agent: ProgramAgent) -> Launcher | None:
-    """What starts the program that an agent names; None: the environment's episodes are it.
-
-    Raises:
-        ValueError: there is no such function, or it is no coroutine function.
-    """
+    """What starts the program that an agent names; None: the environment's episodes are it."""
     if agent.call:
         function = load_callable(agent.call, key="agent.options.call")
         if not inspect.iscoroutinefunction(function):
@@ -223,13 +219,7 @@ class _Coroutine:
 
 
 class Process:
-    """A command, as the user who trains, in a directory of its own. Nothing isolates it.
-
-    Args:
-        command: the program and its arguments; `python` is this one.
-        files: what is copied to where it runs.
-        env: variables besides those of the endpoint.
-    """
+    """A command, as the user who trains, in a directory of its own. Nothing isolates it."""
 
     def __init__(
         self, command: Sequence[str], files: Sequence[Path], env: Mapping[str, str]
@@ -286,11 +276,11 @@ class _Process:
         with self._out, self._err:
             try:
                 code = self._process.wait()
+                self.stop()  # what it has left behind
                 answer = _answer_at(Path(self._folder.name) / ANSWER_FILE)
                 said, wrong = answer or (last_line(_tail(self._out.fileno())), "")
                 err = _tail(self._err.fileno())
             finally:
-                self.stop()  # and what it has left behind
                 with contextlib.suppress(RecursionError):  # of folders in folders in folders
                     self._folder.cleanup()
         return _exited(str(code), err, said, wrong)
@@ -301,21 +291,16 @@ class _Process:
 
 
 def _answer_at(path: Path) -> tuple[str | None, str] | None:
-    """As _answer_in(), of a file here: nothing that is put in its place is waited for."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except FileNotFoundError:
+    """As _answer_in(), of a file here."""
+    if not os.path.lexists(path):
         return None
-    except OSError as error:
-        return None, f"{UNREADABLE}: {error.strerror}"
     try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
+        if not path.is_file():
             return None, f"{UNREADABLE}: {ANSWER_FILE} is no regular file"
-        return _tail(file), ""
+        with path.open("rb") as file:
+            return _tail(file.fileno()), ""
     except OSError as error:
         return None, f"{UNREADABLE}: {error.strerror}"
-    finally:
-        os.close(file)
 
 
 def _tail(file: int) -> str:
@@ -348,7 +333,8 @@ class Sandboxed:
         inside = {name: path for of in files for name, path in _inside(of)}
         self._files = {name: path.read_bytes() for name, path in inside.items()}
         programs = [name for name, path in inside.items() if os.access(path, os.X_OK)]
-        self._code = f"{IN_SESSION}_main({list(command)!r}, {programs!r})\n"
+        given = f"{list(command)!r}, {programs!r}, {TASK_FILE!r}, {PYTHON!r}"
+        self._code = f"{Path(in_session.__file__).read_text()}\n\nmain({given})\n"
         """Of a step that runs the command; its value is the exit code."""
 
     def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
@@ -420,55 +406,6 @@ def _exited(code: str, stderr: str, answer: str | None, wrong: str) -> Outcome:
     own = code in NOT_FOUND or (RAISED.search(stderr) and not last.startswith(NO_ROOM))
     told = f"exited with {code}: {stderr[-TAIL:]}"
     return Outcome(answer, told, own=code.isdecimal() and bool(own))
-
-
-IN_SESSION = f"""
-def _main(command, programs):
-    import os, signal, subprocess, sys
-    for name in programs:
-        os.chmod(name, 0o755)
-    told = os.open({TASK_FILE!r}, os.O_RDONLY)
-    os.dup2(told, 0)
-    os.close(told)
-    if command[0] not in {PYTHON!r}:
-        return subprocess.run(command).returncode
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
-    os._exit(_as_python(command[1:]))
-
-def _as_python(words):
-    import atexit, os, runpy, sys, threading, traceback
-    code = 0
-    sys.path.insert(0, "")
-    try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
-            runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as end:
-        code = end.code or 0
-        if not isinstance(code, int):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    for end in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
-        try:
-            end()
-        except BaseException:
-            traceback.print_exc()
-    return code & 255
-"""
-"""A program is a fork of the session's interpreter: it has what that has imported, ends as Python
-does (its threads, what it wanted done at exit), and whatever it dies of, its files can be read.
-"""
 
 
 def _inside(path: Path) -> list[tuple[str, Path]]:

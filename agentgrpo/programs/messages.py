@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator
 
 from agentgrpo.actions import shallow
 
-ROLES = {
-    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
-    "tool": "tool", "function": "tool",
-}  # fmt: skip
+ROLES = {"developer": "system", "function": "tool"}
+"""Roles that are another by an older or newer name."""
 TEXTS = (None, "text", "input_text", "output_text", "reasoning_text")
 """Types of a content's parts that are text."""
 
@@ -29,11 +29,6 @@ class BadRequest(ValueError):
     def __init__(self, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.param = code, param
-
-    @classmethod
-    def expected(cls, what: str, *, param: str, got: Any) -> Self:
-        """Of a part that has the wrong form."""
-        return cls(f"{param}: expected {what}, got {got!r:.80}", param=param)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,18 +156,64 @@ def _value_key(value: Any) -> Hashable:
     return type(value) is bool, value
 
 
-def read_messages(given: Any) -> list[Message]:
-    """The messages of a chat completion's request.
+def text_of(content: Any) -> str:
+    """A content: text, nothing, or parts that are text, which are joined."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ValueError("expected text or parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str) or kind not in TEXTS:
+            raise ValueError("only text is understood")
+        texts.append(text)
+    return "".join(texts)
 
-    Raises:
-        BadRequest: one of them is none, or holds what is no text.
-    """
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise BadRequest("messages: expected a list of at least one message", param="messages")
-    return named([_read(message, f"messages[{place}]") for place, message in enumerate(given)])
+
+# --- as chat completions write them
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+Text = Annotated[str, BeforeValidator(text_of)]
 
 
-def named(messages: Sequence[Message]) -> list[Message]:
+class _ChatFunction(BaseModel):
+    name: str
+    arguments: str | None = ""
+
+
+class _ChatCall(BaseModel):
+    id: str | None = None
+    function: _ChatFunction
+
+
+class ChatMessage(BaseModel):
+    """A message of a request; what is not here says nothing to a template."""
+
+    role: Role
+    content: Text = ""
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+    tool_calls: list[_ChatCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def read(self) -> Message:
+        """In the one form."""
+        role = ROLES.get(self.role, self.role)
+        if role != "assistant":
+            call_id = self.tool_call_id if role == "tool" else None
+            return Message(role, self.content, call_id=call_id or "", name=self.name or "")
+        calls = tuple(
+            Call(call.id or "", call.function.name, call.function.arguments or "")
+            for call in self.tool_calls or ()
+        )
+        thoughts = self.reasoning_content if self.reasoning is None else self.reasoning
+        return Message(role, self.content, calls, thoughts)
+
+
+def named(messages: Sequence[Message]) -> tuple[Message, ...]:
     """A conversation, its tools' messages named after the calls that they answer."""
     names: dict[str, str] = {}
     made = []
@@ -181,75 +222,4 @@ def named(messages: Sequence[Message]) -> list[Message]:
         if message.role == "tool" and not message.name:
             message = replace(message, name=names.get(message.call_id, ""))
         made.append(message)
-    return made
-
-
-def _read(message: Any, where: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise BadRequest.expected("an object", param=where, got=message)
-    role = read_role(message.get("role"), where)
-    content = text_of(message.get("content"), f"{where}.content")
-    if role != "assistant":
-        call_id = message.get("tool_call_id") if role == "tool" else None
-        name = message.get("name")
-        return Message(role, content, call_id=str(call_id or ""), name=str(name or ""))
-    thoughts = message.get("reasoning")
-    if thoughts is None:
-        thoughts = message.get("reasoning_content")
-    reasoning = None if thoughts is None else text_of(thoughts, f"{where}.reasoning")
-    given = message.get("tool_calls") or ()
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise BadRequest(f"{where}.tool_calls: expected a list, got {given!r:.80}", param=where)
-    calls = tuple(
-        read_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(given)
-    )
-    return Message(role, content, calls, reasoning)
-
-
-def read_role(said: Any, where: str) -> str:
-    """The role of a message, as messages are compared by it.
-
-    Raises:
-        BadRequest: there is no such role.
-    """
-    role = ROLES.get(said) if isinstance(said, str) else None
-    if role is None:
-        raise BadRequest.expected(f"one of {', '.join(ROLES)}", param=f"{where}.role", got=said)
-    return role
-
-
-def read_call(call: Any, where: str) -> Call:
-    """A call of an assistant's message.
-
-    Raises:
-        BadRequest: it has no name, or arguments that are no text.
-    """
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadRequest.expected("a function with a name", param=where, got=call)
-    arguments = function.get("arguments") or ""
-    if not isinstance(arguments, str):
-        raise BadRequest(
-            f"{where}.function.arguments: expected text, got {arguments!r:.80}", param=where
-        )
-    return Call(str(call.get("id") or ""), function["name"], arguments)
-
-
-def text_of(content: Any, where: str) -> str:
-    """A content: text, nothing, or parts that are text, which are joined.
-
-    Raises:
-        BadRequest: it is another thing, as an image.
-    """
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, Sequence):
-        raise BadRequest.expected("text or parts", param=where, got=content)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if not isinstance(text, str) or kind not in TEXTS:
-            raise BadRequest(f"{where}: only text is understood, got {part!r:.80}", param=where)
-        texts.append(text)
-    return "".join(texts)
+    return tuple(made)

@@ -25,12 +25,11 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.launch import SHORT, Awaited, Launcher, Outcome, Running
 from agentgrpo.programs.messages import BadRequest
-from agentgrpo.programs.session import UNENFORCED, Session, Wanted
-from agentgrpo.rollout.decoder import Decoder, Watch
+from agentgrpo.programs.session import UNENFORCED, SampleRequest, Session
+from agentgrpo.rollout.decoder import Decoder, SamplerStats, Watch
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
-from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import COUNTS, Completion, Group, Rollout, Segment, Status, Task, Treatment
 from agentgrpo.usercode import UserCodeError, tell
 
@@ -72,13 +71,13 @@ class ProgramSampler(AnySampler):
         if self._endpoint is None:
             self._endpoint = Endpoint()
         endpoint = self._endpoint
-        obeys = config is not self._config  # another temperature was given: an evaluation
+        honor_overrides = config is not self._config  # another temperature was given: an evaluation
 
         def session(ask: Any) -> Session:
             return endpoint.open(
                 lambda key: Session(
                     key, self._chat, config, self._engine.max_model_len, self._read_calls, ask,
-                    obeys,
+                    honor_overrides,
                 )
             )  # fmt: skip
 
@@ -145,8 +144,8 @@ class _Play:
     """Index and attempt of rollouts that wait for their places."""
     live: dict[int, _Live] = field(default_factory=dict)
     inbox: SimpleQueue[tuple[int, Any]] = field(default_factory=SimpleQueue)
-    """From other threads: of a rollout, a Wanted, or the Future of what has ended."""
-    decoding: dict[str, tuple[int, Wanted]] = field(default_factory=dict)
+    """From other threads: of a rollout, a SampleRequest, or the Future of what has ended."""
+    decoding: dict[str, tuple[int, SampleRequest]] = field(default_factory=dict)
     finishing: dict[int, Rollout] = field(default_factory=dict)
     failures: list[Outcome] = field(default_factory=list)
     asked: int = 0
@@ -230,7 +229,7 @@ class _Play:
             finally:
                 self.stats.idle_s += (time.perf_counter() - started) * block
             block = False
-            if isinstance(what, Wanted):
+            if isinstance(what, SampleRequest):
                 self._ask(index, what)
             elif index in self.finishing:
                 self._finished(index, what)
@@ -244,7 +243,7 @@ class _Play:
 
     # --- turns
 
-    def _ask(self, index: int, wanted: Wanted) -> None:
+    def _ask(self, index: int, wanted: SampleRequest) -> None:
         live = self.live.get(index)
         if live is None or live.overdue:
             wanted.told(InfrastructureError("the rollout is over"))
@@ -278,15 +277,15 @@ class _Play:
         for turn in self.groups.decode(self.engine):
             self._tell(*self.decoding.pop(turn.request_id), turn)
 
-    def _tell(self, index: int, wanted: Wanted, turn: Completion) -> None:
+    def _tell(self, index: int, wanted: SampleRequest, turn: Completion) -> None:
         self.stats.total_sampled_tokens += len(turn.token_ids)
         self.stats.cached_tokens += turn.num_cached_tokens
         self.stats.prompt_tokens += len(wanted.token_ids)
         if turn.finish_reason in ("stop", "length"):
             wanted.told(turn)
         elif wanted.sampling:
-            bent = ", ".join(sorted(wanted.sampling))
-            wanted.told(BadRequest(f"nothing could be sampled with what is asked for: {bent}"))
+            overrides = ", ".join(sorted(wanted.sampling))
+            wanted.told(BadRequest(f"nothing could be sampled with what is asked for: {overrides}"))
         else:
             said = f"the engine gave a request up: finish_reason {turn.finish_reason!r}"
             self.live[index].broken = said
@@ -387,9 +386,6 @@ class _Play:
         """A program that fails of itself in every rollout is no policy's fault.
 
         What the policy's code may have done to it (Outcome.own) is told, and ends nothing.
-
-        Raises:
-            UserCodeError: with what the first one said.
         """
         if not self.failures:
             return

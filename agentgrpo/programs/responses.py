@@ -7,165 +7,178 @@ its instructions, which are each request's own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from agentgrpo.programs.messages import BadRequest, Message, named, read_call, read_role, text_of
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+
+from agentgrpo.programs.messages import ROLES, BadRequest, Call, Message, Role, Text, named
 from agentgrpo.programs.requests import (
     MODEL,
     Api,
-    Asked,
+    Body,
+    Choice,
+    Form,
     Past,
     Reply,
-    called,
+    Tokens,
+    TurnRequest,
     error_json,
-    inside,
-    known,
-    listed,
-    logprobs,
-    read_chat,
+    parse_body,
+    turn_request,
     usage,
 )
 
-SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "top_logprobs")
-"""Keys that a chat completion has too."""
-READ = (
-    "input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "store",
-    "previous_response_id", "include", "reasoning", "truncation",
-)  # fmt: skip
-UNHEARD = (
+IGNORED = (
     "user", "metadata", "service_tier", "stream_options", "safety_identifier", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "max_tool_calls",
 )  # fmt: skip
 """By which no answer is another; a number of calls is of the tools of OpenAI's servers."""
 REFUSED = (
     "access_programs", "background", "context_management", "conversation", "image", "moderation",
-    "prompt",
+    "prompt", "top_logprobs",
 )  # fmt: skip
-KNOWN = {*SAME, *READ, *UNHEARD, *REFUSED}
 LOGPROBS = "message.output_text.logprobs"
 RANKS = {"reasoning": 0, "message": 1, "function_call": 2}
 """The order of the items of one turn."""
 
 
-def read(body: Mapping[str, Any], past: Past) -> Asked:
-    """A request to /v1/responses.
+class _Item(BaseModel):
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    role: Role | None = None
+    content: Text = ""
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: Text = ""
 
-    Raises:
-        BadRequest: something in it has the wrong form, or is not offered.
-    """
-    known(body, KNOWN, REFUSED)
-    chat: dict[str, Any] = {name: body[name] for name in SAME if name in body}
-    chat["max_tokens"] = body.get("max_output_tokens")
-    chat["tools"] = [_tool(tool, place) for place, tool in enumerate(listed(body, "tools"))]
-    chat["tool_choice"] = _choice(body.get("tool_choice"))
-    chat["response_format"] = _format(inside(body, "text", "format"))
-    chat["verbosity"] = inside(body, "text", "verbosity")
-    chat["reasoning_effort"] = inside(body, "reasoning", "effort")
-    chat["logprobs"] = LOGPROBS in listed(body, "include")
-    told = text_of(body.get("instructions"), "instructions")
-    first = [Message("system", told)] if told else []
-    before = _before(body.get("previous_response_id"), past)
-    messages = named([*first, *before, *_messages(body.get("input"))])
-    with called({"max_tokens": "max_output_tokens", "response_format": "text.format"}):
-        asked = read_chat(chat, past, messages)
-    cut = body.get("truncation") not in (None, "disabled")
-    return replace(
-        asked,
-        bent={**asked.bent, "truncation": "auto"} if cut else asked.bent,
-        alone=None if body.get("store") is False else len(first),
+    @model_validator(mode="after")
+    def _says_whose(self) -> Self:
+        if self.type == "message" and self.role is None:
+            raise ValueError("a message has a role")
+        if self.type == "function_call" and not self.name:
+            raise ValueError("a function_call has a name")
+        return self
+
+    def read(self) -> Message:
+        """The message that it is, alone."""
+        match self.type:
+            case "message":
+                assert self.role is not None
+                return Message(ROLES.get(self.role, self.role), self.content)
+            case "reasoning":
+                return Message("assistant", reasoning=self.content or None)
+            case "function_call":
+                call = Call(self.call_id, self.name, self.arguments)
+                return Message("assistant", calls=(call,))
+        return Message("tool", self.output, call_id=self.call_id)
+
+
+class _FlatTool(BaseModel):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _TextOptions(BaseModel):
+    format: Form = None
+    verbosity: Any = None
+
+
+class _Reasoning(BaseModel):
+    effort: Any = None
+
+
+def _as_items(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def _without_logprobs(include: list[Any]) -> list[Any]:
+    if LOGPROBS in include:
+        raise ValueError(f"{LOGPROBS} is not offered")
+    return include
+
+
+class ResponsesBody(Body):
+    """A request to /v1/responses."""
+
+    input: Annotated[list[_Item], Field(min_length=1), BeforeValidator(_as_items)]
+    instructions: Text | None = None
+    max_output_tokens: Tokens | None = None
+    tools: list[_FlatTool] | None = None
+    tool_choice: Choice = None
+    parallel_tool_calls: bool | None = None
+    text: _TextOptions | None = None
+    reasoning: _Reasoning | None = None
+    truncation: Any = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    include: Annotated[list[Any], AfterValidator(_without_logprobs)] | None = None
+
+
+def read(body: Mapping[str, Any], past: Past) -> TurnRequest:
+    """A request to /v1/responses."""
+    read = parse_body(ResponsesBody, body, IGNORED, REFUSED)
+    first = [Message("system", read.instructions)] if read.instructions else []
+    text, thoughts = read.text or _TextOptions(), read.reasoning or _Reasoning()
+    tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in read.tools or ()]
+    return turn_request(
+        read,
+        tools=[{"type": "function", "function": tool} for tool in tools],
+        choice=read.tool_choice,
+        overrides={
+            "response_format": text.format,
+            "verbosity": text.verbosity,
+            "reasoning_effort": thoughts.effort,
+            "truncation": None if read.truncation == "disabled" else read.truncation,
+        },
+        messages=named([*first, *_before(read.previous_response_id, past), *_messages(read.input)]),
+        max_tokens=read.max_output_tokens,
+        one_call=read.parallel_tool_calls is False,
+        private_prefix_len=None if read.store is False else len(first),
     )
 
 
-def _before(name: Any, past: Past) -> tuple[Message, ...]:
+def _before(name: str | None, past: Past) -> tuple[Message, ...]:
     if name is None:
         return ()
-    held = past.get(name.removeprefix("resp_")) if isinstance(name, str) else None
+    held = past.get(name.removeprefix("resp_"))
     if held is None:
         raise BadRequest(
             f"Previous response with id {name!r:.80} not found: this rollout was given no such "
             "one, or it was not to be stored", "previous_response_not_found",
             "previous_response_id",
         )  # fmt: skip
-    return held[0]
+    return held
 
 
-def _messages(given: Any) -> list[Message]:
+def _messages(items: Sequence[_Item]) -> list[Message]:
     """The messages that items are: those of one turn are one message."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not isinstance(items, list) or not items:
-        raise BadRequest("input: expected text or a list of at least one item", param="input")
     made: list[Message] = []
     rank = 0
-    for place, item in enumerate(items):
-        where = f"input[{place}]"
-        if not isinstance(item, Mapping):
-            raise BadRequest.expected("an object", param=where, got=item)
-        kind = item.get("type") or "message"
-        one = _message(item, kind, where)
+    for item in items:
+        one = item.read()
         if one.role != "assistant":
             made.append(one)
             continue
         goes_on = bool(made) and made[-1].role == "assistant"
-        if goes_on and (kind == "function_call" or rank < RANKS[kind]):
+        if goes_on and (item.type == "function_call" or rank < RANKS[item.type]):
             last = made.pop()
             one = Message(
                 "assistant", last.content + one.content, last.calls + one.calls,
                 last.reasoning if one.reasoning is None else one.reasoning,
             )  # fmt: skip
         made.append(one)
-        rank = RANKS[kind]
+        rank = RANKS[item.type]
     return made
-
-
-def _message(item: Mapping[str, Any], kind: Any, where: str) -> Message:
-    content, call_id = item.get("content"), str(item.get("call_id") or "")
-    match kind:
-        case "message":
-            role = read_role(item.get("role"), where)
-            return Message(role, text_of(content, f"{where}.content"))
-        case "reasoning":
-            thoughts = text_of(content, f"{where}.content") if content else None
-            return Message("assistant", reasoning=thoughts)
-        case "function_call":
-            call = read_call({"id": call_id, "function": item}, where)
-            return Message("assistant", calls=(call,))
-        case "function_call_output":
-            return Message("tool", text_of(item.get("output"), f"{where}.output"), call_id=call_id)
-    raise BadRequest(f"{where}.type: {kind!r:.80} is not offered", param=f"{where}.type")
-
-
-def _tool(tool: Any, place: int) -> dict[str, Any]:
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
-    if kind != "function":
-        raise BadRequest(
-            f"tools[{place}].type: only functions are offered, got {kind!r:.80}",
-            param=f"tools[{place}].type",
-        )
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: Any) -> Any:
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
-
-
-def _format(form: Any) -> Any:
-    """A response_format of chat completions."""
-    if isinstance(form, Mapping) and form.get("type") == "json_schema":
-        described = {name: value for name, value in form.items() if name != "type"}
-        return {"type": "json_schema", "json_schema": described}
-    return form
 
 
 # --- answers
 
 
-def whole(reply: Reply) -> dict[str, Any]:
+def to_json(reply: Reply) -> dict[str, Any]:
     """The answer in one piece. What the request said is not repeated in it."""
     cut = reply.finish_reason == "length"
     used = usage(reply)
@@ -194,12 +207,11 @@ def whole(reply: Reply) -> dict[str, Any]:
 def _items(reply: Reply) -> list[dict[str, Any]]:
     message, made = reply.message, list[dict[str, Any]]()
     if message.content or not message.calls:
-        tokens = (logprobs(reply) or {"content": []})["content"]
-        said = {"type": "output_text", "text": message.content, "annotations": []}
+        said = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
         made.append(
             {
                 "type": "message", "id": f"msg_{reply.id}", "role": "assistant",
-                "status": "completed", "content": [{**said, "logprobs": tokens}],
+                "status": "completed", "content": [said],
             }
         )  # fmt: skip
     made += (
@@ -212,14 +224,14 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
     return made
 
 
-def events(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
+def to_stream(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
     """The answer as events of a stream; the last has the usage, asked for or not."""
     count = itertools.count()
 
     def event(kind: str, **more: Any) -> dict[str, Any]:
         return {"type": f"response.{kind}", "sequence_number": next(count), **more}
 
-    answer = whole(reply)
+    answer = to_json(reply)
     nothing: dict[str, Any] = {
         "status": "in_progress",
         "output": [],
@@ -239,13 +251,13 @@ def events(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
             yield event("function_call_arguments.done", **at, name=item["name"], arguments=said)
         else:
             (part,) = item["content"]
-            at["content_index"], tokens = 0, part["logprobs"]
+            at["content_index"] = 0
             yield event("content_part.added", **at, part={**part, "text": ""})
-            yield event("output_text.delta", **at, delta=part["text"], logprobs=tokens)
-            yield event("output_text.done", **at, text=part["text"], logprobs=tokens)
+            yield event("output_text.delta", **at, delta=part["text"], logprobs=[])
+            yield event("output_text.done", **at, text=part["text"], logprobs=[])
             yield event("content_part.done", **at, part=part)
         yield event("output_item.done", output_index=place, item=item)
     yield event(answer["status"], response=answer)
 
 
-RESPONSES = Api(read, whole, events, error_json)
+RESPONSES = Api(read, to_json, to_stream, error_json)

@@ -6,11 +6,10 @@ Everything here runs on the endpoint's event loop; turns are sampled on the thre
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,8 +18,7 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
 from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
-from agentgrpo.programs.requests import FROZEN, OBEYED, Asked, Reply
-from agentgrpo.rollout.vocabulary import token_bytes
+from agentgrpo.programs.requests import FROZEN, HONORED, Reply, TurnRequest
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
 TOO_MANY = 64
@@ -38,7 +36,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class SampleRequest:
     """A turn that the engine is to sample; its future is the endpoint's loop's."""
 
     token_ids: Int32
@@ -55,10 +53,10 @@ class Wanted:
 class Pending:
     """A request, from when it came until its answer was delivered."""
 
-    asked: Asked
+    asked: TurnRequest
     prompt: Prompt
     place: tuple[str, int]
-    """As of Wanted."""
+    """As of SampleRequest."""
     budget: int
     """Tokens that the run allows the turn."""
     turn: asyncio.Future[Completion]
@@ -73,22 +71,6 @@ class Pending:
 def call_id(*of: str | int) -> str:
     """Nine letters and digits, as Mistral's templates ask for; the same in a repeated run."""
     return hashlib.blake2b(repr(of).encode()).hexdigest()[:9]
-
-
-def spelled(tokenizer: Any, token_ids: Int32) -> tuple[bytes, ...]:
-    """The bytes of tokens, of which single ones may be no text."""
-    known, ids = _vocabulary(tokenizer), token_ids.tolist()
-    if known is None:
-        return tuple(tokenizer.decode([i]).encode() for i in ids)
-    return tuple(known[i] if i < len(known) else b"" for i in ids)  # models may have more ids
-
-
-@functools.cache
-def _vocabulary(tokenizer: Any) -> list[bytes] | None:
-    try:
-        return token_bytes(tokenizer)
-    except ValueError:  # another kind of tokenizer
-        return None
 
 
 @dataclass(eq=False)
@@ -108,8 +90,8 @@ class Session:
     config: RolloutConfig
     max_model_len: int
     read_calls: ReadCalls
-    ask: Callable[[Wanted], None]
-    obeys: bool = False
+    ask: Callable[[SampleRequest], None]
+    honor_overrides: bool = False
     """Whether what bends the distribution is obeyed: in an evaluation."""
     ended_by: Status | None = None
     """Why the policy says nothing more, if that is so."""
@@ -131,20 +113,16 @@ class Session:
         self._large = asyncio.Lock()
         self.receiving = 0
         """Bytes of bodies that are on their way."""
-        self.past: dict[str, Any] = {}
+        self.past: dict[str, tuple[Message, ...]] = {}
         """What requests may go on from by an id, see Past of requests.py."""
         self._known: dict[Message, Message] = {}
-        self._tools: dict[Hashable, Any] = {}
 
     # --- requests
 
-    async def beside(self, size: int, work: Callable[[], Result]) -> Result:
+    async def run_off_loop(self, size: int, work: Callable[[], Result]) -> Result:
         """What a function gives, on another thread if it has so many bytes to work on.
 
         One at a time, so that a rollout's large requests hold up no other's.
-
-        Raises:
-            BadRequest: something in it is nested more deeply than Python follows.
         """
         try:
             if size <= HERE:
@@ -154,42 +132,28 @@ class Session:
         except RecursionError:
             raise BadRequest("the request is nested too deeply") from None
 
-    async def prompt(self, asked: Asked, size: int) -> Prompt:
-        """What a request of so many bytes shows the model.
-
-        Raises:
-            BadRequest: it cannot be shown, or is longer than is worth counting.
-        """
+    async def prompt(self, asked: TurnRequest, size: int) -> Prompt:
+        """What a request of so many bytes shows the model."""
         said = sum(len(m.content) for m in asked.messages)  # which may come from earlier requests
         size = max(size, said)
         self.require_size(size)
 
-        def work() -> Prompt:
-            if asked.text is not None:
-                return self.conversations.text_prompt(asked.text)
-            return self.conversations.prompt(asked.messages, asked.tools)
-
-        return await self.beside(size, work)
+        return await self.run_off_loop(
+            size, lambda: self.conversations.prompt(asked.messages, asked.tools)
+        )
 
     def require_size(self, size: int, *, of_turn: bool = False) -> None:
-        """Refuse what is not worth being read, let alone counted in tokens.
-
-        Raises:
-            BadRequest: a request has more bytes.
-        """
+        """Refuse what is not worth being read, let alone counted in tokens."""
         if size > BYTES * self.max_model_len:
             if of_turn:
                 self.refused = self.ended_by or Status.TRUNCATED_LENGTH
             raise self._too_long(f"your request has {size} bytes")
 
-    async def begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
+    async def begin(self, asked: TurnRequest, body: bytes, *, retried: bool) -> Pending:
         """Have a turn sampled, or find the one that an equal request has had sampled.
 
         A client that lost its connection asks again: what no client was given is not sampled
         twice.
-
-        Raises:
-            BadRequest: the request cannot be shown to the model, or a budget is spent.
         """
         try:
             return await self._begin(asked, body, retried=retried)
@@ -198,7 +162,7 @@ class Session:
                 self.refused = self.ended_by or Status.TRUNCATED_LENGTH
             raise
 
-    async def _begin(self, asked: Asked, body: bytes, *, retried: bool) -> Pending:
+    async def _begin(self, asked: TurnRequest, body: bytes, *, retried: bool) -> Pending:
         prompt = await self.prompt(asked, len(body))
         digest = hashlib.blake2b(body, digest_size=16).digest()
         if retried:
@@ -223,26 +187,22 @@ class Session:
         self._pending.append(made)
         return made
 
-    def _sampling(self, asked: Asked) -> dict[str, Any]:
-        """What the engine is to obey of a request; all else that bends is counted.
-
-        Raises:
-            BadRequest: it wants the template's options to be others than the run's.
-        """
+    def _sampling(self, asked: TurnRequest) -> dict[str, Any]:
+        """What the engine is to obey of a request; all else that bends is counted."""
         options = self.config.template_options
         for name, value in asked.template_options.items():
             if name not in options or options[name] != value:
-                raise BadRequest.expected(
-                    f"rollout.template_options, which are the run's, {dict(options)}",
-                    param="chat_template_kwargs", got={name: value},
+                raise BadRequest(
+                    "chat_template_kwargs: expected rollout.template_options, which are the run's, "
+                    f"{dict(options)}, got { {name: value} }", param="chat_template_kwargs",
                 )  # fmt: skip
-        ignored = {name for name, value in asked.bent.items() if options.get(name) != value}
+        ignored = {name for name, value in asked.overrides.items() if options.get(name) != value}
         obeyed = {}
-        if self.obeys or asked.frozen:
-            obeyed, ignored = dict(asked.sampling), ignored - {*OBEYED}
+        if self.honor_overrides or asked.frozen:
+            obeyed, ignored = dict(asked.sampling), ignored - {*HONORED}
             grammar = getattr(self.read_calls, "grammar", None)
             if "tool_choice" in ignored and grammar and asked.tools:
-                tag = grammar(asked.tools, asked.bent["tool_choice"])
+                tag = grammar(asked.tools, asked.overrides["tool_choice"])
                 if tag is not None:  # this family's calls have a grammar
                     obeyed["structured_outputs"] = {"structural_tag": tag}
                     ignored.remove("tool_choice")
@@ -250,11 +210,7 @@ class Session:
         return obeyed
 
     def _budget(self, length: int, *, frozen: bool) -> int:
-        """Tokens of a turn behind so many; ends the rollout's turns if there are none.
-
-        Raises:
-            BadRequest: as OpenAI's clients know it.
-        """
+        """Tokens of a turn behind so many; ends the rollout's turns if there are none."""
         turns = sum(p.asked.frozen == frozen for p in self._pending)
         turns += self.stats["frozen_turns"] if frozen else self.conversations.num_turns
         limit = self.max_model_len
@@ -301,7 +257,7 @@ class Session:
             loop.call_soon_threadsafe(settle, told)
 
         self.ask(
-            Wanted(
+            SampleRequest(
                 token_ids=prompt.token_ids, max_tokens=most, stop=stop, place=place,
                 sampling=sampling, told=hand_over,
             )
@@ -343,22 +299,16 @@ class Session:
             finish_reason="length" if cut else "tool_calls" if message.calls else "stop",
             turn=turn,
             created=int(time.time()),
-            tokens=spelled(self.chat.tokenizer, turn.token_ids) if asked.logprobs else (),
         )
-        if asked.alone is not None:
-            self._keep(pending.reply.id, pending, message)
+        if asked.private_prefix_len is not None:  # equal messages are kept once
+            held = (*asked.messages[asked.private_prefix_len :], message)
+            known = self._known
+            self.past[pending.reply.id] = tuple(known.setdefault(m, m) for m in held)
         self._pending.remove(pending)
         nothing = pending.prompt.token_ids[:0]  # the conversations have it: not each turn anew
         pending.asked = replace(asked, messages=(), tools=())
         pending.prompt = replace(pending.prompt, token_ids=nothing.copy(), messages=())
         return pending.reply
-
-    def _keep(self, name: str, pending: Pending, message: Message) -> None:
-        """Let requests go on from an answer by its id. Equal messages and tools are kept once."""
-        asked, known = pending.asked, self._known
-        held = (*asked.messages[asked.alone :], message)
-        tools = self._tools.setdefault(pending.prompt.root, asked.tools)
-        self.past[name] = tuple(known.setdefault(m, m) for m in held), tools
 
     def _read(self, pending: Pending, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
         """What a turn says, read once; and the calls that its client does not want."""
@@ -399,4 +349,3 @@ class Session:
         self._latest.clear()
         self.past.clear()
         self._known.clear()
-        self._tools.clear()

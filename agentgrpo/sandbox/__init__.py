@@ -26,10 +26,8 @@ from agentgrpo.sandbox.execution import (
     OutputMessage,
     Result,
 )
-from agentgrpo.sandbox.history import Recorded, ReplayDiverged
 from agentgrpo.sandbox.host_tools import HostBudget, HostCall, HostTools
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.loop import StepLoop
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
@@ -56,8 +54,6 @@ __all__ = [
     "NotSupportedException",
     "OutputMessage",
     "RateLimitException",
-    "Recorded",
-    "ReplayDiverged",
     "Result",
     "Sandbox",
     "SandboxBusy",
@@ -68,7 +64,6 @@ __all__ = [
     "SandboxUnavailable",
     "Session",
     "StepError",
-    "StepLoop",
     "StepResult",
     "StepStatus",
     "Template",

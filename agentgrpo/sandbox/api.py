@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Never, Self
 from weakref import WeakValueDictionary
 
-from agentgrpo.sandbox.boundary import Held, public, theirs
+from agentgrpo.sandbox.boundary import ProcessBound, public
 from agentgrpo.sandbox.channels import Channels
 from agentgrpo.sandbox.commands import Commands
 from agentgrpo.sandbox.contexts import language_of, start_context
@@ -26,7 +26,6 @@ from agentgrpo.sandbox.errors import (
     InvalidArgumentException,
     NotFoundException,
     NotSupportedException,
-    SandboxInfraError,
     SandboxNotFoundException,
     TemplateUnavailable,
     TimeoutException,
@@ -148,7 +147,7 @@ def _only_in_the_cloud(*names: str) -> "tuple[staticmethod[..., Never], ...]":
 
 
 @public
-class Sandbox(Held):
+class Sandbox(ProcessBound):
     """One sandbox: a session, its file system and its commands. ``Sandbox.create()`` makes it."""
 
     def __init__(
@@ -163,7 +162,6 @@ class Sandbox(Held):
         limits: Limits | None = None,
         pool: SandboxPool | None = None,
         allow_degraded: bool = False,
-        session: Session | None = None,
         host_tools: HostTools | Sequence[Callable[..., Any]] | None = None,
     ) -> None:
         """A new sandbox.
@@ -181,7 +179,6 @@ class Sandbox(Held):
             pool: take the session from this pool; its template and limits hold.
             allow_degraded: must be False, as commands and files need a real jail; for bare code
                 there is ``SandboxPool(allow_degraded=True)``.
-            session: one of the pool that was acquired already; the sandbox closes it.
             host_tools: functions of this process that code in the sandbox may call by their names
                 (HostTools has budget and cache). Python only.
 
@@ -198,10 +195,8 @@ class Sandbox(Held):
         if host_tools and not isinstance(host_tools, HostTools):
             host_tools = HostTools(host_tools)
         host = host_tools.begin() if isinstance(host_tools, HostTools) else None
-        self._session = session or pool.acquire(env=envs)
+        self._session = pool.acquire(env=envs, host=host)
         try:
-            if host is not None and self._session.offer(host).status is not StepStatus.OK:
-                raise SandboxInfraError("a fresh session did not take the functions of the host")
             self._begin(pool, timeout, envs or {}, metadata or {})
         except BaseException:
             self._session.close()
@@ -215,9 +210,8 @@ class Sandbox(Held):
         metadata: Mapping[str, str],
     ) -> None:
         self.sandbox_id = uuid.uuid4().hex[:20]
-        self._template, self._pool = pool.template, pool
+        self._template = pool.template
         self._metadata, self._started = dict(metadata), time.time()
-        self._envs, self._timeout = dict(envs), timeout
         self._env = {**session_environment(pool.template), **envs}
         self.files = self._session.files()
         output_max = self._session.limits.output_max_mib * MIB
@@ -298,15 +292,16 @@ class Sandbox(Held):
         wanted = listen if on_stdout or on_stderr else None
         step = session.cell(code, timeout or None, env=envs, listener=wanted)
         for stream in (0, 1):
-            theirs(listen, stream, b"")
+            listen(stream, b"")
         if step.status in (StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED):
             raise TimeoutException(f"code ran for {step.wall_s:.3g} s; {step.detail}")
         self._count += 1
         execution = execution_of(step, self._count)
-        for result in execution.results if on_result else ():
-            theirs(on_result, result)  # type: ignore[arg-type]
+        if on_result is not None:
+            for result in execution.results:
+                on_result(result)
         if execution.error is not None and on_error is not None:
-            theirs(on_error, execution.error)
+            on_error(execution.error)
         return execution
 
     def _session_of(self, language: str | None, context: Context | None) -> Session:
@@ -390,36 +385,6 @@ class Sandbox(Held):
             self._session.close()
             self.files.close()
             return True
-
-    def fork(self, count: int = 1) -> builtins.list[Self]:
-        """Further sandboxes in the state of this one, reached by repeating its Python cells.
-
-        Raises:
-            NotSupportedException: files, commands or other contexts were used; only the cells of
-                the default context are recorded.
-            ReplayDiverged: the cells cannot be repeated, or showed something else.
-        """
-        self._channels()
-        if self.files.used or self.commands.used or self._contexts:
-            raise not_supported("fork() after files, commands or contexts were used")
-        made: list[Self] = []
-        try:
-            for _ in range(count):
-                session = self._pool.fork(self._session)
-                fork = type(self)(
-                    timeout=self._timeout,
-                    metadata=self._metadata,
-                    envs=self._envs,
-                    pool=self._pool,
-                    session=session,
-                )
-                fork._count = self._count
-                made.append(fork)
-        except BaseException:
-            for fork in made:
-                fork.kill()
-            raise
-        return made
 
     (create_snapshot,) = _only_in_the_cloud("create_snapshot")
     pause, beta_pause, resume = _only_in_the_cloud("pause", "beta_pause", "resume")

@@ -1,7 +1,6 @@
 """``AsyncSandbox``: ``Sandbox`` for asyncio. Each call waits in a thread, without the GIL."""
 
 import asyncio
-import builtins
 import functools
 import inspect
 import os
@@ -110,10 +109,6 @@ class AsyncSandbox:
         """
         execution: Execution = await _wait(self._plain.run_code, code, *args, **kwargs)
         return execution
-
-    async def fork(self, count: int = 1) -> builtins.list[Self]:
-        """As Sandbox.fork()."""
-        return [type(self)(plain) for plain in await _wait(self._plain.fork, count)]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Every other method of Sandbox (kill, set_timeout ...), to be awaited."""

@@ -1,10 +1,9 @@
-"""The line that every public call crosses: no exception of Python's own comes back over it, but
-ValueError and TypeError for the caller's own argument.
+"""The line that every public call crosses: what the machine refuses is SandboxInfraError behind it,
+and what belongs to another process is not touched.
 """
 
 import functools
 import os
-import threading
 from collections.abc import Callable
 from inspect import isfunction
 from typing import Any, Self, TypeVar
@@ -16,54 +15,23 @@ _SPECIAL = ("__init__", "__post_init__", "__enter__", "__exit__", "__len__")
 _ENDS = {"close": None, "kill": False, "__exit__": None}
 
 
-class Held:
+class ProcessBound:
     """What belongs to the process that made it. In one that was forked off, its public methods end
     nothing and refuse everything else, before they take a lock: whoever had it is not there.
     """
 
-    _maker: int
+    _owner_pid: int
 
     def __new__(cls, *_: object, **__: object) -> Self:
         """An object of this process."""
         made = super().__new__(cls)
-        made._maker = os.getpid()
+        made._owner_pid = os.getpid()
         return made
 
 
-class _Within(threading.local):
-    """Whether this thread is in a public call already."""
-
-    call = False
-
-
-class _Theirs(Exception):
-    """What a function of the caller's raised, on its way back to the caller."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-_within = _Within()
-
-
-def theirs(function: Callable[..., Any], *args: object) -> Any:
-    """Call a function that the caller gave: what it raises reaches the caller as it is."""
-    before, _within.call = _within.call, False
-    try:
-        return function(*args)
-    except Exception as error:
-        if before:
-            raise _Theirs(error) from error
-        raise
-    finally:
-        _within.call = before
-
-
 def public(made: Made) -> Made:
-    """A function that raises SandboxException, or ValueError and TypeError for an argument; or a
-    class whose public methods are such functions.
-
-    What the machine refuses (OSError, MemoryError, no thread) is SandboxInfraError.
+    """A function that raises SandboxInfraError for what the machine refuses (OSError, MemoryError,
+    no thread); or a class whose public methods are such functions.
     """
     if not isinstance(made, type):
         guarded: Made = _guarded(made)
@@ -81,30 +49,23 @@ def public(made: Made) -> Made:
 def _guarded(function: Any) -> Any:
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Held) and args[0]._maker != os.getpid():
+        if args and isinstance(args[0], ProcessBound) and args[0]._owner_pid != os.getpid():
             if function.__name__ in _ENDS:
                 return _ENDS[function.__name__]
             raise SandboxException(
-                f"{function.__qualname__}(): it belongs to process {args[0]._maker}, which made it"
+                f"{function.__qualname__}(): it belongs to process {args[0]._owner_pid}, which "
+                "made it"
             )
-        if _within.call:
-            return function(*args, **kwargs)
-        _within.call = True
         try:
             return function(*args, **kwargs)
-        except _Theirs as error:
-            raise error.error from None
-        except (OverflowError, UnicodeError) as error:
+        except OverflowError as error:
             raise InvalidArgumentException(_told(function, error)) from error
-        except (SandboxException, ValueError, TypeError):
-            raise
         except (OSError, MemoryError) as error:
             raise SandboxInfraError(_told(function, error)) from error
-        except Exception as error:
-            kind = SandboxInfraError if "new thread" in str(error) else SandboxException
-            raise kind(_told(function, error)) from error
-        finally:
-            _within.call = False
+        except RuntimeError as error:
+            if "new thread" not in str(error):
+                raise
+            raise SandboxInfraError(_told(function, error)) from error
 
     return guarded
 

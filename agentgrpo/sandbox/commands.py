@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from agentgrpo.sandbox.boundary import Held, as_bytes, public
+from agentgrpo.sandbox.boundary import ProcessBound, as_bytes, public
 from agentgrpo.sandbox.channels import Channels
 from agentgrpo.sandbox.errors import (
     NotFoundException,
@@ -32,7 +32,7 @@ class ProcessInfo:
 
 
 @public
-class CommandHandle(Held):
+class CommandHandle(ProcessBound):
     """A command that runs in the background. Its output is read while wait() waits."""
 
     def __init__(self, program: Program, info: ProcessInfo) -> None:
@@ -98,7 +98,7 @@ def end(program: Program) -> bool:
 
 
 @public
-class Commands(Held):
+class Commands(ProcessBound):
     """The commands of one session.
 
     Args:
@@ -116,8 +116,6 @@ class Commands(Held):
         self._channels, self._env, self._output_max = channels, env, output_max
         self._lock = threading.Lock()
         self._running: dict[Program, ProcessInfo] = {}
-        self.used = False
-        """Whether any was started."""
 
     def run(
         self,
@@ -159,7 +157,6 @@ class Commands(Held):
             raise NotSupportedException(f"user {user!r}: a session has one user")
         check_environment("envs", envs or {})
         directory = cwd or "/home/user"
-        self.used = True
         self.list()  # what has ended holds no descriptors, and its number may come again
         program = Program(
             self._channels(),

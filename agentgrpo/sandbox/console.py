@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from agentgrpo.sandbox.boundary import Held, public
+from agentgrpo.sandbox.boundary import ProcessBound, public
 from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
 
@@ -25,7 +25,7 @@ class Typed:
 
 
 @public
-class Console(Held):
+class Console(ProcessBound):
     """The interactive prompt of a fresh session. Both streams are one, as on a terminal.
 
     Echoed expressions, ``_``, blocks that need more lines and tracebacks are Python's own: the

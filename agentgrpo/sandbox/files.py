@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import errno
 import os
-import secrets
 import socket
 import stat
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ from enum import StrEnum
 from typing import IO, Any, Literal, overload
 
 from agentgrpo import _C
-from agentgrpo.sandbox.boundary import Held, as_bytes, public, theirs
-from agentgrpo.sandbox.channels import Root
+from agentgrpo.sandbox.boundary import ProcessBound, as_bytes, public
+from agentgrpo.sandbox.channels import Channels, Root
 from agentgrpo.sandbox.errors import (
     FileNotFoundException,
     InvalidArgumentException,
@@ -30,11 +29,15 @@ from agentgrpo.sandbox.errors import (
     SandboxException,
     SandboxInfraError,
     SandboxNotFoundException,
+    TimeoutException,
 )
+from agentgrpo.sandbox.program import Program
 
 MIB = 1 << 20
 HOME = "/home/user"
 MAX_ENTRIES = 10_000
+REMOVE = 'PATH=/usr/bin:/bin; chmod -Rf u+rwx -- "$0"; exec rm -rf -- "$0"'
+REMOVE_S = 30.0
 
 
 class FileType(StrEnum):
@@ -93,19 +96,18 @@ def _full(path: str) -> str:
 
 
 @public
-class Files(Held):
+class Files(ProcessBound):
     """The file system of one session, for as long as it lives: afterwards every method raises
     SandboxNotFoundException, or SandboxInfraError if the machine ended the session.
 
     Args:
         root: the session's root directory; closed by close().
+        channels: of the session, which stay its own.
         size_max: bytes of a file that may be read or written.
     """
 
-    def __init__(self, root: Root, size_max: int = 16 * MIB) -> None:
-        self._root, self._size_max = root, size_max
-        self.used = False
-        """Whether something was changed."""
+    def __init__(self, root: Root, channels: Channels, size_max: int = 16 * MIB) -> None:
+        self._root, self._channels, self._size_max = root, channels, size_max
 
     def close(self) -> None:
         """Let go of the session's root."""
@@ -172,13 +174,12 @@ class Files(Held):
         """Make or replace a regular file, with the directories it needs."""
         given: Any = data
         if not isinstance(data, (str, bytes, bytearray)):
-            given = theirs(data.read, self._size_max + 1)
+            given = data.read(self._size_max + 1)
         content: bytes = as_bytes(given) if isinstance(given, str) else given
         if len(content) > self._size_max:
             raise NotEnoughSpaceException(f"{path}: more than {self._size_max} bytes")
         with contextlib.suppress(InvalidArgumentException):
             self.make_dir(os.path.dirname(_full(path)))
-        self.used = True
         with self._open(path, os.O_WRONLY | os.O_CREAT) as fd:
             self._require_regular(fd, path)
             os.ftruncate(fd, 0)
@@ -244,23 +245,36 @@ class Files(Held):
 
     def remove(self, path: str) -> None:
         """Delete a file, or a directory with all in it; a link, not what it points to."""
-        self.used = True
         with self._parent(path) as (fd, name):
-            if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-                _remove_directory(fd, name)
-            else:
+            if not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
                 os.unlink(name, dir_fd=fd)
+                return
+        self._remove_directory(os.path.normpath(_full(path)))
+
+    def _remove_directory(self, path: str) -> None:
+        """By a program in the session: what its code puts there meanwhile is the session's."""
+        program = Program(
+            self._channels, ["/bin/bash", "-c", REMOVE, path], env={}, directory="/", output_max=MIB
+        )
+        program.close_stdin()
+        try:
+            if not program.wait(REMOVE_S):
+                raise TimeoutException(f"{path}: not removed in {REMOVE_S:g} s")
+            if program.exit_code != 0:
+                said = program.stderr[:500].decode("utf-8", "replace")
+                failed = SandboxInfraError if program.machine_failed else SandboxException
+                raise failed(f"{path}: {said or program.error}")
+        finally:
+            program.close()
 
     def rename(self, old_path: str, new_path: str) -> EntryInfo:
         """Move an entry."""
-        self.used = True
         with self._parent(old_path) as (old, old_name), self._parent(new_path) as (new, new_name):
             os.rename(old_name, new_name, src_dir_fd=old, dst_dir_fd=new)
         return self.get_info(new_path)
 
     def make_dir(self, path: str) -> bool:
         """Make a directory and those above it. False if it was there."""
-        self.used = True
         there = os.path.normpath(_full(path))
         missing: builtins.list[str] = []
         while not self.exists(there):
@@ -276,54 +290,6 @@ class Files(Held):
     def watch_dir(self, path: str, **_: object) -> None:
         """Not supported: list() again instead."""
         raise NotSupportedException("watch_dir() is not supported; list() the directory again")
-
-
-def _unlock(parent: int, name: str) -> None:
-    """Let a directory's owner read, change and move it; never what a link points to, which is the
-    host's file if code puts one there now.
-    """
-    fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-    try:
-        mode = stat.S_IMODE(os.fstat(fd).st_mode)
-        if mode & 0o700 != 0o700:
-            os.chmod(f"/proc/self/fd/{fd}", mode | 0o700)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _directory(parent: int, name: str) -> Iterator[tuple[int, list[tuple[str, bool]]]]:
-    """A directory, opened, and its entries: names, and whether they are directories."""
-    _unlock(parent, name)
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-    try:
-        with os.scandir(fd) as found:
-            entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
-        yield fd, entries
-    finally:
-        os.close(fd)
-
-
-def _remove_directory(parent: int, name: str) -> None:
-    """A directory with all in it, however deep: what lies deeper is moved up, not gone down to, so
-    that untrusted code does not choose how many descriptors and frames of the host it takes.
-    """
-    with _directory(parent, name) as (top, entries):
-        todo = [inner for inner, is_directory in entries if is_directory]
-        while todo:
-            with _directory(top, todo[-1]) as (fd, below):
-                for inner, is_directory in below:
-                    if not is_directory:
-                        os.unlink(inner, dir_fd=fd)
-                        continue
-                    _unlock(fd, inner)  # or it may not move
-                    todo.insert(0, secrets.token_hex(16))
-                    os.rename(inner, todo[0], src_dir_fd=fd, dst_dir_fd=top)
-            os.rmdir(todo.pop(), dir_fd=top)
-        for inner, is_directory in entries:
-            if not is_directory:
-                os.unlink(inner, dir_fd=top)
-    os.rmdir(name, dir_fd=parent)
 
 
 def _moment(seconds: float) -> datetime.datetime:

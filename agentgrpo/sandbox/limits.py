@@ -1,6 +1,7 @@
 """Every bound on what a session may use, in one place."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from agentgrpo.sandbox.boundary import public
 
@@ -8,6 +9,18 @@ TOO_MUCH = 1e12
 LEAST_CPUS = 0.01
 MOST_PROCESSES = 1 << 22
 """What the kernel takes for a control group."""
+
+
+def require_positive(section: str, settings: Any) -> None:
+    """Raise ValueError unless every field is a number above 0, whole where it is declared so."""
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        kinds: Any = (int,) if field.type in (int, "int") else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < TOO_MUCH:
+            raise ValueError(
+                f"{section}.{field.name}: expected a positive {kinds[-1].__name__} below "
+                f"{TOO_MUCH:g}, got {value!r:.40}"
+            )
 
 
 @public
@@ -85,17 +98,7 @@ class Limits:
         return home, tmp, shm
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            expected = (int, float) if field.type == "float" or field.type is float else (int,)
-            if isinstance(value, bool) or not isinstance(value, expected):
-                kind = " or ".join(t.__name__ for t in expected)
-                raise ValueError(f"limits.{field.name} must be {kind}, got {value!r}")
-            if not 0 < value < TOO_MUCH:
-                got = "more" if value > TOO_MUCH else repr(value)
-                raise ValueError(
-                    f"limits.{field.name} must be positive and below {TOO_MUCH:g}, got {got}"
-                )
+        require_positive("limits", self)
         if self.open_files < 32:
             raise ValueError(f"limits.open_files must be at least 32, got {self.open_files}")
         if self.niceness > 19:

@@ -2,18 +2,73 @@
 
 import os
 import signal
+from collections.abc import Callable
 from enum import IntEnum
+from typing import NamedTuple
 
+from agentgrpo import _C
 from agentgrpo.sandbox.channels import Keeper, SetupFailed
 from agentgrpo.sandbox.guest.wire import Malformed, decode
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 
-Stream = tuple[bytes, bytes, int]
-"""What was kept of its start and of its end, and how many bytes there were."""
-RawStep = tuple[int, bool, float, Stream, Stream, bytes, bytes | None, int, int, int, int]
-"""What ``_C.sandbox_run_step`` returns."""
 MAX_FIELDS = 64
+
+
+class Stream(NamedTuple):
+    """What was kept of its start and of its end, and how many bytes there were."""
+
+    head: bytes
+    tail: bytes
+    total: int
+
+    @property
+    def left_out(self) -> int:
+        """Bytes from the middle that were not kept."""
+        return self.total - len(self.head) - len(self.tail)
+
+
+class StepArguments(NamedTuple):
+    """What ``_C.sandbox_run_step`` takes."""
+
+    channels: tuple[int, int, int, int, int]
+    """(request, response, out, err, status)"""
+    pidfds: tuple[int, int]
+    """(init, interpreter)"""
+    request: bytes
+    number: int
+    timeout_s: float
+    grace_s: float
+    keep: int
+    """Bytes of each end of a stream."""
+    output_max: int
+    answer_max: int
+    listener: Callable[[int, bytes], object] | None
+    goes_on: bool = False
+    """It is not the first part of its step."""
+
+
+class RawStep(NamedTuple):
+    """What ``_C.sandbox_run_step`` returns."""
+
+    ending: int
+    interrupted: bool
+    wall_s: float
+    out: Stream
+    err: Stream
+    background: bytes
+    answer: bytes | None
+    how: int
+    """waitpid()'s status, or the step of the setup that failed."""
+    max_rss_kib: int
+    cpu_us: int
+    errno: int
+
+
+def run_step(arguments: StepArguments) -> RawStep:
+    """Run a step, or a part of one."""
+    raw = RawStep._make(_C.sandbox_run_step(*arguments))
+    return raw._replace(out=Stream._make(raw.out), err=Stream._make(raw.err))
 
 
 class Ending(IntEnum):
@@ -34,29 +89,22 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _left_out(stream: Stream) -> int:
-    """Bytes from the middle of a stream that were not kept."""
-    return stream[2] - len(stream[0]) - len(stream[1])
-
-
 def _joined(stream: Stream) -> str:
-    head, tail, _ = stream
-    missing = _left_out(stream)
-    if not missing:
-        return _text(head + tail)
-    return f"{_text(head)}\n... {missing} bytes left out ...\n{_text(tail)}"
+    if not stream.left_out:
+        return _text(stream.head + stream.tail)
+    missing = f"\n... {stream.left_out} bytes left out ...\n"
+    return _text(stream.head) + missing + _text(stream.tail)
 
 
 def show_output(raw: RawStep, result: StepResult) -> None:
     """What arrived on the streams."""
-    _, _, _, out, err, background, *_ = raw
-    if out[2]:
-        result.stdout, result.stdout_bytes = _joined(out), out[2]
-    if err[2]:
-        result.stderr, result.stderr_bytes = _joined(err), err[2]
-    result.truncated = bool(_left_out(out) or _left_out(err))
-    if background:
-        result.background = _text(background)
+    if raw.out.total:
+        result.stdout, result.stdout_bytes = _joined(raw.out), raw.out.total
+    if raw.err.total:
+        result.stderr, result.stderr_bytes = _joined(raw.err), raw.err.total
+    result.truncated = bool(raw.out.left_out or raw.err.left_out)
+    if raw.background:
+        result.background = _text(raw.background)
 
 
 def show_answer(raw: RawStep, result: StepResult) -> None:
@@ -65,7 +113,7 @@ def show_answer(raw: RawStep, result: StepResult) -> None:
     Raises:
         Malformed: it is not of the form that guest/repl.py sends.
     """
-    _, (kind, *rest) = decode(raw[6] or b"", most=MAX_FIELDS)
+    _, (kind, *rest) = decode(raw.answer or b"", most=MAX_FIELDS)
     if kind in (b"ok", b"more") and (len(rest) < 2 or len(rest) % 2 == 1):
         status = StepStatus.OK
         result.more = kind == b"more"
@@ -83,7 +131,7 @@ def show_answer(raw: RawStep, result: StepResult) -> None:
         result.detail = f"SystemExit({_text(rest[0])}); the session goes on"
     else:
         raise Malformed(f"kind {kind[:20]!r} with {len(rest)} fields")
-    result.status = StepStatus.TIMEOUT if raw[1] else status
+    result.status = StepStatus.TIMEOUT if raw.interrupted else status
 
 
 def how_it_ended(
@@ -102,7 +150,7 @@ def how_it_ended(
         result: gets the signal or the exit code; has the processes killed for memory.
         keeper: asked where the end could be the machine's doing.
     """
-    ending, interrupted, how, detail = raw[0], raw[1], raw[7], raw[10]
+    ending, interrupted, how, detail = raw.ending, raw.interrupted, raw.how, raw.errno
     if ending == Ending.HOST_FAILED:
         return StepStatus.INFRA_ERROR, f"the host's own side failed: {os.strerror(detail)}"
     if ending == Ending.SETUP_FAILED:

@@ -1,7 +1,5 @@
 """A pool of sessions: the part of the sandbox that the trainer talks to."""
 
-import heapq
-import math
 import threading
 import time
 import warnings
@@ -9,9 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
-from weakref import ReferenceType, ref
 
-from agentgrpo.sandbox.boundary import Held, public
+from agentgrpo.sandbox.boundary import ProcessBound, public
 from agentgrpo.sandbox.errors import (
     SandboxBusy,
     SandboxException,
@@ -27,53 +24,8 @@ from agentgrpo.sandbox.template import Template, check_environment
 from agentgrpo.sandbox.watchdog import MemoryWatchdog
 from agentgrpo.sandbox.zygote import LADDER, Rung
 
-
-class Clock:
-    """A thread that ends sessions when their time is over, between steps as well."""
-
-    def __init__(self) -> None:
-        self._deadlines: list[tuple[float, int, ReferenceType[Session]]] = []
-        self._changed, self._count, self._closed = threading.Condition(), 0, False
-        self._prune_at = 64
-        self._thread = threading.Thread(target=self._run, name="sandbox-clock", daemon=True)
-        self._thread.start()
-
-    def watch(self, session: Session) -> None:
-        """End it when it has no time left."""
-        with self._changed:
-            self._count += 1
-            if len(self._deadlines) >= self._prune_at:  # most are over long before their time
-                left = [one for one in self._deadlines if (it := one[2]()) and it.alive]
-                heapq.heapify(left)
-                self._deadlines, self._prune_at = left, max(64, 2 * len(left))
-            deadline = time.monotonic() + session.seconds_left()
-            heapq.heappush(self._deadlines, (deadline, self._count, ref(session)))
-            if self._deadlines[0][1] == self._count:
-                self._changed.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed:
-                    first = self._deadlines[0][0] if self._deadlines else math.inf
-                    if (left := first - time.monotonic()) <= 0:
-                        break
-                    self._changed.wait(min(left, 3600.0))
-                if self._closed:
-                    return
-                session = heapq.heappop(self._deadlines)[2]()
-            if session is not None and session.alive:
-                session.expire()
-                if session.alive:  # in the middle of a step, which has no more time either
-                    time.sleep(0.01)
-                    self.watch(session)
-
-    def close(self) -> None:
-        """Stop."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+CLOCK_S = 1.0
+"""How late a session may be ended whose time is over."""
 
 
 def _require(rungs: Sequence[Rung], max_live: int, min_idle: int, zygotes: int) -> None:
@@ -87,7 +39,7 @@ def _require(rungs: Sequence[Rung], max_live: int, min_idle: int, zygotes: int) 
 
 
 @public
-class SandboxPool(Held):
+class SandboxPool(ProcessBound):
     """Sessions for untrusted code. All methods may be called from any thread.
 
     Args:
@@ -101,6 +53,7 @@ class SandboxPool(Held):
         allow_degraded: where none of them works, run code without namespaces (Rung.BARE), and say
             so in every result.
         nsjail: path of the nsjail binary; None looks for it.
+        all_cpus: processors that all sessions together may keep busy; None: half of the machine.
 
     Raises:
         SandboxUnavailable: this machine cannot isolate; nothing runs unprotected instead.
@@ -117,6 +70,7 @@ class SandboxPool(Held):
         rungs: Sequence[Rung] = LADDER,
         allow_degraded: bool = False,
         nsjail: str | None = None,
+        all_cpus: float | None = None,
     ) -> None:
         _require(rungs, max_live, min_idle, zygotes)
         self.template = template or Template()
@@ -128,6 +82,7 @@ class SandboxPool(Held):
             zygotes=zygotes,
             rungs=(*rungs, Rung.BARE) if allow_degraded else rungs,
             nsjail=nsjail,
+            all_cpus=all_cpus,
         )
         self.degraded = self._spawner.rung is Rung.BARE
         if self.degraded:
@@ -143,14 +98,12 @@ class SandboxPool(Held):
         self._watchdog: MemoryWatchdog | None = None
         if self._spawner.cgroups is None:
             self._watchdog = MemoryWatchdog(self.limits.memory_mib, self._copy_of_live)
-        try:
-            self._clock = Clock()
-        except BaseException:
-            self._spawner.close()
-            raise
+        self._over = threading.Event()
+        self._clock = threading.Thread(target=self._expire, name="sandbox-clock", daemon=True)
         self._refiller = threading.Thread(target=self._refill, name="sandbox-refill", daemon=True)
         if self.template.setup:
             self._try_setup()
+        self._clock.start()
         if min_idle:
             self._wanted.set()
             self._refiller.start()
@@ -192,7 +145,6 @@ class SandboxPool(Held):
                 raise SandboxException(CLOSED) from error
             raise
         session.begin(self._leave)
-        self._clock.watch(session)
         if self._closed:  # meanwhile; close() may have looked for sessions before there was this
             session.close()
             raise SandboxException(CLOSED)
@@ -244,26 +196,6 @@ class SandboxPool(Held):
         """
         with self.acquire(wait_s) as session:
             return session.step(code, timeout_s, env=env)
-
-    def fork(self, session: Session, timeout_s: float = 60.0) -> Session:
-        """A fresh session in the state of another, reached by repeating its steps.
-
-        Args:
-            session: of a pool with the same template and limits; it is left as it is. Functions of
-                the host that it has called are not called again; the fork has what it had left of
-                its budget.
-            timeout_s: how long to wait for a place.
-
-        Raises:
-            ReplayDiverged: its steps cannot be repeated, see ``Session.replay()``.
-        """
-        fresh = self.acquire(timeout_s, host=session.host and session.host.fork())
-        try:
-            fresh.replay(list(session.history))
-        except BaseException:
-            fresh.close()
-            raise
-        return fresh
 
     def _admit(self, timeout_s: float) -> None:
         if self._closed:
@@ -332,6 +264,13 @@ class SandboxPool(Held):
                 raise SandboxInfraError(f"the setup of template {self.template.name!r}: {shown}")
         return session
 
+    def _expire(self) -> None:
+        """Background: end sessions whose time is over, between their steps as well."""
+        while not self._over.wait(CLOCK_S):
+            for session in self._copy_of_live():
+                if session.seconds_left() <= 0:
+                    session.expire()
+
     def _copy_of_live(self) -> list[Session]:
         with self._lock:
             return list(self._live)
@@ -380,7 +319,9 @@ class SandboxPool(Held):
         self._wanted.set()
         if self._refiller.ident is not None:
             self._refiller.join()
-        self._clock.close()
+        self._over.set()
+        if self._clock.ident is not None:
+            self._clock.join()
         if self._watchdog is not None:
             self._watchdog.close()
         for session in self._copy_of_live():

@@ -1,26 +1,30 @@
 """One session: a namespace of variables and files that untrusted code works in, step by step."""
 
-import contextlib
-import signal
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from agentgrpo import _C
-from agentgrpo.sandbox.boundary import Held, public, theirs
-from agentgrpo.sandbox.calls import Conversation
+from agentgrpo.sandbox.boundary import ProcessBound, public
+from agentgrpo.sandbox.calls import HostCallStep
 from agentgrpo.sandbox.cgroup import ControlGroup
 from agentgrpo.sandbox.channels import Channels, Root, pid_of, tree_cpu_seconds
 from agentgrpo.sandbox.errors import InvalidArgumentException, NotSupportedException
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.guest.wire import Malformed, encode
-from agentgrpo.sandbox.history import HISTORY_BYTES, Recorded, ReplayDiverged, digest
-from agentgrpo.sandbox.host_tools import HostCall, HostCalls, within_a_call_of
+from agentgrpo.sandbox.host_tools import HostCalls, within_a_call_of
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.outcome import Ending, RawStep, how_it_ended, show_answer, show_output
-from agentgrpo.sandbox.program import Orders
+from agentgrpo.sandbox.outcome import (
+    Ending,
+    RawStep,
+    StepArguments,
+    how_it_ended,
+    run_step,
+    show_answer,
+    show_output,
+)
 from agentgrpo.sandbox.result import CLOSED, StepError, StepResult, StepStatus
 from agentgrpo.sandbox.template import check_environment
 
@@ -47,7 +51,7 @@ def _pairs(code: str, env: Mapping[str, str] | None) -> list[bytes]:
 
 
 @public
-class Session(Held):
+class Session(ProcessBound):
     """A live session of a pool. Used by one thread at a time; different sessions are independent.
 
     After anything that ends it (``state_lost``), every further step says how it ended.
@@ -72,15 +76,13 @@ class Session(Held):
         guest_of: "Session | None" = None,
     ) -> None:
         self.limits, self.degraded, self._guest_of = limits, degraded, guest_of
-        self.history: list[Recorded] = []
-        """What ran since it was handed out, for replay()."""
         self._channels = channels
         self.group = group
         """Its control group, if there is one."""
         self._on_close = on_close
-        self._started = time.monotonic()
+        self._ends_at: float = math.inf if guest_of is None else guest_of._ends_at
+        """It has all the time until it is handed out, see begin()."""
         self._steps = self._exchanged = self._sent = 0
-        self._remembered = 0
         self._answer_max = (
             10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2
         )
@@ -92,7 +94,6 @@ class Session(Held):
         self._closed = False
         self._roots: set[Root] = set()
         self._asked = self._cpu_before = 0.0
-        self._asking: list[bytes] = []
         self._over_memory: tuple[str, int | None] | None = None
         self._ended_by: tuple[StepStatus, str] | None = None
         self._cpu_at_end = 0.0
@@ -203,7 +204,6 @@ class Session(Held):
         for tool in host.tools.by_name.values():
             fields += [tool.name.encode(), f"{tool.line}\n{tool.doc}".rstrip("\n:").encode()]
         told = self._run(fields, self.limits.timeout_s, None)
-        del self.history[-1:]  # a fork is offered its own
         self._steps -= 1
         return told
 
@@ -211,14 +211,6 @@ class Session(Held):
     def closing(self) -> bool:
         """Whether somebody has begun to close it."""
         return self._closed
-
-    def request_of(
-        self, code: str, timeout_s: float | None, env: Mapping[str, str] | None = None
-    ) -> tuple[list[bytes], float] | StepResult:
-        """For loop.py: what step() would run, or its result if nothing has to be run."""
-        fields = [b"run", *_pairs(code, env)]
-        timeout = self._check(timeout_s)
-        return self._over() or self._refuse(fields) or (fields, timeout)
 
     def _check(self, timeout_s: float | None) -> float:
         timeout = self.limits.timeout_s if timeout_s is None else timeout_s
@@ -259,7 +251,7 @@ class Session(Held):
 
     def seconds_left(self) -> float:
         """Of limits.session_s."""
-        return self._started + self.limits.session_s - time.monotonic()
+        return self._ends_at - time.monotonic()
 
     def cpu_seconds(self) -> float:
         """CPU time of all its processes, on a clock that began before it. Where it has no control
@@ -290,64 +282,52 @@ class Session(Held):
         def tell(stream: int, data: bytes) -> None:
             try:
                 if listener is not None and not raised:
-                    theirs(listener, stream, data)
+                    listener(stream, data)
             except BaseException as error:
                 raised.append(error)
                 if not isinstance(error, Exception):  # Ctrl-C: nobody waits for the code any more
                     self._channels.signal()
 
-        arguments = self.prepare(fields, timeout, None if listener is None else tell)
+        arguments = self._prepare(fields, timeout, None if listener is None else tell)
         if arguments is None:
             over = self._over()
             assert over is not None
             return over
         try:
             if self.host is None or fields[0] not in CALLING:
-                raw, talk = _C.sandbox_run_step(*arguments), None
+                result = self._interpret(run_step(arguments))
             else:
-                talk = self.conversation(arguments)
-                rest: tuple[Any, ...] | None = arguments
-                while rest is not None and talk.goes_on(_C.sandbox_run_step(*rest)):
-                    rest = talk.answer()
-                raw = talk.raw
+                result = self._run_in_parts(HostCallStep(self, self.host, arguments, self.limits))
         except BaseException:  # a signal's handler (Ctrl-C): nobody waits for the code any more
-            self.abandon()
+            self._end(StepStatus.EXIT, "the host stopped waiting for a step")
             raise
-        result = self.conclude(raw, talk)
+        finally:
+            self._running = False
+            self._channels.give_back()
+            self._busy.release()
         if raised:
             raise raised[0]
         return result
 
-    def conversation(self, arguments: tuple[Any, ...]) -> Conversation:
-        """For whoever runs steps: one that may call functions of the host."""
-        assert self.host is not None
-        return Conversation(self, self.host, arguments, self.limits)
+    def _run_in_parts(self, step: HostCallStep) -> StepResult:
+        while step.needs_host_call(run_step(step.arguments)) and step.answer():
+            pass
+        self._sent, self._ended_by = step.arguments.number, step.over
+        result = self._interpret(step.raw)
+        result.host_calls, result.host_refused = tuple(step.calls), step.refused
+        return result
 
-    def abandon(self) -> None:
-        """For whoever runs steps: the end of a prepare() whose step did not run to its end."""
-        try:
-            self._end(StepStatus.EXIT, "the host stopped waiting for a step")
-        finally:
-            self._done()
-
-    def _done(self) -> None:
-        self._running = False
-        self._channels.give_back()
-        self._busy.release()
-
-    def prepare(
+    def _prepare(
         self,
         fields: list[bytes],
         timeout: float,
         listener: Callable[[int, bytes], object] | None = None,
-    ) -> tuple[Any, ...] | None:
-        """For whoever runs steps (this class, loop.py): the arguments of ``_C.sandbox_run_step``.
-
-        The session is busy until conclude() is called, by the same thread; None if it is over.
+    ) -> StepArguments | None:
+        """What to run, and the session is busy; None if it is over.
 
         Raises:
-            ValueError: this thread runs a step of it already (in a loop, or that has called a
-                listener or a signal's handler).
+            ValueError: this thread runs a step of it already, which has called a listener or a
+                signal's handler.
         """
         if self.host is not None and within_a_call_of(self):
             raise InvalidArgumentException("the session waits for the function that would step it")
@@ -363,8 +343,8 @@ class Session(Held):
         self._steps += 1
         self._sent += 1
         self._exchanged += fields[0] in EXCHANGE
-        self._asked, self._cpu_before, self._asking = timeout, self._cpu_seconds(), fields
-        return (
+        self._asked, self._cpu_before = timeout, self._cpu_seconds()
+        return StepArguments(
             (channels.request, channels.response, channels.out, channels.err, channels.status),
             (channels.init, channels.interpreter),
             encode(self._sent, fields),
@@ -377,38 +357,9 @@ class Session(Held):
             listener,
         )
 
-    def conclude(self, raw: RawStep, talk: Conversation | None = None) -> StepResult:
-        """What ``_C.sandbox_run_step`` returned, in words.
-
-        Args:
-            raw: that.
-            talk: the step's parts, if it could call functions of the host.
-        """
-        told: tuple[HostCall, ...] = ()
-        try:
-            if talk is not None:
-                self._sent, told = talk.last_number, tuple(talk.told)
-                self._ended_by = talk.over
-            result = self._interpret(raw)
-            if talk is not None and told:
-                result.host_calls, result.host_refused = tuple(talk.calls), talk.refused
-            step = (tuple(self._asking), self._asked, result.status, result.state_lost)
-            self._remember(Recorded(*step, digest(result), told))
-            return result
-        finally:
-            self._done()
-
-    def _remember(self, step: Recorded) -> None:
-        """A part of what cannot be repeated as a whole is of no use."""
-        self.history.append(step)
-        self._remembered += sum(map(len, step.fields or ())) + sum(c.size for c in step.calls)
-        if self._remembered > HISTORY_BYTES:
-            self.history[:] = [old._replace(fields=None, calls=()) for old in self.history]
-            self._remembered = 0
-
     def _interpret(self, raw: RawStep) -> StepResult:
-        ending, interrupted = raw[:2]
-        result = self._result(status=StepStatus.OK, wall_s=raw[2])
+        ending, interrupted = raw.ending, raw.interrupted
+        result = self._result(status=StepStatus.OK, wall_s=raw.wall_s)
         show_output(raw, result)
         self._count_processes(result)
         if self._ended_by is not None:
@@ -431,11 +382,8 @@ class Session(Held):
             if self._guest_of is not None and ending == Ending.SETUP_FAILED:
                 status = StepStatus.EXIT  # the session has run code, which may be why
         if ending == Ending.EXITED and not (self._closed or interrupted):
-            max_rss_kib, cpu_us = raw[8:10]
-            result.max_rss_kib, result.cpu_s = (
-                max_rss_kib,
-                max(0.0, cpu_us / 1e6 - self._cpu_before),
-            )
+            result.max_rss_kib = raw.max_rss_kib
+            result.cpu_s = max(0.0, raw.cpu_us / 1e6 - self._cpu_before)
         self._end(status, detail)
         result.status, result.detail, result.state_lost = status, detail, True
         return result
@@ -456,63 +404,10 @@ class Session(Held):
         except OSError:  # it has ended
             return 0.0
 
-    def replay(self, history: Sequence[Recorded]) -> None:
-        """Bring this fresh session to the state that another had after these steps.
-
-        Every step must show what it showed then (addresses aside): code that asks for the time or
-        for random numbers cannot be repeated. Functions of the host are not called again: their
-        answers are those that were given then.
-
-        Raises:
-            ReplayDiverged: a step cannot be run again (it was interrupted, or ended the session),
-                or showed something else. This session is then unusable.
-        """
-        for number, step in enumerate(history, 1):
-            if step.fields is None:
-                raise ReplayDiverged(
-                    f"more than {HISTORY_BYTES >> 20} MiB of code; it is forgotten"
-                )
-            if not step.repeatable:
-                raise ReplayDiverged(f"step {number} ended by {step.status}; it cannot be repeated")
-        for number, step in enumerate(history, 1):
-            if self.host is not None:
-                self.host.recall(step.calls)
-            whole = True
-            try:
-                result = self._request(list(step.fields or ()), 2 * step.timeout_s + 1)
-            finally:
-                if self.host is not None:
-                    whole = self.host.recall(None)
-            if not whole:
-                raise ReplayDiverged(f"step {number} made other calls of functions of the host")
-            if digest(result) != step.digest:
-                raise ReplayDiverged(f"step {number} showed something else than before: {result}")
-
     def end_for_memory(self, detail: str, kib: int | None) -> None:
         """For the watchdog: kill it for what its processes use; the next result says so."""
         self._over_memory = detail, kib
         self._channels.signal()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[bool]:
-        """For the watchdog: none of the session's processes runs or forks meanwhile.
-
-        Yields whether that is so: not if the session is over or has no process namespace.
-
-        Raises:
-            OSError: no descriptors; then nothing was stopped.
-        """
-        if self.degraded or not self._channels.borrow():
-            yield False
-            return
-        try:
-            with contextlib.closing(Orders(self._channels)) as orders:
-                try:
-                    yield orders.signal(signal.SIGSTOP) and orders.signalled()
-                finally:
-                    orders.signal(signal.SIGCONT)
-        finally:
-            self._channels.give_back()
 
     def expire(self) -> None:
         """For the pool: its time is over. A step that runs ends by itself, as it has no more."""
@@ -528,10 +423,8 @@ class Session(Held):
 
     def begin(self, on_close: Callable[[], None]) -> None:
         """Hand the session to a user: its time starts now, on_close() is called when it is over."""
-        self._started = time.monotonic()
+        self._ends_at = time.monotonic() + self.limits.session_s
         self._steps = self._exchanged = self._sent = 0
-        self.history.clear()
-        self._remembered = 0
         release = self._on_close
 
         def both() -> None:
@@ -576,7 +469,7 @@ class Session(Held):
             self._roots.add(root)
         if self._channels.is_closed():
             root.close()
-        return Files(root)
+        return Files(root, self._channels)
 
     @property
     def alive(self) -> bool:

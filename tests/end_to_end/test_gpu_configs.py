@@ -12,16 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config, shipped_configs
-from agentgrpo.learn.kept import kept
 from agentgrpo.machine import hardware
-from agentgrpo.machine.footprint import ALLOCATORS, GIB, Footprint, footprint, shapes_of
-from agentgrpo.plan import plan, to_be_evaluated
+from agentgrpo.machine.footprint import ALLOCATORS, GIB, footprint, shapes_of
+from agentgrpo.plan import of_playing, plan
 from agentgrpo.run.progress import Progress
 from agentgrpo.stage import set_stage
 from tests import qwen3, tiny
-from tests.learn.test_kept import hollow
 
 NAMES = sorted(name for name in shipped_configs() if name.startswith("qwen3_"))
 ROW = re.compile(r"^#\s+(\d+) GiB\s+([\d.]+) GiB  (.+)$", re.M)
@@ -32,18 +29,8 @@ CARDS = [
 ]
 
 
-PLAIN = "learner.use_liger_kernel=false"
-"""As in the GPU set, whatever is installed here."""
-
-
 def size_of(name: str) -> str:
     return name.split("_")[1]
-
-
-def held_by(config: TrainConfig, size: str, card: int) -> Footprint:
-    shapes, saved = shapes_of(qwen3.config(size)), hollow(qwen3.config(size))
-    counted = kept(saved, config.learner, cuda=True)
-    return footprint(config, shapes, counted, cuda=True, card=card * GIB)
 
 
 def test_every_size_has_mathematics_and_tools() -> None:
@@ -62,7 +49,8 @@ def test_every_size_has_mathematics_and_tools() -> None:
 def test_the_memory_it_names_is_what_it_takes(
     name: str, card: int, need: float, overrides: str
 ) -> None:
-    held = held_by(load_config(name, [PLAIN, *overrides.split()]), size_of(name), card)
+    shapes = shapes_of(qwen3.config(size_of(name)))
+    held = footprint(load_config(name, overrides.split()), shapes, cuda=True)
     assert round(held.peak / GIB, 1) == need
     assert need <= ALLOCATORS * card
 
@@ -92,21 +80,19 @@ def test_its_stage_is_set_and_its_plan_made(
     Path("questions.jsonl").write_text(rows)
     Path("texts.jsonl").write_text(json.dumps({"title": "t", "text": "x"}))
     card, need = next((card, need) for of, card, need, what in CARDS if of == name and not what)
-    config = load_config(name, [PLAIN])
+    config = load_config(name)
     stage = set_stage(config, model=str(model_of[size_of(name)]), progress=Progress(1))
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
     try:
-        said = plan(config, stage, to_be_evaluated(config, stage), trained=True)
-        monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB // 3,) * 2)
-        small = plan(config, stage, to_be_evaluated(config, stage), trained=True)
+        said = plan(config, stage, of_playing(config, stage, stage.heldout), trained=True)
+        monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (int(need * 1.01 * GIB),) * 2)
+        small = plan(config, stage, of_playing(config, stage, stage.heldout), trained=True)
     finally:
         stage.close()
     assert f"{card} GiB NVIDIA GPU" in said
     assert f"{qwen3.PARAMETERS[size_of(name)]:,} parameters" in said
-    assert f"= {need} GiB at most" in said
-    what = "checkpointed" if held_by(config, size_of(name), card).checkpointed else "kept"
-    assert f"activations are {what} for the backward pass" in said
+    assert f"= {need} GiB, the KV cache" in said
     assert "WARNING    memory" not in said
     assert re.search(
         r"WARNING +memory: .* are needed, more than 80% of the card's \d+ GiB; remedy: fewer", small

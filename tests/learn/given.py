@@ -31,14 +31,20 @@ class Holder:
 
     device = "cpu"
     dtype = "float64"
-    lora_rank = 0
 
     def __init__(self) -> None:
         self.model = torch.nn.Module()
         self.weights: dict[str, Tensor] = {}
+        self.adapter: dict[str, Tensor] = {}
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self.weights |= {name: tensor.clone() for name, tensor in named}
+
+    def set_adapter(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        self.adapter = tensors
+
+    def pack_frozen(self, trained: Iterable[Tensor]) -> int:
+        return 0
 
     def reset_prefix_cache(self) -> None: ...
     def weights_loaded(self) -> None: ...
@@ -52,8 +58,6 @@ def learner_on(
     """A learner of four steps at temperature 1 on the engine's weights, unless given otherwise."""
     options = {"total_steps": 4, "temperature": 1.0, "dlogp_limit": 1e-3}
     config, weights = config or LearnerConfig(), given.pop("weights", "shared")
-    if config.gradient_checkpointing == "auto":
-        config = config.model_copy(update={"gradient_checkpointing": False})
     adapter, given["reference"] = given.pop("adapter", None), given.get("reference") or model
     policy, publisher = policy_on(engine, model, config, weights=weights, adapter=adapter)
     return Learner(policy, publisher, config, loss or LossConfig(), **{**options, **given})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections import Counter
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,20 +15,18 @@ import openai.types.responses.response_create_params
 import pydantic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
-from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
 from agentgrpo.programs import anthropic as messages
-from agentgrpo.programs import completions, requests, responses
+from agentgrpo.programs import requests, responses
 from agentgrpo.programs.anthropic import MESSAGES
 from agentgrpo.programs.endpoint import APIS, framed
-from agentgrpo.programs.messages import Call
+from agentgrpo.programs.messages import BadRequest, Call
 from agentgrpo.programs.messages import Message as Said
 from agentgrpo.programs.requests import Reply
 from agentgrpo.programs.session import Session
 from agentgrpo.types import Completion, Status
-from tests.models.test_templates import judge_of
 from tests.playing import CHAT, EOT, TOKENIZER, scripted
 from tests.programs.test_conversations import completed
 from tests.programs.test_play import ADD, CALL, alone, rows_of, says_tools, turn
@@ -135,20 +132,6 @@ async def streamed(c: Any) -> str:
         sent.append({"role": "user", "content": results(said)})
 
 
-async def thread(c: Any) -> str:
-    """Anthropic's threads: tools once, then only what is new."""
-    sent, more = [{"role": "user", "content": c.q}], {"tools": [BLOCK]}
-    held = {"type": "create"}
-    while True:
-        said = await c.anthropic.beta.messages.create(
-            model="policy", messages=sent, max_tokens=99, extra_body={"thread": held}, **more
-        )
-        if not results(said):
-            return str(said.content[0].text)
-        sent, more = [{"role": "user", "content": results(said)}], {}
-        held = {"type": "continue", "previous_message_id": said.id}
-
-
 async def mixed(c: Any) -> str:
     """Each turn by another protocol."""
     sent: list[Any] = [{"role": "user", "content": c.q}]
@@ -179,7 +162,7 @@ async def mixed(c: Any) -> str:
     return str(last.content[0].text)
 
 
-USES = [items, dumped, previous, blocks, streamed, thread, mixed]
+USES = [items, dumped, previous, blocks, streamed, mixed]
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
@@ -198,75 +181,13 @@ def test_a_conversation_goes_on_by_every_protocol(use: Any) -> None:
     assert (rollout.stats["tool_calls"], rollout.stats["turns"]) == (2, 3)
 
 
-def test_text_goes_on_where_it_holds_all_that_was_sampled() -> None:
-    texts: list[str] = []
-
-    async def use(c: Any) -> str:
-        async def ask(text: str, **more: Any) -> str:
-            texts.append(text)
-            said = await c.openai.completions.create(model="policy", prompt=text, **more)
-            if more.get("stream"):
-                return "".join([chunk.choices[0].text async for chunk in said])
-            return str(said.choices[0].text)
-
-        head = f"<|im_start|>user\n{c.q}{EOT}\n<|im_start|>assistant\n"
-        first = await ask(head, max_tokens=99)
-        more = f"{head}{first}{EOT}\n<|im_start|>user\non{EOT}\n<|im_start|>assistant\n"
-        second = await ask(more, stream=True, max_tokens=3)
-        await ask(more + second, max_tokens=99)  # goes on within the turn, which was cut
-        await ask(f"{head}{first}\n")  # without what closed it
-        return first + second
-
-    rollout = alone(program(use), lambda number, _: turn(f"{number} one two three four"))
-    cut = TOKENIZER.decode(TOKENIZER.encode("1 one two three four")[:3])
-    assert rollout.answer == f"0 one two three four{cut}"
-    going, other = sorted(rows_of(rollout), key=len, reverse=True)
-    assert [text for is_sampled, text in going if is_sampled] == [
-        f"0 one two three four{EOT}", cut, f"2 one two three four{EOT}",
-    ]  # fmt: skip
-    assert "".join(text for _, text in going) == texts[2] + f"2 one two three four{EOT}"
-    assert [is_sampled for is_sampled, _ in other] == [False, True]
-    assert [t.asked_tokens for t in rollout.turns] == [99, 3, 99, 16]
-
-
-@pytest.mark.parametrize(
-    ("name", "said", "tokens", "offsets"),
-    [  # the tokenizer of the tests has one for each byte
-        ("", "é\U0001f600k", [*"\ufffd" * 6, "k"], [0, 0, 1, 1, 1, 1, 2]),
-        ("mistral_v3", "The answer is 3", [" The", " answer", " is", " ", "3"], [0, 3, 10, 13, 14]),
-        ("qwen3", " The answer", [" The", " answer"], [0, 4]),
-    ],
-)
-def test_the_tokens_of_an_answer_are_its_bytes(
-    monkeypatch: pytest.MonkeyPatch, name: str, said: str, tokens: list[str], offsets: list[int]
-) -> None:
-    chat = judge_of(name).chat if name else CHAT
-    monkeypatch.setattr("tests.programs.test_play.CHAT", chat)
-    end = chat.tokenizer.decode(chat.end_of_turn_id)
-    texts: list[str] = []
-    listed: list[Any] = []
-
-    async def use(c: Any) -> None:
-        chats = {"model": "policy", "messages": [{"role": "user", "content": "Q"}]}
-        one = (await c.openai.chat.completions.create(**chats, logprobs=True)).choices[0]
-        listed.extend(one.logprobs.content)
-        two = (await c.openai.completions.create(**GOOD["completions"], logprobs=0)).choices[0]
-        assert two.logprobs.tokens == [*tokens, end] == [token.token for token in listed]
-        assert two.logprobs.text_offset == [*offsets, len(said)]
-        texts.extend([one.message.content, two.text])
-
-    alone(program(use), StubEngine(chat.tokenizer, lambda *_: Turn(said + end)))
-    assert texts == [said, said]
-    assert bytes(b for t in listed for b in t.bytes).decode().lstrip() == f"{said}{end}".lstrip()
-
-
 def reply(message: Said, *, finish: str = "stop", stopped: str | None = None) -> Reply:
     turn: Completion = completed(
         CHAT.prompt_ids([{"role": "user", "content": "Q"}]), CHAT.text_ids("xyz")
     )
     return Reply(
         id="7-1", message=message, finish_reason=finish, turn=replace(turn, stop_reason=stopped),
-        created=5, tokens=tuple(b"x" for _ in turn.token_ids),
+        created=5,
     )  # fmt: skip
 
 
@@ -282,7 +203,6 @@ TYPES: dict[str, tuple[Any, Any]] = {
     "/v1/chat/completions": (ChatCompletion, ChatCompletionChunk),
     "/v1/responses": (Response, ResponseStreamEvent),
     "/v1/messages": (Message, RawMessageStreamEvent),
-    "/v1/completions": (TextCompletion, TextCompletion),
 }
 
 
@@ -290,30 +210,28 @@ TYPES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("said", REPLIES, ids=range(len(REPLIES)))
 def test_answers_and_events_are_of_the_clients_types(path: str, said: Reply) -> None:
     api, (one, event) = APIS[path], TYPES[path]
-    if path == "/v1/completions":  # which has no tools
-        said = replace(said, message=Said("assistant", "x"), finish_reason="stop")
-    pydantic.TypeAdapter(one).validate_python(api.whole(said), strict=True)
-    events: Any = api.events(said, True)
+    pydantic.TypeAdapter(one).validate_python(api.to_json(said), strict=True)
+    events: Any = api.to_stream(said, True)
     for data in events:
         assert data == "[DONE]" or pydantic.TypeAdapter(event).validate_python(data, strict=True)
         head, _, body = framed(data).rpartition("data: ")
         assert body.endswith("\n\n")
         assert head == (f"event: {data['type']}\n" if "type" in data else "")
     if path in ("/v1/responses", "/v1/messages"):  # an answer without words is one, too
-        parts = api.whole(said)["output" if path == "/v1/responses" else "content"]
+        parts = api.to_json(said)["output" if path == "/v1/responses" else "content"]
         calls = len(said.message.calls)
         words = bool(said.message.content) or not calls
         assert len(parts) == words + calls
     if path == "/v1/chat/completions":  # or litellm takes thoughts out of what is said
-        assert api.whole(said)["choices"][0]["message"]["reasoning_content"] is None
+        assert api.to_json(said)["choices"][0]["message"]["reasoning_content"] is None
     if path == "/v1/responses":
-        last: Any = list(api.events(said, False))[-1]
-        assert last["response"] == api.whole(said)
+        last: Any = list(api.to_stream(said, False))[-1]
+        assert last["response"] == api.to_json(said)
         assert last["type"] == f"response.{last['response']['status']}"
     if path == "/v1/messages":
         reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
         other = "stop_sequence" if said.turn.stop_reason else "end_turn"
-        told = api.whole(said)
+        told = api.to_json(said)
         assert told["stop_reason"] == reasons.get(said.finish_reason, other)
         assert told["stop_sequence"] == said.turn.stop_reason
 
@@ -323,103 +241,150 @@ HEADERS = {"betas", "workspace_id"}
 
 
 @pytest.mark.parametrize(
-    ("api", "params"),
+    ("api", "body", "params"),
     [
-        (requests, openai.types.chat.completion_create_params.CompletionCreateParamsStreaming),
-        (responses, openai.types.responses.response_create_params.ResponseCreateParamsStreaming),
-        (completions, openai.types.completion_create_params.CompletionCreateParamsStreaming),
-        (messages, anthropic.types.message_create_params.MessageCreateParamsStreaming),
-        (messages, anthropic.types.beta.message_create_params.MessageCreateParamsStreaming),
+        (requests, requests.ChatBody,
+         openai.types.chat.completion_create_params.CompletionCreateParamsStreaming),
+        (responses, responses.ResponsesBody,
+         openai.types.responses.response_create_params.ResponseCreateParamsStreaming),
+        (messages, messages.MessagesBody,
+         anthropic.types.message_create_params.MessageCreateParamsStreaming),
+        (messages, messages.MessagesBody,
+         anthropic.types.beta.message_create_params.MessageCreateParamsStreaming),
     ],
-    ids=["chat", "responses", "completions", "messages", "beta messages"],
-)
-def test_every_parameter_that_a_client_has_is_of_one_class(api: Any, params: Any) -> None:
-    """Read, refused, counted, or nothing that an answer depends on: none is met by surprise."""
-    known = (params.__required_keys__ | params.__optional_keys__) - HEADERS
-    assert known - api.KNOWN == set()
-    classes = (getattr(api, name, ()) for name in ("SAME", "BENT", "READ", "UNHEARD", "REFUSED"))
-    counts = Counter(itertools.chain(*classes))
-    assert {*counts} == api.KNOWN
-    assert [name for name, count in counts.items() if count > 1] == []
+    ids=["chat", "responses", "messages", "beta messages"],
+)  # fmt: skip
+def test_every_parameter_that_a_client_has_is_of_one_class(
+    api: Any, body: Any, params: Any
+) -> None:
+    """Read, refused, or nothing that an answer depends on: none is met by surprise."""
+    classes = [*body.model_fields, *api.IGNORED, *api.REFUSED]
+    assert (params.__required_keys__ | params.__optional_keys__) - HEADERS - {*classes} == set()
+    assert len({*classes}) == len(classes)
 
 
-BAD: list[tuple[str, dict[str, Any], int, str, str | None]] = [
-    ("responses", {"input": []}, 400, "input: expected text or a list of at least one", "input"),
-    ("responses", {"input": [3]}, 400, "input[0]: expected an object", "input[0]"),
-    ("responses", {"input": [{"type": "image"}]}, 400, "'image' is not offered", "input[0].type"),
-    ("responses", {"input": [{"role": "x"}]}, 400, "expected one of", "input[0].role"),
-    ("responses", {"max_output_tokens": 0}, 400, "max_output_tokens: expected a whole",
-     "max_output_tokens"),
-    ("responses", {"tools": [{"type": "web_search"}]}, 400, "only functions", "tools[0].type"),
-    ("responses", {"previous_response_id": "resp_9"}, 400, "'resp_9' not found",
-     "previous_response_id"),
-    ("responses", {"background": True}, 400, "background: is not offered", "background"),
-    ("responses", {"moderation": {"model": "m"}}, 400, "is not offered", "moderation"),
-    ("responses", {"reasoning": "low"}, 400, "reasoning: expected an object", "reasoning"),
-    ("responses", {"top_logprobs": 2}, 400, "top_logprobs: expected 0", "top_logprobs"),
-    ("responses", {"bananas": 1}, 400, "bananas: there is no such parameter", "bananas"),
-    ("responses", {"model": "gpt-9"}, 404, "model: there is 'policy'", "model"),
-    ("completions", {"prompt": ["a", "b"]}, 400, "prompt: expected one text", "prompt"),
-    ("completions", {"echo": True}, 400, "echo: is not offered", "echo"),
-    ("completions", {"logprobs": 5}, 400, "logprobs: expected 0", "logprobs"),
-    ("completions", {"n": 2}, 400, "n: one answer per request", "n"),
-    ("embeddings", {}, 404, "POST /v1/embeddings is not offered", None),
-    ("messages", {"messages": []}, 400, "messages: expected at least one", None),
-    ("messages", {"messages": [{"role": "assistant", "content": "x"}]}, 400, "not offered", None),
-    ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
-     "messages[0].content[0]: only text is understood", None),
-    ("messages", {"max_tokens": None}, 400, "max_tokens: must be given", None),
-    ("messages", {"stop_sequences": "x"}, 400, "stop_sequences: expected a list", None),
-    ("messages", {"stop_sequences": [1]}, 400, "stop_sequences: expected texts", None),
-    ("messages", {"tools": [{"type": "bash_1"}]}, 400, "tools[0].type: only tools", None),
-    ("messages", {"tool_choice": {"type": "x"}}, 400, "tool_choice.type: expected auto", None),
-    ("messages", {"tool_choice": {"type": []}}, 400, "tool_choice.type: expected auto", None),
-    ("messages", {"tool_choice": {"type": {}}}, 400, "tool_choice.type: expected auto", None),
-    ("messages", {"tool_choice": {"type": "tool", "name": "x"}}, 400, "none of the tools", None),
-    ("messages", {"container": "c"}, 400, "container: is not offered", None),
-    ("messages", {"thread": {"type": "continue", "previous_message_id": "msg_9"}}, 404,
-     "no thread that ends with 'msg_9'", None),
-    ("messages", {"messages": [{"role": "user", "content": "x" * 4000}]}, 400,
-     "prompt is too long", None),
-    ("messages", {"model": "claude"}, 404, "model: there is 'policy'", None),
-    ("messages/batches", {}, 404, "POST /v1/messages/batches is not offered", None),
-]  # fmt: skip
+CHATS, RESPONSES, BLOCKS = APIS
 GOOD: dict[str, dict[str, Any]] = {
-    "responses": {"model": "policy", "input": "Q"},
-    "completions": {"model": "policy", "prompt": "Q"},
-    "messages": {
-        "model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "Q"}]
-    },
-}  # fmt: skip
+    CHATS: {"model": "policy", "messages": [{"role": "user", "content": "Q"}]},
+    RESPONSES: {"model": "policy", "input": "Q"},
+    BLOCKS: {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "Q"}]},
+}
+IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
+NAMED = {"type": "function", "function": {"name": "sub"}}
+WRONG: list[tuple[str, str, Any, str]] = [
+    (CHATS, "model", "gpt-9", "expected 'policy' or 'policy:frozen', got 'gpt-9'"),
+    (CHATS, "bananas", 1, "there is no such parameter"),
+    (CHATS, "messages", [], "at least 1 item"),
+    (CHATS, "messages", "x", "expected a valid list, got 'x'"),
+    (CHATS, "messages[0].role", [{"role": "alien", "content": "x"}], "expected 'system'"),
+    (CHATS, "messages[0].role", [{"content": "x"}], "Field required"),
+    (CHATS, "messages[0].content", IMAGE, "only text is understood, got [{'type': 'image'}]"),
+    (CHATS, "n", 2, "expected 1, got 2"),
+    (CHATS, "stream", "yes", "expected a valid boolean, got 'yes'"),
+    (CHATS, "max_tokens", 0, "greater than or equal to 1, got 0"),
+    (CHATS, "stop[0]", [1], "expected a valid string, got 1"),
+    (CHATS, "temperature", "hot", "expected a valid number, got 'hot'"),
+    (CHATS, "temperature", 2.1, "less than or equal to 2, got 2.1"),
+    (CHATS, "temperature", 10**400, "expected a valid number"),
+    (CHATS, "top_p", True, "expected a valid number, got True"),
+    (CHATS, "top_p", 0, "greater than 0, got 0"),
+    (CHATS, "top_k", 2.5, "expected a valid integer, got 2.5"),
+    (CHATS, "top_k", 2**31, "less than or equal to"),
+    (CHATS, "min_p", -0.1, "greater than or equal to 0"),
+    (CHATS, "presence_penalty", -3, "greater than or equal to -2"),
+    (CHATS, "frequency_penalty", 3, "less than or equal to 2"),
+    (CHATS, "repetition_penalty", 1e-40, "greater than or equal to 0.01"),
+    (CHATS, "logprobs", True, "is not offered"),
+    (CHATS, "top_logprobs", 2, "is not offered"),
+    (CHATS, "web_search_options", {}, "is not offered"),
+    (CHATS, "modalities[1]", ["text", "audio"], "expected 'text', got 'audio'"),
+    (CHATS, "tools[0].function", [{"type": "function"}], "Field required"),
+    (CHATS, "tools[0].type", [{**ADD, "type": "x"}], "expected 'function', got 'x'"),
+    (CHATS, "tools[0].function.parameters", [{"function": {"name": "f", "parameters": []}}],
+     "expected a valid dictionary, got []"),
+    (CHATS, "tool_choice", NAMED, "none of the tools is 'sub'"),
+    (CHATS, "tool_choice", {"type": "function"}, "expected 'none', 'auto'"),
+    (CHATS, "response_format", {"type": "xml"}, "expected the type text"),
+    (CHATS, "response_format", {"type": "json_schema"}, "expected the type text"),
+    (CHATS, "chat_template_kwargs", [], "expected a valid dictionary"),
+    (CHATS, "structured_outputs", {}, "at least 1 item"),
+    (RESPONSES, "input", [], "at least 1 item"),
+    (RESPONSES, "input[0]", [3], "expected a valid dictionary"),
+    (RESPONSES, "input[0].type", [{"type": "image"}], "got 'image'"),
+    (RESPONSES, "input[0].role", [{"role": "x"}], "expected 'system'"),
+    (RESPONSES, "input[0]", [{"content": "x"}], "a message has a role"),
+    (RESPONSES, "input[0]", [{"type": "function_call"}], "a function_call has a name"),
+    (RESPONSES, "max_output_tokens", 0, "greater than or equal to 1"),
+    (RESPONSES, "tools[0].type", [{"type": "web_search"}], "expected 'function'"),
+    (RESPONSES, "previous_response_id", "resp_9", "'resp_9' not found"),
+    (RESPONSES, "background", True, "is not offered"),
+    (RESPONSES, "include", ["message.output_text.logprobs"], "is not offered"),
+    (RESPONSES, "reasoning", "low", "expected a valid dictionary"),
+    (BLOCKS, "messages", [], "at least 1 item"),
+    (BLOCKS, "messages", [{"role": "assistant", "content": "x"}], "begin an answer is not offered"),
+    (BLOCKS, "messages[0].content[0].type", IMAGE, "expected 'text'"),
+    (BLOCKS, "messages[0]", [{"role": "user", "content": [{"type": "tool_use"}]}],
+     "user has no block of type tool_use"),
+    (BLOCKS, "max_tokens", None, "expected a valid integer"),
+    (BLOCKS, "stop_sequences", "x", "expected a valid list"),
+    (BLOCKS, "tools[0].type", [{"type": "bash_1"}], "expected 'custom'"),
+    (BLOCKS, "tool_choice.type", {"type": []}, "expected 'auto'"),
+    (BLOCKS, "tool_choice", {"type": "tool", "name": "x"}, "none of the tools is 'x'"),
+    (BLOCKS, "container", "c", "is not offered"),
+    (BLOCKS, "thread", {"type": "create"}, "is not offered"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "param", "value", "said"), WRONG)
+def test_what_is_wrong_is_said_by_its_name(path: str, param: str, value: Any, said: str) -> None:
+    name = re.split(r"[.\[]", param)[0]
+    with pytest.raises(BadRequest) as caught:
+        APIS[path].read({**GOOD[path], name: value}, {})
+    told = str(caught.value)
+    assert said in told
+    assert caught.value.param == param
+    assert told.startswith((f"{param}: ", "Previous response"))
+
+
+BAD: list[tuple[str, dict[str, Any], int, str]] = [
+    (CHATS, {"n": 2}, 400, "n: expected 1, got 2"),
+    (CHATS, {"model": "gpt-9"}, 404, "model: expected 'policy'"),
+    (CHATS, {"user": "x" * (9 << 20)}, 413, "a request may have 8 MiB"),
+    (RESPONSES, {"previous_response_id": "resp_9"}, 400, "'resp_9' not found"),
+    (RESPONSES, {"model": "gpt-9"}, 404, "model: expected 'policy'"),
+    ("/v1/embeddings", {}, 404, "POST /v1/embeddings is not offered"),
+    ("/v1/completions", {}, 404, "POST /v1/completions is not offered"),
+    (BLOCKS, {"stop_sequences": [1]}, 400, "stop_sequences[0]: expected a valid string, got 1"),
+    (BLOCKS, {"model": "claude"}, 404, "model: expected 'policy'"),
+    (BLOCKS, {"messages": [{"role": "user", "content": "x" * 4000}]}, 400, "prompt is too long"),
+    ("/v1/messages/batches", {}, 404, "POST /v1/messages/batches is not offered"),
+]
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
 
-def test_errors_have_the_form_of_their_protocol() -> None:
+def test_errors_have_the_form_of_their_protocol_and_end_nothing() -> None:
     async def use(c: Any) -> str:
-        for path, wrong, status, said, param in BAD:
-            client = c.anthropic if path.startswith("messages") else c.openai
+        for path, wrong, status, said in BAD:
+            client = c.anthropic if path.startswith("/v1/messages") else c.openai
             error = (anthropic if client is c.anthropic else openai).APIStatusError
-            body = {**GOOD.get(path, {}), **wrong}
-            at = f"/v1/{path}" if client is c.anthropic else f"/{path}"
+            at = path if client is c.anthropic else path.removeprefix("/v1")
             with pytest.raises(error) as caught:
-                await client.post(at, body=body, cast_to=object)
+                await client.post(at, body={**GOOD.get(path, {}), **wrong}, cast_to=object)
             assert caught.value.status_code == status, (path, wrong)
             told = caught.value.body
             if client is c.anthropic:
                 assert (told["type"], told["error"]["type"]) == ("error", KINDS[status])
                 told = told["error"]
-            else:
-                assert told["param"] == param
+            elif status == 400:
+                assert [told["param"]] == [*wrong]
             assert said in told["message"], told
-        with pytest.raises(anthropic.AuthenticationError):
-            await c.anthropic.with_options(api_key="sk-no").messages.create(**GOOD["messages"])
-        held = {"type": "continue", "previous_message_id": "msg_9"}
-        with pytest.raises(anthropic.NotFoundError) as lost:
-            await c.anthropic.messages.create(**GOOD["messages"], extra_body={"thread": held})
-        assert lost.value.error_code == "thread_not_found"
-        one = await c.openai.responses.create(**GOOD["responses"], store=False)
+        for package, client in ((openai, c.openai), (anthropic, c.anthropic)):
+            path = BLOCKS if package is anthropic else "/responses"
+            with pytest.raises(package.AuthenticationError, match="of no rollout"):
+                await client.with_options(api_key="sk-no").post(path, body={}, cast_to=object)
+        one = await c.openai.responses.create(**GOOD[RESPONSES], store=False)
         with pytest.raises(openai.BadRequestError, match="not to be stored"):
-            await c.openai.responses.create(**GOOD["responses"], previous_response_id=one.id)
+            await c.openai.responses.create(**GOOD[RESPONSES], previous_response_id=one.id)
         return str(one.output_text)
 
     rollout = alone(program(use), scripted(lambda *_: turn("fine"), max_model_len=2000))
@@ -429,10 +394,10 @@ def test_errors_have_the_form_of_their_protocol() -> None:
 def test_what_the_engine_gives_up_is_told_in_a_stream() -> None:
     async def use(c: Any) -> str:
         with pytest.raises(openai.APIError, match="gave a request up"):
-            async for _ in await c.openai.responses.create(**GOOD["responses"], stream=True):
+            async for _ in await c.openai.responses.create(**GOOD[RESPONSES], stream=True):
                 pass
         with pytest.raises(anthropic.APIError, match="gave a request up"):
-            async for _ in await c.anthropic.messages.create(**GOOD["messages"], stream=True):
+            async for _ in await c.anthropic.messages.create(**GOOD[BLOCKS], stream=True):
                 pass
         return "told"
 
@@ -451,13 +416,13 @@ def test_a_fault_of_ours_is_a_500_in_the_form_of_its_protocol_and_ends_nothing_e
             patch.setattr(Session, "_sampling", fail)
             for _ in range(2):
                 with pytest.raises(openai.InternalServerError) as one:
-                    await c.openai.responses.create(**GOOD["responses"])
+                    await c.openai.responses.create(**GOOD[RESPONSES])
             with pytest.raises(anthropic.InternalServerError) as two:
-                await c.anthropic.messages.create(**GOOD["messages"])
+                await c.anthropic.messages.create(**GOOD[BLOCKS])
         told: Any = one.value.body, two.value.body
         assert (told[0]["type"], told[1]["error"]["type"]) == ("server_error", "api_error")
         assert "/v1/responses: TypeError: unhashable" in told[0]["message"]
-        return str((await c.openai.responses.create(**GOOD["responses"])).output_text)
+        return str((await c.openai.responses.create(**GOOD[RESPONSES])).output_text)
 
     rollout = alone(program(use), lambda *_: turn("fine"))
     assert (rollout.answer, rollout.status, len(rollout.turns)) == ("fine", Status.COMPLETED, 1)
@@ -468,9 +433,7 @@ def test_a_call_that_anthropic_has_no_form_for_is_text() -> None:
     bad = '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'
 
     async def use(c: Any) -> str:
-        said = await c.anthropic.messages.create(
-            **GOOD["messages"] | {"max_tokens": 99}, tools=[BLOCK]
-        )
+        said = await c.anthropic.messages.create(**GOOD[BLOCKS] | {"max_tokens": 99}, tools=[BLOCK])
         return str(said.content[0].text)
 
     rollout = alone(program(use), lambda *_: turn(bad))
@@ -479,7 +442,7 @@ def test_a_call_that_anthropic_has_no_form_for_is_text() -> None:
 
 def test_tokens_are_counted_and_models_listed() -> None:
     async def use(c: Any) -> str:
-        asked = {"messages": GOOD["messages"]["messages"], "model": "policy", "system": "s"}
+        asked = {"messages": GOOD[BLOCKS]["messages"], "model": "policy", "system": "s"}
         count = await c.anthropic.messages.count_tokens(**asked)
         said = await c.anthropic.messages.create(**asked, max_tokens=9)
         assert said.usage.input_tokens == count.input_tokens
@@ -500,17 +463,17 @@ def test_what_bends_is_counted_and_tools_and_stops_are_obeyed() -> None:
     async def use(c: Any) -> None:
         schema = {"type": "object", "properties": {}}
         await c.openai.responses.create(
-            **GOOD["responses"], tools=[FLAT], tool_choice="required", temperature=0.5,
+            **GOOD[RESPONSES], tools=[FLAT], tool_choice="required", temperature=0.5,
             reasoning={"effort": "low"}, truncation="auto", max_tool_calls=1,
             text={"format": {"type": "json_schema", "name": "n", "schema": schema}},
         )  # fmt: skip
         await c.anthropic.messages.create(
-            **GOOD["messages"], tools=[BLOCK], tool_choice={"type": "any"}, stop_sequences=["END"],
+            **GOOD[BLOCKS], tools=[BLOCK], tool_choice={"type": "any"}, stop_sequences=["END"],
             extra_body={"temperature": 0.1, "thinking": {"type": "adaptive"}},
             output_config={"effort": "low"},
         )  # fmt: skip
         off = {"type": "disabled"}  # as it is
-        await c.anthropic.messages.create(**GOOD["messages"], extra_body={"thinking": off})
+        await c.anthropic.messages.create(**GOOD[BLOCKS], extra_body={"thinking": off})
 
     engine = StubEngine(TOKENIZER, lambda *_: turn("x"))
     rollout = alone(program(use), engine)
@@ -519,5 +482,5 @@ def test_what_bends_is_counted_and_tools_and_stops_are_obeyed() -> None:
     stats = {name: n for name, n in rollout.stats.items() if name.startswith("unenforced")}
     assert stats == {f"unenforced_{name}": n for name, n in counted.items()}
     assert [request.options["stop"] for request in engine.requests] == [(), ("END",), ()]
-    none = {**GOOD["messages"], "tools": [BLOCK], "tool_choice": {"type": "none"}}
+    none = {**GOOD[BLOCKS], "tools": [BLOCK], "tool_choice": {"type": "none"}}
     assert MESSAGES.read(none, {}).tools == ()

@@ -434,36 +434,6 @@ def test_an_evaluation_is_sampled_as_it_says() -> None:
     assert request.options["seed"] is None
 
 
-BAD: list[tuple[dict[str, Any], int, str]] = [
-    ({"model": "gpt-9"}, 404, "model: there is 'policy'"),
-    ({"messages": []}, 400, "messages: expected a list of at least one"),
-    ({"messages": [{"role": "alien", "content": "x"}]}, 400, "messages[0].role: expected one of"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text"),
-    ({"n": 2}, 400, "n: one answer per request, got 2"),
-    ({"max_tokens": 0}, 400, "max_tokens: expected a whole number above 0, got 0"),
-    ({"stop": [1]}, 400, "stop: expected texts"),
-    ({"tools": [{"type": "function"}]}, 400, "tools[0]: expected a function with a name"),
-    ({"extra_body": {"bananas": 1}}, 400, "bananas: there is no such parameter"),
-    ({"extra_body": {"stream": "yes"}}, 400, "stream: expected true or false, got 'yes'"),
-    ({"extra_headers": {"Authorization": "Bearer sk-other"}}, 401, "of no rollout"),
-    ({"user": "x" * (9 << 20)}, 413, "a request may have 8 MiB"),
-]
-
-
-def test_a_bad_request_is_told_and_ends_nothing() -> None:
-    async def program(client: Any, o: Any) -> str:
-        good = {"model": o.model, "messages": [{"role": "user", "content": "Q"}]}
-        for wrong, status, said in BAD:
-            with pytest.raises(openai.APIStatusError) as caught:
-                await client.chat.completions.create(**{**good, **wrong})
-            assert caught.value.status_code == status, wrong
-            assert said in str(caught.value), wrong
-        return str((await client.chat.completions.create(**good)).choices[0].message.content)
-
-    rollout = alone(asking(program, max_retries=0), lambda *_: turn("fine"))
-    assert (rollout.answer, len(rollout.turns)) == ("fine", 1)
-
-
 def test_every_rollout_has_its_own_session_and_its_own_seeds() -> None:
     async def program(client: Any, o: Any) -> str:
         await o.ask([{"role": "user", "content": o.task["question"]}])

@@ -20,10 +20,10 @@ import pytest
 
 from agentgrpo.programs.conversations import Conversations
 from agentgrpo.programs.endpoint import APIS
-from agentgrpo.programs.messages import Call, Message, json_key, read_messages
+from agentgrpo.programs.messages import Call, Message, json_key
 from agentgrpo.types import Int32
 from tests.playing import CHAT
-from tests.programs.test_conversations import completed
+from tests.programs.test_conversations import completed, read_messages
 
 CASES = [
     json.loads(line) for line in Path(__file__).with_name("recorded.jsonl").read_text().splitlines()
@@ -67,15 +67,14 @@ class Replay:
             return False
         request = self.case["requests"][len(self.turns)]
         body = request["body"]
-        thread = body.get("thread") or {}
-        name = body.get("previous_response_id") or thread.get("previous_message_id") or "_"
+        name = body.get("previous_response_id") or "_"
         read = APIS[request["path"]].read(body, {name.partition("_")[2]: self._last})
         prompt = self.talks.prompt(read.messages, read.tools)
         ids = np.array([9 + self.tag, 9 + len(self.turns), CHAT.end_of_turn_id], np.int32)
         row = self.talks.answered(prompt, completed(prompt.token_ids, ids), 99)
         answer = said(request["answered"])
         self.talks.said(prompt, row, answer)
-        self._last = (*read.messages[read.alone or 0 :], answer), read.tools
+        self._last = (*read.messages[read.private_prefix_len or 0 :], answer)
         self.turns.append(ids)
         return True
 

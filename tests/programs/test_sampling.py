@@ -120,57 +120,6 @@ def test_what_the_engine_cannot_do_is_told_and_ends_nothing() -> None:
     assert (rollout.answer, rollout.status, len(rollout.turns)) == ("fine", Status.COMPLETED, 1)
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"web_search_options": {}}, "web_search_options: is not offered"),
-    ({"temperature": "hot"}, "temperature: expected a number from 0 to 2, got 'hot'"),
-    ({"extra_body": {"top_p": True}}, "top_p: expected a number above 0 and at most 1, got True"),
-    ({"temperature": 2.1}, "temperature: expected a number from 0 to 2, got 2.1"),
-    ({"extra_body": {"temperature": 10**400}}, "temperature: expected a number from 0 to 2"),
-    ({"top_p": 0}, "top_p: expected a number above 0 and at most 1, got 0"),
-    ({"presence_penalty": -3}, "presence_penalty: expected a number from -2 to 2, got -3"),
-    ({"frequency_penalty": 3}, "frequency_penalty: expected a number from -2 to 2, got 3"),
-    *(
-        ({"extra_body": {name: wrong}}, f"{name}: expected a {said}, got {wrong!r}"[:90])
-        for name, wrong, said in (
-            ("top_k", 10**400, f"whole number from -1 to {2**31 - 1}"),
-            ("top_k", 2.5, f"whole number from -1 to {2**31 - 1}"),
-            ("min_p", -0.1, "number from 0 to 1"),
-            ("repetition_penalty", 1e-40, "number from 0.01 to 100"),
-        )
-    ),
-    ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
-     "tool_choice: none of the tools is 'sub'"),
-    ({"tools": [ADD], "tool_choice": {"type": "x", "function": {"name": "add"}}},
-     "tool_choice: expected 'none', 'auto'"),
-    ({"tools": [{**ADD, "type": "x"}]}, "tools[0].type: only functions are offered, got 'x'"),
-    ({"tools": [{"function": {"name": "f", "parameters": []}}]},
-     "tools[0].function.parameters: expected an object, got []"),
-    ({"tools": [{"function": {"name": "f", "description": 3}}]},
-     "tools[0].function.description: expected text, got 3"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice: expected 'none', 'auto'"),
-    ({"response_format": {"type": "xml"}}, "response_format: expected the type text"),
-    ({"response_format": {"type": "json_schema"}}, "response_format: expected the type text"),
-    ({"top_logprobs": 2, "logprobs": True}, "top_logprobs: expected 0: only sampled tokens have"),
-    ({"modalities": ["text", "audio"]}, "modalities: expected ['text'], got"),
-    ({"web_search_options": {"user_location": None}}, "web_search_options: is not offered"),
-    ({"extra_body": {"chat_template_kwargs": []}}, "chat_template_kwargs: expected an object"),
-    ({"extra_body": {"structured_outputs": []}}, "structured_outputs: expected an object of one"),
-]  # fmt: skip
-
-
-def test_wishes_of_the_wrong_form_are_refused() -> None:
-    async def program(_: Any, o: Any) -> str:
-        for wrong, said in WRONG:
-            with pytest.raises(openai.BadRequestError) as caught:
-                await o.ask(Q, **wrong)
-            assert said in str(caught.value)
-        return str((await o.ask(Q, response_format={"type": "text"})).choices[0].message.content)
-
-    rollout = alone(asking(program, max_retries=0), lambda *_: turn("fine"))
-    assert rollout.answer == "fine"
-    assert not any(name.startswith("unenforced") for name in rollout.stats)
-
-
 def test_what_is_asked_of_the_frozen_policy_is_counted_and_not_recorded() -> None:
     """Also where its answer goes on in a conversation that is trained on; it obeys."""
 

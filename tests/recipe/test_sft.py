@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,15 @@ import torch
 
 from agentgrpo.actions import Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import LearnerConfig
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
-from agentgrpo.learn.loading import load_frozen
-from agentgrpo.learn.policy import Policy
-from agentgrpo.machine import hardware
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.recipe.sft import (
     batch_of,
     conversation,
     learn,
     make_learner,
-    prepared,
     read_examples,
+    run,
     settings_of,
 )
 from agentgrpo.run.atomic import read_lines
@@ -230,24 +227,6 @@ def test_S3_14_the_loss_is_cross_entropy_with_masked_labels(
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
 
 
-@pytest.mark.parametrize(("mib", "chosen"), [(1 << 20, False), (64, True)])
-def test_layers_are_checkpointed_where_the_card_asks_for_it(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int, chosen: bool
-) -> None:
-    """As the dry run says, and as in reinforcement learning."""
-    config = settings_of(recipe(tmp_path, tiny_model))
-    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (mib << 20, mib << 20))
-    learner = make_learner(str(tiny_model), config, 1)
-    assert learner.describe()["gradient_checkpointing"] is chosen
-
-
-def test_what_is_not_decided_is_no_policys(tiny_model: Path) -> None:
-    model = load_frozen(tiny_model, device="cpu", dtype="float32")
-    with pytest.raises(ValueError, match=r"'auto' is for room\.learner_here"):
-        Policy(model, LearnerConfig(), weights="own")
-
-
 @pytest.mark.nsjail
 @pytest.mark.parametrize("rank", [0, 8])
 def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
@@ -290,8 +269,7 @@ def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
 
 
 def finetune(made: RecipeConfig) -> Path:
-    with prepared(made) as work:
-        work()
+    run(made, Namespace(dry_run=False), lambda: None)
     last = newest(made.out_dir / "sft")
     assert last is not None
     return last

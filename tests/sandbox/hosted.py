@@ -49,20 +49,6 @@ def fail(kind: str) -> Any:
                 raise RuntimeError
 
         raise Unprintable
-    if kind == "exits":
-
-        class Exits(Exception):
-            def __str__(self) -> str:
-                raise SystemExit
-
-        raise Exits
-    if kind == "nameless":
-
-        class Nameless(type):
-            __module__ = property(lambda _: 1 // 0)
-
-        odd: Any = Nameless("Odd", (Exception,), {})
-        raise odd
     raised: dict[str, BaseException] = {
         "value": ValueError("a bad value"), "exit": SystemExit(3), "stop": StopIteration("end"),
         "interrupt": KeyboardInterrupt(), "key": KeyError("k"), "own": Own("mine"),

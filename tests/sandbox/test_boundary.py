@@ -1,12 +1,12 @@
 """No exception of Python's own comes out of the sandbox; none of a policy's making ends a run."""
 
+import contextlib
 import os
-import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +20,7 @@ from agentgrpo.sandbox import (
     SandboxUnavailable,
     Session,
 )
-from agentgrpo.sandbox.boundary import as_bytes, public, theirs
+from agentgrpo.sandbox.boundary import as_bytes, public
 from agentgrpo.sandbox.grade import check_output, check_tests
 from agentgrpo.sandbox.hostile.case import within
 
@@ -32,37 +32,19 @@ pytestmark = pytest.mark.nsjail
     [(OSError(28, "full"), SandboxInfraError), (BlockingIOError(11, "x"), SandboxInfraError),
      (MemoryError(), SandboxInfraError),
      (RuntimeError("can't start new thread"), SandboxInfraError),
-     (RecursionError("x"), SandboxException), (SyntaxError("x"), SandboxException),
-     (KeyError("x"), SandboxException), ("\ud800".encode, ValueError),
-     (ValueError("x"), ValueError),
-     (TypeError("x"), TypeError), (SandboxUnavailable("x"), SandboxUnavailable)],
+     (OverflowError("x"), InvalidArgumentException), (ValueError("x"), ValueError),
+     (RuntimeError("x"), RuntimeError), (SandboxUnavailable("x"), SandboxUnavailable)],
 )  # fmt: skip
-def test_what_comes_over_the_line(raised: Any, comes: type[Exception]) -> None:
+def test_what_comes_over_the_line(raised: Exception, comes: type[Exception]) -> None:
     @public
     class Called:
         def act(self) -> None:
-            if callable(raised):
-                raised()
             raise raised
-
-        def ask(self, theirs_too: Any) -> None:
-            theirs(theirs_too)
 
     with pytest.raises(comes) as caught:
         Called().act()
-    assert not isinstance(caught.value, UnicodeError)
-    assert isinstance(caught.value, SandboxException) == (comes not in (ValueError, TypeError)) or (
-        callable(raised)
-    )
-
-    def listener() -> None:
-        if callable(raised):
-            raised()
-        raise raised
-
-    kind = UnicodeError if callable(raised) else type(raised)
-    with pytest.raises(kind):
-        Called().ask(listener)
+    assert type(caught.value) is comes
+    assert str(raised) in str(caught.value)
 
 
 def test_what_a_policy_writes_is_an_observation(pool: SandboxPool) -> None:
@@ -108,15 +90,30 @@ def test_paths_of_any_depth(pool: SandboxPool) -> None:
             sandbox.files.make_dir("a/" * 2500)
         sandbox.files.write("a/b/f", "x")
         sandbox.run_code("import os; os.symlink('/tmp', 'a/a/link'); os.mkdir('/tmp/kept')")
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        top = max(map(int, os.listdir("/proc/self/fd")))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (top + 20, hard))
-        try:
-            sandbox.files.remove("a")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        sandbox.files.remove("a")
         assert sandbox.files.list(".", depth=9) == []
         assert sandbox.files.exists("/tmp/kept")
+
+
+def test_code_that_goes_on_digging_keeps_nobody(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digs = (
+        "import os\nif os.fork() == 0:\n"
+        " while True:\n"
+        "  os.chdir('/home/user')\n"
+        "  try:\n   for _ in range(99): os.makedirs('d', exist_ok=True); os.chdir('d')\n"
+        "  except OSError: pass"
+    )
+    monkeypatch.setattr("agentgrpo.sandbox.files.REMOVE_S", 1.0)
+    with Sandbox.create(pool=pool) as sandbox:
+        sandbox.run_code(digs)
+        assert within(lambda: sandbox.files.exists("d/d/d"))
+        began = time.monotonic()
+        for _ in range(3):
+            with contextlib.suppress(SandboxException):
+                sandbox.files.remove("d")
+        assert time.monotonic() - began < 15
 
 
 def test_no_character_is_split(pool: SandboxPool) -> None:
@@ -135,20 +132,29 @@ def test_no_character_is_split(pool: SandboxPool) -> None:
         assert "".join(pieces) == text + "\ufffd"
 
 
-def test_what_a_listener_raises_is_the_callers(pool: SandboxPool, session: Session) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "full")
+def test_what_a_listener_raises_is_raised_after_the_step(
+    pool: SandboxPool, session: Session
+) -> None:
+    heard = []
 
-    with pytest.raises(OSError, match="full"):
-        session.cell("print(1)", listener=full)
+    def fail(*told: object) -> None:
+        heard.append(told)
+        session.files().write("heard", "")
+        raise KeyError("in the listener")
+
+    code = "import os\nprint(1, flush=True)\nwhile not os.path.exists('heard'): pass\nprint(2)"
+    with pytest.raises(KeyError, match="in the listener"):
+        session.cell(code, listener=fail)
+    assert heard == [(0, b"1\n")]
+    assert session.step("6 * 7").value == "42"
     with Sandbox.create(pool=pool) as sandbox:
         for call in (
-            lambda: sandbox.run_code("print(1)", on_stdout=full),
-            lambda: sandbox.run_code("1", on_result=full),
-            lambda: sandbox.run_code("1 / 0", on_error=full),
-            lambda: sandbox.commands.run("echo 1", on_stdout=full),
+            lambda: sandbox.run_code("print(1)", on_stdout=fail),
+            lambda: sandbox.run_code("1", on_result=fail),
+            lambda: sandbox.run_code("1 / 0", on_error=fail),
+            lambda: sandbox.commands.run("echo 1", on_stdout=fail),
         ):
-            with pytest.raises(OSError, match="full"):
+            with pytest.raises(KeyError):
                 call()
 
 

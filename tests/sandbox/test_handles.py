@@ -23,8 +23,6 @@ from agentgrpo.sandbox import (
     SandboxInfraError,
     SandboxNotFoundException,
     SandboxPool,
-    StepLoop,
-    StepStatus,
 )
 from agentgrpo.sandbox.channels import Owned
 from agentgrpo.sandbox.commands import CommandHandle
@@ -155,27 +153,6 @@ def test_what_ran_in_the_background_keeps_nothing() -> None:
         assert not sandbox.commands._running, "nor its output"
 
 
-def test_a_step_that_could_not_be_submitted_leaves_its_session_to_others(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = pool.acquire()
-    loop = StepLoop()
-
-    def refuse(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(_C, "sandbox_loop_submit", refuse)
-    with pytest.raises(SandboxInfraError):
-        loop.submit(session, "1")
-    monkeypatch.undo()
-    results: list[StepStatus] = []
-    other = threading.Thread(target=lambda: results.append(session.step("1").status))
-    other.start()
-    other.join(10)
-    assert results == [StepStatus.EXIT]
-    assert len(loop) == 0
-
-
 def test_a_step_within_a_step_of_the_same_session_is_refused(pool: SandboxPool) -> None:
     """By its own thread, which nothing would make wait: the session is not to blame."""
     refused: list[str] = []
@@ -188,13 +165,6 @@ def test_a_step_within_a_step_of_the_same_session_is_refused(pool: SandboxPool) 
     with pool.acquire() as session:
         code = "print('x', flush=True); import time; time.sleep(0.1); 1"
         assert session.cell(code, listener=again).value == "1"
-        one, two = StepLoop(), StepLoop()
-        one.submit(session, "import time; time.sleep(0.1); 3")
-        with pytest.raises(ValueError, match="already"):
-            two.submit(session, "4")
-        with pytest.raises(ValueError, match="already"):
-            session.step("4")
-        assert [result.value for _, result in one.wait()] == ["3"]
         assert session.step("5").value == "5"
     assert refused
 
@@ -224,17 +194,6 @@ def test_where_descriptors_end_a_command_says_so_and_keeps_none(pool: SandboxPoo
         # pools of other tests may have made a session meanwhile: two descriptors
         kept = len(os.listdir("/proc/self/fd")) - before
         assert kept < endings.count(SandboxInfraError)
-
-
-def test_a_loop_that_is_closed_lets_go(pool: SandboxPool) -> None:
-    session, loop = pool.acquire(), StepLoop()
-    loop.submit(session, "while True: pass", 60.0)
-    channels = session.channels
-    assert channels is not None
-    loop.close()
-    assert session.step("1").state_lost
-    assert channels.is_closed()  # its numbers may be of others by now
-    assert not channels._borrowers
 
 
 def test_a_forked_child_ends_nothing_of_its_parents() -> None:
@@ -270,7 +229,7 @@ def test_a_forked_child_waits_for_no_thread_that_is_not_there() -> None:
     code = textwrap.dedent(
         """
         import gc, os, signal, sys, threading
-        from agentgrpo.sandbox import Sandbox, SandboxException, SandboxPool, StepLoop
+        from agentgrpo.sandbox import Sandbox, SandboxException, SandboxPool
         from agentgrpo.sandbox.channels import Owned
         from agentgrpo.sandbox.console import Console
         kinds = type(threading.Lock()), type(threading.RLock())
@@ -284,7 +243,7 @@ def test_a_forked_child_waits_for_no_thread_that_is_not_there() -> None:
                 lock.release()
         with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
             with Sandbox.create(pool=pool) as sandbox:
-                handle, loop, console = sandbox.commands.start("cat"), StepLoop(), Console(session)
+                handle, console = sandbox.commands.start("cat"), Console(session)
                 sandbox.create_code_context(language="bash")
                 of = [o for o in gc.get_objects() if isinstance(o, Owned) or
                       o in (pool, session, sandbox, sandbox.commands, handle.program)]
@@ -297,7 +256,7 @@ def test_a_forked_child_waits_for_no_thread_that_is_not_there() -> None:
                 child = os.fork()
                 if child == 0:
                     signal.alarm(10)
-                    ending = (handle.kill, sandbox.commands.close, sandbox.files.close, loop.close,
+                    ending = (handle.kill, sandbox.commands.close, sandbox.files.close,
                               session.close, sandbox.kill, pool.close)
                     for end in ending:
                         assert not end()
@@ -305,7 +264,7 @@ def test_a_forked_child_waits_for_no_thread_that_is_not_there() -> None:
                     for use in (lambda: session.step("1"), lambda: sandbox.run_code("1"),
                                 lambda: sandbox.commands.run("true"), sandbox.commands.list,
                                 lambda: sandbox.files.read("f"), lambda: sandbox.set_timeout(9),
-                                lambda: loop.submit(session, "1"), lambda: console.type("1"),
+                                lambda: console.type("1"),
                                 lambda: pool.run("1"), handle.wait):
                         try:
                             use()
@@ -320,23 +279,19 @@ def test_a_forked_child_waits_for_no_thread_that_is_not_there() -> None:
         """
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "10", "0", "0", "42", "42"], done
+    assert done.stdout.split() == ["True", "9", "0", "0", "42", "42"], done
 
 
 def test_ctrl_c_does_not_wait_for_the_end_of_a_step() -> None:
     code = textwrap.dedent(
         """
         import os, signal, sys, threading, time
-        from agentgrpo.sandbox import SandboxPool, StepLoop
+        from agentgrpo.sandbox import SandboxPool
         with SandboxPool(min_idle=0, zygotes=1) as pool:
-            def looped(session):
-                loop = StepLoop()
-                loop.submit(session, "import time; time.sleep(60)", 100)
-                loop.wait()
             def heard(session):
                 wait = "print(1)\\nimport time; time.sleep(60)"
                 session.cell(wait, 100, listener=lambda *_: time.sleep(1))
-            for step in (lambda s: s.step("import time; time.sleep(60)", 100), looped, heard):
+            for step in (lambda s: s.step("import time; time.sleep(60)", 100), heard):
                 session = pool.acquire()
                 try:
                     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -349,7 +304,7 @@ def test_ctrl_c_does_not_wait_for_the_end_of_a_step() -> None:
     )
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [*["interrupted"] * 3, "42"], done
+    assert done.stdout.split() == [*["interrupted"] * 2, "42"], done
     assert time.monotonic() - started < 30
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.request import urlopen
@@ -14,15 +13,12 @@ from agentgrpo.sandbox import (
     Console,
     Limits,
     Sandbox,
-    SandboxException,
     SandboxPool,
     Session,
-    StepLoop,
-    StepResult,
 )
 from agentgrpo.sandbox.calls import joined
-from agentgrpo.sandbox.host_tools import HostCalls
-from tests.sandbox.hosted import add, later, told, tools
+from agentgrpo.sandbox.outcome import Stream
+from tests.sandbox.hosted import add, later, tools
 
 pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
 
@@ -30,13 +26,10 @@ pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
 
 
 @pytest.mark.slow
-def test_in_a_sandbox_alone_its_contexts_and_its_forks(pool: SandboxPool) -> None:
+def test_in_a_sandbox_alone_and_its_contexts(pool: SandboxPool) -> None:
     with Sandbox.create(pool=pool, host_tools=[add]) as sandbox:
         sandbox.run_code("x = add(40, 2)")
         assert sandbox.run_code("x").text == "42"
-        (fork,) = sandbox.fork()
-        with fork:
-            assert fork.run_code("x, add(1)").text == "(42, 2)"
         context = sandbox.create_code_context(language="python")
         assert sandbox.run_code("add(5)", context=context).text == "6"
         heard: list[str] = []
@@ -59,73 +52,6 @@ def test_in_a_console(pool: SandboxPool) -> None:
         console = Console(session)
         assert console.type("add(1)").shown == "2\n"
         assert console.type("fail('value')").shown.endswith("ValueError: a bad value\n")
-
-
-@pytest.mark.slow
-def test_in_a_loop_that_steps_many_sessions(pool: SandboxPool) -> None:
-    host = tools(call_s=1.0)
-    sessions = [pool.acquire(host=host.begin()) for _ in range(4)]
-    plain = pool.acquire()
-    try:
-        loop = StepLoop()
-        codes = ["later(0.2)", "add(1) + add(2)", "fail('value')", "hang()"]
-        tags = [loop.submit(s, code) for s, code in zip(sessions, codes, strict=True)]
-        tags.append(loop.submit(plain, "7"))
-        ended: list[tuple[int, StepResult]] = []
-        while len(loop):
-            ended += loop.wait()
-        results = dict(ended)
-        assert [results[tag].value for tag in tags] == ["'late'", "5", None, None, "7"]
-        assert [len(results[tag].host_calls) for tag in tags] == [1, 2, 1, 1, 0]
-        assert told(results[tags[3]])[0] == "TimeoutError"
-        assert loop.submit(sessions[0], "add(1)") > 0
-        assert loop.wait()[0][1].value == "2"
-        slow = loop.submit(plain, "import time; time.sleep(4)")
-        quick = loop.submit(sessions[0], "later(0.01)")
-        assert [tag for tag, _ in loop.wait()] == [quick], "it waits for no other's step"
-        assert [tag for tag, _ in loop.wait()] == [slow]
-    finally:
-        loop.close()
-        for session in (*sessions, plain):
-            session.close()
-
-
-def test_what_fails_in_an_answer_is_raised_by_wait(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise ZeroDivisionError
-
-    with pool.acquire(host=tools().begin()) as session, pool.acquire() as plain:
-        loop = StepLoop()
-        with monkeypatch.context() as patched:
-            patched.setattr(HostCalls, "answer", broken)
-            loop.submit(session, "add(1)")
-            with pytest.raises(SandboxException, match="ZeroDivisionError"):
-                loop.wait()
-        assert (len(loop), session.alive) == (0, False)
-        tag = loop.submit(plain, "7")
-        assert [(tag, "7")] == [(one, result.value) for one, result in loop.wait()]
-        loop.close()
-
-
-def test_a_timeout_of_the_functions_own_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it comes in the moment between a wait that was in vain and a look."""
-
-    class Racing(Future[Any]):
-        first = True
-
-        def result(self, timeout: float | None = None) -> Any:
-            if not self.first:
-                return super().result(timeout)
-            self.first = False
-            super().exception(60)
-            raise TimeoutError
-
-    monkeypatch.setattr("agentgrpo.sandbox.host_tools.Future", Racing)
-    assert tools().begin().answer("add", b"[[1],{}]", 0, 9.0, None, lambda: False)[0].told == (
-        b"2",
-    )
 
 
 @pytest.mark.slow
@@ -154,9 +80,9 @@ def test_what_is_printed_during_a_call_is_of_the_step(pool: SandboxPool) -> None
 @pytest.mark.parametrize("then", ["", "12", "12345678", "1234567890123456"])
 @pytest.mark.parametrize("keep", [1, 3, 7, 30])
 def test_joined_output_is_cut_like_one(first: str, then: str, keep: int) -> None:
-    def cut(text: str) -> tuple[bytes, bytes, int]:
+    def cut(text: str) -> Stream:
         data = text.encode()
-        return data[:keep], data[keep:][-keep:], len(data)
+        return Stream(data[:keep], data[keep:][-keep:], len(data))
 
     assert joined(cut(first), cut(then), keep) == cut(first + then)
 
@@ -193,7 +119,7 @@ def test_a_search_of_the_web(pool: SandboxPool) -> None:
 def test_a_session_without_functions_is_stepped_as_before(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Session, "conversation", None)
+    monkeypatch.setattr(Session, "_run_in_parts", None)
     assert session.step("1").value == "1"
     assert session.step("'add' in globals()").value == "False"
 

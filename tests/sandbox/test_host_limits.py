@@ -1,25 +1,24 @@
 """What calls of the host's functions may use: time, and a budget over a rollout's sessions."""
 
-import asyncio
-import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from agentgrpo.sandbox import (
-    HostBudget,
+    HostCall,
     SandboxPool,
     StepResult,
 )
+from agentgrpo.sandbox.calls import HostCallStep
 from agentgrpo.sandbox.channels import Channels
 from agentgrpo.sandbox.guest.wire import encode
-from agentgrpo.sandbox.host_tools import HostFailed
-from agentgrpo.sandbox.outcome import Ending, RawStep
-from tests.playing import wrapped
-from tests.sandbox.hosted import LATE, later, release, seen, told, tools
+from agentgrpo.sandbox.host_tools import HostCalls
+from agentgrpo.sandbox.outcome import Ending, RawStep, StepArguments, Stream
+from tests.sandbox.hosted import LATE, release, seen, told, tools
 
 pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
 
@@ -68,17 +67,20 @@ def test_a_step_whose_time_ends_in_a_call_has_timed_out_however_it_goes_on(
     """The answer may come before the interrupt does, and the code may end of itself."""
     with pool.acquire(host=tools(call_s=99).begin()) as session:
         for limit, asked in ((0.05, (b"hang", b"[[],{}]")), (99.0, (b"add", b"[[1],{}]"))):
-            talk = session.conversation(((), (), b"", 1, limit, 0.3, 9, 9, 9, None))
+            assert session.host is not None
+            none: Any = ()
+            arguments = StepArguments(none, none, b"", 1, limit, 0.3, 9, 9, 9, None)
+            step = HostCallStep(session, session.host, arguments, session.limits)
 
             def part(number: int, *fields: bytes) -> RawStep:
                 told = encode(number, [*fields])[4:]
-                nothing = (b"", b"", 0)
-                return (Ending.ANSWERED, False, 0.0, nothing, nothing, b"", told, 0, 0, 0, 0)
+                nothing = Stream(b"", b"", 0)
+                return RawStep(Ending.ANSWERED, False, 0.0, nothing, nothing, b"", told, 0, 0, 0, 0)
 
-            assert talk.goes_on(part(1, b"call", *asked))
-            assert talk.answer() is not None
-            assert not talk.goes_on(part(2, b"ok"))
-            assert talk.raw[1] is (asked[0] == b"hang")
+            assert step.needs_host_call(part(1, b"call", *asked))
+            assert step.answer()
+            assert not step.needs_host_call(part(2, b"ok"))
+            assert step.raw.interrupted is (asked[0] == b"hang")
 
 
 def test_no_call_is_made_when_the_step_has_no_time_left(pool: SandboxPool) -> None:
@@ -122,116 +124,82 @@ def test_a_function_cannot_step_the_session_that_calls_it(pool: SandboxPool) -> 
         assert session.step("1").value == "1"
 
 
-def test_a_call_that_hangs_is_asked_anew_by_who_comes_later() -> None:
-    def flaky() -> str:
-        """Hangs once, then fails."""
-        seen.append(1)
-        if len(seen) > 1:
-            return "fine"
-        release.wait(60)
-        raise ValueError
-
-    host = tools(flaky, cached="run", call_s=0.05)
-    ask = ("flaky", b"[[],{}]", 0, 9.0, None, lambda: False)
-    assert host.begin().answer(*ask)[0].told[0] == b"TimeoutError"
-    time.sleep(0.02)
-    host.budget = HostBudget()
-    assert host.begin().answer(*ask)[0].told == (b'"fine"',)
-    release.set()
-    join("host-flaky")
-    assert host.begin().answer(*ask)[0].told == (b'"fine"',)
-    assert len(seen) == 2, "the later call's answer is kept"
+# --- budget and cache
 
 
-def join(name: str) -> None:
-    for thread in threading.enumerate():
-        if thread.name == name:
-            thread.join()
-
-
-def test_calls_that_do_not_come_back_fail_the_machine_not_the_policy(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.slow
+@pytest.mark.parametrize(("cached", "calls"), [("no", 8), ("rollout", 4), ("run", 2)])
+def test_the_same_arguments_have_the_same_answer(
+    pool: SandboxPool, cached: str, calls: int
 ) -> None:
-    monkeypatch.setattr("agentgrpo.sandbox.host_tools.MAX_RUNNING", 2)
-    host = tools(call_s=0.01)
-    rest = (0, 9.0, None, lambda: False)
+    def number(a: int, b: int = 2) -> int:
+        """Another one each time."""
+        seen.append(a)
+        return len(seen)
+
+    shared = tools(number, cached=cached)
+    values = []
     for _ in range(2):
-        assert host.begin().answer("hang", b"[[],{}]", *rest)[0].told[0] == b"TimeoutError"
-    with pytest.raises(HostFailed, match=r"add\(\): 2 calls .* 2 of them of hang\(\)"):
-        host.begin().answer("add", b"[[1],{}]", *rest)
-    release.set()
-    join("host-hang")
-    assert host.begin().answer("add", b"[[1],{}]", *rest)[0].told == (b"2",)
+        host = shared.begin()
+        with pool.acquire(host=host) as session:
+            values.append(
+                session.step("number(1), number(1, 2), number(b=2, a=1), number(1)").value
+            )
+        assert host.calls == 4, "those that the cache answers count too"
+    assert len(seen) == calls
+    assert (values[0] == values[1]) == (cached == "run")
 
 
-@pytest.mark.parametrize("how", ["plain", "in a wrapper"])
-def test_the_event_loop_outlives_what_runs_on_it_and_a_blocked_one_is_the_machines_fault(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def exits() -> str:
-        """A task of it ends by sys.exit()."""
-
-        async def inner() -> None:
-            sys.exit(3)
-
-        task = asyncio.get_running_loop().create_task(inner())
-        task.add_done_callback(lambda done: done.exception())  # or it is logged at some later time
-        await asyncio.sleep(0.05)
-        return "went on"
-
-    async def blocks() -> None:
-        """Does not await."""
-        release.wait(60)
-
-    host = tools(exits, later, blocks, call_s=5.0)
-    rest = (0, 9.0, None, lambda: False)
-    assert host.begin().answer("exits", b"[[],{}]", *rest)[0].told == (b'"went on"',)
-    assert host.begin().answer("later", b"[[0.0],{}]", *rest)[0].told == (b'"late"',)
-    monkeypatch.setattr("agentgrpo.sandbox.host_tools.LOOP_S", 0.05)
-    quick = tools(later, blocks if how == "plain" else wrapped(blocks), call_s=0.05)
-    for name, data in (("blocks", b"[[],{}]"), ("later", b"[[0.0],{}]")):
-        with pytest.raises(HostFailed, match=f"{name}.*event loop .* is blocked"):
-            quick.begin().answer(name, data, *rest)
-    release.set()
-    assert host.begin().answer("later", b"[[0.0],{}]", *rest)[0].told == (b'"late"',)
+def answer(calls: HostCalls, name: str, data: bytes = b"[[],{}]") -> HostCall:
+    return calls.answer(name, data, 0, 9.0, None, lambda: False)
 
 
-@pytest.mark.parametrize("kind", ["exits", "nameless"])
-def test_an_exception_that_cannot_be_read_settles_its_call(kind: str) -> None:
-    call = ("fail", b'[["%s"],{}]' % kind.encode(), 0, 9.0, None, lambda: False)
-    if kind == "exits":
-        assert tools().begin().answer(*call)[0].told == (b"Exits", b"<unprintable>")
-    else:
-        with pytest.raises(HostFailed, match="cannot be read"):
-            tools().begin().answer(*call)
+def test_who_asks_at_once_is_told_the_same_and_failures_are_not_kept() -> None:
+    def flaky() -> int:
+        """Fails once, and is another one each time."""
+        seen.append(1)
+        if len(seen) == 1:
+            raise ValueError("once")
+        barrier.wait(10)
+        return threading.get_ident()
+
+    barrier = threading.Barrier(2)
+    shared = tools(flaky, cached="run")
+    assert answer(shared.begin(), "flaky").kind == "raised"
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(answer, shared.begin(), "flaky") for _ in range(2)]
+        assert len({one.result().told for one in both}) == 1
 
 
-# --- budget
+def test_the_cache_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgrpo.sandbox.host_tools.CACHE_MIB", 1)
+    calls = tools(cached="run", total_kib=9999, argument_kib=256).begin()
+    for value in (b"a", b"b", b"c", b"d", b"e", b"a"):
+        answer(calls, "later", b'[[0.0,"%s"],{}]' % (value * (200 << 10)))
+    assert [value[0] for value in seen] == ["a", "b", "c", "d", "e", "a"]
 
 
-def test_calls_at_once_reserve_what_they_may_use() -> None:
-    rest = (0, 9.0, None, lambda: False)
-    for budget in ({"seconds": 9.0, "call_s": 9.0}, {"total_kib": 64, "answer_kib": 64}):
-        calls = tools(**budget).begin()
-        thread = threading.Thread(target=calls.answer, args=("hang", b"[[],{}]", *rest))
-        release.clear()
-        thread.start()
-        while "hang" not in seen:
-            time.sleep(0.001)
-        refused, made = calls.answer("add", b"[[1],{}]", *rest)
-        assert (refused.kind, made) == ("refused", False)
-        release.set()
-        thread.join()
-        assert calls.answer("add", b"[[1],{}]", *rest)[0].told == (b"2",), "it was given back"
-        seen.clear()
-
-
-def test_a_refused_call_is_not_read() -> None:
-    calls = tools(calls=1).begin()
-    rest = (0, 9.0, None, lambda: False)
-    calls.answer("add", b"[[1],{}]", *rest)
-    told_, made = calls.answer("add", b"no data at all", *rest)
-    assert (told_.kind, made, calls.calls, calls.failures) == ("refused", False, 1, 1)
+@pytest.mark.parametrize("cached", ["no", "rollout", "run"])
+def test_recall_says_whether_all_of_it_was_asked_for(cached: str) -> None:
+    call = HostCall("add", b"[[1],{}]", "returned", (b"2",), 0.5)
+    host = tools(cached=cached).begin()
+    for asked, whole in (([b"[[1],{}]"], True), ([], False), ([b"[[3],{}]"], False),
+                         ([b"[[1],{}]"] * 2, False)):  # fmt: skip
+        host.recall([call])
+        for data in asked:
+            answer(host, "add", data)
+        assert host.recall(None) is whole
+        assert host.recall(None), "it is said once"
+    used = host.calls
+    host.recall([call, call])
+    answer(host, "add", b"[[1],{}]")
+    host.recall_again()
+    for _ in range(2):
+        assert answer(host, "add", b"[[1],{}]") == call
+    assert host.recall(None)
+    assert (host.calls, seen) == (used + 2, []), "counted once"
+    answer(host, "add", b"[[1],{}]")
+    assert seen == [(1, 1)] * (cached == "no"), "what was recalled is in the cache"
 
 
 def test_refused_calls_are_bounded(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,11 +102,11 @@ def test_sessions_step_in_parallel_from_threads(pool: SandboxPool) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"timeout_s": 0.0}, "limits.timeout_s must be positive"),
-        ({"timeout_s": float("nan")}, "limits.timeout_s must be positive"),
-        ({"memory_mib": -1}, "limits.memory_mib must be positive"),
-        ({"memory_mib": 1.5}, "limits.memory_mib must be int"),
-        ({"steps": True}, "limits.steps must be int"),
+        ({"timeout_s": 0.0}, "limits.timeout_s: expected a positive float"),
+        ({"timeout_s": float("nan")}, "limits.timeout_s: expected a positive float"),
+        ({"memory_mib": -1}, "limits.memory_mib: expected a positive int"),
+        ({"memory_mib": 1.5}, "limits.memory_mib: expected a positive int"),
+        ({"steps": True}, "limits.steps: expected a positive int"),
         ({"niceness": 20}, "limits.niceness must be in"),
         ({"processes": 2}, "limits.processes must be at least 3"),
     ],
