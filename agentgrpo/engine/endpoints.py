@@ -28,7 +28,7 @@ from agentgrpo.extras import require
 from agentgrpo.files import from_json
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.types import Completion, Int32
-from agentgrpo.usercode import Once, event_loop
+from agentgrpo.usercode import event_loop
 
 if TYPE_CHECKING:
     import httpx2
@@ -41,6 +41,9 @@ Options = dict[str, Any]
 """Of a request to an engine."""
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
+LOOP = "endpoints"
+"""Where all requests run: what is late can be cancelled there, a thread's read cannot. Clients keep
+their connections to it."""
 SENT = {
     *("accept", "accept-encoding", "authorization", "connection", "content-length"),
     *("content-type", "host", "user-agent", "x-stainless-raw-response", "x-stainless-retry-count"),
@@ -159,7 +162,7 @@ class Server(ABC):
             return self._read(response.request, response)
 
         try:
-            return asyncio.run_coroutine_threadsafe(ask(), _loop()).result()
+            return asyncio.run_coroutine_threadsafe(ask(), event_loop(LOOP)).result()
         except openai.APIStatusError as error:
             said = f"HTTP {error.status_code}: {error.response.text[:200]}"
             raise Refused(f"endpoint {self.config.url}: {said}", error.status_code) from error
@@ -290,18 +293,9 @@ class Retriever(Server):
         return response.text if kind.startswith("text/") else f"(the page is {kind})"
 
 
-@Once
-def _loop() -> asyncio.AbstractEventLoop:
-    """Where all requests run: what is late can be cancelled there, a thread's read cannot.
-
-    It stays the same one, as clients keep their connections to it.
-    """
-    return event_loop("endpoints")
-
-
 def _close(client: openai.AsyncOpenAI) -> None:
     """Of an endpoint that nobody has any more: its connections, which it keeps for the next."""
-    asyncio.run_coroutine_threadsafe(client.close(), _loop())
+    asyncio.run_coroutine_threadsafe(client.close(), event_loop(LOOP))
 
 
 def _clean(request: httpx2.Request, config: EndpointConfig) -> None:

@@ -22,8 +22,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.files import read_table
 from agentgrpo.run.atomic import write_json
 from agentgrpo.run.folder import MAY_CHANGE, flat, newest_saved, require_same_settings
-from agentgrpo.run.interrupt import run_beside
-from agentgrpo.usercode import Interrupted
+from agentgrpo.run.interrupt import run_child
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,7 @@ def run_parts(
 
     Raises:
         Stopped: a part did not end well.
-        Interrupted: it did, and was asked to stop meanwhile.
+        KeyboardInterrupt: it did, and was asked to stop meanwhile.
     """
     path = recipe.out_dir / "recipe.json"
     seconds: dict[str, float] = read_table(path) if path.exists() else {}
@@ -110,13 +109,13 @@ def run_parts(
         print(f"== {part.name}", flush=True)  # noqa: T201
         command = [sys.executable, "-m", part.module, *arguments, "--of-recipe", *part.more()]
         started = time.perf_counter()
-        status, asked = run_beside(command, stdout=subprocess.DEVNULL if part.quiet else None)
+        status, asked = run_child(command, stdout=subprocess.DEVNULL if part.quiet else None)
         if status:
             raise Stopped(part.name, status)
         seconds[part.name] = time.perf_counter() - started
         write_json(path, seconds)
         if asked:
-            raise Interrupted
+            raise KeyboardInterrupt
     return seconds
 
 

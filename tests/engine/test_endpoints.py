@@ -19,7 +19,6 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.config import EndpointConfig
-from agentgrpo.engine import endpoints
 from agentgrpo.engine.endpoints import (
     EngineEndpoint,
     EngineLoop,
@@ -28,7 +27,6 @@ from agentgrpo.engine.endpoints import (
     make_endpoint,
 )
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.usercode import event_loop
 from tests.rollout.stubs import StubEngine, Turn
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
@@ -303,12 +301,6 @@ def test_whatever_fails_while_a_server_is_asked_is_the_machines(
     server.answers = [echo]
     with pytest.raises(InfrastructureError, match="different event loop"):
         endpoint(server, retries=0).complete(USER)
-
-
-def test_clients_keep_their_loop_where_a_call_of_the_users_was_overdue() -> None:
-    before = endpoints._loop()
-    event_loop.cache_clear()  # as run/interrupt.py does
-    assert endpoints._loop() is before
 
 
 def test_nobody_listening_is_an_infrastructure_error() -> None:
