@@ -397,4 +397,5 @@ def open_sandbox(config: SandboxConfig) -> SandboxPool:
         template=template,
         max_live=config.max_live,
         allow_degraded=config.allow_degraded,
+        all_cpus=config.all_cpus or None,
     )

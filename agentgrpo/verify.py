@@ -1,28 +1,11 @@
 """Proves from a run's records that it trained on what its engine saw, and on nothing else.
 
 The records hold, besides the tokens, what the engine itself said of every request: hashes of the
-prompt it used and of the ids it sampled. From these and the tokens alone it is shown that
-
-* a rollout's masked-in tokens are the ids the engine sampled, turn by turn and no others
-* every prompt the engine saw is the beginning of the row that is trained on, or of a later row that
-  a recorded fork began; so what a tool said is there once, where the engine read it, unsampled
-* a branch begins with what its parent was played with, token for token
-* spans tile the rows; spans of rewards lie inside; log-probabilities are finite and not positive
-* a rollout's status and treatment are what its turns, its counts and the limits allow
-* its advantage follows from the rewards of its group, its weight from the treatments of its update
-* the packed batches of each step show every sampled token its own history, with the weights that
-  the objective asks for
-* what the learner made of the tokens is there for every rollout that was packed and for no other,
-  or for none of a step that was refused, and agrees with the sampler as the run promised
-* no line, rollout, group or step is missing or in another place; metrics.jsonl says of each step
-  what its rollouts sum up to; every line of both files names the line before it by hash
+prompt it used and of the ids it sampled. What is shown from these, and how, docs/rollouts.md says;
+also what is not.
 
 The proof repeats no step of the code that it checks: packed batches are read back by their
 definition (learn.batch.PackedBatch), all else is computed from definitions of its own (proof/).
-What it does not prove stands in docs/rollouts.md.
-
-Of rollouts that TRL, verifiers, prime-rl or Harbor recorded it says which claims hold, and which
-are not recorded: docs/audit.md.
 """
 
 from __future__ import annotations
@@ -34,7 +17,7 @@ if __name__ == "__main__":  # before the imports: a package may be missing
 
 import math
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, starmap
@@ -45,28 +28,28 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentgrpo.audit.claims import CLAIMS, Tokens, judge
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import checked
 from agentgrpo.engine.agreement import outliers_of, widest_gap
 from agentgrpo.files import CHECKSUMS, read_table, require_as_sealed
-from agentgrpo.foreign.read import is_ours, left_out, read, require_foreign
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.losses import reads_whole_rollouts
-from agentgrpo.proof import sums
-from agentgrpo.proof.chain import Chain
-from agentgrpo.proof.credit import (
-    credit_faults,
+from agentgrpo.learn.updates import plan_updates
+from agentgrpo.proof.advantages import (
+    advantage_faults,
     num_sampled,
     packed_of,
     reward_of,
     samples_of,
     weights_of,
 )
-from agentgrpo.proof.ends import end_faults, treatment_faults
-from agentgrpo.proof.form import form_faults
+from agentgrpo.proof.chain import Chain, Line
+from agentgrpo.proof.metrics import learner_faults, line_faults, played, step_sums
+from agentgrpo.proof.schema import schema_faults
+from agentgrpo.proof.status import status_faults, treatment_faults
 from agentgrpo.proof.tokens import rollout_faults
+from agentgrpo.registry import judges, make_reward
 from agentgrpo.rewards.rewards import Reward
 from agentgrpo.run.checkpoint import SAVED
 from agentgrpo.run.records import read_rollout
@@ -81,8 +64,6 @@ from agentgrpo.types import (
 
 WEIGHT_TOLERANCE = 1e-5
 """Relative; weights are float32."""
-PLACE = {"step": int, "split": str, "group": int, "index": int, "previous_hash": str}
-"""What a line of rollouts.jsonl has besides the rollout's fields."""
 
 
 @dataclass(slots=True)
@@ -118,16 +99,6 @@ class Run:
     """The shipped reward, run again on what is recorded; None: it is the user's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of metrics.jsonl or rollouts.jsonl."""
-
-    row: Mapping[str, Any]
-    hash: str
-    sealed: bool
-    number: int
-
-
 def verify_run(run: Path) -> Report:
     """Check all records of a run directory.
 
@@ -141,33 +112,38 @@ def verify_run(run: Path) -> Report:
     report = Report()
     metrics = Chain(run / "metrics.jsonl", seals["metrics.jsonl"])
     chain = Chain(run / "rollouts.jsonl", seals["rollouts.jsonl"])
-    told = _Told([Line(*line) for line in metrics], about.config)
-    records = (Line(*line) for line in chain)
-    for (step, split), block in groupby(records, key=lambda line: _when(line, chain)):
+    due = _blocks(list(metrics), about.config, report)
+    heldout: list[Any] = []
+    for (step, split), block in groupby(chain, key=lambda line: _when(line, chain)):
         lines = list(block)
         where = f"step {step} {split}"
-        row, faults = told.next(step, split, lines[-1])
-        report.faults += [f"{where}: {fault}" for fault in faults]
-        if badly := list(_form_faults(lines, chain)):
+        row = _row_of(due, where, lines[-1], report)
+        badly = [
+            f"{chain.path.name}:{line.number}: {fault}"
+            for line in lines
+            for fault in schema_faults(line.row)
+        ]
+        if badly:
             report.faults += badly
             continue
         groups = _groups(lines, chain)
         misplaced = [f"{where} {fault}" for fault in _place_faults(lines, groups, about)]
         if misplaced and row is None and not lines[-1].sealed:  # as far as it was written
-            _verify_rollouts(report, groups, about, where)
+            _verify_rollouts(report, groups, about, where, compared=split == "train")
             continue
         report.faults += misplaced
         if split == "train":
             _verify_step(report, groups, about, step, row)
-        else:
-            told.evaluated(groups)
-            _verify_evaluation(report, groups, about, step, row)
-    told.close()
+            continue
+        _verify_evaluation(report, groups, about, step, row)
+        tasks = [(g.task.id, g.task.messages, g.task.spec) for g in groups]
+        if heldout and tasks != heldout:
+            report.faults.append("the evaluations did not play the same tasks")
+        heldout = tasks
+    report.faults += [f"step {step} {split}: its rollouts are missing" for step, split, _ in due]
     if chain.cut or metrics.cut:
-        told.notes.append("the last line has no end: the run was ended while it wrote it")
-    report.faults += [*metrics.faults, *chain.faults, *told.faults]
-    report.faults += _checkpoint_faults(run)
-    report.notes += told.notes
+        report.notes.append("the last line has no end: the run was ended while it wrote it")
+    report.faults += [*metrics.faults, *chain.faults, *_checkpoint_faults(run)]
     return report
 
 
@@ -186,7 +162,7 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
     """What run.json says, and its seals of both files."""
     described = read_table(path)
     try:
-        config = _config_of(described["config"], path)
+        config = checked(TrainConfig, described["config"], str(path))
         device, seals = described["learner"]["device"], described["records"]
         seals = {
             name: {key: seals[name][key] for key in ("bytes", "hash")}
@@ -201,22 +177,7 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
     return run, seals
 
 
-def _config_of(table: Mapping[str, Any], path: Path) -> TrainConfig:
-    try:
-        return checked(TrainConfig, table, str(path))
-    except ValueError as error:
-        said = str(error).replace("\n", f"\n{path}: ")
-        raise ValueError(
-            f"{path}: {said}; the run may be of another version of agentgrpo"
-        ) from None
-
-
 def _shipped_reward(config: TrainConfig, chosen: Mapping[str, Any] | None) -> Reward | None:
-    from agentgrpo.registry import (
-        judges,
-        make_reward,
-    )  # with our extension; foreign files do without
-
     told, reward = judges(config), config.reward
     if chosen is not None:  # what `auto` came to, where it was known
         reward = reward.model_copy(update={name: chosen[name] for name in ("kind", "format")})
@@ -225,74 +186,56 @@ def _shipped_reward(config: TrainConfig, chosen: Mapping[str, Any] | None) -> Re
     return make_reward(reward, cast(Any, SimpleNamespace(judges=told)))
 
 
-class _Told:
-    """What metrics.jsonl tells of the blocks of rollouts.jsonl, in order.
+def _blocks(
+    lines: Sequence[Line], config: TrainConfig, report: Report
+) -> deque[tuple[int, str, Mapping[str, Any]]]:
+    """The blocks of rollouts.jsonl that metrics.jsonl tells of, in order, each with its line."""
+    due: deque[tuple[int, str, Mapping[str, Any]]] = deque()
+    evaluated: set[int] = set()
+    following = 0
+    for line in lines:
+        row, name = line.row, f"metrics.jsonl:{line.number}"
+        areas = {name.partition("/")[0] for name in row if "/" in name}
+        if row.get("step") != following:
+            report.faults.append(f"{name}: step {row.get('step')}, but {following} follows")
+        if areas == {"rollout", "learner", "engine", "time"}:
+            due.append((following, "train", row))
+            if not evaluated:
+                report.faults.append(f"{name}: no evaluation before the first step")
+            following += 1
+        elif areas == {"eval", "time"}:
+            due.append((following, "heldout", row))
+            if following in evaluated:
+                report.faults.append(f"{name}: step {following} is evaluated twice")
+            evaluated.add(following)
+        elif areas != {"preflight"}:
+            report.faults.append(f"{name}: of no step and no evaluation: {sorted(areas)}")
+    if not {0, config.steps} <= evaluated:
+        report.notes.append(
+            f"the run has not come to its end: {following} of {config.steps} steps are "
+            "recorded; that there were no more of them is not proven"
+        )
+    return due
 
-    Args:
-        lines: of metrics.jsonl.
-        config: of the run.
-    """
 
-    def __init__(self, lines: Sequence[Line], config: TrainConfig) -> None:
-        self.faults: list[str] = []
-        self.notes: list[str] = []
-        self._config = config
-        self._step = 0
-        self._due: list[tuple[int, str, Mapping[str, Any]]] = []
-        self._heldout: list[Any] | None = None
-        evaluated: set[int] = set()
-        for line in lines:
-            row, name = line.row, f"metrics.jsonl:{line.number}"
-            areas = {name.partition("/")[0] for name in row if "/" in name}
-            step = row.get("step")
-            self.faults += [f"{name}: {fault}" for fault in sums.form_faults(row)]
-            if step != self._step:
-                self.faults.append(f"{name}: step {step}, but {self._step} follows")
-            if areas == {"rollout", "learner", "engine", "time"}:
-                self._due.append((self._step, "train", row))
-                if not evaluated:
-                    self.faults.append(f"{name}: no evaluation before the first step")
-                self._step += 1
-            elif areas == {"eval", "time"}:
-                self._due.append((self._step, "heldout", row))
-                if self._step in evaluated:
-                    self.faults.append(f"{name}: step {step} is evaluated twice")
-                evaluated.add(self._step)
-            elif areas != {"preflight"}:
-                self.faults.append(f"{name}: of no step and no evaluation: {sorted(areas)}")
-        if not {0, config.steps} <= evaluated:
-            self.notes.append(
-                f"the run has not come to its end: {self._step} of {config.steps} steps are "
-                "recorded; that there were no more of them is not proven"
-            )
-
-    def next(self, step: int, split: str, last: Line) -> tuple[Mapping[str, Any] | None, list[str]]:
-        """The line of the next block, and what is wrong with its place."""
-        if not self._due and not last.sealed:
-            self.notes.append(
-                f"step {step} {split}: no line of metrics.jsonl, so the learner refused the step "
-                "or the run was ended in it"
-            )
-            return None, []
-        if not self._due or self._due[0][:2] != (step, split):
-            due = " ".join(map(str, self._due[0][:2])) if self._due else "nothing"
-            return None, [f"out of place: by metrics.jsonl, {due} follows"]
-        row = self._due.pop(0)[2]
-        wrong = row.get("rollouts_hash") != last.hash
-        return row, ["metrics.jsonl names another last rollout"] if wrong else []
-
-    def evaluated(self, groups: Sequence[Group]) -> None:
-        """Every evaluation plays the same tasks."""
-        tasks = [(g.task.id, g.task.messages, g.task.spec) for g in groups]
-        if self._heldout is not None and tasks != self._heldout:
-            self.faults.append("the evaluations did not play the same tasks")
-        self._heldout = tasks
-
-    def close(self) -> None:
-        """That nothing more was to come."""
-        self.faults += [
-            f"step {step} {split}: its rollouts are missing" for step, split, _ in self._due
-        ]
+def _row_of(
+    due: deque[tuple[int, str, Mapping[str, Any]]], where: str, last: Line, report: Report
+) -> Mapping[str, Any] | None:
+    """The line of metrics.jsonl of a block that ends with this line of rollouts.jsonl."""
+    if not due and not last.sealed:
+        report.notes.append(
+            f"{where}: no line of metrics.jsonl, so the learner refused the step or the run was "
+            "ended in it"
+        )
+        return None
+    follows = "{} {}".format(*due[0]) if due else "nothing"
+    if f"step {follows}" != where:
+        report.faults.append(f"{where}: out of place: by metrics.jsonl, {follows} follows")
+        return None
+    row = due.popleft()[2]
+    if row.get("rollouts_hash") != last.hash:
+        report.faults.append(f"{where}: metrics.jsonl names another last rollout")
+    return row
 
 
 def _when(line: Line, chain: Chain) -> tuple[int, str]:
@@ -300,15 +243,6 @@ def _when(line: Line, chain: Chain) -> tuple[int, str]:
         return line.row["step"], line.row["split"]
     except KeyError as error:
         raise ValueError(f"{chain.path}:{line.number}: lacks {error}") from None
-
-
-def _form_faults(lines: Sequence[Line], chain: Chain) -> Iterator[str]:
-    for line in lines:
-        own = {key: value for key, value in line.row.items() if key not in PLACE}
-        name = f"{chain.path.name}:{line.number}"
-        for key, kind in PLACE.items():
-            yield from form_faults(kind, line.row.get(key), f"{name}: {key}")
-        yield from form_faults(Rollout, own, f"{name}: rollout")
 
 
 def _groups(lines: Sequence[Line], chain: Chain) -> list[Group]:
@@ -350,22 +284,18 @@ def _verify_step(
     report: Report, groups: Sequence[Group], run: Run, step: int, row: Mapping[str, Any] | None
 ) -> None:
     where = f"step {step} train"
-    _verify_rollouts(report, groups, run, where)
+    _verify_rollouts(report, groups, run, where, compared=True)
     report.steps += 1
     report.faults += [
         f"{where} group {group} rollout {index}: {fault}"
-        for group, index, fault in credit_faults(groups, run.config.credited)
+        for group, index, fault in advantage_faults(groups, run.config.credited)
     ]
     faults, terms = step_faults(groups, run.config, step, run.limit, run.outliers)
     report.terms += terms
     report.learned += sum(_num_learned(r) for group in groups for r in group.rollouts)
     if row is not None:
-        wanted = {**sums.played(groups), **sums.live(groups)}
-        faults += sums.line_faults(row, "rollout", wanted)
-        faults += sums.engine_faults(row, groups, run.config)
-        faults += sums.learner_faults(
-            row, groups, step=step, terms=terms, config=run.config, limit=run.limit
-        )
+        faults += line_faults(row, step_sums(row, groups, run.config))
+        faults += learner_faults(row, groups, terms=terms, config=run.config, limit=run.limit)
         if terms and not any(_num_learned(r) for group in groups for r in group.rollouts):
             faults.append("it was learned from, and what the learner saw is not recorded")
     report.faults += [f"step {step}: {fault}" for fault in faults]
@@ -375,7 +305,7 @@ def _verify_evaluation(
     report: Report, groups: Sequence[Group], run: Run, step: int, row: Mapping[str, Any] | None
 ) -> None:
     where = f"step {step} heldout"
-    _verify_rollouts(report, groups, run, where)
+    _verify_rollouts(report, groups, run, where, compared=False)
     for number, group in enumerate(groups):
         for index, rollout in enumerate(group.rollouts):
             name = f"{where} group {number} rollout {index}"
@@ -384,11 +314,14 @@ def _verify_evaluation(
             if rollout.advantage or rollout.segment_advantages or rollout.parent is not None:
                 report.faults.append(f"{name}: compared with others, but played alone")
     if row is not None:
-        faults = sums.line_faults(row, "eval", sums.played(groups))
+        faults = line_faults(row, played(groups, "eval"))
         report.faults += [f"{where}: {fault}" for fault in faults]
 
 
-def _verify_rollouts(report: Report, groups: Sequence[Group], run: Run, where: str) -> None:
+def _verify_rollouts(
+    report: Report, groups: Sequence[Group], run: Run, where: str, *, compared: bool
+) -> None:
+    """What is wrong with each by itself; compared: with others of its group, for training."""
     config = run.config
     for number, group in enumerate(groups):
         for index, rollout in enumerate(group.rollouts):
@@ -396,8 +329,8 @@ def _verify_rollouts(report: Report, groups: Sequence[Group], run: Run, where: s
             faults = list(rollout_faults(rollout, accounted=accounted, vocab_size=run.vocab_size))
             faults += treatment_faults(rollout, config)
             if not config.rollout.sampler and rollout.rows[0]:
-                faults += end_faults(rollout, config)
-            faults += _reward_faults(rollout, run, compared=where.endswith("train"))
+                faults += status_faults(rollout, config)
+            faults += _reward_faults(rollout, run, compared=compared)
             name = f"{where} group {number} rollout {index}"
             report.faults += [f"{name}: {fault}" for fault in faults]
             report.unaccounted += not accounted
@@ -445,8 +378,6 @@ def step_faults(
         limit: largest difference in nats between the sampler and the learner before an update.
         outliers: share of the tokens that may be further apart.
     """
-    from agentgrpo.learn.updates import plan_updates  # with our extension
-
     faults: list[str] = []
     terms = 0
     parts = samples_of(groups, config, step)
@@ -629,42 +560,13 @@ def _count(report: Report, rollout: Rollout) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Verify the run that the arguments name; returns the exit status."""
     parser = parser_of("verify", __doc__)
-    parser.add_argument(
-        "run",
-        type=Path,
-        help="a run's folder (out_dir), or another program's rollouts: file or folder",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="of another program's rollouts: a model's folder, no hub name",
-    )
+    parser.add_argument("run", type=Path, help="a run's folder (out_dir)")
     args = parser.parse_args(arguments)
     try:
-        if args.tokenizer:
-            require_foreign([args.run])
-        if is_ours(args.run):
-            return _print_report(verify_run(args.run))
-        return _print_judgement(args.run, args.tokenizer)
+        return _print_report(verify_run(args.run))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
-
-
-def _print_judgement(path: Path, tokenizer: Path | None) -> int:
-    """What another program's rollouts claim, and which of it holds."""
-    program, trajectories = read(path)
-    judged = judge(trajectories, None if tokenizer is None else Tokens(tokenizer))
-    for line in (*judged.faults, *judged.notes, *left_out(path)):
-        print(line)  # noqa: T201
-    for claim, tally in judged.tallies.items():
-        print(f"{claim:10} {tally}\n{'':10} ({CLAIMS[claim]})")  # noqa: T201
-    print(  # noqa: T201
-        f"{len(judged.faults)} faults in {judged.num_rollouts} rollouts, {judged.num_sampled} "
-        f"sampled tokens; written by: {program}"
-    )
-    return judged.status
 
 
 def _print_report(report: Report) -> int:

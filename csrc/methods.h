@@ -7,7 +7,6 @@
 
 extern PyMethodDef agentgrpo_sandbox_files_methods[];
 extern PyMethodDef agentgrpo_sandbox_landlock_methods[];
-extern PyMethodDef agentgrpo_sandbox_loop_methods[];
 extern PyMethodDef agentgrpo_sandbox_spawn_methods[];
 extern PyMethodDef agentgrpo_sandbox_step_methods[];
 

@@ -14,7 +14,6 @@ add_all(PyObject *module)
     PyMethodDef *const tables[] = {
         agentgrpo_sandbox_files_methods,
         agentgrpo_sandbox_landlock_methods,
-        agentgrpo_sandbox_loop_methods,
         agentgrpo_sandbox_spawn_methods,
         agentgrpo_sandbox_step_methods,
     };

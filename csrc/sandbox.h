@@ -38,8 +38,7 @@ struct sandbox_report {
 
 /* An order of the host to PID 1: run a program. Followed by NUL-terminated strings (directory,
  * argv, environment), with the descriptors status, stdin, stdout, stderr and, if it speaks the step
- * protocol, request and response. Without an argv: send the signal num_environment to every process
- * of the session but PID 1, then say READY on the only descriptor. */
+ * protocol, request and response. */
 struct sandbox_order {
     uint32_t num_arguments, num_environment;
 };

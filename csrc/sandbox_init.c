@@ -191,17 +191,6 @@ start_program(char *text, const char *end, const struct sandbox_order *order, co
     close(pidfd);
 }
 
-/* A signal to every process of the session at once: none can fork its way around it, as a process
- * that a signal waits for does not fork. Not without a namespace, where "every" is the user's. */
-static void
-signal_all(int number, int status_fd)
-{
-    const int failed = getpid() != 1 ? EPERM : kill(-1, number) < 0 ? errno : 0;
-    const struct sandbox_report message = {
-        .kind = failed ? SANDBOX_REPORT_FAILED : SANDBOX_REPORT_READY, .detail = failed};
-    sandbox_report(status_fd, &message, NULL, 0);
-}
-
 /* The end of the session. PID 1 takes its namespace with it, by the kernel; without a namespace
  * (MODE_BARE) everything is in one process group, which no process of it can leave. */
 static void
@@ -243,11 +232,7 @@ obey(const struct sandbox_bounds *bounds)
     const int num_fds = (int)((rights->cmsg_len - CMSG_LEN(0)) / sizeof(int));
     memcpy(fds, CMSG_DATA(rights), (size_t)num_fds * sizeof(int));
     const char *end = text + count - (ssize_t)sizeof order;
-    if (order.num_arguments == 0) {
-        signal_all((int)order.num_environment, fds[0]);
-    } else {
-        start_program(text, end, &order, fds, num_fds, bounds);
-    }
+    start_program(text, end, &order, fds, num_fds, bounds);
     for (int i = 0; i < num_fds; i++) {
         close(fds[i]);
     }

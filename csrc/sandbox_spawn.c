@@ -19,7 +19,6 @@
 #include <net/if.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -37,11 +36,10 @@
     (CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
 
 enum mode {
-    MODE_USERNS,   /* clone into new namespaces, user namespace included */
-    MODE_ROOT,     /* the same without a user namespace, under a user id of the session's own */
-    MODE_IN_PLACE, /* nsjail made this process PID 1 of namespaces of its own already */
-    MODE_BARE,     /* no namespaces: Landlock, the filter, limits; home_options is the directory to
-                    * work in, tmp_options the readable paths, joined by ":" */
+    MODE_USERNS, /* clone into new namespaces, user namespace included */
+    MODE_ROOT,   /* the same without a user namespace, under a user id of the session's own */
+    MODE_BARE,   /* no namespaces: Landlock, the filter, limits; home_options is the directory to
+                  * work in, tmp_options the readable paths, joined by ":" */
 };
 enum {
     MAX_CGROUPS = 3,
@@ -140,6 +138,10 @@ raise_loopback(const struct session_spec *spec)
         refuse(spec, SANDBOX_SETUP_NETWORK);
     }
     close(fd);
+    /* What a socket holds is counted as these at most (watchdog.py). Not where a container runtime
+     * shows /proc/sys read-only. */
+    write_file("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992");
+    write_file("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992");
 }
 
 static void
@@ -170,8 +172,7 @@ set_limits(const struct session_spec *spec)
 static void
 drop_privileges(const struct session_spec *spec)
 {
-    const int has_capabilities =
-        spec->mode != MODE_IN_PLACE && !(spec->mode == MODE_BARE && geteuid());
+    const int has_capabilities = spec->mode != MODE_BARE || geteuid() == 0;
     for (unsigned long capability = 0; has_capabilities; capability++) {
         if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0) {
             if (errno == EINVAL && capability > 0) { /* one past the kernel's last capability */
@@ -205,7 +206,6 @@ enter_cgroups(const struct session_spec *spec)
     }
 }
 
-/* What nsjail has not done already when every session has a jail of its own. */
 static void
 enter_namespaces(const struct session_spec *spec)
 {
@@ -213,8 +213,8 @@ enter_namespaces(const struct session_spec *spec)
         enter_user_namespace(spec);
     }
     prctl(PR_SET_PDEATHSIG, SIGKILL); /* a change of user would take it away again */
-    mount_private_files(spec);
     raise_loopback(spec);
+    mount_private_files(spec);
     if (sethostname("sandbox", 7) < 0) {
         refuse(spec, SANDBOX_SETUP_NETWORK);
     }
@@ -240,7 +240,7 @@ run_session(const struct session_spec *spec)
 {
     signal(SIGCHLD, SIG_DFL); /* the zygote ignores it, which would discard the exit status */
     enter_cgroups(spec);
-    if (spec->mode == MODE_USERNS || spec->mode == MODE_ROOT) {
+    if (spec->mode != MODE_BARE) {
         enter_namespaces(spec);
     }
     set_limits(spec);
@@ -287,15 +287,11 @@ PyDoc_STRVAR(
     "\n"
     "channels: the session's ends of (status, request, response, out, err). cgroups: three\n"
     "descriptors of cgroup.procs files, or -1. tmpfs: mount options of (home, tmp, shm). limits:\n"
-    "(address_space, processes, file_size, cpu_s, open_files, niceness), bytes and seconds. mode: "
-    "0\n"
-    "clones with a user namespace, whose user 65534 is this one's uid, 1 without one and under "
-    "uid, 2 "
-    "does not clone, 3 makes no\n"
-    "namespaces (tmpfs: home directory, readable paths joined by ':', unused). own_proc: 0 covers\n"
-    "/proc instead of mounting one. filter: the bytes of a seccomp program. What goes wrong "
-    "inside\n"
-    "is reported on status, not raised.\n"
+    "(address_space, processes, file_size, cpu_s, open_files, niceness), bytes and seconds. mode:\n"
+    "0 clones with a user namespace, whose user 65534 is this one's uid, 1 without one and under\n"
+    "uid, 2 makes no namespaces (tmpfs: home directory, readable paths joined by ':', unused).\n"
+    "own_proc: 0 covers /proc instead of mounting one. filter: the bytes of a seccomp program.\n"
+    "What goes wrong inside is reported on status, not raised.\n"
     "Raises OSError if the clone itself is refused, ValueError for a malformed filter or mode.");
 
 static PyObject *
@@ -318,7 +314,7 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     }
     if (spec.mode < MODE_USERNS || spec.mode > MODE_BARE) {
-        return PyErr_Format(PyExc_ValueError, "mode: expected 0 to 3, got %d", spec.mode);
+        return PyErr_Format(PyExc_ValueError, "mode: expected 0 to 2, got %d", spec.mode);
     }
     spec.bounds.filter_bytes = (size_t)filter_bytes;
     if (spec.mode == MODE_BARE) { /* what an init leaves behind when it is killed is reaped here */
@@ -332,9 +328,7 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
     const int namespaces = spec.mode == MODE_BARE     ? 0
                            : spec.mode == MODE_USERNS ? NAMESPACES
                                                       : NAMESPACES & ~CLONE_NEWUSER;
-    const long pid = spec.mode == MODE_IN_PLACE
-                         ? 0
-                         : syscall(SYS_clone, (unsigned long)(namespaces | SIGCHLD), 0, 0, 0, 0);
+    const long pid = syscall(SYS_clone, (unsigned long)(namespaces | SIGCHLD), 0, 0, 0, 0);
     if (pid != 0) {
         const int error = errno;
         PyOS_AfterFork_Parent();
@@ -389,85 +383,6 @@ mount_path(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Of the allocator of Python's arenas, PyObjectArenaAllocator, which the stable ABI does not name:
- * where there is none, the symbol is NULL. */
-struct arena_allocator {
-    void *ctx;
-    void *(*alloc)(void *ctx, size_t size);
-    void (*free)(void *ctx, void *at, size_t size);
-};
-extern void PyObject_SetArenaAllocator(struct arena_allocator *) __attribute__((weak));
-
-static char *next_arena, *fresh, *fresh_end;
-
-static void *
-take_arena(void *Py_UNUSED(ctx), size_t size)
-{
-    char *at = mmap(next_arena, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (at == MAP_FAILED) {
-        return NULL;
-    }
-    next_arena = at + size;
-    if (fresh == NULL) {
-        fresh = at;
-        fresh_end = at + size;
-    }
-    return at;
-}
-
-static void
-give_arena(void *Py_UNUSED(ctx), void *at, size_t size)
-{
-    munmap(at, size);
-}
-
-PyDoc_STRVAR(gather_doc,
-             "gather_arenas($module, /)\n"
-             "--\n"
-             "\n"
-             "Let Python's memory lie together from now on: the kernel would fill gaps\n"
-             "between libraries with it, none of them as long as a huge page.");
-
-static PyObject *
-gather(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    const size_t room = 1ULL << 30; /* of addresses that are free, from whose start it grows */
-    char *found = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (found != MAP_FAILED && PyObject_SetArenaAllocator != NULL && !getenv("PYTHONMALLOC")) {
-        munmap(found, room);
-        next_arena = found;
-        struct arena_allocator ours = {.alloc = take_arena, .free = give_arena};
-        PyObject_SetArenaAllocator(&ours);
-    }
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(fresh_doc,
-             "fresh_arena($module, /)\n"
-             "--\n"
-             "\n"
-             "Use up what Python's memory has free, so that small objects are made in an\n"
-             "arena of their own from now on, and what is there already is left alone.");
-
-static PyObject *
-start_arena(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    enum { LARGEST = 512, ALIGNMENT = 16 };          /* of what Python puts into arenas */
-    size_t room = next_arena == NULL ? 0 : 16 << 20; /* 0: a Python that has none */
-    fresh = NULL;
-    for (size_t size = LARGEST; size > 0; size -= ALIGNMENT) {
-        const char *at = NULL;
-        while (room > size && (fresh == NULL || at < fresh || at >= fresh_end)) {
-            at = PyObject_Malloc(size);
-            if (at == NULL) {
-                return PyErr_NoMemory();
-            }
-            room -= size;
-        }
-    }
-    Py_RETURN_NONE;
-}
-
 PyDoc_STRVAR(collapse_doc,
              "collapse($module, start, end, /)\n"
              "--\n"
@@ -492,8 +407,6 @@ collapse(PyObject *Py_UNUSED(module), PyObject *args)
 
 PyMethodDef agentgrpo_sandbox_spawn_methods[] = {
     {"sandbox_collapse", collapse, METH_VARARGS, collapse_doc},
-    {"sandbox_fresh_arena", start_arena, METH_NOARGS, fresh_doc},
-    {"sandbox_gather_arenas", gather, METH_NOARGS, gather_doc},
     {"sandbox_spawn_session", spawn_session, METH_VARARGS, spawn_session_doc},
     {"sandbox_unshare_mounts", unshare_mounts, METH_NOARGS, unshare_doc},
     {"sandbox_mount", mount_path, METH_VARARGS, mount_doc},

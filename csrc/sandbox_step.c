@@ -5,9 +5,7 @@
  * facts (did it end, by which signal, when) from the session's PID 1, from pidfds and its own
  * clock.
  *
- * A step is a small state machine over non-blocking descriptors: sandbox_step_begin(),
- * sandbox_step_ready() when one is readable, sandbox_step_expire() when its deadline passes;
- * step->ending says when it is over.
+ * A step is a small state machine over non-blocking descriptors: step->ending says when it is over.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -24,10 +22,56 @@
 #include <unistd.h>
 
 #include "methods.h"
-#include "sandbox_step.h"
+#include "sandbox.h"
 
-double
-sandbox_seconds(void)
+/* The order is that of Ending in agentgrpo/sandbox/outcome.py. */
+enum ending {
+    RUNNING,
+    ANSWERED,
+    KILLED_AT_DEADLINE,
+    OUTPUT_LIMIT,
+    PROTOCOL,
+    EXITED,       /* PID 1 reported how the interpreter ended */
+    LOST,         /* PID 1 itself is gone without a word */
+    SETUP_FAILED, /* PID 1 reported a step of the setup, before any code ran */
+    HOST_FAILED,  /* a descriptor or the memory of the host itself: report.detail is the errno */
+};
+
+enum { REQUEST, RESPONSE, OUT, ERR, STATUS, NUM_CHANNELS };
+enum { CHUNK = 65536, BACKGROUND_KEPT = 4096, REPORT_PATIENCE_S = 30 };
+
+/* Output of one stream: its first and its last bytes, and how much there was. */
+struct capture {
+    char *head, *tail; /* keep bytes each, NULL before they are needed; tail is a ring */
+    size_t keep, head_used, tail_used, tail_at;
+    int ends; /* keep the last bytes too */
+    uint64_t total;
+};
+
+struct step {
+    int fds[NUM_CHANNELS]; /* -1: nothing more to expect on it */
+    int init, interpreter; /* pidfds */
+    Py_buffer request;
+    size_t sent;
+    uint32_t id;
+    int goes_on; /* the rest of a step: what was printed meanwhile is not background */
+    double timeout, grace, started, deadline; /* seconds; the last two of CLOCK_MONOTONIC */
+    int interrupted;
+    uint64_t output_max;
+    struct capture streams[2], background;
+    PyObject *listener;     /* called with (stream, bytes) as output arrives, or NULL */
+    PyThreadState *waiting; /* this thread's, while it runs without the GIL */
+    char head[4];
+    size_t head_used;
+    char *answer;
+    size_t answer_bytes, answer_used, answer_max;
+    int response_closed, awaits_report;
+    enum ending ending;
+    struct sandbox_report report;
+};
+
+static double
+seconds(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -82,8 +126,8 @@ finish(struct step *step, enum ending ending)
 }
 
 /* Not the session's doing: something of this process. */
-void
-sandbox_step_fail(struct step *step, int error)
+static void
+step_fail(struct step *step, int error)
 {
     step->report.detail = error;
     finish(step, HOST_FAILED);
@@ -170,7 +214,7 @@ read_response(struct step *step, char *into, size_t wanted)
         /* Closed by the session: if its interpreter is ending, PID 1 says so in a moment. */
         step->fds[RESPONSE] = -1;
         step->response_closed = 1;
-        step->deadline = Py_MIN(step->deadline, sandbox_seconds() + step->grace);
+        step->deadline = Py_MIN(step->deadline, seconds() + step->grace);
     }
     return 0;
 }
@@ -193,7 +237,7 @@ read_answer(struct step *step)
         step->answer_bytes = length;
         step->answer = malloc(length);
         if (step->answer == NULL) {
-            sandbox_step_fail(step, ENOMEM);
+            step_fail(step, ENOMEM);
             return;
         }
     }
@@ -217,7 +261,7 @@ read_status(struct step *step)
         return;
     }
     if (count < 0 && errno != ECONNRESET) { /* which is PID 1's end, with an order left unread */
-        sandbox_step_fail(step, errno);
+        step_fail(step, errno);
         return;
     }
     if (count == (ssize_t)sizeof report) {
@@ -248,10 +292,10 @@ send_request(struct step *step)
     step->fds[REQUEST] = -1; /* sent: nothing more to wait for here */
 }
 
-void
-sandbox_step_begin(struct step *step)
+static void
+step_begin(struct step *step)
 {
-    step->started = sandbox_seconds();
+    step->started = seconds();
     step->deadline = step->started + step->timeout;
     if (!step->goes_on) {
         drain_stream(step, OUT, &step->background, step->output_max);
@@ -264,8 +308,8 @@ sandbox_step_begin(struct step *step)
     send_request(step);
 }
 
-void
-sandbox_step_ready(struct step *step, int channel)
+static void
+take(struct step *step, int channel)
 {
     switch (channel) {
     case REQUEST:
@@ -274,12 +318,11 @@ sandbox_step_ready(struct step *step, int channel)
     case RESPONSE:
         read_answer(step);
         break;
-    case OUT:
-    case ERR:
-        read_output(step, channel);
+    case STATUS:
+        read_status(step);
         break;
     default:
-        read_status(step);
+        read_output(step, channel);
     }
 }
 
@@ -288,9 +331,6 @@ sandbox_step_ready(struct step *step, int channel)
 static void
 handle_signals(struct step *step)
 {
-    if (step->waiting == NULL) { /* a loop's, which returns to do so */
-        return;
-    }
     PyEval_RestoreThread(step->waiting);
     if (PyErr_CheckSignals() < 0) {
         finish(step, LOST);
@@ -312,16 +352,16 @@ look(struct step *step, double left)
     if ((count < 0 && errno == EINTR) || (count == 0 && left > 0)) {
         handle_signals(step);
     } else if (count < 0) {
-        sandbox_step_fail(step, errno);
+        step_fail(step, errno);
     }
     /* Output before answer before status, so that an ending finds all that was printed. */
     static const int order[NUM_CHANNELS] = {OUT, ERR, REQUEST, RESPONSE, STATUS};
     for (int i = 0; i < NUM_CHANNELS && count > 0 && step->ending == RUNNING; i++) {
         const int events = polled[order[i]].revents;
         if (events & POLLNVAL) { /* not a descriptor: somebody closed it under us */
-            sandbox_step_fail(step, EBADF);
+            step_fail(step, EBADF);
         } else if (events != 0) {
-            sandbox_step_ready(step, order[i]);
+            take(step, order[i]);
         }
     }
 }
@@ -335,8 +375,8 @@ has_ended(int pidfd)
 
 /* The deadline passed: first ask the code to stop, then end the session. Not before a last look at
  * what has arrived: this process itself may have been stopped for longer than the code took. */
-void
-sandbox_step_expire(struct step *step)
+static void
+step_expire(struct step *step)
 {
     look(step, 0);
     if (step->ending != RUNNING) {
@@ -363,11 +403,11 @@ sandbox_step_expire(struct step *step)
 static void
 run_alone(struct step *step)
 {
-    sandbox_step_begin(step);
+    step_begin(step);
     while (step->ending == RUNNING) {
-        const double left = step->deadline - sandbox_seconds();
+        const double left = step->deadline - seconds();
         if (left <= 0) {
-            sandbox_step_expire(step);
+            step_expire(step);
         } else {
             look(step, left);
         }
@@ -391,8 +431,8 @@ capture_tuple(const struct capture *stream)
                          tail, (unsigned long long)stream->total);
 }
 
-PyObject *
-sandbox_step_result(const struct step *step)
+static PyObject *
+step_result(const struct step *step)
 {
     PyObject *out = capture_tuple(&step->streams[0]);
     PyObject *err = out ? capture_tuple(&step->streams[1]) : NULL;
@@ -402,15 +442,27 @@ sandbox_step_result(const struct step *step)
     }
     return Py_BuildValue(
         "iOdNNy#y#iLLi", (int)step->ending, step->interrupted ? Py_True : Py_False,
-        sandbox_seconds() - step->started, out, err,
-        step->background.head ? step->background.head : "", (Py_ssize_t)step->background.head_used,
-        step->ending == ANSWERED ? step->answer : NULL, (Py_ssize_t)step->answer_used,
-        step->report.value, (long long)step->report.max_rss_kib, (long long)step->report.cpu_us,
-        step->report.detail);
+        seconds() - step->started, out, err, step->background.head ? step->background.head : "",
+        (Py_ssize_t)step->background.head_used, step->ending == ANSWERED ? step->answer : NULL,
+        (Py_ssize_t)step->answer_used, step->report.value, (long long)step->report.max_rss_kib,
+        (long long)step->report.cpu_us, step->report.detail);
 }
 
-struct step *
-sandbox_step_new(PyObject *args)
+static void
+step_free(struct step *step)
+{
+    PyBuffer_Release(&step->request);
+    for (int i = 0; i < 2; i++) {
+        free(step->streams[i].head);
+        free(step->streams[i].tail);
+    }
+    free(step->background.head);
+    free(step->answer);
+    free(step);
+}
+
+static struct step *
+step_new(PyObject *args)
 {
     struct step *step = calloc(1, sizeof *step);
     if (step == NULL) {
@@ -439,21 +491,8 @@ sandbox_step_new(PyObject *args)
         step->background.keep = BACKGROUND_KEPT;
         return step;
     }
-    sandbox_step_free(step);
+    step_free(step);
     return NULL;
-}
-
-void
-sandbox_step_free(struct step *step)
-{
-    PyBuffer_Release(&step->request);
-    for (int i = 0; i < 2; i++) {
-        free(step->streams[i].head);
-        free(step->streams[i].tail);
-    }
-    free(step->background.head);
-    free(step->answer);
-    free(step);
 }
 
 PyDoc_STRVAR(
@@ -480,15 +519,15 @@ PyDoc_STRVAR(
 static PyObject *
 run_step(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    struct step *step = sandbox_step_new(args);
+    struct step *step = step_new(args);
     if (step == NULL) {
         return NULL;
     }
     step->waiting = PyEval_SaveThread();
     run_alone(step);
     PyEval_RestoreThread(step->waiting);
-    PyObject *result = PyErr_Occurred() ? NULL : sandbox_step_result(step);
-    sandbox_step_free(step);
+    PyObject *result = PyErr_Occurred() ? NULL : step_result(step);
+    step_free(step);
     return result;
 }
 

@@ -15,7 +15,6 @@ import tomllib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from agentgrpo.config import RewardConfig
 from agentgrpo.config.read import load_config
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import training_tasks
-from agentgrpo.foreign.read import read
 from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.objective import LossType, Objective
 from agentgrpo.kernels.reduce import term_weights
@@ -302,7 +300,7 @@ def test_any_loop_is_audited(code: str) -> None:
     from tests.audit.sampling import sample
 
     model, prompts = tiny.make_model(), [[5, 6], [7, 8]]
-    names = {"model": model, "tokenizer": tiny.make_tokenizer(), "prompt_ids": prompts}
+    names = {"model": model, "prompt_ids": prompts}
     for seed, found in ((0, None), (5, "no cause found")):
         ids, said = sample(tiny.make_model(seed=seed), prompts)
         names |= {"completion_ids": ids, "logprobs": said}
@@ -311,36 +309,6 @@ def test_any_loop_is_audited(code: str) -> None:
         else:
             with pytest.raises(RuntimeError, match=found):
                 exec(code, names)
-
-
-@of_page("docs/audit.md", after="import record_ids")
-def test_trl_records_what_can_be_proven(code: str, tmp_path: Path) -> None:
-    row = {"prompt_ids": [[1]], "completion_ids": [[2]], "logprobs": [[-1.0]]}
-    names: dict[str, Any] = {"rollout_func": lambda prompts, trainer: row, "reward_funcs": []}
-    exec(code.replace('"rollouts.jsonl"', repr(str(tmp_path / "rollouts.jsonl"))), names)
-    trainer = SimpleNamespace(state=SimpleNamespace(global_step=7))
-    assert names["rollout_func"](["a"], trainer) == row
-    (found,) = read(tmp_path / "rollouts.jsonl")[1]
-    ids = found.sampled[0].ids
-    assert ids is not None
-    assert (found.step, ids.tolist()) == (7, [2])
-    logged: dict[str, Any] = {}
-    (reward,) = names["reward_funcs"]
-    assert reward(completion_ids=[[2]], log_extra=logged.__setitem__, prompts=["a"]) == [None]
-    assert logged == {"completion_ids": [[2]]}
-
-
-@of_page("docs/audit.md", after="import write_states")
-def test_verifiers_records_what_can_be_proven(code: str, tmp_path: Path) -> None:
-    """tests/foreign/samples/README.md says what did so with verifiers itself."""
-    tokens = {"prompt_ids": [1], "prompt_mask": [0], "completion_ids": [2],
-              "completion_mask": [1], "completion_logprobs": [-1.0]}  # fmt: skip
-    step: dict[str, Any] = {"prompt": [], "completion": [], "tokens": tokens, "response": None}
-    state = {"example_id": 0, "prompt": [], "completion": [], "reward": 1.0, "trajectory": [step]}
-    path = tmp_path / "states.jsonl"
-    exec(code.replace('"states.jsonl"', repr(str(path))), {"outputs": {"state": [state]}})
-    (found,) = read(path)[1]
-    assert [piece.ids.tolist() for piece in found.rows[0] if piece.ids is not None] == [[1], [2]]
 
 
 @of_page("docs/agents.md", after="### A user to talk with")

@@ -237,7 +237,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     for name in ("MODEL", "CHECKPOINT", "DIR"):
         (folder / name).symlink_to(model)
     write_lines(folder / "sums.jsonl", tiny.sums(20))
-    (folder / "OUTPUT").symlink_to(ROOT / "tests/foreign/samples/trl")
     (folder / "recipe.toml").write_text(RECIPE)
     (folder / "requirements.txt").write_text(f"{make_numpy(folder)}\n")
     (folder / "tools.py").write_text("def double(x):\n    return 2 * x\n")

@@ -163,11 +163,9 @@ def test_the_doctor_works_with_the_standard_library_alone() -> None:
     assert not ran.stderr
 
 
-@pytest.mark.parametrize("blocked", ["pydantic", "rich", "pyarrow"])
-def test_a_command_that_lacks_a_package_says_so_in_one_line(blocked: str, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.parquet"
-    rows.touch()
-    ran = without({blocked}, *(["verify", str(rows)] if blocked == "pyarrow" else ["train", "x"]))
+@pytest.mark.parametrize("blocked", ["pydantic", "rich"])
+def test_a_command_that_lacks_a_package_says_so_in_one_line(blocked: str) -> None:
+    ran = without({blocked}, "train", "x")
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()
     assert line.startswith("error: ")

@@ -67,7 +67,6 @@ WINGS = {
     "config": "types files usercode kernels",
     "actions": "types usercode",
     "run": "types files extras usercode config parallel",
-    "foreign": "types files extras run",
     "proof": "types config",
     "machine": "types files extras config parallel run sandbox",
     "rewards": "types files extras usercode config",
@@ -79,9 +78,9 @@ WINGS = {
     "programs": "types usercode config actions agents envs models rollout sandbox",
     "learn": "types extras config parallel run machine kernels models engine",
     "measures": "types actions rewards engine",
-    "audit": "types files engine proof foreign",
+    "audit": "types engine proof",
     "data": "types files extras usercode config run envs",
-    "view": "types files config run foreign models",
+    "view": "types files config run models",
     "registry": (
         "types files extras usercode config actions machine rewards agents "
         "envs models engine rollout sandbox"

@@ -158,8 +158,11 @@ def changed(run: Path, change: str, which: Callable[[Record], Any]) -> tuple[Rec
             "x['token_ids'][0] ^= 1",
             r"step {step} {split} group {group} rollout \d+: turn .* are not those that the engine",
         ),
-        ("x['logprobs'][0] = 'no'", r"rollouts\.jsonl:\d+: .*logprobs: holds what is not a number"),
-        ("del t[0]['replaced']", r"rollouts\.jsonl:\d+: .*turns\[0\]: lacks 'replaced'"),
+        (
+            "x['logprobs'][0] = 'no'",
+            r"rollouts\.jsonl:\d+: segments\S+logprobs\.0: .* valid number",
+        ),
+        ("del t[0]['replaced']", r"rollouts\.jsonl:\d+: .*turns\.0\.replaced: Field required"),
     ],
 )
 def test_every_corruption_is_found(tmp_path: Path, change: str, fault: str) -> None:
@@ -263,7 +266,7 @@ def test_a_rollout_left_out_of_all_batches_is_found(
 ) -> None:
     write_run(tmp_path)
     monkeypatch.setattr(
-        "agentgrpo.learn.updates.plan_updates",
+        "agentgrpo.verify.plan_updates",
         lambda groups, config, step: [Update(batches=[], num_samples=0)],
     )
     faults = verify.verify_run(tmp_path).faults
@@ -359,7 +362,9 @@ def test_the_folder_of_something_else_is_told(
     (tmp_path / "run.json").write_text(json.dumps(described))
     assert verify.main([str(tmp_path)]) == 2
     assert "error: " in (said := capsys.readouterr().err)
-    assert re.search(r"run\.json: (not that of|expected a JSON object|config key model is )", said)
+    assert re.search(
+        r"(run\.json: not that of|expected a JSON object|config key model is required)", said
+    )
 
 
 def test_settings_of_another_version_are_told_by_their_keys(
@@ -371,27 +376,25 @@ def test_settings_of_another_version_are_told_by_their_keys(
     described["config"] |= {"steps": "many", "gone": 1}
     path.write_text(json.dumps(described))
     assert verify.main([str(tmp_path)]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"error: {path}: config key steps: Input should be a valid integer")
-    assert second.startswith(f"{path}: unknown config key gone")
-    assert second.endswith("; the run may be of another version of agentgrpo")
+    said = capsys.readouterr().err
+    assert "config key steps: Input should be a valid integer" in said
+    assert "unknown config key gone" in said
 
 
 @pytest.mark.parametrize(
-    ("gone", "arguments", "why"),
+    ("gone", "why"),
     [
-        ("run.json", (), "{run}: no run.json, which a run's folder (out_dir) has"),
-        ("run.json metrics.jsonl", (), "rollouts.jsonl: a file of a run of agentgrpo: give"),
-        ("", ("--tokenizer", "x"), "--tokenizer: only another program's rollouts read it"),
+        ("run.json", "{run}: no run.json, which a run's folder (out_dir) has"),
+        ("metrics.jsonl", "metrics.jsonl: no such file"),
     ],
 )
 def test_what_is_missing_of_a_run_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str, arguments: tuple[str], why: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str, why: str
 ) -> None:
     write_run(tmp_path)
     for name in gone.split():
         (tmp_path / name).unlink()
-    assert verify.main([str(tmp_path), *arguments]) == 2
+    assert verify.main([str(tmp_path)]) == 2
     assert why.format(run=tmp_path) in capsys.readouterr().err
 
 
@@ -412,5 +415,4 @@ def test_a_folder_of_no_run_is_said_to_be_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert verify.main([str(tmp_path)]) == 2
-    said = f"error: {tmp_path}: no rollouts that are known here: expected run.json (agentgrpo), "
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: no run.json, which a run's")

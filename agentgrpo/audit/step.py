@@ -2,61 +2,55 @@
 
 For any loop that has a Hugging Face model, the sampled ids and what the sampler said of them:
 
-    auditor = Auditor(model, tokenizer, temperature=0.7)
+    auditor = Auditor(model, temperature=0.7)
     ...                                                # sample
     audit = auditor.step(prompt_ids, completion_ids, logprobs)   # before the update
     if not audit.ok:
         raise RuntimeError(str(audit))
 
-The model scores the same tokens again. Where the two differ, everything that could be the cause is
-tried out, and a cause is named only if it explains what the sampler said significantly better than
-the model as it is: a paired test over the tokens, in which noise common to both takes no part. So
-weights that are one update old are found though the update moved them less than bfloat16 rounds.
+The model scores the same tokens again, so do the weights of earlier updates. These are named if
+they explain what the sampler said significantly better: a paired test over the tokens, in which
+rounding, common to both, takes no part. So weights that are one update old are found though the
+update moved them less than bfloat16 rounds.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import accumulate, repeat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
-from agentgrpo.audit.fit import WORST, Processing
-from agentgrpo.audit.score import (
-    Row,
-    Scores,
-    Snapshot,
-    dtype_of,
-    in_float32,
-    rows_of,
-    sampled,
-    score,
-    scoring,
-)
 from agentgrpo.engine.agreement import outliers_of, widest_gap
 from agentgrpo.proof.tokens import LOGP_TOLERANCE
 
-ROUNDED = 512
-"""Sampled tokens, in whole sequences, from which is seen what rounding does."""
+CHUNK = 512
+"""Tokens whose logits are made float32 at a time."""
+FIT_TOKENS = 128
+"""Tokens of a step at which a temperature is fitted."""
+WORST = 10.0
+"""Nats at which a gap counts no more, so that one impossible token does not decide."""
 SIGNIFICANT = 5.0
 """Standard errors over the tokens by which a cause must be better."""
-MOST = 0.95
-"""Share of the tokens that a cause must explain; a rounded logit may be across a filter's edge."""
-ENOUGH = 32
-"""Sampled tokens from which on more is named than weights and what no model is asked for."""
-QUIET = 1e-4
-"""Nats of mean gap below which sampling settings are not looked for."""
 EXACT = 1e-3
 """Nats between two implementations in float32."""
 THRESHOLDS = {torch.float32: EXACT, torch.float64: EXACT}
-"""Widest gap in nats that passes, by the model's dtype; as engine.agreement_threshold."""
+"""Widest gap in nats that passes, by the dtype of the passes; as engine.agreement_threshold."""
 HALF = 1.0
 """The same in bfloat16 and float16."""
+BASE = "the model without its adapter"
+
+Snapshot = Mapping[str, Tensor]
+"""Weights by name, as named_parameters() has them; those that are not there are the model's own."""
+Ids = Sequence[Sequence[int]]
+Logprobs = Sequence[Sequence[float | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +69,19 @@ class Finding:
 class Audit:
     """What was found at one step."""
 
-    num_tokens: int
+    num_tokens: int = 0
     """Sampled tokens that were scored again."""
-    num_nan: int
+    num_nan: int = 0
     """Sampled tokens left out, because the sampler's log-probability is nan: TRL leaves them out
     too."""
-    max_gap: float
+    max_gap: float = math.nan
     """Largest |sampler - model| in nats."""
-    mean_gap: float
-    kl: float
+    mean_gap: float = math.nan
+    kl: float = math.nan
     """Estimate of KL(sampler || model) in nats a token, mean of exp(d) - 1 - d with d the model's
     log-probability minus the sampler's (Schulman's k3)."""
     findings: list[Finding] = field(default_factory=list)
     """The likeliest first; none: both sides agree."""
-    noise: str = ""
-    """What the gap is, where it is no fault."""
 
     @property
     def ok(self) -> bool:
@@ -115,9 +107,8 @@ class Audit:
         gap = f"{self.num_tokens} sampled tokens, gap mean {self.mean_gap:.3g}"
         gap += f" and max {self.max_gap:.3g} nats, KL {self.kl:.3g}"
         gap += f", {self.num_nan} tokens left out whose log-probability is nan" * (self.num_nan > 0)
-        if self.ok:
-            return f"sampler and model agree: {gap}{self.noise and '; ' + self.noise}"
-        return "\n".join([f"sampler and model disagree: {gap}", *map(str, self.findings)])
+        said = "agree" if self.ok else "disagree"
+        return "\n".join([f"sampler and model {said}: {gap}", *map(str, self.findings)])
 
 
 class Auditor:
@@ -125,43 +116,36 @@ class Auditor:
 
     Args:
         model: a Hugging Face causal model, PEFT's too, which may be in train mode.
-        tokenizer: of the model; None: what only it can tell is not looked at.
         temperature: at which the trainer computes its log-probabilities.
         history: how many earlier weights are kept on the host, those that are trained only.
         initial: keep the initial weights too.
-        hints: sampling settings that somebody may have left on, beside the model's own
-            generation_config.
         threshold: see audit_step().
-        max_tokens: sampled tokens that are scored at a step; more see less than noise.
+        max_tokens: sampled tokens that are scored at a step; more see a smaller update.
     """
 
     def __init__(
         self,
         model: Any,
-        tokenizer: Any = None,
         *,
         temperature: float = 1.0,
         history: int = 1,
         initial: bool = True,
-        hints: Sequence[Processing] = (),
         threshold: float | None = None,
         max_tokens: int = 4096,
     ) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._history = model, history
         self._options: dict[str, Any] = {
-            "temperature": temperature, "hints": hints, "threshold": threshold,
-            "max_tokens": max_tokens,
+            "temperature": temperature, "threshold": threshold, "max_tokens": max_tokens,
         }  # fmt: skip
-        self._history = history
         self._initial = snapshot(model) if initial else None
         self._earlier: list[Snapshot] = []
 
     def step(
         self,
-        prompt_ids: Sequence[Sequence[int]],
-        completion_ids: Sequence[Sequence[int]],
-        logprobs: Sequence[Sequence[float | None]],
-        env_mask: Sequence[Sequence[int]] | None = None,
+        prompt_ids: Ids,
+        completion_ids: Ids,
+        logprobs: Logprobs,
+        env_mask: Ids | None = None,
     ) -> Audit:
         """Audit what the current weights are said to have sampled; call it before the update.
 
@@ -173,7 +157,7 @@ class Auditor:
         if self._initial is not None:
             weights["the start"] = self._initial
         audit = audit_step(
-            self._model, self._tokenizer, prompt_ids, completion_ids, logprobs, env_mask=env_mask,
+            self._model, prompt_ids, completion_ids, logprobs, env_mask=env_mask,
             weights=weights, **self._options,
         )  # fmt: skip
         if self._history:
@@ -192,15 +176,13 @@ def snapshot(model: Any) -> Snapshot:
 
 def audit_step(
     model: Any,
-    tokenizer: Any,
-    prompt_ids: Sequence[Sequence[int]],
-    completion_ids: Sequence[Sequence[int]],
-    logprobs: Sequence[Sequence[float | None]],
+    prompt_ids: Ids,
+    completion_ids: Ids,
+    logprobs: Logprobs,
     *,
-    env_mask: Sequence[Sequence[int]] | None = None,
+    env_mask: Ids | None = None,
     temperature: float = 1.0,
     weights: Mapping[str, Snapshot] | None = None,
-    hints: Sequence[Processing] = (),
     threshold: float | None = None,
     max_tokens: int = 4096,
 ) -> Audit:
@@ -208,121 +190,64 @@ def audit_step(
 
     Args:
         model: a Hugging Face causal model with the weights that are trained next; PEFT's too.
-        tokenizer: of the model; None: what only it can tell is not looked at.
-        prompt_ids: one list of ids per sequence.
-        completion_ids: what followed each prompt, tokens of the world's too.
+        prompt_ids: one list of ids per sequence, none of them empty.
+        completion_ids: what followed each prompt, tokens of the environment's too.
         logprobs: the sampler's log-probability in nats of each of the completion's tokens.
-        env_mask: 1 where the policy sampled, 0 where the world spoke; None: all is sampled.
+        env_mask: 1 where the policy sampled, 0 where the environment spoke; None: all is sampled.
         temperature: at which the trainer computes its log-probabilities.
         weights: other weights that the sampler may have had, by when that was ("the start").
-        hints: sampling settings that may have been left on.
         threshold: widest gap in nats that passes but for outliers; None: by the dtype of the
-            model's passes, which is autocast's where that is on.
+            model's passes, which is autocast's where that is on: 0.001 in float32, else 1.
         max_tokens: sampled tokens that are scored; whole sequences, from the first on.
 
     Raises:
-        ValueError: nothing was sampled that a model can score, or the lists are not of the same
+        ValueError: nothing was sampled, a prompt is empty, or the lists are not of the same
             sequences.
     """
-    findings = list(_token_findings(model, prompt_ids, completion_ids, logprobs, env_mask))
+    masks = [[1] * len(ids) for ids in completion_ids] if env_mask is None else env_mask
+    _require_fitting(prompt_ids, completion_ids, logprobs, masks)
+    findings = list(_impossible(model, prompt_ids, completion_ids, logprobs, masks))
     if findings:
-        return Audit(0, 0, math.nan, math.nan, math.nan, findings)
-    rows = rows_of(model, prompt_ids, completion_ids, logprobs, env_mask, max_tokens)
-    if not rows:
-        raise ValueError(
-            "nothing was sampled that the model can score: expected a token of the policy, "
-            "with a log-probability and with a prompt or another token before it"
-        )
-    claimed = Processing(temperature)
-    with scoring(model):
-        own = score(model, rows, claimed)
-        others = _by_other_weights(model, rows, claimed, weights or {})
-        dtype = dtype_of(model, rows[0].ids.device.type)
-        within = _within(own, dtype, threshold)
-        noise = cache(lambda: max(EXACT, 3 * _rounding(model, rows, claimed, own, dtype)))
-        findings, closest = _causes(own, others, claimed, [*hints, *_written_down(model)], noise)
-        if not findings and (some := _apart(rows, own)):
-            part, hinted = score(model, some, claimed), [*hints, *_written_down(model)]
-            # chosen by their gap: of rounding alone other weights leave a smaller one too
-            most = 0.1 * float(part.wide.mean())
-            scored = _by_other_weights(model, some, claimed, weights or {})
-            fitting = {n: each for n, each in scored.items() if float(each.wide.mean()) < most}
-            found, closer = _causes(part, fitting, claimed, hinted, noise)
-            told = f"of {len(rows)} sequences {len(rows) - len(some)} agree; of the others: "
-            findings = [replace(each, says=told + each.says) for each in found]
-            closest = closest or closer
-        excuse = "" if findings or closest else _noise(own, noise)
-        if not findings and (closest or not (within or (excuse and threshold is None))):
-            if len(own.gaps_N) >= ENOUGH:
-                findings = [*_shifts(own), *_rows_apart(own, noise(), tokenizer, completion_ids)]
-            findings = findings[:1] or [_unknown(own, others, closest)]
-    gaps, nan = own.gaps_N, _nan_among(logprobs, env_mask)
-    kl = float((gaps.neg().clamp(max=30).exp() - 1 + gaps).mean())
-    widest, mean = float(gaps.abs().max()), float(gaps.abs().mean())
-    return Audit(len(gaps), nan, widest, mean, kl, findings, excuse)
-
-
-def _apart(rows: Sequence[Row], own: Scores) -> list[Row]:
-    """The sequences that disagree where others agree as in float32, as of one sampler of two."""
-    parts: tuple[list[Row], list[Row]] = [], []
-    sizes = [0, 0]
-    for row, gaps_C in zip(rows, own.by_row, strict=True):
-        gaps_N = sampled([gaps_C]).abs()
-        apart = int(bool((gaps_N > EXACT).any()))
-        parts[apart].append(row)
-        sizes[apart] += len(gaps_N)
-    return parts[1] if min(sizes) >= ENOUGH else []
-
-
-def _within(own: Scores, dtype: torch.dtype, threshold: float | None) -> bool:
-    """Whether the gaps are as small as a dtype's are where nothing is wrong."""
+        return Audit(findings=findings)
+    rows, num_nan = _rows(model, prompt_ids, completion_ids, logprobs, masks, max_tokens)
+    with _scoring(model):
+        own = _score(model, rows, temperature)
+        others = {
+            f"the weights of {when}": _score(model, rows, temperature, state)
+            for when, state in (weights or {}).items()
+        }
+        if hasattr(model, "disable_adapter"):
+            with model.disable_adapter():
+                others[BASE] = _score(model, rows, temperature)
+        dtype = _dtype_of(model, rows[0].ids.device.type)
     limit = THRESHOLDS.get(dtype, HALF) if threshold is None else threshold
     outliers = outliers_of(str(dtype).removeprefix("torch."))
-    return bool(widest_gap([own.gaps_N.numpy(force=True)], outliers) <= limit)
+    gaps_N = own.gaps_N
+    findings = list(_causes(own, others, temperature))
+    if not findings and not widest_gap([gaps_N.numpy(force=True)], outliers) <= limit:
+        findings = [_unknown(own, others)]
+    kl = float((gaps_N.neg().clamp(max=30).exp() - 1 + gaps_N).mean())
+    widest, mean = float(gaps_N.abs().max()), float(gaps_N.abs().mean())
+    return Audit(len(gaps_N), num_nan, widest, mean, kl, findings)
 
 
-def _nan_among(
-    logprobs: Sequence[Sequence[float | None]], env_mask: Sequence[Sequence[int]] | None
-) -> int:
-    return sum(
-        bool(own) and x is not None and math.isnan(x)
-        for index, of in enumerate(logprobs)
-        for own, x in zip(env_mask[index] if env_mask else repeat(1), of, strict=False)
-    )
+# --- what needs no model ---
 
 
-BASE = "the model without its adapter"
-
-
-def _by_other_weights(
-    model: Any, rows: Sequence[Row], claimed: Processing, weights: Mapping[str, Snapshot]
-) -> dict[str, Scores]:
-    others = {
-        f"the weights of {when}": score(model, rows, claimed, state)
-        for when, state in weights.items()
-    }
-    if hasattr(model, "disable_adapter"):
-        with model.disable_adapter():
-            others[BASE] = score(model, rows, claimed)
-    return others
-
-
-def _token_findings(
-    model: Any,
-    prompt_ids: Sequence[Sequence[int]],
-    completion_ids: Sequence[Sequence[int]],
-    logprobs: Sequence[Sequence[float | None]],
-    env_mask: Sequence[Sequence[int]] | None,
-) -> Iterator[Finding]:
-    """What is wrong before any model is asked."""
-    lists = [prompt_ids, completion_ids, logprobs, *([] if env_mask is None else [env_mask])]
-    if len({len(each) for each in lists}) != 1 or not any(map(len, completion_ids)):
-        sizes = ", ".join(str(len(each)) for each in lists)
+def _require_fitting(prompts: Ids, completions: Ids, logprobs: Logprobs, masks: Ids) -> None:
+    sizes = [len(each) for each in (prompts, completions, logprobs, masks)]
+    if len(set(sizes)) != 1 or not any(map(len, completions)) or not all(map(len, prompts)):
         raise ValueError(
-            "prompt_ids, completion_ids, logprobs and env_mask must be of the same sequences, at "
-            f"least one of which has a completion; got {sizes} of them"
+            "prompt_ids, completion_ids, logprobs and env_mask must be of the same sequences, with "
+            "a token in each prompt and in at least one completion; got "
+            f"{', '.join(map(str, sizes))} of them"
         )
-    pairs = list(zip(completion_ids, logprobs, strict=True))
+
+
+def _impossible(
+    model: Any, prompts: Ids, completions: Ids, logprobs: Logprobs, masks: Ids
+) -> Iterator[Finding]:
+    pairs = list(zip(completions, logprobs, strict=True))
     odd = [(len(ids), len(said)) for ids, said in pairs if len(ids) != len(said)]
     if odd:
         yield Finding(
@@ -331,22 +256,22 @@ def _token_findings(
             f"than the sampler has log-probabilities ({odd[0][0]} and {odd[0][1]}): they are not "
             "the ids that it sampled",
         )
+        return
     size = model.get_input_embeddings().num_embeddings
-    ids = [i for each in (*prompt_ids, *completion_ids) for i in each]
+    ids = [*chain(*prompts, *completions)]
     if max(ids) >= size or min(ids) < 0:
         yield Finding(
             "tokenizer",
             f"another tokenizer: ids from {min(ids)} to {max(ids)}, but the model has {size}",
         )
-    if odd:
-        return
-    masks = [[1] * len(ids) for ids in completion_ids] if env_mask is None else env_mask
     said = [x for (_, of), mask in zip(pairs, masks, strict=True)
             for x, own in zip(of, mask, strict=True) if own]  # fmt: skip
+    if not said:
+        raise ValueError("env_mask: nothing was sampled by the policy, so nothing can be audited")
     missing = sum(x is None for x in said)
     above = [x for x in said if x is not None and x > LOGP_TOLERANCE]
     never = sum(x == -math.inf for x in said)
-    if missing or above or never or not said:
+    if missing or above or never:
         yield Finding(
             "logprobs",
             f"log-probabilities that cannot be: of {len(said)} sampled tokens {missing} have none, "
@@ -357,206 +282,216 @@ def _token_findings(
         yield Finding("logprobs", f"all {len(said)} log-probabilities are 0: nobody computed them")
 
 
-def _evidence(worse_N: Tensor, better_N: Tensor) -> float:
-    """Standard errors by which |better| is smaller than |worse|, token by token."""
-    gain_N = worse_N.abs().clamp(max=WORST) - better_N.abs().clamp(max=WORST)
-    mean, spread = float(gain_N.mean()), float(gain_N.std()) if len(gain_N) > 1 else 0.0
-    if mean <= 0:
-        return 0.0
-    return mean / (spread / math.sqrt(len(gain_N))) if spread else math.inf
+# --- what the model says ---
 
 
-def _left(gaps_N: Tensor) -> float:
-    """Mean gap in nats of most tokens."""
-    wide_N = gaps_N.abs().clamp(max=WORST).sort().values
-    return float(wide_N[: math.ceil(MOST * len(wide_N))].mean())
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A prompt with what followed it."""
+
+    ids: Tensor
+    first: int
+    """Place of the first token behind the prompt."""
+    said: Tensor
+    """[C] of each token behind the prompt, in nats; nan where nothing was sampled."""
 
 
-def _off_centre(gaps_N: Tensor) -> bool:
-    """Whether one side says significantly more, as filters make it: noise does not."""
-    gaps_N = gaps_N.clamp(-WORST, WORST)
-    error = float(gaps_N.std()) / math.sqrt(len(gaps_N)) if len(gaps_N) > 1 else math.inf
-    return abs(float(gaps_N.mean())) > SIGNIFICANT * error
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """What one set of weights makes of the sampled tokens.
 
-
-def _causes(
-    own: Scores,
-    others: Mapping[str, Scores],
-    claimed: Processing,
-    hints: Sequence[Processing],
-    noise: Callable[[], float],
-) -> tuple[list[Finding], str]:
-    """Other weights, other sampling settings, or both, if they explain what the sampler said.
-
-    What they leave must be noise. Else nothing is found, and the second says which other weights
-    are significantly better all the same.
+    `gaps_by_row` are [C] each, sampler - model in nats, nan where nothing was sampled.
     """
 
-    def whole(left: float) -> bool:
-        return left <= EXACT or left <= noise()
+    rows: Sequence[_Row]
+    gaps_by_row: list[Tensor]
+    logits_FV: Tensor
+    """Of some of the sampled tokens, from the first on."""
 
-    better = {n: s for n, s in others.items() if _evidence(own.gaps_N, s.gaps_N) >= SIGNIFICANT}
-    name = min(better, key=lambda n: float(better[n].wide.mean()), default="")
-    single, how = (better[name] if name else own), claimed
-    least = float(single.wide[single.chosen_N].mean())
-    sought = name or _off_centre(own.gaps_N) or not whole(float(own.wide.mean()))
-    if sought and least > QUIET and len(own.gaps_N) >= ENOUGH:
-        settings = []
-        for number, (label, scores) in enumerate({"": own, **others}.items()):
-            held = scores.distributions()
-            best = held.explained(claimed, hints)[0]
-            settings.append((float(held.gaps(best).mean()), number, label, best, held.gaps(best)))
-        loss, _, label, best, gaps = min(settings, key=lambda each: each[:2])
-        alone = settings[0]
-        if alone[0] <= 1.2 * loss + QUIET:  # other weights must be worth their while
-            loss, _, label, best, gaps = alone
-        sure = _evidence(single.gaps_N[single.chosen_N], gaps) >= SIGNIFICANT
-        if sure and loss < 0.8 * least and whole(_left(gaps)):
-            name, how = label, best
-    if name and how == claimed and not whole(left := _left(others[name].gaps_N)):
-        return [], f"{name}, which leave a gap of {left:.2g} nats in the mean"
-    findings = []
+    @property
+    def gaps_N(self) -> Tensor:
+        return _sampled(self.gaps_by_row)
+
+    @property
+    def mean(self) -> float:
+        return float(self.gaps_N.abs().clamp(max=WORST).mean())
+
+    def shifted(self, by: int) -> Tensor:
+        """The gaps if what the sampler said were of the token `by` places later."""
+        moved = []
+        for row, gaps in zip(self.rows, self.gaps_by_row, strict=True):
+            logp = row.said - gaps
+            pair = (row.said[:-by], logp[by:]) if by > 0 else (row.said[-by:], logp[:by])
+            moved.append(pair[0] - pair[1])
+        return _sampled(moved)
+
+    def gaps_at(self, temperature: float) -> Tensor:
+        """[F]: |sampler - model| at a temperature of the model's."""
+        own = [~row.said.isnan() for row in self.rows]
+        ids = torch.cat([r.ids[r.first :][mask] for r, mask in zip(self.rows, own, strict=True)])
+        said = torch.cat([r.said[mask] for r, mask in zip(self.rows, own, strict=True)])
+        size = len(self.logits_FV)
+        logp_FV = torch.log_softmax(self.logits_FV / temperature, -1)
+        return (said[:size] - logp_FV.gather(1, ids[:size, None])[:, 0]).abs().clamp(max=WORST)
+
+    def best_temperature(self) -> float:
+        """That fits what the sampler said, between 1/16 and 16, to a thousandth."""
+        best = 0.0
+        for width in (4.0, 0.25, 0.025, 0.0025):  # in octaves
+            tried = [best + width * k / 16 for k in range(-16, 17)]
+            best = min(tried, key=lambda octave: float(self.gaps_at(math.exp2(octave)).mean()))
+        return math.exp2(best)
+
+
+def _sampled(gaps: Sequence[Tensor]) -> Tensor:
+    every = torch.cat(list(gaps))
+    return every[~every.isnan()]
+
+
+def _rows(
+    model: Any, prompts: Ids, completions: Ids, logprobs: Logprobs, masks: Ids, max_tokens: int
+) -> tuple[list[_Row], int]:
+    """Whole sequences with about max_tokens sampled tokens, and how many tokens are nan."""
+    device = model.get_input_embeddings().weight.device
+    rows: list[_Row] = []
+    count = num_nan = 0
+    for prompt, ids, said, mask in zip(prompts, completions, logprobs, masks, strict=True):
+        own = torch.tensor(list(mask), dtype=torch.bool, device=device)
+        numbers = torch.tensor(list(said), device=device)
+        values = torch.where(own, numbers, math.nan)
+        num_nan += int((own & numbers.isnan()).sum())
+        if count < max_tokens and not values.isnan().all():
+            every = torch.tensor([*prompt, *ids], device=device)
+            rows.append(_Row(every, len(prompt), values))
+            count += int((~values.isnan()).sum())
+    if not rows:
+        raise ValueError(f"all {num_nan} log-probabilities of the sampler's are nan")
+    return rows, num_nan
+
+
+@contextmanager
+def _scoring(model: Any) -> Iterator[None]:
+    """Without gradients and dropout."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _score(
+    model: Any, rows: Sequence[_Row], temperature: float, state: Snapshot | None = None
+) -> _Scores:
+    """Score the rows with the model's weights, or with those of `state` in their place."""
+    device = rows[0].ids.device
+    place = {name: weight.to(device) for name, weight in (state or {}).items()}
+    gaps, kept, wanted = [], [], FIT_TOKENS
+    for row in rows:
+        logits_CV = _logits(model, place, row)
+        scores = [torch.log_softmax(p.float() / temperature, -1) for p in logits_CV.split(CHUNK)]
+        targets_C = row.ids[row.first :, None].split(CHUNK)
+        logp = [s.gather(1, t)[:, 0] for s, t in zip(scores, targets_C, strict=True)]
+        gaps.append(row.said - torch.cat(logp))
+        kept.append(logits_CV[~row.said.isnan()][:wanted].float())
+        wanted -= len(kept[-1])
+    return _Scores(rows, gaps, torch.cat(kept))
+
+
+def _logits(model: Any, place: Mapping[str, Tensor], row: _Row) -> Tensor:
+    """[C, V] of the tokens behind the prompt."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    given: dict[str, Any] = {"input_ids": row.ids[None], "use_cache": False}
+    num = len(row.ids) - row.first
+    if "logits_to_keep" in inspect.signature(base.forward).parameters:
+        given["logits_to_keep"] = num + 1
+    out = functional_call(model, dict(place), (), given) if place else model(**given)
+    logits: Tensor = out.logits[0, -num - 1 : -1]
+    return logits
+
+
+def _dtype_of(model: Any, device: str) -> torch.dtype:
+    """In which the model's passes are: of its weights, unless autocast is on."""
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    dtype: torch.dtype = next(model.parameters()).dtype
+    return dtype
+
+
+# --- what explains the gap ---
+
+
+def _causes(own: _Scores, others: Mapping[str, _Scores], temperature: float) -> Iterator[Finding]:
+    better = {n: s for n, s in others.items() if _is_better(s.gaps_N, own.gaps_N)}
+    name = min(better, key=lambda n: better[n].mean, default="")
     if name:
-        findings.append(_of_weights(name, own, others))
-    if how != claimed:
-        findings.append(_of_settings(how, claimed))
-    return findings, ""
+        yield _of_weights(name, own, others)
+    best = better[name] if name else own
+    if best.mean <= EXACT:
+        return
+    if by := next((by for by in (1, -1) if _is_shifted(best, by)), 0):
+        yield Finding(
+            "shift",
+            "log-probabilities one place off: they are listed one token "
+            f"{'earlier' if by > 0 else 'later'} than the tokens that they are of",
+        )
+        return
+    fits = best.best_temperature()
+    now_F, then_F = best.gaps_at(temperature), best.gaps_at(fits)
+    if float(then_F.mean()) < 0.5 * float(now_F.mean()) and _is_better(then_F, now_F):
+        raw = "; or it reports them before the temperature (vLLM: logprobs_mode=processed_logprobs)"
+        yield Finding(
+            "temperature",
+            f"wrong temperature: what the sampler said fits temperature {fits:.3g}, the trainer "
+            f"computes {temperature:.3g}{raw if math.isclose(fits, 1.0, abs_tol=0.02) else ''}",
+        )
+    elif not name and len(own.gaps_N) > 1 and bool((own.gaps_N > -EXACT).all()):
+        yield Finding(
+            "filter",
+            "a filter left on: the sampler's log-probabilities are higher and never lower, as "
+            "top_k, top_p or min_p make them, also those of the model's generation_config.json, "
+            "which vLLM takes by itself. The trainer computes over the whole vocabulary",
+        )
 
 
-def _of_weights(name: str, own: Scores, others: Mapping[str, Scores]) -> Finding:
-    least, now = float(others[name].wide.mean()), float(own.wide.mean())
-    alike = [n for n, s in others.items() if float(s.wide.mean()) <= 1.05 * least + 1e-6]
+def _is_better(gaps_N: Tensor, than_N: Tensor) -> bool:
+    """Whether gaps are smaller by SIGNIFICANT standard errors, token by token."""
+    gain_N = than_N.abs().clamp(max=WORST) - gaps_N.abs().clamp(max=WORST)
+    error = float(gain_N.std()) / math.sqrt(len(gain_N)) if len(gain_N) > 1 else 0.0
+    return float(gain_N.mean()) > SIGNIFICANT * error
+
+
+def _is_shifted(scores: _Scores, by: int) -> bool:
+    gaps = scores.shifted(by)
+    now = scores.gaps_N.abs().median()
+    return len(gaps) > 2 and bool(gaps.abs().median() < 0.1 * now)
+
+
+def _of_weights(name: str, own: _Scores, others: Mapping[str, _Scores]) -> Finding:
+    least = others[name].mean
+    alike = [n for n, s in others.items() if s.mean <= 1.05 * least + 1e-6]
     if BASE in alike:
         return Finding(
             "adapter",
             f"LoRA not merged: what the sampler said is what {BASE} says (gap mean {least:.2g} "
-            f"nats), not what the model says with it ({now:.2g}): the adapter never reached it",
+            f"nats), not what the model says with it ({own.mean:.2g}): the adapter never reached "
+            "it",
         )
     return Finding(
         "stale_weights",
         f"stale weights: what the sampler said is what {' or '.join(alike)} say (gap mean "
-        f"{least:.2g} nats), not what the model says now ({now:.2g}): its weights were not updated",
+        f"{least:.2g} nats), not what the model says now ({own.mean:.2g}): its weights were not "
+        "updated",
     )
 
 
-def _of_settings(how: Processing, claimed: Processing) -> Finding:
-    if how.filters:
-        return Finding(
-            "filter",
-            f"a filter left on: what the sampler said fits {how}; the trainer computes {claimed}, "
-            "over the whole vocabulary. What a filter takes away makes the rest likelier",
-        )
-    raw = "; or it reports them before the temperature (vLLM: logprobs_mode=processed_logprobs)"
-    return Finding(
-        "temperature",
-        f"wrong temperature: what the sampler said fits {how}, the trainer computes {claimed}"
-        + (raw if math.isclose(how.temperature, 1.0, abs_tol=0.02) else ""),
-    )
-
-
-def _written_down(model: Any) -> Iterator[Processing]:
-    """The sampling settings that the model's generation config has, which vLLM takes by itself."""
-    config = getattr(model, "generation_config", None)
-    if config is not None:
-        yield Processing.written(config)
-
-
-def _rounding(
-    model: Any, rows: Sequence[Row], claimed: Processing, own: Scores, dtype: torch.dtype
-) -> float:
-    """Nats by which bfloat16 moves the model's own log-probabilities, in the mean of some rows."""
-    device = rows[0].ids.device.type
-    sizes = accumulate(int((~row.said.isnan()).sum()) for row in rows)
-    some = rows[: 1 + sum(size < ROUNDED for size in sizes)]
-    exact = rounded = own.gaps_of(len(some))
-    if dtype not in THRESHOLDS:
-        with in_float32(model, device):
-            exact = score(model, some, claimed).gaps_N
-    if dtype != torch.bfloat16:
-        with torch.autocast(device, torch.bfloat16):
-            rounded = score(model, some, claimed).gaps_N
-    return float((rounded - exact).abs().mean())
-
-
-def _noise(own: Scores, noise: Callable[[], float]) -> str:
-    """What the gap is if no cause explains it and it is not wider than bfloat16 makes it."""
-    gaps = own.gaps_N.numpy(force=True)
-    if widest_gap([gaps], 0.0) <= EXACT:
-        return ""
-    if not widest_gap([gaps], outliers_of("bfloat16")) <= HALF:
-        return ""
-    if own.gaps_N.abs().mean() > noise():
-        return ""
-    return (
-        f"the gap is bfloat16 noise: {float(own.gaps_N.mean()):+.1g} nats with its sign; rounding "
-        f"moves the model's own log-probabilities by {noise() / 3:.1g} in the mean"
-    )
-
-
-def _shifts(own: Scores) -> Iterator[Finding]:
-    for by, word in ((1, "earlier"), (-1, "later")):
-        gaps = own.shifted(by)
-        if len(gaps) > 2 and gaps.abs().median() < 0.1 * own.gaps_N.abs().median():
-            yield Finding(
-                "shift",
-                f"log-probabilities one place off: they are listed one token {word} than the "
-                "tokens that they are of",
-            )
-
-
-def _rows_apart(
-    own: Scores, noise: float, tokenizer: Any, completion_ids: Sequence[Sequence[int]]
-) -> Iterator[Finding]:
-    """Some sequences agree and others do not, or not behind some token."""
-    splits = [_split(gaps, noise) for gaps in own.by_row]
-    tails = [(row, at) for row, at in enumerate(splits) if at is not None and at > 0]
-    whole = splits.count(0)
-    if whole >= len(splits) - whole or not (whole or tails):
-        return
-    says = f"of {len(splits)} sequences "
-    if tails:
-        shown = ", ".join(f"{row} from token {at}" for row, at in tails[:8])
-        says += f"{len(tails)} agree up to a token and not from it on (sequence {shown}"
-        says += ", ...), " if len(tails) > 8 else "), "
-    says += f"{whole} disagree from the first token on, " if whole else ""
-    says += f"{len(splits) - len(tails) - whole} agree: other ids were sampled than these"
-    if tokenizer is not None and all(_canonical(tokenizer, ids) for ids in completion_ids):
-        says += ". All are what the tokenizer makes of their text: they may have been re-encoded"
-    yield Finding("tokens", says)
-
-
-def _split(gaps_C: Tensor, noise: float) -> int | None:
-    """The token of a sequence from which on it disagrees, by medians; None: it agrees."""
-    places = torch.nonzero(~gaps_C.isnan())[:, 0]
-    gaps_N = gaps_C[places].abs().double()
-    wide_N = gaps_N.clamp(noise, WORST).log()
-    size = len(wide_N)
-    before = torch.arange(1, size, device=wide_N.device)
-    head = wide_N.cumsum(0)[:-1] / before
-    tail = (wide_N.sum() - wide_N.cumsum(0)[:-1]) / (size - before)
-    spread = before * (size - before) * (tail - head).clamp(min=0).square()
-    if size > 1 and float(spread.max()) > 0:
-        at = int(before[spread.argmax()])
-        if gaps_N[:at].median() <= noise and gaps_N[at:].median() > 3 * noise:
-            return int(places[at])
-    return 0 if gaps_N.median() > noise else None
-
-
-def _canonical(tokenizer: Any, ids: Sequence[int]) -> bool:
-    """Whether the tokenizer makes just these ids of their text."""
-    text = tokenizer.decode(list(ids), skip_special_tokens=False)
-    return bool(tokenizer.encode(text, add_special_tokens=False) == list(ids))
-
-
-def _unknown(own: Scores, others: Mapping[str, Scores], closest: str) -> Finding:
-    few = len(own.gaps_N) < ENOUGH
-    tried = ["temperature, top-k, top-p and min-p", "a place off", "some sequences alone"]
+def _unknown(own: _Scores, others: Mapping[str, _Scores]) -> Finding:
     higher = float((own.gaps_N > 0).float().mean())
     return Finding(
         "unknown",
         f"no cause found: the sampler's are higher for {higher:.0%} of the tokens. Tried: "
-        f"{', '.join([*([] if few else tried), *others]) or 'nothing'}"
-        + (f" (the rest needs {ENOUGH} sampled tokens)" if few else "")
-        + (f". Closest: {closest}" if closest else "")
-        + ". Left: another prompt (a BOS token more or less), another model",
+        f"{', '.join(['temperature', 'a place off', *others])}. Left: another dtype (a sampler in "
+        "bfloat16 beside a model in float32: threshold=1.0), a filter with a temperature, another "
+        "prompt (a BOS token more or less), ids that were encoded again, another model",
     )

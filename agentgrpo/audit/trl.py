@@ -13,17 +13,12 @@ Written against TRL 1.16; run on one process, not under FSDP or DeepSpeed.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
 
-from agentgrpo.audit.fit import Processing
 from agentgrpo.audit.step import Audit, Auditor
-
-RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
 
 
 class AuditError(RuntimeError):
@@ -36,7 +31,7 @@ class AuditCallback(TrainerCallback):
     Args:
         trainer: a GRPOTrainer; the callback is added to it by add_callback().
         stop: raise AuditError before the update if something is wrong; else it is kept only.
-        **options: of Auditor: history, initial, hints, threshold, max_tokens.
+        **options: of Auditor: history, initial, threshold, max_tokens.
     """
 
     def __init__(self, trainer: Any, *, stop: bool = True, **options: Any) -> None:
@@ -51,9 +46,7 @@ class AuditCallback(TrainerCallback):
         """Take note of what the loss is computed of."""
         trainer = self._trainer
         self._seen.clear()
-        hints = [Processing.written(args), *self._options.get("hints", ())]
-        options = self._options | {"temperature": args.temperature, "hints": hints}
-        self._auditor = Auditor(trainer.model, trainer.processing_class, **options)
+        self._auditor = Auditor(trainer.model, temperature=args.temperature, **self._options)
         if self._compute_loss is not None:  # the training before was stopped, and did not end
             return
         original = self._compute_loss = trainer.compute_loss
@@ -117,36 +110,3 @@ def _lists(
             logprobs.append(batch["sampling_per_token_logps"][row][own].tolist())
             masks.append(tool_mask[row][own].tolist())
     return prompts, completions, logprobs, masks
-
-
-def recorded(rollout_func: RolloutFunc, path: Path | str) -> RolloutFunc:
-    """The same rollout_func, whose outputs are appended to a .jsonl file for `agentgrpo verify`.
-
-    Args:
-        rollout_func: as GRPOTrainer takes it.
-        path: one line for each call is added to it; what JSON does not hold becomes its text.
-    """
-
-    def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        output = rollout_func(prompts, trainer)
-        line = {"step": trainer.state.global_step, "prompt": prompts, **output}
-        with Path(path).open("a") as file:
-            file.write(json.dumps(line, default=_plain) + "\n")
-        return output
-
-    return rollouts
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def record_ids(
-    completion_ids: Sequence[Sequence[int]], log_extra: Callable[..., None], **_: Any
-) -> list[float | None]:
-    """A reward function that rewards nothing, and puts the ids into TRL's completions table.
-
-    Add it to `reward_funcs`: with log_completions the parquet then has a column completion_ids.
-    """
-    log_extra("completion_ids", [list(ids) for ids in completion_ids])
-    return [None] * len(completion_ids)

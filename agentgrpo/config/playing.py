@@ -442,6 +442,9 @@ class SandboxConfig(Section):
     """Whether the same arguments have the same answer without another call: within a rollout, or
     within the whole run. With rollout.deterministic, functions that ask the world need "run"."""
     host_budget: HostBudgetConfig = HostBudgetConfig()
+    all_cpus: NotNegativeNumber = 0.0
+    """Processors that all sessions together may keep busy, where a control group can bound it (0:
+    half of the machine's). The rest is the trainer's."""
     stateless: bool = False
     """Every code step starts from the beginning: no variables and no files of the step before."""
     allow_degraded: bool = False

@@ -14,7 +14,18 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Line(NamedTuple):
+    """A line of a file of records."""
+
+    row: dict[str, Any]
+    hash: str
+    sealed: bool
+    """It lies before the seal."""
+    number: int
+    """From 1."""
 
 
 class Chain:
@@ -38,8 +49,8 @@ class Chain:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], str, bool, int]]:
-        """Each line's row, its hash, whether it lies before the seal, and its number from 1."""
+    def __iter__(self) -> Iterator[Line]:
+        """Each line, in order."""
         before, size = _hash(b""), 0
         at_seal = {0: before}
         with self.path.open("rb") as file:
@@ -54,7 +65,7 @@ class Chain:
                 before, size = _hash(line), size + len(line)
                 if size == self._seal["bytes"]:
                     at_seal[size] = before
-                yield row, before, size <= self._seal["bytes"], number
+                yield Line(row, before, size <= self._seal["bytes"], number)
         if at_seal.get(self._seal["bytes"]) != self._seal["hash"]:
             self.faults.append(
                 f"{self.path.name}: its first {self._seal['bytes']} bytes do not end with the line "

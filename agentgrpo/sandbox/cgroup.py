@@ -14,7 +14,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,7 +188,7 @@ class ControlGroup:
             return int((self._directories["memory"] / self._layout.memory_peak).read_text()) >> 10
         return None
 
-    def set_limits(self, memory_bytes: int, processes: int) -> None:
+    def set_limits(self, memory_bytes: int, processes: int, cpus: float) -> None:
         """What all processes in it may use together."""
         memory, layout = self._directories["memory"], self._layout
         _write(memory / layout.memory_limit, memory_bytes)
@@ -197,21 +197,8 @@ class ControlGroup:
         with contextlib.suppress(FileNotFoundError):  # v1 counts what TCP buffers apart
             _write(memory / TCP_LIMIT, memory_bytes // 4)
         _write(self._directories["pids"] / "pids.max", processes)
-
-    def set_quota(self, cpus: float) -> None:
-        """How many processors they may keep busy together, where there is a group for that.
-
-        Raises:
-            OSError: the kernel refuses: v1 does where the groups above have less, which bounds it.
-        """
-        quota = int(min(cpus, os.cpu_count() or 1) * CPU_PERIOD_US)
-        if (own := self._directories.get("cpu")) is None:
-            return
-        if self._layout is V1:
-            _write(own / "cpu.cfs_period_us", CPU_PERIOD_US)
-            _write(own / "cpu.cfs_quota_us", quota)
-        else:
-            _write(own / "cpu.max", f"{quota} {CPU_PERIOD_US}")
+        if "cpu" in self._directories:
+            _set_quota(self._directories["cpu"], layout, cpus)
 
     def reset(self) -> None:
         """Make ready for the next session."""
@@ -231,36 +218,38 @@ class Cgroups:
         CgroupsUnavailable: this process may not make groups, with the reason.
     """
 
-    def __init__(self, memory_bytes: int, processes: int, cpus: float = 2.0) -> None:
-        self._limits, self._cpus = (memory_bytes, processes), cpus
+    def __init__(
+        self, memory_bytes: int, processes: int, cpus: float = 2.0, all_cpus: float | None = None
+    ) -> None:
+        self.all_cpus = (os.cpu_count() or 1) / 2 if all_cpus is None else all_cpus
+        self._limits = memory_bytes, processes, min(cpus, self.all_cpus)
         self._lock = threading.Lock()
         self._all: list[ControlGroup] = []
         self._used: list[ControlGroup] = []
+        self._parents: dict[str, Path] = {}
+        self.cpu_missing = ""
+        """What kept a bound of processors from being set: the file, and the kernel's reason."""
         mounted = _mounted()
         self.version = 1 if "memory" in mounted and "pids" in mounted else 2
-        wanted = ("memory", "pids") if self.version == 1 else ("",)
-        missing = [name for name in wanted if name not in mounted]
-        if missing:
+        self._layout = V1 if self.version == 1 else V2
+        if self.version == 2 and "" not in mounted:
             raise CgroupsUnavailable("no cgroup file system with memory and pids is mounted")
         if self.version == 2 and mounted[""].name == HOST_LEAF:  # an earlier pool moved us down
             mounted[""] = mounted[""].parent
         name = f"{owner_name(os.getpid())}.{id(self):x}"
-        self._parents = {key: mounted[key] / name for key in wanted}
-        self._cpu: Path | None = None
-        self.cpu_shared = False
-        self.cpu_missing = ""
-        """What kept a bound of processors from being set: the file, and the kernel's reason."""
         try:
-            for path in self._parents.values():
-                remove_stale(path.parent)
-                path.mkdir()
+            for key in ("memory", "pids") if self.version == 1 else ("",):
+                remove_stale(mounted[key])
+                (mounted[key] / name).mkdir()
+                self._parents[key] = mounted[key] / name
             if self.version == 2:
+                mounted["cpu"] = mounted[""]
                 refused = [_delegate(path) for path in (mounted[""], self._parents[""])]
                 self.cpu_missing = refused[0] or refused[1]
-            try:
-                self._share_cpu(mounted.get("cpu"), name)
-            except OSError as error:
-                self._without_cpu(error)
+            elif "cpu" not in mounted:
+                self.cpu_missing = "no cgroup file system with cpu is mounted"
+            if not self.cpu_missing:
+                self._bound_processors(mounted["cpu"] / name)
             self._used.append(self._make())
         except OSError as error:
             self.close()
@@ -269,63 +258,31 @@ class Cgroups:
             self.close()
             raise
 
-    def _share_cpu(self, hierarchy: Path | None, name: str) -> None:
-        """Let all sessions together weigh as much as one busy thread per processor, not more.
-
-        Where there is nothing that we may write, they have their niceness only (cpu_shared).
-
-        Raises:
-            OSError: we may not.
+    def _bound_processors(self, path: Path) -> None:
+        """A quota for all sessions together. Where there is none they have their niceness only, and
+        what bounds this process.
         """
-        processors = os.cpu_count() or 1
-        if self.version == 2:
-            weight = self._parents[""] / "cpu.weight"
-            if weight.exists():
-                _write(weight, min(10_000, 100 * processors))
-                self.cpu_shared = True
-        elif hierarchy is None:
-            self.cpu_missing = "no cgroup file system with cpu is mounted"
-        else:
-            remove_stale(hierarchy)
-            self._cpu = hierarchy / name
-            self._cpu.mkdir()
-            _write(self._cpu / "cpu.shares", min(1 << 18, 1024 * processors))
-            self.cpu_shared = True
-
-    def _without_cpu(self, error: OSError) -> None:
-        """Processors are only shared: bounds of memory and processes hold without."""
-        self.cpu_missing, self.cpu_shared = _told(error), False
-        if self._cpu is not None:
-            _remove_tree(self._cpu)
-            self._cpu = None
-
-    def adopt(self, pids: Iterable[int]) -> None:
-        """Let these processes and what they start share the sessions' part of the processors."""
-        if self._cpu is None:
-            return
         try:
-            for pid in pids:
-                _write(self._cpu / "cgroup.procs", pid)
+            if self.version == 1:
+                remove_stale(path.parent)
+                path.mkdir()
+            _set_quota(path, self._layout, self.all_cpus)
+            self._parents["cpu"] = path
         except OSError as error:
             self.cpu_missing = _told(error)
+            if self.version == 1:
+                _remove_tree(path)
 
     def _make(self) -> ControlGroup:
         name = str(len(self._all) + 1)
         directories = {key: path / name for key, path in self._parents.items()}
-        if self._cpu is not None:
-            directories["cpu"] = self._cpu / name
         for path in directories.values():
             path.mkdir(exist_ok=True)  # of one that could not be finished
         if self.version == 2:
-            kinds = ("memory", "pids", "cpu") if self.cpu_shared else ("memory", "pids")
-            directories = dict.fromkeys(kinds, directories[""])
-        group = ControlGroup(directories, V1 if self.version == 1 else V2)
+            directories |= dict.fromkeys(("memory", "pids"), directories.pop(""))
+        group = ControlGroup(directories, self._layout)
         self._all.append(group)
         group.set_limits(*self._limits)
-        try:
-            group.set_quota(self._cpus)
-        except OSError as error:
-            self.cpu_missing = _told(error)
         return group
 
     def take(self) -> ControlGroup:
@@ -342,19 +299,13 @@ class Cgroups:
         with self._lock:
             self._used.append(group)
 
-    def parents(self) -> list[Path]:
-        """The directories that its own are in."""
-        return [path.parent for path in (*self._parents.values(), self._cpu) if path is not None]
-
     def close(self) -> None:
         """Remove every group that no process is left in."""
         with self._lock:
             while self._all:
                 self._all.pop().close()
-            for path in getattr(self, "_parents", {}).values():
+            for path in self._parents.values():
                 _remove_tree(path)
-            if self._cpu is not None:
-                _remove_tree(self._cpu)
 
 
 def _delegate(group: Path) -> str:
@@ -391,6 +342,16 @@ def _move_down(group: Path) -> None:
     for pid in (group / "cgroup.procs").read_text().split():
         with contextlib.suppress(ProcessLookupError):  # it has ended
             _write(leaf / "cgroup.procs", pid)
+
+
+def _set_quota(group: Path, layout: Layout, cpus: float) -> None:
+    """How many processors a group may keep busy."""
+    quota = int(min(cpus, os.cpu_count() or 1) * CPU_PERIOD_US)
+    if layout is V1:
+        _write(group / "cpu.cfs_period_us", CPU_PERIOD_US)
+        _write(group / "cpu.cfs_quota_us", quota)
+    else:
+        _write(group / "cpu.max", f"{quota} {CPU_PERIOD_US}")
 
 
 def _write(path: Path, value: object) -> None:

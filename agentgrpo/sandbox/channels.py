@@ -6,8 +6,7 @@ import os
 import select
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGKILL, pidfd_send_signal
 from typing import Protocol, Self
@@ -335,24 +334,19 @@ class Ends:
         self.status.close()
 
 
-def await_ready(
-    status: socket.socket, num_fds: int, stuck: Callable[[], bool] = lambda: False
-) -> list[int]:
+def await_ready(status: socket.socket, num_fds: int) -> list[int]:
     """The pidfds of PID 1 and PID 2, or of one program, once init has started them.
 
     Args:
         status: our end.
         num_fds: how many there are to be.
-        stuck: asked every second; True if there is nothing to wait for.
 
     Raises:
         SetupFailed: at the step it names.
         NoReport: not a word came.
     """
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while not ready(status.fileno(), 1000):
-        if time.monotonic() > deadline or stuck():
-            raise NoReport("a new process did not report in time")
+    if not ready(status.fileno(), READY_TIMEOUT_S * 1e3):
+        raise NoReport("a new process did not report in time")
     try:
         message, fds, _, _ = socket.recv_fds(status, REPORT.size, num_fds)
     except OSError as error:

@@ -173,12 +173,10 @@ def tmpfs_options(limits: Limits, mib: int) -> str:
     return f"size={mib}m,nr_inodes={limits.inodes},mode=0700"
 
 
-def _private(options: Sequence[str]) -> list[str]:
-    """The directories that every session has its own of: home, tmp, shm."""
-    return [
-        _mount(dst=path, fstype="tmpfs", options=option, **WRITABLE, noexec=locked)
-        for path, option, locked in zip(PRIVATE, options, (False, False, True), strict=True)
-    ]
+def _private() -> list[str]:
+    """Where every session mounts a directory of its own: home, tmp, shm."""
+    room = "size=64k,nr_inodes=64"
+    return [_mount(dst=path, fstype="tmpfs", options=room, **WRITABLE) for path in PRIVATE]
 
 
 def has_own_ids() -> bool:
@@ -191,17 +189,14 @@ def has_own_ids() -> bool:
     return os.geteuid() == 0 and any(a <= FIRST_UID and end <= a + n for a, _, n in spans)
 
 
-def _identity(*, own_users: bool, uid: int | None) -> list[str]:
-    """Args:
-    own_users: in a user namespace.
-    uid: on the machine, of the jail's only user; None: it is a zygote's, which gives them out.
-    """
+def _identity(*, own_users: bool) -> list[str]:
+    """Who the zygote is, in a user namespace (own_users) or not."""
     if not own_users:
         return ["clone_newuser: false keep_caps: true"]
-    outside = "" if os.geteuid() != 0 else str(JAIL_ID if uid is None else uid)
+    outside = "" if os.geteuid() != 0 else str(JAIL_ID)
     maps = [f'inside_id: "{JAIL_ID}" outside_id: "{outside}" count: 1']
     caps = ""
-    if uid is None and has_own_ids():
+    if has_own_ids():
         maps.append(f'inside_id: "{FIRST_UID}" outside_id: "{FIRST_UID}" count: {NUM_UIDS}')
         caps = 'cap: "CAP_SETUID" cap: "CAP_SETGID"'
     both = " ".join(f"uidmap {{ {one} }} gidmap {{ {one} }}" for one in maps)
@@ -233,9 +228,7 @@ def _core_pattern() -> str:
     return Path("/proc/sys/kernel/core_pattern").read_text()
 
 
-def _proc(*, of_session: bool, own: bool) -> str:
-    if of_session:
-        return _mount(dst="/proc", fstype="proc", options="subset=pid", **READ_ONLY, noexec=True)
+def _proc(*, own: bool) -> str:
     if own:
         return _mount(dst="/proc", fstype="proc", **WRITABLE, noexec=True)
     return _mount(src="/proc", dst="/proc", is_bind=True, rw=True)
@@ -245,11 +238,9 @@ def jail_config(
     template: Template,
     binds: Sequence[Bind],
     *,
-    limits: Limits | None = None,
-    own_users: bool = True,
-    uid: int | None = None,
-    own_proc: bool = True,
-    bounded: bool = False,
+    own_users: bool,
+    own_proc: bool,
+    bounded: bool,
 ) -> str:
     """The nsjail configuration of a zygote: the machine as sessions will see it.
 
@@ -260,28 +251,20 @@ def jail_config(
     Args:
         template: what the sessions find.
         binds: the paths to show, see shown_paths().
-        limits: the jail is that of one session, which they bound (Rung.NSJAIL_ONCE); None: it is a
-            zygote's, which makes them.
         own_users: put the jail in a user namespace; without, the zygote is the machine's root.
-        uid: for a jail of one session and a root user: who its user is on the machine.
         own_proc: mount a /proc. Where the kernel refuses that (a container runtime has covered
             parts of its own), the zygote sees this machine's, covered parts and all, and sessions
             see an empty directory.
         bounded: memory is bounded only where it is mapped, see _system_mounts().
     """
-    private = ["size=64k,nr_inodes=64"] * 3
-    if limits is not None:
-        private = [tmpfs_options(limits, mib) for mib in limits.private_mib]
-    directory = "/" if limits is None else "/home/user"
     arguments = [*PYTHON_OPTIONS, f"{GUEST_DIR}/zygote.py"]
     arguments_text = " ".join(f"arg: {_text(argument)}" for argument in arguments)
     lines = [
-        'name: "agentgrpo-sandbox" mode: ONCE hostname: "sandbox" time_limit: 0 '
-        f'cwd: "{directory}"',
+        'name: "agentgrpo-sandbox" mode: ONCE hostname: "sandbox" time_limit: 0 cwd: "/"',
         "log_level: WARNING keep_env: false disable_no_new_privs: false",
         "clone_newnet: true clone_newns: true clone_newpid: true",
         "clone_newipc: true clone_newuts: true clone_newcgroup: true nice_level: 0",
-        *_identity(own_users=own_users, uid=uid),
+        *_identity(own_users=own_users),
         "rlimit_fsize_type: HARD rlimit_as_type: HARD rlimit_cpu_type: HARD",
         "rlimit_nproc_type: SOFT",
         _at_most("core", 1, MIB),
@@ -293,8 +276,8 @@ def jail_config(
         f"pass_fd: {HOST_FD}",
         *(f"envar: {_text(f'{key}={value}')}" for key, value in ENVIRONMENT.items()),
         *_system_mounts(binds, bounded=bounded),
-        *_private(private),
-        _proc(of_session=limits is not None, own=own_proc),
+        *_private(),
+        _proc(own=own_proc),
         *(_bind(bind) for bind in binds),
         f"exec_bin {{ path: {_text(template.interpreter)} {arguments_text} }}",
     ]

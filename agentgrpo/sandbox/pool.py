@@ -53,6 +53,7 @@ class SandboxPool(ProcessBound):
         allow_degraded: where none of them works, run code without namespaces (Rung.BARE), and say
             so in every result.
         nsjail: path of the nsjail binary; None looks for it.
+        all_cpus: processors that all sessions together may keep busy; None: half of the machine.
 
     Raises:
         SandboxUnavailable: this machine cannot isolate; nothing runs unprotected instead.
@@ -69,6 +70,7 @@ class SandboxPool(ProcessBound):
         rungs: Sequence[Rung] = LADDER,
         allow_degraded: bool = False,
         nsjail: str | None = None,
+        all_cpus: float | None = None,
     ) -> None:
         _require(rungs, max_live, min_idle, zygotes)
         self.template = template or Template()
@@ -80,6 +82,7 @@ class SandboxPool(ProcessBound):
             zygotes=zygotes,
             rungs=(*rungs, Rung.BARE) if allow_degraded else rungs,
             nsjail=nsjail,
+            all_cpus=all_cpus,
         )
         self.degraded = self._spawner.rung is Rung.BARE
         if self.degraded:

@@ -10,7 +10,6 @@ import errno
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from agentgrpo.sandbox.errors import (
     SandboxInfraError,
     SandboxNotFoundException,
 )
-from agentgrpo.sandbox.guest.wire import ORDER, REPORT, REPORT_EXIT, REPORT_READY
+from agentgrpo.sandbox.guest.wire import ORDER, REPORT, REPORT_EXIT
 
 MAX_ORDER = 128 << 10
 Listener = Callable[[str], object]
@@ -65,46 +64,6 @@ def send_order(
             socket.send_fds(control, [ORDER.pack(len(argv), len(env)) + text], list(fds))
         except OSError as error:
             raise SandboxNotFoundException(f"the session is over: {error}") from error
-
-
-class Orders:
-    """Signals to every process of a session but its init, through descriptors made beforehand: so
-    that what is stopped can be continued when there are no more to be had.
-
-    Raises:
-        OSError: no descriptors.
-    """
-
-    PATIENCE_S = 1.0
-
-    def __init__(self, session: Channels) -> None:
-        with contextlib.ExitStack() as made:
-            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._ours, self._theirs = (made.enter_context(end) for end in pair)
-            self._control = made.enter_context(socket.socket(fileno=os.dup(session.status)))
-            for end in (self._ours, self._control):
-                end.settimeout(self.PATIENCE_S)
-            self._open = made.pop_all()
-
-    def signal(self, number: int) -> bool:
-        """Send it; whether the init took the order."""
-        try:
-            socket.send_fds(self._control, [ORDER.pack(0, number)], [self._theirs.fileno()])
-        except OSError:  # the session is over
-            return False
-        return True
-
-    def signalled(self) -> bool:
-        """Wait until the init has done what it was told; whether it did."""
-        try:
-            kind, *_ = REPORT.unpack(self._ours.recv(REPORT.size))
-        except (OSError, struct.error):
-            return False
-        return bool(kind == REPORT_READY)
-
-    def close(self) -> None:
-        """Let go of the descriptors."""
-        self._open.close()
 
 
 def launch(

@@ -1,11 +1,9 @@
 """One session: a namespace of variables and files that untrusted code works in, step by step."""
 
-import contextlib
 import math
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -27,7 +25,6 @@ from agentgrpo.sandbox.outcome import (
     show_answer,
     show_output,
 )
-from agentgrpo.sandbox.program import Orders
 from agentgrpo.sandbox.result import CLOSED, StepError, StepResult, StepStatus
 from agentgrpo.sandbox.template import check_environment
 
@@ -411,27 +408,6 @@ class Session(ProcessBound):
         """For the watchdog: kill it for what its processes use; the next result says so."""
         self._over_memory = detail, kib
         self._channels.signal()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[bool]:
-        """For the watchdog: none of the session's processes runs or forks meanwhile.
-
-        Yields whether that is so: not if the session is over or has no process namespace.
-
-        Raises:
-            OSError: no descriptors; then nothing was stopped.
-        """
-        if self.degraded or not self._channels.borrow():
-            yield False
-            return
-        try:
-            with contextlib.closing(Orders(self._channels)) as orders:
-                try:
-                    yield orders.signal(signal.SIGSTOP) and orders.signalled()
-                finally:
-                    orders.signal(signal.SIGCONT)
-        finally:
-            self._channels.give_back()
 
     def expire(self) -> None:
         """For the pool: its time is over. A step that runs ends by itself, as it has no more."""

@@ -1,6 +1,6 @@
 """Where sessions come from: the strongest way of isolating that works here, proven before use.
 
-The ladder is zygote-userns, zygote-root, nsjail-once; where none works nothing runs. A rung counts
+The ladder is zygote-userns, zygote-root; where neither works nothing runs. A rung counts
 as working only when a session started on it is seen, from outside, to have the namespaces, the
 user, the missing capabilities and the filter that it should have.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, ControlGroup
-from agentgrpo.sandbox.channels import Channels, pid_of, process_tree
+from agentgrpo.sandbox.channels import Channels, pid_of
 from agentgrpo.sandbox.errors import (
     SandboxException,
     SandboxInfraError,
@@ -23,7 +23,6 @@ from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.remedies import OTHERWISE, masked_proc, remedy
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
-from agentgrpo.sandbox.sweeper import Sweeper
 from agentgrpo.sandbox.template import Template
 from agentgrpo.sandbox.zygote import LADDER, Rung, Zygote
 
@@ -90,29 +89,27 @@ class Spawner:
         zygotes: int = 2,
         rungs: Sequence[Rung] = LADDER,
         nsjail: str | None = None,
+        all_cpus: float | None = None,
     ) -> None:
         self._template, self._limits, self._nsjail = template, limits, nsjail
         self._lock = threading.Lock()
         self._zygotes: list[Zygote] = []
-        self._aside: list[Zygote] = []
         self._next = 0
         self._closed = False
         self.restarts = 0
         self.cgroups: Cgroups | None = None
         self.cgroups_missing = ""
         try:
-            self.cgroups = Cgroups(limits.memory_mib * MIB, limits.processes, limits.cpus)
+            self.cgroups = Cgroups(limits.memory_mib * MIB, limits.processes, limits.cpus, all_cpus)
         except CgroupsUnavailable as reason:
             self.cgroups_missing = str(reason)
-        self._sweeper = Sweeper(self.cgroups.parents() if self.cgroups is not None else ())
         self.failures: dict[Rung, str] = {}
         self.own_proc = True
         self.python_version = ""
         self.nsjail = ""
         try:
             self.rung = self._climb(rungs)
-            if self.rung is not Rung.NSJAIL_ONCE:
-                self._zygotes += [self._start() for _ in range(zygotes - len(self._zygotes))]
+            self._zygotes += [self._start() for _ in range(zygotes - len(self._zygotes))]
         except BaseException:
             self.close()
             raise
@@ -125,7 +122,7 @@ class Spawner:
             self.rung = rung
             if self._works():
                 return rung
-            if masked_proc() and rung in (Rung.ZYGOTE_USERNS, Rung.ZYGOTE_ROOT):
+            if masked_proc() and rung is not Rung.BARE:
                 self.own_proc = False  # the kernel lets nobody mount one; do without
                 if self._works():
                     return rung
@@ -160,8 +157,7 @@ class Spawner:
 
     def _prove(self) -> None:
         """Start one session on self.rung and look at it."""
-        if self.rung is not Rung.NSJAIL_ONCE:
-            self._zygotes.append(self._start())
+        self._zygotes.append(self._start())
         spawned = self.spawn()
         try:
             session = Session(spawned.channels, self._limits, on_close=spawned.release)
@@ -186,12 +182,6 @@ class Spawner:
             bound_address_space=self.cgroups is None,
             own_proc=self.own_proc,
         )
-        try:
-            if self.cgroups is not None:
-                self.cgroups.adopt(process_tree(zygote.pid))
-        except BaseException:
-            zygote.close()
-            raise
         self.python_version, self.nsjail = zygote.python_version, zygote.nsjail
         return zygote
 
@@ -227,13 +217,6 @@ class Spawner:
 
     def _spawn_in(self, group: ControlGroup | None) -> tuple[Channels, Callable[[], None]]:
         """A session's descriptors, and what to call when it is over."""
-        if self.rung is Rung.NSJAIL_ONCE:
-            jail = self._start()
-            try:
-                return jail.spawn(group)[0], jail.close
-            except BaseException:
-                jail.close()
-                raise
         zygote = self._pick()
         try:
             return zygote.spawn(group)
@@ -252,15 +235,15 @@ class Spawner:
             return self._zygotes[self._next]
 
     def _replace(self, dead: Zygote) -> Zygote:
-        """A new zygote instead of one that is dead or stopped; several threads may have met
-        the same. Sessions of a stopped one live on: it is put aside until it has ended.
+        """A new zygote instead of one that does not answer; several threads may have met the same.
+        Its sessions end with it.
         """
         with self._lock:
             if dead in self._zygotes:
                 fresh = self._start()
                 self._zygotes[self._zygotes.index(dead)] = fresh
                 self.restarts += 1
-                self._aside = [one for one in (*self._aside, dead) if not one.close_if_ended()]
+                dead.give_up()
                 return fresh
             return self._zygotes[self._next]
 
@@ -286,9 +269,9 @@ class Spawner:
     def _processors(self) -> str:
         groups = self.cgroups
         missing = f"; {groups.cpu_missing}" if groups is not None and groups.cpu_missing else ""
-        if groups is None or not groups.cpu_shared:
+        if groups is None or missing:
             return f"niceness{missing}"
-        return f"one group, {self._limits.cpus:g} for each session{missing}"
+        return f"{groups.all_cpus:g} for all sessions, {self._limits.cpus:g} for each"
 
     def _proc(self) -> str:
         if self.rung is Rung.BARE:
@@ -299,9 +282,8 @@ class Spawner:
         """End the zygotes, with them every session, and remove the control groups."""
         with self._lock:  # no thread is starting another
             self._closed = True
-            zygotes = (*self._zygotes, *self._aside)
+            zygotes = [*self._zygotes]
         for zygote in zygotes:
             zygote.close()
         if self.cgroups is not None:
             self.cgroups.close()
-        self._sweeper.close()

@@ -1,6 +1,7 @@
 """The host's handle on a zygote: start it in its jail, ask it for sessions, end it."""
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -13,12 +14,12 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from agentgrpo import _C
 from agentgrpo.sandbox import bare, policy
 from agentgrpo.sandbox.cgroup import ControlGroup, owner_name, stale_of
-from agentgrpo.sandbox.channels import Channels, Ends, await_ready, children_of, process_tree, ready
+from agentgrpo.sandbox.channels import Channels, Ends, await_ready, process_tree, ready
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.guest import wire
 from agentgrpo.sandbox.jail import (
@@ -42,8 +43,8 @@ from agentgrpo.sandbox.template import Template
 
 START_TIMEOUT_S = 60.0
 SPAWN_TIMEOUT_S = 10.0
-JAIL_END_S = 1.0
-"""How long an nsjail may take to end after its only session."""
+END_S = 2.0
+"""How long a zygote may take to end by itself."""
 STAGES = ("/mnt", "/media", "/srv", "/run", "/tmp")
 MIB = 1 << 20
 
@@ -55,18 +56,15 @@ class Rung(StrEnum):
     """Each session has all namespaces, a user namespace included, inside a common jail."""
     ZYGOTE_ROOT = "zygote-root"
     """The same without user namespaces: a user id per session instead. Needs root."""
-    NSJAIL_ONCE = "nsjail-once"
-    """Each session has an nsjail of its own; starting one takes tens of milliseconds."""
     BARE = "bare"
     """No namespaces: the system call filter (no sockets, no signals), Landlock, limits, and for
     root a user id per session. Only for ``allow_degraded=True``."""
 
 
-LADDER = (Rung.ZYGOTE_USERNS, Rung.ZYGOTE_ROOT, Rung.NSJAIL_ONCE)
+LADDER = (Rung.ZYGOTE_USERNS, Rung.ZYGOTE_ROOT)
 MODES = {
     Rung.ZYGOTE_USERNS: wire.MODE_USERNS,
     Rung.ZYGOTE_ROOT: wire.MODE_ROOT,
-    Rung.NSJAIL_ONCE: wire.MODE_IN_PLACE,
     Rung.BARE: wire.MODE_BARE,
 }
 _uids = itertools.count(secrets.randbelow(NUM_UIDS))  # of all zygotes, and not those of a neighbour
@@ -127,7 +125,6 @@ class Zygote:
         self.template, self.limits, self.rung, self.own_proc = template, limits, rung, own_proc
         self._bounded = bound_address_space
         self._numbers = itertools.count()
-        self._only_uid = self._next_uid()
         if rung is not Rung.BARE:  # it promises nothing of the kind
             require_no_dumps()
         self.nsjail = "" if rung is Rung.BARE else find_nsjail(nsjail)
@@ -135,12 +132,15 @@ class Zygote:
         self._scratch = tempfile.mkdtemp(prefix=f"{owner_name(os.getpid())}.")
         self._log = os.memfd_create("nsjail-log")
         self._host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.pid, self._process, self._closed, self._failed = 0, -1, False, ""
+        self.pid, self._process, self._lifeline = 0, -1, -1
+        self._closed, self._failed = False, ""
         try:
-            with guest:
-                self.pid = self._launch(guest.fileno())
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and was not to be reaped
-                self._process = os.pidfd_open(self.pid)
+            lifeline, self._lifeline = os.pipe()
+            with guest, open(lifeline, "rb") as lifeline_file:
+                self.pid = self._launch(guest.fileno(), lifeline)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and is not reaped
+                    self._process = os.pidfd_open(self.pid)
+                    _end_with(lifeline_file, self.pid)
             settings = _settings(template, limits, rung, bound_address_space)
             self.python_version = self._greet(settings | self._places())
             for pid in process_tree(self.pid):  # inherited by sessions, which may not lower it:
@@ -150,7 +150,7 @@ class Zygote:
             self.close()
             raise
 
-    def _launch(self, guest_fd: int) -> int:
+    def _launch(self, guest_fd: int, lifeline: int) -> int:
         """Start nsjail by posix_spawn: a fork of a trainer with gigabytes resident takes 100 ms."""
         binds = shown_paths(self.template, str(_C.__file__))
         config = os.path.join(self._scratch, "nsjail.cfg")
@@ -164,7 +164,7 @@ class Zygote:
             file.write(self._config(binds))
         with open(os.devnull, "r+b") as null:
             actions = [
-                (os.POSIX_SPAWN_DUP2, null.fileno(), 0),
+                (os.POSIX_SPAWN_DUP2, lifeline, 0),
                 (os.POSIX_SPAWN_DUP2, null.fileno(), 1),
                 (os.POSIX_SPAWN_DUP2, self._log, 2),
                 (os.POSIX_SPAWN_DUP2, guest_fd, HOST_FD),
@@ -178,9 +178,7 @@ class Zygote:
         return jail_config(
             self.template,
             binds,
-            limits=self.limits if self.rung is Rung.NSJAIL_ONCE else None,
-            own_users=self.rung in (Rung.ZYGOTE_USERNS, Rung.NSJAIL_ONCE),
-            uid=self._only_uid if self.rung is Rung.NSJAIL_ONCE else None,
+            own_users=self.rung is Rung.ZYGOTE_USERNS,
             own_proc=self.own_proc,
             bounded=self._bounded,
         )
@@ -250,8 +248,7 @@ class Zygote:
         Raises:
             SandboxInfraError: the zygote is gone, or a step of the setup failed.
         """
-        number = next(self._numbers)
-        uid = self._only_uid if self.rung is Rung.NSJAIL_ONCE else self._next_uid()
+        number, uid = next(self._numbers), self._next_uid()
         if self.rung is Rung.BARE:
             bare.make_home(self._scratch, number, uid)
         with Ends(uid if os.geteuid() == 0 else None) as ends:
@@ -265,7 +262,7 @@ class Zygote:
                         f"the zygote is gone ({error}): {self.log()}"
                     ) from error
             ends.close_theirs()
-            init, interpreter = await_ready(ends.status, 2, self.is_stopped)
+            init, interpreter = await_ready(ends.status, 2)
             return ends.detach(init, interpreter, self), partial(self._clear_up, number)
 
     def _next_uid(self) -> int:
@@ -280,20 +277,15 @@ class Zygote:
     def failure(self) -> str:
         """What of it has failed, so that its sessions ended; "" if nothing has (channels.Keeper).
 
-        Of a jail that holds one session (Rung.NSJAIL_ONCE) that is nsjail: it ends with the
-        session, and fails only if it is killed itself. Of a zygote: it does not answer. Its socket
-        is closed before the kernel kills its sessions, so that its end is known by then.
+        Its socket is closed before the kernel kills its sessions, so that its end is known by then.
         """
         if self._closed:
             return self._failed
-        if self.rung is Rung.NSJAIL_ONCE:
-            number = self._killed_by(JAIL_END_S)
-            return f"the session's nsjail was killed by signal {number}" if number else ""
-        return "" if self.answers() else f"the session's zygote ended or is stopped: {self.log()}"
+        return "" if self.answers() else f"the session's zygote ended or is stuck: {self.log()}"
 
     def answers(self) -> bool:
-        """Whether the zygote does what it is told. A stopped one does not."""
-        if self._closed or self._has_ended(0.0) or self.is_stopped():
+        """Whether the zygote does what it is told."""
+        if self._closed:
             return False
         read, write = os.pipe()
         try:
@@ -307,55 +299,32 @@ class Zygote:
         finally:
             os.close(read)
 
-    def is_stopped(self) -> bool:
-        """Whether somebody has stopped it, or its nsjail: it will not answer."""
-        if self._has_ended(0.0):
-            return False
-        jailed = [] if self.rung is Rung.BARE else children_of(self.pid)
-        for pid in (self.pid, *jailed):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", errors="replace") as stat:
-                if stat.read().rpartition(")")[2].split()[0] in "Tt":
-                    return True
-        return False
-
-    def _has_ended(self, patience_s: float) -> bool:
-        """Whether nsjail has ended, after waiting for that for a while."""
-        return self._process < 0 or ready(self._process, patience_s * 1e3)
-
-    def _killed_by(self, patience_s: float) -> int:
-        """The signal that ended nsjail; 0 if it runs, has exited, or somebody else has reaped it
-        (a trainer that ignores SIGCHLD).
-        """
-        if not self._has_ended(patience_s) or self._process < 0:
-            return 0
-        with contextlib.suppress(ChildProcessError):
-            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            ended = os.waitid(os.P_PIDFD, self._process, flags)
-            if ended is not None and ended.si_code != os.CLD_EXITED:
-                return ended.si_status
-        return 0
-
-    def close_if_ended(self) -> bool:
-        """Let go of one that has ended by itself: its sessions are told so as before. False if it
-        has not; a stopped one keeps its sessions alive.
-        """
-        if self.is_stopped() or not self._has_ended(JAIL_END_S):
-            return False
-        self._failed = self.failure()
+    def give_up(self) -> None:
+        """It does not answer: end it. Its sessions say so."""
+        self._failed = f"the session's zygote ended or was stuck: {self.log()}"
         self.close()
-        return True
 
     def close(self) -> None:
         """End the zygote and with it every session. May be called twice."""
         self._closed = True
         self._host.close()
         if self._process >= 0:
-            _reap(self._process, 0.0 if self.is_stopped() else 2.0)
+            _reap(self._process)
             self._process, self.pid = -1, 0
-        if self._log >= 0:
-            os.close(self._log)
-            self._log = -1
+        for fd in (self._log, self._lifeline):
+            if fd >= 0:
+                os.close(fd)
+        self._log = self._lifeline = -1
         bare.remove(self._scratch)
+
+
+def _end_with(lifeline: IO[bytes], pid: int) -> None:
+    """Let the kernel kill a process when the other end of a pipe is closed, as it is when this
+    process is killed: also one that is stopped, and would not read that its host is gone.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _ordinary() -> dict[str, Any]:
@@ -374,11 +343,11 @@ def remove_stale_scratch() -> None:
                 bare.remove(str(path))
 
 
-def _reap(process: int, patience_s: float) -> None:
+def _reap(process: int) -> None:
     """Wait for nsjail, which ends when its zygote does; kill it if it takes longer. Closes its
     pidfd: a trainer may ignore SIGCHLD, and its number be another's then.
     """
-    if not ready(process, patience_s * 1e3):
+    if not ready(process, END_S * 1e3):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
         ready(process, None)

@@ -11,14 +11,12 @@ if __name__ == "__main__":  # before the imports: a package may be missing
 
     cli.run("view")
 
-import functools
 import sys
 from pathlib import Path
 
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.files import missing, require_output
-from agentgrpo.foreign.read import is_ours, left_out, require_foreign
-from agentgrpo.view.collect import read_foreign, read_run
+from agentgrpo.view.collect import read_run
 from agentgrpo.view.group import short_names
 from agentgrpo.view.page import make_page
 
@@ -31,20 +29,14 @@ def main(arguments: list[str]) -> int:
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="a run's folder (out_dir), or another program's rollouts: file or folder; of several "
-        "runs, those with the same settings but for the seed are shown as mean and band",
+        help="a run's folder (out_dir); of several, those with the same settings but for the seed "
+        "are shown as mean and band",
     )
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         help="default: view.html in the run's folder, compare.html in the first of several",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="of another program's rollouts: a model's folder, no hub name",
     )
     parser.add_argument(
         "--curves",
@@ -58,21 +50,13 @@ def main(arguments: list[str]) -> int:
         if gone := [path for path in args.runs if not path.exists()]:
             raise FileNotFoundError(missing(gone[0]))
         require_output(output)
-        if args.tokenizer:
-            require_foreign(args.runs)
-        runs = []
-        for path, name in zip(args.runs, short_names(args.runs), strict=True):
-            foreign = functools.partial(read_foreign, tokenizer=args.tokenizer)
-            how = read_run if is_ours(path) else foreign
-            runs.append(how(path, name=name, rollouts=not args.curves))
-        notes = [line for path in args.runs if not is_ours(path) for line in left_out(path)]
+        names = zip(args.runs, short_names(args.runs), strict=True)
+        runs = [read_run(path, name=name, rollouts=not args.curves) for path, name in names]
         page = make_page(runs)
         output.write_text(page, encoding="utf-8", errors="backslashreplace")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    for line in notes:
-        print(line)  # noqa: T201
     played = sum(len(run.index["rollouts"]) for run in runs)
     print(  # noqa: T201
         f"{output}: {played:,} rollouts, {len(page) / 2**20:.1f} MiB. Open it in a browser"

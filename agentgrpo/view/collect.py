@@ -8,7 +8,6 @@ the prompt of a group, are stored once in a chunk.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentgrpo.files import read_table
-from agentgrpo.foreign.read import read
-from agentgrpo.foreign.trajectory import Words
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import flat
 from agentgrpo.run.metrics import HASHES
@@ -116,49 +113,6 @@ def read_run(folder: Path, name: str | None = None, *, rollouts: bool = True) ->
     }
     tokenizer = find_tokenizer(_tokenizer_places(folder, described))
     return columns.data(name or folder.resolve().name, facts, Vocabulary(tokenizer))
-
-
-def read_foreign(
-    path: Path, tokenizer: Path | None, name: str | None = None, *, rollouts: bool = True
-) -> RunData:
-    """Read rollouts that another program recorded.
-
-    Args:
-        path: a file or folder that foreign.read.read() knows.
-        tokenizer: the model's folder; None: ids are shown as numbers. What was recorded as text
-            alone is shown word by word.
-        name: to show; None: the path's.
-        rollouts: whether to show them, or their rewards alone.
-
-    Raises:
-        FileNotFoundError, ValueError: as foreign.read.read().
-    """
-    program, trajectories = read(path)
-    columns, words = _Columns(), Words()
-    groups: dict[tuple[int, str], dict[str, int]] = {}
-    sizes = Counter[tuple[int, str, int]]()
-    for each in trajectories if rollouts else ():
-        tasks = groups.setdefault((each.step, each.split), {})
-        group = tasks.setdefault(each.task.spec["key"], len(tasks))
-        place = each.step, each.split, group
-        row = dict(zip(("step", "split", "group"), place, strict=True)) | {"index": sizes[place]}
-        task = {"id": each.task.id, "messages": each.task.messages, "spec": {}}
-        columns.add(row | {"task": task}, each.rollout(words))
-        sizes[place] += 1
-    rewards: dict[int, list[float]] = {}
-    for each in trajectories:
-        if each.rewards:
-            rewards.setdefault(each.step, []).append(sum(each.rewards.values()))
-    facts = {
-        "config": {"written by": program},
-        "facts": {"rollouts": len(trajectories)},
-        "metrics": [
-            {"step": step, "rollout/reward": float(np.nanmean(values))}
-            for step, values in sorted(rewards.items())
-        ],
-    }
-    found = None if tokenizer is None else find_tokenizer([tokenizer])
-    return columns.data(name or path.resolve().name, facts, Vocabulary(found, words))
 
 
 class _Columns:

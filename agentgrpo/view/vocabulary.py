@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -19,12 +19,10 @@ class Vocabulary:
 
     Args:
         tokenizer: None if there is none to be had; ids are then shown as numbers.
-        words: ids that stand for words, where text alone was recorded.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, words: Mapping[str, int] | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._words = {token: word for word, token in (words or {}).items()}
         self._special: frozenset[int] = frozenset()
         self._byte_level = False
         if tokenizer is not None:
@@ -35,7 +33,7 @@ class Vocabulary:
     @property
     def known(self) -> bool:
         """Whether ids are shown as what they say."""
-        return self._tokenizer is not None or bool(self._words)
+        return self._tokenizer is not None
 
     def special(self, ids: Iterable[int]) -> list[int]:
         """Those of the ids that stand for a mark of the template and not for text."""
@@ -43,8 +41,6 @@ class Vocabulary:
 
     def shown(self, token: int) -> Shown:
         """Text or bytes of one token."""
-        if token in self._words:
-            return self._words[token]
         piece = None if self._tokenizer is None else self._tokenizer.id_to_token(token)
         if piece is None:
             return f"⟨{token}⟩"

@@ -70,7 +70,7 @@ def base_layers(policy: Any) -> dict[str, Any]:
 
 
 def make_trainer(
-    folder: Path, sync: Any, *, lora: bool = False, record: Path | None = None,
+    folder: Path, sync: Any, *, lora: bool = False,
     options: Mapping[str, Any] | None = None, num_prompts: int = 4, **how: Any,
 ) -> Any:  # fmt: skip
     """A GRPOTrainer of the tiny model, with an engine that is synchronised so.
@@ -79,15 +79,12 @@ def make_trainer(
         folder: for the model and what TRL writes.
         sync: called with the engine and the policy before each generation. None: TRL generates.
         lora: train an adapter.
-        record: file that the rollout_func's outputs are appended to.
         options: of GRPOConfig.
         num_prompts: a multiple of 4.
         **how: the engine's sampling settings.
     """
     from datasets import Dataset
     from peft import LoraConfig
-
-    from agentgrpo.audit.trl import recorded
 
     trl: Any = importlib.import_module("trl")
     if not (folder / "model").exists():
@@ -113,7 +110,7 @@ def make_trainer(
         args=trl.GRPOConfig(**(defaults | dict(options or {}))),
         train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"] * (num_prompts // 4)}),
         peft_config=LoraConfig(target_modules=targets) if lora else None,
-        rollout_func=recorded(rollout_func, record) if record else sync and rollout_func,
+        rollout_func=sync and rollout_func,
     )
 
 

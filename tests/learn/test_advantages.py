@@ -23,7 +23,7 @@ from agentgrpo.learn.advantages import (
     turn_returns,
     why_dead,
 )
-from agentgrpo.proof.credit import credit_faults
+from agentgrpo.proof.advantages import advantage_faults
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
@@ -415,7 +415,7 @@ def test_gdpo_counts_a_share_of_an_answer_with_the_answer(whole: str, share: str
         rollout.rewards = part
     whole_group = make_group([1.0, 0.5, 0.0])
     assert assigned(shares, **NORMALIZE_THEN_SUM) == assigned(whole_group, **NORMALIZE_THEN_SUM)
-    assert not list(credit_faults([shares], LossConfig(**NORMALIZE_THEN_SUM)))
+    assert not list(advantage_faults([shares], LossConfig(**NORMALIZE_THEN_SUM)))
 
 
 def test_gdpo_of_dead_groups_alone_is_zero() -> None:

@@ -22,7 +22,7 @@ import torch
 
 from agentgrpo.config import LossConfig, RewardConfig
 from agentgrpo.learn.advantages import assign_advantages, reward_parts
-from agentgrpo.proof.credit import credit_faults
+from agentgrpo.proof.advantages import advantage_faults
 from agentgrpo.registry import load_reward, make_reward, needs_answers
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rewards.trl import arguments_for, is_trl_form
@@ -209,7 +209,7 @@ def test_gdpo_is_trls_whatever_a_part_weighs() -> None:
     scoring(dict.fromkeys(WEIGHTS, 1.0), tool_cost=1.0).score(raw)
     loss = LossConfig(multi_objective_aggregation="normalize_then_sum")
     assign_advantages(weighted, loss)
-    assert not list(credit_faults(weighted, loss))
+    assert not list(advantage_faults(weighted, loss))
 
     rows = [
         [float("nan") if name in r.not_applicable else reward_parts(r)[name] for name in PARTS]

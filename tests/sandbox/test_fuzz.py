@@ -256,7 +256,7 @@ def fuzz() -> Iterator[Fuzz]:
         playing.close()
 
 
-INTERNAL = {"begin", "expire", "end_for_memory", "held", "healthy", "seconds_left",
+INTERNAL = {"begin", "expire", "end_for_memory", "healthy", "seconds_left",
             "cpu_seconds"}  # fmt: skip
 """Of Session, for the pool and the watchdog."""
 

@@ -117,20 +117,6 @@ def test_degraded_as_nobody(place: Path) -> None:
     assert done.stdout.splitlines() == [*denied, "42 True 'x'"], done
 
 
-def test_processes_that_cannot_be_looked_at_end_their_session(place: Path) -> None:
-    """Made by executing what nobody may read: it hides what it watches by epoll."""
-    code = (
-        "from agentgrpo.sandbox import SandboxPool\n"
-        "with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:\n"
-        " held = session.group is not None\n"
-        " session.step('import os, shutil, subprocess, time')\n"
-        ' session.step(\'shutil.copy("/usr/bin/sleep", "x"); os.chmod("x", 0o111)\')\n'
-        ' print(held, session.step(\'subprocess.run(["./x", "5"]).returncode\', 30).status)\n'
-    )
-    done = as_nobody(place, "-c", code)
-    assert done.stdout in ("False oom\n", "True ok\n"), done
-
-
 def test_directories_that_may_not_be_changed_are_removed(place: Path) -> None:
     """Nothing lets nobody move them as they are."""
     code = (

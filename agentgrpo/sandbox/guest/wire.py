@@ -36,7 +36,7 @@ REPORT = Struct("<Iiiiqq")
 REPORT_READY, REPORT_EXIT, REPORT_FAILED = 1, 2, 3
 ORDER = Struct("<II")
 """struct sandbox_order: arguments, environment variables."""
-MODE_USERNS, MODE_ROOT, MODE_IN_PLACE, MODE_BARE = 0, 1, 2, 3
+MODE_USERNS, MODE_ROOT, MODE_BARE = 0, 1, 2
 SETUP_STEPS = {
     "CLONE": "cloning into new namespaces",
     "USERS": "mapping its user",

@@ -183,19 +183,13 @@ def main() -> None:
             sys.modules.pop(name, None)
         settings = json.loads(host.recv(1 << 20))
         extension = load.extension(settings["extension"])
-        many = settings["mode"] != wire.MODE_IN_PLACE  # there one zygote makes one session
-        if many:
-            extension.sandbox_gather_arenas()
         preload(settings)
-        if many:
-            loop["rehearse"]()
+        loop["rehearse"]()
         sizes = settings["value_bytes"], settings["traceback_bytes"]
         interpreter = loop["prepare"](settings["python_env"], *sizes)
         gc.collect()
         gc.freeze()
-        if many:
-            extension.sandbox_fresh_arena()
-            collapse(extension)
+        collapse(extension)
         prepare(settings)
     except BaseException:
         host.send(b"failed " + traceback.format_exc()[-8000:].encode(errors="replace"))

@@ -3,7 +3,7 @@
 import time
 
 from agentgrpo.sandbox.api import Sandbox
-from agentgrpo.sandbox.grade import check_output, check_tests
+from agentgrpo.sandbox.grade import check_tests
 from agentgrpo.sandbox.hostile.case import on_pool
 from agentgrpo.sandbox.pool import SandboxPool
 
@@ -61,7 +61,6 @@ ASKS = (
 UNPRINTABLE = ("def f(x): raise ValueError('\\ud800')", "def f(x): return '\\udcff'")
 SLACK_S = 30.0
 """For starting two sessions on a busy machine."""
-SAYS_ANYTHING = ("__main__", "numpy", "a.b", "", "\\ud800", "x" * 5000)
 
 
 @on_pool
@@ -107,25 +106,6 @@ def reasons_can_be_recorded(pool: SandboxPool) -> None:
         verdict = check_tests(pool, code, "assert f(1) == 2, f(1)")
         assert not verdict.passed
         assert verdict.reason.encode()
-
-
-@on_pool
-def too_long_is_wrong(pool: SandboxPool) -> None:
-    """A program that fits nowhere is wrong, and no failure of the machine."""
-    verdict = check_output(pool, "#" * (17 << 20), "")
-    assert not verdict.passed
-    assert not verdict.infra_error
-
-
-@on_pool
-def hints_are_no_exceptions(pool: SandboxPool) -> None:
-    """A module that code only says is missing is looked for, and nothing else comes of it."""
-    with Sandbox(pool=pool) as sandbox:
-        for name in SAYS_ANYTHING:
-            code = f"raise ModuleNotFoundError(\"No module named '{name}'\")"
-            error = sandbox.run_code(code).error
-            assert error is not None
-            assert error.name == "ModuleNotFoundError"
 
 
 @on_pool

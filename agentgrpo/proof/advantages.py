@@ -45,7 +45,7 @@ def reward_of(rollout: Rollout) -> float:
     return sum(rollout.rewards.values()) + sum(span.value for span in rollout.span_rewards)
 
 
-def credit_faults(groups: Sequence[Group], loss: LossConfig) -> Iterator[tuple[int, int, str]]:
+def advantage_faults(groups: Sequence[Group], loss: LossConfig) -> Iterator[tuple[int, int, str]]:
     """Where a step's recorded advantages are not those of its recorded rewards.
 
     Args:

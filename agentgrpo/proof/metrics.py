@@ -1,0 +1,136 @@
+"""The lines of metrics.jsonl against the rollouts that they sum up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentgrpo.config import TrainConfig
+from agentgrpo.proof.advantages import num_sampled, reward_of
+from agentgrpo.types import Group, Rollout, Status
+
+FLOAT32 = 1e-4
+"""Relative; for what a device summed in float32."""
+
+
+def line_faults(
+    row: Mapping[str, Any], wanted: Mapping[str, float], tolerance: float = 1e-9
+) -> Iterator[str]:
+    """Where a line says another number than it should, or lacks one."""
+    for name, value in wanted.items():
+        said = row.get(name)
+        if not _is_number(said) or not math.isclose(said, value, rel_tol=tolerance, abs_tol=1e-9):
+            yield f"{name} is {said!r:.40}, the rollouts give {value:.6g}"
+
+
+def played(groups: Sequence[Group], area: str) -> dict[str, float]:
+    """Means over the rollouts that the machine did not break."""
+    rollouts = [r for group in groups for r in group.rollouts]
+    valid = [r for r in rollouts if r.status is not Status.INFRA_ERROR]
+    columns: dict[str, list[float]] = {
+        "reward": [reward_of(r) for r in valid],
+        "answered": [r.answer is not None for r in valid],
+        "sampled_tokens": [num_sampled(r.rows) for r in valid],
+    }
+    solved = [solved_of(r) for r in valid]
+    if any(value is not None for value in solved):
+        columns["solved"] = [bool(value) for value in solved]
+    for name in {name for r in valid for name in r.stats}:
+        columns[name] = [r.stats.get(name, 0.0) for r in valid]
+    for status in Status:
+        columns[f"status_{status}"] = [r.status is status for r in valid]
+    means = {name: float(np.mean(values)) for name, values in columns.items() if values}
+    counts = {"rollouts": float(len(rollouts)), "infra_errors": float(len(rollouts) - len(valid))}
+    return {f"{area}/{name}": value for name, value in {**counts, **means}.items()}
+
+
+def solved_of(rollout: Rollout) -> bool | None:
+    """Whether it solved its task; None where nobody says."""
+    for told in (rollout.stats, rollout.rewards):
+        if "solved" in told:
+            return told["solved"] > 0
+    return rollout.rewards["answer"] > 0 if "answer" in rollout.rewards else None
+
+
+def step_sums(
+    row: Mapping[str, Any], groups: Sequence[Group], config: TrainConfig
+) -> dict[str, float]:
+    """Of a training step: means, groups with a gradient, and what the engine was asked for."""
+    rollouts = [r for group in groups for r in group.rollouts]
+    sums = {
+        **played(groups, "rollout"),
+        "rollout/groups": len(groups),
+        "rollout/live_groups": sum(any(map(_has_gradient, g.rollouts)) for g in groups),
+    }
+    unseen = any(
+        r.stats.get(of) for r in rollouts for of in ("frozen_turns", "undelivered")
+    )  # turns of a program that are in no row
+    if config.rollout.sampler:
+        sums["rollout/total_sampled_tokens"] = sum(num_sampled(r.rows) for r in rollouts)
+    elif not unseen and not row.get("rollout/retries") and not row.get("rollout/diverged_forks"):
+        own = [t for r in rollouts for t in r.turns if t.prompt_tokens >= (r.forked_at or 0)]
+        sums["rollout/total_sampled_tokens"] = sum(turn.sampled_tokens for turn in own)
+        sums["rollout/prompt_tokens"] = sum(turn.prompt_tokens for turn in own)
+        sums["rollout/branches"] = sum(r.parent is not None for r in rollouts)
+    return sums
+
+
+def _has_gradient(rollout: Rollout) -> bool:
+    segments = rollout.all_segments
+    each = rollout.segment_advantages or [rollout.advantage] * len(segments)
+    pairs = zip(segments, each, strict=False)
+    return any(value for s, value in pairs if s.sampled and len(s.token_ids))
+
+
+def learner_faults(
+    row: Mapping[str, Any], groups: Sequence[Group], *, terms: int, config: TrainConfig,
+    limit: float,
+) -> Iterator[str]:  # fmt: skip
+    """What the learner says that it made of a step, against what the rollouts say it made of them.
+
+    Args:
+        row: of metrics.jsonl.
+        groups: of the step.
+        terms: loss terms that it was packed into.
+        config: of the run.
+        limit: largest difference of the probes' log-probabilities in nats.
+    """
+    loss = config.loss
+    if terms and loss.top_entropy_quantile == 1:
+        number = {"learner/num_tokens": float(terms * loss.num_iterations)}
+        yield from line_faults(row, number)
+    gaps, entropies = _seen(groups)
+    if len(gaps):
+        kl = float((np.expm1(np.minimum(gaps, 20)) - gaps).mean())
+        wanted = {"learner/mismatch_kl": kl}
+        one_update = loss.num_iterations * loss.num_mini_batches == 1
+        if one_update and loss.top_entropy_quantile == 1:  # else of policies that no record holds
+            wanted["learner/entropy_mean"] = float(entropies.mean())
+            wanted["learner/sampler_gap_max"] = float(np.abs(gaps).max())
+        yield from line_faults(row, wanted, FLOAT32)
+    mean, most = (row.get(f"engine/{name}_dlogp") for name in ("mean", "max"))
+    if not (_is_number(mean) and _is_number(most) and 0 <= mean <= most <= limit):
+        yield f"engine: the probes are {mean!r:.20}, {most!r:.20} apart, promised {limit:.3g}"
+
+
+def _seen(groups: Sequence[Group]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Of each term: the learner's log-probability less the sampler's, and its entropy."""
+    gaps: list[NDArray[Any]] = [np.zeros(0)]
+    entropies: list[NDArray[Any]] = [np.zeros(0)]
+    for rollout in (r for group in groups for r in group.rollouts):
+        for segment, logp in zip(
+            rollout.all_segments, rollout.learner_logprobs or (), strict=False
+        ):
+            said = segment.logprobs
+            if said is not None and logp is not None and len(logp) == len(said):
+                gaps.append(logp.astype(np.float64) - said)
+        entropies += [values for values in rollout.entropies or () if values is not None]
+    return np.concatenate(gaps), np.concatenate(entropies)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and math.isfinite(value)
