@@ -336,7 +336,7 @@ def test_a_second_ctrl_c_is_the_kernels_in_a_command_and_a_keyboard_interrupt_el
         handlers.append(signal.getsignal(signal.SIGINT))
         raise KeyboardInterrupt
 
-    fake.step = once  # type: ignore[method-assign]
+    fake.step = once  # type: ignore[method-assign, assignment]
     assert run_main(monkeypatch, fake) == 130
     with pytest.raises(KeyboardInterrupt):
         Trainer(config(), make=lambda _: fake.parts()).train()

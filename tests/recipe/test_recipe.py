@@ -355,4 +355,4 @@ def test_an_evaluation_whose_report_cannot_be_written_had_begun(
     assert evaluation.main(["quickstart", "--report", str(report)]) == 1
     assert capsys.readouterr().err.startswith(f"error: {report}: file exists")
     assert evaluation.main(["quickstart", "--report", str(report)]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "not a directory" in capsys.readouterr().err
