@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import runpy
-import sys
-from types import ModuleType
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Any
 
 import numpy as np
 import pytest
-from typing_extensions import TypeAliasType
 
-from agentgrpo import types
 from agentgrpo.types import Segment
 from tests.given import a_rollout
 
@@ -54,16 +49,3 @@ def test_a_rollout_counts_sampled_tokens_only_and_sums_its_rewards() -> None:
     assert played.num_sampled == 3
     assert played.token_ids.tolist() == [1, 2, 0, 1, 7, 8, 9, 10]
     assert played.reward == 1.25
-
-
-def test_arrays_tell_their_type_whatever_numpy_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numpy 2.5's NDArray is an alias without an origin; records are read by these types."""
-    named = TypeVar("named", bound=np.generic)
-    array = np.ndarray[tuple[Any, ...], np.dtype[named]]
-    alias = cast(Any, TypeAliasType)("NDArray", array, type_params=(named,))
-    monkeypatch.setattr("numpy.typing.NDArray", alias)
-    monkeypatch.setitem(sys.modules, "seen", ModuleType("seen"))  # where dataclasses look
-    seen = runpy.run_path(types.__file__, run_name="seen")
-    for name, dtype in (("Int32", np.int32), ("Float32", np.float32)):
-        assert get_origin(seen[name]) is np.ndarray
-        assert get_args(get_args(seen[name])[1]) == (dtype,)

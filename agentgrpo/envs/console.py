@@ -11,7 +11,6 @@ import ast
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from agentgrpo.actions import (
     SUBMIT,
@@ -21,10 +20,9 @@ from agentgrpo.actions import (
     RunCode,
     is_submission,
 )
-from agentgrpo.envs.base import Episode
-from agentgrpo.envs.python import RESTARTED, Used, the_machines_fault
+from agentgrpo.envs.python import RESTARTED, SandboxEpisode, as_infra_error
 from agentgrpo.sandbox import Console as Terminal
-from agentgrpo.sandbox import HostTools, SandboxPool, Session, StepResult, StepStatus
+from agentgrpo.sandbox import HostTools, SandboxPool, StepResult, StepStatus
 from agentgrpo.types import Task
 
 OUTCOMES = ("ok", "error", "syntax", "timeout", "died")
@@ -73,35 +71,30 @@ class ConsoleEnv:
         return ConsoleEpisode(self)
 
 
-class ConsoleEpisode(Episode):
+class ConsoleEpisode(SandboxEpisode):
     """One rollout's terminal."""
 
     def __init__(self, env: ConsoleEnv) -> None:
+        super().__init__(env.pool, env.host_tools)
         self._env = env
         self._terminal: Terminal | None = None
-        self._session: Session | None = None
         self._statement: list[str] = []
-        self._used = Used(env.host_tools)
-
-    def recall(self, memory: Any) -> None:
-        """The next step repeats one of another episode, which had this memory of it."""
-        self._used.recall(memory)
 
     def step(self, action: Action) -> Observation:
         """Type one line; what is shown ends with the next prompt."""
         if not isinstance(action, RunCode):
             raise TypeError(f"the console takes lines of code, got {action}")
-        with the_machines_fault():
+        with as_infra_error():
             terminal = self._terminal or self._start()
             typed = terminal.type(action.code, self._env.timeout_s)
         if typed.step.status is StepStatus.INFRA_ERROR:
             raise InfrastructureError(typed.step.detail)
         self._statement.append(action.code)
         outcome = outcome_of(typed.step)
-        rewards, counts = {}, {f"lines_{outcome}": 1.0, **self._used.counts(typed.step)}
+        rewards, counts = {}, {f"lines_{outcome}": 1.0, **self._used(typed.step)}
         if outcome in self._env.line_rewards:
             rewards["line"] = self._env.line_rewards[outcome]
-        shown = typed.shown + terminal.prompt + self._used.diverged
+        shown = typed.shown + terminal.prompt + self._diverged
         told = Observation(shown, rewards=rewards, counts=counts)
         told = replace(told, memory=typed.step.host_calls or None)
         if typed.step.more:
@@ -127,7 +120,7 @@ class ConsoleEpisode(Episode):
         return shown.rstrip("\n")
 
     def _start(self) -> Terminal:
-        self._session = session = self._used.begin(self._env.pool)
+        session = self._begin()
         defined = session.step(_DEFINE)
         if defined.status is not StepStatus.OK:
             raise InfrastructureError(f"a fresh session did not start: {defined.detail}")
@@ -137,9 +130,7 @@ class ConsoleEpisode(Episode):
     def close(self) -> None:
         """End the session, if there is one."""
         self._terminal = None
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        super().close()
 
 
 def outcome_of(step: StepResult) -> str:

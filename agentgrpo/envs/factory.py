@@ -24,7 +24,6 @@ from agentgrpo.types import Task, as_number
 from agentgrpo.usercode import waited
 
 NOT_TOOLS = ("reset", "get_reward", "close", "tasks")
-NO_COROUTINE = ": reset runs before the loop does: no coroutine"
 
 
 class FactoryEnv:
@@ -51,8 +50,6 @@ class FactoryEnv:
             factory = load_callable(factory, key="env.options.factory")
         self._factory = factory
         self._first = first = factory()  # tells of every task, and is played with by none
-        if inspect.iscoroutinefunction(getattr(first, "reset", None)):
-            raise ValueError(f"factory: {factory}{NO_COROUTINE}")
         self.judges = hasattr(first, "get_reward")
         self._schemas = Toolset(_tools(first)).schemas
         if not self._schemas:
@@ -103,9 +100,10 @@ def _is_property(world: Any, name: str) -> bool:
 
 def _reset(world: Any, row: Mapping[str, Any]) -> str | None:
     said = world.reset(**row) if hasattr(world, "reset") else None
-    if inspect.iscoroutine(said):  # of one that is wrapped
+    if inspect.iscoroutine(said):
         said.close()
-        raise ValueError(f"factory: {type(world).__name__}{NO_COROUTINE}")
+        name = type(world).__name__
+        raise ValueError(f"factory: {name}: reset runs before the loop does: no coroutine")
     return None if said is None else str(said)
 
 

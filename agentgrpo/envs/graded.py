@@ -10,31 +10,29 @@ from __future__ import annotations
 import re
 import textwrap
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import itemgetter
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
+from agentgrpo.envs.python import PythonEnv, PythonEpisode, as_infra_error
 from agentgrpo.sandbox import HostTools, SandboxPool
 from agentgrpo.sandbox.grade import Verdict, check_all, check_tests, names_of, require_printable
 from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Task
 
-FENCE = re.compile(r"(.*?)(`{3,}|~{3,})(.*)")
-"""A line that opens or closes a block: what stands before the fence, the fence, and behind it."""
-QUOTES = re.compile(r"""#|\"{3}|'{3}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|["']""")
-"""In a line of Python: a comment, or a text of it; alone what opens one."""
-LANGUAGE = re.compile(r"(?<!\S)\{?\.?(py(?:thon)?)[\d.]*\}?")
-"""Python, as fences name it: py, python3.11, {.python}."""
-PYTHON = ("py", "python")
-KNOWN = ("", *PYTHON)
-ALONE = [name.split() for name in KNOWN]
-"""What may stand behind a fence in the middle of a sentence."""
+BLOCK = re.compile(
+    r"^[ \t]*+(?:(?:[-*+>]|\d+\.)[ \t]++)?(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[^\s`]*+)"
+    r"[^\n`]*+\n(?P<text>.*?)(?:^[ \t]*+(?P=fence)|(?P=fence)[ \t\r]*+$|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+"""A fenced block; one that is not closed ends with the answer."""
+PYTHON = re.compile(r"\{?\.?py(?:thon)?[\d.]*\}?", re.IGNORECASE)
+"""Python, as fences name it: py, Python3.11, {.python}."""
 GRADERS = 4
 
 
-class Graders:
+class GradingPool:
     """Sandboxes for grading alone: no rollout holds one, so that grading never waits long.
 
     Args:
@@ -75,10 +73,10 @@ class Graders:
                 self._pool = None
 
 
-def worth(share: float) -> dict[str, float]:
+def partial_credit(share: float) -> dict[str, float]:
     """`solved` for all of a task, `partial` for less.
 
-    >>> worth(1.0), worth(0.5)
+    >>> partial_credit(1.0), partial_credit(0.5)
     ({'solved': 1.0, 'partial': 0.0}, {'solved': 0.0, 'partial': 0.5})
     """
     return {"solved": float(share >= 1.0), "partial": share if share < 1.0 else 0.0}
@@ -108,15 +106,10 @@ class UnitTestEnv(PythonEnv):
         if not test_timeout_s > 0:
             raise ValueError(f"test_timeout_s: expected more than 0, got {test_timeout_s}")
         self.test_timeout_s = test_timeout_s
-        self.graders = Graders(pool)
+        self.graders = GradingPool(pool)
 
     def reset(self, task: Task) -> UnitTestEpisode:
-        """An episode with hidden tests at its end.
-
-        Raises:
-            ValueError: the task's spec has neither `tests` that are Python, and say what they test,
-                nor `cases` that a program could pass.
-        """
+        """An episode with hidden tests at its end."""
         tests, cases = task.spec.get("tests"), task.spec.get("cases")
         if tests is None and cases is None:
             raise ValueError(f"task {task.id}: its spec has neither 'tests' nor 'cases'")
@@ -156,11 +149,11 @@ class UnitTestEpisode(PythonEpisode):
         for verdict in verdicts:
             if verdict.infra_error:
                 raise InfrastructureError(verdict.reason)
-        return worth(sum(verdict.passed for verdict in verdicts) / len(verdicts))
+        return partial_credit(sum(verdict.passed for verdict in verdicts) / len(verdicts))
 
     def _grade(self, code: str) -> list[Verdict]:
         pool, limit, spec = self._env.graders.pool(), self._env.test_timeout_s, self._spec
-        with the_machines_fault():
+        with as_infra_error():
             if spec.get("tests") is not None:
                 names = spec.get("names")
                 return [check_tests(pool, code, spec["tests"], timeout_s=limit, names=names)]
@@ -179,73 +172,15 @@ def program_in(answer: str | None, names: Iterable[str] = ()) -> str | None:
     if answer is None or not answer.strip():
         return None
     asked = "|".join(re.findall(r"^\w+", "\n".join(map(str, names)), re.MULTILINE)) or "(?!)"
-    making = (
-        rf"^[ \t]*(?:(?:async +)?def +|class +|(?:\w+ *= *)*(?=\w+ *(?::[^=\n]+)?=[^=]))({asked})\b"
+    defines = re.compile(
+        rf"^[ \t]*+(?:(?:async +)?def +|class +|(?=\w+ *(?::[^=\n]+)?=[^=]))({asked})\b",
+        re.MULTILINE,
     )
     last: dict[bool, tuple[int, str]] = {}
-    for name, text in _blocks(answer):
-        if name in KNOWN and text.strip():
-            made = len({*re.findall(making, text, re.MULTILINE)})
-            last[name in PYTHON] = max(
-                (made, text), last.get(name in PYTHON, (0, "")), key=itemgetter(0)
-            )
-    _, found = last.get(True) or last.get(False) or (0, answer)
-    return textwrap.dedent(found) if found.lstrip("\n")[:1].isspace() else found
-
-
-def _blocks(answer: str, *, docs: bool = True) -> Iterator[tuple[str, str]]:
-    """Its fenced blocks: the language that each names, and its text. One that is not closed ends
-    with the answer. Line by line: a pattern for whole blocks takes time quadratic in their number.
-    In a quotation (`> `) the lines are what it quotes.
-
-    docs: a text of several lines, of a program, holds fences; where one does not end, none does.
-    """
-    fence, language, lines, doc, quote = "", "", [""], "", ""
-    told: list[tuple[str, str]] = []
-    for line in answer.split("\n"):
-        if quote and line.lstrip().startswith(quote):
-            line = line.lstrip().removeprefix(quote).removeprefix(" ")
-        found = FENCE.match(line)
-        before, run, behind = found.groups() if found else ("", "", "")
-        words, code = LANGUAGE.sub(r"\1", behind.lower()).split(), before.strip()
-        if fence and run.startswith(fence) and not _open(before, doc):
-            told.append((language, "".join([*lines, before] if code else lines)))
-            fence = quote = ""
-            begins = not code and len(words) == 1 and words[0].isalnum()
-        else:
-            begins = not fence and bool(run) and "`" not in behind
-            begins = begins and (words in ALONE or not any(map(str.isalpha, before)))
-        if begins:
-            fence, language, lines = run, "".join(words[:1]), []
-            quote = code if code == ">" else ""
-        elif fence:
-            lines.append(f"{line}\n")
-            left = _open(line, doc) if docs and language in KNOWN else ""
-            doc = left if len(left) == 3 else ""
-    if doc:
-        yield from _blocks(answer, docs=False)
-        return
-    yield from told
-    if fence and lines:
-        yield language, "".join(lines)
-
-
-def _open(line: str, doc: str) -> str:
-    """What a line of Python is in at its end: a text, by its quotes, a comment, or nothing.
-
-    doc: the quotes of the text of several lines that it begins in.
-    """
-    place = 0
-    while True:
-        if doc:
-            end = line.find(doc, place)
-            if end < 0:
-                return doc
-            place, doc = end + 3, ""
-        found = QUOTES.search(line, place)
-        if found is None:
-            return ""
-        place, text = found.end(), found[0]
-        if text in ("#", "'", '"'):
-            return text
-        doc = text if len(text) == 3 and text == 3 * text[0] else ""
+    for block in BLOCK.finditer(answer):
+        text, python = block["text"], bool(PYTHON.fullmatch(block["language"]))
+        if text.strip() and (python or not block["language"]):
+            found = len({*defines.findall(text)}), text
+            last[python] = max(found, last.get(python, found), key=itemgetter(0))
+    _, text = last.get(True) or last.get(False) or (0, answer)
+    return textwrap.dedent(text) if text.lstrip("\n")[:1].isspace() else text

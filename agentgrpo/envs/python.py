@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
 from agentgrpo.envs.base import Episode
@@ -30,7 +30,7 @@ RESTARTED = "(the interpreter was restarted: its variables are gone)"
 
 
 @contextmanager
-def the_machines_fault() -> Iterator[None]:
+def as_infra_error() -> Iterator[None]:
     """What the sandbox raises within is an InfrastructureError."""
     try:
         yield
@@ -38,38 +38,36 @@ def the_machines_fault() -> Iterator[None]:
         raise InfrastructureError(str(error)) from error
 
 
-class Used:
-    """What a rollout uses of the sandbox: sessions, one after another, and functions of the host.
+class SandboxEpisode(Episode):
+    """What one rollout uses of the sandbox: sessions, one by one, and functions of the host."""
 
-    Args:
-        host_tools: that its code may call; None: none.
-    """
-
-    def __init__(self, host_tools: HostTools | None) -> None:
+    def __init__(self, pool: SandboxPool, host_tools: HostTools | None) -> None:
+        self._pool = pool
         self._host = None if host_tools is None else host_tools.begin()
         self._session: Session | None = None
         self._cpu = 0.0
-        self.diverged = ""
+        self._diverged = ""
         """What is said of a repeated step that made other calls, so that it shows something else
         than the step that it repeats."""
 
-    def begin(self, pool: SandboxPool) -> Session:
+    def recall(self, memory: tuple[HostCall, ...] | None) -> None:
+        """The next step repeats one of another episode: it is told the same answers of the host."""
+        if self._host is not None:
+            self._host.recall(memory or ())
+
+    def close(self) -> None:
+        """End the session, if there is one."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _begin(self) -> Session:
         """A session of the pool. Raises what acquire() does."""
-        session = pool.acquire(host=self._host)
-        self._session, self._host, self._cpu = session, session.host, session.cpu_seconds()
+        self._session = session = self._pool.acquire(host=self._host)
+        self._host, self._cpu = session.host, session.cpu_seconds()
         return session
 
-    def recall(self, calls: tuple[HostCall, ...] | None) -> None:
-        """The next step is told these answers of the host; no function runs."""
-        if self._host is not None:
-            self._host.recall(calls or ())
-
-    def recall_again(self) -> None:
-        """The step begins anew, in another session."""
-        if self._host is not None:
-            self._host.recall_again()
-
-    def counts(self, result: StepResult) -> dict[str, float]:
+    def _used(self, result: StepResult) -> dict[str, float]:
         """What a step has used, by the names of Rollout.stats (docs/rollouts.md)."""
         assert self._session is not None
         before, self._cpu = self._cpu, self._session.cpu_seconds()
@@ -82,7 +80,7 @@ class Used:
         }
         if self._host is None:
             return counts
-        self.diverged = "" if self._host.recall(None) else DIVERGED
+        self._diverged = "" if self._host.recall(None) else DIVERGED
         failed = sum(call.kind == "raised" for call in calls) + result.host_refused
         return counts | {
             "host_calls": float(len(calls)),
@@ -128,11 +126,7 @@ class PythonEnv:
         self.stateless, self.style, self.max_chars = stateless, style, max_chars
 
     def require_language(self, language: str) -> None:
-        """That sessions can run code in this language.
-
-        Raises:
-            ValueError: its interpreter is not installed.
-        """
+        """That sessions can run code in this language."""
         try:
             command_of(language, self.pool.template, self.pool.limits)
         except SandboxException as error:
@@ -143,34 +137,24 @@ class PythonEnv:
         return PythonEpisode(self, task)
 
 
-class PythonEpisode(Episode):
+class PythonEpisode(SandboxEpisode):
     """One rollout's interpreters."""
 
     def __init__(self, env: PythonEnv, task: Task) -> None:
+        super().__init__(env.pool, env.host_tools)
         self._env, self._task, self._spec = env, task, task.spec
-        self._session: Session | None = None
         self._contexts: dict[str, Session] = {}
-        self._used = Used(env.host_tools)
-
-    def recall(self, memory: Any) -> None:
-        """The next step repeats one of another episode, which had this memory of it."""
-        self._used.recall(memory)
 
     def step(self, action: Action) -> Observation:
         """Run the code; a session that died is replaced, and the policy is told so."""
         if not isinstance(action, RunCode):
             raise TypeError(f"the environment runs code, got {action}")
-        fresh = self._session is None
         result = self._run(action)
-        if result.status == "infra_error" and fresh:  # no state is lost by another try
-            self.close()
-            self._used.recall_again()
-            result = self._run(action)
         if result.status == "infra_error":
             raise InfrastructureError(render(result))
-        counts = self._used.counts(result)
+        counts = self._used(result)
         text = render(result, style=self._env.style, max_chars=self._env.max_chars)
-        text += self._used.diverged
+        text += self._diverged
         if result.state_lost and not self._env.stateless:
             text += f"\n{RESTARTED}"
         if self._env.stateless or (result.state_lost and action.language not in self._contexts):
@@ -193,11 +177,7 @@ class PythonEpisode(Episode):
         return {"files": float(found == dict(expected))}
 
     def read(self, path: str) -> str | None:
-        """Download a text file of the session; None if there is none.
-
-        Raises:
-            InfrastructureError: the machine has failed.
-        """
+        """Download a text file of the session; None if there is none."""
         if self._session is None:
             return None
         try:
@@ -210,9 +190,9 @@ class PythonEpisode(Episode):
 
     def _run(self, action: RunCode) -> StepResult:
         if self._session is None:
-            with the_machines_fault():
-                self._session = self._used.begin(self._env.pool)
-                self._upload(self._session, self._spec.get("files", {}))
+            with as_infra_error():
+                self._upload(self._begin(), self._spec.get("files", {}))
+        assert self._session is not None
         try:
             session = self._interpreter(self._session, action.language)
         except SandboxInfraError as error:
@@ -239,11 +219,11 @@ class PythonEpisode(Episode):
         return self._contexts[language]
 
     def close(self) -> None:
-        """End the session, if there is one."""
-        for session in (*self._contexts.values(), self._session):
-            if session is not None:
-                session.close()
-        self._contexts, self._session = {}, None
+        """End the session and what runs in it."""
+        for context in self._contexts.values():
+            context.close()
+        self._contexts = {}
+        super().close()
 
 
 def render(result: StepResult, *, style: Style = "terminal", max_chars: int = 20_000) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 from agentgrpo import sandbox
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.base import require_apart
-from agentgrpo.envs.graded import Graders, worth
-from agentgrpo.envs.python import PythonEnv, PythonEpisode, the_machines_fault
+from agentgrpo.envs.graded import GradingPool, partial_credit
+from agentgrpo.envs.python import PythonEnv, PythonEpisode, as_infra_error
 from agentgrpo.extras import needed
 from agentgrpo.sandbox import HostTools, SandboxPool, StepStatus
 from agentgrpo.sandbox.guest.exchange import read, spell
@@ -86,15 +86,10 @@ class ReasoningGymEnv(PythonEnv):
             preload=("reasoning_gym",),
             setup=JUDGE,
         )
-        self.graders = Graders(pool, template=template, memory_mib=MEMORY_MIB)
+        self.graders = GradingPool(pool, template=template, memory_mib=MEMORY_MIB)
 
     def tasks(self, split: str) -> list[Task]:
-        """All tasks of a split; only the verifier knows what is right.
-
-        Raises:
-            SandboxUnavailable: the package cannot be imported in a sandbox.
-            ValueError: the dataset cannot make them; names it.
-        """
+        """All tasks of a split; only the verifier knows what is right."""
         size = self._options[split]["size"]
         return [
             Task(
@@ -124,16 +119,12 @@ class ReasoningGymEnv(PythonEnv):
         return ReasoningGymEpisode(self, task)
 
     def score(self, task: Task, answer: str | None) -> float:
-        """The verifier's word, in [0, 1]; None is worth nothing, nor what it cannot read.
-
-        Raises:
-            InfrastructureError: the sandbox failed.
-        """
+        """The verifier's word, in [0, 1]; None is worth nothing, nor what it cannot read."""
         if answer is None:
             return 0.0
         options, index = self._options[task.spec["split"]], task.spec["index"]
         asked = f"judge({self._name!r}, {options!r}, {index!r}, {answer!r})"
-        with the_machines_fault(), self.graders.places, self.graders.pool().acquire() as session:
+        with as_infra_error(), self.graders.places, self.graders.pool().acquire() as session:
             told = session.step(asked, self._timeout_s)
         failed = told.error is not None and told.error.name != "CodeTooLong"
         if told.status is StepStatus.INFRA_ERROR or (failed and told.status is StepStatus.ERROR):
@@ -152,4 +143,4 @@ class ReasoningGymEpisode(PythonEpisode):
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """`solved` for a full score, `partial` for less."""
-        return worth(self._env.score(self._task, answer))
+        return partial_credit(self._env.score(self._task, answer))

@@ -18,12 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from agentgrpo.actions import (
-    Action,
-    Ask,
-    InfrastructureError,
-    Observation,
-)
+from agentgrpo.actions import Action, Ask, InfrastructureError, Observation
 from agentgrpo.envs.base import AnyEpisode, Episode
 from agentgrpo.envs.checked import checked_observation, checked_rewards
 from agentgrpo.usercode import (
@@ -122,11 +117,7 @@ NOTHING = _Nothing()
 
 
 def checked_episode(made: Any) -> AnyEpisode:
-    """What reset() returned.
-
-    Raises:
-        WrongResult: it is no episode.
-    """
+    """What reset() returned."""
     if not all(callable(getattr(made, name, None)) for name in ("step", "finish", "close")):
         raise WrongResult(f"expected an episode: step(), finish(), close(), got {made!r:.80}")
     return made  # type: ignore[no-any-return]

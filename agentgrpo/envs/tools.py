@@ -101,11 +101,7 @@ class Tool:
 
 
 class Toolset:
-    """Tools by name, and their calls.
-
-    Raises:
-        ValueError: two tools have the same name.
-    """
+    """Tools by name, and their calls."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -123,21 +119,11 @@ class Toolset:
 
     async def call_async(self, call: ToolCall) -> Answer:
         """Make a call of a tool that is a coroutine; others run as in call()."""
-        tool = self._tools.get(call.name)
-        if tool is None or not tool.is_async:  # on a thread, which waits for nothing: there are few
-            given = await asyncio.to_thread(self._given, call)
-        else:
-            given = self._given(call)
         try:
-            given = await settled(given)
-            return given if isinstance(given, Answer) else Answer(show(given))
-        except Exception as error:  # as in call()
-            return _failed(error)
-
-    def _given(self, call: ToolCall) -> Any:
-        """What a call gives, which may have to be awaited; of one that failed its Answer."""
-        try:
-            return self._bound(call)()
+            bound = self._bound(call)
+            waits = self._tools[call.name].is_async
+            given = bound() if waits else await asyncio.to_thread(bound)
+            return Answer(show(await settled(given)))
         except Exception as error:  # as in call()
             return _failed(error)
 

@@ -19,11 +19,12 @@ from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
 from agentgrpo.extras import needed
 from agentgrpo.learn.offload import Offload, in_parts
-from agentgrpo.machine.footprint import PART_BYTES
 
 _EXACT = (torch.float32, torch.float64)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 """What the optimizers keep of each number of a parameter, by torch's names and bitsandbytes'."""
+PART_BYTES = 2**30
+"""Of an offloaded optimizer's state, as much passes through the card together."""
 
 
 class MasterAdamW:

@@ -15,11 +15,6 @@ attn_q and attn_k is llama.cpp's (convert_hf_to_gguf.py).
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("gguf")
-
 import argparse
 import json
 import os

@@ -76,13 +76,6 @@ def test_a_run_of_a_recipe_has_its_settings_but_for_the_changes() -> None:
             {"curriculum": {"selection": "random", "by_kind": True}},
             'by_kind: True does nothing without curriculum.selection = "pareto"',
         ),
-        *(
-            (
-                {"curriculum": {key: 0.5}},
-                f'{key}: 0.5 .* without curriculum.sampling = "difficulty"',
-            )
-            for key in ("easy_share", "hard_share")
-        ),
         ({"evaluation": {"top_p": 0.9}}, "evaluation.top_p: 0.9 does nothing without"),
         *(
             ({"endpoints": {"e": {key: value}}}, f"{key}: an endpoint of kind 'engine' does not")

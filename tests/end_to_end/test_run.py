@@ -127,7 +127,7 @@ def kill_when(process: Command, happened: Callable[[], bool]) -> None:
 
 def evaluated(config: Path, *overrides: str) -> dict[str, Any]:
     """What `agentgrpo evaluate` prints."""
-    status, out, err = finish(Command("-m", "agentgrpo.recipe.evaluate", str(config), *overrides))
+    status, out, err = finish(Command("-m", "agentgrpo", "evaluate", str(config), *overrides))
     assert status == 0, err
     measured: dict[str, Any] = json.loads(out[out.index("{") :])
     return measured

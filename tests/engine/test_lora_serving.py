@@ -284,18 +284,11 @@ def test_ranks_that_vllm_has_no_room_for_are_refused_before_it_starts(tiny_model
 def test_the_footprint_counts_what_both_sides_hold(
     make_learner: Callable[..., Learner], served: Engine, tiny_model: Path
 ) -> None:
-    """Rank 4 in room for 8, of every layer; the model below the adapter is there once."""
+    """The model below the adapter is there once."""
     learner = make_learner(target_modules=("q_proj", "down_proj"))
     lora = {"rank": RANK, "alpha": ALPHA, "target_modules": ("q_proj", "down_proj")}
     config = TrainConfig.model_validate({"model": "m", "out_dir": "o", "learner": {"lora": lora}})
     held = footprint(config, shapes_in(tiny_model), cuda=False)
-    room = [
-        x
-        for module in served.model.modules()
-        for side in ("lora_a_stacked", "lora_b_stacked")
-        for x in getattr(module, side, ())
-    ]
-    assert held.adapter == sum(x.nbytes for x in [*room, *learner.policy.trained])
     trained = {id(p) for p in learner.policy.trained}
     base = [p for p in learner.model.parameters() if id(p) not in trained]
     assert held.weights == sum(p.nbytes for p in base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from agentgrpo.config import (
     BranchConfig,
     EngineConfig,
     EnvConfig,
-    RewardConfig,
     TrainConfig,
     UserConfig,
 )
@@ -50,12 +49,6 @@ def weather(city: str) -> str:
     if city != "Seattle, WA":
         raise LookupError(f"no such place: {city!r}")
     return "rain"
-
-
-async def slow_weather(city: str) -> str:
-    """The weather in a city, by a coroutine."""
-    await asyncio.sleep(0)
-    return weather(city)
 
 
 class Tourist:
@@ -103,11 +96,6 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
             f"</think> <answer>rain</answer>{EOT}",
         ],
     ),
-    "inline, asynchronous": (
-        {"kind": "inline", "options": {"answer_prefix": "<answer>"}},
-        {"kind": "tools", "options": {"tools": [f"{__name__}:slow_weather"]}},
-        [f"{ASK}{EOT}", '<fn>slow_weather("Seattle, WA")</fn>', f"<answer>rain</answer>{EOT}"],
-    ),
     "code": (
         {"kind": "code", "options": {"observation_role": "tool"}},
         {"kind": "python"},
@@ -127,11 +115,6 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"kind": "repl", "options": {"banner": ""}},
         {"kind": "console"},
         [" x = 'rain'\n", f' ask_user("{ASK}")\n', " x\n", " submit_final_answer(x)\n"],
-    ),
-    "tools": (
-        {"kind": "tools", "options": {"answer_prefix": "Answer:"}},
-        {"kind": "tools", "options": TOOLS},
-        [f"<think>Hm.</think>{ASK}{EOT}", f"{CALLED}{EOT}", f"Answer: rain{EOT}"],
     ),
     "tools of a class": (
         {"kind": "tools"},
@@ -174,8 +157,9 @@ def parts(agent: Any, env: Any, pool: Any = None, data: Any = None, **user: Any)
 
 
 @pytest.mark.nsjail
-@pytest.mark.parametrize("history", ["append", "render"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "history"), [(kind, "append") for kind in KINDS] + [("inline", "render")]
+)
 def test_the_assistant_asks_the_user_replies_and_the_call_follows(
     pool: SandboxPool, kind: str, history: str
 ) -> None:
@@ -213,6 +197,7 @@ def test_messages_of_many_turns_are_rendered_whole(pool: SandboxPool) -> None:
     assert (played.answer, played.stats["prompts_clean"], played.closed_rows) == ("1", 2, [])
 
 
+@pytest.mark.nsjail
 def test_the_prompt_says_that_there_is_a_user(pool: SandboxPool) -> None:
     for kind in ("inline", "code", "tags", "repl"):
         agent, env, _ = KINDS[kind]
@@ -224,7 +209,7 @@ def test_the_prompt_says_that_there_is_a_user(pool: SandboxPool) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "reply"),
-    [("Tourist", "Seattle"), ("tourist", "I am in Seattle."), ("Asking", "in town")],
+    [("tourist", "I am in Seattle."), ("Asking", "in town")],
 )
 def test_a_user_of_ones_own_is_made_of_the_spec(mode: str, reply: str) -> None:
     """By a class or a function; thoughts are not said to them; they say when it is over."""
@@ -262,7 +247,7 @@ def test_a_model_is_told_what_the_column_says() -> None:
 
 
 @pytest.mark.parametrize(("kind", "answer"), [("tools of a class", "and you?"), ("inline", None)])
-@pytest.mark.parametrize("limit", [1, 2, 8])
+@pytest.mark.parametrize("limit", [1, 8])
 def test_a_user_leaves_when_all_is_said_or_the_budget_is_spent(
     kind: str, answer: str | None, limit: int
 ) -> None:
@@ -351,11 +336,8 @@ def test_all_else_is_the_environments_own() -> None:
     [
         ('ask_user("a")', "a"),
         (" ask_user('a')  # why", "a"),
-        ("ask_user('a' 'b')", "ab"),
         ("ask_user(f'{x}')", None),
         ("ask_user('a', 'b')", None),
-        ("ask_user('a'); x", None),
-        ("ask_user(", None),
         ("ask_user(3)", None),
     ],
 )
@@ -374,15 +356,7 @@ def test_a_console_asks_by_one_text_in_quotes(line: str, means: str | None) -> N
     [
         ({}, {"mode": "script"}, {}, r"env\.user\.mode: expected nobody, scripted, model"),
         ({}, {"mode": "nosuch:Me"}, {}, r"env\.user\.mode: no module"),
-        ({}, {"mode": f"{__name__}:nothing"}, {}, r"env\.user\.mode: .*nothing"),
-        (
-            {},
-            {"mode": "nobody", "max_replies": 3},
-            {},
-            r"env\.user\.max_replies: 3 does nothing without",
-        ),
         ({}, {"mode": "a:b", "column": "x"}, {}, r"env\.user\.column: 'x' does nothing"),
-        ({}, {"mode": "scripted", "temperature": 1.0}, {}, r"env\.user\.temperature: 1\.0 does no"),
         ({}, {"mode": "scripted"}, {"train": "word_problems"}, "'word_problems' has no columns"),
         (
             {"kind": "gymnasium", "options": {"id": "FrozenLake-v1", "act_by": "reply"}},
@@ -398,35 +372,21 @@ def test_what_cannot_be_is_refused_by_its_key(env: Any, user: Any, data: Any, er
         parts(agent, env, **user, data=data)
 
 
-def dry(completions: list[str], environments: list[Any], **row: Any) -> list[float]:
-    """A reward function in TRL's form that looks at the instances."""
-    return [0.0 for _ in completions]
-
-
-def test_a_run_with_a_user_is_checked_before_its_model_is_loaded(
+def test_rows_that_do_not_say_what_their_user_says_are_refused_before_a_model_is_loaded(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Its rows have the column; reward functions may ask for an environment's instances."""
-    rows = [{"question": f"Q{i}", "user": ["Seattle"]} for i in range(4)]
-    write_lines(tmp_path / "rows.jsonl", rows)
-    data = {"train": str(tmp_path / "rows.jsonl"), "num_heldout": 1}
+    rows = tmp_path / "rows.jsonl"
+    write_lines(rows, [{"question": f"Q{u}", "answer": "1", "user": u} for u in (3, "a")])
     inline = {"kind": "inline", "options": {"system_prompt": "S"}}
-    made = settings(inline, KINDS["tools of a class"][1], data)
-    reward = RewardConfig(functions={f"{__name__}:dry": 1.0})
+    made = settings(inline, KINDS["tools of a class"][1], {"train": str(rows), "num_heldout": 1})
     engine = EngineConfig(max_model_len=1000)
-    update = {"model": str(tiny_model), "reward": reward, "engine": engine}
-    made = made.model_copy(update=update)
-    stage = set_stage(made)
-    assert len(cast(Any, stage.training_tasks(made))) == 3
-    stage.close()
-    write_lines(tmp_path / "rows.jsonl", [{"question": "Q", "user": 3}, *rows])
-    with pytest.raises(
-        ValueError, match=r"env\.user\.column 'user': .*rows\.jsonl:1' says.* got 3"
-    ):
+    made = made.model_copy(update={"model": str(tiny_model), "engine": engine})
+    said = r"env\.user\.column 'user': .*rows\.jsonl:1' says.* got 3"
+    with pytest.raises(ValueError, match=said):
         set_stage(made).training_tasks(made)
 
 
-@pytest.mark.parametrize("given", [None, 3, ["a", 4]])
+@pytest.mark.parametrize("given", [None, ["a", 4]])
 def test_a_task_that_does_not_say_what_its_user_says_is_refused(given: Any) -> None:
     _, env = parts(*KINDS["inline"][:2])
     with pytest.raises(ValueError, match=r"env\.user\.column 'user': expected .* of task 't' says"):

@@ -11,7 +11,7 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.config.read import load_config
 from agentgrpo.envs.console import ConsoleEnv
-from agentgrpo.envs.python import PythonEnv, PythonEpisode
+from agentgrpo.envs.python import PythonEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.registry import host_tools_of, make_agent, make_env, make_reward, require_names
@@ -23,8 +23,6 @@ from agentgrpo.sandbox import (
     HostTools,
     Limits,
     SandboxPool,
-    StepResult,
-    StepStatus,
 )
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
@@ -139,33 +137,6 @@ def test_a_branch_that_makes_fewer_calls_shows_something_else(pool: SandboxPool,
         assert same == (branch is alike)
         assert "other calls" not in branch.step(RunCode("1")).text, "it is said once"
     for one in (episode, alike, other):
-        one.close()
-
-
-@pytest.mark.nsjail
-def test_a_second_try_of_a_repeated_step_is_told_everything_again(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = PythonEnv(pool, 5.0, host_tools=tools(calls=3))
-    parent, branch = env.reset(TASK), env.reset(TASK)
-    told = parent.step(RunCode("ticket() + ticket()"))
-    run, tries = PythonEpisode._run, iter([RunCode("ticket()"), RunCode("ticket() + ticket()")])
-
-    def fails_once(self: PythonEpisode, _: RunCode) -> StepResult:
-        code = next(tries)
-        result = run(self, code)
-        if code.code == "ticket()":
-            result.status = StepStatus.INFRA_ERROR
-        return result
-
-    with monkeypatch.context() as patched:
-        patched.setattr(PythonEpisode, "_run", fails_once)
-        branch.recall(told.memory)
-        assert branch.step(RunCode("ticket() + ticket()")).text == told.text == "203"
-    assert len(seen) == 2, "no function ran"
-    assert branch.step(RunCode("ticket()")).text == "103", "and they are counted once"
-    assert "used up" in branch.step(RunCode("ticket()")).text
-    for one in (parent, branch):
         one.close()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo.build import build
+from agentgrpo.build import build, prepare
 from agentgrpo.config import LossConfig, TrainConfig
 from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.objective import (
@@ -26,7 +26,6 @@ from agentgrpo.kernels.objective import (
 from agentgrpo.kernels.reduce import term_weights
 from agentgrpo.learn.losses import mismatch_metrics, token_weights
 from agentgrpo.learn.updates import plan_updates
-from agentgrpo.plan import planned
 from agentgrpo.types import Group, Status, Treatment
 from tests.given import a_group
 from tests.kernels.oracles import ORACLES
@@ -172,7 +171,7 @@ def test_a_wrong_loss_of_ones_own_is_named_before_a_model_is_loaded(
     config = TrainConfig(
         model="no such model", out_dir=tmp_path / "out", loss=LossConfig(loss_type=name, beta=0.1)
     )
-    for start in (build, planned):
+    for start in (build, prepare):
         with pytest.raises(ValueError, match=rf"loss\.loss_type.*{message}"):
             start(config)
 
