@@ -109,12 +109,7 @@ class UnitTestEnv(PythonEnv):
         self.graders = GradingPool(pool)
 
     def reset(self, task: Task) -> UnitTestEpisode:
-        """An episode with hidden tests at its end.
-
-        Raises:
-            ValueError: the task's spec has neither `tests` that are Python, and say what they test,
-                nor `cases` that a program could pass.
-        """
+        """An episode with hidden tests at its end."""
         tests, cases = task.spec.get("tests"), task.spec.get("cases")
         if tests is None and cases is None:
             raise ValueError(f"task {task.id}: its spec has neither 'tests' nor 'cases'")
