@@ -21,7 +21,6 @@ COMMANDS = {
     "view": ("agentgrpo.view.__main__", "write a run, or several, as one HTML file"),
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
     "push": ("agentgrpo.push", "publish a checkpoint on the Hugging Face Hub, with a model card"),
-    "gguf": ("agentgrpo.models.gguf", "convert a GGUF file of a Llama model to a model directory"),
     "sandbox": (
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",

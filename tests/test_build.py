@@ -45,9 +45,8 @@ def test_what_the_model_has_not_is_refused(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("serve", ["adapter", "merged"])
 def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, device: str, serve: str
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, device: str
 ) -> None:
     started: list[int] = []
 
@@ -61,10 +60,9 @@ def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
     stage.model = str(tiny_model)
     stage.chat = SimpleNamespace(tokenizer=None)
     stage.progress = SimpleNamespace(say=said.append)
-    lora = {"rank": 4, "serve": serve}
-    asked = config(Path("m"), learner={"lora": lora})
+    asked = config(Path("m"), learner={"lora": {"rank": 4}})
     start_engine(asked, stage, trained=True)
-    assert started == [4 if serve == "adapter" else 0]
+    assert started == [4]
     assert said == ["engine: starting vLLM"]
 
 

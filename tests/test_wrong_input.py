@@ -225,7 +225,6 @@ PATHS = {
     "curriculum {r} --dry-run curriculum.start=sft": "stage 0 starts from the last checkpoint in",
     "verify {here}/nosuch": "nosuch",
     "view {here}/nosuch": "nosuch",
-    "gguf {here}/nosuch.gguf out": "nosuch.gguf",
     "init {here}/nosuch rows.jsonl": "model '{here}/nosuch': no such directory",
     "init model nosuch.jsonl": "nosuch.jsonl: no such file",
 }  # fmt: skip

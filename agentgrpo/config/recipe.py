@@ -177,7 +177,7 @@ class RecipeConfig(TrainConfig):
                 raise ValueError(f"{key}: no endpoint {name!r}; there are: {known}")
             if name in self.endpoints and self.endpoints[name].kind == "retriever":
                 raise ValueError(f"{key}: {name!r} finds documents, and writes no text")
-            if name == "reference" and not self.learner.lora.served_rank:
+            if name == "reference" and not self.learner.lora.rank:
                 raise ValueError(f"{key}: {NO_REFERENCE}")
             own = name in OWN_MODELS or (name and self.endpoints[name].kind == "engine")
             divided = self.engine.tensor_parallel_size > 1
