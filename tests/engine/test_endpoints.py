@@ -16,6 +16,7 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.config import EndpointConfig
+from agentgrpo.engine import endpoints
 from agentgrpo.engine.endpoints import (
     EngineEndpoint,
     EngineLoop,
