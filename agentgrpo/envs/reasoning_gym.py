@@ -104,9 +104,9 @@ class ReasoningGymEnv(PythonEnv):
     def _questions(self, split: str, first: int, last: int) -> list[str]:
         asked = ("call_name", "questions", (self._name, self._options[split], first, last))
         with self.graders.pool().acquire() as session:
-            told = session.ask(spell(asked, id), PAGE_S)
+            told, answer = session.ask([spell(asked, id).encode()], PAGE_S)
         if told.status is StepStatus.OK:
-            kind, *rest = read(told.value or "", int)
+            kind, *rest = read(b"".join(answer).decode(), int)
             if kind == "value":
                 return list(rest[0])
             told.detail = rest[-1]
