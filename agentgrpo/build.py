@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 from agentgrpo import parallel
 from agentgrpo.agents.program import ProgramAgent
@@ -15,57 +15,63 @@ from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.agreement import Probes, probe_prompts
 from agentgrpo.extras import said_of
 from agentgrpo.learn.losses import objective_of
+from agentgrpo.machine.footprint import room_checks
 from agentgrpo.machine.memory import explained
 from agentgrpo.machine.packages import installed, require
 from agentgrpo.models.models import named_base, resolve_model
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.registry import decided, judged
+from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
-from agentgrpo.room import room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import (
     flat,
     locked,
-    require_same_heldout,
     require_same_run,
     whole_checkpoint,
 )
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.trackers import open_trackers
-from agentgrpo.stage import Stage, heldout_of, set_stage
+from agentgrpo.stage import Stage, set_stage
+from agentgrpo.types import Task
 
 if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly
     from agentgrpo.engine.engine import Engine
     from agentgrpo.learn.learner import Learner
 
 
-@dataclass(slots=True, kw_only=True)
-class Player(Stage):
+@dataclass(kw_only=True)
+class Player:
     """What it takes to play tasks with a policy, without training it."""
 
+    stage: Stage
+    model: str
+    """The directory or hub name of what plays: the stage's model, or an adapter to it."""
     engine: Engine
     sampler: AnySampler
 
-    @property
-    def tokenizer(self) -> Any:
-        """Of the model."""
-        return self.chat.tokenizer
-
     def close(self) -> None:
-        """As a Stage's, and stop the engine, also where closing the environment fails."""
-        with contextlib.ExitStack() as undo:  # each, whichever fails
+        """Stop the engine and the stage, each whatever the other raises; hold nothing."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(vars(self).clear)
             undo.callback(self.engine.shutdown)
-            undo.callback(Stage.close, self)
+            undo.callback(self.stage.close)
             self.sampler.close()
 
 
-@dataclass(slots=True, kw_only=True)
-class Parts(Player):
+@dataclass(kw_only=True)
+class Parts:
     """What a training run is made of."""
 
+    player: Player
+    engine: Engine
+    sampler: AnySampler
+    reward: Scoring
+    heldout: Sequence[Task]
+    progress: Progress
     learner: Learner
     tasks: Tasks
     probes: Probes
@@ -75,19 +81,16 @@ class Parts(Player):
     """Held on out_dir, so that no second run writes there."""
 
     def close(self) -> None:
-        """As a Player's, let the trackers finish, let others write to out_dir, and hold nothing."""
+        """As a Player's, let the trackers finish, let others write to out_dir, and hold nothing:
+        vLLM keeps a traceback of its own imports, whose frames hold those that called it, and these
+        hold this.
+        """
         with contextlib.ExitStack() as undo:  # each, whichever fails
-            undo.callback(self._let_go)
+            undo.callback(vars(self).clear)
+            undo.callback(setattr, self.reward, "steps_done", lambda: 0)
             undo.callback(self.lock.close)
-            undo.callback(Player.close, self)
+            undo.callback(self.player.close)
             self.log.close()
-
-    def _let_go(self) -> None:
-        self.reward.steps_done = lambda: 0
-        # vLLM keeps a traceback of its own imports, whose frames hold those that called, and these
-        # hold this: what is let go of here is free, whatever they hold
-        for field in fields(self):
-            setattr(self, field.name, None)
 
     def save(self, config: TrainConfig) -> Path:
         """Write a checkpoint of everything as it stands; returns where."""
@@ -95,7 +98,7 @@ class Parts(Player):
         def write(folder: Path) -> None:
             self.learner.policy.save(folder)
             if parallel.rank() == 0:
-                self.tokenizer.save_pretrained(folder)
+                self.player.stage.chat.tokenizer.save_pretrained(folder)
             self.learner.save_state(
                 folder / checkpoint.STATE,
                 tasks=self.tasks.state_dict(),
@@ -109,13 +112,33 @@ class Parts(Player):
         return checkpoint.folder_of(config.out_dir, step)
 
 
-Made = TypeVar("Made", bound=Player)
+@dataclass(kw_only=True)
+class Ready:
+    """A training run whose settings, data and machine were checked; no model is loaded yet."""
+
+    stage: Stage
+    tasks: Tasks
+    resumed: Path | None
+    """The checkpoint that it continues from."""
 
 
-def _more(kind: type[Made], of: Stage, **more: Any) -> Made:
-    """What `of` has, and more."""
-    base = Player if isinstance(of, Player) else Stage
-    return kind(**{**{field.name: getattr(of, field.name) for field in fields(base)}, **more})
+def prepare(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Ready:
+    """All that a run checks before its engine is started; writes nothing. Close the stage.
+
+    Args and Raises:
+        As build().
+    """
+    objective_of(config.loss)
+    require_same_run(config)
+    resumed = whole_checkpoint(config)
+    stage = set_stage(config, model=None if resumed is None else str(resumed))
+    try:
+        require(room_checks(config, stage.model, trained=True), stage.progress.say)
+        _require_trainable(stage.model)
+        return Ready(stage=stage, tasks=draw(stage.training_tasks(config)), resumed=resumed)
+    except BaseException:
+        stage.close()
+        raise
 
 
 def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Parts:
@@ -130,46 +153,32 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         SandboxUnavailable: this machine cannot isolate code; the message has the remedy.
         OSError: the model or a data file cannot be read.
     """
-    objective_of(config.loss)
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(locked(config.out_dir, ranks=True))
-        require_same_run(config)
-        resumed = whole_checkpoint(config)
-        stage = set_stage(config, model=None if resumed is None else str(resumed))
-        undo.callback(stage.close)
-        if resumed is not None:
-            require_same_heldout(config.out_dir, heldout_of(config, stage))
-        require(room_checks(config, stage.model, trained=True), stage.progress.say)
-        _require_trainable(stage.model)
-        tasks = draw(stage.training_tasks(config))
-        log = _restored_log(config, tasks, resumed)
-        player = start_engine(config, stage, trained=True)
+        ready = prepare(config, draw=draw)
+        undo.callback(ready.stage.close)
+        log = _restored_log(config, ready)
+        player = start_engine(config, ready.stage, trained=True)
         undo.callback(player.engine.shutdown)
-        parts = _with_learner(config, player, tasks, resumed, log, lock)
+        parts = _with_learner(config, player, ready, log, lock)
         undo.pop_all()
     return parts
 
 
 def _require_trainable(model: str) -> None:
     """What can be told of it before vLLM is started, which takes minutes."""
-    from agentgrpo.learn.loading import hollow
+    from agentgrpo.learn.policy import hollow
     from agentgrpo.learn.trial import foreseen
 
     foreseen(hollow(model, "bfloat16"))
 
 
 def start_engine(config: TrainConfig, stage: Stage, *, trained: bool = False) -> Player:
-    """Start vLLM for a stage, its adapter in place unless it is trained: then it is published.
-
-    Raises:
-        As build().
-    """
+    """Start vLLM for a stage, its adapter in place unless it is trained: then it is published."""
     require(room_checks(config, stage.model, trained=False))
     stage.progress.say("engine: starting vLLM")
-    played, lora = None if trained else stage.adapter, config.learner.lora
-    lora_rank = lora.served_rank if trained else 0
-    if played is not None and lora.serve == "adapter":
-        lora_rank = played.rank
+    played = None if trained else stage.adapter
+    lora_rank = config.learner.lora.rank if trained else played.rank if played else 0
     try:
         from agentgrpo.engine.engine import Engine, device_of_engines
 
@@ -180,12 +189,10 @@ def start_engine(config: TrainConfig, stage: Stage, *, trained: bool = False) ->
             said_of(error) or f"a package is broken: {error}; `agentgrpo doctor` has the remedy"
         ) from error
     if played is not None:
-        from agentgrpo.learn.publish import play_with
-
-        play_with(engine, played, stage.model)
+        engine.set_adapter(played.tensors(), played.config)
     model = stage.model if played is None else str(played.folder)
     sampler = _sampler(config, stage, engine)
-    return _more(Player, stage, model=model, engine=engine, sampler=sampler)
+    return Player(stage=stage, model=model, engine=engine, sampler=sampler)
 
 
 def _sampler(config: TrainConfig, stage: Stage, engine: Engine) -> AnySampler:
@@ -225,20 +232,16 @@ def build_player(
 
 
 def _with_learner(
-    config: TrainConfig,
-    player: Player,
-    tasks: Tasks,
-    resumed: Path | None,
-    log: RunLog,
-    lock: IO[str],
+    config: TrainConfig, player: Player, ready: Ready, log: RunLog, lock: IO[str]
 ) -> Parts:
     from agentgrpo.learn.preflight import preflight
 
-    engine, progress, tried = player.engine, player.progress, None
-    learner = _learner(config, player, resumed)
-    player.reward.steps_done = lambda: learner.step_count
-    if resumed is not None:
-        progress.say(f"resumed from {resumed}, after {learner.step_count} steps")
+    engine, stage, tried = player.engine, player.stage, None
+    progress = stage.progress
+    learner = _learner(config, player, ready.resumed)
+    stage.reward.steps_done = lambda: learner.step_count
+    if ready.resumed is not None:
+        progress.say(f"resumed from {ready.resumed}, after {learner.step_count} steps")
         progress.remember(log.solved())
     if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
         with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
@@ -249,27 +252,30 @@ def _with_learner(
     progress.say(f"learner: {trained:,.1f}M of {total:,.1f}M parameters, weights {shared}")
     if chosen["prefixes"] != "shared":
         progress.say(f"learner: prefixes {chosen['prefixes']}")
-    chosen_reward = decided(config.reward, judged=judged(player.env))
+    chosen_reward = decided(config.reward, judged=judged(stage.env))
     # before anything is recorded: records without it are taken for somebody else's
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
         base=named_base(config.model),
         reward=chosen_reward.model_dump(mode="json", include={"kind", "format"}),
-        sandbox=player.jail,
+        sandbox=stage.jail,
         engine=engine.describe(),
         learner=chosen,
         vocab_size=learner.policy.vocab_size,
-        heldout=heldout_of(config, player),
         versions=installed(),
     )
     if tried is not None:
         log.write(learner.step_count, preflight=tried)
-    return _more(
-        Parts,
-        player,
+    return Parts(
+        player=player,
+        engine=engine,
+        sampler=player.sampler,
+        reward=stage.reward,
+        heldout=stage.heldout,
+        progress=progress,
         learner=learner,
-        tasks=tasks,
+        tasks=ready.tasks,
         probes=probe_prompts(learner.policy.vocab_size),
         agreement_threshold=config.engine.agreement_on(engine.device),
         log=log,
@@ -283,7 +289,7 @@ def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learn
     from agentgrpo.learn.preflight import LESS_TO_TRAIN
     from agentgrpo.learn.publish import policy_on
 
-    chosen, adapter = config.learner, player.adapter
+    chosen, adapter = config.learner, player.stage.adapter
     compared = config.loss.beta and not chosen.lora.rank  # an adapter's to its beginning
     with explained("making the learner", lambda: LESS_TO_TRAIN):
         policy, publisher = policy_on(
@@ -308,8 +314,9 @@ def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learn
     return learner
 
 
-def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> RunLog:
+def _restored_log(config: TrainConfig, ready: Ready) -> RunLog:
     """The run's records and the position in its data, as the checkpoint remembers them."""
+    resumed = ready.resumed
     step = 0 if resumed is None else checkpoint.step_of(resumed)
     settings = flat(config.model_dump(mode="json"))
     log = RunLog(config.out_dir, open_trackers(config.trackers, config.out_dir, settings, step))
@@ -318,6 +325,6 @@ def _restored_log(config: TrainConfig, tasks: Tasks, resumed: Path | None) -> Ru
         return log
     path = resumed / checkpoint.STATE
     state = checkpoint.read_state(path, "tasks", "log_offsets", mmap=True)
-    tasks.load_state_dict(state["tasks"])
+    ready.tasks.load_state_dict(state["tasks"])
     log.cut_back(state["log_offsets"])
     return log

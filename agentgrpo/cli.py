@@ -22,7 +22,6 @@ COMMANDS = {
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
     "export": ("agentgrpo.run.records", "write a run's rollouts as a Parquet file"),
     "push": ("agentgrpo.push", "publish a checkpoint on the Hugging Face Hub, with a model card"),
-    "gguf": ("agentgrpo.models.gguf", "convert a GGUF file of a Llama model to a model directory"),
     "sandbox": (
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",

@@ -61,14 +61,7 @@ def _live(groups: Sequence[Group], config: TrainConfig) -> int:
 
 
 class _Refilled(Scored):
-    """Adds a round while others play.
-
-    Args:
-        config, parts, step: of the run.
-        rounds: those that are left.
-        before: groups of the rounds that have ended.
-        playing: groups that are being played.
-    """
+    """Adds a round while others play."""
 
     def __init__(
         self, config: TrainConfig, parts: Parts, step: int, rounds: Iterator[Round],

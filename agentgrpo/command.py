@@ -7,7 +7,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,17 +22,12 @@ from agentgrpo.run.interrupt import end_with_parent, guarded
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.usercode import Overdue, UserCodeError, flush, said_of, tell, under_way, where_of
 
-Work = Callable[[], int | None]
-"""What a command does once all is made; may return an exit status."""
+Begin = Callable[[], None]
+"""Told by a command that its work begins: what stops it from then on is no fault of the call."""
 
 
 class Stopped(Exception):
-    """A command that this one has started did not end well, and has said why itself.
-
-    Args:
-        name: of what it does.
-        status: its exit status, which is this command's too; negative: the signal that ended it.
-    """
+    """A command that this one has started did not end well, and has said why itself."""
 
     def __init__(self, name: str, status: int) -> None:
         super().__init__(f"{name} ended with status {status}")
@@ -46,9 +40,13 @@ class Outcome:
 
     status: int = 0
     begun: bool = False
-    """Whether the work has begun: what stops it from then on is not the fault of the call."""
+    """Whether the work has begun."""
     then: Callable[[], str] = lambda: ""
     """What the same command does next time."""
+
+    def begin(self) -> None:
+        """See Begin."""
+        self.begun = True
 
 
 @contextlib.contextmanager
@@ -99,12 +97,7 @@ def _as_a_setting(option: str, arguments: Sequence[str]) -> str:
 
 
 def next_time(out_dir: Path, saved: Sequence[str]) -> str:
-    """What the same command does next time.
-
-    Args:
-        out_dir: of the config.
-        saved: patterns, below out_dir, of what the command continues from.
-    """
+    """What the same command does next time."""
     newest = newest_saved(out_dir, saved)
     if newest is None:
         return "Nothing was saved: the same command starts from the beginning."
@@ -115,25 +108,23 @@ def command(
     name: str,
     description: str | None,
     arguments: Sequence[str],
-    prepared: Callable[[Config, argparse.Namespace], AbstractContextManager[Work]],
+    run: Callable[[Config, argparse.Namespace, Begin], int | None],
     options: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
     *,
     kind: type[Config],
-    plan: Callable[[Config, argparse.Namespace], str],
     saved: Sequence[str] = (),
 ) -> int:
-    """Parse the command line, read the config, do the work or (--dry-run) say what it would be.
+    """Parse the command line, read the config, run; say in one line what stops it.
 
     Args:
         name: behind `agentgrpo`.
         description: for `--help`.
         arguments: of the command line.
-        prepared: given the settings and the parsed arguments, checks and makes all that the work
-            needs, and yields the work: whatever stops the command before that has begun nothing.
+        run: given the settings and the parsed arguments, makes all checks; prints the plan and
+            ends there if arguments.dry_run; else makes what the work needs, calls `begin`, works.
+            May return an exit status.
         options: adds options of its own to the parser.
         kind: which sections the config may have.
-        plan: what the command would do, after all checks that it makes before a model is loaded;
-            for a dry run.
         saved: patterns, below out_dir, of what the same command continues from.
 
     Returns:
@@ -158,15 +149,9 @@ def command(
             end_with_parent()
         reader = "" if args.of_recipe else name
         config = load_config_of(kind, args.config, args.overrides, reader)
-        if args.dry_run:
-            print(plan(config, args))  # noqa: T201
-            return 0
-        outcome.then = lambda: next_time(config.out_dir, saved)
-        with prepared(config, args) as work:
-            outcome.begun = True
-            outcome.status = work() or 0
-            if not outcome.status:
-                outcome.then = lambda: "The work itself was done."
+        if not args.dry_run:
+            outcome.then = lambda: next_time(config.out_dir, saved)
+        outcome.status = run(config, args, outcome.begin) or 0
     if any(call.since >= begun for call in under_way()):  # its thread keeps Python from ending
         flush()
         os._exit(outcome.status)

@@ -11,19 +11,13 @@ from typing import Any
 from agentgrpo import parallel
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.rewards.scoring import Scoring
-from agentgrpo.rollout.decoder import Watch
+from agentgrpo.rollout.decoder import SamplerStats, Watch
 from agentgrpo.rollout.sampler import AnySampler
-from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Metrics, Status, Task
 
 
 class Scored(Watch):
-    """Groups are scored while others play.
-
-    Args:
-        reward: of the run.
-        step: of the training; None in an evaluation.
-    """
+    """Groups are scored while others play."""
 
     def __init__(self, reward: Scoring, step: int | None = None) -> None:
         self._reward, self._step = reward, step
@@ -32,11 +26,7 @@ class Scored(Watch):
     def play(
         self, sampler: AnySampler, tasks: Sequence[Task], group_size: int, **how: Any
     ) -> tuple[list[Group], SamplerStats]:
-        """As AnySampler.play(), and score what was played.
-
-        Raises:
-            As Scoring.score(): the first error in the groups' order, whatever ended first.
-        """
+        """As AnySampler.play(), and score what was played."""
         try:
             played, stats = sampler.play(tasks, group_size, watch=self, **how)
             rest = [group for group in played if id(group) not in self._begun]

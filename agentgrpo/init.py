@@ -9,11 +9,6 @@ the files that shipped configs expect of you, to try these with.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("init")
-
 import functools
 import sys
 import tempfile
@@ -47,20 +42,7 @@ def values_for(
     model: str, data: str, overrides: Sequence[str] = (), *, question: str = "question",
     answer: str = "answer", out_dir: Path = Path("runs/train"),
 ) -> dict[str, Any]:  # fmt: skip
-    """The settings that a model and its data decide.
-
-    Args:
-        model: directory, hub name or package:NAME.
-        data: a file, a saved dataset's directory, a hub's owner/name, or "env".
-        overrides: settings of the user's: what judges says whether rows must have an answer.
-        question: column of a file.
-        answer: column of a file.
-        out_dir: of the run.
-
-    Raises:
-        ValueError, OSError: the data cannot be read (names the file and the line), or an override
-            names no setting.
-    """
+    """The settings that a model and its data decide."""
     named = {"data.question": question, "data.answer": answer}
     path = "" if data == "env" or is_from_hub(data) else str(Path(data).resolve())
     values = {
@@ -111,11 +93,7 @@ def _chosen(values: Mapping[str, Any], overrides: Sequence[str]) -> TrainConfig:
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, name: Path) -> str:
-    """The text of a config that will be called `name`.
-
-    Raises:
-        ValueError: the settings do not fit one another, or an override names no setting.
-    """
+    """The text of a config that will be called `name`."""
     chosen = _chosen(values, overrides)
     kinds = _shipped_kinds(chosen)
     wanted = {

@@ -36,11 +36,6 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def ranks_here() -> int:
-    """How many of the run's ranks this machine has; all, where the launcher does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-
-
 def rank() -> int:
     """Which of them this is; rank 0 writes the records and checkpoints."""
     return int(os.environ.get("RANK", "0"))

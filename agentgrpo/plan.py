@@ -1,43 +1,35 @@
-"""What a command would do, and whether it fits: `agentgrpo train CONFIG --dry-run`.
+"""The plan that a dry run prints: `agentgrpo train CONFIG --dry-run`.
 
-Everything that the run itself checks before it loads the model has been checked when this is
-printed; nothing is trained and nothing is written.
+A dry run is the run, stopped before its engine is started: all that the run itself checks before it
+loads the model has been checked by then; nothing is trained and nothing is written.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from agentgrpo import parallel
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
-from agentgrpo.learn.losses import objective_of
 from agentgrpo.machine import hardware
-from agentgrpo.machine.footprint import GIB
+from agentgrpo.machine.footprint import GIB, held_by, room_checks
 from agentgrpo.machine.packages import require
 from agentgrpo.models.kinds import kinds_of, why_copied
 from agentgrpo.models.liger import why_plain
-from agentgrpo.room import held_by, room_checks
 from agentgrpo.run import checkpoint
-from agentgrpo.run.folder import (
-    newest_saved,
-    require_same_heldout,
-    require_same_run,
-    whole_checkpoint,
-)
+from agentgrpo.run.folder import newest_saved
 from agentgrpo.sandbox.doctor import Check
-from agentgrpo.stage import Stage, heldout_of, prompt_length, set_stage
+from agentgrpo.stage import Stage, prompt_length
 from agentgrpo.types import Task
 
-Lines = Callable[[TrainConfig, Stage], Iterable[Check]]
-"""What a command plays or trains on, read and checked."""
+NUM_LOOKED_AT = 256
+"""Training tasks whose prompts a dry run measures."""
 
 
 def plan(
-    config: TrainConfig, stage: Stage, lines: Iterable[Check], *, trained: bool,
+    config: TrainConfig, stage: Stage, lines: Iterable[Check], *, trained: bool = True,
     sampled: bool = True, saved: Sequence[str] = (checkpoint.SAVED,),
 ) -> str:  # fmt: skip
     """The plan of a run, as lines of `name  text`; what may not work is a WARNING with its remedy.
@@ -53,21 +45,25 @@ def plan(
     jail = "not needed: the environment runs no code"
     if stage.jail is not None:
         jail = "{rung}, {memory_limit}, python {python}".format_map(stage.jail)
+    room = [*room_checks(config, stage.model, trained=trained, sampled=sampled)]
+    require(room)
     checks = [
         *lines,
         said("sandbox", jail),
         *_model(config, stage.model, trained=trained, sampled=sampled),
         *(_learning(config, stage.model, sampled=sampled) if trained else ()),
-        *room_checks(config, stage.model, trained=trained, sampled=sampled),
+        *room,
     ]
     if saved:
         checks.append(said("out_dir", f"{config.out_dir}: {_folder(config.out_dir, saved)}"))
-    return "\n".join(
+    shown = (
         f"  {check.name:10} {check.found}"
         if check.ok
         else f"  WARNING    {check.name}: {check.found}; remedy: {check.remedy}"
         for check in checks
     )
+    done = "trained" if trained else "played"
+    return "\n".join([f"the plan, nothing was {done}:", *shown])
 
 
 def said(name: str, text: str) -> Check:
@@ -75,30 +71,28 @@ def said(name: str, text: str) -> Check:
     return Check(name, ok=True, found=text)
 
 
-def to_be_trained_on(config: TrainConfig, stage: Stage, tasks: Tasks) -> Iterator[Check]:
+def of_training(config: TrainConfig, stage: Stage, tasks: Tasks) -> Iterator[Check]:
     """The tasks of reinforcement learning, and one of its steps."""
-    train = tasks.next(NUM_LOOKED_AT)
-    yield from played(config, stage, [*train, *stage.heldout])
-    yield from _step(config)
+    yield from of_playing(config, stage, [*tasks.next(NUM_LOOKED_AT), *stage.heldout])
+    r = config.rollout
+    played = r.tasks_per_step * r.group_size
+    sampled = played * r.max_sampled_tokens
+    more = f", up to {1 + r.max_refills} times" if r.refill_below else ""
+    yield said(
+        "a step",
+        f"{r.tasks_per_step} tasks x {r.group_size} = {played} rollouts{more}, at most "
+        f"{sampled:,} sampled tokens, then one learner step",
+    )
 
 
-def to_be_trained(config: TrainConfig, stage: Stage) -> Iterator[Check]:
-    """What `agentgrpo train` does: the same, and how long it is."""
-    newest = checkpoint.newest(config.out_dir)
-    if newest is not None:
-        require_same_heldout(config.out_dir, heldout_of(config, stage))
-    yield from to_be_trained_on(config, stage, stage.training_tasks(config))
-    done = newest is not None and checkpoint.step_of(newest) >= config.steps
+def of_steps(config: TrainConfig, resumed: Path | None) -> Check:
+    """How long a run is."""
+    done = resumed is not None and checkpoint.step_of(resumed) >= config.steps
     more = "; all are done: with a larger steps it goes on" if done else ""
-    yield said("the run", f"{config.steps} steps, saved every {config.save_every}{more}")
+    return said("the run", f"{config.steps} steps, saved every {config.save_every}{more}")
 
 
-def to_be_evaluated(config: TrainConfig, stage: Stage) -> Iterator[Check]:
-    """The held-out tasks."""
-    yield from played(config, stage, stage.heldout)
-
-
-def played(config: TrainConfig, stage: Stage, tasks: Sequence[Task]) -> Iterator[Check]:
+def of_playing(config: TrainConfig, stage: Stage, tasks: Sequence[Task]) -> Iterator[Check]:
     """Tasks, their prompts measured, and the room for what is played of them.
 
     Nothing is measured for a program: what it asks, and in how many conversations, is its own.
@@ -127,18 +121,6 @@ def played(config: TrainConfig, stage: Stage, tasks: Sequence[Task]) -> Iterator
     )
 
 
-def _step(config: TrainConfig) -> Iterator[Check]:
-    r = config.rollout
-    played = r.tasks_per_step * r.group_size
-    sampled = played * r.max_sampled_tokens
-    more = f", up to {1 + r.max_refills} times" if r.refill_below else ""
-    yield said(
-        "a step",
-        f"{r.tasks_per_step} tasks x {r.group_size} = {played} rollouts{more}, at most "
-        f"{sampled:,} sampled tokens, then one learner step",
-    )
-
-
 def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> Iterator[Check]:
     device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
     total, free = (size / GIB for size in hardware.memory_bytes())
@@ -156,16 +138,13 @@ def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> 
 def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Iterator[Check]:
     """How the learner will compute and hold the model, as its config.json tells."""
     # they import torch: the environment is set by now
-    from agentgrpo.learn.loading import hollow
+    from agentgrpo.learn.policy import hollow
     from agentgrpo.learn.trial import foreseen
 
     hollowed = hollow(model, "bfloat16")
     rows = foreseen(hollowed)
-    lora, asked = config.learner.lora, config.engine.weights
-    why = why_copied(kinds_of(model))
-    if lora.rank and not lora.served_rank:
-        why = "learner.lora.serve = 'merged'"
-    elif parallel.world_size() > 1:
+    asked, why = config.engine.weights, why_copied(kinds_of(model))
+    if parallel.world_size() > 1:
         why = "several ranks"
     elif asked == "copy":
         why = "engine.weights = 'copy'"
@@ -185,43 +164,3 @@ def _folder(out_dir: Path, saved: Sequence[str]) -> str:
     if (out_dir / "metrics.jsonl").exists():
         return "starts from the beginning, no checkpoint was saved there yet"
     return "new"
-
-
-NUM_LOOKED_AT = 256
-"""Training tasks whose prompts a dry run measures."""
-
-
-def planned(
-    config: TrainConfig,
-    *,
-    trained: bool = True,
-    sampled: bool = True,
-    lines: Lines = to_be_trained,
-    saved: Sequence[str] = (checkpoint.SAVED,),
-) -> str:
-    """What a command would do, after all checks that it would make; writes nothing.
-
-    Args:
-        config: of the run, with the model that it begins with.
-        trained: else the model, which may be an adapter's folder, is only played.
-        sampled: an engine is started.
-        lines: what is played or trained on; called when all else has been checked.
-        saved: as of plan().
-
-    Raises:
-        As build().
-    """
-    if trained:
-        objective_of(config.loss)
-        require_same_run(config)
-        whole_checkpoint(config)
-    stage = set_stage(config, trained=trained)
-    with contextlib.closing(stage):
-        if sampled:
-            require(room_checks(config, stage.model, trained=False))
-        if trained:
-            require(room_checks(config, stage.model, trained=True, sampled=sampled))
-        told = plan(
-            config, stage, lines(config, stage), trained=trained, sampled=sampled, saved=saved
-        )
-    return f"the plan, nothing was {'trained' if trained else 'played'}:\n{told}"

@@ -7,11 +7,6 @@ here; so do secrets, values of the environment and paths of this machine. The to
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("push")
-
 import argparse
 import json
 import math

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from agentgrpo import parallel
@@ -20,7 +20,7 @@ from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
-from agentgrpo.data.tasks import RowTasks, Tasks, digest_of, question_of
+from agentgrpo.data.tasks import RowTasks, Tasks, question_of
 from agentgrpo.engine.endpoints import make_endpoint
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.dialogue import DialogueEnv
@@ -68,7 +68,7 @@ class Stage:
     """All of a Player but its engine: what can be checked before the model is loaded."""
 
     model: str
-    """Its directory or hub name; of a Player that of an adapter to it, if there is one."""
+    """Its directory or hub name."""
     adapter: SavedAdapter | None
     """What the model is to be played with, or what training goes on from."""
     pool: SandboxPool | None
@@ -97,12 +97,6 @@ class Stage:
         """What code is isolated by, for a run's records; None: nothing needs it."""
         return None if self.pool is None else self.pool.describe()
 
-    def data_of(self, stream: Tasks) -> dict[str, str]:
-        """What was read, for the settings that name it; what an environment's reset says of a row
-        is left out, as it may say it in other words next time.
-        """
-        return {"data.train": stream.state_dict()["source"], "data.heldout": _held_out(self)}
-
     def training_tasks(self, config: TrainConfig) -> Tasks:
         """The stream to train on, checked as far as it is a list."""
         answers = needs_answers(config.reward, judged=judged(self.env))
@@ -121,12 +115,7 @@ class Stage:
         return kept
 
     def checked(self, config: TrainConfig, tasks: Sequence[Task], key: str) -> list[Task]:
-        """The tasks whose prompts fit; that each can be shown and scored.
-
-        Raises:
-            ValueError: one has no answer that reward or measures.quality can compare with, or a
-                prompt leaves no room and data.max_prompt_tokens does not say to leave it out.
-        """
+        """The tasks whose prompts fit; that each can be shown and scored."""
         kind = reward_kind(config.reward, judged=judged(self.env))
         expected = getattr(kind, "expected", lambda task: None)
         quality = config.measures.quality if isinstance(config, RecipeConfig) else "answer"
@@ -160,24 +149,6 @@ class Stage:
 def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
     """Tokens of a task before the policy's first."""
     return len(prompt_of(agent, chat, task, functools.partial(calling, task=task.id))[0])
-
-
-def heldout_of(config: TrainConfig, stage: Stage) -> str | None:
-    """What a run is evaluated on, for the check on resuming: how many tasks, and their digest.
-
-    Returns:
-        None of an environment's own tasks, which it may make in other words next time.
-    """
-    data = config.data
-    source = data.train if data.heldout_source == "split" else data.heldout_source
-    return None if source == "env" else _held_out(stage)
-
-
-def _held_out(stage: Stage) -> str:
-    tasks = stage.heldout
-    if hasattr(stage.env, "begin"):
-        tasks = [replace(task, messages=()) for task in tasks]
-    return digest_of(tasks)
 
 
 def set_stage(
@@ -277,13 +248,9 @@ def models_of(
         config: of the run.
         adapter: that the model is played with.
         trained: the model is to be trained; what is not is its own reference.
-
-    Raises:
-        ValueError: an endpoint's function or package is not there; names the key.
     """
     models: dict[str, Model] = {"policy": "policy"}
-    lora = config.learner.lora
-    if lora.serve == "adapter" if adapter is not None else lora.served_rank:
+    if adapter is not None or config.learner.lora.rank:
         models["reference"] = "reference" if trained or adapter is not None else "policy"
     for name, endpoint in config.endpoints.items():
         if endpoint.kind == "retriever":
@@ -370,11 +337,7 @@ def _site_dirs(config: SandboxConfig) -> list[str]:
 
 
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
-    """The pool that code runs in; the caller closes it.
-
-    Raises:
-        ValueError: there is no such template, directory or tool script; names the key.
-    """
+    """The pool that code runs in; the caller closes it."""
     try:
         found = find_template(config.template)
     except SandboxException as error:

@@ -1,42 +1,50 @@
-"""One training run: `python -m agentgrpo.train CONFIG [section.key=value ...]`.
+"""One training run: `agentgrpo train CONFIG [section.key=value ...]`.
 
 trainer.py has what this is written with, loop.py what becomes of a step.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
+if __name__ == "__main__":  # as torchrun starts it; before the imports: a package may be missing
     from agentgrpo import cli
 
     cli.run("train")
 
+import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from agentgrpo.build import Parts, build
-from agentgrpo.command import Work, command
+from agentgrpo.build import Parts, build, prepare
+from agentgrpo.command import Begin, command
 from agentgrpo.config import TrainConfig
 from agentgrpo.loop import SAVED
-from agentgrpo.plan import planned
+from agentgrpo.plan import of_steps, of_training, plan
 from agentgrpo.trainer import Trainer
 
 
-@contextlib.contextmanager
-def prepared(config: TrainConfig, build: Callable[[TrainConfig], Parts]) -> Iterator[Work]:
-    """Build the parts; yields the training, which returns the exit status."""
-    with Trainer(config, make=build) as trainer:
+def run(config: TrainConfig, args: argparse.Namespace, begin: Begin) -> int:
+    """Train, or say what a run would do; the exit status."""
+    if args.dry_run:
+        ready = prepare(config)
+        with contextlib.closing(ready.stage):
+            lines = [
+                *of_training(config, ready.stage, ready.tasks),
+                of_steps(config, ready.resumed),
+            ]
+            print(plan(config, ready.stage, lines))  # noqa: T201
+        return 0
+    return work(config, begin, build)
 
-        def work() -> int:
-            trainer.train()
-            return 130 if trainer.step < config.steps else 0
 
-        yield work
+def work(config: TrainConfig, begin: Begin, make: Callable[[TrainConfig], Parts]) -> int:
+    """Build the parts and train; the exit status."""
+    with Trainer(config, make=make) as trainer:
+        begin()
+        trainer.train()
+        return 130 if trainer.step < config.steps else 0
 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, build the parts, train. Returns the exit status."""
     about = "Train a policy. The same command continues what was stopped."
-    return command(
-        "train", about, arguments, lambda config, _: prepared(config, build),
-        kind=TrainConfig, plan=lambda config, _: planned(config), saved=SAVED,
-    )  # fmt: skip
+    return command("train", about, arguments, run, kind=TrainConfig, saved=SAVED)

@@ -14,7 +14,7 @@ from agentgrpo.loop import awake, play_heldout, train
 from agentgrpo.machine.memory import release, release_frames
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.rewards.view import RolloutView
-from agentgrpo.rollout.batch import as_task
+from agentgrpo.rollout.sampler import as_task
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.interrupt import stop_after_step, timeouts
@@ -88,11 +88,7 @@ class Trainer:
 
     @property
     def parts(self) -> Parts:
-        """Engine, learner, tasks and all else that the run is made of.
-
-        Raises:
-            RuntimeError: it is closed.
-        """
+        """Engine, learner, tasks and all else that the run is made of."""
         if self._parts is None:
             raise RuntimeError(
                 "this Trainer is closed, or its train() was ended by an error or Ctrl-C; make "
@@ -142,12 +138,7 @@ class Trainer:
         self._asked = True
 
     def evaluate(self) -> Metrics:
-        """Play the held-out tasks with the policy as it is; `solved`, `reward`, ... Not recorded.
-
-        Raises:
-            RuntimeError: it is closed.
-            UserCodeError, InfrastructureError, TimeoutError: as of train().
-        """
+        """Play the held-out tasks with the policy as it is; `solved`, ... Not recorded."""
         with timeouts():
             return play_heldout(self.config, self.parts)[1]
 
@@ -165,10 +156,6 @@ class Trainer:
 
         Returns:
             The n rollouts of each task, with `text`, `answer`, `turns`, `observations`, `stats`.
-
-        Raises:
-            RuntimeError: it is closed.
-            ValueError: the n attempts at a task would be one and the same.
         """
         if n > 1 and not temperature:
             raise ValueError(

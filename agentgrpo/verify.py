@@ -10,11 +10,6 @@ definition (learn.batch.PackedBatch), all else is computed from definitions of i
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("verify")
-
 import math
 import sys
 from collections import Counter, deque

@@ -35,15 +35,15 @@ from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.word_problems import Split
 from agentgrpo.files import read_table
-from agentgrpo.recipe import tallies
 from agentgrpo.recipe.curriculum import steps_of
 from agentgrpo.recipe.parts import run_parts
 from agentgrpo.recipe.recipe import parts_of
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import read_lines
+from bench import tallies
 from bench.harness import measured_commit, rows_folder, traced_row
 
-CONFIG = "calibration"
+CONFIG = str(Path(__file__).with_suffix(".toml"))
 SHARED: Mapping[str, Sequence[str]] = {
     "prompting": ["prompting"],
     "tuned": ["flywheel", "sft", "tuned"],

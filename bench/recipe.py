@@ -26,7 +26,7 @@ from bench.harness import append_row
 def run_seed(seed: int, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """The report of a seed's recipe, finished if it is not."""
     out_dir = folder / f"seed_{seed}"
-    command = [sys.executable, "-m", "agentgrpo.recipe.recipe", "recipe", *overrides]
+    command = [sys.executable, "-m", "agentgrpo", "recipe", "recipe", *overrides]
     subprocess.run([*command, f"seed={seed}", f"out_dir={out_dir}"], check=True)
     report: dict[str, Any] = json.loads((out_dir / "report.json").read_text())
     return report

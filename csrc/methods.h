@@ -11,6 +11,5 @@ extern PyMethodDef agentgrpo_sandbox_spawn_methods[];
 extern PyMethodDef agentgrpo_sandbox_step_methods[];
 
 extern PyType_Spec agentgrpo_plan_spec;
-extern PyType_Spec agentgrpo_scanner_spec;
 
 #endif

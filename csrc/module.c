@@ -23,16 +23,10 @@ add_all(PyObject *module)
             return -1;
         }
     }
-    PyType_Spec *const types[] = {&agentgrpo_plan_spec, &agentgrpo_scanner_spec};
-    for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
-        PyObject *type = PyType_FromModuleAndSpec(module, types[i], NULL);
-        const int failed = type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0;
-        Py_XDECREF(type);
-        if (failed) {
-            return -1;
-        }
-    }
-    return 0;
+    PyObject *type = PyType_FromModuleAndSpec(module, &agentgrpo_plan_spec, NULL);
+    const int failed = type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0;
+    Py_XDECREF(type);
+    return failed ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {

@@ -9,8 +9,8 @@ from typing import Any, cast
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout import generate
+from agentgrpo.rollout.decoder import SamplerStats
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Rollout, Task
 from tests.rollout.stubs import StubEngine, Turn
 from tests.tiny import make_tokenizer

@@ -14,7 +14,7 @@ from typing import Any, cast
 import agentgrpo.build
 import agentgrpo.loop
 from agentgrpo import cli
-from agentgrpo.build import Parts, Player, _more, _sampler
+from agentgrpo.build import Parts, Player, Ready, _sampler
 from agentgrpo.config import TrainConfig
 from agentgrpo.stage import Stage
 from agentgrpo.types import Metrics
@@ -66,16 +66,16 @@ class QuickLearner:
 
 def start_engine(config: TrainConfig, stage: Stage, *, trained: bool = False) -> Player:
     engine: Any = QuickEngine(stage.chat.tokenizer, config.engine.max_model_len)
-    return _more(Player, stage, engine=engine, sampler=_sampler(config, stage, engine))
+    sampler = _sampler(config, stage, engine)
+    return Player(stage=stage, model=stage.model, engine=engine, sampler=sampler)
 
 
-def with_learner(
-    config: TrainConfig, player: Player, tasks: Any, resumed: Path | None, log: Any, lock: Any
-) -> Parts:
-    learner = cast(Any, QuickLearner())
-    return _more(
-        Parts, player, learner=learner, tasks=tasks, log=log, lock=lock, probes=cast(Any, None),
-        agreement_threshold=0.0,
+def with_learner(config: TrainConfig, player: Player, ready: Ready, log: Any, lock: Any) -> Parts:
+    stage = player.stage
+    return Parts(
+        player=player, engine=player.engine, sampler=player.sampler, reward=stage.reward,
+        heldout=stage.heldout, progress=stage.progress, learner=cast(Any, QuickLearner()),
+        tasks=ready.tasks, log=log, lock=lock, probes=cast(Any, None), agreement_threshold=0.0,
     )  # fmt: skip
 
 

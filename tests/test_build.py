@@ -8,22 +8,20 @@ import json
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from agentgrpo import build, stage
-from agentgrpo.build import start_engine
+from agentgrpo.build import Ready, prepare, start_engine
 from agentgrpo.config import EngineConfig, LearnerConfig, TrainConfig
 from agentgrpo.machine import hardware, packages
 from agentgrpo.models.models import check_model, resolve_model
-from agentgrpo.plan import planned, to_be_trained
 from agentgrpo.registry import make_reward
 from agentgrpo.run.folder import locked, require_same_run
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import Stage, heldout_of, set_stage
-from tests.playing import task
+from agentgrpo.stage import Stage, set_stage
 
 
 def config(model: Path, **sections: Any) -> TrainConfig:
@@ -47,9 +45,8 @@ def test_what_the_model_has_not_is_refused(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("serve", ["adapter", "merged"])
 def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, device: str, serve: str
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, device: str
 ) -> None:
     started: list[int] = []
 
@@ -63,10 +60,9 @@ def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
     stage.model = str(tiny_model)
     stage.chat = SimpleNamespace(tokenizer=None)
     stage.progress = SimpleNamespace(say=said.append)
-    lora = {"rank": 4, "serve": serve}
-    asked = config(Path("m"), learner={"lora": lora})
+    asked = config(Path("m"), learner={"lora": {"rank": 4}})
     start_engine(asked, stage, trained=True)
-    assert started == [4 if serve == "adapter" else 0]
+    assert started == [4]
     assert said == ["engine: starting vLLM"]
 
 
@@ -93,15 +89,15 @@ def test_an_import_is_announced_and_made_once(
     assert made == [folder] * 2  # the import itself looks whether it is whole
 
 
-def test_a_plan_is_of_a_loss_and_a_checkpoint_that_would_do(tmp_path: Path) -> None:
-    """As the run itself finds, before it looks at the sandbox."""
+def test_a_loss_and_a_checkpoint_that_will_not_do_are_found_first(tmp_path: Path) -> None:
+    """Before the sandbox is looked at."""
     asked = config(Path("m"), loss={"loss_type": "no_such_module:loss"})
     with pytest.raises(ValueError, match=r"loss\.loss_type: .*no_such_module"):
-        planned(asked)
+        prepare(asked)
     damaged = tmp_path / "checkpoints" / "step_000003"
     damaged.mkdir(parents=True)
     with pytest.raises(ValueError, match=r"step_000003 is no whole checkpoint"):
-        planned(config(Path("m"), out_dir=str(tmp_path)))
+        prepare(config(Path("m"), out_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -185,56 +181,16 @@ def test_a_run_is_described_before_anything_of_it_is_recorded(
 
     monkeypatch.setattr("agentgrpo.learn.preflight.preflight", preflight)
     monkeypatch.setattr(RunLog, "write", killed)
-    player: Any = SimpleNamespace(
-        engine=SimpleNamespace(device="cpu", describe=dict), model="m", progress=Progress(1),
-        jail={}, reward=SimpleNamespace(), env=None, adapter=None, heldout=[task("one")],
-    )  # fmt: skip
-    tasks: Any = None
+    stage: Any = SimpleNamespace(
+        progress=Progress(1), jail={}, reward=SimpleNamespace(), env=None, adapter=None
+    )
+    engine = SimpleNamespace(device="cpu", describe=dict)
+    player: Any = SimpleNamespace(engine=engine, model="m", stage=stage)
+    ready = Ready(stage=stage, tasks=cast(Any, None), resumed=None)
     with pytest.raises(Killed):
-        build._with_learner(asked, player, tasks, None, RunLog(tmp_path), None)  # type: ignore[arg-type]
+        build._with_learner(asked, player, ready, RunLog(tmp_path), None)  # type: ignore[arg-type]
     assert (tmp_path / "metrics.jsonl").exists()
     require_same_run(asked)
-    described = json.loads((tmp_path / "run.json").read_text())
-    assert described["heldout"] == heldout_of(asked, player)
-
-
-@pytest.mark.parametrize("source", ["held.jsonl", "split", "env"])
-def test_a_run_does_not_go_on_with_other_held_out_tasks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
-    """It is refused before the engine starts; an environment may make its own tasks anew."""
-    train = "env" if source == "env" else "rows.jsonl"
-    asked = config(Path("m"), out_dir=str(tmp_path), data={"train": train, "heldout": source})
-    saved = tmp_path / "checkpoints" / "step_000003"
-    saved.mkdir(parents=True)
-    monkeypatch.setattr(build, "whole_checkpoint", lambda _: saved)
-    held: Any = SimpleNamespace(heldout=[task("one")], env=None, close=lambda: None, model="m")
-    told = heldout_of(asked, held)
-    assert (told is None) == (source == "env")
-    monkeypatch.setattr(build, "set_stage", lambda *_, **__: held)
-
-    class Goes(Exception):
-        pass
-
-    def goes_on(*_: Any, **__: Any) -> None:
-        raise Goes
-
-    monkeypatch.setattr(build, "room_checks", goes_on)
-    others = [task("another"), task("one")]
-    for then, now, refused in [
-        ({"heldout": told}, held.heldout, False),
-        ({}, others, False),  # of an agentgrpo of before
-        ({"heldout": told}, others, source != "env"),
-    ]:
-        held.heldout = now
-        (tmp_path / "run.json").write_text(json.dumps(then))
-        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-        message = r"data.heldout: the run was evaluated on 1 tasks \(.*now it reads 2 tasks \("
-        with pytest.raises(ValueError if refused else Goes, match=message if refused else None):
-            build.build(asked)
-        if refused:
-            with pytest.raises(ValueError, match=message):
-                next(to_be_trained(asked, held))
 
 
 LESS: dict[str, Any] = {

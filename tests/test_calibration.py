@@ -1,4 +1,4 @@
-"""The study of calibration with stand-ins for its parts: what is run, shared, resumed and said."""
+"""The study of calibration with stand-ins for its parts: what is run, shared and said."""
 
 from __future__ import annotations
 
@@ -11,31 +11,27 @@ import pytest
 
 from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.recipe import tallies
 from agentgrpo.recipe.curriculum import finish_stage, folder_of, steps_of
 from agentgrpo.run.atomic import read_lines
-from bench import calibration
+from bench import calibration, tallies
 
 TASKS = tallies.tasks("heldout")[:4]
 
 
 class Parts:
-    """Leaves what the recipe's parts leave; the `stop_at`th is interrupted before it has."""
+    """Leaves what the recipe's parts leave."""
 
     def __init__(self) -> None:
         self.ran: list[str] = []
         self.recipes: list[RecipeConfig] = []
-        self.stop_at = -1
         self.right = 1.0
 
     def __call__(self, command: Sequence[str], **_: Any) -> Any:
-        module = command[2].rpartition(".")[2]
-        settings = command[4 : command.index("--of-recipe")]
+        module = command[3]
+        settings = command[5 : command.index("--of-recipe")]
         more = command[command.index("--of-recipe") + 1 :]
-        if len(self.ran) == self.stop_at:
-            raise KeyboardInterrupt
         self.ran.append(more[-1] if module == "curriculum" else module)
-        recipe = load_config_of(RecipeConfig, command[3], settings)
+        recipe = load_config_of(RecipeConfig, command[4], settings)
         self.recipes.append(recipe)
         if module == "evaluate":
             self._measured(Path(more[-1]))
@@ -114,56 +110,6 @@ def test_a_seeds_arms_share_its_fine_tuning_and_are_a_row_each(
     assert study(tmp_path, "--seeds", "0", "1")[len(calibration.ARMS) :] == [
         (arm, 1) for arm in calibration.ARMS if arm != "prompting"
     ]
-
-
-def test_what_is_played_alike_is_not_played_twice(
-    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study(tmp_path, "--seeds", "0", "--arms", "tuned", "full")
-    (pool,) = tmp_path.glob("work/seed_0/full-*/stage_0/pool.jsonl")
-    pool.write_text("as full has played it")
-    seen: list[bool] = []
-
-    def staged(recipe: RecipeConfig, *_: str) -> None:
-        seen.append((recipe.out_dir / "stage_0" / "pool.jsonl").exists())
-
-    monkeypatch.setattr(parts, "_staged", staged)
-    for arm in ("no_sigmas", "no_branching"):
-        with pytest.raises(ValueError, match="starts from the last checkpoint"):
-            study(tmp_path, "--seeds", "0", "--arms", arm)
-    assert seen[0]
-    assert not seen[-1]
-
-
-def test_it_goes_on_where_it_was_stopped(parts: Parts, tmp_path: Path) -> None:
-    parts.stop_at = len(TUNED) + 1  # in the first stage's training of `full`
-    with pytest.raises(KeyboardInterrupt):
-        study(tmp_path, "--seeds", "0", "--arms", "prompting", "tuned", "full")
-    assert study(tmp_path, "--arms", "prompting", "--seeds", "0") == [
-        ("prompting", 0),
-        ("tuned", 0),
-    ]
-    parts.stop_at = -1
-    assert study(tmp_path, "--seeds", "0", "--arms", "full") == [
-        ("prompting", 0), ("tuned", 0), ("full", 0),
-    ]  # fmt: skip
-    assert parts.ran == [*TUNED, *STAGES]
-    assert study(tmp_path, "learner.trained_layers=6", "--seeds", "0", "--arms", "tuned")[-2:] == [
-        ("full", 0), ("tuned", 0),
-    ]  # fmt: skip
-    assert parts.ran[-3:] == TUNED[1:], "what other settings made is not taken for it"
-
-
-def test_nothing_begins_that_would_not_end_in_time(
-    parts: Parts,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    hours = iter(range(100))
-    monkeypatch.setattr("time.monotonic", lambda: 3600.0 * next(hours))
-    assert study(tmp_path, "--seeds", "0", "--budget", "3.5") == [("prompting", 0)]
-    assert "tuned, seed 0: would not end within 3.5 hours" in capsys.readouterr().out
 
 
 def test_a_row_says_what_was_needless(parts: Parts, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ NO_COMMANDS = {
 }
 
 
-def test_every_module_that_can_be_started_is_a_command_or_says_why_not() -> None:
+def test_every_module_that_can_be_started_by_itself_says_why() -> None:
     root = Path(cli.__file__).parent
     files = [*root.rglob("*.py"), *(root / "kernels").glob("*.py")]  # a link is not followed
     started = {
@@ -59,7 +59,8 @@ def test_every_module_that_can_be_started_is_a_command_or_says_why_not() -> None
         for path in files
         if '__name__ == "__main__"' in path.read_text() and path != Path(cli.__file__)
     }
-    assert started == {module for module, _ in cli.COMMANDS.values()} | NO_COMMANDS.keys()
+    packages = {module for module, _ in cli.COMMANDS.values() if module.endswith("__main__")}
+    assert started == {"agentgrpo.train"} | packages | NO_COMMANDS.keys()
 
 
 def test_a_runs_rollouts_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

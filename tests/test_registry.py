@@ -333,10 +333,8 @@ def test_names_and_options_are_read_before_anything_is_opened_or_written(
     [
         ([], None, True, None),
         (["learner.lora.rank=4"], None, True, "reference"),
-        (["learner.lora.rank=4", "learner.lora.serve=merged"], None, True, None),
         (["learner.lora.rank=4"], None, False, "policy"),  # what plays is what training began with
         ([], object(), False, "reference"),
-        (["learner.lora.rank=4", "learner.lora.serve=merged"], object(), False, None),
     ],
 )
 def test_the_engine_has_a_reference_beside_an_adapter(

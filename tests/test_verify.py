@@ -147,7 +147,7 @@ FORGET = "r['learner_logprobs'] = r['entropies'] = None"
     [
         (
             "x['token_ids'][0] ^= 1",
-            r"^step {step} {split} group {group} rollout \d+: turn .* are not those that the engine",
+            r"^step {step} {split} group {group} rollout \d+: turn .* are not those that",
         ),
         (
             "x['logprobs'][0] = 'no'",

@@ -239,7 +239,6 @@ PATHS = {
     "verify {here}/nosuch": "nosuch",
     "view {here}/nosuch": "nosuch",
     "export {here}/nosuch out.parquet": "rollouts.jsonl: no such file or directory",
-    "gguf {here}/nosuch.gguf out": "nosuch.gguf",
     "init {here}/nosuch rows.jsonl": "model '{here}/nosuch': no such directory",
     "init model nosuch.jsonl": "nosuch.jsonl: no such file",
 }  # fmt: skip

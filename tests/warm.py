@@ -158,7 +158,8 @@ def _work(
 
 def _main(arguments: tuple[str, ...]) -> int:
     if arguments[0] == "-m":
-        status: int = importlib.import_module(arguments[1]).main(list(arguments[2:]))
+        name = "agentgrpo.cli" if arguments[1] == "agentgrpo" else arguments[1]
+        status: int = importlib.import_module(name).main(list(arguments[2:]))
         return status
     sys.argv = list(arguments)
     runpy.run_path(arguments[0], run_name="__main__")
@@ -167,7 +168,7 @@ def _main(arguments: tuple[str, ...]) -> int:
 
 def _run_own(command: list[str], **options: Any) -> Any:
     """The subprocess.run() of a command: what it starts of this package is a fork of it."""
-    if command[:2] != [sys.executable, "-m"] or not command[2].startswith("agentgrpo."):
+    if command[:2] != [sys.executable, "-m"] or not command[2].startswith("agentgrpo"):
         return run_another(command, **options)
     sys.stdout.flush()
     if child := os.fork():

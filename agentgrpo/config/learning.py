@@ -98,7 +98,10 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class LoraConfig(Section):
-    """Low-rank adapters instead of the weights (peft); rank 0 trains the weights themselves."""
+    """Low-rank adapters instead of the weights (peft); rank 0 trains the weights themselves.
+
+    vLLM is handed the adapter alone, in memory; the model below it is one replica for both.
+    """
 
     rank: NotNegative = 0
     """Of the adapters; 0: none."""
@@ -107,23 +110,14 @@ class LoraConfig(Section):
     target_modules: tuple[str, ...] = ()
     """Names of the linear layers that get one; empty: all but the head, or those of the adapter
     that training goes on from."""
-    serve: Literal["adapter", "merged"] = "adapter"
-    """How the sampler gets it. adapter: vLLM is handed the adapter alone, in memory, and the model
-    below it is one replica for both. merged: the adapted layers' weights are written into vLLM's,
-    which may decode faster and fits every layer, but needs a second copy of the model."""
-
-    @property
-    def served_rank(self) -> int:
-        """Of the adapters that the sampler is handed; 0: it is given merged weights."""
-        return self.rank if self.serve == "adapter" else 0
 
     @pydantic.model_validator(mode="after")
     def _can_be_served(self) -> LoraConfig:
         refuse_unread(
-            self, "learner.lora", "alpha", "target_modules", "serve", unless=self.rank > 0,
+            self, "learner.lora", "alpha", "target_modules", unless=self.rank > 0,
             need="learner.lora.rank above 0",
         )  # fmt: skip
-        room_for_adapters(self.served_rank)
+        room_for_adapters(self.rank)
         return self
 
 
@@ -135,8 +129,7 @@ def room_for_adapters(rank: int) -> int:
     """
     if rank > LORA_RANKS[-1]:
         raise ValueError(
-            f"learner.lora.rank: vLLM serves adapters up to rank {LORA_RANKS[-1]}, got {rank}; "
-            "learner.lora.serve = 'merged' has no such limit"
+            f"learner.lora.rank: vLLM serves adapters up to rank {LORA_RANKS[-1]}, got {rank}"
         )
     return next(size for size in (0, *LORA_RANKS) if size >= rank)
 
@@ -181,7 +174,7 @@ class LearnerConfig(Section):
     (6 GiB on CUDA): with more rows they are computed again in the backward pass."""
     offload_optimizer: bool = False
     """CUDA: the optimizer's state, masters and moments, waits in page-locked host memory, and
-    passes through the card in parts at each update."""
+    passes through the card at each update, a parameter at a time."""
 
     @pydantic.model_validator(mode="after")
     def _reads_its_keys(self) -> LearnerConfig:

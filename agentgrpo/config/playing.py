@@ -152,8 +152,7 @@ FILTERS: dict[str, float] = {
 OWN_MODELS = ("policy", "reference")
 """Models that need no endpoint: the one that is trained, and the one that training began with."""
 NO_REFERENCE = (
-    "'reference' is the model without its adapter: it needs learner.lora.rank and "
-    "learner.lora.serve 'adapter'; else name an endpoint"
+    "'reference' is the model without its adapter: it needs learner.lora.rank, or name an endpoint"
 )
 
 
@@ -173,7 +172,7 @@ class EndpointConfig(Section):
     api_key_env: str = ""
     """http, retriever: name of the environment variable that holds the key."""
     timeout_s: PositiveNumber = 120.0
-    """http, retriever: seconds that one try may take in all, to the last byte of its answer."""
+    """http, retriever: seconds that a try may wait for the server, before its answer and within."""
     retries: NotNegative = 3
     """http, retriever: further tries after a failure of the network or the server."""
     extra: dict[str, Any] = {}

@@ -15,7 +15,7 @@ RECIPE_SECTIONS = ("flywheel", "sft", "curriculum", "measures")
 """What config/recipe.py has besides the sections of a run."""
 PLAYS = (
     "model seed engine.* agent.* env.* sandbox.* data.* rollout.* reward.* "
-    "learner.lora.rank learner.lora.serve learner.trained_layers learner.max_tokens out_dir "
+    "learner.lora.rank learner.trained_layers learner.max_tokens out_dir "
     "endpoints* !rollout.tasks_per_step "
     "!rollout.group_size !rollout.refill_below !rollout.max_refills !rollout.temperature "
     "!rollout.branching.* !reward.sigma_tool !reward.sigma_length !reward.decay_sigmas "

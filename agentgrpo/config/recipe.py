@@ -21,8 +21,6 @@ from agentgrpo.config import (
 )
 from agentgrpo.config.section import Place, refuse_unread
 
-Share = Annotated[float, Field(ge=0, le=1)]
-
 
 class FlywheelConfig(Section):
     """How trajectories are made, repaired and kept (recipe/flywheel.py).
@@ -107,13 +105,6 @@ class CurriculumConfig(Section):
     by_kind: bool = False
     """Kinds of tasks (spec["kind"]) are selected apart, so that graded ones do not lose to those
     that are right or wrong, whose correctness varies more."""
-    sampling: Literal["shuffle", "difficulty"] = "shuffle"
-    """How a stage draws from what was selected: each task once a round, or by pools of difficulty
-    that follow the policy (recipe/difficulty.py)."""
-    easy_share: Share = 0.1
-    """difficulty: share of tasks drawn from those almost always solved."""
-    hard_share: Share = 0.2
-    """difficulty: share of tasks drawn from those almost never solved."""
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> CurriculumConfig:
@@ -121,15 +112,6 @@ class CurriculumConfig(Section):
             self, "curriculum", "by_kind", unless=self.selection == "pareto",
             need='curriculum.selection = "pareto"',
         )  # fmt: skip
-        refuse_unread(
-            self, "curriculum", "easy_share", "hard_share", unless=self.sampling == "difficulty",
-            need='curriculum.sampling = "difficulty"',
-        )  # fmt: skip
-        if self.easy_share + self.hard_share > 1:
-            raise ValueError(
-                f"curriculum.easy_share + curriculum.hard_share must be at most 1, "
-                f"got {self.easy_share} + {self.hard_share}"
-            )
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError(
                 f"curriculum.steps {list(self.steps)} and curriculum.epochs {self.epochs} exclude "
@@ -195,7 +177,7 @@ class RecipeConfig(TrainConfig):
                 raise ValueError(f"{key}: no endpoint {name!r}; there are: {known}")
             if name in self.endpoints and self.endpoints[name].kind == "retriever":
                 raise ValueError(f"{key}: {name!r} finds documents, and writes no text")
-            if name == "reference" and not self.learner.lora.served_rank:
+            if name == "reference" and not self.learner.lora.rank:
                 raise ValueError(f"{key}: {NO_REFERENCE}")
             own = name in OWN_MODELS or (name and self.endpoints[name].kind == "engine")
             divided = self.engine.tensor_parallel_size > 1

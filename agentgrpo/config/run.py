@@ -155,11 +155,6 @@ class TrainConfig(Section):
                 "loss.sync_ref_model and learner.lora.rank exclude each other: the reference is "
                 "the policy that training began with, and never moves"
             )
-        if self.learner.lora.serve == "merged" and self.engine.weights == "shared":
-            raise ValueError(
-                "engine.weights 'shared' and learner.lora.serve 'merged' exclude each other: what "
-                "is merged into needs a copy of its own"
-            )
         if self.learner.lora.rank and self.engine.sleep_level == 2:
             raise ValueError(
                 "engine.sleep_level 2 drops weights that an adapter does not hold: use 1 with "

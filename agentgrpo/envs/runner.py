@@ -118,11 +118,7 @@ NOTHING = _Nothing()
 
 
 def checked_episode(made: Any) -> AnyEpisode:
-    """What reset() returned.
-
-    Raises:
-        WrongResult: it is no episode.
-    """
+    """What reset() returned."""
     if not all(callable(getattr(made, name, None)) for name in ("step", "finish", "close")):
         raise WrongResult(f"expected an episode: step(), finish(), close(), got {made!r:.80}")
     return made  # type: ignore[no-any-return]
@@ -146,16 +142,7 @@ class Abandoned(InfrastructureError):
 
 
 class _Work:
-    """One call of an episode's.
-
-    Args:
-        future: told its outcome, once.
-        episode: whose.
-        called: what is called, of the user's.
-        read: checks what it gives.
-        of: whose it is.
-        limit_s: as of EpisodeRunner.
-    """
+    """One call of an episode's."""
 
     def __init__(
         self, future: Future[Any], episode: AnyEpisode, called: Any, read: Callable[[Any], Any],

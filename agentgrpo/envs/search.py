@@ -317,13 +317,7 @@ class _ByWords:
 
 
 class _ByMeaning:
-    """The texts whose vectors have the largest product with the query's; the first of equal ones.
-
-    Args:
-        texts: the corpus.
-        encoder: encode(texts) -> rows of length 1; checksum.
-        config: prefixes, and where the vectors are kept by a name of all that they depend on.
-    """
+    """The texts whose vectors' products with the query's are largest, in their order."""
 
     def __init__(self, texts: Sequence[tuple[str, str, str]], encoder: Any, config: Dense) -> None:
         self._texts = [(title, text) for _, title, text in texts]

@@ -5,11 +5,6 @@ Ends with status 1 if something essential is missing.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("doctor")
-
 import argparse
 import platform
 import sys

@@ -1,29 +1,30 @@
-"""What a run has to hold in memory, computed from its config and its model's shapes alone.
+"""Whether a run fits this machine's memory and disk, said before the model is loaded.
 
-Sums of what must be there, not measurements: of activations the layers' inputs and the logits, and
-nothing that kernels, allocators and CUDA graphs take beside. The preflight (learn/preflight.py)
-tries the real thing.
+Rough sums of what must be there, from the config and the model's shapes alone: of activations the
+layers' inputs and the logits, and nothing that kernels, allocators and CUDA graphs take beside. The
+preflight (learn/preflight.py) tries the real thing.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.config import LearnerConfig, TrainConfig, room_for_adapters
+from agentgrpo import parallel
+from agentgrpo.config import LearnerConfig, TrainConfig
+from agentgrpo.machine import hardware
 from agentgrpo.run import checkpoint
+from agentgrpo.sandbox.doctor import Check
 
 GIB = 2**30
 WIDTH = {"float32": 4, "bfloat16": 2}
 ALLOCATORS = 0.8
 """Share of a card that the sums may fill; the rest is for what they leave out."""
-
-PART_BYTES = GIB
-"""Of an offloaded optimizer's state, as much passes through the card together."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -38,55 +39,30 @@ class Footprint:
     weights: int
     copies: int
     """A replica of the learner's own, where weights are not shared, and the KL's frozen one."""
-    adapter: int
-    """The learner's, in float32, and the sampler's room for one, where it is served as it is."""
     optimizer: int
-    """float32 masters and moments."""
-    offloaded: bool
-    """On CUDA with learner.offload_optimizer these are in host memory, but for what is passing."""
-    passing: int
+    """float32 masters (an adapter is its own) and moments; none here if offloaded on CUDA."""
     gradients: int
     """The float32 sums, and those of 16 bit that are not in them yet."""
     activations: int
-    """At least: the layers' inputs, which checkpointed ones keep alone, and the logits."""
     kv_cache: int
     checkpoint: int
-    """On disk: the weights, or the adapter instead, the optimizer's state, and what of the KL's
-    reference follows the policy or is an adapter's beginning."""
+    """On disk: the weights, unless an adapter is trained, and the optimizer's state."""
     cuda: bool
 
     @property
     def peak(self) -> int:
         """The most that is held at once: on CUDA the KV cache is given back while learning."""
-        always = self.weights + self.copies + self.adapter + self.resident
-        learning = self.gradients + max(self.activations, self.passing)
-        return always + (max if self.cuda else int.__add__)(learning, self.kv_cache)
-
-    @property
-    def resident(self) -> int:
-        """Of the optimizer's bytes those that stay where the weights are."""
-        return 0 if self.offloaded else self.optimizer
+        learning = self.gradients + self.activations
+        together = (max if self.cuda else int.__add__)(learning, self.kv_cache)
+        return self.weights + self.copies + self.optimizer + together
 
     def listed(self) -> str:
         """The parts in GiB, as a sum."""
-        parts = {
-            "weights": self.weights,
-            "copies": self.copies,
-            "adapter": self.adapter,
-            "gradients": self.gradients,
-            "optimizer": self.resident,
-            "activations": self.activations,
-            "KV cache": self.kv_cache,
-        }
-        if self.offloaded and self.passing > self.activations:
-            del parts["activations"]
-            parts["optimizer's parts"] = self.passing
-        rare = ("copies", "adapter", "optimizer", "KV cache")
-        shown = " + ".join(f"{k} {v / GIB:.2f}" for k, v in parts.items() if v or k not in rare)
-        more = ""
-        if self.cuda and self.kv_cache:
-            more = ", the KV cache being given back while learning"
-        return f"{shown} = {self.peak / GIB:.1f} GiB{more}"
+        names = ("weights", "copies", "gradients", "optimizer", "activations", "kv_cache")
+        parts = [(name.replace("kv_", "KV "), getattr(self, name)) for name in names]
+        shown = " + ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
+        given = ", the KV cache being given back while learning" * (self.cuda and self.kv_cache > 0)
+        return f"{shown} = {self.peak / GIB:.1f} GiB{given}"
 
 
 def footprint(
@@ -105,56 +81,41 @@ def footprint(
     """
     learner = config.learner
     width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
-    parameters, changed = count(shapes), trained_count(shapes, learner)
-    weights, served = parameters * width, learner.lora.served_rank
+    parameters, sizes = count(shapes), trained_sizes(shapes, learner)
+    weights, changed = parameters * width, sum(sizes)
     adapted = learner.lora.rank > 0
-    copied = sampled and (ranks > 1 or config.engine.weights == "copy" or (adapted and not served))
-    exact = width == 4 or adapted  # adapters are float32: their own masters
-    moments = 2 if learner.optimizer == "adamw_8bit" else 8
-    state = moments + (0 if exact else 4)
-    optimizer = changed * state
-    largest = max(trained_sizes(shapes, learner), default=0)
+    copied = sampled and (ranks > 1 or config.engine.weights == "copy")
+    exact = width == 4 or adapted  # adapters are float32
+    masters = 4 if adapted or not exact else 0
+    optimizer = changed * (masters + (2 if learner.optimizer == "adamw_8bit" else 8))
     # on one process a gradient is added to its sum, and freed, as soon as it is there
-    waiting = 0 if exact else width * (largest if ranks == 1 else changed)
-    offloaded = learner.offload_optimizer and cuda
-    passing = min(optimizer, largest * state + PART_BYTES) if offloaded else 0
-    adapter = 4 * changed * adapted
-    reference = (adapter or weights) * (config.loss.beta > 0)
-    following = reference if adapted else changed * width * config.loss.sync_ref_model
+    waiting = 0 if exact else width * (max(sizes, default=0) if ranks == 1 else changed)
+    reference = (4 * changed if adapted else weights) * (config.loss.beta > 0)
     return Footprint(
         parameters=parameters,
         trained=changed,
         weights=weights // config.engine.tensor_parallel_size,
         copies=weights * copied // ranks + reference,
-        adapter=adapter // ranks + sampled * width * _served_count(shapes, served),
-        optimizer=optimizer // ranks,
-        offloaded=offloaded,
-        passing=passing // ranks,
+        optimizer=0 if learner.offload_optimizer and cuda else optimizer // ranks,
         gradients=(4 * changed + waiting) // ranks,
         activations=_activations(shapes, learner, width, cuda=cuda) if trained else 0,
         kv_cache=sampled * int(config.engine.kv_cache_gib * GIB),
-        checkpoint=(adapter if adapted else weights) + optimizer + following,
+        checkpoint=optimizer + (0 if adapted else weights),
         cuda=cuda,
     )
 
 
 def _activations(shapes: Shapes, learner: LearnerConfig, width: int, *, cuda: bool) -> int:
-    # it imports torch: the environment is set by now
-    from agentgrpo.kernels.linear_logp import LOGITS_BYTES_CPU, LOGITS_BYTES_CUDA
-
+    """At least: the layers' inputs, which checkpointed ones keep alone, and the logits."""
     layers = 1 + max(map(_layer, shapes))
     if learner.trained_layers is not None and not learner.lora.rank:
         layers = learner.trained_layers
-    vocab, hidden = _embedding(shapes)
-    logits = vocab * (4 if learner.cast_lm_head_to_fp32 else width)
-    kept = min(learner.max_tokens * logits, LOGITS_BYTES_CUDA if cuda else LOGITS_BYTES_CPU)
-    return kept + learner.max_tokens * hidden * width * layers
-
-
-def _embedding(shapes: Shapes) -> tuple[int, ...]:
-    """(vocabulary, hidden size): of the longest table that is no layer's, the first such."""
     tables = (shape for name, shape in shapes.items() if len(shape) == 2 and _layer(name) < 0)
-    return max(tables, key=lambda shape: shape[0])
+    vocab, hidden = max(tables, key=lambda shape: shape[0])
+    logits = vocab * (4 if learner.cast_lm_head_to_fp32 else width)
+    # of more, linear_logp() makes them again in the backward pass
+    kept = min(learner.max_tokens * logits, (6 if cuda else 1) * GIB)
+    return kept + learner.max_tokens * hidden * width * layers
 
 
 def count(shapes: Shapes) -> int:
@@ -162,38 +123,17 @@ def count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def trained_count(shapes: Shapes, learner: LearnerConfig) -> int:
-    """How many numbers the learner changes: of the model, or of its adapter."""
-    return sum(trained_sizes(shapes, learner))
-
-
 def trained_sizes(shapes: Shapes, learner: LearnerConfig) -> list[int]:
     """Numbers in each of the trained parameters; of an adapter, in each layer's two matrices."""
-    if rank := learner.lora.rank:
-        return _adapter_sizes(shapes, rank, learner.lora.target_modules)
+    if learner.lora.rank:
+        linear = [n for n, shape in shapes.items() if len(shape) == 2 and _layer(n) >= 0]
+        targets = tuple(f".{target}.weight" for target in learner.lora.target_modules)
+        wanted = [n for n in linear if not targets or f".{n}".endswith(targets)]
+        return [learner.lora.rank * sum(shapes[n]) for n in wanted]
     first = -1
     if learner.trained_layers is not None:
         first = max(0, 1 + max(map(_layer, shapes)) - learner.trained_layers)
     return [math.prod(shape) for name, shape in shapes.items() if _layer(name) >= first]
-
-
-def _adapter_sizes(shapes: Shapes, rank: int, targets: tuple[str, ...] = ()) -> list[int]:
-    """Numbers in the matrices A and B of the linear layers with such names; (): of all."""
-    linear = {n: s for n, s in shapes.items() if len(s) == 2 and _layer(n) >= 0}
-    wanted = [s for n, s in linear.items() if not targets or _is_named(n, targets)]
-    return [rank * (rows + columns) for rows, columns in wanted]
-
-
-def _served_count(shapes: Shapes, rank: int) -> int:
-    """Numbers that vLLM has room for: adapters of every layer, of the embedding and of the head."""
-    room = room_for_adapters(rank)
-    return sum(_adapter_sizes(shapes, room)) + 2 * room * sum(_embedding(shapes))
-
-
-def _is_named(parameter: str, targets: tuple[str, ...]) -> bool:
-    """As peft: by the layer's last name, or by several."""
-    layer = "." + parameter.removesuffix(".weight")
-    return any(layer.endswith(f".{target}") for target in targets)
 
 
 def _layer(name: str) -> int:
@@ -230,3 +170,72 @@ def shapes_of(config: Any) -> Shapes:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def held_by(
+    config: TrainConfig, model: str, *, trained: bool = True, sampled: bool = True
+) -> Footprint:
+    """What a run will hold here, of a model's directory or hub name."""
+    shapes = shapes_in(Path(model))
+    if not shapes:  # its weights are not here yet
+        from transformers import AutoConfig
+
+        shapes = shapes_of(AutoConfig.from_pretrained(model).get_text_config())
+    cuda, ranks = hardware.has_nvidia_gpu(), parallel.world_size()
+    return footprint(config, shapes, cuda=cuda, ranks=ranks, trained=trained, sampled=sampled)
+
+
+def room_checks(
+    config: TrainConfig, model: str, *, trained: bool, sampled: bool = True
+) -> Iterator[Check]:
+    """What a run needs of this machine, beside what there is.
+
+    vLLM would say that it has no room in its own words, after loading the model, or be ended by
+    Linux, since a control group's limit is met only where memory is written to.
+
+    Args:
+        config: of the run.
+        model: directory or hub name.
+        trained: not only sampled from.
+        sampled: not only trained: an engine is started.
+    """
+    held = held_by(config, model, trained=trained, sampled=sampled)
+    card = hardware.gpu_memory_bytes() if held.cuda else None
+    known = card is not None or not held.cuda
+    total, free = card or hardware.memory_bytes()
+    there = f"free{' on the card' if card else ''}"
+    if known and sampled:
+        need, cache = held.weights + held.kv_cache, config.engine.kv_cache_gib
+        yield Check(
+            "room for vLLM",
+            need <= free,
+            f"weights {held.weights / GIB:.2f} + KV cache {held.kv_cache / GIB:.2f} = "
+            f"{need / GIB:.2f} GiB are needed to start it, and {free / GIB:.2f} of "
+            f"{total / GIB:.2f} GiB are {there}",
+            f"a lower engine.kv_cache_gib (it is {cache:g}), or a smaller model",
+            essential=True,
+        )
+    if not trained:
+        return
+    room, where = float(free), f"the {free / GIB:.1f} GiB that are {there}"
+    if card and ALLOCATORS * total < free:
+        room, where = ALLOCATORS * total, f"{ALLOCATORS:.0%} of the card's {total / GIB:.0f} GiB"
+    fits = not known or held.peak <= room
+    yield Check(
+        "memory",
+        fits,
+        held.listed() if fits else f"{held.listed()} are needed, more than {where}",
+        "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
+        f"learner.max_tokens{' or engine.kv_cache_gib' * sampled}, or a smaller model",
+        essential=known and held.peak - held.activations > total,
+    )
+    disk = (config.keep_checkpoints + 1) * held.checkpoint
+    folder = next(p for p in (config.out_dir, *config.out_dir.resolve().parents) if p.exists())
+    left = shutil.disk_usage(folder).free
+    yield Check(
+        "disk",
+        disk <= left,
+        f"{disk / GIB:.1f} GiB for {config.keep_checkpoints} checkpoint(s) and the next while it "
+        f"is written, {left / GIB:.0f} GiB free",
+        "a lower keep_checkpoints, or another out_dir",
+    )

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from agentgrpo.sandbox.cgroup import lines_of, memory_bounds
 
-CPUINFO = Path("/proc/cpuinfo")
-
 
 def has_nvidia_gpu() -> bool:
     """Whether the kernel shows an NVIDIA GPU; under WSL 2 whether nvidia-smi is there to use it."""
@@ -54,12 +52,6 @@ def _gpus(*which: str) -> list[tuple[int, int]]:
 def cpu_count() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def has_bfloat16_instructions() -> bool:
-    """Whether the CPU multiplies bfloat16: AVX-512 BF16, AMX, or Arm's BF16."""
-    words = CPUINFO.read_text().partition("\n\n")[0].split()
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(words)
 
 
 def memory_bytes() -> tuple[int, int]:

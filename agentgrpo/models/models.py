@@ -35,7 +35,7 @@ def check_model(
         device=device,
         trained=trained,
         dtype=config.engine.dtype_on(device),
-        adapters=config.learner.lora.served_rank > 0,
+        adapters=config.learner.lora.rank > 0,
     )
     if why:
         raise ValueError(f"model {model!r}: {why}")
@@ -103,8 +103,7 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
         require_as_sealed(folder, whole=False)
         return model
     if folder.exists():
-        how = "; `agentgrpo gguf` makes a directory of it" if folder.suffix == ".gguf" else ""
-        raise ValueError(f"model {model!r}: a file, expected a directory{how}")
+        raise ValueError(f"model {model!r}: a file, expected a directory")
     if "/" not in model or looks_like_path(model):
         hub = "" if looks_like_path(model) else "; a model of the hub is named owner/name"
         raise ValueError(f"model {model!r}: no such directory{how_far(folder)}{hub}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -26,3 +28,42 @@ def bytes_of(piece: str, *, byte_level: bool) -> bytes:
         return piece.encode()  # added to the vocabulary as text
     byte = _BYTE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
+
+
+def token_bytes(tokenizer: Any) -> list[bytes]:
+    """The bytes of each token, by id; b"" for ids that no token has.
+
+    The bytes of a text's tokens, one behind the other, are the text in UTF-8; SentencePiece may put
+    a space before its first word.
+
+    Args:
+        tokenizer: a fast transformers tokenizer.
+
+    Raises:
+        ValueError: its decoder is of neither kind.
+    """
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    kinds = set(_decoders(spec["decoder"]))
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    vocabulary = tokenizer.get_vocab()
+    if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r} decodes with {sorted(kinds)}; known are "
+            "ByteLevel, and ByteFallback or Metaspace"
+        )
+    found = [b""] * (max(vocabulary.values()) + 1)
+    for token, index in vocabulary.items():
+        found[index] = (
+            token.encode() if index in special else bytes_of(token, byte_level="ByteLevel" in kinds)
+        )
+    return found
+
+
+def _decoders(spec: dict[str, Any] | None) -> list[str]:
+    """The kinds of a decoder and of those in it."""
+    if spec is None:
+        return []
+    return [
+        spec["type"],
+        *(kind for inner in spec.get("decoders", []) for kind in _decoders(inner)),
+    ]

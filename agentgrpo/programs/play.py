@@ -26,11 +26,10 @@ from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.launch import SHORT, Awaited, Launcher, Outcome, Running
 from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.session import UNENFORCED, SampleRequest, Session
-from agentgrpo.rollout.decoder import Decoder, Watch
+from agentgrpo.rollout.decoder import Decoder, SamplerStats, Watch
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
-from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import COUNTS, Completion, Group, Rollout, Segment, Status, Task, Treatment
 from agentgrpo.usercode import UserCodeError, tell
 
@@ -387,9 +386,6 @@ class _Play:
         """A program that fails of itself in every rollout is no policy's fault.
 
         What the policy's code may have done to it (Outcome.own) is told, and ends nothing.
-
-        Raises:
-            UserCodeError: with what the first one said.
         """
         if not self.failures:
             return

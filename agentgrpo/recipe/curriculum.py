@@ -16,41 +16,34 @@ and training from its last checkpoint.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("curriculum")
-
 import argparse
 import contextlib
 import json
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentgrpo import train
-from agentgrpo.build import Parts, Player, build, build_player
-from agentgrpo.command import Work
+from agentgrpo.build import Player, build, build_player, prepare
+from agentgrpo.command import Begin
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import RowTasks, Tasks, digest_of, repr_of
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import kind_of
 from agentgrpo.measures.quality import Quality, quality_by
-from agentgrpo.plan import planned, said, to_be_trained_on
-from agentgrpo.recipe.difficulty import DifficultyTasks
+from agentgrpo.plan import of_training, plan, said
 from agentgrpo.recipe.pareto import contrast, select_groups
 from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import append_lines, whole_lines, write_json
-from agentgrpo.run.folder import locked, require_folder
+from agentgrpo.run.folder import locked
 from agentgrpo.run.records import read_rollout, read_rollouts, rollout_record
 from agentgrpo.sandbox.doctor import Check
-from agentgrpo.stage import Stage
 from agentgrpo.types import Group
 
 SAVED = ("stage_*/pool.jsonl", f"stage_*/rl/{checkpoint.SAVED}")
@@ -65,11 +58,7 @@ def folder_of(recipe: RecipeConfig, stage: int) -> Path:
 
 
 def start_model(recipe: RecipeConfig, stage: int) -> str:
-    """The model that a stage starts from.
-
-    Raises:
-        ValueError: what it should start from is not there.
-    """
+    """The model that a stage starts from."""
     if stage == 0 and recipe.curriculum.start == "model":
         return recipe.model
     folder = recipe.out_dir / "sft" if stage == 0 else folder_of(recipe, stage - 1) / "rl"
@@ -80,13 +69,7 @@ def start_model(recipe: RecipeConfig, stage: int) -> str:
 
 
 def steps_of(recipe: RecipeConfig, stage: int, selected: int | None = None) -> int:
-    """Optimizer steps of a stage, counted from 0.
-
-    Args:
-        recipe: the settings.
-        stage: counted from 0.
-        selected: tasks that it trains on; None: those of its select.json.
-    """
+    """Optimizer steps of a stage, counted from 0."""
     c = recipe.curriculum
     if c.epochs is None:
         return c.steps[min(stage, len(c.steps) - 1)]
@@ -96,11 +79,7 @@ def steps_of(recipe: RecipeConfig, stage: int, selected: int | None = None) -> i
 
 
 def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
-    """The stage's run, from the model that it starts from; its tasks are selected_tasks().
-
-    Raises:
-        ValueError: as of start_model().
-    """
+    """The stage's run, from the model that it starts from; its tasks are selected_tasks()."""
     model, steps = start_model(recipe, stage), steps_of(recipe, stage)
     out_dir = str(folder_of(recipe, stage) / "rl")
     return recipe.of_run(model=model, out_dir=out_dir, steps=steps)
@@ -111,15 +90,6 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
 
 def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> dict[str, Any]:
     """Play the candidates and write what is selected of them.
-
-    Args:
-        recipe: the settings.
-        stage: counted from 0.
-        player: with the stage's first policy, awake.
-        stream: the recipe's training tasks from the very start.
-
-    Returns:
-        What select.json holds.
 
     Raises:
         ValueError: no candidate has both right and wrong rollouts, as selection = "pareto" asks.
@@ -176,7 +146,7 @@ def _chunks(
 ) -> Iterator[list[Group]]:
     """The candidates' groups: from disk as far as they are there, then played and recorded."""
     c, path = recipe.curriculum, folder_of(recipe, stage) / "pool.jsonl"
-    recorded = whole_lines(path)
+    recorded, progress = whole_lines(path), player.stage.progress
     for start in range(0, c.candidates, c.chunk):
         tasks = stream.next(min(c.chunk, c.candidates - start))
         size = len(tasks) * c.group_size
@@ -195,28 +165,17 @@ def _chunks(
                 os.truncate(path, path.stat().st_size - sum(len(line) + 1 for line in recorded))
                 recorded = []
             seed = recipe.seed_of(1_000_000 + stage * 1000 + start // c.chunk, 0)
-            with player.progress.phase(f"playing {len(tasks)} candidates x {c.group_size}"):
+            with progress.phase(f"playing {len(tasks)} candidates x {c.group_size}"):
                 groups, _ = player.sampler.play(tasks, c.group_size, seed=seed)
-            player.reward.score(groups)
+            player.stage.reward.score(groups)
             append_lines(path, [rollout_record(r) for group in groups for r in group.rollouts])
-            player.progress.say(
-                f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played"
-            )
+            progress.say(f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played")
         yield groups
 
 
-def selected_tasks(recipe: RecipeConfig, stage: int, stream: Tasks) -> Tasks:
-    """The stage's tasks as they were played, drawn as the recipe says.
-
-    Args:
-        recipe: the settings.
-        stage: counted from 0.
-        stream: the recipe's training tasks; JSON lines do not keep every type of a spec.
-
-    Raises:
-        ValueError: a task of the stream is not the one that was played.
-    """
-    c, folder = recipe.curriculum, folder_of(recipe, stage)
+def selected_tasks(recipe: RecipeConfig, stage: int, stream: Tasks) -> RowTasks:
+    """The stage's tasks as they were played, drawn as the recipe says."""
+    folder = folder_of(recipe, stage)
     pool = folder / "pool.jsonl"
     played = {r.task.id: r.task for _, r in read_rollouts(pool)}
     for task in stream.rows if isinstance(stream, RowTasks) else ():
@@ -227,13 +186,7 @@ def selected_tasks(recipe: RecipeConfig, stage: int, stream: Tasks) -> Tasks:
             played[task.id] = task
     rows = [played[name] for name in read_table(folder / "select.json")["selected"]]
     source, seed = f"stage {stage}, {digest_of(rows)}", recipe.seed + stage
-    tasks: Tasks
-    if c.sampling == "shuffle":
-        tasks = RowTasks(rows, source=source, seed=seed)
-    else:
-        tasks = DifficultyTasks(
-            rows, source=source, easy_share=c.easy_share, hard_share=c.hard_share, seed=seed
-        )
+    tasks = RowTasks(rows, source=source, seed=seed)
     earlier = [folder_of(recipe, number) / "stage.json" for number in range(stage)]
     tasks.steps_before = sum(read_table(path)["steps"] for path in earlier)
     return tasks
@@ -255,7 +208,7 @@ def parts_of(recipe: RecipeConfig) -> list[Part]:
     return [
         Part(
             name=f"{stage}.{what}",
-            module="agentgrpo.recipe.curriculum",
+            word="curriculum",
             more=partial(list, ["--part", f"{stage}.{what}"]),
             done=partial(done, stage),
         )
@@ -265,11 +218,7 @@ def parts_of(recipe: RecipeConfig) -> list[Part]:
 
 
 def finish_stage(recipe: RecipeConfig, stage: int) -> None:
-    """Write stage.json.
-
-    Raises:
-        ValueError: the stage's last checkpoint is not there.
-    """
+    """Write stage.json."""
     folder = folder_of(recipe, stage)
     selected = read_table(folder / "select.json")
     trained = Path(start_model(recipe, stage + 1))
@@ -286,16 +235,9 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
     )
 
 
-def stages(
-    recipe: RecipeConfig, data: Mapping[str, str], *, write: bool = False
-) -> Iterator[Check]:
-    """What the stages would do; settings and data (of Stage) are written, or else only compared.
-
-    Raises:
-        ValueError: out_dir holds stages of others, or one that the next has begun from is to be
-            longer.
-    """
-    require_same_work(recipe, "curriculum", SAVED, data, may_change=MAY_CHANGE, write=write)
+def require_stages(recipe: RecipeConfig, *, write: bool) -> None:
+    """Make the stages in out_dir this recipe's; `write`: their settings, else only compare them."""
+    require_same_work(recipe, "curriculum", SAVED, may_change=MAY_CHANGE, write=write)
     c, parts = recipe.curriculum, parts_of(recipe)
     for stage in range(c.stages - 1):
         if (folder_of(recipe, stage + 1) / "pool.jsonl").exists() and parts[2 * stage + 1].left({}):
@@ -303,95 +245,68 @@ def stages(
                 f"curriculum.{'steps' if c.epochs is None else 'epochs'}: stage {stage + 1} has "
                 f"begun from stage {stage}, which cannot be trained for longer now: set it back"
             )
+
+
+def of_stages(recipe: RecipeConfig) -> Check:
+    """What the stages would do."""
+    c = recipe.curriculum
     numbers = ", ".join(str(steps_of(recipe, stage, c.select)) for stage in range(c.stages))
     trained = f"{numbers} steps" if c.epochs is None else f"at most {numbers} steps"
-    yield said(
+    return said(
         "stages",
         f"{c.stages}: {c.candidates} candidates x {c.group_size}, {trained}, saved every "
         f"{recipe.save_every}",
     )
 
 
-def plan(recipe: RecipeConfig, _: object = None, *, write: bool = False) -> str:
-    """What the curriculum would do, after all checks; errors as of prepared().
+def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | None:
+    """Do the parts that are left, each in a process of its own; or one of them; or say what."""
+    if args.part:
+        stage, _, what = args.part.partition(".")
+        part = {"select": select_part, "train": train_part}[what]
+        return part(recipe, int(stage), begin)
+    with contextlib.nullcontext() if args.dry_run else locked(recipe.out_dir):
+        config = recipe.of_run(model=start_model(recipe, 0))
+        ready = prepare(config)
+        with contextlib.closing(ready.stage):
+            require_stages(recipe, write=not args.dry_run)
+            if args.dry_run:
+                lines = [of_stages(recipe), *of_training(config, ready.stage, ready.tasks)]
+                print(plan(config, ready.stage, lines, saved=SAVED))  # noqa: T201
+                return None
+        begin()
+        run_parts(recipe, parts_of(recipe), [args.config, *args.overrides])
+        print(f"done: {start_model(recipe, recipe.curriculum.stages)}")  # noqa: T201
+    return None
 
-    Settings and data are written, or else only compared.
-    """
-    require_folder(recipe.out_dir)
 
-    def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
-        stream = stage.training_tasks(config)
-        yield from stages(recipe, stage.data_of(stream), write=write)
-        yield from to_be_trained_on(config, stage, stream)
-
-    return planned(recipe.of_run(model=start_model(recipe, 0)), lines=lines, saved=SAVED)
-
-
-@contextlib.contextmanager
-def prepared(recipe: RecipeConfig, arguments: Sequence[str], part: str = "") -> Iterator[Work]:
-    """What a part needs, or the list of parts; yields its work.
-
-    Args:
-        recipe: the settings.
-        arguments: of each part's process, config and overrides.
-        part: "K.select" or "K.train", to be done in this process; else those that are left, each
-            in its own.
-
-    Raises:
-        ValueError: the folder holds stages of other settings; as build.build().
-    """
-    if not part:
-        with locked(recipe.out_dir):
-            plan(recipe, write=True)
-            yield lambda: run_curriculum(recipe, arguments)
-        return
-    number, _, what = part.partition(".")
-    stage = int(number)
-    if what == "train":
-
-        def drawn(stream: Tasks) -> Tasks:
-            selected = read_table(folder_of(recipe, stage) / "select.json")["selected"]
-            print(f"stage {stage}: trains on the {len(selected)} that were selected", flush=True)  # noqa: T201
-            return selected_tasks(recipe, stage, stream)
-
-        def build_drawn(config: TrainConfig) -> Parts:
-            return build(config, draw=drawn)
-
-        with train.prepared(training_config(recipe, stage), build_drawn) as work:
-
-            def trained() -> int | None:
-                status = work()
-                if not status:
-                    finish_stage(recipe, stage)
-                return status
-
-            yield trained
-        return
+def select_part(recipe: RecipeConfig, stage: int, begin: Begin) -> None:
+    """Play a stage's candidates and select, in this process."""
     config = recipe.of_run(model=start_model(recipe, stage))
     with locked(folder_of(recipe, stage)), contextlib.closing(build_player(config)) as player:
-        tasks = player.training_tasks(config)
-
-        def selected() -> None:
-            select(recipe, stage, player, tasks)
-
-        yield selected
+        tasks = player.stage.training_tasks(config)
+        begin()
+        select(recipe, stage, player, tasks)
 
 
-def run_curriculum(recipe: RecipeConfig, arguments: Sequence[str]) -> None:
-    """Do what is left, each part in a process of its own with these command-line arguments.
+def train_part(recipe: RecipeConfig, stage: int, begin: Begin) -> int:
+    """Train on what a stage selected, in this process; the exit status."""
 
-    Raises:
-        Stopped: a part did not end well.
-    """
-    run_parts(recipe, parts_of(recipe), arguments)
-    print(f"done: {start_model(recipe, recipe.curriculum.stages)}")  # noqa: T201
+    def drawn(stream: Tasks) -> Tasks:
+        tasks = selected_tasks(recipe, stage, stream)
+        print(f"stage {stage}: trains on the {len(tasks)} that were selected", flush=True)  # noqa: T201
+        return tasks
+
+    status = train.work(training_config(recipe, stage), begin, partial(build, draw=drawn))
+    if not status:
+        finish_stage(recipe, stage)
+    return status
 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, go through the stages. Returns the exit status."""
     return command(
-        "curriculum", __doc__, arguments,
-        lambda recipe, args: prepared(recipe, [args.config, *args.overrides], args.part),
+        "curriculum", __doc__, arguments, run,
         lambda parser: parser.add_argument("--part", default="", help=argparse.SUPPRESS),
-        plan=plan, saved=SAVED,
+        saved=SAVED,
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 It plays them with config.model and prints the metrics as JSON;
 `model=RUN/checkpoints/step_000010` evaluates a checkpoint, an adapter's too (on the model that its
-adapter_config.json names; learner.lora.serve says how). What is measured besides, with intervals
-and by kind of task, is in its "measures" (measures/, [measures] of the config). `--report DIR`
+adapter_config.json names). What is measured besides, with intervals and by kind of task, is in its
+"measures" (measures/, [measures] of the config). `--report DIR`
 writes all of it, per task, as report.json and report.md; `--compare DIR/report.json` adds the
 paired difference to an earlier report on the same tasks. Under torchrun every rank plays its share,
 and there is one report.
@@ -11,15 +11,9 @@ and there is one report.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("evaluate")
-
 import argparse
 import contextlib
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +22,7 @@ from rich.console import Console
 
 from agentgrpo import parallel
 from agentgrpo.build import Player, build_player
-from agentgrpo.command import Work
+from agentgrpo.command import Begin
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import EngineLoop, spoken_by
 from agentgrpo.evaluate import evaluate
@@ -36,11 +30,12 @@ from agentgrpo.files import read_table
 from agentgrpo.measures.measures import measure_tasks
 from agentgrpo.measures.quality import conciseness, quality_by
 from agentgrpo.measures.report import markdown, markdown_of_comparison, report, rows_of
-from agentgrpo.plan import planned, to_be_evaluated
+from agentgrpo.plan import of_playing, plan
 from agentgrpo.recipe.parts import command
 from agentgrpo.run.atomic import write_json, write_text
 from agentgrpo.run.folder import require_folder
 from agentgrpo.run.progress import Progress
+from agentgrpo.stage import set_stage
 from agentgrpo.types import Rollout
 
 
@@ -49,16 +44,12 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
 
     On several ranks all must call it: each plays its share of the tasks. The first one asks the
     judges and gets the report, the others an empty one.
-
-    Raises:
-        ValueError: a task has no answer to compare with.
-        InfrastructureError: the machine broke most rollouts, or a judge does not answer.
     """
-    c = config.measures
+    c, stage = config.measures, player.stage
     groups, metrics = evaluate(
         player.sampler,
-        player.heldout,
-        player.reward,
+        stage.heldout,
+        stage.reward,
         seed=config.seed,
         attempts=c.attempts,
         temperature=c.temperature,
@@ -68,13 +59,13 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
         return {}
     loop = EngineLoop(player.engine)
     judge, votes = (
-        spoken_by(player.models[name], loop, player.chat) if name else None
+        spoken_by(stage.models[name], loop, stage.chat) if name else None
         for name in (c.judge, c.conciseness_judge)
     )
 
     def text_of(rollout: Rollout) -> str:
         told = [segment.token_ids for segment in rollout.segments[1:]]
-        return "".join(player.tokenizer.decode(ids) for ids in told)
+        return "".join(stage.chat.tokenizer.decode(ids) for ids in told)
 
     measured = partial(
         measure_tasks,
@@ -87,12 +78,7 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """An earlier report.json.
-
-    Raises:
-        ValueError: it is none.
-        OSError: it cannot be read.
-    """
+    """An earlier report.json."""
     written = read_table(path)
     try:
         markdown(written)
@@ -104,12 +90,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def write_report(folder: Path, made: dict[str, Any], before: dict[str, Any] | None) -> None:
-    """report.json and report.md, with the comparison if there is an earlier report.
-
-    Raises:
-        ValueError: the earlier report is of other tasks; report.json has been written.
-        OSError: a file cannot be written.
-    """
+    """report.json and report.md, with the comparison if there is an earlier report."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", made)
     text = f"Model: {made['model']}\n\n{markdown(made)}"
@@ -120,11 +101,7 @@ def write_report(folder: Path, made: dict[str, Any], before: dict[str, Any] | No
 
 
 def asked_for(config: RecipeConfig, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The earlier report, folders checked.
-
-    Raises:
-        ValueError, OSError: what is asked for cannot be.
-    """
+    """The earlier report, folders checked."""
     if args.compare and not args.report:
         raise ValueError("--compare needs --report")
     if args.report is not None:
@@ -132,36 +109,29 @@ def asked_for(config: RecipeConfig, args: argparse.Namespace) -> dict[str, Any] 
     return None if args.compare is None else read_report(args.compare)
 
 
-def plan(config: RecipeConfig, args: argparse.Namespace) -> str:
-    """What would be played, after all checks; errors as of prepared()."""
-    asked_for(config, args)
-    return planned(config, trained=False, lines=to_be_evaluated, saved=())
-
-
-@contextlib.contextmanager
-def prepared(config: RecipeConfig, args: argparse.Namespace) -> Iterator[Work]:
-    """Start the engine; yields what plays, measures and reports."""
+def run(config: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
+    """Play, measure and report, or say what would be played."""
     before = asked_for(config, args)
+    if args.dry_run:
+        with contextlib.closing(set_stage(config, trained=False)) as stage:
+            lines = of_playing(config, stage, stage.heldout)
+            print(plan(config, stage, lines, trained=False, saved=()))  # noqa: T201
+        return
     parallel.start()
     try:
         console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=parallel.rank() > 0)
         progress = Progress(config.steps, console)
         with contextlib.closing(build_player(config, progress=progress)) as player:
-            yield lambda: _work(config, player, args.report, before)
+            begin()
+            made = evaluate_recipe(config, player)
+            if parallel.rank() > 0:
+                return
+            if args.report:
+                write_report(args.report, made, before)
+            shown = {key: value for key, value in made.items() if key not in ("per_task", "kinds")}
+            print(json.dumps(shown, indent=1))  # noqa: T201
     finally:
         parallel.stop()
-
-
-def _work(
-    config: RecipeConfig, player: Player, report: Path | None, before: dict[str, Any] | None
-) -> None:
-    made = evaluate_recipe(config, player)
-    if parallel.rank() > 0:
-        return
-    if report:
-        write_report(report, made, before)
-    shown = {key: value for key, value in made.items() if key not in ("per_task", "kinds")}
-    print(json.dumps(shown, indent=1))  # noqa: T201
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -171,4 +141,4 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, play, print. Returns the exit status."""
-    return command("evaluate", __doc__, arguments, prepared, _options, plan=plan)
+    return command("evaluate", __doc__, arguments, run, _options)

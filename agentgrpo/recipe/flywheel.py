@@ -21,17 +21,13 @@ left out and begins again next time. Sampling depends on what else is in flight:
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("flywheel")
-
+import argparse
 import contextlib
 import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
@@ -40,21 +36,20 @@ from typing import TYPE_CHECKING, Any
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.build import start_engine
-from agentgrpo.command import Work
-from agentgrpo.config import BranchConfig, TrainConfig
+from agentgrpo.command import Begin
+from agentgrpo.config import BranchConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.endpoints import Endpoint, EngineLoop, spoken_by
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.measures.quality import Quality, quality_by
-from agentgrpo.plan import planned, played, said
+from agentgrpo.plan import of_playing, plan, said
 from agentgrpo.recipe.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
 from agentgrpo.recipe.parts import command, require_same_work
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.run.atomic import append_lines, read_lines, whole_lines, write_json, write_lines
 from agentgrpo.run.folder import locked, require_folder
 from agentgrpo.run.progress import Progress
-from agentgrpo.sandbox.doctor import Check
 from agentgrpo.stage import Stage, set_stage
 from agentgrpo.types import Task
 
@@ -72,15 +67,7 @@ MAY_CHANGE = (
 
 
 class Question:
-    """The work on one question.
-
-    Args:
-        task: the question.
-        shop: what operators work with.
-        quality: how good an answer is, in [0, 1].
-        operators: runs the operators of a round side by side.
-        seed: of the hints that are chosen.
-    """
+    """The work on one question."""
 
     def __init__(
         self, task: Task, shop: Workshop, quality: Quality, operators: Executor, seed: int
@@ -91,11 +78,7 @@ class Question:
         self.log: list[dict[str, Any]] = []
 
     def work(self) -> None:
-        """Fill the buffer: an attempt, then in each round what is made of the best not yet used.
-
-        Raises:
-            InfrastructureError: the first attempt could not be played.
-        """
+        """Fill the buffer: an attempt, then in each round what is made of the best not yet used."""
         self._take(self._shop.player.play(self.task, operator="fresh"))
         used: set[int] = set()
         for number in range(self._shop.config.rounds):
@@ -168,19 +151,15 @@ def _learned(record: Mapping[str, Any]) -> list[list[int]]:
     return [segment["token_ids"] for segment, author in written if author is not None]
 
 
-def questions_of(recipe: RecipeConfig, stream: Tasks, *, write: bool = True) -> list[Task]:
-    """The tasks that are worked on; settings and data are written, or else only compared.
-
-    Raises:
-        ValueError: it holds another flywheel's work, or tasks share an id.
-    """
+def questions_of(recipe: RecipeConfig, stream: Tasks, *, write: bool) -> list[Task]:
+    """The tasks that are worked on; settings and data are written, or else only compared."""
     tasks, data = stream.next(recipe.flywheel.tasks), {"data.train": stream.state_dict()["source"]}
     if (differ := len({task.id for task in tasks})) != len(tasks):
         raise ValueError(
             f"flywheel.tasks: {len(tasks)} are asked for, and the data has {differ} that have "
             "different ids"
         )
-    require_same_work(recipe, "flywheel", SAVED, data, may_change=MAY_CHANGE, write=write)
+    require_same_work(recipe, "flywheel", SAVED, may_change=MAY_CHANGE, data=data, write=write)
     return tasks
 
 
@@ -263,14 +242,7 @@ def write_results(
 
 
 def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Task]) -> Any:
-    """Run the flywheel on an engine; returns the summary.
-
-    Args:
-        recipe: the settings.
-        stage: agent, environment, chat template and reward.
-        engine: the policy's, awake.
-        tasks: the questions.
-    """
+    """Run the flywheel on an engine; returns the summary."""
     config = recipe.flywheel
     loop = EngineLoop(engine)
     limits = recipe.rollout.model_copy(
@@ -300,12 +272,8 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
     return loop.serve_while(partial(turn, tasks, shop, quality, recipe, stage.progress))
 
 
-def settings_of(recipe: RecipeConfig) -> RecipeConfig:
-    """The recipe, the flywheel's own settings checked.
-
-    Raises:
-        ValueError: sessions are too few, or the agent is a program.
-    """
+def check(recipe: RecipeConfig) -> None:
+    """Refuse settings that no flywheel can turn with."""
     if recipe.agent.kind == "program":
         raise ValueError(
             "agent.kind: a flywheel takes attempts up in the middle, and 'program' plays its own "
@@ -313,48 +281,30 @@ def settings_of(recipe: RecipeConfig) -> RecipeConfig:
         )
     recipe.require_sessions()
     require_folder(recipe.out_dir)
-    return recipe
 
 
-def plan(recipe: RecipeConfig, _: object = None) -> str:
-    """What the flywheel would do, after all checks; errors as of prepared()."""
-
-    def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
-        tasks = questions_of(recipe, stage.training_tasks(config), write=False)
-        yield from played(config, stage, tasks)
-        c = recipe.flywheel
-        yield said(
-            "the work", f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"
-        )
-
-    return planned(settings_of(recipe), trained=False, lines=lines, saved=SAVED)
-
-
-@contextlib.contextmanager
-def prepared(recipe: RecipeConfig) -> Iterator[Work]:
-    """Make all parts; yields the flywheel's work.
-
-    Raises:
-        ValueError, OSError, SandboxUnavailable: as build.build().
-    """
-    config = settings_of(recipe)
+def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
+    """Turn the flywheel, or say what it would do."""
+    check(recipe)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(locked(recipe.out_dir / "flywheel"))
-        stage = set_stage(config, trained=False)
+        if not args.dry_run:
+            undo.enter_context(locked(recipe.out_dir / "flywheel"))
+        stage = set_stage(recipe, trained=False)
         undo.callback(stage.close)
-        tasks = questions_of(recipe, stage.training_tasks(config))
-        player = start_engine(config, stage)
+        tasks = questions_of(recipe, stage.training_tasks(recipe), write=not args.dry_run)
+        if args.dry_run:
+            c = recipe.flywheel
+            work = f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"
+            lines = [*of_playing(recipe, stage, tasks), said("the work", work)]
+            print(plan(recipe, stage, lines, trained=False, saved=SAVED))  # noqa: T201
+            return
+        player = start_engine(recipe, stage)
         undo.callback(player.engine.shutdown)
-
-        def work() -> None:
-            made = spin(recipe, stage, player.engine, tasks)
-            stage.progress.say(f"kept {made['kept']} of {made['trajectories']} trajectories")
-
-        yield work
+        begin()
+        made = spin(recipe, stage, player.engine, tasks)
+        stage.progress.say(f"kept {made['kept']} of {made['trajectories']} trajectories")
 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, run the flywheel. Returns the exit status."""
-    return command(
-        "flywheel", __doc__, arguments, lambda recipe, _: prepared(recipe), plan=plan, saved=SAVED
-    )
+    return command("flywheel", __doc__, arguments, run, saved=SAVED)

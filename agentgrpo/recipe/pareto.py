@@ -3,15 +3,14 @@
 Group-wise Pareto sampling (ET-Agent): a question is a point, (variance of the
 number of tool calls, variance of correctness) over its rollouts, both to be large. Questions are
 taken front by front, as NSGA-II does (Deb et al., 2002); the front that does not fit is cut by
-crowding distance. Differences to the released code, each on purpose: questions without contrast in
+crowding distance. Differences to the released code, both on purpose: questions without contrast in
 correctness leave before the selection and not after, so that `count` are returned where there are
-as many; kinds of questions may be selected apart, since the variance of 0/1 outcomes is larger than
-that of graded ones; and 20,000 questions take a tenth of a second.
+as many; and kinds of questions may be selected apart, since the variance of 0/1 outcomes is larger
+than that of graded ones.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import pvariance
@@ -38,12 +37,7 @@ class Contrast:
 
 
 def contrast(group: Group, correctness: Callable[[Rollout], float]) -> Contrast:
-    """The question's point; rollouts that the machine broke are left out.
-
-    Args:
-        group: all rollouts of the question, with their counts.
-        correctness: in [0, 1]; from SOLVED_AT on a rollout is right.
-    """
+    """The question's point; rollouts that the machine broke are left out."""
     valid = [rollout for rollout in group.rollouts if rollout.status is not Status.INFRA_ERROR]
     if not valid:
         return Contrast(0.0, 0.0, mixed=False)
@@ -73,9 +67,6 @@ def select_groups(
 
     Returns:
         Indices into `groups`, ascending; all of them mixed.
-
-    Raises:
-        ValueError: count is below 1.
     """
     if count < 1:
         raise ValueError(f"count: expected at least 1, got {count}")
@@ -115,29 +106,24 @@ def select(points_N2: Points, count: int) -> Int32:
 
 
 def fronts(points_N2: Points) -> Int32:
-    """The non-dominated front that each point is in, 0 being the best; O(N log N).
+    """The non-dominated front that each point is in, 0 being the best.
 
     p dominates q if it is at least as good in both objectives and better in one; equal points are
-    in one front. By falling first objective, a point's front is the first one whose best second
-    objective so far is smaller; these bests fall from front to front, so it is found by bisection.
+    in one front.
 
     Raises:
         ValueError: not [N, 2], or a coordinate is not finite.
     """
     if points_N2.ndim != 2 or points_N2.shape[1] != 2 or not np.isfinite(points_N2).all():
         raise ValueError(f"points: expected finite [N, 2], got shape {points_N2.shape}")
-    distinct, place_N = np.unique(points_N2, axis=0, return_inverse=True)  # ascending
-    front = np.zeros(len(distinct), np.int32)
-    bests: list[float] = []  # of each front, negated: ascending
-    for index in range(len(distinct) - 1, -1, -1):
-        second = -float(distinct[index, 1])
-        number = bisect_right(bests, second)  # the first that nothing in it dominates
-        front[index] = number
-        if number == len(bests):
-            bests.append(second)
-        else:
-            bests[number] = second
-    return front[place_N.reshape(-1)]
+    p, q = points_N2[:, None], points_N2[None]
+    dominates_NN = np.all(p >= q, axis=-1) & np.any(p > q, axis=-1)
+    front_N = np.full(len(points_N2), -1, np.int32)
+    number = 0
+    while (left := front_N < 0).any():
+        front_N[left & ~dominates_NN[left].any(0)] = number
+        number += 1
+    return front_N
 
 
 def crowding(points_F2: Points) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import MappingProxyType
 
 from agentgrpo.command import Stopped
 from agentgrpo.command import command as run_command
@@ -31,7 +31,8 @@ class Part:
     """One command of a recipe, as a process."""
 
     name: str
-    module: str
+    word: str
+    """Behind `agentgrpo`."""
     more: Callable[[], Sequence[str]] = tuple
     """Arguments behind the recipe's own; asked for when its turn has come."""
     done: Callable[[], bool] | None = None
@@ -45,49 +46,30 @@ class Part:
 
 
 def require_same_work(
-    recipe: RecipeConfig,
-    command: str,
-    saved: Collection[str],
-    data: Mapping[str, str],
-    *,
-    may_change: Collection[str] = (),
-    write: bool = True,
-) -> None:
+    recipe: RecipeConfig, command: str, saved: Collection[str], *,
+    may_change: Collection[str] = (), data: Mapping[str, str] = MappingProxyType({}), write: bool,
+) -> None:  # fmt: skip
     """Make what a command has begun in out_dir this recipe's: settings/COMMAND.json says whose.
 
     Args:
         recipe: the settings.
         command: all that it reads must be as it was begun, but for what any run may change.
         saved: patterns, below out_dir, of what it continues from.
-        data: what was read, for the settings that name it.
         may_change: further settings that may be otherwise now.
+        data: what was read, for a setting that names it.
         write: else they are only compared.
-
-    Raises:
-        ValueError: it was begun with other settings or other data; names the key. Or with which
-            is not known.
     """
     path = recipe.out_dir / "settings" / f"{command}.json"
     any_of = "*.json" if command == "recipe" else path.name  # its parts may have begun alone
     begun = newest_saved(recipe.out_dir, saved) is not None
     if begun and not [*path.parent.glob(any_of)]:
         raise ValueError(
-            f"out_dir {str(recipe.out_dir)!r} holds work without settings/{path.name}, of an "
-            "earlier agentgrpo: choose another out_dir"
+            f"out_dir {str(recipe.out_dir)!r} holds work without settings/{path.name}: choose "
+            "another out_dir"
         )
-
-    def read_of(config: RecipeConfig) -> dict[str, Any]:
-        table = flat(config.model_dump(mode="json"))
-        return {key: value for key, value in table.items() if reads(command, key)}
-
-    require_same_settings(
-        path,
-        read_of(recipe) | {**data},
-        MAY_CHANGE.union(may_change),
-        defaults=read_of(RecipeConfig(model=recipe.model, out_dir=recipe.out_dir)),
-        begun=begun,
-        write=write,
-    )
+    table = flat(recipe.model_dump(mode="json"))
+    now = {key: value for key, value in table.items() if reads(command, key)} | {**data}
+    require_same_settings(path, now, MAY_CHANGE.union(may_change), begun=begun, write=write)
 
 
 def run_parts(
@@ -97,10 +79,6 @@ def run_parts(
 
     Returns:
         The seconds that each part has taken, in this call or an earlier one.
-
-    Raises:
-        Stopped: a part did not end well.
-        Interrupted: it did, and was asked to stop meanwhile.
     """
     path = recipe.out_dir / "recipe.json"
     seconds: dict[str, float] = read_table(path) if path.exists() else {}
@@ -108,7 +86,8 @@ def run_parts(
         if not part.left(seconds):
             continue
         print(f"== {part.name}", flush=True)  # noqa: T201
-        command = [sys.executable, "-m", part.module, *arguments, "--of-recipe", *part.more()]
+        command = [sys.executable, "-m", "agentgrpo", part.word, *arguments, "--of-recipe"]
+        command += part.more()
         started = time.perf_counter()
         status, asked = run_beside(command, stdout=subprocess.DEVNULL if part.quiet else None)
         if status:

@@ -15,29 +15,23 @@ who played which role, and where the time went.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("recipe")
-
+import argparse
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.command import Work
-from agentgrpo.config import TrainConfig
+from agentgrpo.build import prepare
+from agentgrpo.command import Begin
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.files import read_table
 from agentgrpo.measures.report import markdown_of_comparison, table_of
-from agentgrpo.plan import planned, said, to_be_trained_on
+from agentgrpo.plan import of_training, plan, said
 from agentgrpo.recipe import curriculum, flywheel, sft
 from agentgrpo.recipe.curriculum import folder_of, start_model
 from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
 from agentgrpo.run.atomic import numbered_rows, write_json, write_text
 from agentgrpo.run.folder import locked
-from agentgrpo.sandbox.doctor import Check
-from agentgrpo.stage import Stage
 
 SAVED = ("recipe.json", *flywheel.SAVED, *sft.SAVED, *curriculum.SAVED)
 """What it continues from."""
@@ -60,7 +54,7 @@ def parts_of(recipe: RecipeConfig) -> list[Part]:
 
         return Part(
             name=name,
-            module="agentgrpo.recipe.evaluate",
+            word="evaluate",
             more=lambda: [f"model={model()}", "--report", str(folder)],
             done=None if name == "prompting" else done,
             quiet=True,
@@ -68,57 +62,44 @@ def parts_of(recipe: RecipeConfig) -> list[Part]:
 
     return [
         measured("prompting", lambda: recipe.model),
-        Part(name="flywheel", module="agentgrpo.recipe.flywheel"),
-        Part(name="sft", module="agentgrpo.recipe.sft"),
+        Part(name="flywheel", word="flywheel"),
+        Part(name="sft", word="sft"),
         measured("tuned", lambda: start_model(recipe, 0)),
         *curriculum.parts_of(recipe),
         measured("trained", lambda: start_model(recipe, recipe.curriculum.stages)),
     ]
 
 
-def plan(recipe: RecipeConfig, _: object = None, *, write: bool = False) -> str:
-    """What the whole recipe would do, after the checks of all its parts; errors as of prepared().
-
-    Settings and data are written, or else only compared.
+def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
+    """Do the parts that are left, and report; or say what they would do.
 
     Fine-tuning's data and what stages begin with are made on the way, and checked there.
     """
     if recipe.curriculum.start != "sft":
         raise ValueError("curriculum.start: a recipe's stages start from 'sft', got 'model'")
+    flywheel.check(recipe)
     sft.settings_of(recipe)
-
-    def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
-        stream = stage.training_tasks(config)
-        data = stage.data_of(stream)
-        require_same_work(recipe, "recipe", SAVED, data, write=write)
-        tasks = flywheel.questions_of(recipe, stream, write=False)
-        yield said("flywheel", f"{len(tasks)} questions, {recipe.flywheel.rounds} rounds")
-        yield said(
-            "sft", f"{recipe.sft.epochs} epochs in steps of {recipe.sft.batch_size} examples"
-        )
-        yield from curriculum.stages(recipe, data, write=write)
-        yield from to_be_trained_on(config, stage, stream)
-
-    return planned(flywheel.settings_of(recipe), lines=lines, saved=SAVED)
-
-
-@contextlib.contextmanager
-def prepared(recipe: RecipeConfig, arguments: Sequence[str]) -> Iterator[Work]:
-    """Yields what does the parts that are left, with these command-line arguments, and reports.
-
-    Raises:
-        ValueError: the folder holds another recipe's work, or the stages start from elsewhere.
-    """
-
-    def work() -> None:
-        made = report(recipe, run_parts(recipe, parts_of(recipe), arguments))
+    with contextlib.nullcontext() if args.dry_run else locked(recipe.out_dir):
+        ready = prepare(recipe)
+        with contextlib.closing(ready.stage):
+            require_same_work(recipe, "recipe", SAVED, write=not args.dry_run)
+            curriculum.require_stages(recipe, write=not args.dry_run)
+            questions = flywheel.questions_of(recipe, ready.tasks, write=False)
+            if args.dry_run:
+                rounds, c = recipe.flywheel.rounds, recipe.sft
+                lines = [
+                    said("flywheel", f"{len(questions)} questions, {rounds} rounds"),
+                    said("sft", f"{c.epochs} epochs in steps of {c.batch_size} examples"),
+                    curriculum.of_stages(recipe),
+                    *of_training(recipe, ready.stage, ready.tasks),
+                ]
+                print(plan(recipe, ready.stage, lines, saved=SAVED))  # noqa: T201
+                return
+        begin()
+        made = report(recipe, run_parts(recipe, parts_of(recipe), [args.config, *args.overrides]))
         write_json(recipe.out_dir / "report.json", made)
         write_text(recipe.out_dir / "report.md", markdown(made))
         print(f"{markdown(made)}\neverything is in {recipe.out_dir}")  # noqa: T201
-
-    with locked(recipe.out_dir):
-        plan(recipe, write=True)
-        yield work
 
 
 def _measures(recipe: RecipeConfig, part: str) -> Path:
@@ -213,8 +194,4 @@ def _by_kind(reports: dict[str, Any]) -> list[list[str]]:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, do the parts, print the report. Returns the exit status."""
-    return command(
-        "recipe", __doc__, arguments,
-        lambda recipe, args: prepared(recipe, [args.config, *args.overrides]),
-        plan=plan, saved=SAVED,
-    )  # fmt: skip
+    return command("recipe", __doc__, arguments, run, saved=SAVED)

@@ -17,39 +17,34 @@ negative log-likelihood per trained token, over all of a step. vLLM is not start
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("sft")
-
+import argparse
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from agentgrpo.agents.base import Agent
-from agentgrpo.command import Work
+from agentgrpo.command import Begin
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
 from agentgrpo.data.files import named
 from agentgrpo.files import missing
 from agentgrpo.learn.updates import plan_updates
+from agentgrpo.machine.footprint import room_checks
 from agentgrpo.machine.packages import require
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.models import SavedAdapter, named_base
-from agentgrpo.plan import planned, said
+from agentgrpo.plan import plan, said
 from agentgrpo.recipe.parts import command, require_same_work
-from agentgrpo.room import room_checks
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import locked, require_same_run, whole_checkpoint
 from agentgrpo.run.metrics import Head, RunLog
 from agentgrpo.run.records import read_rollout
-from agentgrpo.sandbox.doctor import Check
-from agentgrpo.stage import Stage, set_stage
+from agentgrpo.stage import set_stage
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:  # it imports torch, which a faulty config does without
@@ -63,13 +58,6 @@ def read_examples(
     path: Path, config: SftConfig, chat: ChatTemplate, agent: Agent, *, max_tokens: int
 ) -> list[Rollout]:
     """The examples of a file, in order, each with advantage 1.
-
-    Args:
-        path: .jsonl; blank lines are skipped, and rollouts of held-out tasks.
-        config: which rows are kept.
-        chat: how conversations are rendered.
-        agent: behind whose prompt.
-        max_tokens: of an example.
 
     Raises:
         ValueError: a row is bad or too long, nothing is left, or nothing of an example is trained;
@@ -140,9 +128,6 @@ def conversation(
         chat: as for rollouts.
         agent: as for rollouts.
         agent_prompt: put the agent's own prompt in front, and its prefill into the first turn.
-
-    Raises:
-        ValueError: the messages do not take turns so.
     """
     head, turns = _turns(messages)
     task = Task(id="conversation", messages=tuple(head), spec={})
@@ -240,8 +225,7 @@ def make_learner(
     import torch
 
     from agentgrpo.learn.learner import Learner
-    from agentgrpo.learn.loading import load_frozen
-    from agentgrpo.learn.policy import Policy
+    from agentgrpo.learn.policy import Policy, load_frozen
     from agentgrpo.learn.preflight import require_fit
     from agentgrpo.learn.publish import Unpublished
 
@@ -276,11 +260,7 @@ def settings_of(recipe: RecipeConfig) -> TrainConfig:
 
 
 def data_of(recipe: RecipeConfig) -> Path:
-    """The file of a recipe's examples, which is looked for before all else.
-
-    Raises:
-        FileNotFoundError: it is not there; says what writes it.
-    """
+    """The file of a recipe's examples, which is looked for before all else."""
     made = recipe.out_dir / "flywheel" / "sft.jsonl"
     data = Path(recipe.sft.data or made)
     if data.exists():
@@ -289,63 +269,38 @@ def data_of(recipe: RecipeConfig) -> Path:
     raise FileNotFoundError(f"sft.data: {missing(data)}{remedy if data == made else ''}")
 
 
-def examples_of(recipe: RecipeConfig, stage: Stage, *, write: bool) -> list[Rollout]:
-    """The examples of a recipe; its settings and data are written, or else only compared.
-
-    Raises:
-        ValueError, OSError: out_dir/sft is of others; or as data_of() and read_examples().
-    """
-    path, limit = data_of(recipe), recipe.engine.max_model_len
-    examples = read_examples(path, recipe.sft, stage.chat, stage.agent, max_tokens=limit)
-    data = {"sft.data": f"{len(examples)} examples of {named(path)}"}
-    require_same_work(recipe, "sft", SAVED, data, write=write)
-    return examples
-
-
 def steps_of(sft: SftConfig, examples: int) -> int:
     """Optimizer steps on so many examples."""
     return sft.epochs * math.ceil(examples / sft.batch_size)
 
 
-def plan(recipe: RecipeConfig, _: object = None) -> str:
-    """What fine-tuning would do, after all checks; errors as of prepared()."""
-    data_of(recipe)
-
-    def lines(config: TrainConfig, stage: Stage) -> Iterator[Check]:
-        sft, examples = recipe.sft, examples_of(recipe, stage, write=False)
-        longest = max(sum(len(s.token_ids) for s in part) for e in examples for part in e.rows)
-        yield said("data", f"{len(examples)} examples, the longest has {longest} tokens")
-        steps = f"{steps_of(sft, len(examples))} steps of {sft.batch_size}"
-        yield said("the run", f"{sft.epochs} epochs: {steps}, saved every {config.save_every}")
-
-    return planned(settings_of(recipe), sampled=False, lines=lines)
-
-
-@contextlib.contextmanager
-def prepared(recipe: RecipeConfig) -> Iterator[Work]:
-    """Make the learner, from the newest checkpoint in out_dir/sft if there is one.
-
-    Yields:
-        The fine-tuning. FloatingPointError: a gradient is not finite; OSError: the disk.
-
-    Raises:
-        ValueError: the config, the data and the model do not fit.
-        OSError: something cannot be read or written.
-    """
-    config, sft = settings_of(recipe), recipe.sft
-    data_of(recipe)
-    with locked(config.out_dir):
+def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
+    """Fine-tune from the newest checkpoint in out_dir/sft, or say what it would be."""
+    config, sft, path = settings_of(recipe), recipe.sft, data_of(recipe)
+    with contextlib.ExitStack() as undo:
+        if not args.dry_run:
+            undo.enter_context(locked(config.out_dir))
         require_same_run(config)
         resumed = whole_checkpoint(config)
-        parts = set_stage(config, model=str(resumed) if resumed else None)
-        parts.close()
-        fits = room_checks(config, parts.model, trained=True, sampled=False)
-        require(fits, parts.progress.say)
-        examples = examples_of(recipe, parts, write=True)
+        stage = set_stage(config, model=str(resumed) if resumed else None)
+        undo.callback(stage.close)
+        require(room_checks(config, stage.model, trained=True, sampled=False), stage.progress.say)
+        limit = recipe.engine.max_model_len
+        examples = read_examples(path, sft, stage.chat, stage.agent, max_tokens=limit)
+        data = {"sft.data": f"{len(examples)} examples of {named(path)}"}
+        require_same_work(recipe, "sft", SAVED, data=data, write=not args.dry_run)
         steps = steps_of(sft, len(examples))
-        learner = make_learner(parts.model, config, steps, adapter=parts.adapter)
-        log, say = RunLog(config.out_dir), parts.progress.say
-        about = {"examples": len(examples), **sft.model_dump(mode="json")}
+        if args.dry_run:
+            longest = max(sum(len(s.token_ids) for s in part) for e in examples for part in e.rows)
+            run = f"{sft.epochs} epochs: {steps} steps of {sft.batch_size}"
+            lines = [
+                said("data", f"{len(examples)} examples, the longest has {longest} tokens"),
+                said("the run", f"{run}, saved every {config.save_every}"),
+            ]
+            print(plan(config, stage, lines, sampled=False))  # noqa: T201
+            return
+        learner = make_learner(stage.model, config, steps, adapter=stage.adapter)
+        log, say = RunLog(config.out_dir), stage.progress.say
         offsets: dict[str, Head] = {}
         if resumed is not None:
             offsets = learner.load_state(resumed / checkpoint.STATE)["log_offsets"]
@@ -353,35 +308,31 @@ def prepared(recipe: RecipeConfig) -> Iterator[Work]:
         log.cut_back(offsets)
         log.describe(
             config=config.model_dump(mode="json"), base=named_base(config.model),
-            learner=learner.describe(), sft=about,
+            learner=learner.describe(),
+            sft={"examples": len(examples), **sft.model_dump(mode="json")},
         )  # fmt: skip
         say(f"fine-tuning on {len(examples)} examples, {sft.epochs} epochs")
 
         def write(folder: Path) -> None:
             learner.policy.save(folder)
-            parts.chat.tokenizer.save_pretrained(folder)
-            state = folder / checkpoint.STATE
-            learner.save_state(state, log_offsets=log.offsets())
+            stage.chat.tokenizer.save_pretrained(folder)
+            learner.save_state(folder / checkpoint.STATE, log_offsets=log.offsets())
 
-        def work() -> None:
-            for step in range(learner.step_count, steps):
-                indices = batch_of(step, len(examples), sft.batch_size, config.seed)
-                metrics = learn(learner, [examples[i] for i in indices], config)
-                log.write(step, sft=metrics)
-                say(
-                    f"step {step + 1}/{steps}  nll {metrics['nll']:.4f}  "
-                    f"{metrics['packed_tokens']:.0f} tokens in {metrics['seconds']:.1f}s"
-                )
-                if (step + 1) % config.save_every == 0 or step + 1 == steps:
-                    kept = config.keep_checkpoints
-                    saved = checkpoint.save(config.out_dir, learner.step_count, write, keep=kept)
-                    say(f"saved {saved}")
-
-        yield work
+        begin()
+        for step in range(learner.step_count, steps):
+            indices = batch_of(step, len(examples), sft.batch_size, config.seed)
+            metrics = learn(learner, [examples[i] for i in indices], config)
+            log.write(step, sft=metrics)
+            say(
+                f"step {step + 1}/{steps}  nll {metrics['nll']:.4f}  "
+                f"{metrics['packed_tokens']:.0f} tokens in {metrics['seconds']:.1f}s"
+            )
+            if (step + 1) % config.save_every == 0 or step + 1 == steps:
+                kept = config.keep_checkpoints
+                saved = checkpoint.save(config.out_dir, learner.step_count, write, keep=kept)
+                say(f"saved {saved}")
 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, fine-tune. Returns the exit status."""
-    return command(
-        "sft", __doc__, arguments, lambda recipe, _: prepared(recipe), plan=plan, saved=SAVED
-    )
+    return command("sft", __doc__, arguments, run, saved=SAVED)

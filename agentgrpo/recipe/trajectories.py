@@ -117,11 +117,7 @@ class TrajectoryPlayer:
         self._worlds, self._config = worlds, config
 
     def written(self, text: str, author: str, task: Task) -> PlayedTurn:
-        """A turn that somebody wrote: cut behind the first stop string, else closed.
-
-        Raises:
-            ValueError: it is empty, or acts in a malformed way.
-        """
+        """A turn that somebody wrote: cut behind the first stop string, else closed."""
         for stop in self.agent.stop:
             head, found, _ = text.partition(stop)
             text = head + found
@@ -154,9 +150,6 @@ class TrajectoryPlayer:
             kept: its first turns. What they do is done again.
             begin: text that the first new turn begins with.
             author: of `begin`.
-
-        Raises:
-            InfrastructureError: the machine failed.
         """
         given = self.chat.text_ids(begin, own=True) if begin else np.zeros(0, np.int32)
         agent = _Listening(self.agent)
@@ -216,13 +209,7 @@ class _Listening:
 
 
 class _Continued:
-    """A Decoder for one rollout that says kept turns again, then has the engine go on.
-
-    Args:
-        loop: of the engine.
-        kept: the first turns.
-        given: what the first new turn begins with.
-    """
+    """A Decoder for one rollout that says kept turns again, then has the engine go on."""
 
     def __init__(self, loop: EngineLoop, kept: Sequence[PlayedTurn], given: Int32) -> None:
         self.max_model_len = loop.max_model_len

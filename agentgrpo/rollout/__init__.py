@@ -1,5 +1,5 @@
 """Playing groups of rollouts, and what each turn adds in tokens."""
 
-from agentgrpo.rollout.batch import generate
+from agentgrpo.rollout.sampler import generate
 
 __all__ = ["generate"]

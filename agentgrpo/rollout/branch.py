@@ -89,10 +89,6 @@ class GroupPlan:
 
     Every index below group_size is handed out exactly once, by begin(), fork(), ended() or
     decide(). The indices that are not out yet are entrusted to the rollouts that play.
-
-    Args:
-        group_size: rollouts in all.
-        config: initial 0 begins all of them at once.
     """
 
     group_size: int

@@ -22,10 +22,9 @@ import numpy as np
 
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.checked import checked_answer, checked_counts
-from agentgrpo.rollout.decoder import Watch
+from agentgrpo.rollout.decoder import SamplerStats, Watch
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
-from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task, as_number
 from agentgrpo.usercode import WrongResult, calling
 
@@ -59,14 +58,7 @@ class RolloutSampler(Protocol):
 
 
 class CustomSampler(AnySampler):
-    """Plays tasks with a user's sampler, and checks what it returns.
-
-    Args:
-        user: the sampler.
-        engine: awake while playing.
-        config: of the run's rollouts.
-        stop_token_ids: what ends a turn.
-    """
+    """Plays tasks with a user's sampler, and checks what it returns."""
 
     def __init__(
         self,

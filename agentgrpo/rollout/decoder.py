@@ -1,12 +1,14 @@
-"""What playing asks of others: an engine that decodes, somebody who looks on; and its seeds."""
+"""What playing asks of others: an engine that decodes, somebody who looks on; seeds and counts."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from agentgrpo.types import Completion, Group, Int32, Task
+from agentgrpo.types import Completion, Group, Int32, Metrics, Task
 
 
 class Decoder(Protocol):
@@ -39,6 +41,33 @@ class Watch:
 
 
 UNWATCHED = Watch()
+
+
+@dataclass(slots=True)
+class SamplerStats:
+    """Where the time of sampling went, in seconds, and how much was sampled."""
+
+    total_s: float = 0.0
+    decode_s: float = 0.0
+    """In the engine."""
+    idle_s: float = 0.0
+    """Waiting for tools with nothing to decode."""
+    observe_s: float = 0.0
+    """Making tokens of what worlds answered."""
+    engine_steps: int = 0
+    total_sampled_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    infra_failures: int = 0
+    """Rollouts that the machine broke, those that were then played again included."""
+    retries: int = 0
+    branches: int = 0
+    diverged_forks: int = 0
+    """Branches whose replayed tools answered otherwise than before: started again, alone."""
+
+    def metrics(self) -> Metrics:
+        """The numbers, by name."""
+        return {name: float(value) for name, value in dataclasses.asdict(self).items()}
 
 
 def request_seed(seed: int, *place: int | str) -> int:

@@ -10,21 +10,13 @@ from typing import Any
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import checked_episode, networks_fault
-from agentgrpo.rollout.decoder import Decoder, Watch, request_seed
-from agentgrpo.rollout.stats import SamplerStats
+from agentgrpo.rollout.decoder import Decoder, SamplerStats, Watch, request_seed
 from agentgrpo.types import Completion, Group, Rollout, Task
 from agentgrpo.usercode import calling
 
 
 class Groups:
-    """Each task's group_size rollouts. Rollout i of task t has the index t * group_size + i.
-
-    Args:
-        env: whose episodes they are.
-        config: of the run's rollouts.
-        group_size: rollouts of a task.
-        watch: is told of each group that is whole, and may add tasks.
-    """
+    """Each task's group_size rollouts. Rollout i of task t has the index t * group_size + i."""
 
     def __init__(
         self, env: Environment, config: RolloutConfig, group_size: int, watch: Watch
@@ -83,11 +75,7 @@ class Groups:
         return calling(function, task=task, rollout=rollout, limit_s=limit)
 
     def reset(self, index: int) -> AnyEpisode:
-        """A new episode for a rollout.
-
-        Raises:
-            InfrastructureError: the network that the environment needs failed.
-        """
+        """A new episode for a rollout."""
         with networks_fault(self._env.reset), self.users(index, self._env.reset):
             return checked_episode(self._env.reset(self.task(index)))
 

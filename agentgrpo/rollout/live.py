@@ -71,12 +71,7 @@ class Live:
         )
 
     def fork(self, parent: int, transcript: Transcript) -> Live:
-        """Another at the same place, whose episode is yet to be brought there.
-
-        Args:
-            parent: this one's place in its group.
-            transcript: of this one's segments, the last of which is the tool's answer.
-        """
+        """Another at the same place, whose episode is yet to be brought there."""
         rollout = Rollout(
             task=self.rollout.task,
             segments=transcript.segments,

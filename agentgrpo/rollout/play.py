@@ -12,10 +12,11 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,75 @@ from agentgrpo.rollout.limits import called, treatment_of
 from agentgrpo.rollout.live import Live, Pending
 from agentgrpo.rollout.telling import count, parsed, prompt_of, tell
 from agentgrpo.rollout.transcript import Transcript
-from agentgrpo.rollout.waiting import Then, Waiting
 from agentgrpo.types import Completion, Group, Rollout, Status, Task, Treatment
+
+Then = Callable[[int, Any], None]
+"""What is to be done with a world's answer, and to which rollout."""
+
+
+class Waiting:
+    """The futures of worlds that work, by rollout. Used on one thread; worlds answer on others.
+
+    `together`: all answers are taken at once, when the last one is there.
+    """
+
+    def __init__(self, *, together: bool) -> None:
+        self._together = together
+        self._futures: dict[int, tuple[Future[Any], Then]] = {}
+        self._answered: SimpleQueue[int] = SimpleQueue()
+        self._begun: dict[int, Then] = {}
+        self.idle_s = 0.0
+        """Seconds spent waiting."""
+
+    def add(self, index: int, future: Future[Any], then: Then) -> None:
+        """Wait for a rollout's world, for one thing at a time."""
+        self._futures[index] = (future, then)
+        future.add_done_callback(lambda _: self._answered.put(index))
+
+    def take(self, *, block: bool) -> Iterator[tuple[int, Future[Any], Then]]:
+        """Stop waiting for those that were answered, by a result or by an InfrastructureError.
+
+        Raises:
+            Exception: any other that a world raised, for which it goes on waiting: see cancel().
+        """
+        if not self._futures:
+            return
+        for index in self._ready(block):
+            future, then = self._futures[index]
+            error = future.exception()
+            if error is not None and not isinstance(error, InfrastructureError):
+                raise error
+            del self._futures[index]
+            yield index, future, then
+
+    def _ready(self, block: bool) -> list[int]:
+        started = time.perf_counter()
+        if self._together:
+            ready = sorted(self._answered.get() for _ in range(len(self._futures)))
+        else:
+            ready = [self._answered.get()] if block else []
+        if self._together or block:
+            self.idle_s += time.perf_counter() - started
+        while not self._together and not self._answered.empty():
+            ready.append(self._answered.get())
+        return ready
+
+    def cancel(self) -> dict[int, Then]:
+        """Take back what has not begun; returns what was to follow the rest, done or not."""
+        for index, (future, then) in self._futures.items():
+            if not future.cancel():
+                self._begun[index] = then
+        return self._begun
+
+    @property
+    def abandoned(self) -> set[int]:
+        """Of all that was waited for: those whose worlds have not come back, after wait()."""
+        done = {i: f for i, (f, _) in self._futures.items() if f.done() and not f.cancelled()}
+        return {i for i, future in done.items() if isinstance(future.exception(), Abandoned)}
+
+    def wait(self) -> None:
+        """For all that cancel() could not take back."""
+        wait([self._futures[index][0] for index in self._begun])
 
 
 class Play:

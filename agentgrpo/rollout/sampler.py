@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from agentgrpo.agents.base import Agent
 from agentgrpo.agents.program import ProgramAgent
@@ -20,18 +21,13 @@ from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.rollout.decoder import UNWATCHED, Decoder, Watch
+from agentgrpo.rollout.decoder import UNWATCHED, Decoder, SamplerStats, Watch
 from agentgrpo.rollout.play import Play
-from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Task
 
 
 class AnySampler(ABC):
-    """What the training loop and the evaluation play tasks with: Sampler, or a user's own.
-
-    Args:
-        config: of the run's rollouts.
-    """
+    """What the training loop and the evaluation play tasks with: Sampler, or a user's own."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
@@ -94,9 +90,6 @@ class Sampler(AnySampler):
         max_live: rollouts played at once; the others wait for one to end. At most as many as there
             are sandbox sessions: a rollout keeps its session until it ends.
         max_tool_threads: blocking worlds that may work at once; asynchronous ones have no limit.
-
-    Raises:
-        ValueError: max_live is below 1, or the agent plays its turns itself.
     """
 
     def __init__(
@@ -131,3 +124,47 @@ class Sampler(AnySampler):
             tasks=tasks, group_size=group_size, seed=seed, filters=filters, watch=watch,
         )  # fmt: skip
         return play.run(max_live=self._max_live), play.stats
+
+
+def as_task(task: Task | str, id: str) -> Task:
+    """A task; of a text, that of one user message."""
+    if isinstance(task, Task):
+        return task
+    message = {"role": "user", "content": task}
+    return Task(id=id, messages=(message,), spec={}, is_text=True)
+
+
+def generate(
+    tasks: Sequence[Task | str],
+    engine: Decoder,
+    agent: Agent,
+    n: int = 1,
+    *,
+    env: Environment,
+    tokenizer: Any,
+    config: RolloutConfig | None = None,
+    seed: int = 0,
+    max_live: int = 256,
+) -> list[Group]:
+    """Play every task n times.
+
+    Args:
+        tasks: what to play; a text becomes a task of one user message.
+        engine: an Engine that is awake.
+        agent: what a turn means.
+        n: rollouts per task.
+        env: what answers.
+        tokenizer: the model's, with its chat template.
+        config: budgets and temperature.
+        seed: of everything sampled.
+        max_live: rollouts at once; at most as many as there are sandbox sessions.
+
+    Returns:
+        One group per task, in order, each with its n rollouts in index order, unscored but for
+        what the environment gives.
+    """
+    made = [as_task(task, str(i)) for i, task in enumerate(tasks)]
+    config = config or RolloutConfig()
+    chat = ChatTemplate(tokenizer, config.template_options)
+    sampler = Sampler(engine, agent, env, chat, config, max_live=max_live)
+    return sampler.play(made, n, seed=seed)[0]

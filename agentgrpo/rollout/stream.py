@@ -27,15 +27,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentgrpo import _C
 from agentgrpo.actions import Message
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.models.pieces import token_bytes
 from agentgrpo.rollout.custom import RolloutParams
 from agentgrpo.rollout.decoder import request_seed
 from agentgrpo.rollout.limits import Spent
 from agentgrpo.rollout.transcript import Transcript
-from agentgrpo.rollout.vocabulary import token_bytes
 from agentgrpo.types import COUNTS, Completion, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:  # it imports vLLM
@@ -59,8 +58,8 @@ class Stream:
     """What was sampled since the prompt, or since something was put in."""
     tag: str = ""
     """The tag that ends in the last token, the first of several; "" if none does."""
-    scanned: int = 0
-    """The scanner's state."""
+    tail: bytes = b""
+    """The last bytes, in which a tag may have begun."""
     _said: str | Sequence[Message] | None = None
     _answer: str | None = None
     _finished: bool = False
@@ -71,11 +70,7 @@ class Stream:
         return self.chat.decode(np.array(self.token_ids, np.int32))
 
     def inject(self, said: str | Sequence[Message]) -> None:
-        """Stop here, put words in, go on.
-
-        Args:
-            said: text for the same message, or messages that follow it.
-        """
+        """Stop here, put words in, go on."""
         self._said = said
 
     def finish(self, answer: str | None) -> None:
@@ -104,7 +99,7 @@ class Stream:
         if not self.spent.fits(len(self.transcript) + len(ids)):
             return Status.TRUNCATED_LENGTH
         self.transcript.give(ids)
-        self.token_ids, self.tag, self.scanned = [], "", 0
+        self.token_ids, self.tag, self.tail = [], "", b""
         return None
 
 
@@ -122,14 +117,16 @@ class Streams:
 
     Raises:
         ValueError: a tag is empty or named twice; the tokenizer is of a kind whose tokens' bytes
-            are not known (rollout/vocabulary.py).
+            are not known (models/pieces.py).
     """
 
     def __init__(self, chat: ChatTemplate, config: RolloutConfig, tags: Sequence[str] = ()) -> None:
-        self._chat, self._config, self._tags = chat, config, tuple(tags)
-        vocabulary = token_bytes(chat.tokenizer)
-        self._vocab_size = len(vocabulary)
-        self._scanner = _C.TagScanner([tag.encode() for tag in tags], vocabulary)
+        if not all(tags) or len({*tags}) < len(tags):
+            raise ValueError(f"tags: expected different texts, none of them empty, got {tags}")
+        self._chat, self._config = chat, config
+        self._tags = {tag: tag.encode() for tag in tags}
+        self._longest = max(map(len, self._tags.values()), default=0)
+        self._vocabulary = token_bytes(chat.tokenizer)
 
     def play(
         self,
@@ -141,14 +138,6 @@ class Streams:
         messages: Callable[[Task], Sequence[Message]] = lambda task: task.messages,
     ) -> list[list[Rollout]]:
         """Play each task n times; a RolloutSampler's rollout().
-
-        Args:
-            engine: awake.
-            tasks: what to play.
-            n: rollouts per task.
-            params: as rollout() gets them.
-            on_token: looks on.
-            messages: what the policy is shown of a task.
 
         Raises:
             ValueError: a prompt leaves no room in the context; whatever on_token raises.
@@ -200,7 +189,7 @@ class Streams:
 
         def told(token: int) -> bool:
             stream.token_ids.append(token)
-            stream.tag, stream.scanned = self._scan(token, stream.scanned)
+            stream.tag, stream.tail = self._scan(token, stream.tail)
             on_token(stream, token)
             return stream.stopped
 
@@ -225,12 +214,17 @@ class Streams:
             decoding.pop(name).rollout.status = Status.TIMED_OUT
         return bool(decoding)
 
-    def _scan(self, token: int, state: int) -> tuple[str, int]:
-        """The tag that ends in a token, and the state behind it."""
-        if token >= self._vocab_size:  # of the rows that a model has beyond its tokenizer
-            return "", 0
-        state, matches = self._scanner.scan_ids(np.array([token], np.int32), state)
-        return (self._tags[matches[0][0]] if matches else ""), state
+    def _scan(self, token: int, tail: bytes) -> tuple[str, bytes]:
+        """The tag that ends in a token, the first of several; and the last bytes behind it."""
+        if token >= len(self._vocabulary):  # of the rows that a model has beyond its tokenizer
+            return "", b""
+        text = tail + self._vocabulary[token]
+        ends = []
+        for tag, spelled in self._tags.items():
+            at = text.find(spelled, max(0, len(tail) - len(spelled) + 1))
+            if at >= 0:
+                ends.append((at + len(spelled), tag))
+        return min(ends, default=(0, ""))[1], text[max(0, len(text) - self._longest) :]
 
     def _ended(self, stream: Stream, turn: Completion) -> Status | None:
         """Take what was sampled; how the rollout ends, if it does."""

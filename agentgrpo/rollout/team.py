@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from agentgrpo.config import RolloutConfig
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.parallel import Team
-from agentgrpo.rollout.decoder import UNWATCHED, Watch
+from agentgrpo.rollout.decoder import UNWATCHED, SamplerStats, Watch
 from agentgrpo.rollout.sampler import AnySampler
-from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Completion, Group, Int32, Task
 
 if TYPE_CHECKING:  # it imports vLLM
@@ -96,11 +95,7 @@ class Leader:
 
 
 def follow(engine: Engine, team: Team) -> None:
-    """Do with this rank's engine what the leader does with its own, until it is finished.
-
-    Raises:
-        Disagreement: this rank sampled other tokens than the leader.
-    """
+    """Do with this rank's engine what the leader does with its own, until it is finished."""
     seen, goes_on = 0, True
     while goes_on:
         calls, leader_saw, goes_on = team.tell()
@@ -116,15 +111,7 @@ def follow(engine: Engine, team: Team) -> None:
 
 
 class TeamSampler(AnySampler):
-    """Plays as the sampler does, whose engine is a team's; all ranks of the team must play.
-
-    Args:
-        config: of the run's rollouts.
-        sampler: plays with `leader`; used on the leading rank only.
-        leader: of `engine`.
-        engine: this rank's part of it.
-        team: of this rank.
-    """
+    """Plays as the sampler does, whose engine is a team's; all ranks of the team must play."""
 
     def __init__(
         self, config: RolloutConfig, sampler: AnySampler, leader: Leader, engine: Engine, team: Team

@@ -60,12 +60,7 @@ def classify(held: Int32, prompt: Int32, turn_start: int, fork_threshold: int) -
 
 
 class Transcript:
-    """Rows of tokens that grow, as segments and as the int32 ids that the engine is sent.
-
-    Args:
-        prompt: what the first row begins with.
-        fork_threshold: see classify().
-    """
+    """Rows of tokens that grow, as segments and as the int32 ids that the engine is sent."""
 
     def __init__(self, prompt: Int32, *, fork_threshold: int = 1024) -> None:
         self._fork_threshold = fork_threshold

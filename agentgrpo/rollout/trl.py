@@ -105,12 +105,7 @@ def _ids(chat: ChatTemplate, prompt: Any) -> Int32:
 
 
 class RolloutFuncSampler:
-    """A RolloutSampler that asks a rollout_func.
-
-    Args:
-        function: the user's.
-        chat, config: as every RolloutSampler gets them.
-    """
+    """A RolloutSampler that asks a rollout_func."""
 
     def __init__(self, function: RolloutFunc, chat: ChatTemplate, config: RolloutConfig) -> None:
         self._function, self._chat, self._config = function, chat, config

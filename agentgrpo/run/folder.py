@@ -100,36 +100,15 @@ def require_same_run(config: TrainConfig) -> None:
     _require_same(f"out_dir {str(config.out_dir)!r} holds a run with", then, now, MAY_CHANGE)
 
 
-def require_same_heldout(out_dir: Path, now: str | None) -> None:
-    """Refuse to go on evaluating a run on other tasks than it was begun with.
-
-    Args:
-        out_dir: its folder, with its run.json.
-        now: what stage.heldout_of() says.
-
-    Raises:
-        ValueError: they are others.
-    """
-    path = out_dir / "run.json"
-    then = read_table(path).get("heldout") if path.exists() else None  # runs of before have it not
-    if then is not None and now is not None and then != now:
-        raise ValueError(
-            f"data.heldout: the run was evaluated on {then}, now it reads {now}: put them back to "
-            "continue, or choose another out_dir"
-        )
-
-
 def require_same_settings(
-    path: Path, now: Mapping[str, Any], may_change: Collection[str], *,
-    defaults: Mapping[str, Any], begun: bool, write: bool,
-) -> None:  # fmt: skip
+    path: Path, now: Mapping[str, Any], may_change: Collection[str], *, begun: bool, write: bool
+) -> None:
     """Write the settings that a folder's work is done with; later, refuse others.
 
     Args:
         path: of the file that holds them.
         now: the settings.
         may_change: keys that may be otherwise now.
-        defaults: of settings, for those that are newer than the file.
         begun: there is work of theirs; without any they bind nothing.
         write: else they are only compared.
 
@@ -137,7 +116,7 @@ def require_same_settings(
         ValueError: a key that may not change has changed; names it.
     """
     if begun and path.exists():
-        _require_same(f"{path} was written with", {**defaults, **read_table(path)}, now, may_change)
+        _require_same(f"{path} was written with", read_table(path), now, may_change)
     if write:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, dict(now))

@@ -8,11 +8,6 @@ of Rollout becomes follows from its type, so a new field is recorded without a l
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports: a package may be missing
-    from agentgrpo import cli
-
-    cli.run("export")
-
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence

@@ -318,14 +318,6 @@ def test_a_group_cannot_begin_with_all_its_rollouts_and_branch() -> None:
     assert a_config("rollout.branching.initial=7").rollout.branching.initial == 7
 
 
-def test_merged_weights_cannot_be_those_that_they_are_merged_from() -> None:
-    merged = ["learner.lora.rank=4", "learner.lora.serve=merged"]
-    with pytest.raises(ValueError, match=r"engine\.weights 'shared' and learner\.lora\.serve 'm"):
-        a_config(*merged, "engine.weights=shared")
-    for weights in ("auto", "copy"):
-        assert a_config(*merged, f"engine.weights={weights}").learner.lora.rank == 4
-
-
 def test_weights_that_are_shared_or_adapted_cannot_be_dropped() -> None:
     with pytest.raises(ValueError, match=r"sleep_level 2 .* needs engine\.weights = 'copy'"):
         a_config("engine.sleep_level=2")

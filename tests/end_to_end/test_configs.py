@@ -222,18 +222,7 @@ def computes_and_looks_up(stage: Stage, play: Any, task: Any) -> None:
     assert 0 < recipe.rollout.branching.initial < recipe.rollout.group_size
 
 
-def is_solved_by_the_least_calls(stage: Stage, play: Any, task: Any) -> None:
-    """What is told needs no search; one is right too, and counted."""
-    task = next(task for task in stage.heldout if task.spec["kind"] == "told")
-    add, end = f"<python>{task.spec['python']}</python>", f"<answer>{task.spec['answer']}</answer>"
-    least = play(task, add, end)
-    more = play(task, "<search>Alibury</search>", add, end)
-    assert least.rewards["answer"] == more.rewards["answer"] == 1.0
-    assert least.num_calls == task.spec["least"] == more.num_calls - 1
-
-
 SAYS: dict[str, Any] = {
-    "calibration": is_solved_by_the_least_calls,
     "code_format": acts_first,
     "code_search": searches_by_code,
     "console": types_at_a_console,

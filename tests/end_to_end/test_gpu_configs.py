@@ -15,7 +15,7 @@ import pytest
 from agentgrpo.config.read import load_config, shipped_configs
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import ALLOCATORS, GIB, footprint, shapes_of
-from agentgrpo.plan import plan, to_be_evaluated
+from agentgrpo.plan import of_playing, plan
 from agentgrpo.run.progress import Progress
 from agentgrpo.stage import set_stage
 from tests import qwen3, tiny
@@ -85,9 +85,9 @@ def test_its_stage_is_set_and_its_plan_made(
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
     try:
-        said = plan(config, stage, to_be_evaluated(config, stage), trained=True)
-        monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB // 3,) * 2)
-        small = plan(config, stage, to_be_evaluated(config, stage), trained=True)
+        said = plan(config, stage, of_playing(config, stage, stage.heldout), trained=True)
+        monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (int(need * 1.01 * GIB),) * 2)
+        small = plan(config, stage, of_playing(config, stage, stage.heldout), trained=True)
     finally:
         stage.close()
     assert f"{card} GiB NVIDIA GPU" in said

@@ -132,7 +132,7 @@ def test_the_other_commands_play_programs_too(tmp_path: Path) -> None:
     """Stages, fine-tuning on what they played, an evaluation of that, and a Trainer of it."""
     write(tmp_path, "call")
     ran(
-        tmp_path, "-m", "agentgrpo.recipe.curriculum", "c.toml", "out_dir=stages", "save_every=1",
+        tmp_path, "-m", "agentgrpo", "curriculum", "c.toml", "out_dir=stages", "save_every=1",
         "data.heldout=rows.jsonl",
         *(f"curriculum.{x}" for x in ("stages=1", "candidates=4", "chunk=4", "group_size=2")),
         *(f"curriculum.{x}" for x in ("select=2", 'selection="random"', "steps=[1]")),
@@ -147,7 +147,7 @@ def test_the_other_commands_play_programs_too(tmp_path: Path) -> None:
     assert {r.task.id for r in trained_on(rl)} <= {*selected}
 
     ran(
-        tmp_path, "-m", "agentgrpo.recipe.sft", "c.toml", "out_dir=tuned", "sft.keep=all",
+        tmp_path, "-m", "agentgrpo", "sft", "c.toml", "out_dir=tuned", "sft.keep=all",
         "sft.epochs=1", "sft.batch_size=4", f"sft.data={rl / 'rollouts.jsonl'}",
         "sft.learning_rate=1e-3",
     )  # fmt: skip
@@ -156,7 +156,7 @@ def test_the_other_commands_play_programs_too(tmp_path: Path) -> None:
     assert sum(row["sft/num_tokens"] for row in steps) == sampled
     checkpoint = sorted((tmp_path / "tuned/sft/checkpoints").iterdir())[-1]
 
-    said = ran(tmp_path, "-m", "agentgrpo.recipe.evaluate", "c.toml", f"model={checkpoint}")
+    said = ran(tmp_path, "-m", "agentgrpo", "evaluate", "c.toml", f"model={checkpoint}")
     measured = json.loads(said[said.index("{") :])
     assert measured["tasks"] == 2
 

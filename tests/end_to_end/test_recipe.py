@@ -96,9 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, agent_model: Path) -> Path:
 
 
 def command(folder: Path) -> str:
-    ran = warm.run(
-        "-m", "agentgrpo.recipe.recipe", str(folder / "recipe.toml"), PYTHONPATH=str(folder)
-    )
+    ran = warm.run("-m", "agentgrpo", "recipe", str(folder / "recipe.toml"), PYTHONPATH=str(folder))
     assert ran.returncode == 0, ran.stderr[-4000:]
     return ran.stdout
 

@@ -16,7 +16,7 @@ import torch
 from agentgrpo.config import EngineConfig, RolloutConfig
 from agentgrpo.engine.engine import Engine
 from agentgrpo.machine.memory import OutOfMemory
-from agentgrpo.rollout.batch import generate
+from agentgrpo.rollout.sampler import generate
 from agentgrpo.types import Completion
 from tests.end_to_end.test_agents import Talkative
 from tests.engine.stand_in import async_scheduling_on_cpu

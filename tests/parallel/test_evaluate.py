@@ -66,7 +66,7 @@ def test_two_ranks_report_what_one_does(tmp_path: Path, agent_model: Path) -> No
     for ranks in (1, 2):
         folder = tmp_path / f"by-{ranks}"
         asked = [config, "data.num_heldout=3", "--report", str(folder)]
-        ran = run_ranks(ranks, "-m", "agentgrpo.recipe.evaluate", *asked)
+        ran = run_ranks(ranks, "-m", "agentgrpo", "evaluate", *asked)
         assert ran.returncode == 0, ran.stderr[-3000:]
         shown[ranks] = json.loads(ran.stdout)  # which it is not, if both ranks print
         written[ranks] = json.loads((folder / "report.json").read_text())
@@ -83,6 +83,6 @@ def test_two_ranks_report_what_one_does(tmp_path: Path, agent_model: Path) -> No
 @pytest.mark.slow
 def test_a_damaged_config_is_told_before_the_ranks_meet(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("modle = 1")
-    ran = run_ranks(2, "-m", "agentgrpo.recipe.evaluate", str(tmp_path / "c.toml"))
+    ran = run_ranks(2, "-m", "agentgrpo", "evaluate", str(tmp_path / "c.toml"))
     assert ran.returncode != 0
     assert "unknown config key modle; did you mean model?" in ran.stderr

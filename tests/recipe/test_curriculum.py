@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from agentgrpo.collect import _rounds
-from agentgrpo.config import DataConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, WordProblemTasks
 from agentgrpo.recipe import parts
 from agentgrpo.recipe.curriculum import (
     finish_stage,
     folder_of,
+    of_stages,
     parts_of,
-    prepared,
+    run,
     select,
     selected_tasks,
-    stages,
     steps_of,
     training_config,
 )
 from agentgrpo.registry import make_env
 from agentgrpo.run.progress import Progress
 from agentgrpo.sandbox import SandboxPool
-from agentgrpo.stage import Stage
 from agentgrpo.types import Group, Task
 from tests.given import a_rollout, scored_by
 
@@ -65,11 +63,12 @@ class Player:
 
     def __init__(self) -> None:
         self.model = "the policy"
-        self.progress = Progress(1)
-        self.progress.say = lambda line: None  # type: ignore[method-assign]
+        progress = Progress(1)
+        progress.say = lambda line: None  # type: ignore[method-assign]
         self.calls: list[tuple[list[str], int]] = []
         self.sampler = self
-        self.reward = scored_by(lambda r: {"answer": float(r.answer == "True"), "format": 0.0})
+        reward = scored_by(lambda r: {"answer": float(r.answer == "True"), "format": 0.0})
+        self.stage = SimpleNamespace(progress=progress, reward=reward)
         self.stop_at: int | None = None
 
     def play(
@@ -175,7 +174,7 @@ def test_a_random_selection_takes_any_candidates(tmp_path: Path) -> None:
 
 def test_nothing_mixed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     player = Player()
-    monkeypatch.setattr(player, "reward", scored_by(lambda rollout: {"answer": 0.0}))
+    monkeypatch.setattr(player.stage, "reward", scored_by(lambda rollout: {"answer": 0.0}))
     with pytest.raises(ValueError, match="of 10 candidates none has both right and wrong"):
         play_stage(make_recipe(tmp_path), 0, player)
 
@@ -211,19 +210,8 @@ def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
 @pytest.fixture(autouse=True)
 def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are checked before the first one begins; the model here is a name."""
-
-    def planned(config: TrainConfig, *, lines: Any, **_: Any) -> str:
-        stage: Any = SimpleNamespace(
-            training_tasks=lambda config: training_tasks(config.data, 3),
-            heldout=heldout_tasks(config.data),
-            env=None,
-        )
-        stage.data_of = partial(Stage.data_of, stage)
-        return str([*lines(config, stage)])
-
-    of = "agentgrpo.recipe.curriculum"
-    monkeypatch.setattr(f"{of}.planned", planned)
-    monkeypatch.setattr(f"{of}.to_be_trained_on", lambda *_: ())
+    ready = SimpleNamespace(stage=MagicMock(), tasks=None)
+    monkeypatch.setattr("agentgrpo.recipe.curriculum.prepare", lambda config: ready)
 
 
 def fake_parts(recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -231,8 +219,8 @@ def fake_parts(recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch) -> list[st
     ran: list[str] = []
 
     def run(command: Sequence[str], stdout: None) -> tuple[int, bool]:
-        assert command[:3] == [sys.executable, "-m", "agentgrpo.recipe.curriculum"]
-        assert command[3:5] == ["config.toml", "seed=3"]
+        assert command[:4] == [sys.executable, "-m", "agentgrpo", "curriculum"]
+        assert command[4:6] == ["config.toml", "seed=3"]
         part = command[-1]
         ran.append(part)
         stage, _, what = part.partition(".")
@@ -251,9 +239,9 @@ def fake_parts(recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch) -> list[st
     return ran
 
 
-def run_curriculum(recipe: RecipeConfig) -> None:
-    with prepared(recipe, ["config.toml", "seed=3"]) as work:
-        work()
+def do(recipe: RecipeConfig, part: str = "") -> int | None:
+    args = Namespace(config="config.toml", overrides=["seed=3"], dry_run=False, part=part)
+    return run(recipe, args, lambda: None)
 
 
 def left(recipe: RecipeConfig) -> list[str]:
@@ -265,7 +253,7 @@ def test_S3_15_stages_run_in_order_and_leave_their_metadata(
 ) -> None:
     recipe = make_recipe(tmp_path)
     ran = fake_parts(recipe, monkeypatch)
-    run_curriculum(recipe)
+    do(recipe)
     assert ran == ["0.select", "0.train", "1.select", "1.train"]
     last = tmp_path / "stage_1" / "rl" / "checkpoints" / "step_000007"
     assert f"done: {last}" in capsys.readouterr().out
@@ -280,65 +268,30 @@ def test_S3_15_stages_run_in_order_and_leave_their_metadata(
         "selected": 2,
     }
     assert left(recipe) == []
-    run_curriculum(recipe)
+    do(recipe)
     assert f"done: {last}" in capsys.readouterr().out
     assert len(ran) == 4
 
 
-def test_other_settings_and_other_data_are_refused_but_more_stages_are_not(
+def test_other_settings_are_refused_but_more_stages_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_parts(make_recipe(tmp_path), monkeypatch)
-    run_curriculum(make_recipe(tmp_path))
+    do(make_recipe(tmp_path))
     for wrong, said in (
         (make_recipe(tmp_path, select=5), r"curriculum\.select = 4, now it is 5"),
         (make_recipe(tmp_path, tasks_per_step=3), r"rollout\.tasks_per_step = 2, now it is 3"),
         (make_recipe(tmp_path, steps=(6, 7)), "steps: stage 1 has begun from stage 0, which cann"),
     ):
         with pytest.raises(ValueError, match=said):
-            run_curriculum(wrong)
+            do(wrong)
     assert left(make_recipe(tmp_path, steps=(5, 8))) == ["1.train"], "the last may be longer"
     longer = make_recipe(tmp_path, stages=3)
     assert left(longer) == ["2.select", "2.train"]
     with monkeypatch.context() as patch:
         assert fake_parts(longer, patch) == []
-        run_curriculum(longer)
+        do(longer)
     assert left(longer) == []
-
-
-def test_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of the same name with one other row."""
-    rows, held = tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
-    recipe = make_recipe(tmp_path / "out").model_copy(
-        update={"data": DataConfig(train=str(rows), heldout=str(held))}
-    )
-    for path in (rows, held):
-        path.write_text('{"question": "1+1?", "answer": "2"}\n')
-    fake_parts(recipe, monkeypatch)
-    run_curriculum(recipe)
-    for path, said in (
-        (rows, r"data\.train = '1 rows of rows\.jsonl \(SHA-256 "),
-        (held, r"data\.heldout = '1 tasks \(SHA-256 "),
-    ):
-        path.write_text('{"question": "1+2?", "answer": "3"}\n')
-        with pytest.raises(ValueError, match=said):
-            run_curriculum(recipe)
-
-
-def test_what_a_reset_says_is_no_other_data() -> None:
-    """A set is printed in another order by every process."""
-    said: list[dict[str, str]] = []
-    for env, words in ((None, "ab"), (None, "ba"), (Begins, "ab"), (Begins, "ba")):
-        task = Task(id="t", messages=({"role": "user", "content": words},), spec={})
-        stage: Any = SimpleNamespace(env=env, heldout=[task])
-        said.append(Stage.data_of(stage, WordProblemTasks()))
-    assert said[0] != said[1]
-    assert said[2] == said[3]
-
-
-class Begins:
-    def begin(self, task: Task) -> Task:
-        return task
 
 
 def test_a_stage_that_is_half_trained_goes_on(tmp_path: Path) -> None:
@@ -364,17 +317,14 @@ def test_a_stage_is_finished_when_its_training_is(
     checkpoint(folder / "rl", 5)
     about = {"model": "m", "candidates": 10, "mixed": 6, "quality": 0.5, "selected": []}
     (folder / "select.json").write_text(json.dumps(about))
-    monkeypatch.setattr("agentgrpo.train.prepared", lambda *_: nullcontext(lambda: status))
-    with prepared(recipe, [], "0.train") as work:
-        assert work() == status
+    monkeypatch.setattr("agentgrpo.train.work", lambda *_: status)
+    assert do(recipe, "0.train") == status
     assert (folder / "stage.json").exists() == (status == 0)
 
 
-@pytest.mark.parametrize("sampling", ["shuffle", "difficulty"])
-def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path, sampling: str) -> None:
+def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path) -> None:
     """Whatever their rows were called: a `question` of their own, which is not what was asked."""
-    more: dict[str, Any] = {} if sampling == "shuffle" else {"easy_share": 0.5}
-    recipe = make_recipe(tmp_path, sampling=sampling, selection="random", select=10, **more)
+    recipe = make_recipe(tmp_path, selection="random", select=10)
     spec = {"board": ((1, 2),), "sums": np.arange(3)}  # an environment's own: JSON has lists
     asked = ({"role": "user", "content": "Q?"}, {"role": "assistant", "content": "And?"})
     made = [
@@ -387,8 +337,6 @@ def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path, sampling: 
     assert sorted(chosen) == [task.id for task in made]
     assert all(task.spec is made[int(task.id[2:])].spec for task in tasks.rows)
     assert {task.id for task in tasks.next(len(chosen))} == {*chosen}
-    if sampling == "difficulty":
-        assert tasks._shares == (0.5, 0.2)
     state = tasks.state_dict()
     selected_tasks(recipe, 0, stream).load_state_dict(state)
     selected_tasks(recipe, 0, WordProblemTasks()).load_state_dict(state)  # as they were recorded
@@ -447,13 +395,13 @@ def test_a_stage_is_built_on_what_it_selected(
     monkeypatch.setattr("agentgrpo.recipe.curriculum.build", lambda config, *, draw: draw(stream))
     built: list[Any] = []
 
-    def train_prepared(config: TrainConfig, build: Any) -> Any:
-        built.append(build(config))
-        return nullcontext()
+    def work(config: Any, begin: Any, make: Any) -> int:
+        built.append(make(config))
+        return 130
 
-    monkeypatch.setattr("agentgrpo.train.prepared", train_prepared)
-    with prepared(recipe, [], "0.train"):
-        assert [task.id for task in built[0].rows] == summary["selected"]
+    monkeypatch.setattr("agentgrpo.train.work", work)
+    do(recipe, "0.train")
+    assert [task.id for task in built[0].rows] == summary["selected"]
     assert "stage 0: trains on the 4 that were selected" in capsys.readouterr().out
 
 
@@ -476,10 +424,6 @@ def test_kinds_are_selected_apart_if_asked_for(tmp_path: Path, by_kind: bool) ->
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (
-            {"sampling": "difficulty", "easy_share": 0.6, "hard_share": 0.6},
-            "must be at most 1, got 0.6 . 0.6",
-        ),
         ({"group_size": 1}, "group_size"),
         ({"steps": []}, "steps"),
         ({"epochs": 2}, r"curriculum\.steps \[5, 7\] and curriculum\.epochs 2 exclude each other"),
@@ -502,7 +446,7 @@ def test_epochs_are_rounds_through_what_a_stage_selected(
     """Of the two tasks that each stage selects, one a step; with more epochs it goes on."""
     recipe = make_recipe(tmp_path, steps=None, epochs=3, tasks_per_step=1)
     ran = fake_parts(recipe, monkeypatch)
-    run_curriculum(recipe)
+    do(recipe)
     assert ran == ["0.select", "0.train", "1.select", "1.train"]
     assert json.loads((tmp_path / "stage_1" / "stage.json").read_text())["steps"] == 6
     assert training_config(recipe, 1).steps == 6
@@ -513,4 +457,4 @@ def test_epochs_are_rounds_through_what_a_stage_selected(
         for folder in (tmp_path, tmp_path / "new")
     )
     assert steps_of(by_four, 0) == 2, "6 tasks, the last step rounded up"
-    assert "at most 3, 3 steps" in str([*stages(unbegun, {})])
+    assert "at most 3, 3 steps" in of_stages(unbegun).found

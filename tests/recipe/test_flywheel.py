@@ -115,7 +115,7 @@ class World:
 
     def spin(self, *tasks: Task) -> dict[str, Any]:
         (self.recipe.out_dir / "flywheel").mkdir(exist_ok=True)
-        questions_of(self.recipe, given(*tasks))
+        questions_of(self.recipe, given(*tasks), write=True)
         self.stage.models = models_of(self.recipe, None, trained=False)
         summary = spin(self.recipe, self.stage, self.engine, tasks)  # type: ignore[arg-type]
         self.env.assert_all_closed_once()
@@ -321,14 +321,14 @@ def test_another_flywheels_folder_is_refused(tmp_path: Path) -> None:
         World(tmp_path, rounds=3).spin(question("easy"))
     table = World(tmp_path).recipe.model_dump()
     table["learner"]["learning_rate"] = 1.0  # which a flywheel does not read
-    questions_of(RecipeConfig.model_validate(table), given(question("easy")))
+    questions_of(RecipeConfig.model_validate(table), given(question("easy")), write=True)
     table["rollout"]["max_turns"] = 4
     with pytest.raises(ValueError, match=r"with rollout\.max_turns = 3, now it is 4"):
         questions_of(RecipeConfig.model_validate(table), given(question("easy")), write=False)
     other = given(question("easy"))
     other.state_dict = lambda: {"source": "b.jsonl"}
     with pytest.raises(ValueError, match=r"with data\.train = 'a\.jsonl', now it is 'b\.jsonl'"):
-        questions_of(World(tmp_path).recipe, other)
+        questions_of(World(tmp_path).recipe, other, write=False)
     World(tmp_path, keep=1, concurrency=2).spin(question("easy"))
     with pytest.raises(ValueError, match="the data has 1 that have different ids"):
         World(tmp_path).spin(question("a"), question("a"))
@@ -406,7 +406,9 @@ def test_what_was_only_shown_makes_no_difference_between_two() -> None:
 
 
 def test_settings_bind_only_where_work_was_done(tmp_path: Path) -> None:
-    questions_of(World(tmp_path).recipe, given(question("easy")))  # then no engine could be started
+    questions_of(
+        World(tmp_path).recipe, given(question("easy")), write=True
+    )  # then no engine could be started
     World(tmp_path, rounds=3).spin(question("easy"))
 
 

@@ -101,13 +101,6 @@ def test_S3_11_the_worked_example() -> None:
     assert [int(front[i]) for i in chosen] == [0, 0, 0, 0, 0, 1]
 
 
-@pytest.mark.parametrize("falls", [1, -1])
-def test_twenty_thousand_questions_come_through(falls: int) -> None:
-    """Each a front of its own, or all one front: a quadratic way takes minutes."""
-    points = np.stack([np.arange(20_000), falls * np.arange(20_000)], axis=1).astype(float)
-    assert len(select(points, 8_000)) == 8_000
-
-
 @pytest.mark.parametrize("bad", [np.zeros((3, 3)), np.zeros(3), np.array([[0.0, np.nan]])])
 def test_bad_points_are_refused(bad: np.ndarray[Any, Any]) -> None:
     with pytest.raises(ValueError, match=r"points: expected finite \[N, 2\], got shape"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from agentgrpo.recipe.sft import (
     conversation,
     learn,
     make_learner,
-    prepared,
     read_examples,
+    run,
     settings_of,
 )
 from agentgrpo.run.atomic import read_lines
@@ -268,8 +269,7 @@ def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
 
 
 def finetune(made: RecipeConfig) -> Path:
-    with prepared(made) as work:
-        work()
+    run(made, Namespace(dry_run=False), lambda: None)
     last = newest(made.out_dir / "sft")
     assert last is not None
     return last

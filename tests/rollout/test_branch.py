@@ -24,8 +24,8 @@ from agentgrpo.rollout.branch import (
     digest,
     turn_entropy,
 )
+from agentgrpo.rollout.decoder import SamplerStats
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.rollout.stats import SamplerStats
 from agentgrpo.types import Group, Rollout, Status
 from tests.playing import CHAT, EOT, TOKENIZER, sampled, tasks
 from tests.rollout.stubs import StubEngine, StubEnv, Turn

@@ -19,10 +19,9 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.proof.tokens import rollout_faults
-from agentgrpo.rollout.decoder import request_seed
+from agentgrpo.rollout.decoder import SamplerStats, request_seed
+from agentgrpo.rollout.play import Waiting
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.rollout.stats import SamplerStats
-from agentgrpo.rollout.waiting import Waiting
 from agentgrpo.types import COUNTS, Completion, Group, Rollout, Status, Task
 from agentgrpo.usercode import UserCodeError
 from tests.playing import CHAT, EOT, TOKENIZER, sampled, says, tasks
@@ -542,7 +541,7 @@ def test_time_with_nothing_to_decode_is_idle_time(
         assert waits.wait(60)
         time.sleep(0.1)
 
-    monkeypatch.setattr("agentgrpo.rollout.waiting.SimpleQueue", Answered)
+    monkeypatch.setattr("agentgrpo.rollout.play.SimpleQueue", Answered)
     engine = says(CODE, f"Answer: 1{EOT}")
     _, stats = play(engine, StubEnv(on_call=slow), deterministic=deterministic)
     assert stats.idle_s >= 0.09

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from agentgrpo.rollout.stream import Stream, Streams
 from agentgrpo.types import Completion, Int32, Rollout, Status
 from agentgrpo.types import Turn as Account
 from agentgrpo.usercode import UserCodeError
-from tests.models.test_templates import judge_of
+from tests.models.test_templates import ids_of, judge_of
 from tests.playing import EOT, TOKENIZER, given_and_sampled, tasks
 from tests.tiny import NUMBERED, make_tokenizer
 
@@ -281,13 +282,41 @@ def test_rollouts_are_apart_and_in_order() -> None:
     assert len(set(seeds)) == len(seeds) == 12
 
 
+@pytest.mark.parametrize("name", ["qwen3", "mistral_v3"])
+def test_tags_are_found_within_merged_tokens_and_across_them(name: str) -> None:
+    judge, rng, tags = judge_of(name), random.Random(1), ["</code>", "→é", "```"]
+    streams = Streams(judge.chat, RolloutConfig(), tags)
+    for _ in range(100):
+        text = "".join(rng.choices([*tags, "><", "<", "a\n", "→", "print(1)"], k=8))
+        found, tail, said = [], b"", b""
+        for token in ids_of(judge, text):
+            before, said = said, said + streams._vocabulary[token]
+            tag, tail = streams._scan(token, tail)
+            new = {
+                t
+                for t in tags
+                for at in range(max(0, len(before) - len(t.encode()) + 1), len(said))
+                if said.startswith(t.encode(), at)
+            }
+            assert (tag in new) if new else not tag
+            found.append(tag)
+        assert any(found) == any(tag in text for tag in tags)
+
+
+def test_of_two_tags_in_one_token_the_first_that_ends_counts() -> None:
+    streams = Streams(CHAT, RolloutConfig(), ["abc", "b"])
+    streams._vocabulary = [b"xabc", b"ab", b"c"]
+    assert streams._scan(0, b"") == ("b", b"abc")
+    assert streams._scan(2, streams._scan(1, b"")[1])[0] == "abc"
+
+
 def test_an_id_beyond_the_tokenizer_is_no_end_of_the_run() -> None:
     """Models have more rows than their tokenizer has tokens."""
     streams = Streams(CHAT, RolloutConfig(), ["ab"])
     (a,), (b,) = (TOKENIZER.encode(letter, add_special_tokens=False) for letter in "ab")
-    _, state = streams._scan(a, 0)
-    assert streams._scan(b, state) == ("ab", streams._scan(b, state)[1])
-    assert streams._scan(10**6, state) == ("", 0)
+    _, tail = streams._scan(a, b"")
+    assert streams._scan(b, tail)[0] == "ab"
+    assert streams._scan(10**6, tail) == ("", b"")
 
 
 def test_what_it_raises_ends_the_call_and_leaves_nothing_behind() -> None:

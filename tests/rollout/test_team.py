@@ -13,7 +13,7 @@ import pytest
 
 from agentgrpo.config import RolloutConfig
 from agentgrpo.engine.agreement import Disagreement
-from agentgrpo.rollout.stats import SamplerStats
+from agentgrpo.rollout.decoder import SamplerStats
 from agentgrpo.rollout.team import Leader, TeamSampler, digest, follow
 from agentgrpo.types import Group, Task
 

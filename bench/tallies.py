@@ -1,7 +1,7 @@
 """Tasks that one to five calls solve, for measuring what a policy does that it need not.
 
     [env]
-    kind = "agentgrpo.recipe.tallies:TalliesEnv"
+    kind = "bench.tallies:TalliesEnv"
     [data]
     train = "env"
     heldout = "env"
