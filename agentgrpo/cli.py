@@ -20,7 +20,6 @@ COMMANDS = {
     "evaluate": ("agentgrpo.recipe.evaluate", "play the held-out tasks with a checkpoint"),
     "view": ("agentgrpo.view.__main__", "write a run, or several, as one HTML file"),
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
-    "export": ("agentgrpo.run.records", "write a run's rollouts as a Parquet file"),
     "push": ("agentgrpo.push", "publish a checkpoint on the Hugging Face Hub, with a model card"),
     "sandbox": (
         "agentgrpo.sandbox.__main__",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +16,9 @@ from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.files import in_words
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.run.folder import newest_saved
-from agentgrpo.run.interrupt import end_with_parent, guarded
+from agentgrpo.run.interrupt import die_with_parent, interruptible
 from agentgrpo.sandbox import SandboxUnavailable
-from agentgrpo.usercode import Overdue, UserCodeError, flush, said_of, tell, under_way, where_of
+from agentgrpo.usercode import UserCodeError, said_of, tell, where_of
 
 Begin = Callable[[], None]
 """Told by a command that its work begins: what stops it from then on is no fault of the call."""
@@ -63,7 +61,7 @@ def told() -> Iterator[Outcome]:
         yield outcome
     except (Disagreement, InfrastructureError) as error:
         outcome.status, said = 3, f"error: {error}"
-    except (UserCodeError, Overdue) as error:
+    except UserCodeError as error:
         outcome.status, said = 3, f"error: {error}"
         if not outcome.begun:
             outcome.status, outcome.then = 2, lambda: ""
@@ -143,16 +141,12 @@ def command(
     if unknown:
         parser.error(_as_a_setting(unknown[0], arguments))
     prepare_environment()
-    begun = time.monotonic()
-    with guarded(), told() as outcome:
+    with interruptible(), told() as outcome:
         if args.of_recipe:
-            end_with_parent()
+            die_with_parent()
         reader = "" if args.of_recipe else name
         config = load_config_of(kind, args.config, args.overrides, reader)
         if not args.dry_run:
             outcome.then = lambda: next_time(config.out_dir, saved)
         outcome.status = run(config, args, outcome.begin) or 0
-    if any(call.since >= begun for call in under_way()):  # its thread keeps Python from ending
-        flush()
-        os._exit(outcome.status)
     return outcome.status

@@ -146,7 +146,7 @@ def _checkpoint_faults(run: Path) -> Iterator[str]:
     """That the checkpoints are there as they were saved."""
     for folder in sorted(run.glob(SAVED)):
         try:
-            require_as_sealed(folder, whole=True)
+            require_as_sealed(folder)
         except (ValueError, OSError) as error:
             yield f"{folder.name}: {error}"
         if not (folder / CHECKSUMS).is_file():

@@ -22,8 +22,6 @@ from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.updates import Update, mini_batches
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.rollout.transcript import Drift, Transcript
-from agentgrpo.run.metrics import RunLog
-from agentgrpo.run.records import read_parquet, read_rollouts, rollout_record, write_parquet
 from agentgrpo.types import (
     Float32,
     Group,
@@ -327,29 +325,6 @@ def test_branches_are_proven_to_begin_as_their_parents(tmp_path: Path, credit: s
     wrong.rollouts[number]["segments"][1]["logprobs"][0] -= 1.0
     wrong.write(tmp_path, forged=True)
     assert any("does not begin as" in fault for fault in verify.verify_run(tmp_path).faults)
-
-
-def test_records_read_back_exactly_from_json_lines_and_parquet(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    log = RunLog(tmp_path)
-    log.rollouts(2, [Group(task=TASK, rollouts=[forked_rollout()])])
-    with (tmp_path / "rollouts.jsonl").open("a") as file:
-        file.write('{"step": 3, "spl')  # is being written
-    written = list(read_rollouts(tmp_path / "rollouts.jsonl"))
-    assert len(written) == 26
-    write_parquet(tmp_path / "rollouts.parquet", written)
-    again = list(read_parquet(tmp_path / "rollouts.parquet"))
-    for (place, ours), (other, theirs) in zip(written, again, strict=True):
-        assert place == other
-        assert rollout_record(ours) == rollout_record(theirs)
-        for a, b in zip(ours.segments, theirs.segments, strict=True):
-            assert a.token_ids.tobytes() == b.token_ids.tobytes()
-            assert (a.logprobs is None) == (b.logprobs is None)
-            if a.logprobs is not None and b.logprobs is not None:
-                assert a.logprobs.tobytes() == b.logprobs.tobytes()
-    last = again[-1][1]
-    assert [len(row) for row in last.rows] == [2, 2]
-    assert last.turns[1].row == 1
 
 
 ROLLOUTS = "rollouts.jsonl"

@@ -23,7 +23,7 @@ import pydantic
 from agentgrpo.config import Section, TrainConfig
 from agentgrpo.config.elsewhere import said_elsewhere
 from agentgrpo.config.readers import RECIPE_SECTIONS, require_read, require_read_somewhere
-from agentgrpo.files import expanded, how_far, read_toml
+from agentgrpo.files import expanded, read_toml
 from agentgrpo.usercode import calling
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -176,7 +176,7 @@ def _find(name_or_path: str | Path, folder: Path) -> Path:
         hint = f"did you mean {near[0]}?" if near else "`agentgrpo train --help` lists these"
         raise ValueError(
             f"config {str(name_or_path)!r} is neither a file nor the name of a shipped config"
-            f"{how_far(path)}; {hint}"
+            f"; {hint}"
         )
     return shipped[str(name_or_path)]
 

@@ -22,8 +22,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.files import read_table
 from agentgrpo.run.atomic import write_json
 from agentgrpo.run.folder import MAY_CHANGE, flat, newest_saved, require_same_settings
-from agentgrpo.run.interrupt import run_beside
-from agentgrpo.usercode import Interrupted
+from agentgrpo.run.interrupt import run_child
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +88,13 @@ def run_parts(
         command = [sys.executable, "-m", "agentgrpo", part.word, *arguments, "--of-recipe"]
         command += part.more()
         started = time.perf_counter()
-        status, asked = run_beside(command, stdout=subprocess.DEVNULL if part.quiet else None)
+        status, asked = run_child(command, stdout=subprocess.DEVNULL if part.quiet else None)
         if status:
             raise Stopped(part.name, status)
         seconds[part.name] = time.perf_counter() - started
         write_json(path, seconds)
         if asked:
-            raise Interrupted
+            raise KeyboardInterrupt
     return seconds
 
 

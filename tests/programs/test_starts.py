@@ -58,7 +58,7 @@ def test_a_reset_that_fails_is_made_again_and_never_waited_for(times: int, answe
 
 def test_a_reset_that_does_not_come_back_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr("agentgrpo.usercode.ends", [told.append])
+    monkeypatch.setattr("agentgrpo.usercode.end", told.append)
 
     class Hangs(AnswerEnv):
         def reset(self, task: Any) -> Any:
