@@ -43,7 +43,7 @@ from agentgrpo.proof.chain import Chain, Line
 from agentgrpo.proof.metrics import learner_faults, line_faults, played, step_sums
 from agentgrpo.proof.schema import schema_faults
 from agentgrpo.proof.status import status_faults, treatment_faults
-from agentgrpo.proof.tokens import rollout_faults
+from agentgrpo.proof.tokens import gaps_of, rollout_faults
 from agentgrpo.registry import judges, make_reward
 from agentgrpo.rewards.rewards import Reward
 from agentgrpo.run.checkpoint import SAVED
@@ -402,21 +402,10 @@ def step_faults(
             faults.append(
                 f"update {number}: packed, or seen by the learner, but not both: rollouts {wrong}"
             )
-        gap = widest_gap([gaps for rollout in rollouts for gaps in _gaps(rollout)], outliers)
+        gap = widest_gap([gaps for rollout in rollouts for gaps in gaps_of(rollout)], outliers)
         if number == 0 and not gap <= limit:  # later ones are of another policy
             faults.append(f"the learner and the sampler are {gap:.3g} nats apart, over {limit:.3g}")
     return faults, terms
-
-
-def _gaps(rollout: Rollout) -> list[Float32]:
-    """Differences between the learner's and the sampler's log-probabilities, by segment."""
-    pairs = zip(rollout.all_segments, rollout.learner_logprobs or (), strict=False)
-    return [
-        values - segment.logprobs
-        for segment, values in pairs
-        if segment.logprobs is not None and values is not None
-        if len(values) == len(segment.logprobs)
-    ]
 
 
 def _wanted(rollouts: Sequence[Rollout], config: TrainConfig) -> Counter[int]:
