@@ -138,16 +138,13 @@ def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> 
 def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Iterator[Check]:
     """How the learner will compute and hold the model, as its config.json tells."""
     # they import torch: the environment is set by now
-    from agentgrpo.learn.loading import hollow
+    from agentgrpo.learn.policy import hollow
     from agentgrpo.learn.trial import foreseen
 
     hollowed = hollow(model, "bfloat16")
     rows = foreseen(hollowed)
-    lora, asked = config.learner.lora, config.engine.weights
-    why = why_copied(kinds_of(model))
-    if lora.rank and not lora.served_rank:
-        why = "learner.lora.serve = 'merged'"
-    elif parallel.world_size() > 1:
+    asked, why = config.engine.weights, why_copied(kinds_of(model))
+    if parallel.world_size() > 1:
         why = "several ranks"
     elif asked == "copy":
         why = "engine.weights = 'copy'"

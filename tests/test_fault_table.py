@@ -27,10 +27,8 @@ from agentgrpo.types import Task
 
 def raises(): raise ValueError("by hand")  # here
 def leaves(): sys.exit(0)  # here
-def presses(): raise KeyboardInterrupt  # here
 def stops(): raise StopIteration  # here
 def ends(): raise GeneratorExit  # here
-def cancels(): raise asyncio.CancelledError  # here
 def runs_out(): raise MemoryError  # here
 def fails_to_compute(): raise FloatingPointError("0/0")  # here
 def misses(): raise FileNotFoundError(2, "No such file or directory", "labels.csv")  # here
@@ -133,12 +131,10 @@ DURING = {
 RAISED = {
     "raises": "raised ValueError: by hand",
     "leaves": r"called sys\.exit\(0\)",
-    "presses": "raised KeyboardInterrupt",
 }
 MORE = {
     "stops": "raised StopIteration",
     "ends": "raised GeneratorExit",
-    "cancels": "raised CancelledError",
     "runs_out": "raised MemoryError",
     "fails_to_compute": "raised FloatingPointError: 0/0",
     "misses": r"raised FileNotFoundError: \[Errno 2\] No such file or directory: 'labels.csv'",

@@ -32,7 +32,6 @@ from agentgrpo.engine.requests import Request
 from agentgrpo.engine.start import (
     groups_stay,
     pack_weight,
-    pass_over_open_blocks,
     start,
     to_sample,
     use_plain_weight,
@@ -109,7 +108,6 @@ class Engine:
         self._engine = self._llm.llm_engine
         self._threads = {State.ASLEEP: learning, State.AWAKE: torch.get_num_threads()}
         """Torch's on the CPU; vLLM serves a GPU on one, the learner may have all."""
-        pass_over_open_blocks(self._core.scheduler)
         self._running.add(id(self))
 
     @property
@@ -183,7 +181,7 @@ class Engine:
         if missed := sorted(n for n in adapter.loras if n.rpartition(".")[2] not in known):
             raise ValueError(
                 f"vLLM has no adapters for {', '.join(missed[:3])}: learner.lora.target_modules "
-                "must leave such layers out, or learner.lora.serve be 'merged'"
+                "must leave such layers out"
             )
         manager.remove_adapter(adapter.id)
         manager.add_adapter(adapter)

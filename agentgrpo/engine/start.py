@@ -15,8 +15,6 @@
 * On CPU those ranks' shared memory has the same name in every run (_shared_memory_of_this_run).
 * vLLM's cache of what it compiled goes by the model's folder too, so that every checkpoint would be
   compiled anew. Here it goes by what is in config.json.
-* For every token of every request its scheduler asks whether a block of the cache is needed or is
-  full, which is so for two in a block's tokens. Here it asks for those (pass_over_open_blocks).
 * CUDA graphs are captured for every number of rollouts that may decode at once. vLLM stops at 512,
   and captures more sizes for few.
 * On CPU a request without an adapter got that of the last slot, index -1, where another request of
@@ -43,8 +41,6 @@ import vllm.model_executor.layers.utils as vllm_layers
 import vllm.v1.sample.sampler as vllm_sampler
 from vllm import LLM
 from vllm.config import ModelConfig
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.request import RequestStatus
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, room_for_adapters
@@ -308,43 +304,6 @@ def _compiled_for_any_folder() -> contextlib.AbstractContextManager[None]:
             self.model = folder
 
     return _replaced(ModelConfig, "compute_hash", by_content)
-
-
-def pass_over_open_blocks(scheduler: Any) -> bool:
-    """Spare vLLM's scheduler the questions whose answer is that nothing changes.
-
-    A third of its time: a token that neither opens nor fills a block of the cache allocates none
-    and adds none to the prefix cache. Only where all layers attend to everything and blocks are one
-    table, so that nothing else hangs on these calls; elsewhere vLLM's own are kept.
-
-    Returns:
-        Whether it is so here.
-    """
-    manager = scheduler.kv_cache_manager
-    group, *others = manager.coordinator.single_type_managers
-    size = group.block_size
-    if (
-        others
-        or type(group) is not FullAttentionManager
-        or size != manager.block_pool.hash_block_size
-        or scheduler.num_lookahead_tokens
-        or scheduler.connector is not None
-    ):
-        return False
-    allocate, cache = manager.allocate_slots, manager.cache_blocks
-
-    def allocate_slots(request: Any, num_new_tokens: int, *rest: Any, **more: Any) -> Any:
-        inside = 0 < request.num_computed_tokens % size < size - 1
-        if inside and num_new_tokens == 1 and request.status is RequestStatus.RUNNING:
-            return manager.empty_kv_cache_blocks
-        return allocate(request, num_new_tokens, *rest, **more)
-
-    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
-        if group.num_cached_block.get(request.request_id, 0) < num_computed_tokens // size:
-            cache(request, num_computed_tokens)
-
-    manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
-    return True
 
 
 def groups_stay() -> contextlib.AbstractContextManager[None]:

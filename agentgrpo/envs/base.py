@@ -71,11 +71,7 @@ class Environment(Protocol):
 
 
 def require_apart(train: int, heldout: int, count: int, *, key: str) -> None:
-    """That training and held-out tasks, `count` seeds from each first one on, share none.
-
-    Raises:
-        ValueError: they do; names the key that says how many.
-    """
+    """That training and held-out tasks, `count` seeds from each first one on, share none."""
     if abs(train - heldout) < count:
         raise ValueError(
             f"{key}: {count} training tasks from seed {train} on share some with the held-out ones "

@@ -43,15 +43,7 @@ class DiskCache:
             raise ValueError(f"cache: {path}: {error}") from error
 
     def get(self, asked: Any, answer: Callable[[], Answer]) -> Answer:
-        """The answer that is kept; if there is none, the one that is had now, which is then kept.
-
-        Args:
-            asked: all that the answer depends on, as JSON carries it.
-            answer: asks; what it returns JSON carries too.
-
-        Raises:
-            InfrastructureError: the file failed; and what `answer` raises.
-        """
+        """The answer that is kept; if there is none, the one that is had now, then kept."""
         key = json.dumps(asked, sort_keys=True)
         told = self._told(key)
         if told is None:

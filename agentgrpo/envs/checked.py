@@ -32,11 +32,7 @@ would take its place."""
 
 
 def checked_observation(told: Any) -> Observation:
-    """What step() returned, an Observation, with its rewards and counts as floats.
-
-    Raises:
-        WrongResult: it is not.
-    """
+    """What step() returned, an Observation, with its rewards and counts as floats."""
     if not isinstance(told, Observation):
         raise WrongResult(f"expected an Observation, got {told!r:.80}")
     for text in (told.text, *told.outputs):
@@ -49,26 +45,14 @@ def checked_observation(told: Any) -> Observation:
 
 
 def checked_answer(answer: Any) -> str | None:
-    """A text, or None.
-
-    Raises:
-        WrongResult: it is neither.
-    """
+    """A text, or None."""
     if not isinstance(answer, str | None):
         raise WrongResult(f"answer: expected a text or None, got {answer!r:.80}")
     return answer
 
 
 def checked_counts(counts: Any, taken: Collection[str] = ()) -> dict[str, float]:
-    """Counts of a rollout by name, as floats.
-
-    Args:
-        counts: what somebody's code has counted.
-        taken: names that it cannot have besides OWN_NUMBERS.
-
-    Raises:
-        WrongResult: they are no finite numbers by name, or one has the name of another number.
-    """
+    """Counts of a rollout by name, as floats."""
     made = checked_rewards(counts)
     for name in made:
         if name in OWN_NUMBERS or name in taken or "/" in name:
@@ -77,11 +61,7 @@ def checked_counts(counts: Any, taken: Collection[str] = ()) -> dict[str, float]
 
 
 def checked_rewards(rewards: Any) -> dict[str, float]:
-    """Finite numbers by name, as floats.
-
-    Raises:
-        WrongResult: they are not.
-    """
+    """Finite numbers by name, as floats."""
     made = named_numbers(rewards)
     if made is None:
         raise WrongResult(f"expected {{name: finite number}}, got {rewards!r:.80}")

@@ -69,10 +69,6 @@ class ScriptedUser:
     """Says its pieces, one a turn, then agrees; hangs up when satisfied.
 
     Deterministic: a function of the pieces and of how often the agent has spoken.
-
-    Args:
-        pieces: what they say.
-        patience: how often they agree, at most.
     """
 
     def __init__(self, pieces: Sequence[str], patience: int = 8) -> None:
@@ -94,15 +90,7 @@ class ScriptedUser:
 
 
 class ModelUser:
-    """A customer whom a model plays. What it says is never trained on.
-
-    Args:
-        system: who the customer is, what they want and how they end the talk (HANGS_UP).
-        opening: what they said first.
-        temperature: of their words; 0 is greedy.
-        max_tokens: of one of their turns.
-        model: who it is.
-    """
+    """A customer whom a model plays. What it says is never trained on."""
 
     def __init__(
         self, system: str, opening: str, *, temperature: float, max_tokens: int,
@@ -167,14 +155,7 @@ class Customers:
         self._own = load_callable(mode, key="env.options.mode") if own else None
 
     def of(self, task: Task, pieces: Sequence[str], system: str) -> User | None:
-        """The customer of one episode; None where nobody talks.
-
-        Args:
-            task: its spec is what one of the user's own is called with, its last message what a
-                model has said already.
-            pieces: what a scripted one says after the opening.
-            system: what a model is told to be.
-        """
+        """The customer of one episode; None where nobody talks."""
         if self._own is not None:
             return cast(User, self._own(task.spec))
         if self._mode == "scripted":
@@ -188,11 +169,7 @@ class Customers:
 
 
 class Talk:
-    """What a step of an episode does with its customer, and what was said to them.
-
-    Args:
-        user: the customer; None: nobody listens.
-    """
+    """What a step of an episode does with its customer, and what was said to them."""
 
     def __init__(self, user: User | None) -> None:
         self.user = user
@@ -225,13 +202,7 @@ class Talk:
 
 
 class CaseEnv:
-    """An environment whose tasks are customers' cases.
-
-    Args:
-        customers: who talk with the agent.
-        schemas: of the domain's tools; where nobody talks, `done` is added.
-        policy: what the agent has to keep to.
-    """
+    """An environment whose tasks are customers' cases."""
 
     answers = ("tools",)
     judges = True

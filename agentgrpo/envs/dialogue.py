@@ -48,11 +48,7 @@ class DialogueEnv:
         return getattr(self.inner, name)
 
     def user_of(self, task: Task) -> User:
-        """The user who brings a task.
-
-        Raises:
-            ValueError: the task does not say what they say or know.
-        """
+        """The user who brings a task."""
         texts = self.texts_of(task)
         if self._mode == "scripted":
             return ScriptedUser(texts, patience=0)

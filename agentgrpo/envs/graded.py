@@ -88,7 +88,8 @@ class UnitTestEnv(PythonEnv):
     Args:
         pool: where the policy's own code runs.
         timeout_s: of one of its steps.
-        test_timeout_s: wall-clock seconds of all tests of an answer; of programs, while they run.
+        test_timeout_s: seconds of a processor for all tests of an answer, or five times as many
+            by the wall; of programs, while they run.
         host_tools: as for PythonEnv; tests have none.
     """
 
@@ -109,12 +110,7 @@ class UnitTestEnv(PythonEnv):
         self.graders = GradingPool(pool)
 
     def reset(self, task: Task) -> UnitTestEpisode:
-        """An episode with hidden tests at its end.
-
-        Raises:
-            ValueError: the task's spec has neither `tests` that are Python, and say what they test,
-                nor `cases` that a program could pass.
-        """
+        """An episode with hidden tests at its end."""
         tests, cases = task.spec.get("tests"), task.spec.get("cases")
         if tests is None and cases is None:
             raise ValueError(f"task {task.id}: its spec has neither 'tests' nor 'cases'")

@@ -39,12 +39,7 @@ def as_infra_error() -> Iterator[None]:
 
 
 class SandboxEpisode(Episode):
-    """What one rollout uses of the sandbox: sessions, one after another, and functions of the host.
-
-    Args:
-        pool: of sessions.
-        host_tools: functions that its code may call; None: none.
-    """
+    """What one rollout uses of the sandbox: sessions, one by one, and functions of the host."""
 
     def __init__(self, pool: SandboxPool, host_tools: HostTools | None) -> None:
         self._pool = pool
@@ -131,11 +126,7 @@ class PythonEnv:
         self.stateless, self.style, self.max_chars = stateless, style, max_chars
 
     def require_language(self, language: str) -> None:
-        """That sessions can run code in this language.
-
-        Raises:
-            ValueError: its interpreter is not installed.
-        """
+        """That sessions can run code in this language."""
         try:
             command_of(language, self.pool.template, self.pool.limits)
         except SandboxException as error:
@@ -186,11 +177,7 @@ class PythonEpisode(SandboxEpisode):
         return {"files": float(found == dict(expected))}
 
     def read(self, path: str) -> str | None:
-        """Download a text file of the session; None if there is none.
-
-        Raises:
-            InfrastructureError: the machine has failed.
-        """
+        """Download a text file of the session; None if there is none."""
         if self._session is None:
             return None
         try:

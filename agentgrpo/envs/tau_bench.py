@@ -85,11 +85,7 @@ class TauBenchEnv(CaseEnv):
         self.invoke = {tool.get_info()["function"]["name"]: tool.invoke for tool in tools}
 
     def tasks(self, split: str) -> list[Task]:
-        """The split of that name; "heldout" is what the option says.
-
-        Raises:
-            ValueError: the domain has no such split.
-        """
+        """The split of that name; "heldout" is what the option says."""
         name = self._heldout if split == "heldout" else split
         if name not in self._upstream:
             raise ValueError(f"data: tau-bench's {self.domain} has no split {name!r}")

@@ -101,11 +101,7 @@ class Tool:
 
 
 class Toolset:
-    """Tools by name, and their calls.
-
-    Raises:
-        ValueError: two tools have the same name.
-    """
+    """Tools by name, and their calls."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}

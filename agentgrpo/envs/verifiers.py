@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from agentgrpo.actions import Action, InfrastructureError, Observation
 from agentgrpo.envs.base import AsyncEpisode
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 from agentgrpo.types import Task
 from agentgrpo.usercode import calling, event_loop, tell, where_of
 
@@ -89,9 +89,6 @@ class VerifiersEnv:
         """Those of its taskset, in its order.
 
         A task without a prompt, whose user speaks first, is shown by its description or name.
-
-        Raises:
-            ValueError: there are none, or without end.
         """
         return [
             Task(id=f"{split}/{i}", messages=_messages(task.data), spec=_spec(task.data))
@@ -179,12 +176,7 @@ class VerifiersEpisode(AsyncEpisode):
         """What was played, once it has been; reward functions in TRL's form may ask for it."""
 
     async def play(self, told: Any, *, base_url: str, api_key: str, model: str) -> str:
-        """Play it against the endpoint; the last reply is the answer.
-
-        Raises:
-            InfrastructureError: a server or a machine of theirs failed.
-            RuntimeError: the environment or its harness did.
-        """
+        """Play it against the endpoint; the last reply is the answer."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
         env = await self._env.served()
@@ -205,13 +197,7 @@ class VerifiersEpisode(AsyncEpisode):
 
 
 class Played:
-    """What was played.
-
-    Args:
-        env: of verifiers.
-        task: theirs.
-        episode: theirs, with the traces of its agents.
-    """
+    """What was played."""
 
     def __init__(self, env: Any, task: Any, episode: Any) -> None:
         self.env, self.task, self.episode = env, task, episode
@@ -272,19 +258,15 @@ def _spec(data: Any) -> dict[str, Any]:
 
 
 def _package() -> None:
-    verifiers = needed("verifiers", "env.kind = 'verifiers'")
+    verifiers = import_optional("verifiers", "env.kind = 'verifiers'")
     version = getattr(verifiers, "__version__", "of no version")
     if [int(part) for part in re.findall(r"\d+", version)[:2]] < [0, 4]:
         raise ValueError(f"the package verifiers is {version}; expected 0.4 or later")
-    needed("verifiers.v1", "env.kind = 'verifiers'")
+    import_optional("verifiers.v1", "env.kind = 'verifiers'")
 
 
 def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """The environment, its roles at home on this machine.
-
-    Raises:
-        ValueError: see VerifiersEnv.
-    """
+    """The environment, its roles at home on this machine."""
     from verifiers.v1 import AgentConfig, default_harness_id, env_config_type, load_environment
 
     with calling(None, f"env.options.load: {load!r}"):
@@ -320,9 +302,6 @@ def _roles(env: Any) -> dict[str, Any]:
 def _check_roles(env: Any) -> None:
     """That harnesses have the machine they need, and that the policy plays none that is not to be
     trained; tells of what nothing isolates.
-
-    Raises:
-        ValueError: names the role, or the harness.
     """
     from verifiers.v1 import EvalClientConfig, ModelContext, SubprocessConfig, Task
     from verifiers.v1.utils.compile import validate_pairing

@@ -4,6 +4,7 @@ what of it is published and saved.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,24 +14,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
-from agentgrpo.engine.weights import saved_buffers
+from agentgrpo.engine.weights import parameters_on_meta, saved_buffers
 from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.kernels.products import multiply_by_onednn
 from agentgrpo.learn import recurrent
 from agentgrpo.learn.attention import TREE, Tree
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.flex import whole_blocks
-from agentgrpo.learn.fused import fuse
-from agentgrpo.learn.loading import whole_of
 from agentgrpo.learn.lora import Adapter
-from agentgrpo.learn.rows import decoder_of, layers_of, why_rows
-from agentgrpo.learn.trial import Trial
+from agentgrpo.learn.trial import Trial, decoder_of, layers_of, why_rows
 from agentgrpo.models.kinds import BALANCE
-from agentgrpo.models.liger import why_plain
+from agentgrpo.models.liger import fuse, why_plain
+from agentgrpo.models.text_part import NAMES, TEXT_PARTS, Whole, language_model
 from agentgrpo.types import Int32
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -278,12 +278,9 @@ class Policy:
         }
 
     def to_publish(self) -> Iterable[tuple[str, Tensor]]:
-        """Whole tensors under the names of the checkpoint; of an adapter those it changes, merged.
-
-        One after the other: on several ranks each is whole only while it is looked at.
+        """Whole tensors under the names of the checkpoint, one after the other: on several ranks
+        each is whole only while it is looked at.
         """
-        if self.adapter is not None:
-            return self.adapter.merged()
         return ((name, parallel.whole(p)) for name, p in self.model.named_parameters())
 
     def save(self, folder: Path) -> None:
@@ -337,3 +334,40 @@ def checkpoint_layers(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True  # the layer only asks itself; dropout, in its parts, stays off
+
+
+def load_frozen(model: str | Path, *, device: str, dtype: str) -> Any:
+    """A model in tensors of its own, without gradients.
+
+    Raises:
+        ValueError: its checkpoint lacks tensors.
+    """
+    whole = AutoConfig.from_pretrained(model)
+    read: Any = AutoModelForCausalLM.from_pretrained
+    loaded, found = read(
+        model,
+        config=language_model(whole),
+        dtype=getattr(torch, dtype),
+        key_mapping=NAMES if whole.model_type in TEXT_PARTS else None,
+        output_loading_info=True,
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"model {str(model)!r}: its files hold no {', '.join(missing[:3])}")
+    return loaded.to(device).eval().requires_grad_(False)
+
+
+def hollow(model: str | Path, dtype: str) -> Any:
+    """A model whose parameters have shapes and no storage."""
+    config = language_model(AutoConfig.from_pretrained(model))
+    with parameters_on_meta():
+        made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with contextlib.suppress(OSError):  # there may be none; where there is, it names stop tokens
+        made.generation_config = GenerationConfig.from_pretrained(model)
+    return made
+
+
+def whole_of(model: Any) -> Whole | None:
+    """The checkpoint that a model is the language model of; None: it is all of it."""
+    name = model.config.name_or_path
+    is_part = name and AutoConfig.from_pretrained(name).model_type in TEXT_PARTS
+    return Whole(name) if is_part else None

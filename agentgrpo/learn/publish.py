@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from agentgrpo import parallel
-from agentgrpo.config import LearnerConfig, LoraConfig
+from agentgrpo.config import LearnerConfig
 from agentgrpo.engine.weights import CannotShare, InPlaceCopy, install, views_for
-from agentgrpo.learn.loading import hollow, load_frozen
-from agentgrpo.learn.lora import Adapter
-from agentgrpo.learn.policy import Policy
-from agentgrpo.models.models import SavedAdapter
+from agentgrpo.learn.policy import Policy, hollow, load_frozen
 from agentgrpo.types import Metrics
 
 if TYPE_CHECKING:  # it imports vLLM, which fine-tuning does without
@@ -76,8 +73,7 @@ class Copied(Shared):
     def _prepare(self) -> dict[str, Any]:
         self._engine.unpack()  # every weight is written to at each step
         self._copy = InPlaceCopy(self._engine.model, self._engine.load_weights)
-        merged = {"adapter": "merged into the weights"} if self._policy.adapter else {}
-        return {"prepacked_layers": 0, **merged}
+        return {"prepacked_layers": 0}
 
     def _hand_over(self) -> Metrics:
         started = time.perf_counter()
@@ -121,17 +117,13 @@ def policy_on(
     Raises:
         ValueError: weights="shared" where sharing is impossible, with the reason; or as Policy's.
     """
-    served = bool(config.lora.rank and engine.lora_rank)
-    if (config.lora.rank and not served) or parallel.world_size() > 1:
+    if parallel.world_size() > 1:
         if weights == "shared":
-            raise ValueError(
-                "engine.weights = 'shared' is impossible with learner.lora.serve = 'merged' and on "
-                "several ranks"
-            )
+            raise ValueError("engine.weights = 'shared' is impossible on several ranks")
         weights = "copy"
     lies, module = _placed(engine, model, weights)
     policy = Policy(module, config, weights=lies, adapter=adapter)
-    kind = ServedAdapter if served else Shared if lies == "shared" else Copied
+    kind = ServedAdapter if policy.adapter else Shared if lies == "shared" else Copied
     return policy, kind(engine, policy)
 
 
@@ -147,24 +139,3 @@ def _placed(engine: Engine, model: str | Path, weights: str) -> tuple[str, Any]:
             raise ValueError(f"engine.weights = 'shared' is impossible here: {error}") from error
         return f"copy ({error})", load_frozen(model, device=engine.device, dtype=engine.dtype)
     return "shared", policy.to(engine.device).eval()
-
-
-def play_with(engine: Engine, adapter: SavedAdapter, base: str) -> None:
-    """Have an engine answer with an adapter as after an update of a run: beside the weights, or
-    merged into them where it was started without room for adapters.
-
-    Args:
-        engine: holds `base`.
-        adapter: to be played with.
-        base: directory or name of the model that it is to.
-
-    Raises:
-        ValueError: the engine has no adapters for one of its layers, or peft is missing.
-    """
-    if engine.lora_rank:
-        engine.set_adapter(adapter.tensors(), adapter.config)
-        return
-    config = LoraConfig(rank=adapter.rank, alpha=adapter.config["lora_alpha"])
-    model = load_frozen(base, device=engine.device, dtype=engine.dtype)
-    merged = Adapter(model, config, adapter.folder).merged()
-    InPlaceCopy(engine.model, engine.load_weights)(merged)

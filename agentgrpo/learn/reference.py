@@ -12,8 +12,7 @@ from torch import Tensor
 from agentgrpo import parallel
 from agentgrpo.config import LossConfig
 from agentgrpo.learn.batch import PackedBatch
-from agentgrpo.learn.loading import load_frozen
-from agentgrpo.learn.policy import Policy, Scorer
+from agentgrpo.learn.policy import Policy, Scorer, load_frozen
 
 
 class Reference:

@@ -95,19 +95,16 @@ class StepRecord:
                 for part in parts
             ]
         )
-        labels = [(seen.update, seen.sample_N, seen.turn_N) for seen in self._seen]
+        labels = [(seen.update, seen.sample_N) for seen in self._seen]
         ours = parallel.gather(list(zip(self.gaps, labels, strict=True)))
-        gaps, samples, turns = [], [], []
-        for gap, (update, sample, turn) in (item for part in ours for item in part):
+        gaps, samples = [], []
+        for gap, (update, sample) in (item for part in ours for item in part):
             gaps.append(gap)
-            turns.append(turn)
             # rows of one rollout may lie in several batches, but in those of one update
             samples.append(np.stack([np.full_like(sample, update), sample]))
         if gaps:
             _, sample_N = np.unique(np.concatenate(samples, 1), axis=1, return_inverse=True)
-            metrics |= mismatch_metrics(
-                np.concatenate(gaps), sample_N.astype(np.int32), np.concatenate(turns), objective
-            )
+            metrics |= mismatch_metrics(np.concatenate(gaps), sample_N.astype(np.int32), objective)
         return metrics
 
 

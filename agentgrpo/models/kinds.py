@@ -105,10 +105,7 @@ def unsupported(
                 f"'bfloat16', it is {dtype!r}"
             )
         if adapters:
-            return (
-                "vLLM's gated delta net for CPU has no adapters beside it: set "
-                "learner.lora.serve to 'merged'"
-            )
+            return "vLLM's gated delta net for CPU has no adapters beside it: train it whole"
     if kinds.model_type in NEEDS_TORCHVISION and not _installed("torchvision"):
         return (
             f"vLLM's code for {kinds.model_type} imports torchvision, which is not installed: "

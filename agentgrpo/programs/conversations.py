@@ -82,11 +82,7 @@ class Prompt:
 
 
 class Conversations:
-    """All of a rollout's. Used on one thread, but for prompt(), which may run beside the others.
-
-    Args:
-        chat: the model's template.
-    """
+    """All of a rollout's. Used on one thread, but for prompt(), which may run beside the others."""
 
     def __init__(self, chat: ChatTemplate) -> None:
         self._chat = chat
@@ -95,11 +91,7 @@ class Conversations:
         self.num_turns = 0
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> Prompt:
-        """What the policy continues.
-
-        Raises:
-            BadRequest: the model's chat template cannot show it.
-        """
+        """What the policy continues."""
         root = json_key(json.dumps(list(tools)))
         for message in messages:
             _ = message.key  # made here, beside the others where that takes long; kept for said()

@@ -342,11 +342,7 @@ def answered(said: Any, status: int = 200, headers: Mapping[str, str] | None = N
 
 
 async def begun(request: Any, session: Session, api: Api) -> Pending:
-    """A turn that is sampled for a request.
-
-    Raises:
-        BadRequest: it cannot be answered.
-    """
+    """A turn that is sampled for a request."""
     retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     async with body_of(request, session) as raw:
         session.require_size(len(raw), of_turn=True)
@@ -388,11 +384,7 @@ async def body_of(request: Any, session: Session) -> AsyncIterator[bytes]:
 
 
 def json_object(raw: bytes) -> Mapping[str, Any]:
-    """The JSON object that a body is.
-
-    Raises:
-        BadRequest: it is none.
-    """
+    """The JSON object that a body is."""
     try:
         body = json.loads(raw)
     except ValueError as error:

@@ -105,11 +105,7 @@ class Launcher(Protocol):
 
 
 def launcher_of(agent: ProgramAgent) -> Launcher | None:
-    """What starts the program that an agent names; None: the environment's episodes are it.
-
-    Raises:
-        ValueError: there is no such function, or it is no coroutine function.
-    """
+    """What starts the program that an agent names; None: the environment's episodes are it."""
     if agent.call:
         function = load_callable(agent.call, key="agent.options.call")
         if not inspect.iscoroutinefunction(function):
@@ -223,13 +219,7 @@ class _Coroutine:
 
 
 class Process:
-    """A command, as the user who trains, in a directory of its own. Nothing isolates it.
-
-    Args:
-        command: the program and its arguments; `python` is this one.
-        files: what is copied to where it runs.
-        env: variables besides those of the endpoint.
-    """
+    """A command, as the user who trains, in a directory of its own. Nothing isolates it."""
 
     def __init__(
         self, command: Sequence[str], files: Sequence[Path], env: Mapping[str, str]

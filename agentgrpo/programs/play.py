@@ -386,9 +386,6 @@ class _Play:
         """A program that fails of itself in every rollout is no policy's fault.
 
         What the policy's code may have done to it (Outcome.own) is told, and ends nothing.
-
-        Raises:
-            UserCodeError: with what the first one said.
         """
         if not self.failures:
             return

@@ -123,9 +123,6 @@ class Session:
         """What a function gives, on another thread if it has so many bytes to work on.
 
         One at a time, so that a rollout's large requests hold up no other's.
-
-        Raises:
-            BadRequest: something in it is nested more deeply than Python follows.
         """
         try:
             if size <= HERE:
@@ -136,11 +133,7 @@ class Session:
             raise BadRequest("the request is nested too deeply") from None
 
     async def prompt(self, asked: TurnRequest, size: int) -> Prompt:
-        """What a request of so many bytes shows the model.
-
-        Raises:
-            BadRequest: it cannot be shown, or is longer than is worth counting.
-        """
+        """What a request of so many bytes shows the model."""
         said = sum(len(m.content) for m in asked.messages)  # which may come from earlier requests
         size = max(size, said)
         self.require_size(size)
@@ -150,11 +143,7 @@ class Session:
         )
 
     def require_size(self, size: int, *, of_turn: bool = False) -> None:
-        """Refuse what is not worth being read, let alone counted in tokens.
-
-        Raises:
-            BadRequest: a request has more bytes.
-        """
+        """Refuse what is not worth being read, let alone counted in tokens."""
         if size > BYTES * self.max_model_len:
             if of_turn:
                 self.refused = self.ended_by or Status.TRUNCATED_LENGTH
@@ -165,9 +154,6 @@ class Session:
 
         A client that lost its connection asks again: what no client was given is not sampled
         twice.
-
-        Raises:
-            BadRequest: the request cannot be shown to the model, or a budget is spent.
         """
         try:
             return await self._begin(asked, body, retried=retried)
@@ -202,11 +188,7 @@ class Session:
         return made
 
     def _sampling(self, asked: TurnRequest) -> dict[str, Any]:
-        """What the engine is to obey of a request; all else that bends is counted.
-
-        Raises:
-            BadRequest: it wants the template's options to be others than the run's.
-        """
+        """What the engine is to obey of a request; all else that bends is counted."""
         options = self.config.template_options
         for name, value in asked.template_options.items():
             if name not in options or options[name] != value:
@@ -228,11 +210,7 @@ class Session:
         return obeyed
 
     def _budget(self, length: int, *, frozen: bool) -> int:
-        """Tokens of a turn behind so many; ends the rollout's turns if there are none.
-
-        Raises:
-            BadRequest: as OpenAI's clients know it.
-        """
+        """Tokens of a turn behind so many; ends the rollout's turns if there are none."""
         turns = sum(p.asked.frozen == frozen for p in self._pending)
         turns += self.stats["frozen_turns"] if frozen else self.conversations.num_turns
         limit = self.max_model_len

@@ -2,8 +2,8 @@
 
 It plays them with config.model and prints the metrics as JSON;
 `model=RUN/checkpoints/step_000010` evaluates a checkpoint, an adapter's too (on the model that its
-adapter_config.json names; learner.lora.serve says how). What is measured besides, with intervals
-and by kind of task, is in its "measures" (measures/, [measures] of the config). `--report DIR`
+adapter_config.json names). What is measured besides, with intervals and by kind of task, is in its
+"measures" (measures/, [measures] of the config). `--report DIR`
 writes all of it, per task, as report.json and report.md; `--compare DIR/report.json` adds the
 paired difference to an earlier report on the same tasks. Under torchrun every rank plays its share,
 and there is one report.

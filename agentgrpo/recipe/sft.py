@@ -225,8 +225,7 @@ def make_learner(
     import torch
 
     from agentgrpo.learn.learner import Learner
-    from agentgrpo.learn.loading import load_frozen
-    from agentgrpo.learn.policy import Policy
+    from agentgrpo.learn.policy import Policy, load_frozen
     from agentgrpo.learn.preflight import require_fit
     from agentgrpo.learn.publish import Unpublished
 

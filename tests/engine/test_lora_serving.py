@@ -15,7 +15,6 @@ from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfi
 from agentgrpo.engine.agreement import Disagreement, check_agreement, probe_prompts
 from agentgrpo.engine.engine import Engine
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.publish import play_with
 from agentgrpo.machine.footprint import footprint, shapes_in
 from agentgrpo.models.models import SavedAdapter, base_of, saved_adapter
 from tests.learn.given import learner_on
@@ -197,30 +196,22 @@ def test_a_layer_that_vllm_cannot_adapt_is_named(
         for name, t in (learner.policy.adapter.tensors() if learner.policy.adapter else {}).items()
     }
     config = learner.policy.adapter.config if learner.policy.adapter else {}
-    with pytest.raises(ValueError, match=r"no adapters for model.layers.0.mlp.odd, .* 'merged'"):
+    with pytest.raises(ValueError, match=r"no adapters for model.layers.0.mlp.odd, .* leave"):
         served.set_adapter(tensors, config)
 
 
-@pytest.mark.parametrize("serve", ["adapter", "merged"])
 def test_a_saved_adapter_is_played_with(
-    make_learner: Callable[..., Learner],
-    served: Engine,
-    engine: Engine,
-    tiny_model: Path,
-    tmp_path: Path,
-    serve: str,
+    make_learner: Callable[..., Learner], served: Engine, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Beside the weights, as the run did that wrote it, or in them, in an engine without room."""
     learner = make_learner()
     move(learner, 7)
     learner.policy.save(tmp_path)
     adapter = saved_adapter(str(tmp_path))
     assert adapter is not None
     assert (adapter.rank, base_of(adapter)) == (RANK, str(tiny_model))
-    player = served if serve == "adapter" else engine
-    player.reset_prefix_cache()
-    play_with(player, adapter, base_of(adapter))
-    ids, logprobs = sampled(player)
+    served.reset_prefix_cache()
+    served.set_adapter(adapter.tensors(), adapter.config)
+    ids, logprobs = sampled(served)
     np.testing.assert_allclose(logprobs, learner.score(ids)[-6:], atol=1e-5)
     assert np.abs(logprobs - base_logp(tiny_model, ids)[-6:]).max() > 0.1
 

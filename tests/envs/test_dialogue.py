@@ -376,7 +376,7 @@ def test_rows_that_do_not_say_what_their_user_says_are_refused_before_a_model_is
     tiny_model: Path, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    write_lines(rows, [{"question": f"Q{u}", "answer": "", "user": u} for u in (3, "a")])
+    write_lines(rows, [{"question": f"Q{u}", "answer": "1", "user": u} for u in (3, "a")])
     inline = {"kind": "inline", "options": {"system_prompt": "S"}}
     made = settings(inline, KINDS["tools of a class"][1], {"train": str(rows), "num_heldout": 1})
     engine = EngineConfig(max_model_len=1000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from agentgrpo.actions import CallTools, RunCode, Say, ToolCall
 from agentgrpo.envs.copied import CopiedOnWrite, copied_on_write
 from agentgrpo.envs.tau2 import Tau2Env
-from agentgrpo.envs.tau_bench import TRANSFER, TauBenchEnv, pieces_of
+from agentgrpo.envs.tau_bench import TRANSFER, TauBenchEnv
 from bench import real_tau_bench
 
 STORE = {
@@ -219,7 +218,6 @@ def test_a_ticket_needs_no_customer(shop: Path) -> None:
         ({"mode": "solo"}, "mode: expected ticket, scripted, model, reference, endpoint:NAME or"),
         ({"mode": "reference"}, r"mode: 'reference' is the model without .*learner\.lora\.rank"),
         ({"mode": "endpoint:big"}, "mode: no endpoint 'big'; there are: policy"),
-        ({"mode": "endpoint:"}, "mode: no endpoint ''; there are: policy"),
         ({"heldout": "base"}, "heldout: retail has train, test, dev, no 'base'"),
         ({"customer_tokens": 0}, "customer_tokens: expected at least 1"),
     ],
@@ -233,13 +231,7 @@ OTHER: Any = object()
 
 
 @pytest.mark.parametrize(
-    ("mode", "asked"),
-    [
-        ("model", "policy"),
-        ("endpoint:policy", "policy"),
-        ("reference", "reference"),
-        ("endpoint:big", OTHER),
-    ],
+    ("mode", "asked"), [("model", "policy"), ("reference", "reference"), ("endpoint:big", OTHER)]
 )
 def test_who_plays_the_customer_is_who_is_asked(shop: Path, mode: str, asked: Any) -> None:
     models = {"policy": "policy", "reference": "reference", "big": OTHER}
@@ -250,12 +242,6 @@ def test_who_plays_the_customer_is_who_is_asked(shop: Path, mode: str, asked: An
     assert "Your name is Al Bo" in told.ask.messages[0]["content"]
     with pytest.raises(ValueError, match="mode: expected solo, scripted or"):
         Tau2Env("telecom", mode=mode, models=models)
-
-
-def test_without_the_package_the_message_says_what_to_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="the package tau_bench is needed"):
-        TauBenchEnv()
 
 
 @pytest.mark.usefixtures("real")
@@ -366,16 +352,3 @@ def test_S2_8_changes_are_equal_where_upstreams_hashes_are(domain: str) -> None:
     assert len(set(seen.values())) == len(seen)
     assert upstream_hash(env.base) == before, "no episode touched what all share"
     assert len(tasks) == {"retail": 635, "airline": 50}[domain]
-
-
-def test_instructions_of_the_one_form_are_told_in_the_first_person() -> None:
-    told = pieces_of(
-        "Your name is Sofia Kovacs and your zip code is 19049. You are patient. For #W1, exchange "
-        "Lamp {'a': 'b. C'} to {'a': 'd'}; via paypal_6. Cancel order #W2 because ordered by "
-        "mistake. "
-    )
-    assert told == [
-        "For #W1, exchange Lamp {'a': 'b. C'} to {'a': 'd'}; via paypal_6.",
-        "My name is Sofia Kovacs and my zip code is 19049.",
-        "Cancel order #W2 because ordered by mistake.",
-    ]

@@ -17,11 +17,10 @@ import torch
 import transformers
 
 from agentgrpo.config import LoraConfig
-from agentgrpo.learn.fused import fuse
 from agentgrpo.learn.lora import Adapter
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Scorer, checkpoint_layers, freeze_all_but
-from agentgrpo.models.liger import FAMILIES
+from agentgrpo.models.liger import FAMILIES, fuse
 from agentgrpo.types import Group, Rollout, Status
 from tests.learn.interpreted import let_liger_be_interpreted
 from tests.learn.test_attention import (

@@ -14,7 +14,7 @@ import torch
 
 from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.loading import load_frozen
+from agentgrpo.learn.policy import load_frozen
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.types import Group
 from tests.learn.given import run_config

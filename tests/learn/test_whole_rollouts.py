@@ -98,5 +98,5 @@ def test_the_mismatch_of_a_rollout_is_that_of_all_its_rows(
         for r in group.rollouts
     ]
     assert got["mismatch_ratio_max"] == pytest.approx(math.exp(max(totals)), rel=1e-5)
-    for name in ("mismatch_ratio_max", "mismatch_ratio_mean", "mismatch_turn_1_ratio_max"):
+    for name in ("mismatch_ratio_max", "mismatch_ratio_mean"):
         assert got[name] == pytest.approx(want[name], rel=1e-6), name

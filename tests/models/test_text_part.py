@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from agentgrpo.config import EngineConfig, LearnerConfig
-from agentgrpo.learn.loading import load_frozen
-from agentgrpo.learn.policy import Policy
+from agentgrpo.learn.policy import Policy, load_frozen
 from agentgrpo.machine.footprint import shapes_in
 from agentgrpo.models.kinds import kinds_of
 from agentgrpo.models.text_part import TEXT_PARTS, text_name

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
-from agentgrpo.learn.rows import layers_of
+from agentgrpo.learn.trial import layers_of
 from agentgrpo.learn.updates import plan_updates
 from tests.learn.given import Holder, learner_on
 

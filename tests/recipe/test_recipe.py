@@ -134,7 +134,7 @@ def fake_parts(
         leave(recipe, part, command)
         return 0, False
 
-    monkeypatch.setattr(parts, "run_beside", run)
+    monkeypatch.setattr(parts, "run_child", run)
     return ran
 
 
@@ -199,7 +199,7 @@ def test_a_model_is_measured_again_once_it_has_gone_on(
         leave(recipe, "trained", command)
         return 0, False
 
-    monkeypatch.setattr(parts, "run_beside", measured)
+    monkeypatch.setattr(parts, "run_child", measured)
     for _ in range(2):  # and no third time
         run(recipe, ["r.toml"])
     ((*_, model, _, folder),) = ran
@@ -233,10 +233,10 @@ import pathlib, sys
 from types import SimpleNamespace
 from agentgrpo.command import told
 from agentgrpo.recipe.parts import Part, run_parts
-from agentgrpo.run.interrupt import guarded
+from agentgrpo.run.interrupt import interruptible
 
 parts = [Part(name=name, word="slow_part") for name in ("first", "second")]
-with guarded(), told() as outcome:
+with interruptible(), told() as outcome:
     run_parts(SimpleNamespace(out_dir=pathlib.Path()), parts, ["quickstart"])
 sys.exit(outcome.status)
 """
@@ -338,4 +338,4 @@ def test_an_evaluation_whose_report_cannot_be_written_had_begun(
     assert evaluation.main(["quickstart", "--report", str(report)]) == 1
     assert capsys.readouterr().err.startswith(f"error: {report}: file exists")
     assert evaluation.main(["quickstart", "--report", str(report)]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "not a directory" in capsys.readouterr().err
