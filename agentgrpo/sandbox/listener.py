@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 
-from agentgrpo.sandbox.errors import SandboxInfraError
+from agentgrpo.sandbox.errors import NotSupportedException, SandboxInfraError
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 
@@ -39,9 +39,11 @@ def listener_in(session: Session, port: int = PORT) -> socket.socket:
 
     Raises:
         SandboxInfraError: the session did not hand one out.
-        NotSupportedException: the session has no root directory of its own.
+        NotSupportedException: the session has no network of its own.
         SandboxNotFoundException: it is over.
     """
+    if not session.places.own_root:
+        raise NotSupportedException("without namespaces a session has no network of its own")
     with contextlib.closing(session.files()) as files, socket.socket(socket.AF_UNIX) as host:
         path = files._bind(host, MEETING)
         host.settimeout(session.limits.timeout_s)
