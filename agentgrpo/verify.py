@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
-from agentgrpo.config.read import checked
+from agentgrpo.config.read import validate
 from agentgrpo.engine.agreement import outliers_of, widest_gap
 from agentgrpo.files import CHECKSUMS, read_table, require_as_sealed
 from agentgrpo.learn.batch import PackedBatch
@@ -157,7 +157,7 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
     """What run.json says, and its seals of both files."""
     described = read_table(path)
     try:
-        config = checked(TrainConfig, described["config"], str(path))
+        config = validate(TrainConfig, described["config"], str(path))
         device, seals = described["learner"]["device"], described["records"]
         seals = {
             name: {key: seals[name][key] for key in ("bytes", "hash")}
