@@ -213,10 +213,6 @@ def tree_attention(
 
     Returns:
         [1, T, Hq, D], and None for the attention weights.
-
-    Raises:
-        ValueError: the model did not hand the tree down, or its layers want what a tree cannot
-            give; see rows.py.
     """
     if tree is None:
         raise ValueError(f"{type(module).__name__} does not pass keyword arguments to attention")

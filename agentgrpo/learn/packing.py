@@ -196,11 +196,7 @@ def flex_blocks(
 
 
 def _advantages(rollout: Rollout) -> list[float]:
-    """One for each of the segments of all rows.
-
-    Raises:
-        ValueError: segment_advantages has another length.
-    """
+    """One for each of the segments of all rows."""
     count = len(rollout.all_segments)
     if rollout.segment_advantages is None:
         return [rollout.advantage] * count
