@@ -181,7 +181,7 @@ def named_base(model: str) -> str:
 
 
 def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """The chat template of a model's tokenizer, and what ends a turn by its generation_config.json."""
+    """The chat template of a model's tokenizer; what ends a turn is in generation_config.json."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
     from transformers.utils.hub import cached_file

@@ -19,7 +19,7 @@ NAMES = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
 
 
 def language_model(config: Any) -> Any:
-    """The transformers config of what is loaded: of such a checkpoint that of its language model."""
+    """The transformers config of what is loaded: of such a checkpoint, its language model's."""
     if config.model_type not in TEXT_PARTS:
         return config
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
