@@ -228,32 +228,6 @@ def test_a_run_goes_on_with_what_it_is_told_to_lower_and_with_nothing_else(tmp_p
             require_same_run(asked(**sections))
 
 
-@pytest.mark.parametrize("how", ["moved", "named from here", "others"])
-def test_a_run_may_be_moved_with_what_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """As a stage is, which lies beside the checkpoint that it began from."""
-
-    def asked(place: str, first: str = "first") -> TrainConfig:
-        data = {"train": f"{place}/rows.jsonl", "heldout": f"{place}/held.jsonl"}
-        return config(Path(f"{place}/{first}/m"), out_dir=f"{place}/then/rl", data=data)
-
-    monkeypatch.chdir(tmp_path)
-    old = tmp_path / "old" / "then" / "rl"
-    old.mkdir(parents=True)
-    (old / "metrics.jsonl").touch()
-    then = asked(str(tmp_path / "old")).model_dump(mode="json")
-    (old / "run.json").write_text(json.dumps({"config": then}))
-    if how == "moved":
-        (tmp_path / "old").rename(tmp_path / "new")
-        require_same_run(asked(str(tmp_path / "new")))
-    elif how == "named from here":
-        require_same_run(asked("old"))
-    else:
-        with pytest.raises(ValueError, match="holds a run with model = "):
-            require_same_run(asked("old", "second"))
-
-
 def test_a_folder_is_a_runs_until_its_file_is_closed(tmp_path: Path) -> None:
     """Also when all else that was to be undone, had build() failed, is let go of."""
     with contextlib.ExitStack() as undo:

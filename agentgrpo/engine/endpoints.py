@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from agentgrpo.actions import Ask, InfrastructureError, Model, as_json
 from agentgrpo.config import EndpointConfig
 from agentgrpo.config.read import load_callable
-from agentgrpo.extras import require
+from agentgrpo.extras import require_installed
 from agentgrpo.files import from_json
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.types import Completion, Int32
@@ -461,7 +461,7 @@ def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:
     if config.kind == "script":
         return ScriptedEndpoint(load_callable(config.function, key=f"endpoints.{name}.function"))
     if config.kind == "http":
-        require("openai", f"endpoints.{name}.kind = 'http'")
+        require_installed("openai", f"endpoints.{name}.kind = 'http'")
         return HttpEndpoint(config)
     if config.kind == "retriever":
         raise ValueError(f"endpoints.{name}: a retriever finds documents, and writes no text")
@@ -472,5 +472,5 @@ def make_retriever(config: EndpointConfig, name: str) -> Retriever:
     """The retriever that a config describes."""
     if config.kind != "retriever":
         raise ValueError(f"endpoints.{name}: expected kind 'retriever', got {config.kind!r}")
-    require("openai", f"endpoints.{name}.kind = 'retriever'")
+    require_installed("openai", f"endpoints.{name}.kind = 'retriever'")
     return Retriever(config)

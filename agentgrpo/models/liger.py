@@ -18,8 +18,6 @@ from importlib.metadata import version
 from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 
-from agentgrpo.extras import remedy
-
 
 class Family(NamedTuple):
     """What of a model type Liger's kernels compute as its plain layers do."""
@@ -70,7 +68,7 @@ def _why_not(config: Any, device: str) -> str | None:
     if found != COMPARED:
         return (
             f"the layers were compared with liger-kernel {COMPARED}, and {found} is installed; "
-            f"remedy: {remedy('liger_kernel')}"
+            "remedy: pip install 'agentgrpo[liger]'"
         )
     return unlike(config)
 

@@ -233,7 +233,9 @@ class Sandbox(ProcessBound):
     def list(cls, **_: object) -> "SandboxPaginator":
         """The sandboxes of this process that have not ended."""
         return SandboxPaginator(
-            sandbox.get_info() for sandbox in builtins.list(_live.values()) if sandbox.is_running()
+            sandbox.get_info()
+            for made in _live.valuerefs()  # whatever other threads make or drop meanwhile
+            if (sandbox := made()) is not None and sandbox.is_running()
         )
 
     @classmethod
@@ -277,11 +279,21 @@ class Sandbox(ProcessBound):
             SandboxNotFoundException: the sandbox is over.
             InvalidArgumentException: language and context are both given, or timeout is nonsense.
         """
-        if language is not None and context is not None:
-            raise InvalidArgumentException("give language or context, not both")
-        self._channels()
-        session = self._session_of(language, context)
+        session = self._session_for(language, context)
+        return self._run(session, code, on_stdout, on_stderr, on_result, on_error, envs, timeout)
 
+    def _run(
+        self,
+        session: Session,
+        code: str,
+        on_stdout: OnOutput | None = None,
+        on_stderr: OnOutput | None = None,
+        on_result: Callable[[Result], object] | None = None,
+        on_error: Callable[[ExecutionError], object] | None = None,
+        envs: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        request_timeout: float | None = None,
+    ) -> Execution:
         decoders = (text_decoder(), text_decoder())
 
         def listen(stream: int, data: bytes) -> None:
@@ -304,11 +316,12 @@ class Sandbox(ProcessBound):
             on_error(execution.error)
         return execution
 
-    def _session_of(self, language: str | None, context: Context | None) -> Session:
+    def _session_for(self, language: str | None, context: Context | None) -> Session:
+        if language is not None and context is not None:
+            raise InvalidArgumentException("give language or context, not both")
+        self._channels()
         if context is not None:
-            if context.id not in self._contexts:
-                raise NotFoundException(f"no context {context.id!r}")
-            return self._contexts[context.id][1]
+            return self._made(context)[1]
         name = language_of(language)
         if name == "python":
             return self._session
@@ -317,6 +330,12 @@ class Sandbox(ProcessBound):
             if key not in self._contexts or not self._contexts[key][1].alive:
                 self._contexts[key] = self._start_context(key, name, "/home/user")
             return self._contexts[key][1]
+
+    def _made(self, context: Context | str) -> tuple[Context, Session]:
+        key = context if isinstance(context, str) else context.id
+        if key not in self._contexts:
+            raise NotFoundException(f"no context {key!r}")
+        return self._contexts[key]
 
     def _start_context(self, key: str, language: str, cwd: str) -> tuple[Context, Session]:
         self._channels()
@@ -339,21 +358,25 @@ class Sandbox(ProcessBound):
         """The contexts made so far, the default Python one left out."""
         return [context for context, _ in self._contexts.values()]
 
-    def remove_code_context(self, context: Context) -> None:
-        """End a context."""
-        self._session_of(None, context).close()
-        del self._contexts[context.id]
+    def remove_code_context(self, context: Context | str) -> None:
+        """End a context, given itself or its id."""
+        found, session = self._made(context)
+        session.close()
+        del self._contexts[found.id]
 
-    def restart_code_context(self, context: Context) -> None:
+    def restart_code_context(self, context: Context | str) -> None:
         """A fresh interpreter instead of a context's."""
-        self._session_of(None, context).close()
-        self._contexts[context.id] = self._start_context(context.id, context.language, context.cwd)
+        found, session = self._made(context)
+        session.close()
+        self._contexts[found.id] = self._start_context(found.id, found.language, found.cwd)
 
     def set_timeout(self, timeout: float) -> None:
         """Kill the sandbox after so many seconds from now."""
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
             raise InvalidArgumentException(f"timeout: expected seconds above 0, got {timeout!r}")
         with self._lock:
+            if self._closed:
+                raise SandboxNotFoundException(f"sandbox {self.sandbox_id} is over")
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = threading.Timer(timeout, self.kill)

@@ -5,13 +5,14 @@ import functools
 import inspect
 import os
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
-from agentgrpo.sandbox.api import Sandbox
+from agentgrpo.sandbox.api import Context, Sandbox
 from agentgrpo.sandbox.commands import CommandHandle
 from agentgrpo.sandbox.errors import InvalidArgumentException
 from agentgrpo.sandbox.execution import Execution
+from agentgrpo.sandbox.session import Session
 
 MAX_WAITING = 1024
 PATIENCE_S = 60
@@ -31,11 +32,15 @@ _make_waiters()
 os.register_at_fork(after_in_child=_make_waiters)
 
 
-async def _wait(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _begin(call: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
     loop = asyncio.get_running_loop()
     args = tuple(_awaiting(loop, value) for value in args)
     kwargs = {name: _awaiting(loop, value) for name, value in kwargs.items()}
-    result = await loop.run_in_executor(_waiters, functools.partial(call, *args, **kwargs))
+    return _waiters.submit(call, *args, **kwargs)
+
+
+async def _wait(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = await asyncio.wrap_future(_begin(call, *args, **kwargs))
     return _Awaitable(result) if isinstance(result, CommandHandle) else result
 
 
@@ -62,6 +67,16 @@ def _awaiting(loop: asyncio.AbstractEventLoop, value: Any) -> Any:
     return call
 
 
+def _interrupt(session: Session, running: "Future[Execution]") -> None:
+    while not wait([running], 0.05).done:
+        session.interrupt()
+
+
+def _kill_made(making: "Future[Sandbox]") -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.result().kill()
+
+
 class _Awaitable:
     """Files, commands, a command or a page: its methods, each to be awaited, and its attributes."""
 
@@ -86,7 +101,12 @@ class AsyncSandbox:
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> Self:
         """A new sandbox; arguments and errors as for Sandbox.create()."""
-        return cls(await _wait(Sandbox.create, *args, **kwargs))
+        making = _begin(Sandbox.create, *args, **kwargs)
+        try:
+            return cls(await asyncio.wrap_future(making))
+        except asyncio.CancelledError:  # nobody will have what is made now
+            making.add_done_callback(_kill_made)
+            raise
 
     @classmethod
     async def connect(cls, sandbox_id: str, timeout: float | None = None, **options: Any) -> Self:
@@ -103,11 +123,19 @@ class AsyncSandbox:
         """Its id."""
         return self._plain.sandbox_id
 
-    async def run_code(self, code: str, *args: Any, **kwargs: Any) -> Execution:
+    async def run_code(
+        self, code: str, language: str | None = None, context: Context | None = None, **options: Any
+    ) -> Execution:
         """As Sandbox.run_code(). Listeners are called in another thread, coroutines are awaited in
-        the loop.
+        the loop. Cancelled, it interrupts the code, as its timeout would.
         """
-        execution: Execution = await _wait(self._plain.run_code, code, *args, **kwargs)
+        session = await _wait(self._plain._session_for, language, context)
+        running = _begin(self._plain._run, session, code, **options)
+        try:
+            execution: Execution = await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            _waiters.submit(_interrupt, session, running)
+            raise
         return execution
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

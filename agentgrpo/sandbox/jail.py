@@ -151,7 +151,7 @@ def _system_mounts(binds: Sequence[Bind], *, bounded: bool) -> list[str]:
     }
     mounts += [_mount(src_content=text, dst=f"/etc/{name}") for name, text in contents.items()]
     mounts += [
-        _mount(src=f"/dev/{source}", dst=f"/dev/{name}", is_bind=True, rw=True)
+        _mount(src=f"/dev/{source}", dst=f"/dev/{name}", is_bind=True, rw=False)  # no utime()
         for name in _DEVICES
         for source in ("full" if name == "zero" and bounded else name,)
     ]

@@ -1,9 +1,12 @@
 """One session: a namespace of variables and files that untrusted code works in, step by step."""
 
+import contextlib
 import math
+import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -82,7 +85,7 @@ class Session(ProcessBound):
         self._on_close = on_close
         self._ends_at: float = math.inf if guest_of is None else guest_of._ends_at
         """It has all the time until it is handed out, see begin()."""
-        self._steps = self._exchanged = self._sent = 0
+        self._steps = self._sent = 0
         self._answer_max = (
             10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2
         )
@@ -141,37 +144,45 @@ class Session(ProcessBound):
         """
         return self._request([b"cell", *_pairs(code, env)], timeout_s, listener)
 
-    def ask(self, question: str, timeout_s: float | None = None) -> StepResult:
-        """Put a question of guest/exchange.py; ``value`` is the whole answer. Of any length up to
-        ASK_MIB, and not counted by limits.steps: one call of a test can need many.
+    def ask(
+        self, question: Sequence[bytes], timeout_s: float | None = None
+    ) -> tuple[StepResult, list[bytes]]:
+        """Put a question of guest/exchange.py and take the answer, unread and in pieces. Not
+        counted by limits.steps: one call of a test can need many.
 
         Args:
-            question: as exchange.spell() makes it.
+            question: as exchange.spell() makes it, in pieces.
             timeout_s: as for step(), for all of it.
+
+        Returns:
+            How it went, and if it went well the answer, of up to ASK_MIB.
         """
         deadline = time.monotonic() + self._check(timeout_s)
         size = self.limits.code_kib << 9
-        *first, last = [question[at : at + size] for at in range(0, len(question), size)]
-        pieces: list[str] = []
+        pieces = (whole[at : at + size] for whole in question for at in range(0, len(whole), size))
+        *first, last = [*pieces] or [b""]
+        requests = deque([*([b"put", piece] for piece in first), [b"ask", last]])
+        answer: list[bytes] = []
         room = ASK_MIB * MIB
-        requests = [[b"put", piece.encode()] for piece in first] + [[b"ask", last.encode()]]
         while requests:
             if time.monotonic() >= deadline:
-                return self._end(StepStatus.TIMEOUT_KILLED, "its time was over before its answer")
-            fields = requests.pop(0)
+                late = "its time was over before its answer"
+                return self._end(StepStatus.TIMEOUT_KILLED, late), []
+            fields = requests.popleft()
             result = self._request(fields, max(1e-3, deadline - time.monotonic()))
             if result.status is not StepStatus.OK:
-                return result
-            pieces.append(result.value or "")
+                return result, []
+            piece = result.rich.get("piece", b"")
+            answer.append(piece)
             if result.more:
-                if fields[0] == b"put" or len(pieces[-1]) != self.limits.value_kib << 10:
-                    return self._end(StepStatus.PROTOCOL_ERROR, "a piece of an answer, cut short")
+                if fields[0] == b"put" or len(piece) != self.limits.value_kib << 10:
+                    broken = "a piece of an answer, cut short"
+                    return self._end(StepStatus.PROTOCOL_ERROR, broken), []
                 requests.append([b"get"])
-            room -= len(pieces[-1])
+            room -= len(piece)
             if room < 0:
-                return self._end(StepStatus.OUTPUT_LIMIT, f"over {ASK_MIB} MiB of an answer")
-        result.value = "".join(pieces)
-        return result
+                return self._end(StepStatus.OUTPUT_LIMIT, f"over {ASK_MIB} MiB of an answer"), []
+        return result, answer
 
     def make_console(self) -> None:
         """Join both streams, as on a terminal (console.Console)."""
@@ -240,7 +251,7 @@ class Session(ProcessBound):
                 status=StepStatus.ERROR,
                 error=StepError("CodeTooLong", f"over {self.limits.code_kib} KiB of code", ""),
             )
-        if self._steps - self._exchanged >= self.limits.steps:
+        if self._steps >= self.limits.steps:
             return self._end(StepStatus.TIMEOUT_KILLED, f"over {self.limits.steps} steps")
         if self.seconds_left() <= 0:
             return self._end(StepStatus.TIMEOUT_KILLED, self._lived())
@@ -312,7 +323,7 @@ class Session(ProcessBound):
     def _run_in_parts(self, step: HostCallStep) -> StepResult:
         while step.needs_host_call(run_step(step.arguments)) and step.answer():
             pass
-        self._sent, self._ended_by = step.arguments.number, step.over
+        self._sent, self._ended_by = step.arguments.number, step.over or self._ended_by
         result = self._interpret(step.raw)
         result.host_calls, result.host_refused = tuple(step.calls), step.refused
         return result
@@ -340,9 +351,8 @@ class Session(ProcessBound):
             self._busy.release()
             return None
         self._running = True
-        self._steps += 1
+        self._steps += fields[0] not in EXCHANGE
         self._sent += 1
-        self._exchanged += fields[0] in EXCHANGE
         self._asked, self._cpu_before = timeout, self._cpu_seconds()
         return StepArguments(
             (channels.request, channels.response, channels.out, channels.err, channels.status),
@@ -404,6 +414,18 @@ class Session(ProcessBound):
         except OSError:  # it has ended
             return 0.0
 
+    def interrupt(self) -> None:
+        """From another thread: interrupt the step that runs, if one does, as its deadline would."""
+        if self._running and self._channels.borrow():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                signal.pidfd_send_signal(self._channels.interpreter, signal.SIGINT)
+            self._channels.give_back()
+
+    def end_for_time(self, detail: str) -> None:
+        """For a grader: kill it for the time that it has used; the next result says so."""
+        self._ended_by = StepStatus.TIMEOUT_KILLED, detail
+        self._channels.signal()
+
     def end_for_memory(self, detail: str, kib: int | None) -> None:
         """For the watchdog: kill it for what its processes use; the next result says so."""
         self._over_memory = detail, kib
@@ -424,7 +446,7 @@ class Session(ProcessBound):
     def begin(self, on_close: Callable[[], None]) -> None:
         """Hand the session to a user: its time starts now, on_close() is called when it is over."""
         self._ends_at = time.monotonic() + self.limits.session_s
-        self._steps = self._exchanged = self._sent = 0
+        self._steps = self._sent = 0
         release = self._on_close
 
         def both() -> None:

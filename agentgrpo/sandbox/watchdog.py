@@ -92,6 +92,8 @@ def used_kib(session: Session, enough_kib: int) -> int:
         OSError: no descriptors are left to look, or the session does not let us.
     """
     pids = process_tree(session.init_pid)
+    for pid in pids[1:]:
+        keep_polite(pid, session.limits.niceness)
     unmapped = 0 if session.degraded else sockets_kib(session.pid) + files_kib(session.pid)
     used = unmapped + sum(map(private_kib, pids))
     return used if used <= enough_kib else unmapped + sum(map(proportional_kib, pids))
@@ -104,6 +106,16 @@ def available() -> float:
     facts = dict(line.split(":", 1) for line in lines_of("/proc/meminfo"))
     total, left = (int(facts[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
     return min([left / total, *((limit - used) / limit for limit, used in memory_bounds())])
+
+
+def keep_polite(pid: int, niceness: int) -> None:
+    """The kernel groups what setsid() sets apart, and weighs the groups by a niceness of their own
+    (sched(7), autogroup), which the process's counts for nothing against.
+    """
+    with contextlib.suppress(OSError):  # it has ended; not in this kernel; ten times a second
+        group = Path(f"/proc/{pid}/autogroup")
+        if group.read_text().endswith(" nice 0\n"):
+            group.write_text(str(niceness))
 
 
 class MemoryWatchdog:

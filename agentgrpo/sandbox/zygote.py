@@ -99,7 +99,7 @@ def _settings(template: Template, limits: Limits, rung: Rung, bounded: bool) -> 
             limits.niceness,
         ],
         "mode": MODES[rung],
-        "filter": policy.build(memory_by_address_space=bounded, alone=rung is not Rung.BARE).hex(),
+        "filter": policy.build(alone=rung is not Rung.BARE, shared_memory=not bounded).hex(),
         "value_bytes": limits.value_kib << 10,
         "traceback_bytes": limits.traceback_kib << 10,
     }

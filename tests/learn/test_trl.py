@@ -2,7 +2,7 @@
 
 The learner runs as it is, from a config to what its optimizer is handed, but for the model: a table
 gives each token its log-probability and entropy, and TRL's loss reads the same table. What differs
-on purpose (config/elsewhere.py) is measured below.
+on purpose (docs/coming-from.md) is measured below.
 """
 
 from __future__ import annotations
