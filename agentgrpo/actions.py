@@ -124,8 +124,8 @@ DEEPEST = 100
 what copies or compares values, follow some 200; behind those they raise, or never answer."""
 
 
-def shallow(value: Any) -> Any:
-    """The value of JSON's types, if it is nested at most DEEPEST deep.
+def shallow(value: Any, depth: int = DEEPEST) -> Any:
+    """The value of JSON's types, if it is nested at most so deep.
 
     Raises:
         ValueError: it is nested deeper.
@@ -133,14 +133,11 @@ def shallow(value: Any) -> Any:
     >>> shallow({"a": [1]})
     {'a': [1]}
     """
-    level, depth = [value], 0
-    while level := [part for part in level if isinstance(part, (list, tuple, dict))]:
-        depth += 1
-        if depth > DEEPEST:
+    if isinstance(value, list | tuple | dict):
+        if depth == 0:
             raise ValueError(f"nested more than {DEEPEST} deep")
-        level = [
-            inner for part in level for inner in (part.values() if isinstance(part, dict) else part)
-        ]
+        for inner in value.values() if isinstance(value, dict) else value:
+            shallow(inner, depth - 1)
     return value
 
 
@@ -156,11 +153,11 @@ def as_json(value: Any) -> Any:
     [1, 'a', {'2': None}]
     """
     try:
-        text = json.dumps(value, ensure_ascii=False)  # refuses circles, which shallow() goes round
-        told = json.loads(text.encode("utf-8", "replace"))
+        text = json.dumps(value, ensure_ascii=False)
+        plain = json.loads(text.encode("utf-8", "replace"))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
-    return shallow(told)
+    return shallow(plain)
 
 
 Model = Literal["policy", "reference"] | Callable[["Ask"], str]

@@ -13,7 +13,7 @@ from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.agreement import Probes, probe_prompts
-from agentgrpo.extras import said_of
+from agentgrpo.extras import install_hint
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.machine.footprint import room_checks
 from agentgrpo.machine.memory import explained
@@ -184,10 +184,10 @@ def start_engine(config: TrainConfig, stage: Stage, *, trained: bool = False) ->
 
         config = config.on(device_of_engines())
         engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
+    except ModuleNotFoundError as error:
+        raise ValueError(install_hint(error.name or "")) from error
     except ImportError as error:
-        raise ValueError(
-            said_of(error) or f"a package is broken: {error}; `agentgrpo doctor` has the remedy"
-        ) from error
+        raise ValueError(f"a package is broken: {error}; see `agentgrpo doctor`") from error
     if played is not None:
         engine.set_adapter(played.tensors(), played.config)
     model = stage.model if played is None else str(played.folder)

@@ -87,9 +87,15 @@ def _main(arguments: list[str] | None) -> int:
     try:
         return int(importlib.import_module(COMMANDS[word][0]).main(rest))
     except ImportError as error:
-        from agentgrpo.extras import said_of
+        from agentgrpo.extras import install_hint
 
-        if (said := said_of(error)) is None:
+        if error.name == "agentgrpo" and "_C" in str(error):
+            said = (
+                "agentgrpo's C extension is not built; remedy: python setup.py build_ext --inplace"
+            )
+        elif isinstance(error, ModuleNotFoundError) and error.name:
+            said = install_hint(error.name)
+        else:
             raise
         print(f"error: agentgrpo {word}: {said}", file=sys.stderr)  # noqa: T201
         return 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.elsewhere import said_elsewhere
+from agentgrpo.config.other_trainers import known_elsewhere
 from agentgrpo.config.read import Config, load_config_of
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.files import in_words
@@ -91,7 +91,8 @@ def _as_a_setting(option: str, arguments: Sequence[str]) -> str:
     rest = arguments[arguments.index(option) + 1 :] if option in arguments else ()
     if not value:
         value = rest[0] if rest and not rest[0].startswith("-") else "true"
-    return f"{option}: settings are written without dashes, {name}={value}{said_elsewhere(name)}"
+    name = known_elsewhere(name) or name
+    return f"{option}: settings are written without dashes, {name}={value}"
 
 
 def next_time(out_dir: Path, saved: Sequence[str]) -> str:

@@ -79,7 +79,6 @@ WINGS = {
 TOP = [
     *(
         "settings",
-        "card",
         "stage",
         "build",
         "plan",

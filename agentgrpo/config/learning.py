@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -17,9 +16,8 @@ from agentgrpo.config.section import (
     PositiveNumber,
     Section,
     describe,
-    refuse_unread,
 )
-from agentgrpo.kernels.objective import SPECIAL, Objective, readers
+from agentgrpo.kernels.objective import Objective
 
 
 class RewardConfig(Section):
@@ -82,16 +80,6 @@ class RewardConfig(Section):
             raise ValueError(f"reward.functions: expected different names, got {functions!r}")
         return dict.fromkeys(functions, 1.0)
 
-    @pydantic.model_validator(mode="after")
-    def _reads_its_keys(self) -> RewardConfig:
-        refuse_unread(
-            self, "reward", "decay_sigmas", unless=self.sigma_tool + self.sigma_length > 0,
-            need="reward.sigma_tool or reward.sigma_length above 0",
-        )  # fmt: skip
-        functions = bool(self.functions)
-        refuse_unread(self, "reward", "on_error", unless=functions, need="reward.functions")
-        return self
-
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Of the adapters that vLLM can be started for."""
@@ -113,10 +101,6 @@ class LoraConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _can_be_served(self) -> LoraConfig:
-        refuse_unread(
-            self, "learner.lora", "alpha", "target_modules", unless=self.rank > 0,
-            need="learner.lora.rank above 0",
-        )  # fmt: skip
         room_for_adapters(self.rank)
         return self
 
@@ -175,14 +159,6 @@ class LearnerConfig(Section):
     offload_optimizer: bool = False
     """CUDA: the optimizer's state, masters and moments, waits in page-locked host memory, and
     passes through the card at each update, a parameter at a time."""
-
-    @pydantic.model_validator(mode="after")
-    def _reads_its_keys(self) -> LearnerConfig:
-        refuse_unread(
-            self, "learner", "final_learning_rate", unless=self.decay != "constant",
-            need='learner.decay = "linear" or "cosine"',
-        )  # fmt: skip
-        return self
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
         """The learning rate of a step, counted from 0, of total_steps."""
@@ -270,20 +246,6 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, 
             self.check()
         except ValueError as error:
             raise ValueError(f"loss.{error}") from None
-        unread = partial(refuse_unread, self, "loss")
-        of_reference = ("sync_ref_model", "kl_estimator", "use_bias_correction_kl")
-        unread(*of_reference, unless=self.beta > 0, need="loss.beta above 0")
-        unread(
-            "ref_model_sync_steps", "ref_model_mixup_alpha", unless=self.sync_ref_model,
-            need="loss.sync_ref_model",
-        )  # fmt: skip
-        unread(
-            "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
-            unless=self.corrects, need="loss.vllm_importance_sampling_correction",
-        )  # fmt: skip
-        for key in SPECIAL:
-            need = f"loss.loss_type = {' or '.join(readers(key))}"
-            unread(key, unless=key in self.row.reads, need=need)
         return self
 
 

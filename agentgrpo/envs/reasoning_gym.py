@@ -17,7 +17,7 @@ from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.base import require_apart
 from agentgrpo.envs.graded import GradingPool, partial_credit
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, as_infra_error
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 from agentgrpo.sandbox import HostTools, SandboxPool, StepStatus
 from agentgrpo.sandbox.guest.exchange import read, spell
 from agentgrpo.types import Task
@@ -64,7 +64,7 @@ class ReasoningGymEnv(PythonEnv):
         host_tools: HostTools | None = None,
     ) -> None:
         super().__init__(pool, timeout_s, host_tools=host_tools)
-        reasoning_gym = needed("reasoning_gym", "env.kind = 'reasoning_gym'")
+        reasoning_gym = import_optional("reasoning_gym", "env.kind = 'reasoning_gym'")
         if not verify_timeout_s > 0:
             raise ValueError(f"verify_timeout_s: expected more than 0, got {verify_timeout_s}")
         for key in {"size", "seed"} & (config or {}).keys():

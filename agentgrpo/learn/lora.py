@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentgrpo import parallel
 from agentgrpo.config import LoraConfig
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 from agentgrpo.models.models import ADAPTER_TENSORS
 
 
@@ -32,7 +32,7 @@ class Adapter:
     """
 
     def __init__(self, model: Any, config: LoraConfig, saved: Path | None = None) -> None:
-        peft = needed("peft", "learner.lora.rank")
+        peft = import_optional("peft", "learner.lora.rank")
         _require_layers(model, config.target_modules)
         model.requires_grad_(False)
         if saved is not None:

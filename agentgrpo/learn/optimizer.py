@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 
 _EXACT = (torch.float32, torch.float64)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
@@ -261,7 +261,7 @@ def make_optimizer(config: LearnerConfig, parameters: Sequence[Tensor]) -> Maste
                 f"{parallel.world_size()} ranks holds a part of every one: use 'adamw'"
             )
         why = "learner.optimizer = 'adamw_8bit'"
-        adamw = needed("bitsandbytes.optim", why).AdamW8bit
+        adamw = import_optional("bitsandbytes.optim", why).AdamW8bit
     return MasterAdamW(
         parameters, lr=config.learning_rate, weight_decay=config.weight_decay, adamw=adamw,
         offload=config.offload_optimizer,

@@ -17,8 +17,8 @@ from types import MappingProxyType
 
 from agentgrpo.command import Stopped
 from agentgrpo.command import command as run_command
-from agentgrpo.config.readers import reads
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.config.used_by import uses
 from agentgrpo.files import read_table
 from agentgrpo.run.atomic import write_json
 from agentgrpo.run.folder import MAY_CHANGE, flat, newest_saved, require_same_settings
@@ -67,7 +67,7 @@ def require_same_work(
             "another out_dir"
         )
     table = flat(recipe.model_dump(mode="json"))
-    now = {key: value for key, value in table.items() if reads(command, key)} | {**data}
+    now = {key: value for key, value in table.items() if uses(command, key)} | {**data}
     require_same_settings(path, now, MAY_CHANGE.union(may_change), begun=begun, write=write)
 
 

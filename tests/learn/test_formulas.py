@@ -16,11 +16,8 @@ from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.types import Group
 from tests.learn.given import (
-    TEMPERATURE,
     assert_same_model,
     clipped,
-    mask_of,
-    oracle_model,
     oracle_step,
     run_config,
 )
@@ -71,26 +68,6 @@ def test_a_step_is_the_formula(
     assert metrics["updates"] == len(losses)
     assert metrics["loss"] == pytest.approx(float(np.mean(losses)), abs=1e-6)
     assert_same_model(learner.model, model, tiny_model)
-
-
-def test_only_tokens_of_high_entropy_are_trained_on(
-    make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
-) -> None:
-    loss = LossConfig(top_entropy_quantile=0.25, vllm_importance_sampling_correction=False)
-    learner = make_learner(loss)
-    metrics = learner.step(plan_updates(groups, run_config(loss), step=0))
-    model = oracle_model(tiny_model)
-    entropies, advantages = [], []
-    for rollout in (r for g in groups for r in g.rollouts):
-        ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
-        every = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
-        mask = torch.from_numpy(mask_of(rollout)[1:])
-        entropies.append(-(every.exp() * every).sum(-1)[mask])
-        advantages.append(torch.full((rollout.num_sampled,), rollout.advantage))
-    entropy, advantage = torch.cat(entropies), torch.cat(advantages)
-    kept = entropy >= entropy.quantile(0.75)
-    assert 0.2 < kept.double().mean() < 0.3
-    assert metrics["loss"] == pytest.approx(-(advantage * kept).sum().item() / len(kept), abs=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
