@@ -103,7 +103,12 @@ def reachable(path: str, unused: tuple[str, ...] = ()) -> str:
 @functools.cache
 def _place(pid: int) -> str:
     place = tempfile.mkdtemp(prefix=f"{owner_name(pid)}.")
-    atexit.register(lambda: os.getpid() == pid and remove(place))
+
+    def clear_up() -> None:
+        if os.getpid() == pid:
+            remove(place)
+
+    atexit.register(clear_up)
     return place
 
 

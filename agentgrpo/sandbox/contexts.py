@@ -28,11 +28,7 @@ NAMES = {
 
 
 def language_of(name: str | None) -> str:
-    """The language behind a name or an alias; python for None.
-
-    Raises:
-        NotSupportedException: it is not one of those that a session speaks.
-    """
+    """The language behind a name or an alias; python for None."""
     wanted = (name or "python").lower()
     for language, names in NAMES.items():
         if wanted in names:
@@ -43,11 +39,7 @@ def language_of(name: str | None) -> str:
 
 
 def command_of(language: str, places: Places, limits: Limits) -> list[str]:
-    """How the interpreter of a language is started.
-
-    Raises:
-        NotSupportedException: it is not installed.
-    """
+    """How the interpreter of a language is started; NotSupportedException if it is not there."""
     python = [places.interpreter, *PYTHON_OPTIONS]
     if language == "python":
         sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
@@ -68,17 +60,11 @@ def start_context(
     env: Mapping[str, str] | None = None,
     directory: str | None = None,
 ) -> Session:
-    """Start an interpreter in a session and return it as something to step().
-
-    Args:
-        session: it lives there, within the same limits.
-        language: as language_of() gives it.
-        template: the session's.
-        env: all of its environment; None: what the session's own interpreter has by its template.
-        directory: where it starts, an absolute path; None: at home.
+    """Start an interpreter in a session, within its limits, and return it as something to step().
+    env: all of its environment; None: what the session's own interpreter has by its template.
+    directory: where it starts, an absolute path; None: at home.
 
     Raises:
-        SandboxNotFoundException: the session is over.
         SandboxException: it did not start, which the session's own code may have brought about.
         SandboxInfraError: the machine failed.
     """

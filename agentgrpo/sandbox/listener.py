@@ -31,16 +31,9 @@ del _hand_out
 
 
 def listener_in(session: Session, port: int = PORT) -> socket.socket:
-    """A socket that listens on the session's 127.0.0.1:port; the caller closes it.
-
-    Args:
-        session: fresh: no code of others has run in it.
-        port: above 1023.
-
-    Raises:
-        SandboxInfraError: the session did not hand one out.
-        NotSupportedException: the session has no network of its own.
-        SandboxNotFoundException: it is over.
+    """A socket that listens on the 127.0.0.1:port of a session in which no code of others has run;
+    the caller closes it. SandboxInfraError if the session does not hand one out,
+    NotSupportedException if it has no network of its own.
     """
     if not session.places.own_root:
         raise NotSupportedException("without namespaces a session has no network of its own")

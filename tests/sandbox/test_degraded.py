@@ -14,6 +14,7 @@ import pytest
 
 from agentgrpo import _C
 from agentgrpo.sandbox import (
+    CommandResult,
     FileNotFoundException,
     HostTools,
     Limits,
@@ -106,7 +107,9 @@ def test_files_commands_interpreters_and_gradings(bare_pool: SandboxPool) -> Non
         assert sandbox.files.read("/home/user/d/f") == "text"
         assert [entry.name for entry in sandbox.files.list(depth=2)] == ["d", "f"]
         home = sandbox._session.places.home
-        shown = sandbox.commands.run("pwd; echo $HOME $TMPDIR; id -u; cat d/f").stdout.split()
+        ran = sandbox.commands.run("pwd; echo $HOME $TMPDIR; id -u; cat d/f")
+        assert isinstance(ran, CommandResult)
+        shown = ran.stdout.split()
         assert shown[:3] == [home] * 3
         assert os.geteuid() != 0 or int(shown[3]) >= FIRST_UID
         assert shown[4] == "text"
