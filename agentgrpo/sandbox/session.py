@@ -422,11 +422,7 @@ class Session(ProcessBound):
                 release()
             on_close()
 
-        with self._busy:
-            self._on_close = both
-            closed = self._channels.is_closed()
-        if closed:  # by its pool, meanwhile, which called `release` alone
-            on_close()
+        self._on_close = both
 
     def warm_up(self, timeout_s: float | None = None) -> StepResult:
         """Run an empty step: the first one of a fork takes its page faults, some 2 ms."""
