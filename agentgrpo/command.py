@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.elsewhere import said_elsewhere
+from agentgrpo.config.other_trainers import known_elsewhere
 from agentgrpo.config.read import Config, load_config_of
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.files import in_words
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.run.folder import newest_saved
-from agentgrpo.run.interrupt import end_with_parent, guarded
+from agentgrpo.run.interrupt import die_with_parent, interruptible
 from agentgrpo.sandbox import SandboxUnavailable
-from agentgrpo.usercode import Overdue, UserCodeError, flush, said_of, tell, under_way, where_of
+from agentgrpo.usercode import UserCodeError, said_of, tell, where_of
 
 Begin = Callable[[], None]
 """Told by a command that its work begins: what stops it from then on is no fault of the call."""
@@ -63,7 +61,7 @@ def told() -> Iterator[Outcome]:
         yield outcome
     except (Disagreement, InfrastructureError) as error:
         outcome.status, said = 3, f"error: {error}"
-    except (UserCodeError, Overdue) as error:
+    except UserCodeError as error:
         outcome.status, said = 3, f"error: {error}"
         if not outcome.begun:
             outcome.status, outcome.then = 2, lambda: ""
@@ -93,7 +91,8 @@ def _as_a_setting(option: str, arguments: Sequence[str]) -> str:
     rest = arguments[arguments.index(option) + 1 :] if option in arguments else ()
     if not value:
         value = rest[0] if rest and not rest[0].startswith("-") else "true"
-    return f"{option}: settings are written without dashes, {name}={value}{said_elsewhere(name)}"
+    name = known_elsewhere(name) or name
+    return f"{option}: settings are written without dashes, {name}={value}"
 
 
 def next_time(out_dir: Path, saved: Sequence[str]) -> str:
@@ -143,16 +142,12 @@ def command(
     if unknown:
         parser.error(_as_a_setting(unknown[0], arguments))
     prepare_environment()
-    begun = time.monotonic()
-    with guarded(), told() as outcome:
+    with interruptible(), told() as outcome:
         if args.of_recipe:
-            end_with_parent()
+            die_with_parent()
         reader = "" if args.of_recipe else name
         config = load_config_of(kind, args.config, args.overrides, reader)
         if not args.dry_run:
             outcome.then = lambda: next_time(config.out_dir, saved)
         outcome.status = run(config, args, outcome.begin) or 0
-    if any(call.since >= begun for call in under_way()):  # its thread keeps Python from ending
-        flush()
-        os._exit(outcome.status)
     return outcome.status

@@ -1,19 +1,15 @@
 """Files that are read whole, with errors that name them, and checksums of a folder's files.
 
-Whatever cannot be read is a ValueError or an OSError whose message begins with the path: missing,
-a directory, a device or a pipe (which might never end), forbidden, empty, not UTF-8, not what it is
-called. Nothing here asks a hub.
+Whatever cannot be read is a ValueError or an OSError whose message begins with the path. Nothing
+here asks a hub.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
-import re
-import stat
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +19,6 @@ from typing import Any
 
 CHECKSUMS = "SHA256SUMS"
 """A line for each file of a folder, as `sha256sum -c` reads them, and one for these lines."""
-LOADED = {".safetensors", ".bin", ".pt", ".json", ".jinja", ".model", ".py"}
-"""Endings of what is read from a model's folder; a note beside it changes nothing."""
-_LINE = re.compile(r"(?P<hashed>[0-9a-f]{64}) [ *](?P<name>[^/\n][^\n]*)\n?")
 
 
 def looks_like_path(name: str) -> bool:
@@ -50,34 +43,21 @@ SUFFIXES = {
 
 
 def missing(path: Path) -> str:
-    """That there is no such file or directory, and how far the path goes."""
-    return f"{path}: no such file or directory{how_far(path)}"
-
-
-def how_far(path: Path) -> str:
-    """What of a path is there, where that is worth saying; else nothing."""
-    above = next((folder for folder in path.parents if folder.exists()), Path())
-    return f"; {above} is there" if len(above.parts) > 1 else ""
+    """That there is no such file or directory."""
+    return f"{path}: no such file or directory"
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """A regular file, to be read; what goes wrong inside names it.
+    """A file, to be read; what goes wrong inside names it.
 
     Raises:
         OSError: it cannot be opened or read.
-        ValueError: it is something else than a file, or empty; or holds what it should not, as a
-            ValueError of the block says.
+        ValueError: it holds what it should not, as a ValueError of the block says.
     """
     try:
-        kind = path.stat().st_mode
-        if not stat.S_ISREG(kind):
-            what = "a directory" if stat.S_ISDIR(kind) else "a device, a pipe or a socket"
-            raise ValueError(f"it is {what}, expected a file")
         with path.open("rb") as file:
             yield file
-    except FileNotFoundError:
-        raise FileNotFoundError(missing(path)) from None
     except OSError as error:
         raise type(error)(in_words(error, path)) from None
     except UnicodeDecodeError as error:
@@ -88,22 +68,11 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def in_words(error: OSError, path: Path | None = None) -> str:
-    """What stopped the machine, with the file and, where the disk is full, how full it is."""
+    """What stopped the machine, with the file."""
     name = path or error.filename
     if error.strerror is None or name is None:
         return str(error)
-    said = f"{name}: {error.strerror[0].lower()}{error.strerror[1:]}"
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return said
-    return f"{said}: {filled(Path(os.fsdecode(name)))}"
-
-
-def filled(path: Path) -> str:
-    """How full the file system is that a path lies on."""
-    folder = next(f for f in (path.absolute(), *path.absolute().parents) if f.exists())
-    all_of_it = os.statvfs(folder)
-    total, free = (n * all_of_it.f_frsize / 2**20 for n in (all_of_it.f_blocks, all_of_it.f_bavail))
-    return f"{free:,.0f} of {total:,.0f} MiB are free where {folder} is"
+    return f"{name}: {error.strerror[0].lower()}{error.strerror[1:]}"
 
 
 @contextlib.contextmanager
@@ -125,12 +94,8 @@ def require_output(path: Path) -> None:
     Raises:
         ValueError: it cannot.
     """
-    if path.is_dir():
-        raise ValueError(f"--output {path}: it is a directory, expected a file")
-    if not path.parent.exists():
-        raise ValueError(f"--output {path}: no such directory {path.parent}{how_far(path.parent)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--output {path}: {path.parent} is no directory")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"--output {path}: expected a file in a directory that is there")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"--output {path}: it cannot be written to")
 
@@ -204,41 +169,34 @@ def seal(folder: Path) -> None:
     flush_folder(folder)
 
 
-def require_as_sealed(folder: Path, *, whole: bool) -> None:
+def require_as_sealed(folder: Path, *, ours: bool = True) -> None:
     """That a folder's files hold what was written, where their checksums say what that is.
 
     Args:
         folder: where there are no checksums, there is nothing to compare with.
-        whole: seal() has written them; none of the files may be missing, and none that is loaded
-            may have been added. False: what sha256sum has written is taken too, each line of it
-            that names a file of the folder.
+        ours: False: those that somebody else has published with a model are not read.
 
     Raises:
-        ValueError: one does not; names it.
+        ValueError: one does not, or is gone; names it.
     """
     path = folder / CHECKSUMS
     if not path.exists():
         return
     *lines, last = read_text(path).splitlines(keepends=True) or [""]
-    if not whole and not last.startswith("# "):
-        lines = [*lines, last]
-    elif last != f"# {_of_lines(lines)}\n":
+    if not ours and not last.startswith("# "):
+        return
+    if last != f"# {_of_lines(lines)}\n":
         raise ValueError(f"{path}: is not as it was written: a line of it was changed or is gone")
-    found = filter(None, map(_LINE.fullmatch, lines))
-    wanted = {folder / match["name"]: match["hashed"] for match in found}
-    gone = [path for path in wanted if not path.exists()]
-    if gone and whole:
+    sums, names = zip(*(line.rstrip("\n").split("  ", 1) for line in lines), strict=True)
+    files = [folder / name for name in names]
+    if gone := [file for file in files if not file.exists()]:
         raise ValueError(f"{gone[0]}: is gone, and {path} lists it")
-    loaded = (file for file in sorted(folder.rglob("*")) if file.suffix in LOADED)
-    if whole and (added := [file for file in loaded if file not in wanted]):
-        raise ValueError(f"{added[0]}: was added: {path} does not list it")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        there = [path for path in wanted if path not in gone]
-        for file, hashed in zip(there, threads.map(sha256_of, there), strict=True):
-            if hashed != wanted[file]:
+        for file, wanted, found in zip(files, sums, threads.map(sha256_of, files), strict=True):
+            if found != wanted:
                 raise ValueError(
-                    f"{file}: is not as it was written: its SHA-256 is {hashed[:12]}..., {path} "
-                    f"says {wanted[file][:12]}...: the disk or a copy changed it, or somebody did"
+                    f"{file}: is not as it was written: its SHA-256 is {found[:12]}..., {path} "
+                    f"says {wanted[:12]}...: the disk or a copy changed it, or somebody did"
                 )
 
 

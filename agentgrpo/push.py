@@ -1,124 +1,71 @@
 """Publish a checkpoint of a run on the Hugging Face Hub, with a card that says how it was made.
 
-The repository is private if not told otherwise. The optimizer's state, records and rollouts stay
-here; so do secrets, values of the environment and paths of this machine. The token is the one that
+The repository is private if not told otherwise. What goes there is weights, model and tokenizer
+files, and the card: of the settings those of PUBLISHED alone. The token is the one that
 `hf auth login` keeps, or HF_TOKEN; HF_ENDPOINT names another hub.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.card import make_card, require_private, without_place
 from agentgrpo.command import told
+from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.models.models import ADAPTER_CONFIG
 from agentgrpo.proof.chain import Chain
 from agentgrpo.run import checkpoint
-from agentgrpo.run.folder import locked
+from agentgrpo.settings import toml
 
 KINDS = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Endings of a checkpoint's files that are published."""
-NAMES = ("_name_or_path", "name_or_path", "base_model_name_or_path")
-"""Keys of their JSON that may name a folder of this machine."""
+PUBLISHED = ("engine", "agent", "env", "rollout", "data", "reward", "learner", "loss")
+"""Sections of the settings that the card shows; of options the agent's prompt and examples alone:
+others may hold addresses, keys and values of the environment."""
+OPTIONS = ("system_prompt", "shots")
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """What would be published."""
-
-    repo: str
-    folder: Path
-    """The checkpoint."""
-    files: dict[str, Path | bytes]
-    """By their names there: a file, or what was made."""
-
-    def __str__(self) -> str:
-        sizes = {
-            name: len(content) if isinstance(content, bytes) else content.stat().st_size
-            for name, content in self.files.items()
-        }
-        lines = [f"  {size:>14,} {name}" for name, size in sorted(sizes.items())]
-        return "\n".join([f"{self.folder} as {self.repo}, bytes:", *lines])
+Files = dict[str, Path | bytes]
+"""What would be published, by its name there: a file, or what was made."""
 
 
-def prepared(run: Path, repo: str, which: str = "last") -> Upload:
-    """Choose, check and describe a checkpoint; nothing is sent.
-
-    Args:
-        run: a run's out_dir.
-        repo: where to.
-        which: "last", "best" (the most held-out tasks solved, else the highest held-out reward) or
-            a step.
+def prepared(run: Path, repo: str, which: str = "last") -> tuple[Path, Files]:
+    """The checkpoint and what would be sent of it, its card included.
 
     Raises:
-        ValueError, OSError: the run's records or the checkpoint are not whole, numbers of it are
-            not finite, or there is no such checkpoint.
+        ValueError, OSError: metrics.jsonl was edited, or the checkpoint is not there or not whole.
     """
-    described, rows = _records(run)
+    if not (run / "run.json").is_file():
+        raise ValueError(f"{run}: no run.json, so this is not a run's folder (out_dir)")
+    described = json.loads((run / "run.json").read_text())
+    metrics = Chain(run / "metrics.jsonl", described["records"]["metrics.jsonl"])
+    rows = [row for row, *_ in metrics]
+    if metrics.faults:
+        raise ValueError(f"{run}: {metrics.faults[0]}: `agentgrpo verify` says what is wrong")
     adapter = described["config"]["learner"]["lora"]["rank"] > 0
     folder = _chosen(run, rows, which)
     checkpoint.require_whole(folder, adapter=adapter, remedy="--checkpoint STEP chooses another")
-    step = checkpoint.step_of(folder)
-    done = [row for row in rows if _after(row) <= step]
-    if max(map(_after, done), default=0) < step:
-        raise ValueError(f"{run}/metrics.jsonl ends before step {step}, of which {folder} is")
-    for row in done:
-        for name, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{run}: step {row['step']}: {name} is {value}: the run is broken")
-    files: dict[str, Path | bytes] = {
+    files: Files = {
         path.name: path
         for path in sorted(folder.iterdir())
         if path.suffix in KINDS and not path.name.startswith(("agentgrpo", "."))
     }
-    texts = make_card(repo, described, rows, step, adapter=adapter)
-    model = described["base"]
+    base = without_place(described["base"])
     for name in ("config.json", "tokenizer_config.json", ADAPTER_CONFIG):
         if name in files:
-            texts[name] = _without_places(folder / name, model)
-    for name, text in texts.items():
-        require_private(name, text, run)
-    return Upload(repo, folder, files | {name: text.encode() for name, text in texts.items()})
+            files[name] = _renamed(folder / name, base)
+    card = make_card(repo, described, rows, checkpoint.step_of(folder), adapter=adapter)
+    return folder, {**files, "README.md": card.encode()}
 
 
-def _records(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What run.json says, and the rows of metrics.jsonl; both records are whole and unedited."""
-    try:
-        described = json.loads((run / "run.json").read_text())
-        seals = {name: described["records"][name] for name in ("metrics.jsonl", "rollouts.jsonl")}
-        described["config"]["learner"]["lora"]["rank"]
-        described.setdefault("base", described["config"]["model"])  # runs before it was recorded
-    except FileNotFoundError:
-        raise ValueError(f"{run}: no run.json, so this is not a run's folder (out_dir)") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{run}/run.json: not the description of a run: {error!r}") from None
-    metrics, rollouts = (Chain(run / name, seal) for name, seal in seals.items())
-    rows = [row for row, *_ in metrics]
-    for _ in rollouts:
-        pass
-    if faults := [*metrics.faults, *rollouts.faults]:
-        more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise ValueError(f"{run}: {faults[0]}{more}: `agentgrpo verify` says what is wrong")
-    return described, rows
-
-
-def _after(row: dict[str, Any]) -> int:
-    """The optimizer steps taken before a row was written: a training step's own is one."""
-    return int(row["step"]) + any(name.startswith("learner/") for name in row)
-
-
-def _chosen(run: Path, rows: list[dict[str, Any]], which: str) -> Path:
+def _chosen(run: Path, rows: Sequence[Mapping[str, Any]], which: str) -> Path:
     saved = {checkpoint.step_of(path): path for path in run.glob(checkpoint.SAVED)}
-    there = f"{run} has checkpoints of steps {', '.join(map(str, sorted(saved)))}"
-    if not saved:
-        raise ValueError(f"{run}: no checkpoint was saved")
-    if which == "last":
+    there = f"{run} has checkpoints of steps {', '.join(map(str, sorted(saved))) or '(none)'}"
+    if which == "last" and saved:
         return saved[max(saved)]
     if which == "best":
         played = [row for row in rows if row["step"] in saved and "eval/reward" in row]
@@ -131,73 +78,90 @@ def _chosen(run: Path, rows: list[dict[str, Any]], which: str) -> Path:
     return saved[int(which)]
 
 
-def _without_places(path: Path, model: str) -> str:
-    """A JSON file of a checkpoint that names the model it was made from as the hub does."""
-    try:
-        table = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    for key in NAMES:
-        if isinstance(table.get(key), str) and without_place(table[key]) != table[key]:
-            table[key] = without_place(model)
-    return json.dumps(table, indent=2, ensure_ascii=False) + "\n"
+def without_place(name: str) -> str:
+    """A path of this machine as its last part; what is no path as it is."""
+    return Path(name).name if re.match(r"[/~.]", name) or Path(name).exists() else name
 
 
-def upload(ready: Upload, *, public: bool = False, exist_ok: bool = False) -> str:
-    """Create the repository and send all files as one commit.
+def _renamed(path: Path, base: str) -> bytes:
+    """A JSON file of a checkpoint that names the model it was made from as the card does."""
+    table = json.loads(path.read_text())
+    names = {"_name_or_path", "name_or_path", "base_model_name_or_path"}
+    table |= dict.fromkeys(names & table.keys(), base)
+    return json.dumps(table, indent=2, ensure_ascii=False).encode()
 
-    Returns:
-        The commit's address.
+
+def make_card(
+    repo: str, run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], step: int, *,
+    adapter: bool,
+) -> str:  # fmt: skip
+    """The text of a checkpoint's README.md; `run` is run.json, `rows` those of metrics.jsonl."""
+    from huggingface_hub import ModelCardData
+
+    base, config = without_place(run["base"]), run["config"]
+    about = ModelCardData(
+        base_model=base if "/" in base else None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["agentgrpo", "grpo", "reinforcement-learning"],
+    )
+    made = "A LoRA adapter to" if adapter else "Made from"
+    evaluated = [row for row in rows if "eval/reward" in row and row["step"] <= step]
+    results = [
+        f"| {row['step']} | {row.get('eval/solved', '')} | {row['eval/reward']} |"
+        for row in evaluated
+    ]
+    versions = [f"{name} {version}" for name, version in sorted(run["versions"].items())]
+    lines = [
+        f"---\n{about.to_yaml()}\n---",
+        f"# {repo.rpartition('/')[2]}",
+        f"{made} {base}: step {step} of {config['steps']} of a run of GRPO with agentgrpo.",
+        "## Results",
+        "\n".join(["| step | held out, solved | reward |", "|---|---|---|", *results]),
+        "## Settings",
+        "What differs from the defaults, of what says how it was trained.",
+        f"````toml\n{_published(config)}\n````",
+        "## Versions",
+        ", ".join(versions),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _published(config: Mapping[str, Any]) -> str:
+    """The settings of PUBLISHED that differ from their defaults, as TOML."""
+    default = TrainConfig(model="m", out_dir=Path()).model_dump(mode="json")
+    lines = [f"steps = {config['steps']}", f"seed = {config['seed']}"]
+    for section in PUBLISHED:
+        changed = {k: v for k, v in config[section].items() if v != default[section].get(k)}
+        options = changed.pop("options", {})
+        if kept := {key: options[key] for key in OPTIONS if key in options}:
+            changed["options"] = kept
+        shown = {k: without_place(v) if isinstance(v, str) else v for k, v in changed.items()}
+        if shown:
+            lines += ["", f"[{section}]", *(f"{key} = {toml(v)}" for key, v in shown.items())]
+    return "\n".join(lines)
+
+
+def upload(repo: str, files: Files, message: str, *, public: bool, exist_ok: bool) -> str:
+    """Create the repository and send all files as one commit; returns the commit's address.
 
     Raises:
         OSError: no token, no right, no network, the repository is there already, or the hub
-            refused; one line that says what to do.
-        ImportError: huggingface_hub is missing, which comes with transformers.
+            refused.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi(library_name="agentgrpo")
-    created = False
     try:
-        repo = api.create_repo(ready.repo, private=not public, exist_ok=exist_ok).repo_id
-        created = True
-        done = api.create_commit(
-            repo,
-            [CommitOperationAdd(name, file) for name, file in ready.files.items()],
-            commit_message=f"{ready.folder.name} of a run of agentgrpo",
-        )
-    except Exception as error:
-        said = _explained(error, ready.repo, str(api.endpoint))
-        if said is None:
-            raise
-        left = "; the repository was made and is empty: --exist-ok goes on" if created else ""
-        raise OSError(f"{said}{left}") from error
-    return str(done.commit_url)
-
-
-def _explained(error: BaseException | None, repo: str, endpoint: str) -> str | None:
-    """What a failure of huggingface_hub means, in one line; None: it is none of these."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-
-    login = "`hf auth login` or HF_TOKEN, with a token that may write"
-    if isinstance(error, LocalTokenNotFoundError):
-        return f"no token for {endpoint}: {login}"
-    if isinstance(error, HfHubHTTPError) and error.response is not None:
-        status = error.response.status_code
-        if status in (401, 403):
-            return f"{endpoint} does not let this token write {repo} ({status}): {login}"
-        if status == 409:
-            return f"{repo} is there already: --exist-ok adds a commit to it"
-        said = " ".join((error.server_message or "").split())[:300]
-        return f"{endpoint} answered {status} to {error.response.request.url.path}: {said}"
-    library = type(error).__module__.partition(".")[0]  # another one from version to version
-    if library in ("httpx", "httpx2", "requests") or isinstance(error, ConnectionError):
-        return f"{endpoint} cannot be reached: {' '.join(str(error).split())[:300]}"
-    if error is not None and error.__cause__ is not None:
-        return _explained(error.__cause__, repo, endpoint)
-    if isinstance(error, ValueError | RuntimeError | OSError):
-        return f"{endpoint}: {' '.join(str(error).split())[:300]}"
-    return None
+        made = api.create_repo(repo, private=not public, exist_ok=exist_ok).repo_id
+        sent = [CommitOperationAdd(name, file) for name, file in files.items()]
+        return str(api.create_commit(made, sent, commit_message=message).commit_url)
+    except Exception as error:  # of the library that it talks HTTP with, too
+        said = " ".join(str(error).split())
+        raise OSError(
+            f"{api.endpoint}: {said}; a token that may write: `hf auth login` or HF_TOKEN; "
+            "a repository that is there already: --exist-ok"
+        ) from error
 
 
 def main(arguments: list[str]) -> int:
@@ -217,22 +181,14 @@ def main(arguments: list[str]) -> int:
     )
     args = parser.parse_args(arguments)
     with told() as outcome:
-        _push(args)
-    return outcome.status
-
-
-def _push(args: argparse.Namespace) -> None:
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-    validate_repo_id(args.repo)
-    if not args.run.is_dir():
-        raise ValueError(f"{args.run}: no such folder")
-    with locked(args.run):
-        ready = prepared(args.run, args.repo, args.checkpoint)
+        folder, files = prepared(args.run, args.repo, args.checkpoint)
+        card = files["README.md"]
+        assert isinstance(card, bytes)
+        print(f"{card.decode()}\n{folder} as {args.repo}: {', '.join(files)}", flush=True)  # noqa: T201
         if args.dry_run:
-            card = ready.files["README.md"]
-            assert isinstance(card, bytes)
-            print(f"{card.decode()}\n{ready}\nnothing was sent")  # noqa: T201
-            return
-        print(ready, flush=True)  # noqa: T201
-        print(upload(ready, public=args.public, exist_ok=args.exist_ok))  # noqa: T201
+            print("nothing was sent")  # noqa: T201
+        else:
+            message = f"{folder.name} of a run of agentgrpo"
+            address = upload(args.repo, files, message, public=args.public, exist_ok=args.exist_ok)
+            print(address)  # noqa: T201
+    return outcome.status

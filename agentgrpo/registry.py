@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast, get_args
 
 import pydantic
 
@@ -32,8 +32,8 @@ from agentgrpo.config import (
     TrainConfig,
     UserConfig,
 )
-from agentgrpo.config.read import did_you_mean, found, load_callable, told
-from agentgrpo.config.section import AsWritten, is_set, refuse_unread
+from agentgrpo.config.read import by_key, did_you_mean, format_error, load_callable, resolve_name
+from agentgrpo.config.section import forbid_unused, is_set
 from agentgrpo.engine.endpoints import make_retriever
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.customers import Customers
@@ -120,12 +120,8 @@ class Option:
     """What the class's docstring says of it under `Args:`."""
 
 
-ANY = "**"
-"""Among parameters_of(): whatever else there is."""
-
-
 def parameters_of(factory: Factory) -> dict[str, inspect.Parameter]:
-    """What a class or function takes by name.
+    """What a class or function takes by name; `**` with whatever else it takes.
 
     Where a class passes on what it does not know (`**options`), its parent's parameters are taken
     too. None of these is required: the class may give it itself.
@@ -133,45 +129,33 @@ def parameters_of(factory: Factory) -> dict[str, inspect.Parameter]:
     above = [c for c in getattr(factory, "__mro__", ()) if not getattr(c, "_is_protocol", False)]
     owners = [c for c in above if c is not object and {"__init__", "__new__"} & vars(c).keys()]
     taken: dict[str, inspect.Parameter] = {}
-    for number, owner in enumerate(owners or [factory]):
+    for owner in owners or [factory]:
         parameters = list(inspect.signature(owner).parameters.values())
-        by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        for p in by_name:
-            needed = number == 0 or p.default is not p.empty
-            taken.setdefault(p.name, p if needed else p.replace(default=None))
-        rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
-        if not rest:
+        for p in parameters:
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                needed = owner in (factory, *owners[:1]) or p.default is not p.empty
+                taken.setdefault(p.name, p if needed else p.replace(default=None))
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):
             return taken
-    return {**taken, ANY: rest[0]}
+    return {**taken, "**": parameters[-1]}
 
 
 def options_of(section: str, factory: Factory) -> list[Option]:
     """What `agent.options` or `env.options` may hold for a class."""
-    taken = [p for name, p in parameters_of(factory).items() if name not in (*GIVEN[section], ANY)]
-    hints, said = _hints(factory, {p.name for p in taken}), _said(factory)
-    return [Option(p.name, hints.get(p.name, Any), p.default, said.get(p.name, "")) for p in taken]
-
-
-def _said(factory: Factory) -> dict[str, str]:
-    """What the docstring, or that of a class above it, says under `Args:`."""
-    found: dict[str, str] = {}
-    for owner in reversed(getattr(factory, "__mro__", [factory])):
-        found |= describe(inspect.cleandoc(owner.__doc__ or ""))[1]
-    return found
-
-
-def _hints(factory: Factory, arguments: Collection[str]) -> dict[str, Any]:
-    """The annotations of its arguments; a name that only type checkers know leaves it unchecked."""
     hints: dict[str, Any] = {}
-    owners = reversed(getattr(factory, "__mro__", [factory]))
-    # a dataclass has them in its body
-    for owner in (part for c in owners for part in (c, vars(c).get("__init__", c))):
-        names = vars(sys.modules[owner.__module__]) if hasattr(owner, "__module__") else {}
-        for name, hint in inspect.get_annotations(owner).items():
-            if name in arguments:
-                with contextlib.suppress(NameError):
+    said: dict[str, str] = {}
+    for owner in reversed(getattr(factory, "__mro__", [factory])):
+        for part in (owner, vars(owner).get("__init__", owner)):  # of a dataclass, of another
+            names = vars(sys.modules[part.__module__]) if hasattr(part, "__module__") else {}
+            for name, hint in inspect.get_annotations(part).items():
+                with contextlib.suppress(NameError):  # that only type checkers know: unchecked
                     hints[name] = eval(hint, names) if isinstance(hint, str) else hint
-    return hints
+        said |= describe(inspect.cleandoc(owner.__doc__ or ""))[1]
+    return [
+        Option(name, hints.get(name, Any), p.default, said.get(name, ""))
+        for name, p in parameters_of(factory).items()
+        if name not in (*GIVEN[section], "**")
+    ]
 
 
 def class_of(section: str, kind: str) -> Factory:
@@ -181,7 +165,7 @@ def class_of(section: str, kind: str) -> Factory:
         ValueError: there is no such kind or class; names the key.
     """
     key, also = f"{section}.kind", ("auto",) if section == "env" else ()
-    name = found(kind, KINDS[section], key=key, own="module:Class", also=also)
+    name = resolve_name(kind, KINDS[section], key=key, own="module:Class", also=also)
     return load_callable(name, key=key) if isinstance(name, str) else name
 
 
@@ -201,35 +185,46 @@ def checked_options(section: str, kind: str, options: Mapping[str, Any]) -> dict
     """
     factory, key = class_of(section, kind), f"{section}.options"
     known = {option.name: option for option in options_of(section, factory)}
-    takes_all = ANY in parameters_of(factory)
-    made: dict[str, Any] = {}
-    for name, value in options.items():
-        if name in known:
-            made[name] = _checked(f"{key}.", known[name], value)
-        elif takes_all and name not in GIVEN[section]:
-            made[name] = value
-        else:
+    takes_all = "**" in parameters_of(factory)
+    for name in options.keys() - known.keys():
+        if not takes_all or name in GIVEN[section]:
             raise ValueError(
                 f"{key}.{name}: {factory.__name__} does not take it{did_you_mean(name, known)}; "
                 f"it takes {', '.join(known) or 'none'}"
             )
+    made = {
+        name: checked_option(f"{key}.{name}", known[name].annotation, value)
+        if name in known
+        else value
+        for name, value in options.items()
+    }
     for name, option in known.items():
-        if option.default is inspect.Parameter.empty and name not in made:
+        if option.default is inspect.Parameter.empty and name not in options:
             raise ValueError(f"{key}.{name}: {factory.__name__} needs it")
     return made
 
 
-def _checked(prefix: str, option: Option, value: Any) -> Any:
+def checked_option(key: str, annotation: Any, value: Any) -> Any:
+    """A value as an annotation reads it, which converts no types; "none" where None may be.
+
+    Raises:
+        ValueError: it has the wrong type or is out of range; names the key.
+    """
+    if value == "none" and type(None) in get_args(annotation):
+        return None
     settings = pydantic.ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
-        kind = Annotated[dict[str, option.annotation], AsWritten]  # type: ignore[name-defined]
-        reader = pydantic.TypeAdapter(kind, config=settings)
-    except pydantic.PydanticUserError:  # an annotation that says nothing to pydantic
+        reader: Any = pydantic.TypeAdapter(dict[str, annotation], config=settings)
+        text = json.dumps({"": value}, default=str)
+    except (pydantic.PydanticUserError, TypeError):  # an annotation that says nothing to pydantic
         return value
     try:
-        return reader.validate_python({option.name: value})[option.name]
+        return reader.validate_json(text, strict=True)[""]
     except pydantic.ValidationError as error:
-        raise ValueError("\n".join(told(e, prefix) for e in error.errors())) from None
+        found = by_key(error).items()
+        raise ValueError(
+            "\n".join(format_error(f"{key}{where}", *some) for where, some in found)
+        ) from None
 
 
 def require_names(config: TrainConfig) -> None:
@@ -242,12 +237,10 @@ def require_names(config: TrainConfig) -> None:
     checked_options("env", env_kind(config), config.env.options)
     _require_fit(config)
     _require_user(config)
-    for key in getattr(class_of("agent", config.agent.kind), "unread", ()):
-        path, _, name = key.rpartition(".")
-        refuse_unread(
-            attrgetter(path)(config), path, name, unless=False,
-            need=f"another agent.kind than {config.agent.kind!r}, which plays its own turns",
-        )  # fmt: skip
+    agent = config.agent.kind
+    unread = " ".join(getattr(class_of("agent", agent), "unread", ()))
+    need = f"another agent.kind than {agent!r}, which plays its own turns"
+    forbid_unused(config, [(unread, need, lambda _: False)])
     reward_kind(config.reward, judged=bool(judges(config)))
     for name in config.reward.functions:
         reward_function(name)
@@ -257,10 +250,7 @@ def require_names(config: TrainConfig) -> None:
         raise ValueError(
             f"sandbox.host_tools: env.kind {env_kind(config)!r} runs no code that could call them"
         )
-    refuse_unread(
-        config.sandbox, "sandbox", "tools", unless=asks_for_pool(config),
-        need="an env.kind that runs code",
-    )  # fmt: skip
+    forbid_unused(config, [("sandbox.tools", "an env.kind that runs code", asks_for_pool)])
     if config.rollout.sampler:
         sampler_class(config.rollout.sampler)
 
@@ -509,9 +499,9 @@ def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] 
     kind = decided(config, judged=judged).kind
     if config.strict and kind != "numeric":
         raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
-    found(kind, REWARDS, key="reward.kind", also=("auto",))
+    resolve_name(kind, REWARDS, key="reward.kind", also=("auto",))
     if kind == "math":
-        extras.require("math_verify", "reward.kind = 'math'")
+        extras.require_installed("math_verify", "reward.kind = 'math'")
     return REWARDS.get(kind)
 
 

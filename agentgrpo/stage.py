@@ -250,8 +250,7 @@ def models_of(
         trained: the model is to be trained; what is not is its own reference.
     """
     models: dict[str, Model] = {"policy": "policy"}
-    lora = config.learner.lora
-    if lora.serve == "adapter" if adapter is not None else lora.served_rank:
+    if adapter is not None or config.learner.lora.rank:
         models["reference"] = "reference" if trained or adapter is not None else "policy"
     for name, endpoint in config.endpoints.items():
         if endpoint.kind == "retriever":

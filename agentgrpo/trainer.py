@@ -17,7 +17,7 @@ from agentgrpo.rewards.view import RolloutView
 from agentgrpo.rollout.sampler import as_task
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.callbacks import Callback
-from agentgrpo.run.interrupt import stop_after_step, timeouts
+from agentgrpo.run.interrupt import stop_after_step
 from agentgrpo.types import Metrics, Task
 
 RewardFunction = Callable[..., Any] | str
@@ -80,8 +80,7 @@ class Trainer:
         self._parts: Parts | None = None
         parallel.start()
         try:
-            with timeouts():
-                self._parts = (make or build)(self.config)
+            self._parts = (make or build)(self.config)
         finally:
             if self._parts is None:
                 parallel.stop()
@@ -116,14 +115,13 @@ class Trainer:
             RuntimeError: it is closed.
             UserCodeError, InfrastructureError, Disagreement: what it has learnt from is not to be
                 trusted; besides, whatever a callback raises.
-            TimeoutError: a call of the user's code has taken too long (rollout.call_timeout_s).
         """
         say = self.parts.progress.say
         if self._finished:
             return
         self._asked = False
         try:
-            with timeouts(), stop_after_step(say) as stopping:
+            with stop_after_step(say) as stopping:
                 self._tell("on_train_begin")
                 train(self.config, self.parts, lambda: self._asked or stopping(), self._tell)
             self._finished = self.step == self.config.steps
@@ -139,8 +137,7 @@ class Trainer:
 
     def evaluate(self) -> Metrics:
         """Play the held-out tasks with the policy as it is; `solved`, ... Not recorded."""
-        with timeouts():
-            return play_heldout(self.config, self.parts)[1]
+        return play_heldout(self.config, self.parts)[1]
 
     def generate(
         self, tasks: Task | str | Iterable[Task | str], n: int = 1, *, temperature: float = 0.0,
@@ -164,7 +161,7 @@ class Trainer:
             )
         parts = self.parts
         made = [as_task(task, str(place)) for place, task in enumerate(_several(tasks))]
-        with timeouts(), awake(parts), parts.progress.phase(f"playing {len(made)} tasks x {n}"):
+        with awake(parts), parts.progress.phase(f"playing {len(made)} tasks x {n}"):
             groups, _ = parts.sampler.play(made, n, seed=seed, temperature=temperature)
         return [[parts.reward.view(rollout) for rollout in group.rollouts] for group in groups]
 

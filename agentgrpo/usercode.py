@@ -3,7 +3,7 @@
 The environments, agents, samplers, reward functions and modules that a config names run in this
 process. Every call of one is made within calling(): whatever it raises, sys.exit() included,
 becomes a UserCodeError that names it, the line, the task and the rollout. A thread looks at the
-calls that are under way: it says what is being waited for, and ends what takes longer than its
+calls that have not come back: it says what is being waited for, and ends what takes longer than its
 limit.
 
 A bug of ours is none of theirs: an error without a line of the user's, in a call of a class that is
@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import functools
 import inspect
-import itertools
 import os
-import signal
 import site
 import sys
 import sysconfig
@@ -26,11 +25,9 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 OURS = os.path.join(Path(__file__).parent, "")
 EXAMPLES = os.path.join(OURS, "examples", "")
@@ -47,6 +44,9 @@ LONGEST_SAID = 500
 FIRST_LINE_S = 30.0
 """When it is first said what is being waited for, or at half the limit; then at twice that."""
 LOOK_S = 0.5
+in_command = False
+"""Whether this process is a command's, which ends where a call takes too long. In a notebook, or
+another program, that is only said."""
 Made = TypeVar("Made")
 
 
@@ -80,74 +80,53 @@ class WrongResult(TypeError):
     """A function of the user's gave what cannot be used: what was expected, and what came."""
 
 
-class Interrupted(KeyboardInterrupt):
-    """Somebody has pressed Ctrl-C. Any other KeyboardInterrupt may be the user's code's own."""
-
-
-class Overdue(BaseException):
-    """Raised in the main thread because a call, there or elsewhere, has taken too long."""
+class CallTimeout(TimeoutError):
+    """A coroutine of the user's took longer than it may, and was cancelled."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One that is under way."""
+    """One that has not come back; see calling()."""
 
+    called: Any
     what: str
     task: str | None
     rollout: int | None
     limit_s: float | None
     late: Callable[[str], None] | None
-    """Told at the limit, on the thread that looks; None: `ends` is."""
-    coroutine: Any = None
-    waits: Future[Any] | None = None
-    """Of a thread: for what it has an event loop do."""
     thread: int = field(default_factory=threading.get_ident)
     since: float = field(default_factory=time.monotonic)
-    told_at: float = FIRST_LINE_S
+    say_at: float = FIRST_LINE_S
     over: bool = False
     """Its limit has passed."""
 
     def __post_init__(self) -> None:
         if self.limit_s is not None:
-            self.told_at = min(self.told_at, self.limit_s / 2)
+            self.say_at = min(self.say_at, self.limit_s / 2)
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.since
 
-    def stands_at(self) -> str:
-        """File and line of the user's, or of whose it is, where the call is now."""
-        frames = _frames_awaited(self.coroutine) if self.coroutine is not None else []
-        if not frames or getattr(self.coroutine, "cr_running", False):
-            top = sys._current_frames().get(self.thread)
-            frames = [] if top is None else [f for f, _ in traceback.walk_stack(top)][::-1]
-        users = [f for f in frames if _is_users(f.f_code.co_filename)]
-        foreign = [f for f in frames if not f.f_code.co_filename.startswith(OURS)]
-        chosen = (users or foreign)[-1:]
-        return "".join(f"{f.f_code.co_filename}:{f.f_lineno}" for f in chosen)
-
-    def described(self) -> str:
-        return f"{self.what}{_place(self.task, self.rollout, self.stands_at())}"
+    def place(self) -> str:
+        """Task, rollout, and the user's line in which its thread is, or where it is defined."""
+        top, where = sys._current_frames().get(self.thread), defined_at(self.called)
+        for frame, line in traceback.walk_stack(top) if top is not None else ():
+            if _is_users(frame.f_code.co_filename):
+                where = f"{frame.f_code.co_filename}:{line}"
+                break
+        return _place(self.task, self.rollout, where)
 
 
-_calls: dict[int, Call] = {}
-"""Under way, oldest first."""
-_numbers = itertools.count()
-ends: list[Callable[[str], None]] = []
-"""Told what has taken too long; the last one counts, and ends the command. Empty in a program of
-somebody else's, which nobody else ends: what has taken too long is said there, and waited for."""
-
-
-def under_way() -> list[Call]:
-    """The calls that have not come back, oldest first."""
-    return [*_calls.values()]
+_calls: dict[Call, None] = {}
+"""Those that have not come back, oldest first."""
 
 
 @contextlib.contextmanager
 def calling(
     called: Any, what: str = "", *, task: str | None = None, rollout: int | None = None,
-    limit_s: float | None = None, late: Callable[[str], None] | None = None, coroutine: Any = None,
-) -> Iterator[Call]:  # fmt: skip
+    limit_s: float | None = None, late: Callable[[str], None] | None = None,
+) -> Iterator[None]:  # fmt: skip
     """Within this a function of the user's is called, or something that calls one.
 
     Args:
@@ -157,36 +136,30 @@ def calling(
         rollout: its place in its group.
         limit_s: seconds that it may take; None: for ever.
         late: told then, on another thread. None: the command ends, with an error.
-        coroutine: where that is what runs.
 
     Raises:
         UserCodeError: whatever it raised but an InfrastructureError, a UserCodeError (to which what
-            it does not say itself is added) and Ctrl-C.
+            it does not say itself is added), Ctrl-C and what cancels a coroutine.
     """
-    number = next(_numbers)
-    what = what or name_of(called)
-    call = _calls[number] = Call(what, task, rollout, limit_s, late, coroutine)
-    _looker()
+    call = Call(called, what or name_of(called), task, rollout, limit_s, late)
+    _calls[call] = None
+    _watchdog()
     try:
-        yield call
-    except (Interrupted, InfrastructureError, Overdue):
+        yield
+    except (InfrastructureError, KeyboardInterrupt, asyncio.CancelledError):
         raise
     except UserCodeError as error:
         error.task = task if error.task is None else error.task
         error.rollout = rollout if error.rollout is None else error.rollout
         raise
     except BaseException as error:
-        if _is_ctrl_c(error) or _is_cancelled(error):
+        where, said = where_of(error, called), said_of(error)
+        if where is None and isinstance(error, Exception) and not isinstance(error, CallTimeout):
+            error.add_note(f"in {call.what}{_place(task, rollout)}")  # a bug of ours
             raise
-        where = where_of(error, called)
-        if where is None and isinstance(error, Exception):  # a bug of ours
-            error.add_note(f"in {what}{_place(task, rollout, '')}")
-            raise
-        raise UserCodeError(
-            what, said_of(error), where or "", task=task, rollout=rollout
-        ) from error
+        raise UserCodeError(call.what, said, where or "", task=task, rollout=rollout) from error
     finally:
-        _calls.pop(number, None)
+        del _calls[call]
 
 
 def call(called: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -216,6 +189,8 @@ def said_of(error: BaseException) -> str:
         text = f"<its text cannot be had: {type(failed).__name__}>"
     if len(text) > LONGEST_SAID:
         text = f"{text[:LONGEST_SAID].rstrip()} ..."
+    if isinstance(error, CallTimeout):
+        return text
     if isinstance(error, WrongResult):
         return f"gave a wrong result: {text}"
     return f"raised {type(error).__name__}{text and ': '}{text}"
@@ -234,7 +209,8 @@ def where_of(error: BaseException, called: Any) -> str | None:
     """
     if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
         return f"{error.filename}:{error.lineno}"
-    lines = _lines(error.__traceback__)[::-1]
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(frame.f_code.co_filename, line) for frame, line in frames][::-1]
     users = (f"{file}:{line}" for file, line in lines if _is_users(file))
     installed = (f"{f}:{n}" for f, n in lines if not _is_ours(f) and not f.startswith("<"))
     return next(users, None) or (next(installed, None) if called is None else defined_at(called))
@@ -244,19 +220,13 @@ def defined_at(called: Any) -> str | None:
     """File and line of a function that is not ours; None of one that is, or has none."""
     while isinstance(called, functools.partial):
         called = called.func
-    if called is None:
-        return None
     if not (inspect.isroutine(called) or inspect.isclass(called)):
         called = type(called)
-    own = getattr(called, "__init__", None) if inspect.isclass(called) else called
-    code = getattr(inspect.unwrap(own), "__code__", None) if own is not None else None
-    if code is not None and not code.co_filename.startswith("<"):
-        file, line = code.co_filename, code.co_firstlineno
-    else:
-        try:
-            file, line = str(inspect.getsourcefile(called)), inspect.getsourcelines(called)[1]
-        except (TypeError, OSError):  # compiled, or typed in
-            return None
+    try:
+        called = inspect.unwrap(called)
+        file, line = str(inspect.getsourcefile(called)), inspect.getsourcelines(called)[1]
+    except (TypeError, OSError):  # compiled, or typed in
+        return None
     return None if _is_ours(file) else f"{file}:{line}"
 
 
@@ -269,103 +239,55 @@ def _is_users(file: str) -> bool:
     return not (_is_ours(file) or file.startswith(("<", *INSTALLED)))
 
 
-def _lines(trace: TracebackType | None) -> list[tuple[str, int]]:
-    return [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
+def _place(task: str | None, rollout: int | None, where: str | None = None) -> str:
+    told = [] if task is None else [f"task {task!r}"]
+    told += [] if rollout is None else [f"rollout {rollout}"]
+    told += [f"at {where}"] if where else []
+    return f" ({', '.join(told)})" if told else ""
 
 
-def _frames_awaited(coroutine: Any) -> list[FrameType]:
-    """The frames of a coroutine that waits, the one that waits last."""
-    frames = []
-    while coroutine is not None:
-        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
-        if frame is not None:
-            frames.append(frame)
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return frames
+# --- coroutines
 
 
-def _place(task: str | None, rollout: int | None, where: str) -> str:
-    said = (
-        "" if task is None else f"task {task!r}",
-        "" if rollout is None else f"rollout {rollout}",
-        where and f"at {where}",
-    )
-    told = ", ".join(filter(None, said))
-    return told and f" ({told})"
+async def within(limit_s: float | None, value: Awaitable[Made]) -> Made:
+    """What a coroutine of the user's gives.
 
-
-def _is_ctrl_c(error: BaseException) -> bool:
-    """Where nobody has set how Ctrl-C is raised, no other KeyboardInterrupt can be told from it."""
-    return (
-        isinstance(error, KeyboardInterrupt)
-        and threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-
-
-def _is_cancelled(error: BaseException) -> bool:
-    """From outside: what is awaited() cannot cancel the task that this runs in."""
-    if not isinstance(error, asyncio.CancelledError):
-        return False
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no loop runs here
-        return False
-    return task is not None and task.cancelling() > 0
-
-
-async def awaited(awaitable: Awaitable[Made]) -> Made:
-    """What the user's coroutine gives, in a task of its own: the only one that it can cancel."""
-
-    async def kept() -> Callable[[], Made]:
-        try:
-            made = await awaitable
-        except (SystemExit, KeyboardInterrupt) as error:  # in a task they would end the loop
-            return functools.partial(_raise, error)
-        return lambda: made
-
-    try:
-        return (await asyncio.ensure_future(kept()))()
-    finally:
-        if inspect.iscoroutine(awaitable):
-            awaitable.close()  # of one that was cancelled before it began: it says so otherwise
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
-
-
-class Once(Generic[Made]):
-    """As functools.cache, which calls `make` on each of the threads that ask before it has come
-    back: what all are to share is made by one.
+    Raises:
+        CallTimeout: it was cancelled after limit_s; the traceback ends where it waited.
     """
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            return await value
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        late = CallTimeout(f"has not come back after {limit_s:g} s")
+        if error.__cause__ is not None:
+            late = late.with_traceback(error.__cause__.__traceback__)
+        raise late from None
 
-    def __init__(self, make: Callable[..., Made]) -> None:
-        self._made = functools.cache(make)
-        self._lock = threading.RLock()  # a finalizer may ask on the thread that makes another
-        self.cache_clear = self._made.cache_clear
 
-    def __call__(self, *args: Any) -> Made:
-        with self._lock:
-            return self._made(*args)
+_lock = threading.RLock()  # a finalizer may ask on the thread that makes another
+_loops: dict[str, asyncio.AbstractEventLoop] = {}
 
 
-@Once
 def event_loop(name: str) -> asyncio.AbstractEventLoop:
     """The process's loop of this name, on a thread that nothing ends.
 
     A task that ends by sys.exit() or KeyboardInterrupt stops its loop, and would leave all others
     waiting for ever: what waits for it is told, and the loop goes on.
     """
-    loop = asyncio.new_event_loop()
 
     def run() -> None:
         while not loop.is_closed():
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return loop
+    with _lock:
+        if name not in _loops:
+            loop = _loops[name] = asyncio.new_event_loop()
+            threading.Thread(target=run, name=name, daemon=True).start()
+        return _loops[name]
 
 
 def waited(value: Any, name: str, limit_s: float | None = None) -> Any:
@@ -377,90 +299,61 @@ def waited(value: Any, name: str, limit_s: float | None = None) -> Any:
     Args:
         value: what it has given.
         name: of the loop that runs it.
-        limit_s: seconds after which it is cancelled; None: any.
+        limit_s: as of within().
 
     Raises:
         RuntimeError: this is that loop's own thread, which cannot wait for itself.
-        TimeoutError: of limit_s.
+        CallTimeout: see within().
     """
     if not inspect.isawaitable(value):
         return value
     if threading.current_thread().name == name:
         raise RuntimeError(f"{value!r:.80}: what runs on the loop is to await it itself")
-
-    own = [call for call in under_way() if call.thread == threading.get_ident()][-1:]
-
-    async def wait() -> Any:
-        async with asyncio.timeout(limit_s):
-            return await awaited(value)
-
-    done = asyncio.run_coroutine_threadsafe(wait(), event_loop(name))
-    for call in own:
-        call.coroutine, call.waits = value, done
-    try:
-        return done.result()
-    finally:
-        for call in own:
-            call.coroutine = call.waits = None
+    return asyncio.run_coroutine_threadsafe(within(limit_s, value), event_loop(name)).result()
 
 
 # --- what takes too long
 
 
-@Once
-def _looker() -> threading.Thread:
-    thread = threading.Thread(target=_look, name="looks at calls", daemon=True)
+@functools.cache
+def _watchdog() -> threading.Thread:
+    thread = threading.Thread(target=_watch, name="watches calls", daemon=True)
     thread.start()
     return thread
 
 
-def _look() -> None:
+def _watch() -> None:
     while True:
         time.sleep(LOOK_S)
-        try:
-            _look_at(under_way())
-        except BaseException as error:  # without this thread no limit holds
-            end(f"a bug: looking at calls {said_of(error)}")
+        _look_at([call for call in [*_calls] if not call.over])
 
 
-def _look_at(all_of_them: list[Call]) -> None:
-    calls = [c for c in all_of_them if not c.over]
-    for late in calls:
-        if late.limit_s is not None and late.seconds >= late.limit_s:
-            _end(late)
-    calls = [c for c in calls if not c.over]
-    if calls and calls[0].seconds >= calls[0].told_at:
-        calls[0].told_at *= 2
+def _look_at(calls: list[Call]) -> None:
+    """Say what is waited for, and end what is over; calls are oldest first."""
+    for call in calls:
+        if call.limit_s is not None and call.seconds >= call.limit_s:
+            call.over = True
+            said = f"{call.what} has not come back after {call.limit_s:g} s{call.place()}"
+            (call.late or end)(said)
+    first = calls[0] if calls else None
+    if first is not None and not first.over and first.seconds >= first.say_at:
+        first.say_at *= 2
         more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
-        tell(f"waiting for {calls[0].described()}{more} for {calls[0].seconds:.0f} s")
-
-
-def _end(call: Call) -> None:
-    said, where = f"has not come back after {call.limit_s:g} s", call.stands_at()
-    error = UserCodeError(call.what, said, where, task=call.task, rollout=call.rollout)
-    if call.late is None and not ends:
-        call.limit_s = None  # it is waited for: that is still told
-    else:
-        call.over = True
-    (call.late or end)(str(error))
+        tell(f"waiting for {first.what}{first.place()}{more} for {first.seconds:.0f} s")
 
 
 def end(said: str) -> None:
-    """End the command with an error; where there is none, as in a notebook, say it."""
-    if ends:
-        ends[-1](said)
-    else:
-        tell(f"error: {said}")
+    """End the command as it stands, with the lines of all threads and an error; else say it."""
+    if in_command:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        faulthandler.dump_traceback(2)
+    tell(f"error: {said}")
+    if in_command:
+        os._exit(3)
 
 
 def tell(line: str) -> None:
     """A line on stderr, for whoever reads it: nobody, if its terminal or pipe is closed."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201
-
-
-def flush() -> None:
-    """Bring to standard output and errors what is still to be written, before os._exit()."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()

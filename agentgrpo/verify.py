@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
-from agentgrpo.config.read import checked
+from agentgrpo.config.read import validate
 from agentgrpo.engine.agreement import outliers_of, widest_gap
 from agentgrpo.files import CHECKSUMS, read_table, require_as_sealed
 from agentgrpo.learn.batch import PackedBatch
@@ -43,7 +43,7 @@ from agentgrpo.proof.chain import Chain, Line
 from agentgrpo.proof.metrics import learner_faults, line_faults, played, step_sums
 from agentgrpo.proof.schema import schema_faults
 from agentgrpo.proof.status import status_faults, treatment_faults
-from agentgrpo.proof.tokens import rollout_faults
+from agentgrpo.proof.tokens import gaps_of, rollout_faults
 from agentgrpo.registry import judges, make_reward
 from agentgrpo.rewards.rewards import Reward
 from agentgrpo.run.checkpoint import SAVED
@@ -146,7 +146,7 @@ def _checkpoint_faults(run: Path) -> Iterator[str]:
     """That the checkpoints are there as they were saved."""
     for folder in sorted(run.glob(SAVED)):
         try:
-            require_as_sealed(folder, whole=True)
+            require_as_sealed(folder)
         except (ValueError, OSError) as error:
             yield f"{folder.name}: {error}"
         if not (folder / CHECKSUMS).is_file():
@@ -157,7 +157,7 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
     """What run.json says, and its seals of both files."""
     described = read_table(path)
     try:
-        config = checked(TrainConfig, described["config"], str(path))
+        config = validate(TrainConfig, described["config"], str(path))
         device, seals = described["learner"]["device"], described["records"]
         seals = {
             name: {key: seals[name][key] for key in ("bytes", "hash")}
@@ -402,21 +402,10 @@ def step_faults(
             faults.append(
                 f"update {number}: packed, or seen by the learner, but not both: rollouts {wrong}"
             )
-        gap = widest_gap([gaps for rollout in rollouts for gaps in _gaps(rollout)], outliers)
+        gap = widest_gap([gaps for rollout in rollouts for gaps in gaps_of(rollout)], outliers)
         if number == 0 and not gap <= limit:  # later ones are of another policy
             faults.append(f"the learner and the sampler are {gap:.3g} nats apart, over {limit:.3g}")
     return faults, terms
-
-
-def _gaps(rollout: Rollout) -> list[Float32]:
-    """Differences between the learner's and the sampler's log-probabilities, by segment."""
-    pairs = zip(rollout.all_segments, rollout.learner_logprobs or (), strict=False)
-    return [
-        values - segment.logprobs
-        for segment, values in pairs
-        if segment.logprobs is not None and values is not None
-        if len(values) == len(segment.logprobs)
-    ]
 
 
 def _wanted(rollouts: Sequence[Rollout], config: TrainConfig) -> Counter[int]:

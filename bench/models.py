@@ -4,7 +4,7 @@
     python -m bench.models --write       put the table of the newest rows into docs/models.md
 
 A row says whether vLLM starts on it, whether the learner shares the sampler's weights, how far both
-sides are apart over three updates (full, of a merged adapter, of one served as it is), and whether
+sides are apart over three updates (full, and of an adapter), and whether
 prefixes are packed as trees. What agentgrpo refuses before it loads a model is not started.
 """
 
@@ -219,8 +219,6 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
         return row
     lora: dict[str, Any] = {"rank": RANK, "alpha": 8.0}
     with started(folder, dtype, lora_rank=0) as engine:
-        merged = LoraConfig(**lora, serve="merged")
-        row["merged"] = apart(engine, folder, LearnerConfig(lora=merged))
         row["full"] = apart(engine, folder, LearnerConfig())
     if row["served_refused"]:
         return row
@@ -291,8 +289,8 @@ def table() -> str:
     """
     rows = newest()
     out = [
-        "| family | releases | weights | prefixes | full | LoRA merged | LoRA served | commit |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | releases | weights | prefixes | full | LoRA | commit |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, family in FAMILIES.items():
         row = rows[name]
@@ -300,7 +298,7 @@ def table() -> str:
         weights, prefixes = (
             (any_run["weights"].split(" (")[0], any_run["prefixes"]) if any_run else ("", "")
         )
-        cells = [_gap(row, part) for part in ("full", "merged", "served")]
+        cells = [_gap(row, part) for part in ("full", "served")]
         out.append(
             f"| {name} | {family.releases} | {weights} | "
             f"{'trees' if prefixes == 'shared' else prefixes and 'rows'} | {' | '.join(cells)} | "
@@ -328,7 +326,7 @@ def _reasons(row: dict[str, Any]) -> Iterator[str]:
     if row["dtype"] != "float32":
         yield f"in {row['dtype']}: vLLM for CPU does not take float32"
     if why := row["refused"] or row.get("served_refused"):
-        yield f"{'refused' if row['refused'] else 'LoRA served refused'}: {why}"
+        yield f"{'refused' if row['refused'] else 'LoRA refused'}: {why.partition(': set')[0]}"
 
 
 def main() -> None:

@@ -230,32 +230,17 @@ def find_factors(
     return Factors(high_entropy, on_policy, correction)
 
 
-class Terms(NamedTuple):
-    """[N] each, not yet weighted or masked."""
-
-    loss: Tensor
-    kl: Tensor | None
-    ratio: Tensor
-
-
-def torch_terms(batch: Batch, objective: Objective) -> Terms:
-    """Each term's loss but for the entropy bonus."""
+def torch_loss(batch: Batch, objective: Objective) -> tuple[Tensor, Metrics]:
+    """The weighted sum but for the entropy bonus, and the metrics that depend on the loss type."""
     ratio = importance(batch, objective)
     loss = _policy(batch, objective, ratio)
     factor = batch.factors.product(objective, ratio.dtype)
     if factor is not None:
         loss = loss * factor
-    if not objective.beta:
-        return Terms(loss, None, ratio)
-    kl = _kl(batch, objective, ratio)
-    return Terms(loss + objective.beta * kl, kl, ratio)
-
-
-def torch_loss(batch: Batch, objective: Objective) -> tuple[Tensor, Metrics]:
-    """The weighted sum of torch_terms, and the metrics that depend on the loss type."""
-    loss, kl, ratio = torch_terms(batch, objective)
     metrics = _ratio_metrics(batch, objective, ratio.detach())
-    if kl is not None:
+    if objective.beta:
+        kl = _kl(batch, objective, ratio)
+        loss = loss + objective.beta * kl
         metrics["ref_kl"] = _mean(batch, kl.detach())
     return (batch.weight * loss).sum(), metrics
 

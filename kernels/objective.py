@@ -4,7 +4,7 @@ LOSSES is the one list of losses. The kernels, the reference, the weights, the c
 a run and docs/losses.md read it. `python -m agentgrpo.kernels.objective` prints that page's table.
 
 Names and defaults are TRL 1.16's (GRPOConfig; GMPOConfig for gmpo) where TRL has the option, verl
-0.9.1's otherwise, said at the option. What differs is in config/elsewhere.py, with the reason.
+0.9.1's otherwise, said at the option. What differs is in docs/coming-from.md, with the reason.
 """
 
 from __future__ import annotations

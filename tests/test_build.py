@@ -45,9 +45,8 @@ def test_what_the_model_has_not_is_refused(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("serve", ["adapter", "merged"])
 def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, device: str, serve: str
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, device: str
 ) -> None:
     started: list[int] = []
 
@@ -61,10 +60,9 @@ def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
     stage.model = str(tiny_model)
     stage.chat = SimpleNamespace(tokenizer=None)
     stage.progress = SimpleNamespace(say=said.append)
-    lora = {"rank": 4, "serve": serve}
-    asked = config(Path("m"), learner={"lora": lora})
+    asked = config(Path("m"), learner={"lora": {"rank": 4}})
     start_engine(asked, stage, trained=True)
-    assert started == [4 if serve == "adapter" else 0]
+    assert started == [4]
     assert said == ["engine: starting vLLM"]
 
 
@@ -228,32 +226,6 @@ def test_a_run_goes_on_with_what_it_is_told_to_lower_and_with_nothing_else(tmp_p
     for key, sections in others.items():
         with pytest.raises(ValueError, match=rf"holds a run with {key} = .*: set it back"):
             require_same_run(asked(**sections))
-
-
-@pytest.mark.parametrize("how", ["moved", "named from here", "others"])
-def test_a_run_may_be_moved_with_what_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """As a stage is, which lies beside the checkpoint that it began from."""
-
-    def asked(place: str, first: str = "first") -> TrainConfig:
-        data = {"train": f"{place}/rows.jsonl", "heldout": f"{place}/held.jsonl"}
-        return config(Path(f"{place}/{first}/m"), out_dir=f"{place}/then/rl", data=data)
-
-    monkeypatch.chdir(tmp_path)
-    old = tmp_path / "old" / "then" / "rl"
-    old.mkdir(parents=True)
-    (old / "metrics.jsonl").touch()
-    then = asked(str(tmp_path / "old")).model_dump(mode="json")
-    (old / "run.json").write_text(json.dumps({"config": then}))
-    if how == "moved":
-        (tmp_path / "old").rename(tmp_path / "new")
-        require_same_run(asked(str(tmp_path / "new")))
-    elif how == "named from here":
-        require_same_run(asked("old"))
-    else:
-        with pytest.raises(ValueError, match="holds a run with model = "):
-            require_same_run(asked("old", "second"))
 
 
 def test_a_folder_is_a_runs_until_its_file_is_closed(tmp_path: Path) -> None:

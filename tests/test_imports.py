@@ -79,7 +79,6 @@ WINGS = {
 TOP = [
     *(
         "settings",
-        "card",
         "stage",
         "build",
         "plan",
@@ -158,7 +157,7 @@ def test_kernels_import_torch_triton_and_each_other() -> None:
 
 
 MODEL_FREE = ("agents", "envs", "sandbox", "config", "actions", "types")
-LOADS_MODELS = ("learn/loading.py", "machine/footprint.py", "models/encoder.py")
+LOADS_MODELS = ("learn/policy.py", "machine/footprint.py", "models/encoder.py", "models/gguf.py")
 
 
 def test_each_dependency_has_its_place() -> None:

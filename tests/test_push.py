@@ -13,7 +13,6 @@ import json
 import re
 import threading
 import tomllib
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,8 @@ import pytest
 from safetensors.numpy import load, save_file
 
 from agentgrpo import push
-from agentgrpo.config.read import load_config
 from agentgrpo.models.models import ADAPTER_CONFIG, ADAPTER_TENSORS
 from agentgrpo.run import checkpoint
-from agentgrpo.run.folder import locked
 from agentgrpo.run.metrics import RunLog
 from tests.given import a_config, a_group
 
@@ -198,9 +195,8 @@ def test_a_checkpoint_is_published_whole_and_private(hub: Hub, run: Path) -> Non
     assert push.main([str(run), "me/model"]) == 0
     files = hub.files["me/model"]
     assert files.keys() == {
-        *("README.md", "agentgrpo_config.toml", "curve.svg"),
-        *("config.json", "tokenizer_config.json", "model.safetensors"),
-    }
+        "README.md", "config.json", "tokenizer_config.json", "model.safetensors"
+    }  # fmt: skip
     np.testing.assert_array_equal(load(files["model.safetensors"])["lm_head.weight"],
                                   WEIGHTS["lm_head.weight"])  # fmt: skip
     assert (hub.private, hub.commits) == ({"me/model": True}, 1)
@@ -213,115 +209,61 @@ def test_visibility_and_existing_repositories_are_asked_for(
     assert hub.private == {"me/model": False}
     assert capsys.readouterr().out.endswith(f"{hub.address}/me/model/commit/{40 * '0'}\n")
     assert push.main([str(run), "me/model"]) == 2
-    assert said(capsys) == "error: me/model is there already: --exist-ok adds a commit to it"
+    assert said(capsys).endswith("already: --exist-ok")
     assert hub.commits == 1
     assert push.main([str(run), "me/model", "--exist-ok", "--checkpoint", "2"]) == 0
     assert hub.commits == 2
     assert "step 2 of 4" in hub.files["me/model"]["README.md"].decode()
 
 
-def card_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert push.main([*map(str, arguments), "--dry-run"]) == 0
-    return capsys.readouterr().out
-
-
-def test_the_card_says_data_config_results_and_versions(
-    run: Path, capsys: pytest.CaptureFixture[str]
+def test_the_card_says_results_settings_and_versions(
+    hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    card = card_of(capsys, run, "me/model")
+    assert push.main([str(run), "me/model", "--dry-run"]) == 0
+    card = capsys.readouterr().out
     assert card.endswith("nothing was sent\n")
-    assert re.search(r"^ +24,\d\d\d model\.safetensors$", card, re.M)
-    for line in ("| 0 | 0.250 | 0.350 | 8 |", "| 4 | 0.500 | 0.600 | 8 |", "| torch | 2.13.0 |",
-                 "| trained on | word_problems |", "| rollouts of a task | 8 |",
-                 'library_name: "transformers"', "![Reward by step](curve.svg)"):  # fmt: skip
+    assert not hub.files
+    for line in ("| 0 | 0.25 | 0.35 |", "| 4 | 0.5 | 0.6 |", "library_name: transformers"):
         assert line in card.splitlines(), card
-    (config,) = re.findall(r"```toml\n(.*?)```", card, re.S)
-    assert tomllib.loads(config) == {"model": "m", "steps": 4, "data": {"heldout": "rows.jsonl"}}
-    assert "| 4 |" not in card_of(capsys, run, "me/model", "--checkpoint", "best"), "later"
-    assert "step 2 of 4" in card_of(capsys, run, "me/model", "--checkpoint", "best")
+    assert "torch 2.13.0" in card
+    settings = tomllib.loads(card.split("````toml\n")[1].split("````")[0])
+    assert settings == {"steps": 4, "seed": 0, "data": {"heldout": "rows.jsonl"}}
+    assert push.main([str(run), "me/model", "--dry-run", "--checkpoint", "best"]) == 0
+    best = capsys.readouterr().out
+    assert "step 2 of 4" in best
+    assert "| 4 |" not in best, "later"
 
 
-def test_the_published_config_trains_the_same_again(run: Path, tmp_path: Path) -> None:
-    """All that differs from the defaults, nested or not; TOML that our reader takes."""
-    options = 'agent.options={ system_prompt = "say `x`\\n```", shots = [[{ role = "user" }]] }'
-    changed = ["learner.lora.rank=8", "loss.epsilon_high=0.3", "reward.kind=none", options,
-               "rollout.call_timeout_s=none"]  # fmt: skip
-    run = write_run(tmp_path / "two", *changed, adapter=True)
-    ready = push.prepared(run, "me/model")
-    config = ready.files["agentgrpo_config.toml"]
-    assert isinstance(config, bytes)
-    (tmp_path / "again.toml").write_bytes(config)
-    again = load_config(tmp_path / "again.toml", [f"out_dir={run}"])
-    assert again == a_config("steps=4", "data.heldout=rows.jsonl",
-                             f"out_dir={run}", *changed)  # fmt: skip
-    card = ready.files["README.md"]
-    assert isinstance(card, bytes)
-    (block,) = re.findall(r"^(`{3,})toml\n(.*?)^\1$", card.decode(), re.S | re.M)
-    assert len(block[0]) > 3, "the text does not end its own block"
-    assert block[1] in config.decode()
-
-
-def test_a_curve_is_a_picture_of_the_rewards(run: Path) -> None:
-    picture = push.prepared(run, "me/model", "2").files["curve.svg"]
-    assert isinstance(picture, bytes)
-    root = ET.fromstring(picture)
-    svg = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f"{svg}circle")) == 3, "an evaluation each"
-    lines = [p.get("d", "") for p in root.findall(f"{svg}path") if p.get("stroke-width") == "2"]
-    assert [line.count("L") for line in lines] == [3, 2]
-    (mark,) = (p for p in root.findall(f"{svg}path") if p.get("stroke-dasharray"))
-    assert mark.get("d", "").startswith("M315.0,"), "halfway: 2 of 4 steps"
-
-
-def test_nothing_of_this_machine_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Paths, addresses with passwords, keys by their names, what the sandbox's code may see."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_of_the_settings_only_the_allowed_are_told(tmp_path: Path) -> None:
+    """Neither paths nor what may hold a secret: addresses, keys, values of the environment."""
     run = write_run(
         tmp_path / "one", f"model={tmp_path}/models/base", f"data.train={tmp_path}/rows.jsonl",
-        "env.kind=mcp", 'sandbox.env={ WHO = "nobody-knows" }',
-        f'env.options={{ command = ["python", "{tmp_path}/serve.py"], api_key = "nobody-knows", '
-        f'url = "https://me:nobody-knows@host/x?k=nobody-knows", env = {{ A = "nobody-knows" }}, '
-        f'text = "look into {tmp_path}/work", max_tokens = 7 }}',
+        'endpoints.judge={ kind = "http", model = "m", url = "http://me:hidden@host/v1" }',
+        "env.kind=mcp", f'env.options={{ command = "{tmp_path}/serve", env = {{ K = "hidden" }} }}',
+        'agent.options={ system_prompt = "Be `brief`.", headers = { K = "hidden" } }',
+        'sandbox.env={ WHO = "hidden" }', "loss.epsilon_high=0.3",
     )  # fmt: skip
-    ready = push.prepared(run, "me/model")
-    made = {name: content.decode() for name, content in ready.files.items()
-            if isinstance(content, bytes)}  # fmt: skip
-    assert made.keys() == {"README.md", "agentgrpo_config.toml", "curve.svg", "config.json",
-                           "tokenizer_config.json"}  # fmt: skip
+    _, files = push.prepared(run, "me/model")
+    made = {name: text.decode() for name, text in files.items() if isinstance(text, bytes)}
+    assert made.keys() == {"README.md", "config.json", "tokenizer_config.json"}
     for name, text in made.items():
         assert str(tmp_path) not in text, name
-        assert "nobody-knows" not in text, name
-    config = tomllib.loads(made["agentgrpo_config.toml"])
-    assert config["model"] == "base"
-    assert config["data"]["train"] == "rows.jsonl"
-    assert config["env"]["options"] == {
-        "command": ["python", "serve.py"], "url": "https://host/x", "text": "look into ./work",
-        "max_tokens": 7,
-    }  # fmt: skip
-    assert "Left out: `env.options.api_key`, `env.options.env`, `sandbox.env`." in made["README.md"]
+        assert "hidden" not in text, name
+    settings = tomllib.loads(made["README.md"].split("````toml\n")[1].split("````")[0])
+    assert settings["agent"] == {"options": {"system_prompt": "Be `brief`."}}
+    assert (settings["env"], settings["loss"]) == ({"kind": "mcp"}, {"epsilon_high": 0.3})
+    assert settings["data"]["train"] == "rows.jsonl"
     assert json.loads(made["config.json"])["_name_or_path"] == "base"
-    monkeypatch.setenv("A_SECRET", "look into ./work")
-    assert push.main([str(run), "me/model", "--dry-run"]) == 2
-    line = said(capsys)
-    assert line == "error: README.md would tell the value of $A_SECRET: nothing was uploaded"
 
 
 def test_an_adapter_names_its_base_as_the_hub_does(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", "model=org/base", "learner.lora.rank=8", adapter=True)
-    files = push.prepared(run, "me/model").files
-    about = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({k: v for k, v in about.items() if k != "base"}))
-    assert push.prepared(run, "me/model").files == files  # as a run of an earlier version has it
-    table = files[ADAPTER_CONFIG]
-    card = files["README.md"]
+    _, files = push.prepared(run, "me/model")
+    table, card = files[ADAPTER_CONFIG], files["README.md"]
     assert isinstance(table, bytes)
     assert isinstance(card, bytes)
     assert json.loads(table) == {"base_model_name_or_path": "org/base", "r": 8}
-    assert 'base_model: "org/base"' in card.decode()
-    assert "AutoPeftModelForCausalLM" in card.decode()
+    assert "base_model: org/base\nlibrary_name: peft" in card.decode()
 
 
 def broken(run: Path, how: str) -> None:
@@ -329,37 +271,22 @@ def broken(run: Path, how: str) -> None:
     metrics = run / "metrics.jsonl"
     if how == "edited":
         metrics.write_text(metrics.read_text().replace("0.75", "0.99"))
-    elif how == "nan":
-        log = RunLog(run)
-        log.write(3, learner={"loss": float("nan")})
     elif how == "short":
         (newest / "model.safetensors").write_bytes(b"\0" * 100)
-    elif how == "flipped":
-        whole = bytearray((newest / "model.safetensors").read_bytes())
-        whole[len(whole) // 2] ^= 1
-        (newest / "model.safetensors").write_bytes(whole)
-    elif how == "ahead":
-        newest.rename(newest.with_name("step_000009"))
     elif how == "none":
         for folder in (run / "checkpoints").iterdir():
             folder.rename(run / f"gone_{folder.name}")
-    elif how == "no run":
-        (run / "run.json").unlink()
     else:
-        (run / "run.json").write_text("{}")
+        (run / "run.json").unlink()
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ("edited", "metrics.jsonl:5: does not follow the line before it"),
-        ("nan", "step 3: learner/loss is nan: the run is broken"),
         ("short", "--checkpoint STEP chooses another"),
-        ("flipped", "model.safetensors: is not as it was written"),
-        ("ahead", "metrics.jsonl ends before step 9"),
-        ("none", "no checkpoint was saved"),
+        ("none", "has checkpoints of steps (none)"),
         ("no run", "no run.json, so this is not a run's folder"),
-        ("empty", "run.json: not the description of a run"),
     ],
 )
 def test_broken_runs_are_refused(
@@ -371,63 +298,23 @@ def test_broken_runs_are_refused(
     assert not hub.files
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["me/model", "--checkpoint", "3"], "expected last, best or a step, got '3'; "),
-        (["a/b/c"], "Repo id must be in the form"),
-        (["me/mo del"], "Repo id must"),
-    ],
-)
-def test_a_call_that_cannot_work_is_refused(
-    hub: Hub, run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert push.main([str(run), *arguments]) == 2
-    assert message in said(capsys)
-    assert push.main([str(run / "nowhere"), "me/model"]) == 2
-    assert said(capsys).endswith("nowhere: no such folder")
-    assert not (run / "nowhere").exists()
-
-
-@pytest.mark.parametrize(
-    ("at", "status", "message"),
-    [
-        ("create", 401, "does not let this token write me/model (401): `hf auth login` or "),
-        ("create", 403, "does not let this token write me/model (403): `hf auth login` or "),
-        ("create", 500, " answered 500 to /api/repos/create: "),
-        ("commit", 403, "(403): `hf auth login` or HF_TOKEN, with a token that may write; "
-                        "the repository was made and is empty: --exist-ok goes on"),
-        ("batch", 413, " answered 413 to /me/model.git/info/lfs/objects/batch: "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("at", "status"), [("create", 401), ("create", 500), ("commit", 403)])
 def test_what_the_hub_refuses_is_one_line(
-    hub: Hub, run: Path, capsys: pytest.CaptureFixture[str], at: str, status: int, message: str
+    hub: Hub, run: Path, capsys: pytest.CaptureFixture[str], at: str, status: int
 ) -> None:
     hub.refuses[at] = status
     assert push.main([str(run), "me/model"]) == 2
     line = said(capsys)
-    assert line.startswith("error: ")
-    assert message in line
+    assert line.startswith(f"error: {hub.address}: ")
+    assert str(status) in line
+    assert "`hf auth login`" in line
     assert TOKEN not in line
     assert hub.commits == 0
 
 
-def test_no_token_and_no_network_are_one_line(
-    hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    assert push.main([str(run), "me/model"]) == 2
-    assert "does not let this token write me/model (401): `hf auth login`" in said(capsys)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert push.main([str(run), "me/model"]) == 2
-    assert said(capsys).startswith("error: http://127.0.0.1:9 cannot be reached: ")
-
-
-def test_a_run_that_is_under_way_is_not_published(
-    run: Path, capsys: pytest.CaptureFixture[str]
+def test_no_network_is_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with locked(run):
-        assert push.main([str(run), "me/model", "--dry-run"]) == 2
-    assert said(capsys).endswith("is in use by another run")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert push.main([str(run), "me/model", "--checkpoint", "2"]) == 2
+    assert said(capsys).startswith("error: http://127.0.0.1:9: ")

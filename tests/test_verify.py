@@ -22,8 +22,6 @@ from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.updates import Update, mini_batches
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.rollout.transcript import Drift, Transcript
-from agentgrpo.run.metrics import RunLog
-from agentgrpo.run.records import read_parquet, read_rollouts, rollout_record, write_parquet
 from agentgrpo.types import (
     Float32,
     Group,
@@ -40,11 +38,7 @@ from tests.rollout.stubs import Turn as Says
 from tests.rollout.test_branch import ALWAYS
 
 Record = dict[str, Any]
-
-
 write_run = record
-
-
 MASKED = {
     f"rollout.treatment.{status}": "mask" for status in ("truncated_turns", "truncated_length")
 }
@@ -81,17 +75,7 @@ def test_a_masked_rollout_that_no_update_counts_is_a_fault(
         {"loss.loss_type": "dr_grpo", "loss.num_mini_batches": 2, "learner.max_tokens": 1024},
         {"loss.loss_type": "dapo", "loss.normaliser": "sequence_sum"},
     ],
-    ids=[
-        "default",
-        "grpo",
-        "batch",
-        "spans",
-        "turns",
-        "gdpo",
-        "sigmas",
-        "mini-batches",
-        "normaliser",
-    ],
+    ids=["default", "grpo", "batch", "spans", "turns", "gdpo", "sigmas", "mini-batches", "own"],
 )
 def test_what_the_sampler_recorded_is_proven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: dict[str, Any]
@@ -153,34 +137,21 @@ def changed(run: Path, change: str, which: Callable[[Record], Any]) -> tuple[Rec
     return r, verify.verify_run(run).faults
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (
-            "x['token_ids'][0] ^= 1",
-            r"step {step} {split} group {group} rollout \d+: turn .* are not those that the engine",
-        ),
-        (
-            "x['logprobs'][0] = 'no'",
-            r"rollouts\.jsonl:\d+: segments\S+logprobs\.0: .* valid number",
-        ),
-        ("del t[0]['replaced']", r"rollouts\.jsonl:\d+: .*turns\.0\.replaced: Field required"),
-    ],
-)
-def test_every_corruption_is_found(tmp_path: Path, change: str, fault: str) -> None:
-    """Where it is and what it is; proof/test_definitions.py has the rest of what a rollout says."""
-    write_run(tmp_path)
-    record, faults = changed(tmp_path, change, lambda r: r["span_rewards"] and len(r["turns"]) > 1)
-    assert any(re.match(fault.format(**record), found) for found in faults), faults
-    assert verify.main([str(tmp_path)]) == 1
-
-
 FORGET = "r['learner_logprobs'] = r['entropies'] = None"
 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
+        (
+            "x['token_ids'][0] ^= 1",
+            r"^step {step} {split} group {group} rollout \d+: turn .* are not those that",
+        ),
+        (
+            "x['logprobs'][0] = 'no'",
+            r"^rollouts\.jsonl:\d+: segments\S+logprobs\.0: .* valid number",
+        ),
+        ("del t[0]['replaced']", r"^rollouts\.jsonl:\d+: turns\.0\.replaced: Field required"),
         (FORGET, r"update 0: packed, or seen by the learner, but not both: rollouts \[\d+\]"),
         (
             "r['learner_logprobs'][0] = [-1.0] * len(s[0]['token_ids'])",
@@ -192,12 +163,12 @@ FORGET = "r['learner_logprobs'] = r['entropies'] = None"
         ),
     ],
 )
-def test_every_corruption_of_what_the_learner_saw_is_found(
-    tmp_path: Path, change: str, fault: str
-) -> None:
+def test_every_corruption_is_found(tmp_path: Path, change: str, fault: str) -> None:
+    """Where it is and what it is; proof/test_definitions.py has the rest of what a rollout says."""
     write_run(tmp_path)
-    _, faults = changed(tmp_path, change, lambda r: r["learner_logprobs"])
-    assert any(re.search(fault, found) for found in faults), faults
+    record, faults = changed(tmp_path, change, lambda r: r["learner_logprobs"])
+    assert any(re.search(fault.format(**record), found) for found in faults), faults
+    assert verify.main([str(tmp_path)]) == 1
 
 
 def test_the_learner_sees_what_is_trained_and_that_wholly_or_not_at_all(tmp_path: Path) -> None:
@@ -356,88 +327,32 @@ def test_branches_are_proven_to_begin_as_their_parents(tmp_path: Path, credit: s
     assert any("does not begin as" in fault for fault in verify.verify_run(tmp_path).faults)
 
 
-def test_records_read_back_exactly_from_json_lines_and_parquet(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    log = RunLog(tmp_path)
-    log.rollouts(2, [Group(task=TASK, rollouts=[forked_rollout()])])
-    with (tmp_path / "rollouts.jsonl").open("a") as file:
-        file.write('{"step": 3, "spl')  # is being written
-    written = list(read_rollouts(tmp_path / "rollouts.jsonl"))
-    assert len(written) == 26
-    write_parquet(tmp_path / "rollouts.parquet", written)
-    again = list(read_parquet(tmp_path / "rollouts.parquet"))
-    for (place, ours), (other, theirs) in zip(written, again, strict=True):
-        assert place == other
-        assert rollout_record(ours) == rollout_record(theirs)
-        for a, b in zip(ours.segments, theirs.segments, strict=True):
-            assert a.token_ids.tobytes() == b.token_ids.tobytes()
-            assert (a.logprobs is None) == (b.logprobs is None)
-            if a.logprobs is not None and b.logprobs is not None:
-                assert a.logprobs.tobytes() == b.logprobs.tobytes()
-    last = again[-1][1]
-    assert [len(row) for row in last.rows] == [2, 2]
-    assert last.turns[1].row == 1
-
-
-@pytest.mark.parametrize("described", [[], {"config": {}}, {"learner": {}}])
-def test_the_folder_of_something_else_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], described: Any
-) -> None:
-    write_run(tmp_path)
-    (tmp_path / "run.json").write_text(json.dumps(described))
-    assert verify.main([str(tmp_path)]) == 2
-    assert "error: " in (said := capsys.readouterr().err)
-    assert re.search(
-        r"(run\.json: not that of|expected a JSON object|config key model is required)", said
-    )
-
-
-def test_settings_of_another_version_are_told_by_their_keys(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path)
-    path = tmp_path / "run.json"
-    described = json.loads(path.read_text())
-    described["config"] |= {"steps": "many", "gone": 1}
-    path.write_text(json.dumps(described))
-    assert verify.main([str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "config key steps: Input should be a valid integer" in said
-    assert "unknown config key gone" in said
+ROLLOUTS = "rollouts.jsonl"
 
 
 @pytest.mark.parametrize(
-    ("gone", "why"),
+    ("file", "text", "says"),
     [
-        ("run.json", "{run}: no run.json, which a run's folder (out_dir) has"),
-        ("metrics.jsonl", "metrics.jsonl: no such file"),
+        ("run.json", None, "{run}: no run.json, which a run's folder (out_dir) has"),
+        ("metrics.jsonl", None, "metrics.jsonl: no such file"),
+        ("run.json", "[]", "run.json: expected a JSON object"),
+        ("run.json", '{{"learner": {{}}}}', "run.json: not that of a training run: KeyError"),
+        ("run.json", '{{"config": {{"gone": 1}}}}', "unknown config key gone"),
+        (ROLLOUTS, "{first}\n{{\n", "rollouts.jsonl:2: not JSON: Expecting"),
+        (ROLLOUTS, '{first}\n{{"status": "gone"}}\n', "rollouts.jsonl:2: lacks 'step'"),
+        (ROLLOUTS, "{first}\n[]\n", "rollouts.jsonl:2: not a JSON object"),
     ],
 )
-def test_what_is_missing_of_a_run_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str, why: str
+def test_what_is_no_run_or_no_record_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: str | None, says: str
 ) -> None:
     write_run(tmp_path)
-    for name in gone.split():
-        (tmp_path / name).unlink()
+    first = (tmp_path / ROLLOUTS).read_text().splitlines()[0]
+    if text is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_text(text.format(first=first))
     assert verify.main([str(tmp_path)]) == 2
-    assert why.format(run=tmp_path) in capsys.readouterr().err
-
-
-def test_a_line_that_is_no_record_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path)
-    path = tmp_path / "rollouts.jsonl"
-    lines = path.read_text().splitlines()
-    for bad, why in (("{", "Expecting"), ('{"status": "gone"}', "lacks 'step'"), ("[]", "object")):
-        path.write_text("\n".join([lines[0], bad, ""]))
-        assert verify.main([str(tmp_path)]) == 2
-        assert f"error: {path}:2: " in (said := capsys.readouterr().err)
-        assert why in said
-
-
-def test_a_folder_of_no_run_is_said_to_be_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert verify.main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: no run.json, which a run's")
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert says.format(run=tmp_path) in said

@@ -8,8 +8,6 @@ does wrong while a run is on is in test_faults.py.
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -19,9 +17,6 @@ from typing import Any
 import pytest
 
 from agentgrpo import cli
-from agentgrpo.config import TrainConfig
-from agentgrpo.config.readers import reads
-from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.files import CHECKSUMS
 from agentgrpo.recipe import parts
 from agentgrpo.run import checkpoint
@@ -173,73 +168,38 @@ def test_every_command_has_a_dry_run_that_writes_nothing(
     assert (status, told.err) == (0, ""), told.err
     assert "the plan, nothing was " in told.out
     assert not (place / "run").exists()
-    word, config, *more = command.split()
-    numbers = {"steps": 4711, "save_every": 4712, "eval_every": 4713, "keep_checkpoints": 4714,
-               "rollout.group_size": 4716, "engine.kv_cache_gib": 4715.0,
-               "flywheel.tasks": 4717, "sft.epochs": 4718, "sft.batch_size": 4719,
-               "curriculum.stages": 4720, "curriculum.candidates": 4721}  # fmt: skip
-    known = (TrainConfig if word == "train" else RecipeConfig).model_fields
-    unread = {
-        key: number
-        for key, number in numbers.items()
-        if not reads(word, key) and key.partition(".")[0] in known
-    }
-    lines = [f"{key} = {number}" for key, number in unread.items()]
-    other = place / "other.toml"
-    other.write_text("\n".join([*lines, f'extends = "{config}"', ""]))
-    try:
-        status = cli.main([word, str(other), *more, "--of-recipe", "--dry-run"])
-    finally:
-        other.unlink()
-    told = capsys.readouterr()
-    assert (status, told.err) == (0, ""), told.err
-    assert "47" not in re.sub(r"(?!47[12]\d\b)\b[\d,.]+", "", told.out), "what it does not read"
 
 
 PATHS = {
     "train {c} --dry-run model=./nosuch": "model './nosuch': no such directory",
-    "train {c} --dry-run model=/nosuch/model": "model '/nosuch/model': no such directory",
     "train {c} --dry-run model=~/nosuch/model": "/nosuch/model': no such directory",
-    "train {c} --dry-run model=../nosuch": "model '../nosuch': no such directory",
-    "train {c} --dry-run model=runs/a/checkpoints/step_000003": "no such directory",
     "train {c} --dry-run model=models/a.gguf": "model 'models/a.gguf': no such directory",
     "train {c} --dry-run model={here}/model/config.json": "config.json': a file, expected a dir",
-    "train {c} --dry-run model={here}/run.toml/..": "no such directory",
     "train {c} --dry-run model={here}": "the directory holds no config.json",
-    "train {c} --dry-run model=a//b": "no such directory",
     "train {c} --dry-run model=some/--model": "no such directory, and no hub name",
     "train {c} --dry-run model=nobody/has-this-model": "its tokenizer cannot be read",
     "train {c} --dry-run model=package:nosuchpackage": "'nosuchpackage' is not installed; try: ",
     "train {c} --dry-run model=bare": "'bare'",
     "train ./nosuch.toml": "config './nosuch.toml' is neither a file nor",
-    "train {here}/nosuch/c.toml": "/nosuch/c.toml' is neither a file nor the name of a shipped ",
     "train quickstat": "did you mean quickstart?",
-    "train {here}": "{here}: it is a directory, expected a file",
-    "train /dev/null": "/dev/null: it is a device, a pipe or a socket, expected a file",
+    "train {here}": "{here}: is a directory",
     "train {c} --dry-run data.train=./nosuch.jsonl": "data.train: nosuch.jsonl: no such file",
-    "train {c} --dry-run data.train={here}/no/such.parquet": "such.parquet: no such file",
     "train {c} --dry-run data.heldout=/nosuch.jsonl": "data.heldout: /nosuch.jsonl: no such file",
     "train {c} --dry-run sandbox.tools=nosuch.py": "sandbox.tools: nosuch.py: no such file",
     "train {c} --dry-run sandbox.template=nosuch": "sandbox.template: ",
-    "train {c} --dry-run out_dir={here}/rows.jsonl/run": "rows.jsonl is no directory",
+    "train {c} --dry-run out_dir={here}/rows.jsonl/run": "rows.jsonl: not a directory",
     "train {c} --dry-run out_dir=/proc/x": "out_dir '/proc/x': no folder can be made in /proc: no ",
     "train {c} out_dir=/proc/x": "out_dir '/proc/x': no folder can be made in /proc: no ",
-    "train {c} --dry-run data.train=./nosuch.jsonl data.levels=[3]": "data.train: nosuch.jsonl: no",
     "sft {r} --dry-run model=./nosuch sft.data=./nosuch.jsonl": "sft.data: nosuch.jsonl: no such",
-    "sft unmade.toml --dry-run": "sft.jsonl: no such file or directory; {here} is there; "
-    "`agentgrpo flywheel CONFIG` writes it, or set sft.data=FILE",
-    "init model rows.jsonl -o no/c.toml": "--output no/c.toml: no such directory no",
-    "init model rows.jsonl -o {here}": "--output {here}: it is a directory, expected a file",
-    "sft {r} --dry-run sft.data=./nosuch.jsonl": "nosuch.jsonl: no such file or directory",
-    "sft {r} --dry-run sft.data={here}": "{here}: it is a directory, expected a file",
+    "sft unmade.toml --dry-run": "sft.jsonl: no such file or directory"
+    "; `agentgrpo flywheel CONFIG` writes it, or set sft.data=FILE",
+    "init model rows.jsonl -o no/c.toml": "--output no/c.toml: expected a file in a directory that",
+    "init model rows.jsonl -o {here}": "--output {here}: expected a file in a directory that is",
+    "sft {r} --dry-run sft.data={here}": "{here}: is a directory",
     "evaluate {r} --dry-run --report x --compare nosuch.json": "nosuch.json: no such file",
-    "evaluate {r} --dry-run model={here}/nosuch": "no such directory",
-    "evaluate {r} --dry-run --report {here}/rows.jsonl": "rows.jsonl is no directory",
     "curriculum {r} --dry-run curriculum.start=sft": "stage 0 starts from the last checkpoint in",
     "verify {here}/nosuch": "nosuch",
     "view {here}/nosuch": "nosuch",
-    "export {here}/nosuch out.parquet": "rollouts.jsonl: no such file or directory",
-    "gguf {here}/nosuch.gguf out": "nosuch.gguf",
     "init {here}/nosuch rows.jsonl": "model '{here}/nosuch': no such directory",
     "init model nosuch.jsonl": "nosuch.jsonl: no such file",
 }  # fmt: skip
@@ -256,9 +216,6 @@ def test_a_path_that_does_not_exist_is_said_to_be_one(place: Path, said: Said, l
     assert "[Errno" not in told
 
 
-def as_it_is(path: Path) -> None: ...
-
-
 def gone(path: Path) -> None:
     path.unlink()
 
@@ -266,11 +223,6 @@ def gone(path: Path) -> None:
 def folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 def empty(path: Path) -> None:
@@ -283,10 +235,6 @@ def latin(path: Path) -> None:
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
-
-
-def forbidden(path: Path) -> None:
-    path.chmod(0)
 
 
 FILES = {
@@ -310,7 +258,6 @@ FILES = {
         "evaluate recipe.toml --dry-run --report x --compare wrong/report.json", "report.json",
     ),
     "run/run.json": ("train c.toml --dry-run out_dir=wrong/run", "run.json"),
-    "run/rollouts.jsonl": ("export wrong/run out.parquet", "rollouts.jsonl"),
     "settings/recipe.json": (
         "recipe recipe.toml --dry-run curriculum.start=sft out_dir=wrong", "settings/recipe.json",
     ),
@@ -319,7 +266,6 @@ FILES = {
 HARMLESS = {
     ("model/tokenizer_config.json", "gone"), ("model/generation_config.json", "gone"),
     ("tools.py", "empty"), ("tools.py", "cut"),
-    ("run/rollouts.jsonl", "empty"), ("run/rollouts.jsonl", "cut"),
 }  # fmt: skip
 
 
@@ -343,7 +289,6 @@ def wrong(place: Path) -> Iterator[Path]:
     (made / "run").mkdir()
     write_json(made / "run" / "run.json", {"config": {}})
     (made / "run" / "metrics.jsonl").write_text("{}\n")
-    (made / "run" / "rollouts.jsonl").write_text('{"task": {}}\n')
     (made / "settings").mkdir()
     write_json(made / "settings" / "recipe.json", {"seed": 0})
     write_json(made / "recipe.json", {})  # a part of it has ended
@@ -351,15 +296,13 @@ def wrong(place: Path) -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-@pytest.mark.parametrize("spoil", [gone, folder, pipe, empty, latin, cut, forbidden])
+@pytest.mark.parametrize("spoil", [gone, folder, empty, latin, cut])
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_that_cannot_be_read_is_named(
     wrong: Path, said: Said, name: str, spoil: Callable[[Path], None]
 ) -> None:
     if (name, spoil.__name__) in HARMLESS:
         return
-    if spoil is forbidden and os.access(__file__, os.R_OK) and os.geteuid() == 0:
-        return  # root reads it
     line, names = FILES[name]
     spoil(wrong / name)
     status, told = said(line)
@@ -397,21 +340,12 @@ def test_one_flipped_bit_of_a_checkpoint_is_found_and_named(
 
 
 UNREAD = {
-    "sft recipe.toml steps=3": "`agentgrpo sft` does not read it: sft.epochs says how long it "
-    "is; read by `train`",
-    "sft recipe.toml rollout.group_size=4": "does not read it: nothing is sampled; read",
-    "sft recipe.toml loss.beta=0.1": "loss.beta: `agentgrpo sft` does not read it: its loss is the",
-    "sft recipe.toml curriculum.stages=1": "does not read it; read by `curriculum`",
-    "evaluate recipe.toml learner.learning_rate=1e-3": "does not read it; read by `train`, `sft`, ",
-    "evaluate recipe.toml evaluation.temperature=0.5": "measures.temperature is what it plays with",
-    "evaluate recipe.toml save_every=3": "save_every: `agentgrpo evaluate` does not read it",
-    "flywheel recipe.toml sft.epochs=1": "sft.epochs: `agentgrpo flywheel` does not read it; read",
-    "flywheel recipe.toml loss={{beta=0.1}}": "loss.beta: `agentgrpo flywheel` does not read it",
-    "evaluate recipe.toml rollout.branching={{initial=2}}": "rollout.branching.initial: `agentgrpo",
-    "flywheel recipe.toml rollout.temperature=0.5": "flywheel.temperature is what it plays with",
-    "curriculum recipe.toml steps=3": "`agentgrpo curriculum` does not read it: curriculum.st",
-    "recipe recipe.toml steps=3": "steps: `agentgrpo recipe` does not read it: sft.epochs and",
-    "recipe stepped.toml": "steps: stepped.toml has sections of a recipe, and none of its commands",
+    "sft recipe.toml steps=3": "steps: `agentgrpo sft` does not use it; used by `train`",
+    "sft recipe.toml rollout.group_size=4": "rollout.group_size: `agentgrpo sft` does not use it",
+    "evaluate recipe.toml learner.learning_rate=1e-3": "does not use it; used by `train`, `sft`, ",
+    "evaluate recipe.toml evaluation.temperature=0.5": "does not use it, but measures.temperature",
+    "flywheel recipe.toml loss={{beta=0.1}}": "loss.beta: `agentgrpo flywheel` does not use it",
+    "recipe recipe.toml steps=3": "steps: `agentgrpo recipe` does not use it",
     "train c.toml sft.epochs=1": "[sft] is a section of a recipe",
     "sft recipe.toml stps=3": "unknown config key stps; did you mean steps?",
 }
@@ -421,7 +355,6 @@ UNREAD = {
 def test_a_setting_that_the_command_does_not_read_is_refused(
     place: Path, said: Said, line: str
 ) -> None:
-    (place / "stepped.toml").write_text(f"steps = 3\n{(place / 'recipe.toml').read_text()}")
     status, told = said(f"{line} --dry-run")
     assert status == 2
     assert UNREAD[line] in told

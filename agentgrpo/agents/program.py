@@ -71,8 +71,6 @@ class ProgramAgent(TextAgent):
         for path in self.files:
             if not path.exists():
                 raise ValueError(f"files: {path} does not exist")
-            if path.name == "..":
-                raise ValueError(f"files: {path} names no folder here; write {path.resolve()}")
         self.read_calls = self.call_reader(self.parser)
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -17,9 +16,8 @@ from agentgrpo.config.section import (
     PositiveNumber,
     Section,
     describe,
-    refuse_unread,
 )
-from agentgrpo.kernels.objective import SPECIAL, Objective, readers
+from agentgrpo.kernels.objective import Objective
 
 
 class RewardConfig(Section):
@@ -82,23 +80,16 @@ class RewardConfig(Section):
             raise ValueError(f"reward.functions: expected different names, got {functions!r}")
         return dict.fromkeys(functions, 1.0)
 
-    @pydantic.model_validator(mode="after")
-    def _reads_its_keys(self) -> RewardConfig:
-        refuse_unread(
-            self, "reward", "decay_sigmas", unless=self.sigma_tool + self.sigma_length > 0,
-            need="reward.sigma_tool or reward.sigma_length above 0",
-        )  # fmt: skip
-        functions = bool(self.functions)
-        refuse_unread(self, "reward", "on_error", unless=functions, need="reward.functions")
-        return self
-
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Of the adapters that vLLM can be started for."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters instead of the weights (peft); rank 0 trains the weights themselves."""
+    """Low-rank adapters instead of the weights (peft); rank 0 trains the weights themselves.
+
+    vLLM is handed the adapter alone, in memory; the model below it is one replica for both.
+    """
 
     rank: NotNegative = 0
     """Of the adapters; 0: none."""
@@ -107,23 +98,10 @@ class LoraConfig(Section):
     target_modules: tuple[str, ...] = ()
     """Names of the linear layers that get one; empty: all but the head, or those of the adapter
     that training goes on from."""
-    serve: Literal["adapter", "merged"] = "adapter"
-    """How the sampler gets it. adapter: vLLM is handed the adapter alone, in memory, and the model
-    below it is one replica for both. merged: the adapted layers' weights are written into vLLM's,
-    which may decode faster and fits every layer, but needs a second copy of the model."""
-
-    @property
-    def served_rank(self) -> int:
-        """Of the adapters that the sampler is handed; 0: it is given merged weights."""
-        return self.rank if self.serve == "adapter" else 0
 
     @pydantic.model_validator(mode="after")
     def _can_be_served(self) -> LoraConfig:
-        refuse_unread(
-            self, "learner.lora", "alpha", "target_modules", "serve", unless=self.rank > 0,
-            need="learner.lora.rank above 0",
-        )  # fmt: skip
-        room_for_adapters(self.served_rank)
+        room_for_adapters(self.rank)
         return self
 
 
@@ -135,8 +113,7 @@ def room_for_adapters(rank: int) -> int:
     """
     if rank > LORA_RANKS[-1]:
         raise ValueError(
-            f"learner.lora.rank: vLLM serves adapters up to rank {LORA_RANKS[-1]}, got {rank}; "
-            "learner.lora.serve = 'merged' has no such limit"
+            f"learner.lora.rank: vLLM serves adapters up to rank {LORA_RANKS[-1]}, got {rank}"
         )
     return next(size for size in (0, *LORA_RANKS) if size >= rank)
 
@@ -181,15 +158,7 @@ class LearnerConfig(Section):
     (6 GiB on CUDA): with more rows they are computed again in the backward pass."""
     offload_optimizer: bool = False
     """CUDA: the optimizer's state, masters and moments, waits in page-locked host memory, and
-    passes through the card in parts at each update."""
-
-    @pydantic.model_validator(mode="after")
-    def _reads_its_keys(self) -> LearnerConfig:
-        refuse_unread(
-            self, "learner", "final_learning_rate", unless=self.decay != "constant",
-            need='learner.decay = "linear" or "cosine"',
-        )  # fmt: skip
-        return self
+    passes through the card at each update, a parameter at a time."""
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
         """The learning rate of a step, counted from 0, of total_steps."""
@@ -277,20 +246,6 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, 
             self.check()
         except ValueError as error:
             raise ValueError(f"loss.{error}") from None
-        unread = partial(refuse_unread, self, "loss")
-        of_reference = ("sync_ref_model", "kl_estimator", "use_bias_correction_kl")
-        unread(*of_reference, unless=self.beta > 0, need="loss.beta above 0")
-        unread(
-            "ref_model_sync_steps", "ref_model_mixup_alpha", unless=self.sync_ref_model,
-            need="loss.sync_ref_model",
-        )  # fmt: skip
-        unread(
-            "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
-            unless=self.corrects, need="loss.vllm_importance_sampling_correction",
-        )  # fmt: skip
-        for key in SPECIAL:
-            need = f"loss.loss_type = {' or '.join(readers(key))}"
-            unread(key, unless=key in self.row.reads, need=need)
         return self
 
 

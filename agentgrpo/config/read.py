@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import pkgutil
+import json
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
 import pydantic
 
-from agentgrpo.config import Section, TrainConfig
-from agentgrpo.config.elsewhere import said_elsewhere
-from agentgrpo.config.readers import RECIPE_SECTIONS, require_read, require_read_somewhere
-from agentgrpo.files import expanded, how_far, read_toml
+from agentgrpo.config import FILTERS, Section, TrainConfig
+from agentgrpo.config.other_trainers import known_elsewhere
+from agentgrpo.config.used_by import RECIPE_SECTIONS, require_used
+from agentgrpo.files import expanded, read_toml
 from agentgrpo.usercode import calling
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -71,15 +71,14 @@ def load_config_of(
             section.pop("options", None)
         section[leaf] = value
         keys += _leaves(dotted.strip(), value)
-    config = checked(kind, table, str(path))
+    config = validate(kind, table, str(path))
     if command:
-        require_read(command, keys)
-        require_read_somewhere(read_toml(path), str(path))
+        require_used(command, keys)
     return config
 
 
-def checked(kind: type[Config], table: Mapping[str, Any], of: str) -> Config:
-    """The settings that a table holds.
+def validate(kind: type[Config], table: Mapping[str, Any], of: str) -> Config:
+    """The settings that a table holds, each of the type that it is written in: 1 is not true.
 
     Args:
         kind: which sections there may be.
@@ -89,10 +88,24 @@ def checked(kind: type[Config], table: Mapping[str, Any], of: str) -> Config:
     Raises:
         ValueError: as load_config_of(); a line for each key.
     """
+    text = json.dumps(unset(table, kind), default=str)  # lists are tuples in JSON, texts paths
     try:
-        return kind.model_validate(table)
+        return kind.model_validate_json(text, strict=True)
     except pydantic.ValidationError as error:
         raise ValueError("\n".join(_explained(error, kind, of))) from None
+
+
+def unset(table: Any, kind: Any) -> Any:
+    """TOML has no None: where None may be, the text "none" means it."""
+    if not (isinstance(table, Mapping) and isinstance(kind, type) and issubclass(kind, Section)):
+        return table
+    made = dict(table)
+    for key, field in kind.model_fields.items():
+        if made.get(key) == "none" and type(None) in get_args(field.annotation):
+            made[key] = None
+        elif key in made:
+            made[key] = unset(made[key], field.annotation)
+    return made
 
 
 def config_of(given: str | Path | TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
@@ -113,7 +126,7 @@ def config_of(given: str | Path | TrainConfig | None, settings: Mapping[str, Any
     elif given is not None:
         path = _find(given, Path())
         table, of = _read(path), str(path)
-    return checked(TrainConfig, _merged(table, settings), of)
+    return validate(TrainConfig, _merged(table, settings), of)
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -172,11 +185,9 @@ def _find(name_or_path: str | Path, folder: Path) -> Path:
     if path.exists():
         return path
     if str(name_or_path) not in shipped:
-        near = difflib.get_close_matches(path.stem, shipped, n=1)
-        hint = f"did you mean {near[0]}?" if near else "`agentgrpo train --help` lists these"
         raise ValueError(
             f"config {str(name_or_path)!r} is neither a file nor the name of a shipped config"
-            f"{how_far(path)}; {hint}"
+            f"{did_you_mean(path.stem, shipped) or '; `agentgrpo train --help` lists these'}"
         )
     return shipped[str(name_or_path)]
 
@@ -188,101 +199,72 @@ def _value(text: str) -> Any:
         return text.strip()
 
 
-_ALTERNATIVE = re.compile(r"bool|int|float|str|none|(literal|list|tuple|dict)\[.*")
+_ALTERNATIVE = re.compile(r"bool|int|float|str|(literal|list|tuple|dict)\[.*")
 """How pydantic names, behind the key, which type of several a value was held against."""
 
 
-def _explained(error: pydantic.ValidationError, kind: type[Section], of: str) -> list[str]:
-    """A line for each key; what a key of several types may be stands in one."""
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    every = error.errors()
-    for one in every:
-        where = one["loc"]
-        within = any(e["loc"][: len(where)] == where != e["loc"] for e in every)
-        if one["type"] == "too_short" and within:  # without the items that are refused themselves
-            continue
-        if where and _ALTERNATIVE.fullmatch(str(where[-1])):
-            where = where[:-1]
-        found.setdefault(where, []).append(dict(one))
-    lines = []
-    for where, several in found.items():
-        first, *more = (str(one["msg"]) for one in reversed(several))
-        said = " or ".join([first, *(text.removeprefix("Input should be ") for text in more)])
-        shown = next((error for error in several if error["type"] in CHOICE), several[0])
-        lines.append(_explain(shown | {"loc": where, "msg": said}, kind, of))
-    return lines
+def by_key(error: pydantic.ValidationError) -> dict[str, list[Any]]:
+    """The errors by the dotted key that they are of."""
+    found: dict[str, list[Any]] = {}
+    for one in error.errors():
+        parts = [str(p) for p in one["loc"] if not _ALTERNATIVE.fullmatch(str(p))]
+        found.setdefault(".".join(parts), []).append(one)
+    return found
 
 
-CHOICE = ("literal_error", "enum")
-"""How pydantic calls what is none of the values that there are."""
-
-
-def _explain(error: dict[str, Any], kind: type[Section], of: str) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden" and where in RECIPE_SECTIONS:
-        return f"[{where}] is a section of a recipe, which is run by `agentgrpo recipe`"
-    if error["type"] == "extra_forbidden":
-        named = {leaf: said_elsewhere(leaf) for leaf in _leaves(where, error["input"])}
-        if not any(named.values()):
-            named = {where: _hint(where, _all_keys(kind))}
-        return "\n".join(f"unknown config key {key}{said}" for key, said in named.items())
-    if error["type"] == "missing":
-        return f"config key {where} is required, and {of} does not set it"
-    if error["type"] == "value_error":  # one of ours: it names its keys
-        return str(error["msg"]).removeprefix("Value error, ")
-    section, dot, leaf = where.rpartition(".")
-    meant = f"{section}{dot}num_{leaf}"  # a number where others have a text
-    number = error["type"] == "string_type" and isinstance(error["input"], int)
-    hint = f"; did you mean {meant}?" if number and meant in _all_keys(kind) else ""
-    return told(error, "config key ") + hint
+def _explained(error: pydantic.ValidationError, kind: type[Section], of: str) -> Iterable[str]:
+    """A line for each key."""
+    for where, several in by_key(error).items():
+        kinds = {one["type"] for one in several}
+        section, _, leaf = where.rpartition(".")
+        if section == "rollout" and leaf in FILTERS:
+            yield (
+                f"rollout.{leaf} is no setting: the sampler would renormalise over the tokens that "
+                "are left, the learner does not, and every importance ratio would be biased; only "
+                f"temperature is exact (evaluation.{leaf} is allowed)"
+            )
+        elif "extra_forbidden" in kinds and where in RECIPE_SECTIONS:
+            yield f"[{where}] is a section of a recipe, which is run by `agentgrpo recipe`"
+        elif "extra_forbidden" in kinds:
+            for key in _leaves(where, several[0]["input"]):
+                yield f"unknown config key {key}{_hint(key, all_keys(kind))}"
+        elif "missing" in kinds:
+            yield f"config key {where} is required, and {of} does not set it"
+        elif "value_error" in kinds:  # one of ours: it names its keys
+            yield str(several[0]["msg"]).removeprefix("Value error, ")
+        else:
+            yield format_error(f"config key {where}", *several)
 
 
 def _hint(wrong: str, keys: Sequence[str]) -> str:
-    """The key that was meant: nearly so called, or so called elsewhere; else what there is."""
+    """The key that was meant: so called elsewhere, in another section, or nearly so."""
     section, _, leaf = wrong.rpartition(".")
-    here = any(key.rpartition(".")[2] == leaf for key in keys)
-    if not here and (said := said_elsewhere(leaf)):
-        return said
-    sections = {key.rpartition(".")[0] for key in keys}
-    beside = [
-        key.removeprefix(f"{section}.")
-        for key in keys
-        if section and key.rpartition(".")[0] == section and key not in sections
-    ]
-    near = [f"{section}.{key}" for key in difflib.get_close_matches(leaf, beside, n=1)]
-    near = near or [key for key in keys if key.rpartition(".")[2] == leaf]
-    if not near and f"{section}.options" in keys:  # one of the kind's own
-        near = [f"{section}.options.{leaf}"]
-    if beside and not near:
-        return f"; [{section}] has {', '.join(beside)}"
-    return f"; did you mean {near[0]}?" if near else did_you_mean(wrong, keys)
+    same = [key for key in keys if key.rpartition(".")[2] == leaf]
+    near = [known_elsewhere(wrong), *same, *difflib.get_close_matches(wrong, keys, 1, 0.75)]
+    if f"{section}.options" in keys:  # one of the kind's own
+        near.append(f"{section}.options.{leaf}")
+    there = next(filter(None, near), None)
+    return f"; did you mean {there}?" if there else ""
 
 
-def told(error: Mapping[str, Any], prefix: str) -> str:
-    """What is wrong with a value by pydantic: the key behind `prefix`, the nearest choice at last.
-
-    Args:
-        error: one of ValidationError.errors().
-        prefix: of the key.
-    """
-    where = ".".join(str(part) for part in error["loc"])
-    choices = re.findall(r"'([^']*)'", str(error["msg"])) if error["type"] in CHOICE else ()
-    near = did_you_mean(str(error["input"]), choices)
-    got = repr(error["input"])
+def format_error(key: str, *errors: Mapping[str, Any]) -> str:
+    """What is wrong with the value of a key: errors of ValidationError.errors(), of one value."""
+    first, *more = dict.fromkeys(str(error["msg"]) for error in reversed(errors))
+    said = " or ".join([first, *(text.removeprefix("Input should be ") for text in more)])
+    got = repr(errors[0]["input"])
     got = got if len(got) < 1000 else f"{got[:100]}... ({len(got)} characters)"
-    return f"{prefix}{where}: {error['msg']}, got {got}{near}"
+    near = did_you_mean(str(errors[0]["input"]), re.findall(r"'([^']*)'", said))
+    return f"{key}: {said}, got {got}{near}"
 
 
-def _all_keys(section: type[Section], prefix: str = "") -> list[str]:
+def all_keys(section: type[Section], prefix: str = "") -> list[str]:
+    """The dotted keys of a section and of those in it."""
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Section):
-            keys += _all_keys(inner, f"{prefix}{name}.")
-        assert type(None) not in get_args(inner) or not any(
-            isinstance(arg, type) and issubclass(arg, Section) for arg in get_args(inner)
-        ), "sections may not be optional"
+            keys += all_keys(inner, f"{prefix}{name}.")
     return keys
 
 
@@ -292,7 +274,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def found(
+def resolve_name(
     name: str,
     shipped: Mapping[str, T],
     *,
@@ -300,17 +282,10 @@ def found(
     own: str = "module:function",
     also: tuple[str, ...] = (),
 ) -> T | Callable[..., Any]:
-    """What a setting names: one that is shipped, or the user's own.
-
-    Args:
-        name: the setting's value.
-        shipped: those that have a name here.
-        key: the setting, for the error's message.
-        own: the form of the user's own, for the same.
-        also: what else it takes, for the same.
+    """What the setting `key` names: one that is shipped, or the user's own, of the form `own`.
 
     Raises:
-        ValueError: there is none; names the key, what there is and the nearest of it.
+        ValueError: there is none; names the key, what there is (`also`, too) and the nearest of it.
     """
     if name in shipped:
         return shipped[name]
@@ -339,14 +314,6 @@ def name_of(function: Callable[..., Any], *, key: str) -> str:
     )
 
 
-def _modules_beside(name: str) -> Iterator[str]:
-    """The modules that lie where one of this name was looked for."""
-    package, _, _ = name.rpartition(".")
-    above = sys.modules.get(package)
-    for found in pkgutil.iter_modules(getattr(above, "__path__", None)):
-        yield f"{package}.{found.name}".lstrip(".")
-
-
 def load_callable(name: str, *, key: str) -> Callable[..., Any]:
     """What `module:attribute` names; `key` is the setting it came from, for the error message.
 
@@ -366,8 +333,7 @@ def load_callable(name: str, *, key: str) -> Callable[..., Any]:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise  # the module is there, something that it imports is not
-            said = did_you_mean(error.name, _modules_beside(error.name))
-            raise ValueError(f"{key}: no module {error.name!r} (from {name!r}){said}") from None
+            raise ValueError(f"{key}: no module {error.name!r} (from {name!r})") from None
         found = getattr(module, attribute, None)
     if not callable(found):
         what = "no" if found is None else "no callable"

@@ -19,7 +19,11 @@ from agentgrpo.config import (
     Section,
     TrainConfig,
 )
-from agentgrpo.config.section import Place, refuse_unread
+from agentgrpo.config.section import Need, PathOrName, forbid_unused
+
+CURRICULUM_NEEDS: tuple[Need, ...] = (
+    ("by_kind", 'curriculum.selection = "pareto"', lambda c: c.selection == "pareto"),
+)  # fmt: skip
 
 
 class FlywheelConfig(Section):
@@ -63,7 +67,7 @@ class FlywheelConfig(Section):
 class SftConfig(Section):
     """Fine-tuning (recipe/sft.py)."""
 
-    data: Place | None = None
+    data: PathOrName | None = None
     """A .jsonl file of rollouts (a run's rollouts.jsonl, the flywheel's sft.jsonl), or of
     conversations: {"messages": [...]}. Left out: sft.jsonl in out_dir/flywheel."""
     keep: Literal["all", "solved"] = "all"
@@ -108,10 +112,7 @@ class CurriculumConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> CurriculumConfig:
-        refuse_unread(
-            self, "curriculum", "by_kind", unless=self.selection == "pareto",
-            need='curriculum.selection = "pareto"',
-        )  # fmt: skip
+        forbid_unused(self, CURRICULUM_NEEDS)
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError(
                 f"curriculum.steps {list(self.steps)} and curriculum.epochs {self.epochs} exclude "
@@ -160,8 +161,8 @@ class RecipeConfig(TrainConfig):
     measures: MeasuresConfig = MeasuresConfig()
 
     @property
-    def _draws(self) -> bool:
-        return super()._draws or self.measures.temperature > 0
+    def draws_heldout(self) -> bool:
+        return super().draws_heldout or self.measures.temperature > 0
 
     @pydantic.model_validator(mode="after")
     def _names_its_endpoints(self) -> RecipeConfig:
@@ -177,7 +178,7 @@ class RecipeConfig(TrainConfig):
                 raise ValueError(f"{key}: no endpoint {name!r}; there are: {known}")
             if name in self.endpoints and self.endpoints[name].kind == "retriever":
                 raise ValueError(f"{key}: {name!r} finds documents, and writes no text")
-            if name == "reference" and not self.learner.lora.served_rank:
+            if name == "reference" and not self.learner.lora.rank:
                 raise ValueError(f"{key}: {NO_REFERENCE}")
             own = name in OWN_MODELS or (name and self.endpoints[name].kind == "engine")
             divided = self.engine.tensor_parallel_size > 1

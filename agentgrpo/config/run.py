@@ -19,23 +19,76 @@ from agentgrpo.config.playing import (
     SandboxConfig,
 )
 from agentgrpo.config.section import (
+    Need,
     NotNegative,
-    PathOf,
-    Place,
+    PathOrName,
     Positive,
     Section,
     Seed,
-    refuse_unread,
+    UserPath,
+    forbid_unused,
 )
+from agentgrpo.kernels.objective import SPECIAL, readers
+
+BRANCHING = ("probability", "beam_size", "entropy_weight", "entropy_tokens", "top_logprobs",
+             "consecutive_penalty", "budget")  # fmt: skip
+
+
+def _reads_a_file(config: TrainConfig) -> bool:
+    return bool({config.data.train, config.data.heldout_source} - {"word_problems", "env"})
+
+
+NEEDS: tuple[Need, ...] = (
+    ("learner.lora.alpha learner.lora.target_modules",
+     "learner.lora.rank above 0", lambda c: c.learner.lora.rank),
+    ("learner.final_learning_rate", 'learner.decay = "linear" or "cosine"',
+     lambda c: c.learner.decay != "constant"),
+    ("reward.decay_sigmas", "reward.sigma_tool or reward.sigma_length above 0",
+     lambda c: c.reward.sigma_tool + c.reward.sigma_length),
+    ("reward.on_error", "reward.functions", lambda c: c.reward.functions),
+    ("rollout.fork_threshold", 'rollout.history = "render"',
+     lambda c: c.rollout.history == "render"),
+    ("rollout.max_refills", "rollout.refill_below above 0",
+     lambda c: c.rollout.refill_below or not c.rollout.max_refills),
+    (" ".join(f"rollout.branching.{key}" for key in BRANCHING) + " loss.branch_credit",
+     "rollout.branching.initial above 0", lambda c: c.rollout.branching.initial),
+    ("rollout.branching.aepo_beta", 'rollout.branching.budget = "aepo"',
+     lambda c: c.rollout.branching.budget == "aepo"),
+    ("env.user.max_replies", "a mode but 'nobody'", lambda c: c.env.user.mode != "nobody"),
+    ("env.user.column", "a shipped mode", lambda c: c.env.user.reads_column),
+    ("env.user.temperature env.user.max_tokens", "mode 'model'",
+     lambda c: c.env.user.reads_column and c.env.user.mode != "scripted"),
+    ("sandbox.host_cache sandbox.host_budget", "sandbox.host_tools",
+     lambda c: c.sandbox.host_tools),
+    ("data.levels data.promote_at", "data.train = \"word_problems\"",
+     lambda c: c.data.train == "word_problems"),
+    ("data.heldout_levels", "data.heldout = \"word_problems\"",
+     lambda c: c.data.heldout_source == "word_problems"),
+    ("data.question data.answer data.id data.columns", "a file as data.train or data.heldout",
+     _reads_a_file),
+    ("data.split_seed", 'data.heldout = "split"', lambda c: c.data.heldout_source == "split"),
+    ("loss.sync_ref_model loss.kl_estimator loss.use_bias_correction_kl", "loss.beta above 0",
+     lambda c: c.loss.beta),
+    ("loss.ref_model_sync_steps loss.ref_model_mixup_alpha", "loss.sync_ref_model",
+     lambda c: c.loss.sync_ref_model),
+    ("loss.vllm_importance_sampling_clip_max loss.vllm_importance_sampling_clip_min",
+     "loss.vllm_importance_sampling_correction", lambda c: c.loss.corrects),
+    *((f"loss.{key}", f"loss.loss_type = {' or '.join(readers(key))}",
+       lambda c, key=key: key in c.loss.row.reads) for key in SPECIAL),
+    ("evaluation.top_p evaluation.top_k evaluation.min_p",
+     "evaluation.temperature above 0 (measures.temperature, of `agentgrpo evaluate`)",
+     lambda c: c.draws_heldout),
+)  # fmt: skip
+"""What does nothing alone."""
 
 
 class TrainConfig(Section):
     """A whole run."""
 
-    model: Place
+    model: PathOrName
     """Model directory, hub name, or package:NAME for a model inside an installed package. Or the
     folder of a LoRA adapter to one, which training goes on from: learner.lora must be as it was."""
-    out_dir: PathOf
+    out_dir: UserPath
     """Where checkpoints/, metrics.jsonl and rollouts.jsonl go. Created if missing."""
     steps: Positive = 200
     """Optimizer steps."""
@@ -104,20 +157,13 @@ class TrainConfig(Section):
         return endpoints
 
     @property
-    def _draws(self) -> bool:
+    def draws_heldout(self) -> bool:
         """Whether held-out tasks are sampled from a distribution, and not greedily."""
         return self.evaluation.temperature > 0
 
     @pydantic.model_validator(mode="after")
-    def _reads_its_keys(self) -> TrainConfig:
-        refuse_unread(
-            self.evaluation, "evaluation", "top_p", "top_k", "min_p", unless=self._draws,
-            need="evaluation.temperature above 0 (measures.temperature, of `agentgrpo evaluate`)",
-        )  # fmt: skip
-        refuse_unread(
-            self.loss, "loss", "branch_credit", unless=self.rollout.branching.initial > 0,
-            need="rollout.branching.initial above 0",
-        )  # fmt: skip
+    def _does_something(self) -> TrainConfig:
+        forbid_unused(self, NEEDS)
         return self
 
     @pydantic.model_validator(mode="after")
@@ -154,11 +200,6 @@ class TrainConfig(Section):
             raise ValueError(
                 "loss.sync_ref_model and learner.lora.rank exclude each other: the reference is "
                 "the policy that training began with, and never moves"
-            )
-        if self.learner.lora.serve == "merged" and self.engine.weights == "shared":
-            raise ValueError(
-                "engine.weights 'shared' and learner.lora.serve 'merged' exclude each other: what "
-                "is merged into needs a copy of its own"
             )
         if self.learner.lora.rank and self.engine.sleep_level == 2:
             raise ValueError(

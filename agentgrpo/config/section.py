@@ -5,27 +5,18 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
 from pydantic import Field
-from pydantic_core import PydanticCustomError, core_schema
 
 from agentgrpo.files import expanded
 
-
-def _not_empty(value: Any) -> Any:
-    if isinstance(value, str) and not value.strip():
-        raise PydanticCustomError("empty_path", "expected a path")  # "" would be where one is
-    return value
-
-
-NotEmpty = pydantic.BeforeValidator(_not_empty)
-Place = Annotated[str, NotEmpty, pydantic.AfterValidator(expanded)]
-"""A path, or a name of something else."""
-PathOf = Annotated[Path, NotEmpty, pydantic.AfterValidator(Path.expanduser)]
-"""A path."""
+PathOrName = Annotated[str, pydantic.AfterValidator(expanded)]
+UserPath = Annotated[Path, pydantic.AfterValidator(Path.expanduser)]
 Positive = Annotated[int, Field(ge=1, le=10**7)]
 NotNegative = Annotated[int, Field(ge=0, le=10**7)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -35,34 +26,8 @@ NotNegativeNumber = Annotated[float, Field(ge=0, le=1e6)]
 """Every number has bounds, beyond which only a slip of the hand lies."""
 
 
-class AsWritten:
-    """Marks a type in which true is no number, "1" neither, 1 not true, and "none" may be None."""
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        return _as_written(handler(source))
-
-
-def _as_written(schema: Any) -> Any:
-    if isinstance(schema, list | tuple):
-        return type(schema)(map(_as_written, schema))
-    if not isinstance(schema, dict):
-        return schema
-    inner = {key: x if key == "default" else _as_written(x) for key, x in schema.items()}
-    if schema.get("type") in ("bool", "int", "float"):
-        return inner | {"strict": True}
-    if schema.get("type") == "nullable" and "none" not in schema["schema"].get("expected", ()):
-        return core_schema.no_info_before_validator_function(_unset, inner)
-    return inner
-
-
-def _unset(value: Any) -> Any:
-    """TOML has no None: where None may be, the text "none" means it."""
-    return None if value == "none" else value
-
-
-class Section(AsWritten, pydantic.BaseModel):
-    """A frozen group of settings that knows no other keys and converts none; numbers are finite."""
+class Section(pydantic.BaseModel):
+    """A frozen group of settings that knows no other keys; numbers are finite."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -79,25 +44,25 @@ def describe(section: type[Section], base: type) -> None:
             info.description = info.description or inspect.cleandoc(ast.literal_eval(text.value))
 
 
-def is_set(section: Section, key: str) -> bool:
-    """Whether a key has another value than its default."""
-    return bool(getattr(section, key) != type(section).model_fields[key].default)
+Need = tuple[str, str, Callable[[Any], object]]
+"""Keys with spaces between, what they need in words, and whether a config has it."""
 
 
-def refuse_unread(section: Section, path: str, *keys: str, unless: bool, need: str) -> None:
+def forbid_unused(config: Any, needs: Iterable[Need]) -> None:
     """Refuse keys that are set and would do nothing.
 
-    Args:
-        section: whose keys they are.
-        path: its name in a config, for the message.
-        keys: that are read in some settings only.
-        unless: these are such settings.
-        need: what would make them be.
-
     Raises:
-        ValueError: one has another value than its default, and is not read.
+        ValueError: one has another value than its default, and lacks what it needs.
     """
-    wrong = [key for key in keys if is_set(section, key)]
-    if wrong and not unless:
-        value = getattr(section, wrong[0])
-        raise ValueError(f"{path}.{wrong[0]}: {value!r} does nothing without {need}")
+    for keys, need, holds in needs:
+        for key in keys.split():
+            if is_set(config, key) and not holds(config):
+                value = attrgetter(key)(config)
+                raise ValueError(f"{key}: {value!r} does nothing without {need}")
+
+
+def is_set(config: Any, key: str) -> bool:
+    """Whether a dotted key has another value than its default."""
+    path, _, name = key.rpartition(".")
+    section = attrgetter(path)(config) if path else config
+    return bool(getattr(section, name) != type(section).model_fields[name].default)

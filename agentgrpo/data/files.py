@@ -17,7 +17,7 @@ from typing import Any
 
 from agentgrpo.data.hub import hub_rows, is_from_hub
 from agentgrpo.data.tasks import RowTasks
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 from agentgrpo.files import missing, opened, read_table
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.types import Task
@@ -144,7 +144,7 @@ def _saved_dataset(path: Path) -> Rows:
 
 
 def _arrow(module: str, path: Path) -> Any:
-    return needed(f"pyarrow.{module}", str(path))
+    return import_optional(f"pyarrow.{module}", str(path))
 
 
 def named(path: Path) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 from agentgrpo.files import looks_like_path
 
 
@@ -34,7 +34,9 @@ def hub_rows(
         ValueError: `datasets` is not installed or too old, or it cannot read this; names it.
         OSError: neither the hub nor the cache has it.
     """
-    datasets = needed("datasets", f"{name!r} is no file here, and of a hub it is read by datasets")
+    datasets = import_optional(
+        "datasets", f"{name!r} is no file here, and of a hub it is read by datasets"
+    )
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise ValueError(
             f"{name!r} is no file here, and the package 'datasets' {datasets.__version__} would "

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from agentgrpo.config import DataConfig
 from agentgrpo.config.read import did_you_mean
-from agentgrpo.config.section import refuse_unread
+from agentgrpo.config.section import forbid_unused
 from agentgrpo.data import word_problems
 from agentgrpo.data.files import read_tasks
 from agentgrpo.data.hub import is_from_hub
@@ -68,11 +67,15 @@ def require_read(config: DataConfig) -> None:
     train, heldout = (
         name not in NAMES and is_from_hub(name) for name in (config.train, config.heldout_source)
     )
-    named = "with a hub's owner/name"
-    unread = partial(refuse_unread, config, "data")
-    unread("split", unless=train, need=f"data.train {named}")
-    unread("heldout_split", unless=heldout, need=f"data.heldout {named}")
-    unread("subset", unless=train or heldout, need=f"data.train or data.heldout {named}")
+    hub = "with a hub's owner/name"
+    forbid_unused(
+        config,
+        (
+            ("split", f"data.train {hub}", lambda _: train),
+            ("heldout_split", f"data.heldout {hub}", lambda _: heldout),
+            ("subset", f"data.train or data.heldout {hub}", lambda _: train or heldout),
+        ),
+    )
 
 
 def rows_of(

@@ -6,11 +6,8 @@ in the log of this module and tried again; what is left of it is an Infrastructu
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import os
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,14 +18,13 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from agentgrpo.actions import Ask, InfrastructureError, Model, as_json
+from agentgrpo.actions import InfrastructureError, Model, ModelRequest, as_json
 from agentgrpo.config import EndpointConfig
 from agentgrpo.config.read import load_callable
-from agentgrpo.extras import require
+from agentgrpo.extras import require_installed
 from agentgrpo.files import from_json
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.types import Completion, Int32
-from agentgrpo.usercode import Once, event_loop
 
 if TYPE_CHECKING:
     import httpx2
@@ -41,12 +37,6 @@ Options = dict[str, Any]
 """Of a request to an engine."""
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
-SENT = {
-    *("accept", "accept-encoding", "authorization", "connection", "content-length"),
-    *("content-type", "host", "user-agent", "x-stainless-raw-response", "x-stainless-retry-count"),
-}
-"""Headers of a request. The client adds the user's of OPENAI_ORG_ID, OPENAI_PROJECT_ID and
-OPENAI_CUSTOM_HEADERS for whichever server, which do not concern this one."""
 
 
 class Endpoint(ABC):
@@ -61,11 +51,7 @@ class Endpoint(ABC):
         max_tokens: int = 1024,
         stop: Sequence[str] = (),
     ) -> list[str]:
-        """N replies, without the stop string that ended them.
-
-        Raises:
-            InfrastructureError: no reply could be had.
-        """
+        """N replies, without the stop string that ended them."""
         replies = self._replies(messages, n, temperature, max_tokens, stop)
         ends = [[at for at in map(reply.find, stop) if at >= 0] for reply in replies]
         return [
@@ -73,7 +59,7 @@ class Endpoint(ABC):
             for reply, found in zip(replies, ends, strict=True)
         ]
 
-    def __call__(self, ask: Ask) -> str:
+    def __call__(self, ask: ModelRequest) -> str:
         """What an episode asks for."""
         (said,) = self.complete(
             ask.messages, temperature=ask.temperature, max_tokens=ask.max_tokens
@@ -113,13 +99,13 @@ class ScriptedEndpoint(Endpoint):
 
 
 @dataclass(frozen=True)
-class Server(ABC):
+class Server:
     """A server, asked by the openai client.
 
     The client tries again, after about twice as long each time or after what the server asks for:
-    failures of the network, 408, 409, 429 and 5xx, and answers that are not of the asked form.
-    Other refusals of the server are final, redirections too: nobody else is told what is asked.
-    Of the environment only the key and the proxies (HTTP_PROXY, NO_PROXY, ...) count.
+    failures of the network, 408, 409, 429 and 5xx; what answers in another form than asked for is
+    asked again at once. Other refusals are final, redirections too: nobody else is told what is
+    asked. Of the environment only the key and the proxies (HTTP_PROXY, NO_PROXY, ...) count.
     """
 
     config: EndpointConfig
@@ -129,46 +115,34 @@ class Server(ABC):
         """What its answers depend on besides what is asked."""
         return self.config.model_dump(include={"kind", "url", "model", "extra"})
 
-    @abstractmethod
-    def _read(self, request: httpx2.Request, response: httpx2.Response) -> Any:
-        """What an answer says. Raises BadAnswer."""
-
-    def _ask(self, url: str, body: Any = None, **options: Any) -> Any:
-        """What the server answers.
-
-        Args:
-            url: a whole address, or what follows the endpoint's own.
-            body: what is posted, as JSON; None: it is a GET.
-            options: of the client's for this request.
-
-        Raises:
-            InfrastructureError: no answer could be had.
-        """
+    def _ask(
+        self, url: str, read: Callable[[httpx2.Response], T], body: Any = None, **options: Any
+    ) -> T:
+        """What the server answers."""
         import httpx2
         import openai
 
-        key = self._key()
+        key, where = self._key(), f"endpoint {self.config.url}"
         options.setdefault("headers", {"Authorization": f"Bearer {key}" if key else openai.omit})
-
-        async def ask() -> Any:
-            asked: Any = {"cast_to": httpx2.Response, "options": options}
-            if body is None:
-                response = await self._client.get(url, **asked)
-            else:
-                response = await self._client.post(url, body=body, **asked)
-            return self._read(response.request, response)
-
-        try:
-            return asyncio.run_coroutine_threadsafe(ask(), _loop()).result()
-        except openai.APIStatusError as error:
-            said = f"HTTP {error.status_code}: {error.response.text[:200]}"
-            raise Refused(f"endpoint {self.config.url}: {said}", error.status_code) from error
-        except InfrastructureError:
-            raise
-        except Exception as error:  # whatever it is, it is no fault of the policy's
-            raise InfrastructureError(
-                f"endpoint {self.config.url}: {error.__cause__ or error}"
-            ) from error
+        asked: Any = {"cast_to": httpx2.Response, "options": options}
+        number, tries = 0, self.config.retries + 1
+        while True:
+            number += 1
+            try:
+                if body is None:
+                    response = self._client.get(url, **asked)
+                else:
+                    response = self._client.post(url, body=body, **asked)
+                return read(response)
+            except BadAnswer as error:
+                LOG.warning("%s: %s (try %d of %d)", where, error, number, tries)
+                if number == tries:
+                    raise InfrastructureError(f"{where}: {error}") from error
+            except openai.APIStatusError as error:
+                said = f"HTTP {error.status_code}: {error.response.text[:200]}"
+                raise Refused(f"{where}: {said}", error.status_code) from error
+            except Exception as error:  # whatever it is, it is no fault of the policy's
+                raise InfrastructureError(f"{where}: {error.__cause__ or error}") from error
 
     def _key(self) -> str:
         name = self.config.api_key_env
@@ -184,40 +158,17 @@ class Server(ABC):
         return key
 
     @cached_property
-    def _client(self) -> openai.AsyncOpenAI:
-        import httpx2
+    def _client(self) -> openai.OpenAI:
         import openai
 
-        c, mine = self.config, weakref.ref(self)
-
-        class Client(openai.DefaultAsyncHttpxClient):
-            """Gives a try c.timeout_s in all; httpx gives it to each read."""
-
-            async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-                _clean(request, c)
-                try:
-                    async with asyncio.timeout(c.timeout_s):
-                        response = await super().send(request, **options)
-                except TimeoutError as error:
-                    said = f"timed out: no whole answer within {c.timeout_s:g} s"
-                    raise httpx2.ReadTimeout(said, request=request) from error
-                if response.is_success and (server := mine()):  # it is: it has asked
-                    try:
-                        server._read(request, response)
-                    except BadAnswer as error:  # as what makes the client try again
-                        LOG.warning("endpoint %s: %s", c.url, error)
-                        raise httpx2.RequestError(str(error)) from error
-                return response
-
-        try:
-            client = openai.AsyncOpenAI(
-                base_url=c.url, api_key="none", timeout=None, max_retries=c.retries,
-                http_client=Client(follow_redirects=False),
-            )  # fmt: skip
-        # a proxy of the environment without its package, certificates that are not there, a bad URL
-        except (ImportError, OSError, ValueError, httpx2.InvalidURL) as error:
-            raise InfrastructureError(f"endpoint {c.url}: {error}") from error
-        weakref.finalize(self, _close, client).atexit = False
+        client = openai.OpenAI(
+            base_url=self.config.url, api_key="none", timeout=self.config.timeout_s,
+            max_retries=self.config.retries,
+            http_client=openai.DefaultHttpxClient(follow_redirects=False),
+        )  # fmt: skip
+        # of OPENAI_ORG_ID, OPENAI_PROJECT_ID, OPENAI_CUSTOM_HEADERS, which are for another server
+        client.organization = client.project = None
+        client._custom_headers = {}
         return client
 
 
@@ -232,15 +183,12 @@ class HttpEndpoint(Server, Endpoint):
             "model": self.config.model, "messages": messages, "n": n, "temperature": temperature,
             "max_tokens": max_tokens, **({"stop": list(stop)} if stop else {}), **self.config.extra,
         }  # fmt: skip
-        replies: list[str] = self._ask("/chat/completions", body)
-        if len(replies) != n:  # endpoints.NAME.extra asked for others
+        replies = self._ask("/chat/completions", _texts, body)
+        if len(replies) != n:
             raise InfrastructureError(
                 f"endpoint {self.config.url}: {len(replies)} of {n} replies came"
             )
         return replies
-
-    def _read(self, request: httpx2.Request, response: httpx2.Response) -> list[str]:
-        return _texts(response.content, json.loads(request.content)["n"])
 
 
 class Retriever(Server):
@@ -251,22 +199,14 @@ class Retriever(Server):
     """
 
     def retrieve(self, query: str, top_n: int) -> list[dict[str, str]]:
-        """The documents that fit best, best first: title, text and url of each.
-
-        Raises:
-            InfrastructureError: they could not be had.
-        """
+        """The documents that fit best, best first: title, text and url of each."""
         body = {"query": query, "top_n": top_n, **self.config.extra}
-        found: list[dict[str, str]] = self._ask(self.config.url, body)
-        return found[:top_n]
+        return self._ask(self.config.url, lambda r: _documents(r.content), body)[:top_n]
 
     def page(self, url: str) -> str:
         """The text of a page that a document names; where the page is none, that, and why.
 
         Redirections are followed, and no key is sent.
-
-        Raises:
-            InfrastructureError: it could not be had.
         """
         import openai
 
@@ -274,46 +214,23 @@ class Retriever(Server):
             return "(not a web page)"
         headers = {"Authorization": openai.omit, "Accept": "text/html, text/plain;q=0.9"}
         try:
-            text: str = self._ask(url, headers=headers, follow_redirects=True)
+            return self._ask(url, _page, headers=headers, follow_redirects=True)
         except Refused as error:
             if error.status == 429 or error.status >= 500:
                 raise
             return f"(the page cannot be had: HTTP {error.status})"
-        return text
-
-    def _read(self, request: httpx2.Request, response: httpx2.Response) -> Any:
-        if request.method == "POST":
-            return _documents(response.content)
-        kind = response.headers.get("content-type", "text/html").partition(";")[0].strip().lower()
-        if kind in ("text/html", "application/xhtml+xml"):
-            return text_of(response.text)
-        return response.text if kind.startswith("text/") else f"(the page is {kind})"
 
 
-@Once
-def _loop() -> asyncio.AbstractEventLoop:
-    """Where all requests run: what is late can be cancelled there, a thread's read cannot.
-
-    It stays the same one, as clients keep their connections to it.
-    """
-    return event_loop("endpoints")
+def _page(response: httpx2.Response) -> str:
+    kind = response.headers.get("content-type", "text/html").partition(";")[0].strip().lower()
+    if kind in ("text/html", "application/xhtml+xml"):
+        return text_of(response.text)
+    return response.text if kind.startswith("text/") else f"(the page is {kind})"
 
 
-def _close(client: openai.AsyncOpenAI) -> None:
-    """Of an endpoint that nobody has any more: its connections, which it keeps for the next."""
-    asyncio.run_coroutine_threadsafe(client.close(), _loop())
-
-
-def _clean(request: httpx2.Request, config: EndpointConfig) -> None:
-    for name in set(request.headers) - SENT:
-        del request.headers[name]
-    if before := int(request.headers["x-stainless-retry-count"]):
-        tries = (before + 1, config.retries + 1)
-        LOG.warning("endpoint %s is asked again (try %d of %d)", config.url, *tries)
-
-
-def _texts(answer: bytes, n: int) -> list[str]:
-    """The n replies in a server's answer."""
+def _texts(response: httpx2.Response) -> list[str]:
+    """The replies in a server's answer."""
+    answer = response.content
     try:
         choices = as_json(from_json(answer))["choices"]
         replies = [choice["message"]["content"] for choice in choices]
@@ -321,8 +238,6 @@ def _texts(answer: bytes, n: int) -> list[str]:
         raise BadAnswer(f"expected choices with messages, got {answer[:200]!r}") from error
     if not all(isinstance(reply, str) for reply in replies):
         raise BadAnswer(f"expected text in each message, got {answer[:200]!r}")
-    if len(replies) != n:
-        raise BadAnswer(f"{len(replies)} of {n} replies came")
     return replies
 
 
@@ -534,7 +449,7 @@ class EngineEndpoint(Endpoint):
         return [self.chat.decode(one.result().token_ids) for one in asked]
 
 
-def spoken_by(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
+def endpoint_of(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
     """The endpoint of one of a run's models; the engine's own are asked through `loop`."""
     if isinstance(model, str):
         return EngineEndpoint(loop, chat, reference=model == "reference")
@@ -542,15 +457,11 @@ def spoken_by(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
 
 
 def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:
-    """The endpoint that a config describes, if it needs no engine.
-
-    Raises:
-        ValueError: there is no such function; it is of kind "engine"; or openai is not installed.
-    """
+    """The endpoint that a config describes, if it needs no engine."""
     if config.kind == "script":
         return ScriptedEndpoint(load_callable(config.function, key=f"endpoints.{name}.function"))
     if config.kind == "http":
-        require("openai", f"endpoints.{name}.kind = 'http'")
+        require_installed("openai", f"endpoints.{name}.kind = 'http'")
         return HttpEndpoint(config)
     if config.kind == "retriever":
         raise ValueError(f"endpoints.{name}: a retriever finds documents, and writes no text")
@@ -558,12 +469,8 @@ def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:
 
 
 def make_retriever(config: EndpointConfig, name: str) -> Retriever:
-    """The retriever that a config describes.
-
-    Raises:
-        ValueError: it describes none; or openai is not installed.
-    """
+    """The retriever that a config describes."""
     if config.kind != "retriever":
         raise ValueError(f"endpoints.{name}: expected kind 'retriever', got {config.kind!r}")
-    require("openai", f"endpoints.{name}.kind = 'retriever'")
+    require_installed("openai", f"endpoints.{name}.kind = 'retriever'")
     return Retriever(config)

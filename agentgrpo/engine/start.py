@@ -15,8 +15,6 @@
 * On CPU those ranks' shared memory has the same name in every run (_shared_memory_of_this_run).
 * vLLM's cache of what it compiled goes by the model's folder too, so that every checkpoint would be
   compiled anew. Here it goes by what is in config.json.
-* For every token of every request its scheduler asks whether a block of the cache is needed or is
-  full, which is so for two in a block's tokens. Here it asks for those (pass_over_open_blocks).
 * CUDA graphs are captured for every number of rollouts that may decode at once. vLLM stops at 512,
   and captures more sizes for few.
 * On CPU a request without an adapter got that of the last slot, index -1, where another request of
@@ -43,8 +41,6 @@ import vllm.model_executor.layers.utils as vllm_layers
 import vllm.v1.sample.sampler as vllm_sampler
 from vllm import LLM
 from vllm.config import ModelConfig
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.request import RequestStatus
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, room_for_adapters
@@ -65,13 +61,7 @@ class EngineStartError(ValueError):
 def start(
     model: str | Path, config: EngineConfig, *, device: str, dtype: str, seed: int, lora_rank: int
 ) -> LLM:
-    """Start vLLM in this process; the arguments are Engine's.
-
-    Raises:
-        EngineStartError: vLLM refused.
-        ValueError: it has no adapters of that rank.
-        OutOfMemory: with what to set lower.
-    """
+    """Start vLLM in this process; the arguments are Engine's."""
     settings = _settings(config, device, dtype) | _lora_settings(lora_rank)
     if device == "cpu" and lora_rank:
         _without_adapter_none()
@@ -92,13 +82,13 @@ def start(
             settings["enable_prefix_caching"] = False
             use_plain_convolutions()
         with (
-            explained("starting vLLM", lambda: to_sample(config)),
+            explained("starting vLLM", lambda: oom_hint_engine(config)),
             plain_cpu_weights(),
-            _weights_stay_awake(config.weights != "copy"),
+            _weights_outside_sleep_pool(config.weights != "copy"),
             _shared_memory_of_this_run(),
             _compiled_for_any_folder(),
-            _classes_stay_ours(),
-            _all_heads_turned(),
+            _keep_transformers_init(),
+            _flatten_rope_heads(),
             _weights_of_text(of_text),
         ):
             llm = LLM(str(model), seed=seed, **settings)
@@ -121,11 +111,7 @@ CAN_SCHEDULE_AHEAD = {"cuda"}
 
 
 def schedules_ahead(config: EngineConfig, device: str) -> bool:
-    """What engine.async_scheduling means on a device.
-
-    Raises:
-        ValueError: it is asked for where it cannot be.
-    """
+    """What engine.async_scheduling means on a device."""
     if config.async_scheduling and device not in CAN_SCHEDULE_AHEAD:
         raise ValueError(
             f"engine.async_scheduling must not be true on {device}: vLLM has it on CUDA"
@@ -222,7 +208,7 @@ def _explain_start(error: Exception, model: str | Path, config: EngineConfig) ->
     )
 
 
-def to_sample(config: EngineConfig) -> str:
+def oom_hint_engine(config: EngineConfig) -> str:
     """What to set lower when memory ran out for vLLM."""
     total, free = (size / 2**30 for size in memory_bytes())
     return (
@@ -310,51 +296,14 @@ def _compiled_for_any_folder() -> contextlib.AbstractContextManager[None]:
     return _replaced(ModelConfig, "compute_hash", by_content)
 
 
-def pass_over_open_blocks(scheduler: Any) -> bool:
-    """Spare vLLM's scheduler the questions whose answer is that nothing changes.
-
-    A third of its time: a token that neither opens nor fills a block of the cache allocates none
-    and adds none to the prefix cache. Only where all layers attend to everything and blocks are one
-    table, so that nothing else hangs on these calls; elsewhere vLLM's own are kept.
-
-    Returns:
-        Whether it is so here.
-    """
-    manager = scheduler.kv_cache_manager
-    group, *others = manager.coordinator.single_type_managers
-    size = group.block_size
-    if (
-        others
-        or type(group) is not FullAttentionManager
-        or size != manager.block_pool.hash_block_size
-        or scheduler.num_lookahead_tokens
-        or scheduler.connector is not None
-    ):
-        return False
-    allocate, cache = manager.allocate_slots, manager.cache_blocks
-
-    def allocate_slots(request: Any, num_new_tokens: int, *rest: Any, **more: Any) -> Any:
-        inside = 0 < request.num_computed_tokens % size < size - 1
-        if inside and num_new_tokens == 1 and request.status is RequestStatus.RUNNING:
-            return manager.empty_kv_cache_blocks
-        return allocate(request, num_new_tokens, *rest, **more)
-
-    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
-        if group.num_cached_block.get(request.request_id, 0) < num_computed_tokens // size:
-            cache(request, num_computed_tokens)
-
-    manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
-    return True
-
-
-def groups_stay() -> contextlib.AbstractContextManager[None]:
+def keep_process_groups() -> contextlib.AbstractContextManager[None]:
     """VLLM's engines tear down the process groups of all of a process when they end."""
     from vllm.v1.engine import core
 
     return _replaced(core, "cleanup_dist_env_and_memory", lambda: None)
 
 
-def _all_heads_turned() -> contextlib.AbstractContextManager[None]:
+def _flatten_rope_heads() -> contextlib.AbstractContextManager[None]:
     """On CPU vLLM's rotary kernel reads [tokens, heads, size], which LFM2 hands it, as one head."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -378,7 +327,7 @@ def _weights_of_text(wanted: bool) -> contextlib.AbstractContextManager[None]:
     return _replaced(Loader, "get_all_weights", lambda *given: only_text(read(*given)))
 
 
-def _classes_stay_ours() -> contextlib.AbstractContextManager[None]:
+def _keep_transformers_init() -> contextlib.AbstractContextManager[None]:
     """Let the learner make models of the classes that vLLM has changed for itself.
 
     What vLLM has no code of its own for (SmolLM3, OLMo 3) it runs as transformers' model, whose
@@ -407,7 +356,7 @@ def _classes_stay_ours() -> contextlib.AbstractContextManager[None]:
     return _replaced(decorators, "_support_torch_compile", decorated)
 
 
-def _weights_stay_awake(shared: bool) -> contextlib.AbstractContextManager[None]:
+def _weights_outside_sleep_pool(shared: bool) -> contextlib.AbstractContextManager[None]:
     """Load shared weights outside vLLM's sleeping pool, so that sleep unmaps the KV cache only."""
     if not shared or not torch.cuda.is_available():
         return contextlib.nullcontext()

@@ -88,7 +88,8 @@ class UnitTestEnv(PythonEnv):
     Args:
         pool: where the policy's own code runs.
         timeout_s: of one of its steps.
-        test_timeout_s: wall-clock seconds of all tests of an answer; of programs, while they run.
+        test_timeout_s: seconds of a processor for all tests of an answer, or five times as many
+            by the wall; of programs, while they run.
         host_tools: as for PythonEnv; tests have none.
     """
 

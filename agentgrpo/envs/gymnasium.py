@@ -12,7 +12,7 @@ from typing import Any, Literal
 from agentgrpo.actions import Action, Observation, Say, Schema
 from agentgrpo.envs.base import Episode, require_apart
 from agentgrpo.envs.tools import Tool, calls_of
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 from agentgrpo.types import Task
 
 HELDOUT_SEED = 1_000_000
@@ -67,7 +67,7 @@ class GymnasiumEnv:
 
     def make(self) -> Any:
         """A new world of its own."""
-        gymnasium = needed("gymnasium", "env.kind = 'gymnasium'")
+        gymnasium = import_optional("gymnasium", "env.kind = 'gymnasium'")
         given = {**self._kwargs}
         try:
             spec = gymnasium.spec(self._id)

@@ -16,22 +16,21 @@ import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
-from agentgrpo.actions import Action, Ask, InfrastructureError, Observation
+from agentgrpo.actions import Action, InfrastructureError, ModelRequest, Observation
 from agentgrpo.envs.base import AnyEpisode, Episode
 from agentgrpo.envs.checked import checked_observation, checked_rewards
 from agentgrpo.usercode import (
-    Call,
+    CallTimeout,
     UserCodeError,
     WrongResult,
-    awaited,
     calling,
     event_loop,
     name_of,
     said_of,
     waited,
+    within,
 )
 
 LOOP = "episodes"
@@ -74,7 +73,11 @@ class EpisodeRunner:
         )  # fmt: skip
 
     def ask(
-        self, episode: AnyEpisode, speaker: Callable[[Ask], str], ask: Ask, of: Of = (None, None)
+        self,
+        episode: AnyEpisode,
+        speaker: Callable[[ModelRequest], str],
+        ask: ModelRequest,
+        of: Of = (None, None),
     ) -> Future[str]:
         """Begin to have another model say what an episode asks for; gives its reply."""
         return self._start(episode, of, speaker, ask)
@@ -130,6 +133,8 @@ def networks_fault(called: Any) -> Iterator[None]:
     try:
         yield
     except UserCodeError as error:
+        if isinstance(error.__cause__, CallTimeout):
+            raise Abandoned(str(error)) from error
         if isinstance(error.__cause__, TimeoutError | ConnectionError):
             raise InfrastructureError(str(error)) from error
         raise
@@ -142,72 +147,60 @@ class Abandoned(InfrastructureError):
 
 
 class _Work:
-    """One call of an episode's."""
+    """One call of an episode's: `future` is told its outcome, once, which `read` makes of it."""
 
     def __init__(
         self, future: Future[Any], episode: AnyEpisode, called: Any, read: Callable[[Any], Any],
         of: Of, limit_s: float | None,
     ) -> None:  # fmt: skip
         self._future, self._episode, self._called = future, episode, called
-        self._read = read
-        self._of, self._limit_s = of, limit_s
+        self._read, self._limit_s = read, limit_s
+        self._task, self._rollout = of
         self._lock = threading.Lock()
-        self._leave: Callable[[], Any] = lambda: None
-        self._call: Call | None = None
 
     def run(self, places: threading.Semaphore, function: Callable[..., Any], *args: Any) -> None:
         """Call a function, on a thread of its own."""
         places.acquire()
-        self._leave = partial(self._left, places)
         if not self._future.set_running_or_notify_cancel():
             places.release()
             return
+
+        def late(said: str) -> None:
+            if self._end(None, Abandoned(said)):
+                places.release()
+
         error = result = None
         try:
-            with self._named() as self._call:
-                result = self._read(waited(function(*args), LOOP))
+            with self._named(limit_s=self._limit_s, late=late):
+                result = self._read(waited(function(*args), LOOP, self._limit_s))
         except BaseException as raised:
             error = raised
-        if self._end(result, error):
+        in_time = self._end(result, error)
+        if in_time:
             places.release()
-        elif function not in (_finish, self._episode.close):
+        if self._is_left(in_time, error) and function != _finish:
             waited(self._episode.close(), LOOP)
 
-    def _left(self, places: threading.Semaphore) -> None:
-        """Give back its place; what its thread has a loop do is cancelled."""
-        places.release()
-        if self._call is not None and self._call.waits is not None:
-            self._call.waits.cancel()
-
     async def wait(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
-        """Await a coroutine of this function."""
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
-        self._leave = partial(loop.call_soon_threadsafe, task.cancel)
+        """Await a coroutine of this function. What keeps the loop for itself ends the command."""
         error = result = None
         try:
-            with self._named() as call:
-                call.coroutine = function(*args)
-                result = self._read(await awaited(call.coroutine))
+            with self._named(limit_s=self._limit_s and 2 * self._limit_s):
+                result = self._read(await within(self._limit_s, function(*args)))
         except BaseException as raised:
             error = raised
-        if not self._end(result, error) and function not in (_finish_async, self._episode.close):
+        if self._is_left(self._end(result, error), error) and function != _finish_async:
             await settled(self._episode.close())
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[Call]:
-        task, rollout = self._of
-        with (
-            networks_fault(self._called),
-            calling(
-                self._called, task=task, rollout=rollout, limit_s=self._limit_s, late=self._late
-            ) as call,
-        ):
-            yield call
+    def _named(self, **limit: Any) -> Iterator[None]:
+        user_call = calling(self._called, task=self._task, rollout=self._rollout, **limit)
+        with networks_fault(self._called), user_call:
+            yield
 
-    def _late(self, said: str) -> None:
-        if self._end(None, Abandoned(said)):
-            self._leave()
+    def _is_left(self, in_time: bool, error: BaseException | None) -> bool:
+        """Whether nobody else closes the episode now."""
+        return (not in_time or isinstance(error, Abandoned)) and self._called != self._episode.close
 
     def _end(self, result: Any, error: BaseException | None) -> bool:
         """Tell the future, if it has not been told."""

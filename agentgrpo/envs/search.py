@@ -27,7 +27,7 @@ import numpy as np
 import pydantic
 
 from agentgrpo.actions import Action, Observation, Schema
-from agentgrpo.config.section import PathOf, Positive, Section
+from agentgrpo.config.section import Positive, Section, UserPath
 from agentgrpo.envs.base import Episode
 from agentgrpo.envs.cache import DiskCache
 from agentgrpo.envs.tools import Answer, Tool, Toolset, calls_of, observed
@@ -65,7 +65,7 @@ _step: ContextVar[_Step] = ContextVar("step")
 class Dense(Section):
     """A search by meaning."""
 
-    encoder: PathOf
+    encoder: UserPath
     """Folder of a text encoder, as transformers loads it."""
     pooling: Literal["mean", "cls", "last"] = "mean"
     """Which of a text's hidden states are its vector: their mean, the first, the last."""
@@ -73,7 +73,7 @@ class Dense(Section):
     """What the encoder is shown before a query."""
     text_prefix: str = ""
     """What it is shown before a text of the corpus."""
-    index: PathOf | None = None
+    index: UserPath | None = None
     """Folder where the corpus's vectors are kept, for other runs too."""
 
 

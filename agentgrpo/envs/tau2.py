@@ -23,7 +23,7 @@ from typing import Any, Literal
 from agentgrpo.actions import MODELS, Model, ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
 from agentgrpo.envs.customers import Case, CaseEnv, Customers, User
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 from agentgrpo.types import Task
 
 DOMAINS = ("telecom", "retail", "airline")
@@ -215,8 +215,8 @@ def _judgeable(task: Any) -> bool:
 
 def _upstream(domain: str) -> Any:
     why = "env.kind = 'tau2'"
-    needed("loguru", why).logger.disable("tau2")  # it logs every call
-    return needed(f"tau2.domains.{domain}.environment", why)
+    import_optional("loguru", why).logger.disable("tau2")  # it logs every call
+    return import_optional(f"tau2.domains.{domain}.environment", why)
 
 
 def _upstream_call(name: str, arguments: Mapping[str, Any]) -> Any:

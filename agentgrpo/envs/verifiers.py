@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from agentgrpo.actions import Action, InfrastructureError, Observation
 from agentgrpo.envs.base import AsyncEpisode
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 from agentgrpo.types import Task
 from agentgrpo.usercode import calling, event_loop, tell, where_of
 
@@ -258,11 +258,11 @@ def _spec(data: Any) -> dict[str, Any]:
 
 
 def _package() -> None:
-    verifiers = needed("verifiers", "env.kind = 'verifiers'")
+    verifiers = import_optional("verifiers", "env.kind = 'verifiers'")
     version = getattr(verifiers, "__version__", "of no version")
     if [int(part) for part in re.findall(r"\d+", version)[:2]] < [0, 4]:
         raise ValueError(f"the package verifiers is {version}; expected 0.4 or later")
-    needed("verifiers.v1", "env.kind = 'verifiers'")
+    import_optional("verifiers.v1", "env.kind = 'verifiers'")
 
 
 def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:

@@ -1,8 +1,7 @@
 """Low-rank adapters (peft): what is trained, saved and published instead of the weights.
 
 The base model never changes and is one replica with the sampler's, which is handed the adapter
-alone, in memory. With `serve = "merged"` the base lies in tensors of its own, and the sampler gets
-the merged weights of the adapted layers, copied in place.
+alone, in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from agentgrpo import parallel
 from agentgrpo.config import LoraConfig
-from agentgrpo.extras import needed
+from agentgrpo.extras import import_optional
 from agentgrpo.models.models import ADAPTER_TENSORS
 
 
@@ -33,7 +32,7 @@ class Adapter:
     """
 
     def __init__(self, model: Any, config: LoraConfig, saved: Path | None = None) -> None:
-        peft = needed("peft", "learner.lora.rank")
+        peft = import_optional("peft", "learner.lora.rank")
         _require_layers(model, config.target_modules)
         model.requires_grad_(False)
         if saved is not None:
@@ -50,11 +49,6 @@ class Adapter:
                     self._peft = peft.get_peft_model(model, options)
             except ValueError as error:
                 raise ValueError(f"learner.lora.target_modules: {error}") from error
-        self._layers: dict[str, Any] = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, peft.tuners.lora.LoraLayer)
-        }
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -73,18 +67,6 @@ class Adapter:
 
         state = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
         return {name: parallel.whole(tensor).clone() for name, tensor in state.items()}
-
-    @torch.no_grad()
-    def merged(self) -> list[tuple[str, Tensor]]:
-        """The adapted layers' weights W + alpha / rank * B A, under the checkpoint's names."""
-        found = []
-        for name, layer in self._layers.items():
-            weight = parallel.whole(layer.base_layer.weight)
-            a, b = (parallel.whole(side["default"].weight) for side in (layer.lora_A, layer.lora_B))
-            # product and sum in float32, rounded once: else agreement is lost in bfloat16
-            update = (b.float() @ a.float()) * layer.scaling["default"]
-            found.append((f"{name}.weight", (weight.float() + update).to(weight.dtype)))
-        return found
 
     def save(self, folder: Path) -> None:
         """Write the adapter, and nothing else, as peft does; on several ranks, all must call it."""

@@ -7,7 +7,7 @@ into batches changes a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -121,27 +121,19 @@ def token_weights(
     ]
 
 
-TURNS_SHOWN = 8
-"""Turns with a mismatch of their own in the metrics; later ones are counted with the last."""
-
-
-def mismatch_metrics(
-    gap_N: Float32, sample_N: Int32, turn_N: Int32, objective: Objective
-) -> Metrics:
+def mismatch_metrics(gap_N: Float32, sample_N: Int32, objective: Objective) -> Metrics:
     """How far the sampler's policy was from the learner's on the sampled tokens, before any bound.
 
     Args:
         gap_N: the learner's log-probability less the sampler's, in nats; not finite where the
             sampler gave none, which counts as 0.
         sample_N: whose token it is.
-        turn_N: of which of its turns, from 0.
         objective: at whose level the ratio is taken, and whose bounds it is held against.
 
     Returns:
         `mismatch_ratio_{min,mean,max}` of the raw ratio; `mismatch_modified`: the share of tokens
         whose ratio is bounded or zeroed; `mismatch_kl`: mean k3 estimate of KL(sampler || learner)
-        in nats. Over all tokens, and over those of turn K as `mismatch_turn_K_...`, the last of
-        TURNS_SHOWN with all later ones. Empty without tokens.
+        in nats. Empty without tokens.
     """
     if not len(gap_N):
         return {}
@@ -155,24 +147,10 @@ def mismatch_metrics(
     ratio = np.exp(np.clip(level, -20, 20))
     low = objective.vllm_importance_sampling_clip_min or 0.0
     high = objective.vllm_importance_sampling_clip_max or float("inf")
-    columns = {
-        "ratio": ratio,
-        "modified": ((ratio < low) | (ratio > high)) & objective.corrects,
-        "kl": np.expm1(np.minimum(gap, 20)) - gap,
-    }
-    turn: Int32 = np.minimum(turn_N, TURNS_SHOWN - 1)
-    metrics = _spread("mismatch_", columns, np.ones(len(gap), bool))
-    for k in np.unique(turn).tolist():
-        metrics |= _spread(f"mismatch_turn_{k}_", columns, turn == k)
-    return metrics
-
-
-def _spread(prefix: str, columns: Mapping[str, NDArray[Any]], chosen_N: NDArray[Any]) -> Metrics:
-    ratio = columns["ratio"][chosen_N]
     return {
-        f"{prefix}ratio_min": float(ratio.min()),
-        f"{prefix}ratio_mean": float(ratio.mean()),
-        f"{prefix}ratio_max": float(ratio.max()),
-        f"{prefix}modified": float(columns["modified"][chosen_N].mean()),
-        f"{prefix}kl": float(columns["kl"][chosen_N].mean()),
+        "mismatch_ratio_min": float(ratio.min()),
+        "mismatch_ratio_mean": float(ratio.mean()),
+        "mismatch_ratio_max": float(ratio.max()),
+        "mismatch_modified": float(((ratio < low) | (ratio > high)).mean() * objective.corrects),
+        "mismatch_kl": float((np.expm1(np.minimum(gap, 20)) - gap).mean()),
     }

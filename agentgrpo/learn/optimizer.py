@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map
 
 from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
-from agentgrpo.extras import needed
-from agentgrpo.learn.offload import Offload, in_parts
+from agentgrpo.extras import import_optional
 
 _EXACT = (torch.float32, torch.float64)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
@@ -34,8 +33,8 @@ class MasterAdamW:
         parameters: leaves that require a gradient, whole or sharded; updated in place.
         lr, weight_decay: as in torch.optim.AdamW (betas 0.9, 0.999; eps 1e-8).
         adamw: the class that does it, with AdamW's arguments. None: torch's, fused on CUDA.
-        offload: keep moments and masters in host memory, but for the part that is being updated;
-            for parameters on CUDA.
+        offload: keep moments and masters in page-locked host memory, but for those of the parameter
+            that is being updated; for parameters on CUDA. NEVER RUN on a GPU yet.
     """
 
     def __init__(
@@ -53,14 +52,14 @@ class MasterAdamW:
         self._masters: list[Tensor] = []
         self._adamw: Any = None
         cuda = bool(self._parameters) and self._parameters[0].is_cuda
-        self._offload = (
-            Offload(self._held, self._parameters[0].device) if offload and cuda else None
-        )
+        self._offloads = offload and cuda
+        self._host: dict[tuple[int, str], Tensor] = {}
+        """Where the state waits, page-locked."""
         for index, p in enumerate(self._parameters):
             exact = p.dtype in _EXACT
             self._masters.append(p if exact else p.detach().float().requires_grad_())
-            if self._offload is not None:
-                self._offload.put_back([index]).synchronize()
+            if self._offloads:
+                self._put_back(index)
             if not exact and parallel.world_size() == 1:
                 # or a backward pass would leave 2 more bytes of each number beside the sums; FSDP
                 # reduces gradients on streams of its own, and collect() comes after it
@@ -73,14 +72,8 @@ class MasterAdamW:
             (self._bytes_of_moments + 4 * (master is not p)) * parallel.mine_of(p).numel()
             for p, master in zip(self._parameters, self._masters, strict=True)
         ]
-        self._parts = (
-            [list(range(len(sizes)))] if self._offload is None else in_parts(sizes, PART_BYTES)
-        )
-        self.bytes_passing = 0
+        self.bytes_passing = max(sizes) if self._offloads else 0
         """The most of the state that lies on the card during an update and else does not."""
-        if self._offload is not None:
-            parts = [sum(sizes[i] for i in part) for part in self._parts]
-            self.bytes_passing = max(map(sum, zip(parts, [*parts[1:], 0], strict=True)))
 
     @property
     def lr(self) -> float:
@@ -95,7 +88,7 @@ class MasterAdamW:
     @property
     def bytes_to_come(self) -> int:
         """Memory that the first step will take for the moments and keep; 0 once they are there."""
-        if self._adamw.state or self._offload is not None:
+        if self._adamw.state or self._offloads:
             return 0
         return self._bytes_of_moments * sum(parallel.mine_of(p).numel() for p in self._parameters)
 
@@ -161,10 +154,27 @@ class MasterAdamW:
         return float(norm)
 
     def _passing(self) -> Iterator[Sequence[int]]:
-        """The parts of the parameters, each with its state on the card."""
-        if self._offload is None:
-            return iter(self._parts)
-        return self._offload.through(self._parts)
+        """All parameters together; or, their state elsewhere, one after the other with it here."""
+        numbers = range(len(self._parameters))
+        if not self._offloads:
+            yield numbers
+            return
+        for index in numbers:
+            for tensor in self._held(index).values():
+                tensor.data = tensor.detach().to(self._parameters[0].device, non_blocking=True)
+            yield [index]
+            self._put_back(index)
+        torch.cuda.synchronize()  # until here the host's copies are only queued
+
+    def _put_back(self, index: int) -> None:
+        """Let a parameter's state wait in host memory, behind what is queued."""
+        for name, tensor in self._held(index).items():
+            if (index, name) not in self._host:
+                waits = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+                self._host[index, name] = waits
+            host = self._host[index, name]
+            if tensor.data_ptr() != host.data_ptr():
+                tensor.data = host.copy_(tensor.detach(), non_blocking=True)
 
     def _held(self, index: int) -> Mapping[str, Tensor]:
         """This rank's numbers of a parameter's state, by name."""
@@ -204,12 +214,11 @@ class MasterAdamW:
         for (index, _), saved in zip(lower, state["masters"], strict=True):
             master = self._masters[index]
             master.copy_(parallel.sharded_like(saved, master))
-        if self._offload is not None:
+        if self._offloads:
             self._settle()
 
     def _settle(self) -> None:
         """Torch has put all state where the masters are, which is the host: the small part back."""
-        assert self._offload is not None
         fused = self._adamw.param_groups[0].get("fused")
         for moments in self._adamw.state.values():
             for name, value in moments.items():
@@ -218,7 +227,9 @@ class MasterAdamW:
                     moments[name] = value.to(self._parameters[0].device)
         if hasattr(self._adamw, "initialized"):  # bitsandbytes' first step would move it again
             self._adamw.initialized = True
-        self._offload.put_back(range(len(self._parameters))).synchronize()
+        for index in range(len(self._parameters)):
+            self._put_back(index)
+        torch.cuda.synchronize()
 
     def _lower(self) -> list[tuple[int, Tensor]]:
         """Parameters that are not float32, and their numbers."""
@@ -250,7 +261,7 @@ def make_optimizer(config: LearnerConfig, parameters: Sequence[Tensor]) -> Maste
                 f"{parallel.world_size()} ranks holds a part of every one: use 'adamw'"
             )
         why = "learner.optimizer = 'adamw_8bit'"
-        adamw = needed("bitsandbytes.optim", why).AdamW8bit
+        adamw = import_optional("bitsandbytes.optim", why).AdamW8bit
     return MasterAdamW(
         parameters, lr=config.learning_rate, weight_decay=config.weight_decay, adamw=adamw,
         offload=config.offload_optimizer,

@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from agentgrpo import parallel
-from agentgrpo.config import LearnerConfig, LoraConfig
+from agentgrpo.config import LearnerConfig
 from agentgrpo.engine.weights import CannotShare, InPlaceCopy, install, views_for
-from agentgrpo.learn.loading import hollow, load_frozen
-from agentgrpo.learn.lora import Adapter
-from agentgrpo.learn.policy import Policy
-from agentgrpo.models.models import SavedAdapter
+from agentgrpo.learn.policy import Policy, init_on_meta, load_model
 from agentgrpo.types import Metrics
 
 if TYPE_CHECKING:  # it imports vLLM, which fine-tuning does without
@@ -37,7 +34,7 @@ class Publisher(Protocol):
         ...
 
 
-class Unpublished:
+class NoSync:
     """Of fine-tuning: nobody samples."""
 
     about: Mapping[str, Any] = {}
@@ -46,7 +43,7 @@ class Unpublished:
         return {}
 
 
-class Shared:
+class SharedWeights:
     """To an engine whose tensors the policy's parameters are views of: an update is there already.
 
     Also what the other ways of publishing to an engine have in common.
@@ -64,20 +61,19 @@ class Shared:
         return metrics | {"publish_s": time.perf_counter() - started}
 
     def _prepare(self) -> dict[str, Any]:
-        return {"prepacked_layers": self._engine.pack_frozen(self._policy.trained)}
+        return {"prepacked_layers": self._engine.prepack_frozen_linears(self._policy.trained)}
 
     def _hand_over(self) -> Metrics:
         return {}
 
 
-class Copied(Shared):
+class CopiedWeights(SharedWeights):
     """The policy has tensors of its own, which are copied into the engine's, a bucket at a time."""
 
     def _prepare(self) -> dict[str, Any]:
         self._engine.unpack()  # every weight is written to at each step
         self._copy = InPlaceCopy(self._engine.model, self._engine.load_weights)
-        merged = {"adapter": "merged into the weights"} if self._policy.adapter else {}
-        return {"prepacked_layers": 0, **merged}
+        return {"prepacked_layers": 0}
 
     def _hand_over(self) -> Metrics:
         started = time.perf_counter()
@@ -88,11 +84,11 @@ class Copied(Shared):
         return {"publish_gb_per_s": copied / 1e9 / (time.perf_counter() - started)}
 
 
-class ServedAdapter(Shared):
+class ServedLora(SharedWeights):
     """The engine applies the policy's LoRA adapter itself, over weights that never change."""
 
     def _prepare(self) -> dict[str, Any]:
-        packed = self._engine.pack_frozen(())
+        packed = self._engine.prepack_frozen_linears(())
         return {"prepacked_layers": packed, "adapter": "served as it is"}
 
     def _hand_over(self) -> Metrics:
@@ -111,60 +107,28 @@ def policy_on(
 ) -> tuple[Policy, Publisher]:
     """The policy, on the engine's own tensors where the two can share them, and its publisher.
 
-    Args:
-        engine: whose tensors, dtype and device.
-        model: Hugging Face directory or name, the one the engine was built from.
-        config: what of it is trained.
-        weights: "auto", "shared" or "copy"; see EngineConfig.
-        adapter: a checkpoint's folder to take the LoRA adapter from.
-
     Raises:
         ValueError: weights="shared" where sharing is impossible, with the reason; or as Policy's.
     """
-    served = bool(config.lora.rank and engine.lora_rank)
-    if (config.lora.rank and not served) or parallel.world_size() > 1:
+    if parallel.world_size() > 1:
         if weights == "shared":
-            raise ValueError(
-                "engine.weights = 'shared' is impossible with learner.lora.serve = 'merged' and on "
-                "several ranks"
-            )
+            raise ValueError("engine.weights = 'shared' is impossible on several ranks")
         weights = "copy"
     lies, module = _placed(engine, model, weights)
     policy = Policy(module, config, weights=lies, adapter=adapter)
-    kind = ServedAdapter if served else Shared if lies == "shared" else Copied
+    kind = ServedLora if policy.adapter else SharedWeights if lies == "shared" else CopiedWeights
     return policy, kind(engine, policy)
 
 
 def _placed(engine: Engine, model: str | Path, weights: str) -> tuple[str, Any]:
     """("shared" or "copy (why)", the transformers model)."""
     if weights == "copy":
-        return "copy", load_frozen(model, device=engine.device, dtype=engine.dtype)
-    policy = hollow(model, engine.dtype)
+        return "copy", load_model(model, device=engine.device, dtype=engine.dtype)
+    policy = init_on_meta(model, engine.dtype)
     try:
         install(policy, views_for(engine.model, policy))
     except CannotShare as error:
         if weights == "shared":
             raise ValueError(f"engine.weights = 'shared' is impossible here: {error}") from error
-        return f"copy ({error})", load_frozen(model, device=engine.device, dtype=engine.dtype)
+        return f"copy ({error})", load_model(model, device=engine.device, dtype=engine.dtype)
     return "shared", policy.to(engine.device).eval()
-
-
-def play_with(engine: Engine, adapter: SavedAdapter, base: str) -> None:
-    """Have an engine answer with an adapter as after an update of a run: beside the weights, or
-    merged into them where it was started without room for adapters.
-
-    Args:
-        engine: holds `base`.
-        adapter: to be played with.
-        base: directory or name of the model that it is to.
-
-    Raises:
-        ValueError: the engine has no adapters for one of its layers, or peft is missing.
-    """
-    if engine.lora_rank:
-        engine.set_adapter(adapter.tensors(), adapter.config)
-        return
-    config = LoraConfig(rank=adapter.rank, alpha=adapter.config["lora_alpha"])
-    model = load_frozen(base, device=engine.device, dtype=engine.dtype)
-    merged = Adapter(model, config, adapter.folder).merged()
-    InPlaceCopy(engine.model, engine.load_weights)(merged)

@@ -51,7 +51,6 @@ def main(arguments: list[str]) -> int:
     ).parse_args(arguments)
     gpu = hardware.has_nvidia_gpu()
     checks = [*device_checks(), *packages.package_checks(packages.installed(), gpu=gpu)]
-    checks.append(packages.extras_check())
     print("\n".join(line for check in checks for line in check.lines()))  # noqa: T201
     report, isolated = sandbox_doctor.report()
     print(f"\n{report}")  # noqa: T201

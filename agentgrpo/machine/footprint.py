@@ -107,16 +107,14 @@ def footprint(
 
 def _activations(shapes: Shapes, learner: LearnerConfig, width: int, *, cuda: bool) -> int:
     """At least: the layers' inputs, which checkpointed ones keep alone, and the logits."""
-    # it imports torch: the environment is set by now
-    from agentgrpo.kernels.linear_logp import LOGITS_BYTES_CPU, LOGITS_BYTES_CUDA
-
     layers = 1 + max(map(_layer, shapes))
     if learner.trained_layers is not None and not learner.lora.rank:
         layers = learner.trained_layers
     tables = (shape for name, shape in shapes.items() if len(shape) == 2 and _layer(name) < 0)
     vocab, hidden = max(tables, key=lambda shape: shape[0])
     logits = vocab * (4 if learner.cast_lm_head_to_fp32 else width)
-    kept = min(learner.max_tokens * logits, LOGITS_BYTES_CUDA if cuda else LOGITS_BYTES_CPU)
+    # of more, linear_logp() makes them again in the backward pass
+    kept = min(learner.max_tokens * logits, (6 if cuda else 1) * GIB)
     return kept + learner.max_tokens * hidden * width * layers
 
 

@@ -1,11 +1,10 @@
-"""What this machine is: its cores, memory and GPU, read from files and from nvidia-smi alone."""
+"""What this machine is: its cores, memory and GPU."""
 
 from __future__ import annotations
 
 import os
 import resource
 import shutil
-import subprocess
 from pathlib import Path
 
 from agentgrpo.sandbox.cgroup import lines_of, memory_bounds
@@ -19,34 +18,14 @@ def has_nvidia_gpu() -> bool:
 
 
 def gpu_memory_bytes() -> tuple[int, int] | None:
-    """Memory of this rank's GPU: all of it, and what is free now; None where that is not told.
+    """Memory of this rank's GPU: all of it, and what is free now; None where torch sees none."""
+    import torch
 
-    nvidia-smi lists GPUs as they are plugged in and knows nothing of CUDA_VISIBLE_DEVICES. CUDA
-    lists the fastest first, which is taken to be the largest, unless CUDA_DEVICE_ORDER says
-    PCI_BUS_ID.
-    """
-    number = os.environ.get("LOCAL_RANK", "0")
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        number = dict(enumerate(visible.split(","))).get(int(number), "").strip()
-    if number.startswith(("GPU-", "MIG-")):
-        return next(iter(_gpus(f"--id={number}")), None)
-    gpus = _gpus()
-    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        gpus.sort(key=lambda gpu: -gpu[0])  # equal ones stay as they are plugged in
-    return gpus[int(number)] if number.isdigit() and int(number) < len(gpus) else None
-
-
-def _gpus(*which: str) -> list[tuple[int, int]]:
-    """(memory, free) of each, in nvidia-smi's order; none where one of them is not told."""
-    query = ["--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(
-            ["nvidia-smi", *query, *which], capture_output=True, text=True, check=True, timeout=30
-        )
-        rows = [line.split(",") for line in said.stdout.splitlines()]
-        return [(int(total) << 20, int(free) << 20) for total, free in rows]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    if number >= torch.cuda.device_count():
+        return None
+    free, total = torch.cuda.mem_get_info(number)
+    return total, free
 
 
 def cpu_count() -> int:

@@ -36,8 +36,8 @@ from agentgrpo.types import Int32
 Message = Mapping[str, Any]
 _MARK = "\u241fassistant-turn\u241f"  # stands for a sampled turn; no template has it
 _USER = {"role": "user", "content": "x"}
-CHARACTERS = 8
-"""Of an end that is encoded, for each token that may be kept; more, where tokens are longer."""
+CHARACTERS = 16
+"""Of either end of a text that are encoded, for each token that may be kept of it."""
 _LATER = (["user"], ["tool"], ["tool", "tool"])
 _PASTS = (["system", "user"], ["user", "assistant", "tool", "tool"], ["user", "assistant", "user"])
 
@@ -112,11 +112,7 @@ class ChatTemplate:
         self._looks_back = any(self._depends_on(roles, past) for roles in _LATER for past in _PASTS)
 
     def require_roles(self, roles: Sequence[str]) -> None:
-        """Check that messages of these roles, in this order, can follow an assistant turn.
-
-        Raises:
-            ValueError: the template refuses them, or does not show one, or not in order.
-        """
+        """Check that messages of these roles, in this order, can follow an assistant turn."""
         contents = [f"message-{index}" for index in range(len(roles))]
         probes = _numbered(
             [{"role": role, "content": said} for role, said in zip(roles, contents, strict=True)]
@@ -181,11 +177,7 @@ class ChatTemplate:
         return self._encoder.encode_behind(text, mark, before)
 
     def closing_id(self, messages: Sequence[Message]) -> int:
-        """The token that ends a turn which these messages follow; none of them: nothing does.
-
-        Raises:
-            ValueError: the template refuses the messages; the message has its reason.
-        """
+        """The token that ends a turn which these messages follow; none of them: nothing does."""
         ends = self._ids(self._after_turn(_numbered(messages), None)[0]) if messages else []
         return (ends or [self.end_of_turn_id])[0]
 
@@ -207,13 +199,12 @@ class ChatTemplate:
         Of a text that is longer than so many tokens can be, no more is encoded than its ends, and
         the mark counts what is cut in characters.
         """
-        near = self._near(text, max_tokens)
-        whole = near is None
+        whole, near = not self.exceeds(text, max_tokens), CHARACTERS * max_tokens
         total = len(self.text_ids(text)) if whole else len(text)
         if whole and total <= max_tokens:
             return text
-        ends = [end for _, end in self._encoder.offsets(text[:near])]
-        tail_text = text if near is None else text[-near:]
+        head_text, tail_text = (text, text) if whole else (text[:near], text[-near:])
+        ends = [end for _, end in self._encoder.offsets(head_text)]
         starts = [start - len(tail_text) for start, _ in self._encoder.offsets(tail_text)]
 
         def joined(room: int, tail: int, *, marked: bool) -> str:
@@ -237,17 +228,8 @@ class ChatTemplate:
         return ""
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
-        """Whether a text is surely longer than so many tokens: no more than its head is encoded."""
-        return self._near(text, max_tokens) is not None
-
-    def _near(self, text: str, max_tokens: int) -> int | None:
-        """How many characters of either end have more than max_tokens; None: both ends meet."""
-        near = CHARACTERS * max_tokens + 256
-        while 2 * near < len(text):
-            if all(len(self.text_ids(t)) > max_tokens + 8 for t in (text[:near], text[-near:])):
-                return near
-            near *= 4
-        return None
+        """Whether a text is longer than so many tokens by its characters alone."""
+        return len(text) > 2 * CHARACTERS * max_tokens + 512
 
     def decode(self, token_ids: Int32) -> str:
         """The text of a sampled turn, without the tokens that end it."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from agentgrpo.files import how_far, sha256_of
+from agentgrpo.files import sha256_of
 from agentgrpo.types import Float32
 
 Pooling = Literal["mean", "cls", "last"]
@@ -35,7 +35,7 @@ class Encoder:
         from transformers import AutoModel, AutoTokenizer
 
         if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder} has no config.json{how_far(folder)}")
+            raise ValueError(f"{folder} has no config.json")
         load: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, **load)

@@ -1,16 +1,22 @@
-"""Whether Liger-Kernel's RMSNorm, RoPE and SwiGLU can replace those of a model's layers.
+"""RMSNorm, RoPE and SwiGLU of a model's layers as one kernel each, by Liger-Kernel.
 
-Told from its config.json, so that a dry run says it before anything is loaded; learn/fused.py
-replaces them.
+As transformers has them each is five to ten kernels, which read and write the same tensors again
+and again: docs/gpu.md has what that costs. Liger's own patches know what the norms of a model type
+add and cast. They are applied to one model, and what they replace in transformers' modules for all
+models is put back: vLLM, the KL's reference and other learners see nothing of it. Its losses are
+not used: the head is ours (kernels/). Whether they can replace a model's layers is told from its
+config.json, so that a dry run says it before anything is loaded.
+
+NEVER RUN ON A GPU yet: in Triton's interpreter the patched layers give the plain ones' gradients.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from importlib.metadata import version
+from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
-
-from agentgrpo.extras import remedy
 
 
 class Family(NamedTuple):
@@ -46,16 +52,7 @@ FAMILIES = {
 
 
 def why_plain(asked: bool | Literal["auto"], config: Any, device: str) -> str | None:
-    """Why a model's layers are computed as transformers has them; None: by Liger's kernels.
-
-    Args:
-        asked: learner.use_liger_kernel.
-        config: of transformers, of the language model.
-        device: "cpu" or "cuda".
-
-    Raises:
-        ValueError: the kernels are asked for and cannot be had; names the key and why.
-    """
+    """Why a model's layers are computed as transformers has them; None: by Liger's kernels."""
     if asked is False:
         return "learner.use_liger_kernel = false"
     why = _why_not(config, device)
@@ -71,7 +68,7 @@ def _why_not(config: Any, device: str) -> str | None:
     if found != COMPARED:
         return (
             f"the layers were compared with liger-kernel {COMPARED}, and {found} is installed; "
-            f"remedy: {remedy('liger_kernel')}"
+            "remedy: pip install 'agentgrpo[liger]'"
         )
     return unlike(config)
 
@@ -89,3 +86,54 @@ def unlike(config: Any) -> str | None:
     if act != family.act:
         return f"the MLPs have the activation {act!r}, and Liger's kernel has {family.act!r}"
     return None
+
+
+ROTATION = "apply_rotary_pos_emb"
+"""Transformers' name for it, in the module of each model type."""
+
+
+def fuse(model: Any) -> str:
+    """Have a model's norms, rotations and MLPs computed by Liger's kernels.
+
+    Args:
+        model: of transformers, causal, on CUDA (or anywhere, in Triton's interpreter). Its modules
+            are changed in place, its parameters are not, and neither are other models.
+
+    Returns:
+        The library's version and how many modules it computes, for the record.
+    """
+    if why := unlike(model.config):
+        raise ValueError(why)
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    kind = model.config.model_type
+    shared = vars(sys.modules[type(model).__module__])
+    before = dict(shared)
+    try:
+        MODEL_TYPE_TO_APPLY_LIGER_FN[kind](
+            model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False
+        )
+    finally:
+        shared.update(before)
+    patched = sum("forward" in vars(module) for module in model.modules())
+    rotated = sum(map(_rotate, model.modules())) if FAMILIES[kind].rope else 0
+    return f"liger-kernel {version('liger-kernel')}: {patched} norms and MLPs, {rotated} rotations"
+
+
+def _rotate(module: Any) -> bool:
+    """Give an attention module Liger's rotation; whether it has one at all."""
+    plain: Any = type(module).forward
+    if ROTATION not in plain.__code__.co_names:
+        return False
+    names = {**plain.__globals__, ROTATION: _rotation}
+    own = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    module.forward = MethodType(own, module)
+    return True
+
+
+def _rotation(q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+    # not the function of Liger's that chooses: where CUTLASS is installed it takes other kernels
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    rotated: tuple[Any, Any] = LigerRopeFunction.apply(q, k, cos, sin)
+    return rotated

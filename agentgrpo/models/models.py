@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.config import LoraConfig, TrainConfig
-from agentgrpo.files import expanded, how_far, looks_like_path, read_table, require_as_sealed
+from agentgrpo.files import expanded, looks_like_path, read_table, require_as_sealed
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.kinds import kinds_of, router_coef, unsupported
 from agentgrpo.models.liger import why_plain
@@ -23,11 +23,7 @@ ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetens
 def check_model(
     config: TrainConfig, model: str, *, device: str = "cpu", trained: bool = True
 ) -> None:
-    """The model is as long and as deep as the config asks, and of a kind that works here.
-
-    Raises:
-        ValueError: it is not; names what it has that is not supported.
-    """
+    """The model is as long and as deep as the config asks, and of a kind that works here."""
     from transformers import AutoConfig
 
     why = unsupported(
@@ -35,7 +31,7 @@ def check_model(
         device=device,
         trained=trained,
         dtype=config.engine.dtype_on(device),
-        adapters=config.learner.lora.served_rank > 0,
+        adapters=config.learner.lora.rank > 0,
     )
     if why:
         raise ValueError(f"model {model!r}: {why}")
@@ -68,15 +64,7 @@ def cache_dir() -> Path:
 
 
 def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) -> str:
-    """A model directory for `config.model`: itself, or what `package:NAME` imports to.
-
-    Args:
-        model: of the config.
-        say: told before an import, which takes a while and is made once.
-
-    Raises:
-        ValueError: no such directory, nothing in the local hub cache, or no such package.
-    """
+    """A model directory for `config.model`: itself, or what `package:NAME` imports to."""
     if model.startswith("package:"):
         from agentgrpo.models.gguf import find_in_package, import_gguf
 
@@ -100,14 +88,13 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
                 read_table(path)
         if not any(path.suffix in WEIGHTS for path in folder.iterdir()):
             raise ValueError(f"model {model!r}: the directory holds no {' or '.join(WEIGHTS)}")
-        require_as_sealed(folder, whole=False)
+        require_as_sealed(folder, ours=False)
         return model
     if folder.exists():
-        how = "; `agentgrpo gguf` makes a directory of it" if folder.suffix == ".gguf" else ""
-        raise ValueError(f"model {model!r}: a file, expected a directory{how}")
+        raise ValueError(f"model {model!r}: a file, expected a directory")
     if "/" not in model or looks_like_path(model):
         hub = "" if looks_like_path(model) else "; a model of the hub is named owner/name"
-        raise ValueError(f"model {model!r}: no such directory{how_far(folder)}{hub}")
+        raise ValueError(f"model {model!r}: no such directory{hub}")
     _require_hub_name(model)
     return model
 
@@ -147,17 +134,13 @@ class SavedAdapter:
 
 
 def saved_adapter(model: str) -> SavedAdapter | None:
-    """The adapter that a folder holds instead of a model; None if it holds none.
-
-    Raises:
-        ValueError: its files are not as peft writes them; names what is missing.
-    """
+    """The adapter that a folder holds instead of a model; None if it holds none."""
     folder = Path(expanded(model))
     if not (folder / ADAPTER_CONFIG).exists() or (folder / "config.json").is_file():
         return None
     if not (folder / ADAPTER_TENSORS).is_file():
         raise ValueError(f"model {model!r}: the adapter's {ADAPTER_TENSORS} is missing")
-    require_as_sealed(folder, whole=False)
+    require_as_sealed(folder, ours=False)
     config = read_table(folder / ADAPTER_CONFIG)
     for key in ("base_model_name_or_path", "r", "lora_alpha"):
         if not config.get(key):
@@ -166,11 +149,7 @@ def saved_adapter(model: str) -> SavedAdapter | None:
 
 
 def require_lora_of(adapter: SavedAdapter, lora: LoraConfig) -> None:
-    """That training can go on from an adapter.
-
-    Raises:
-        ValueError: learner.lora describes another; names the key.
-    """
+    """That training can go on from an adapter."""
     layers = adapter.config.get("target_modules") if lora.target_modules else ()
     for key, then, now in (
         ("rank", adapter.rank, lora.rank),
@@ -185,11 +164,7 @@ def require_lora_of(adapter: SavedAdapter, lora: LoraConfig) -> None:
 
 
 def base_of(adapter: SavedAdapter) -> str:
-    """The model directory or hub name that an adapter is to.
-
-    Raises:
-        ValueError: there is no such directory.
-    """
+    """The model directory or hub name that an adapter is to."""
     try:
         return resolve_model(adapter.base)
     except ValueError as error:
@@ -206,11 +181,7 @@ def named_base(model: str) -> str:
 
 
 def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """The chat template of a model's tokenizer, and what ends a turn by its generation_config.json.
-
-    Raises:
-        ValueError: one of these cannot be read, or there is no usable template.
-    """
+    """The chat template of a model's tokenizer; what ends a turn is in generation_config.json."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
     from transformers.utils.hub import cached_file

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.proof.advantages import num_sampled, reward_of
+from agentgrpo.proof.tokens import gaps_of
 from agentgrpo.types import Group, Rollout, Status
 
 FLOAT32 = 1e-4
@@ -103,33 +103,21 @@ def learner_faults(
     if terms and loss.top_entropy_quantile == 1:
         number = {"learner/num_tokens": float(terms * loss.num_iterations)}
         yield from line_faults(row, number)
-    gaps, entropies = _seen(groups)
-    if len(gaps):
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if seen := [gaps for rollout in rollouts for gaps in gaps_of(rollout)]:
+        gaps = np.concatenate(seen).astype(np.float64)
+        views = [view for rollout in rollouts for view in rollout.entropies or ()]
+        entropies = np.concatenate([*(view for view in views if view is not None), np.zeros(0)])
         kl = float((np.expm1(np.minimum(gaps, 20)) - gaps).mean())
         wanted = {"learner/mismatch_kl": kl}
         one_update = loss.num_iterations * loss.num_mini_batches == 1
         if one_update and loss.top_entropy_quantile == 1:  # else of policies that no record holds
-            wanted["learner/entropy_mean"] = float(entropies.mean())
+            wanted["learner/entropy_mean"] = float(entropies.sum() / max(len(entropies), 1))
             wanted["learner/sampler_gap_max"] = float(np.abs(gaps).max())
         yield from line_faults(row, wanted, FLOAT32)
     mean, most = (row.get(f"engine/{name}_dlogp") for name in ("mean", "max"))
     if not (_is_number(mean) and _is_number(most) and 0 <= mean <= most <= limit):
         yield f"engine: the probes are {mean!r:.20}, {most!r:.20} apart, promised {limit:.3g}"
-
-
-def _seen(groups: Sequence[Group]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Of each term: the learner's log-probability less the sampler's, and its entropy."""
-    gaps: list[NDArray[Any]] = [np.zeros(0)]
-    entropies: list[NDArray[Any]] = [np.zeros(0)]
-    for rollout in (r for group in groups for r in group.rollouts):
-        for segment, logp in zip(
-            rollout.all_segments, rollout.learner_logprobs or (), strict=False
-        ):
-            said = segment.logprobs
-            if said is not None and logp is not None and len(logp) == len(said):
-                gaps.append(logp.astype(np.float64) - said)
-        entropies += [values for values in rollout.entropies or () if values is not None]
-    return np.concatenate(gaps), np.concatenate(entropies)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from agentgrpo.types import Rollout, Segment, Turn, token_hash
+from agentgrpo.types import Float32, Rollout, Segment, Turn, token_hash
 
 LOGP_TOLERANCE = 1e-5
 """Nats above 0 that float32 may make of a log-probability of 0."""
@@ -78,6 +78,17 @@ def _view_faults(rollout: Rollout) -> Iterator[str]:
             fine = values is None or np.isfinite(values) & (values >= least) & (values <= most)
             if not np.all(fine):
                 yield f"{name}: a number that can be none"
+
+
+def gaps_of(rollout: Rollout) -> list[Float32]:
+    """The learner's less the sampler's log-probabilities of each segment that was learned from."""
+    pairs = zip(rollout.all_segments, rollout.learner_logprobs or (), strict=False)
+    return [
+        values - segment.logprobs
+        for segment, values in pairs
+        if segment.logprobs is not None and values is not None
+        if len(values) == len(segment.logprobs)
+    ]
 
 
 def _turn_faults(row: Sequence[Segment], turns: Sequence[tuple[int, Turn]]) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 It plays them with config.model and prints the metrics as JSON;
 `model=RUN/checkpoints/step_000010` evaluates a checkpoint, an adapter's too (on the model that its
-adapter_config.json names; learner.lora.serve says how). What is measured besides, with intervals
-and by kind of task, is in its "measures" (measures/, [measures] of the config). `--report DIR`
+adapter_config.json names). What is measured besides, with intervals and by kind of task, is in its
+"measures" (measures/, [measures] of the config). `--report DIR`
 writes all of it, per task, as report.json and report.md; `--compare DIR/report.json` adds the
 paired difference to an earlier report on the same tasks. Under torchrun every rank plays its share,
 and there is one report.
@@ -24,7 +24,7 @@ from agentgrpo import parallel
 from agentgrpo.build import Player, build_player
 from agentgrpo.command import Begin
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.engine.endpoints import EngineLoop, spoken_by
+from agentgrpo.engine.endpoints import EngineLoop, endpoint_of
 from agentgrpo.evaluate import evaluate
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import measure_tasks
@@ -59,7 +59,7 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
         return {}
     loop = EngineLoop(player.engine)
     judge, votes = (
-        spoken_by(stage.models[name], loop, stage.chat) if name else None
+        endpoint_of(stage.models[name], loop, stage.chat) if name else None
         for name in (c.judge, c.conciseness_judge)
     )
 

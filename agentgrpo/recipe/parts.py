@@ -17,13 +17,12 @@ from types import MappingProxyType
 
 from agentgrpo.command import Stopped
 from agentgrpo.command import command as run_command
-from agentgrpo.config.readers import reads
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.config.used_by import uses
 from agentgrpo.files import read_table
 from agentgrpo.run.atomic import write_json
 from agentgrpo.run.folder import MAY_CHANGE, flat, newest_saved, require_same_settings
-from agentgrpo.run.interrupt import run_beside
-from agentgrpo.usercode import Interrupted
+from agentgrpo.run.interrupt import run_child
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ def require_same_work(
             "another out_dir"
         )
     table = flat(recipe.model_dump(mode="json"))
-    now = {key: value for key, value in table.items() if reads(command, key)} | {**data}
+    now = {key: value for key, value in table.items() if uses(command, key)} | {**data}
     require_same_settings(path, now, MAY_CHANGE.union(may_change), begun=begun, write=write)
 
 
@@ -89,13 +88,13 @@ def run_parts(
         command = [sys.executable, "-m", "agentgrpo", part.word, *arguments, "--of-recipe"]
         command += part.more()
         started = time.perf_counter()
-        status, asked = run_beside(command, stdout=subprocess.DEVNULL if part.quiet else None)
+        status, asked = run_child(command, stdout=subprocess.DEVNULL if part.quiet else None)
         if status:
             raise Stopped(part.name, status)
         seconds[part.name] = time.perf_counter() - started
         write_json(path, seconds)
         if asked:
-            raise Interrupted
+            raise KeyboardInterrupt
     return seconds
 
 

@@ -23,7 +23,7 @@ import threading
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from agentgrpo.extras import require
+from agentgrpo.extras import require_installed
 
 CPU_SECONDS = 3
 MEMORY_BYTES = 2 << 30
@@ -113,7 +113,7 @@ class Child:
         assert process.stdout is not None
         if process.stdout.readline().strip() != READY:
             self.stop()
-            require("math_verify", "reward.kind = 'math'")
+            require_installed("math_verify", "reward.kind = 'math'")
             raise ValueError("reward.kind = 'math': the package math-verify does not import")
         return process
 

@@ -35,11 +35,10 @@ from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task, named
 from agentgrpo.usercode import (
     UserCodeError,
     WrongResult,
-    awaited,
     calling,
-    defined_at,
     event_loop,
     name_of,
+    within,
 )
 
 Made = TypeVar("Made")
@@ -137,16 +136,9 @@ async def ask(
         value = function()
         if not inspect.isawaitable(value):
             return read(value)
-    longest = None if limit_s is None else 2 * limit_s  # of one that keeps the loop for itself
-    with calling(function, what, task=task, rollout=index, limit_s=longest, coroutine=value):
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                return read(await awaited(value))
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            said = f"has not come back after {limit_s:g} s"
-            raise UserCodeError(what, said, defined_at(function) or "") from None
+    longest = limit_s and 2 * limit_s  # of one that keeps the loop for itself
+    with calling(function, what, task=task, rollout=index, limit_s=longest):
+        return read(await within(limit_s, value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

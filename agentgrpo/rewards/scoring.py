@@ -38,7 +38,7 @@ from functools import partial
 from typing import Any
 
 from agentgrpo.config import RewardConfig
-from agentgrpo.config.read import found
+from agentgrpo.config.read import resolve_name
 from agentgrpo.rewards.efficiency import add_efficiency, decay
 from agentgrpo.rewards.rewards import Reward, ask, score_async
 from agentgrpo.rewards.trl import is_trl_form, require_columns, values_of_group
@@ -247,7 +247,7 @@ def reward_function(name: str) -> Callable[[RolloutView], Any]:
     Raises:
         ValueError: there is none; names the key and the nearest.
     """
-    return found(name, BUILT_IN, key="reward.functions")
+    return resolve_name(name, BUILT_IN, key="reward.functions")
 
 
 def _load(name: str, weight: float) -> _Function:

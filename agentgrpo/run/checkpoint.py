@@ -55,7 +55,7 @@ def require_whole(checkpoint: Path, *, adapter: bool, remedy: str = REMEDY) -> N
             f"{checkpoint} is no whole checkpoint: {', '.join(missing)} missing or empty; {remedy}"
         )
     try:
-        require_as_sealed(checkpoint, whole=True)
+        require_as_sealed(checkpoint)
     except (ValueError, OSError) as error:
         raise ValueError(f"{error}; {remedy}") from None
 

@@ -52,8 +52,6 @@ MAY_CHANGE = {
     "learner.gradient_checkpointing", "learner.offload_optimizer", "learner.use_liger_kernel",
 }  # fmt: skip
 """Settings that a resumed run may have otherwise than it was started with."""
-PLACES = ("model", "data.train", "data.heldout")
-"""Settings that may lie below the same folder as out_dir, and be moved or named with it."""
 
 
 def require_folder(out_dir: Path, key: str = "out_dir") -> None:
@@ -63,11 +61,7 @@ def require_folder(out_dir: Path, key: str = "out_dir") -> None:
         ValueError: it cannot.
     """
     there = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())
-    if not there.is_dir():
-        raise ValueError(f"{key} {str(out_dir)!r}: {there} is no directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{key} {str(out_dir)!r}: {there} cannot be written to")
-    try:  # root may write everywhere, but for /proc, a frozen folder, a full disk
+    try:
         os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=there))
     except OSError as error:
         said = in_words(error, there)
@@ -125,18 +119,12 @@ def require_same_settings(
 def _require_same(
     what: str, then: Mapping[str, Any], now: Mapping[str, Any], may_change: Collection[str]
 ) -> None:
-    moved = {key for key in PLACES if _from_out_dir(then, key) == _from_out_dir(now, key)}
-    for key in sorted((then.keys() | now.keys()) - moved.union(may_change)):
+    for key in sorted((then.keys() | now.keys()).difference(may_change)):
         if then.get(key) != now.get(key):
             raise ValueError(
                 f"{what} {key} = {then.get(key)!r}, now it is {now.get(key)!r}: set it back "
                 "to continue, or choose another out_dir"
             )
-
-
-def _from_out_dir(settings: Mapping[str, Any], key: str) -> str:
-    """Where a setting's path leads from out_dir."""
-    return os.path.relpath(str(settings.get(key)), str(settings.get("out_dir")))
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -178,7 +178,6 @@ class RunLog:
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         if parallel.rank() > 0:
             return
-        self.require_there()
         path = self._out_dir / name
         with writing(path), path.open("ab") as file:
             for row in rows:

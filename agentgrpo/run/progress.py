@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,42 +20,6 @@ from agentgrpo.run.stopwatch import Stopwatch
 from agentgrpo.types import Metrics
 
 REFRESH_HZ = 4
-
-
-class Lasting:
-    """Standard output that may go away: its terminal is closed, or who reads the pipe has ended.
-
-    What is written then is lost, and the run goes on.
-    """
-
-    @property
-    def _file(self) -> Any:
-        """What is behind rich, which takes sys.stdout's place within a live phase."""
-        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
-
-    def write(self, text: str) -> int:
-        """As a file's."""
-        try:
-            self._file.write(text)
-        except OSError:
-            self._let_go()
-        return len(text)
-
-    def flush(self) -> None:
-        """As a file's."""
-        try:
-            self._file.flush()
-        except OSError:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Once and for all: Python flushes standard output again as it ends."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 class Progress:
@@ -72,9 +35,8 @@ class Progress:
     def __init__(self, total_steps: int, console: Console | None = None) -> None:
         self._total = total_steps
         self._console = console or Console(
-            file=cast(IO[str], Lasting()), highlight=False, soft_wrap=True,
-            quiet=parallel.rank() > 0,
-        )  # fmt: skip
+            highlight=False, soft_wrap=True, quiet=parallel.rank() > 0
+        )
         self._step_started: list[float] = []
         self._started = time.monotonic()
         self._solved: dict[int, float] = {}

@@ -144,4 +144,4 @@ def open_trackers(
 
 
 def _library(name: str) -> Any:
-    return extras.needed(name, f"trackers: {name!r}")
+    return extras.import_optional(name, f"trackers: {name!r}")

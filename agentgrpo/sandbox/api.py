@@ -45,7 +45,6 @@ from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template, check_environment
 from agentgrpo.sandbox.templates import find_template, has_data
-from agentgrpo.sandbox.zygote import session_environment
 
 DEFAULT_TIMEOUT_S = 300.0
 MIB = 1 << 20
@@ -161,7 +160,6 @@ class Sandbox(ProcessBound):
         *,
         limits: Limits | None = None,
         pool: SandboxPool | None = None,
-        allow_degraded: bool = False,
         host_tools: HostTools | Sequence[Callable[..., Any]] | None = None,
     ) -> None:
         """A new sandbox.
@@ -177,8 +175,6 @@ class Sandbox(ProcessBound):
             allow_internet_access: must be False; sessions have no network.
             limits: bounds on what it may use; None: the template's, or those of E2B.
             pool: take the session from this pool; its template and limits hold.
-            allow_degraded: must be False, as commands and files need a real jail; for bare code
-                there is ``SandboxPool(allow_degraded=True)``.
             host_tools: functions of this process that code in the sandbox may call by their names
                 (HostTools has budget and cache). Python only.
 
@@ -188,8 +184,6 @@ class Sandbox(ProcessBound):
         """
         if allow_internet_access or not secure:
             raise not_supported("allow_internet_access=True or secure=False")
-        if allow_degraded or (pool is not None and pool.degraded):
-            raise not_supported("Sandbox without a jail (allow_degraded=True)")
         check_environment("envs", envs or {})
         pool = pool or _pool_for(template, limits)
         if host_tools and not isinstance(host_tools, HostTools):
@@ -212,7 +206,7 @@ class Sandbox(ProcessBound):
         self.sandbox_id = uuid.uuid4().hex[:20]
         self._template = pool.template
         self._metadata, self._started = dict(metadata), time.time()
-        self._env = {**session_environment(pool.template), **envs}
+        self._env = {**self._session.places.environment(pool.template), **envs}
         self.files = self._session.files()
         output_max = self._session.limits.output_max_mib * MIB
         self.commands = Commands(self._channels, self._env, output_max)
@@ -233,7 +227,9 @@ class Sandbox(ProcessBound):
     def list(cls, **_: object) -> "SandboxPaginator":
         """The sandboxes of this process that have not ended."""
         return SandboxPaginator(
-            sandbox.get_info() for sandbox in builtins.list(_live.values()) if sandbox.is_running()
+            sandbox.get_info()
+            for made in _live.valuerefs()  # whatever other threads make or drop meanwhile
+            if (sandbox := made()) is not None and sandbox.is_running()
         )
 
     @classmethod
@@ -268,6 +264,8 @@ class Sandbox(ProcessBound):
         envs: Mapping[str, str] | None = None,
         timeout: float | None = None,
         request_timeout: float | None = None,
+        *,
+        _begun: Callable[[Session], object] | None = None,
     ) -> Execution:
         """Run a cell in the default context of a language, or in context.
 
@@ -277,11 +275,9 @@ class Sandbox(ProcessBound):
             SandboxNotFoundException: the sandbox is over.
             InvalidArgumentException: language and context are both given, or timeout is nonsense.
         """
-        if language is not None and context is not None:
-            raise InvalidArgumentException("give language or context, not both")
-        self._channels()
-        session = self._session_of(language, context)
-
+        session = self._session_for(language, context)
+        if _begun is not None:
+            _begun(session)
         decoders = (text_decoder(), text_decoder())
 
         def listen(stream: int, data: bytes) -> None:
@@ -304,19 +300,26 @@ class Sandbox(ProcessBound):
             on_error(execution.error)
         return execution
 
-    def _session_of(self, language: str | None, context: Context | None) -> Session:
+    def _session_for(self, language: str | None, context: Context | None) -> Session:
+        if language is not None and context is not None:
+            raise InvalidArgumentException("give language or context, not both")
+        self._channels()
         if context is not None:
-            if context.id not in self._contexts:
-                raise NotFoundException(f"no context {context.id!r}")
-            return self._contexts[context.id][1]
+            return self._made(context)[1]
         name = language_of(language)
         if name == "python":
             return self._session
         with self._lock:
             key = f"default-{name}"
             if key not in self._contexts or not self._contexts[key][1].alive:
-                self._contexts[key] = self._start_context(key, name, "/home/user")
+                self._contexts[key] = self._start_context(key, name, self._session.places.home)
             return self._contexts[key][1]
+
+    def _made(self, context: Context | str) -> tuple[Context, Session]:
+        key = context if isinstance(context, str) else context.id
+        if key not in self._contexts:
+            raise NotFoundException(f"no context {key!r}")
+        return self._contexts[key]
 
     def _start_context(self, key: str, language: str, cwd: str) -> tuple[Context, Session]:
         self._channels()
@@ -330,7 +333,7 @@ class Sandbox(ProcessBound):
     ) -> Context:
         """A further interpreter with a state of its own."""
         key = uuid.uuid4().hex[:12]
-        made = self._start_context(key, language_of(language), cwd or "/home/user")
+        made = self._start_context(key, language_of(language), cwd or self._session.places.home)
         with self._lock:
             self._contexts[key] = made
         return made[0]
@@ -339,21 +342,25 @@ class Sandbox(ProcessBound):
         """The contexts made so far, the default Python one left out."""
         return [context for context, _ in self._contexts.values()]
 
-    def remove_code_context(self, context: Context) -> None:
-        """End a context."""
-        self._session_of(None, context).close()
-        del self._contexts[context.id]
+    def remove_code_context(self, context: Context | str) -> None:
+        """End a context, given itself or its id."""
+        found, session = self._made(context)
+        session.close()
+        del self._contexts[found.id]
 
-    def restart_code_context(self, context: Context) -> None:
+    def restart_code_context(self, context: Context | str) -> None:
         """A fresh interpreter instead of a context's."""
-        self._session_of(None, context).close()
-        self._contexts[context.id] = self._start_context(context.id, context.language, context.cwd)
+        found, session = self._made(context)
+        session.close()
+        self._contexts[found.id] = self._start_context(found.id, found.language, found.cwd)
 
     def set_timeout(self, timeout: float) -> None:
         """Kill the sandbox after so many seconds from now."""
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
             raise InvalidArgumentException(f"timeout: expected seconds above 0, got {timeout!r}")
         with self._lock:
+            if self._closed:
+                raise SandboxNotFoundException(f"sandbox {self.sandbox_id} is over")
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = threading.Timer(timeout, self.kill)

@@ -5,17 +5,18 @@ import functools
 import inspect
 import os
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.commands import CommandHandle
 from agentgrpo.sandbox.errors import InvalidArgumentException
 from agentgrpo.sandbox.execution import Execution
+from agentgrpo.sandbox.session import Session
 
 MAX_WAITING = 1024
-PATIENCE_S = 60
-"""For a loop that stands still and is not closed."""
+LISTENER_S = 60.0
+"""How long a listener may take: its loop may have ended, and the thread would wait for ever."""
 _waiters: ThreadPoolExecutor
 
 
@@ -31,11 +32,15 @@ _make_waiters()
 os.register_at_fork(after_in_child=_make_waiters)
 
 
-async def _wait(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _begin(call: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
     loop = asyncio.get_running_loop()
     args = tuple(_awaiting(loop, value) for value in args)
     kwargs = {name: _awaiting(loop, value) for name, value in kwargs.items()}
-    result = await loop.run_in_executor(_waiters, functools.partial(call, *args, **kwargs))
+    return _waiters.submit(call, *args, **kwargs)
+
+
+async def _wait(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = await asyncio.wrap_future(_begin(call, *args, **kwargs))
     return _Awaitable(result) if isinstance(result, CommandHandle) else result
 
 
@@ -51,15 +56,20 @@ def _awaiting(loop: asyncio.AbstractEventLoop, value: Any) -> Any:
         made = value(*args)
         if not inspect.isawaitable(made):
             return made
-        told = asyncio.run_coroutine_threadsafe(finish(made), loop)
-        stopped = 0
-        while not wait([told], 1.0).done:
-            stopped = 0 if loop.is_running() else stopped + 1  # it may run again
-            if loop.is_closed() or stopped > PATIENCE_S:  # this thread, and its process, would wait
-                raise RuntimeError("the event loop ended before a listener that it ran")
-        return told.result()
+        return asyncio.run_coroutine_threadsafe(finish(made), loop).result(LISTENER_S)
 
     return call
+
+
+def _interrupt(runs: list[Session], running: "Future[Execution]") -> None:
+    while not wait([running], 0.05).done:
+        for session in runs:
+            session.interrupt()
+
+
+def _kill_made(making: "Future[Sandbox]") -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.result().kill()
 
 
 class _Awaitable:
@@ -86,7 +96,12 @@ class AsyncSandbox:
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> Self:
         """A new sandbox; arguments and errors as for Sandbox.create()."""
-        return cls(await _wait(Sandbox.create, *args, **kwargs))
+        making = _begin(Sandbox.create, *args, **kwargs)
+        try:
+            return cls(await asyncio.wrap_future(making))
+        except asyncio.CancelledError:  # nobody will have what is made now
+            making.add_done_callback(_kill_made)
+            raise
 
     @classmethod
     async def connect(cls, sandbox_id: str, timeout: float | None = None, **options: Any) -> Self:
@@ -105,9 +120,15 @@ class AsyncSandbox:
 
     async def run_code(self, code: str, *args: Any, **kwargs: Any) -> Execution:
         """As Sandbox.run_code(). Listeners are called in another thread, coroutines are awaited in
-        the loop.
+        the loop. Cancelled, it interrupts the code, as its timeout would.
         """
-        execution: Execution = await _wait(self._plain.run_code, code, *args, **kwargs)
+        runs: list[Session] = []
+        running = _begin(self._plain.run_code, code, *args, **kwargs, _begun=runs.append)
+        try:
+            execution: Execution = await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            _waiters.submit(_interrupt, runs, running)
+            raise
         return execution
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

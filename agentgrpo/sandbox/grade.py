@@ -7,23 +7,23 @@ overwritten test files and objects that equal everything change nothing.
 """
 
 import builtins
+import contextlib
 import functools
 import os
 import shlex
 import symtable
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.boundary import as_bytes, public
 from agentgrpo.sandbox.errors import InvalidArgumentException, NotEnoughSpaceException, printable
-from agentgrpo.sandbox.guest.exchange import read, spell
-from agentgrpo.sandbox.jail import shown_site_dirs
+from agentgrpo.sandbox.guest.exchange import decode, encode
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.program import Program
@@ -37,8 +37,12 @@ JUDGE = (
     f"exec({(GUEST / 'exchange.py').read_text()!r}, vars(sys.modules['exchange']))\n"
     + (GUEST / "judge.py").read_text()
 )
-BLANK = " \t\r"
+BLANK = b" \t\r"
 """What does not count at the end of a line."""
+WALL = 5.0
+"""Times the CPU seconds of a verdict that it may take by the wall."""
+LOOK_S = 0.02
+MORE_MEMORY = "the judge has too little memory; remedy: a larger limits.memory_mib"
 MODULE_NAMES = ("__name__", "__file__", "__doc__", "__annotations__")
 
 
@@ -59,7 +63,8 @@ def check_output(
     """Run code as a program of its own and compare what it prints.
 
     It passes if it ends by itself with exit code 0 and its standard output has the expected lines;
-    space at the end of lines and of the output does not count.
+    space at the end of lines and of the output does not count. timeout_s is CPU time of the
+    session, or WALL times as much by the wall: a busy machine makes nothing wrong.
 
     Raises:
         ValueError: nobody may print as much as is expected.
@@ -70,40 +75,91 @@ def check_output(
 def _check_output(
     pool: SandboxPool, code: str, expected: str, stdin: str, timeout_s: float
 ) -> tuple[Verdict, float]:
-    """The verdict, and how many seconds the program ran, without what the machine took before."""
+    """The verdict, and the CPU seconds of the program, without what the machine took before."""
     require_printable(pool.limits, expected)
-    python = [pool.template.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
-    path = os.pathsep.join(shown_site_dirs(pool.template))
-    with Sandbox.create(pool=pool, timeout=timeout_s + 60.0) as sandbox:  # later than the program
+    with Sandbox.create(pool=pool, timeout=WALL * timeout_s + 60.0) as sandbox:  # later than it
         try:
             sandbox.files.write("main.py", code)
         except NotEnoughSpaceException as error:
             return Verdict(False, str(error)), 0.0
-        command = f"exec {shlex.join(python)}"
+        places = sandbox._session.places
+        python = [places.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
+        command, path = f"exec {shlex.join(python)}", os.pathsep.join(places.site_dirs)
         started = sandbox.commands.start(command, envs={"PYTHONPATH": path}, stdin=True)
-        began = time.monotonic()
-        verdict = _judge_program(started.program, expected, stdin, timeout_s)
-        return verdict, time.monotonic() - began
+        clock = _Clock(timeout_s, sandbox._session)
+        started.program.offer_stdin(as_bytes(stdin))
+        verdict = _judge_program(started.program, expected, clock)
+        return verdict, clock.spent()
 
 
-def _judge_program(program: Program, expected: str, stdin: str, timeout_s: float) -> Verdict:
-    program.offer_stdin(as_bytes(stdin))
-    if not program.wait(timeout_s):
-        return Verdict(False, f"still running after {timeout_s:g} s")
+def _judge_program(program: Program, expected: str, clock: "_Clock") -> Verdict:
+    while not program.wait(clock.pause()):
+        if clock.is_over():
+            return Verdict(False, f"still running after {clock.said}")
     if program.machine_failed:
         return Verdict(False, program.machine_failed, infra_error=True)
     if program.exit_code != 0:
         shown = program.error or program.stderr.decode("utf-8", "replace")[-2000:]
         return Verdict(False, f"exit code {program.exit_code}: {shown}")
-    printed = program.stdout.decode("utf-8", "replace")
-    if _lines(printed) != _lines(expected):
-        return Verdict(False, f"expected {expected[:1000]!r}, got {printed[:1000]!r}")
+    if _lines(program.stdout) != _lines(as_bytes(expected)):
+        printed = program.stdout[:1000].decode("utf-8", "backslashreplace")
+        return Verdict(False, f"expected {expected[:1000]!r}, got {printed!r}")
     return Verdict(True)
+
+
+class _Clock:
+    """The time of a verdict: CPU seconds of its sessions, which a busy machine makes no more. Code
+    that only waits has WALL times as many by the wall.
+    """
+
+    def __init__(self, timeout_s: float, *sessions: Session) -> None:
+        self._timeout_s, self._sessions = timeout_s, sessions
+        self._began, self._before = time.monotonic(), self._cpu_seconds()
+        self._cpus = len(sessions) * max(1.0, sessions[0].limits.cpus)
+        self.said = f"{timeout_s:g} s of a processor, or {WALL * timeout_s:g} s in all"
+
+    def _cpu_seconds(self) -> float:
+        return sum(session.cpu_seconds() for session in self._sessions)
+
+    def spent(self) -> float:
+        """Seconds so far."""
+        wall = time.monotonic() - self._began
+        return max(self._cpu_seconds() - self._before, wall / WALL)
+
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return self.spent() >= self._timeout_s
+
+    def seconds(self) -> float:
+        """Left by the wall; never none, for what ends by it."""
+        return max(1e-3, self._began + WALL * self._timeout_s - time.monotonic())
+
+    def pause(self) -> float:
+        """How long it cannot be over, or LOOK_S."""
+        return max(LOOK_S, (self._timeout_s - self.spent()) / self._cpus)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Within this the sessions are ended when it is over."""
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(self.pause()):
+                if self.is_over():
+                    for session in self._sessions:
+                        session.end_by(StepStatus.TIMEOUT_KILLED, f"it took {self.said}")
+                    return
+
+        threading.Thread(target=watch, name="sandbox-verdict", daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
 
 
 def require_printable(limits: Limits, expected: str) -> None:
     """Raise ValueError for an output that no program can have within the limits."""
-    size = len(as_bytes("\n".join(_lines(expected))))
+    size = len(b"\n".join(_lines(as_bytes(expected))))
     if size > limits.output_max_mib << 20:
         raise InvalidArgumentException(
             f"expected output has {size} bytes; a program may print {limits.output_max_mib} MiB "
@@ -111,8 +167,8 @@ def require_printable(limits: Limits, expected: str) -> None:
         )
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip(BLANK) for line in text.rstrip(f"{BLANK}\n").split("\n")]
+def _lines(text: bytes | bytearray) -> list[bytes | bytearray]:
+    return [line.rstrip(BLANK) for line in text.rstrip(BLANK + b"\n").split(b"\n")]
 
 
 @public
@@ -136,7 +192,7 @@ def check_tests(
         pool: where to run; two sessions are used.
         code: what is graded. It is run first, and must not raise.
         tests: trusted source.
-        timeout_s: wall time of all of it together.
+        timeout_s: CPU time of both sessions together, or WALL times as much by the wall.
         names: name in the tests to name (or expression) in the code, {"candidate": "f"}; None: the
             one name that the tests use and do not define.
 
@@ -145,28 +201,25 @@ def check_tests(
     """
     modules, names = names_of(tests, names)
     graded, judge = pool.acquire_pair()
-    deadline = time.monotonic() + timeout_s
     with graded, judge:
-        loaded = graded.step(code, timeout_s)
-        if loaded.status is not StepStatus.OK:
-            return _failed(loaded, "the code did not run")
-        if failed := _begin(judge, (JUDGE, tests, modules, names), deadline):
-            return failed
-        return _relay(graded, judge, deadline)
+        clock = _Clock(timeout_s, graded, judge)
+        with clock.running():
+            loaded = graded.step(code, clock.seconds())
+            if loaded.status is not StepStatus.OK:
+                return _failed(loaded, "the code did not run")
+            tests = encode(("call_name", "start", (JUDGE, tests, modules, names)), id)
+            return _begin(judge, tests, clock) or _relay(graded, judge, clock)
 
 
-def _begin(judge: Session, tests: tuple[Any, ...], deadline: float) -> Verdict | None:
-    """Start the tests, of any size. What fails for want of memory is not for the code to answer."""
+def _begin(judge: Session, tests: str, clock: _Clock) -> Verdict | None:
+    """Start the tests, of any size."""
     what = "the tests could not be started"
     begun = judge.step(START)
     if begun.status is StepStatus.OK:
-        left = max(deadline - time.monotonic(), 1e-3)
-        begun = judge.ask(spell(("call_name", "start", tests), id), left)
-    if begun.status is StepStatus.OOM:
-        return replace(_failed(begun, what), infra_error=True)
+        begun, answer = judge.ask([tests.encode()], clock.seconds())
     if begun.status is not StepStatus.OK:
-        return _failed(begun, what)
-    match read(begun.value or "", int):
+        return _failed_judge(begun, what)
+    match decode(b"".join(answer).decode(), int):  # the judge's own words
         case ("value", None):
             return None
         case ("raise", [name, *_], _, why):
@@ -180,27 +233,29 @@ def _failed(step: StepResult, what: str) -> Verdict:
     return Verdict(False, f"{what} ({step.status}): {shown}", step.status is StepStatus.INFRA_ERROR)
 
 
-def _relay(graded: Session, judge: Session, deadline: float) -> Verdict:
+def _failed_judge(step: StepResult, what: str) -> Verdict:
+    """What fails for want of memory is not for the code to answer."""
+    verdict = _failed(step, what)
+    if step.status is not StepStatus.OOM:
+        return verdict
+    return replace(verdict, reason=f"{verdict.reason}; {MORE_MEMORY}", infra_error=True)
+
+
+def _relay(graded: Session, judge: Session, clock: _Clock) -> Verdict:
     """Carry the judge's questions to the graded session and its answers back, unread."""
-    answer = ""
-    while (left := deadline - time.monotonic()) > 0:
-        asked = judge.ask(spell(("call_name", "proceed", (answer,)), id), left)
-        if asked.status is StepStatus.TIMEOUT:
-            break
+    answer: list[bytes] = []
+    while True:
+        asked, question = judge.ask(answer, clock.seconds())
         if asked.status is not StepStatus.OK:
-            return _failed(asked, "the tests broke")
-        match read(asked.value or "", int):  # the judge's own words
-            case ("value", ("ask", str() as question)):
-                pass
-            case ("value", (kind, why)):
-                return Verdict(kind == "passed", printable(why))
-            case broken:
-                return Verdict(False, f"the tests broke: {broken}")
-        answered = graded.ask(question, max(deadline - time.monotonic(), 1e-3))
+            return _failed_judge(asked, "the tests broke")
+        if question[0][:1] != b"[":  # no question of exchange.py: the judge's own words
+            word, _, why = b"".join(question).decode().partition("\n")
+            if word == "memory":
+                return Verdict(False, f"an answer, too large to be read; {MORE_MEMORY}", True)
+            return Verdict(word == "passed", printable(why))
+        answered, answer = graded.ask(question, clock.seconds())
         if answered.status is not StepStatus.OK:
-            return _failed(answered, f"{question[:200]} was not answered")
-        answer = answered.value or ""
-    return Verdict(False, "the tests ran out of time")
+            return _failed(answered, f"{question[0][:200].decode()} was not answered")
 
 
 def names_of(tests: str, names: Mapping[str, str] | None) -> tuple[list[str], dict[str, str]]:
@@ -256,8 +311,8 @@ def check_all(
 ) -> list[Verdict]:
     """check_output() for several (stdin, expected output) pairs, each in a session of its own.
 
-    timeout_s is the wall time of the programs, all of them together; waiting for a place and
-    starting sessions do not count.
+    timeout_s is the time of the programs, all of them together; waiting for a place and starting
+    sessions do not count.
     """
     left, verdicts = timeout_s, []
     for stdin, expected in cases:

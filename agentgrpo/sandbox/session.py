@@ -1,9 +1,12 @@
 """One session: a namespace of variables and files that untrusted code works in, step by step."""
 
+import contextlib
 import math
+import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -11,10 +14,11 @@ from agentgrpo.sandbox.boundary import ProcessBound, public
 from agentgrpo.sandbox.calls import HostCallStep
 from agentgrpo.sandbox.cgroup import ControlGroup
 from agentgrpo.sandbox.channels import Channels, Root, pid_of, tree_cpu_seconds
-from agentgrpo.sandbox.errors import InvalidArgumentException, NotSupportedException
+from agentgrpo.sandbox.errors import InvalidArgumentException
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.guest.wire import Malformed, encode
 from agentgrpo.sandbox.host_tools import HostCalls, within_a_call_of
+from agentgrpo.sandbox.jail import Places
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.outcome import (
     Ending,
@@ -55,14 +59,8 @@ class Session(ProcessBound):
     """A live session of a pool. Used by one thread at a time; different sessions are independent.
 
     After anything that ends it (``state_lost``), every further step says how it ended.
-
-    Args:
-        channels: its descriptors; the session closes them, also if it cannot be made.
-        limits: what it may use.
-        group: its control group, None if there is none.
-        on_close: called once, when it is over.
-        degraded: no namespaces isolate it; said in every result.
-        guest_of: the session that it is a further interpreter of (contexts.py).
+    The channels are its own from then on, also if it cannot be made; on_close is called once.
+    guest_of: the session that it is a further interpreter of (contexts.py).
     """
 
     def __init__(
@@ -82,19 +80,19 @@ class Session(ProcessBound):
         self._on_close = on_close
         self._ends_at: float = math.inf if guest_of is None else guest_of._ends_at
         """It has all the time until it is handed out, see begin()."""
-        self._steps = self._exchanged = self._sent = 0
+        self._steps = self._sent = 0
         self._answer_max = (
             10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2
         )
         self.host: HostCalls | None = None
-        """The functions of the host that its code may call, see offer()."""
+        """The functions of the host that its code may call, see attach_host_tools()."""
         self._ended: StepResult | None = None
         self._busy = threading.RLock()
         self._running = False
         self._closed = False
         self._roots: set[Root] = set()
-        self._asked = self._cpu_before = 0.0
-        self._over_memory: tuple[str, int | None] | None = None
+        self._timeout_s = self._cpu_before = 0.0
+        self._ended_at_kib: int | None = None
         self._ended_by: tuple[StepStatus, str] | None = None
         self._cpu_at_end = 0.0
         try:
@@ -130,48 +128,47 @@ class Session(ProcessBound):
         env: Mapping[str, str] | None = None,
         listener: Callable[[int, bytes], object] | None = None,
     ) -> StepResult:
-        """Like step(), with the value's HTML, PNG ... forms in ``rich``.
-
-        Args:
-            code: as for step().
-            timeout_s: as for step().
-            env: as for step().
-            listener: called with (0 for stdout or 1 for stderr, data) as output arrives. What it
-                raises is raised here, after the step.
+        """Like step(), with the value's HTML, PNG ... forms in ``rich``. A listener is called with
+        (0 for stdout or 1 for stderr, data) as output arrives; what it raises is raised here, after
+        the step.
         """
         return self._request([b"cell", *_pairs(code, env)], timeout_s, listener)
 
-    def ask(self, question: str, timeout_s: float | None = None) -> StepResult:
-        """Put a question of guest/exchange.py; ``value`` is the whole answer. Of any length up to
-        ASK_MIB, and not counted by limits.steps: one call of a test can need many.
+    def ask(
+        self, question: Sequence[bytes], timeout_s: float | None = None
+    ) -> tuple[StepResult, list[bytes]]:
+        """Put a question of guest/exchange.py and take the answer, unread and in pieces. Not
+        counted by limits.steps: one call of a test can need many.
 
-        Args:
-            question: as exchange.spell() makes it.
-            timeout_s: as for step(), for all of it.
+        Returns:
+            How it went, and if it went well the answer, of up to ASK_MIB.
         """
         deadline = time.monotonic() + self._check(timeout_s)
         size = self.limits.code_kib << 9
-        *first, last = [question[at : at + size] for at in range(0, len(question), size)]
-        pieces: list[str] = []
+        pieces = (whole[at : at + size] for whole in question for at in range(0, len(whole), size))
+        *first, last = [*pieces] or [b""]
+        requests = deque([*([b"put", piece] for piece in first), [b"ask", last]])
+        answer: list[bytes] = []
         room = ASK_MIB * MIB
-        requests = [[b"put", piece.encode()] for piece in first] + [[b"ask", last.encode()]]
         while requests:
             if time.monotonic() >= deadline:
-                return self._end(StepStatus.TIMEOUT_KILLED, "its time was over before its answer")
-            fields = requests.pop(0)
+                late = "its time was over before its answer"
+                return self._end(StepStatus.TIMEOUT_KILLED, late), []
+            fields = requests.popleft()
             result = self._request(fields, max(1e-3, deadline - time.monotonic()))
             if result.status is not StepStatus.OK:
-                return result
-            pieces.append(result.value or "")
+                return result, []
+            piece = result.rich.get("piece", b"")
+            answer.append(piece)
             if result.more:
-                if fields[0] == b"put" or len(pieces[-1]) != self.limits.value_kib << 10:
-                    return self._end(StepStatus.PROTOCOL_ERROR, "a piece of an answer, cut short")
+                if fields[0] == b"put" or len(piece) != self.limits.value_kib << 10:
+                    broken = "a piece of an answer, cut short"
+                    return self._end(StepStatus.PROTOCOL_ERROR, broken), []
                 requests.append([b"get"])
-            room -= len(pieces[-1])
+            room -= len(piece)
             if room < 0:
-                return self._end(StepStatus.OUTPUT_LIMIT, f"over {ASK_MIB} MiB of an answer")
-        result.value = "".join(pieces)
-        return result
+                return self._end(StepStatus.OUTPUT_LIMIT, f"over {ASK_MIB} MiB of an answer"), []
+        return result, answer
 
     def make_console(self) -> None:
         """Join both streams, as on a terminal (console.Console)."""
@@ -186,15 +183,8 @@ class Session(ProcessBound):
         check_environment("env", env)
         return self._request([b"env", *_flat(env)], None)
 
-    def offer(self, host: HostCalls) -> StepResult:
-        """Let its code call functions of the host, by their names, from now on.
-
-        Args:
-            host: of the rollout that the session is for.
-
-        Raises:
-            TypeError: it is none.
-        """
+    def attach_host_tools(self, host: HostCalls) -> StepResult:
+        """Let its code call functions of the host, by their names, from now on."""
         if not isinstance(host, HostCalls):
             raise TypeError(f"host must be HostCalls, as HostTools.begin() gives, got {host!r:.80}")
         self.host = host
@@ -240,7 +230,7 @@ class Session(ProcessBound):
                 status=StepStatus.ERROR,
                 error=StepError("CodeTooLong", f"over {self.limits.code_kib} KiB of code", ""),
             )
-        if self._steps - self._exchanged >= self.limits.steps:
+        if self._steps >= self.limits.steps:
             return self._end(StepStatus.TIMEOUT_KILLED, f"over {self.limits.steps} steps")
         if self.seconds_left() <= 0:
             return self._end(StepStatus.TIMEOUT_KILLED, self._lived())
@@ -312,7 +302,7 @@ class Session(ProcessBound):
     def _run_in_parts(self, step: HostCallStep) -> StepResult:
         while step.needs_host_call(run_step(step.arguments)) and step.answer():
             pass
-        self._sent, self._ended_by = step.arguments.number, step.over
+        self._sent, self._ended_by = step.arguments.number, step.over or self._ended_by
         result = self._interpret(step.raw)
         result.host_calls, result.host_refused = tuple(step.calls), step.refused
         return result
@@ -323,11 +313,8 @@ class Session(ProcessBound):
         timeout: float,
         listener: Callable[[int, bytes], object] | None = None,
     ) -> StepArguments | None:
-        """What to run, and the session is busy; None if it is over.
-
-        Raises:
-            ValueError: this thread runs a step of it already, which has called a listener or a
-                signal's handler.
+        """What to run, and the session is busy; None if it is over. ValueError in a listener or a
+        signal's handler of a step of its own thread.
         """
         if self.host is not None and within_a_call_of(self):
             raise InvalidArgumentException("the session waits for the function that would step it")
@@ -340,10 +327,9 @@ class Session(ProcessBound):
             self._busy.release()
             return None
         self._running = True
-        self._steps += 1
+        self._steps += fields[0] not in EXCHANGE
         self._sent += 1
-        self._exchanged += fields[0] in EXCHANGE
-        self._asked, self._cpu_before = timeout, self._cpu_seconds()
+        self._timeout_s, self._cpu_before = timeout, self._cpu_seconds()
         return StepArguments(
             (channels.request, channels.response, channels.out, channels.err, channels.status),
             (channels.init, channels.interpreter),
@@ -364,6 +350,7 @@ class Session(ProcessBound):
         self._count_processes(result)
         if self._ended_by is not None:
             status, detail = self._ended_by
+            result.max_memory_kib = self._ended_at_kib or result.max_memory_kib
         elif ending == ANSWERED:
             result.cpu_s = max(0.0, self._cpu_seconds() - self._cpu_before)
             try:
@@ -373,12 +360,9 @@ class Session(ProcessBound):
                 status, detail = StepStatus.PROTOCOL_ERROR, f"malformed answer: {error}"
         elif self._closed:
             status, detail = StepStatus.EXIT, CLOSED
-        elif ending == Ending.LOST and self._over_memory is not None:
-            status = StepStatus.OOM
-            detail, result.max_memory_kib = self._over_memory
         else:
             keeper = self._channels.keeper
-            status, detail = how_it_ended(raw, self.limits, self._asked, result, keeper)
+            status, detail = how_it_ended(raw, self.limits, self._timeout_s, result, keeper)
             if self._guest_of is not None and ending == Ending.SETUP_FAILED:
                 status = StepStatus.EXIT  # the session has run code, which may be why
         if ending == Ending.EXITED and not (self._closed or interrupted):
@@ -404,9 +388,16 @@ class Session(ProcessBound):
         except OSError:  # it has ended
             return 0.0
 
-    def end_for_memory(self, detail: str, kib: int | None) -> None:
-        """For the watchdog: kill it for what its processes use; the next result says so."""
-        self._over_memory = detail, kib
+    def interrupt(self) -> None:
+        """From another thread: interrupt the step that runs, if one does, as its deadline would."""
+        if self._running and self._channels.borrow():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                signal.pidfd_send_signal(self._channels.interpreter, signal.SIGINT)
+            self._channels.give_back()
+
+    def end_by(self, status: StepStatus, detail: str, kib: int | None = None) -> None:
+        """For the watchdog and for graders: kill it; its next result says why."""
+        self._ended_by, self._ended_at_kib = (status, detail), kib
         self._channels.signal()
 
     def expire(self) -> None:
@@ -424,7 +415,7 @@ class Session(ProcessBound):
     def begin(self, on_close: Callable[[], None]) -> None:
         """Hand the session to a user: its time starts now, on_close() is called when it is over."""
         self._ends_at = time.monotonic() + self.limits.session_s
-        self._steps = self._exchanged = self._sent = 0
+        self._steps = self._sent = 0
         release = self._on_close
 
         def both() -> None:
@@ -432,11 +423,7 @@ class Session(ProcessBound):
                 release()
             on_close()
 
-        with self._busy:
-            self._on_close = both
-            closed = self._channels.is_closed()
-        if closed:  # by its pool, meanwhile, which called `release` alone
-            on_close()
+        self._on_close = both
 
     def warm_up(self, timeout_s: float | None = None) -> StepResult:
         """Run an empty step: the first one of a fork takes its page faults, some 2 ms."""
@@ -447,6 +434,11 @@ class Session(ProcessBound):
         return not self._channels.heard(self._channels.status)
 
     @property
+    def places(self) -> Places:
+        """Where its code finds things."""
+        return self._channels.places
+
+    @property
     def channels(self) -> Channels | None:
         """The descriptors, to be borrowed; None after close(). They stay the session's."""
         return None if self._channels.is_closed() else self._channels
@@ -455,14 +447,8 @@ class Session(ProcessBound):
         """Its files, for as long as it lives; the caller closes them, or close() does.
 
         Raises:
-            NotSupportedException: the session has no root directory of its own.
             SandboxNotFoundException: it is over.
         """
-        if self.degraded:
-            raise NotSupportedException(
-                "files and programs need a session with a root directory of its own; this one is "
-                "degraded (allow_degraded=True)"
-            )
         with self._channels.borrowed() as channels:
             root = Root(channels, self.pid)
             self._roots -= {old for old in [*self._roots] if old.is_closed()}

@@ -18,6 +18,7 @@ from pathlib import Path
 from agentgrpo.sandbox.cgroup import lines_of, memory_bounds
 from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.jail import PRIVATE
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ def used_kib(session: Session, enough_kib: int) -> int:
         OSError: no descriptors are left to look, or the session does not let us.
     """
     pids = process_tree(session.init_pid)
+    for pid in pids[1:]:
+        keep_polite(pid, session.limits.niceness)
     unmapped = 0 if session.degraded else sockets_kib(session.pid) + files_kib(session.pid)
     used = unmapped + sum(map(private_kib, pids))
     return used if used <= enough_kib else unmapped + sum(map(proportional_kib, pids))
@@ -104,6 +107,16 @@ def available() -> float:
     facts = dict(line.split(":", 1) for line in lines_of("/proc/meminfo"))
     total, left = (int(facts[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
     return min([left / total, *((limit - used) / limit for limit, used in memory_bounds())])
+
+
+def keep_polite(pid: int, niceness: int) -> None:
+    """The kernel groups what setsid() sets apart, and weighs the groups by a niceness of their own
+    (sched(7), autogroup), which the process's counts for nothing against.
+    """
+    with contextlib.suppress(OSError):  # it has ended; not in this kernel; ten times a second
+        group = Path(f"/proc/{pid}/autogroup")
+        if group.read_text().endswith(" nice 0\n"):
+            group.write_text(str(niceness))
 
 
 class MemoryWatchdog:
@@ -142,17 +155,17 @@ class MemoryWatchdog:
             try:
                 used = used_kib(session, self._limit_kib)
             except PermissionError:  # its program is a file that nobody may read
-                session.end_for_memory("it does not let its memory be counted", None)
+                session.end_by(StepStatus.OOM, "it does not let its memory be counted")
                 continue
             if not session.healthy():  # what had its number may be another's by now
                 continue
             if used > self._limit_kib:
                 limit = f"over {self._limit_kib >> 10} MiB of memory, all processes together"
-                session.end_for_memory(limit, used)
+                session.end_by(StepStatus.OOM, limit, used)
             elif largest is None or used > largest[0]:
                 largest = used, session
         if largest is not None and available() < FLOOR:
-            largest[1].end_for_memory("the machine has no memory left, and it used most", None)
+            largest[1].end_by(StepStatus.OOM, "the machine has no memory left, and it used most")
 
     def close(self) -> None:
         """Stop watching."""

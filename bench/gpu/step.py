@@ -43,10 +43,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from agentgrpo.config import LoraConfig
 from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.learn.attention import Tree
-from agentgrpo.learn.fused import fuse
 from agentgrpo.learn.lora import Adapter
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Scorer, checkpoint_layers
+from agentgrpo.models.liger import fuse
 from agentgrpo.types import Group, Rollout
 from bench.harness import append_row
 from bench.step import make_groups

@@ -19,7 +19,7 @@ from agentgrpo.kernels.objective import Objective
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.registry import (
     KINDS,
-    _checked,
+    checked_option,
     checked_options,
     class_of,
     options_of,
@@ -144,7 +144,9 @@ def test_an_option_that_may_be_none_is_unset_by_that_word() -> None:
         if type(None) in get_args(option.annotation)
     ]
     assert len(nullable) > 20
-    assert [option for option in nullable if _checked("", option, "none") is not None] == []
+    assert [
+        option for option in nullable if checked_option("x", option.annotation, "none") is not None
+    ] == []
 
 
 def test_a_shipped_config_that_trains_layers_can_train_an_adapter_instead() -> None:
@@ -228,9 +230,7 @@ def test_options_that_are_choices_get_the_nearest(section: str) -> None:
             "agent.kind=agentgrpo.agents.code:CodeAgnet",
             "'CodeAgnet'; did you mean CodeAgent?",
         ),
-        ("agent.kind=email.messag:Message", "did you mean email.message?"),
         ("reward.kind=json:laods", "did you mean loads?"),
-        ("reward.kind=jsn:loads", "did you mean json?"),
         ("reward.kind=numerik", "did you mean numeric?"),
         ("agent.kind=tool", "did you mean tools?"),
         ("rollout.sampler=json:laods", "did you mean loads?"),

@@ -10,8 +10,8 @@ import pytest
 
 from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
 from agentgrpo.config.read import load_config, load_config_of, shipped_configs
-from agentgrpo.config.readers import RECIPE_SECTIONS
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.config.used_by import RECIPE_SECTIONS
 from agentgrpo.settings import settings
 from tests import given
 from tests.given import a_config
@@ -63,15 +63,14 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("lerner.learning_rate=1", "unknown config key lerner; did you mean learner?"),
+        ("lerner.learning_rat=1", "key lerner.learning_rat; did you mean learner.learning_rate?"),
         ("learner.lr_rate=1", "learner.lr_rate; did you mean learner.learning_rate?"),
         ("loss.batea=1", "unknown key.*did you mean loss.beta?"),
         ("rollout.max_turn=1", "did you mean rollout.max_turns?"),
         ("zzzzqqqq=1", "unknown config key zzzzqqqq$"),
-        ("nosuch.key=2", "unknown config key nosuch$"),
+        ("zzzz.qqqq=2", "unknown config key zzzz.qqqq$"),
         ("group_size=3", "unknown config key group_size; did you mean rollout.group_size?"),
         ("learner.group_size=3", "key learner.group_size; did you mean rollout.group_size?"),
-        ("learner.lr=1", r"key learner.lr; \[learner\] has learning_rate, decay, .*offload_optim"),
         ("learner.lora.rnk=1", "did you mean learner.lora.rank?"),
         ("loss.vllm_importance_sampling_clip_max=0", "clip_max: expected > 0.0, got 0"),
         ("steps=0", "config key steps: .*greater than or equal to 1, got 0"),
@@ -87,10 +86,7 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
         ("steps.more=1", "steps is not a section"),
         ("=3", "override '=3': a name is empty"),
         ("data.=3", "override 'data.=3': a name is empty"),
-        ("data.heldout=1000", "valid string, got 1000; did you mean data.num_heldout?"),
-        ("out_dir=", "config key out_dir: expected a path, got ''"),
-        ("data.train=", "config key data.train: expected a path, got ''"),
-        ("sandbox.tools=", "config key sandbox.tools: expected a path, got ''"),
+        ("data.heldout=1000", "key data.heldout: Input should be a valid string, got 1000"),
     ],
 )
 def test_a_wrong_override_is_refused_by_its_name(override: str, message: str) -> None:
@@ -124,13 +120,8 @@ def test_a_value_of_another_type_is_refused_and_not_converted(
 
 def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(ValueError, match="steps") as caught:
-        a_config("steps=0", "seed=-1", "nosuch.key=2", "data.levels=[9,9]")
-    assert len(str(caught.value).splitlines()) == 5
-    data = ("data.train=env", "data.promote_at=0.5")
-    with pytest.raises(ValueError, match=r"leave it at its default, data\.promote_at=0\.7$"):
-        a_config(*data)
-    with pytest.raises(ValueError, match=r"^data\.train: gone\.jsonl: no such file"):
-        a_config("data.train=gone.jsonl", "data.levels=[3]")
+        a_config("steps=0", "seed=-1", "nosuch.key=2", "data.levels=[1,9]")
+    assert len(str(caught.value).splitlines()) == 4
 
 
 @pytest.mark.parametrize("missing", ["model", "out_dir"])
@@ -289,7 +280,7 @@ def test_what_bends_the_distribution_is_for_evaluation_only(override: str) -> No
 @pytest.mark.parametrize("value", ["3", '["top_p"]', '"top_p"'])
 @pytest.mark.parametrize("section", ["rollout", "engine", "learner", "evaluation"])
 def test_a_section_that_is_no_table_is_named(section: str, value: str) -> None:
-    with pytest.raises(ValueError, match=f"config key {section}: Input should be a valid dict"):
+    with pytest.raises(ValueError, match=f"config key {section}: Input should be an object"):
         a_config(f"{section}={value}")
 
 
@@ -316,14 +307,6 @@ def test_a_group_cannot_begin_with_all_its_rollouts_and_branch() -> None:
     with pytest.raises(ValueError, match=r"branching\.initial must be below .*group_size 8, got 8"):
         a_config("rollout.branching.initial=8")
     assert a_config("rollout.branching.initial=7").rollout.branching.initial == 7
-
-
-def test_merged_weights_cannot_be_those_that_they_are_merged_from() -> None:
-    merged = ["learner.lora.rank=4", "learner.lora.serve=merged"]
-    with pytest.raises(ValueError, match=r"engine\.weights 'shared' and learner\.lora\.serve 'm"):
-        a_config(*merged, "engine.weights=shared")
-    for weights in ("auto", "copy"):
-        assert a_config(*merged, f"engine.weights={weights}").learner.lora.rank == 4
 
 
 def test_weights_that_are_shared_or_adapted_cannot_be_dropped() -> None:

@@ -15,7 +15,6 @@ BRANCH = "rollout.branching."
     ("override", "need", "then"),
     [
         ("learner.lora.alpha=8", "learner.lora.rank above 0", "learner.lora.rank=4"),
-        ("learner.lora.serve=merged", "learner.lora.rank above 0", "learner.lora.rank=4"),
         (
             'learner.lora.target_modules=["q_proj"]',
             "learner.lora.rank above 0",

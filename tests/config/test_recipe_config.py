@@ -114,4 +114,4 @@ def test_what_a_reference_needs_may_be_said_to_the_command_that_asks_it(
 ) -> None:
     lora = ["learner.lora.rank=8", "learner.trained_layers=none"]
     recipe = load_config_of(RecipeConfig, "recipe", [*asked, *lora], command)
-    assert recipe.learner.lora.served_rank == 8
+    assert recipe.learner.lora.rank == 8

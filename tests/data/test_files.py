@@ -133,8 +133,6 @@ def test_what_is_held_out_is_of_the_training_source_unless_said(jsonl: str) -> N
     assert DataConfig(train="env").heldout_source == "env"
     assert DataConfig().heldout_source == "word_problems"
     assert DataConfig(train=jsonl, heldout="word_problems").heldout_source == "word_problems"
-    with pytest.raises(ValueError, match=r"data.heldout_levels: .* and it is 'split'"):
-        DataConfig(train=jsonl, heldout_levels=(1,))
 
 
 def test_a_split_is_the_same_for_all_and_nothing_is_in_both(jsonl: str) -> None:

@@ -471,12 +471,10 @@ def test_two_runs_of_one_config_share_what_was_found(
     for name in ("one", "two"):
         before = len(asked(port))
         out_dir = f"out_dir={tmp_path / name}"
-        ran = warm.run("-m", "agentgrpo.train", str(path), out_dir, PYTHONPATH=str(tmp_path))
+        ran = warm.run("-m", "tests.quick", "train", str(path), out_dir, PYTHONPATH=str(tmp_path))
         assert ran.returncode == 0, ran.stderr[-4000:]
         requests.append(len(asked(port)) - before)
         runs.append(read_lines(tmp_path / name / "rollouts.jsonl"))
-        verified = warm.run("-m", "agentgrpo.verify", str(tmp_path / name))
-        assert verified.returncode == 0, verified.stdout + verified.stderr
     assert requests[0] > 0 == requests[1]
     first, second = ([record["segments"] for record in run] for run in runs)
     assert first == second

@@ -282,7 +282,7 @@ def test_a_dataset_of_reasoning_gym_without_questions_is_said(
     env.graders = chains.graders
     if not config:
         ended = StepResult(status=StepStatus.TIMEOUT_KILLED, detail="over 1 steps")
-        monkeypatch.setattr(Session, "ask", lambda *_: ended)
+        monkeypatch.setattr(Session, "ask", lambda *_: (ended, []))
     with pytest.raises(ValueError, match=said):
         env.tasks("train")
 

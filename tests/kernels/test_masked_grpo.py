@@ -1,4 +1,4 @@
-"""The one-call entry and Liger's entries against the oracle, from hidden states and from logits."""
+"""The one-call entry against the oracle, from hidden states and from logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from agentgrpo.kernels.checks import Backend
 from agentgrpo.kernels.grpo_loss import grpo_loss
-from agentgrpo.kernels.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
 from agentgrpo.kernels.linear_logp import linear_logp
 from agentgrpo.kernels.logp import logp
 from agentgrpo.kernels.masked_grpo import masked_grpo_loss
@@ -217,118 +216,3 @@ def test_a_second_derivative_is_refused(source: str) -> None:
         value, _ = grpo_loss(x[:, 0], old, ones, ones, Objective(), backend="triton")
     with pytest.raises(RuntimeError, match="create_graph: expected False"):
         torch.autograd.grad(value.sum(), x, create_graph=True)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_ligers_entries(name: str) -> None:
-    options = OPTIONS[name]
-    batch = make_batch()
-    hidden, head = batch["hidden"].requires_grad_(), batch["head"].requires_grad_()
-    settings = {
-        key: value for key, value in options.items() if key not in ("epsilon", "epsilon_high")
-    }
-    bound = options.get("epsilon_high", 0.2)
-    fused = LigerFusedLinearGRPOLoss(
-        **{"beta": 0.0, **settings},
-        epsilon_high=bound,
-        max_completion_length=10,
-        use_bias_correction_kl=True,
-    )
-    loss, _ = fused(
-        hidden, head, batch["targets"], batch["mask"].float(), batch["advantages"],
-        ref_per_token_logps=batch["ref_logp"], old_per_token_logps=batch["old_logp"],
-        vllm_is_ratio=batch["is_ratio"],
-    )  # fmt: skip
-    want = oracle(batch, {**options, **TIS})
-    torch.testing.assert_close(loss.detach().double(), want[0], rtol=1e-5, atol=1e-6)
-    grads = torch.autograd.grad(loss, (hidden, head))
-    torch.testing.assert_close(grads[1].double(), want[2], rtol=1e-5, atol=2e-6)
-
-    logits = torch.cat(
-        [hidden.detach() @ head.detach().T, torch.full((B, 1, V), float("nan"), device=DEVICE)], 1
-    )
-    leaf = logits.requires_grad_()
-    arguments: dict[str, Any] = {
-        "temperature": 1.0, "eps_high": bound, "max_completion_length": 10, "inplace": False,
-        "use_bias_correction_kl": True, "vllm_is_ratio": batch["is_ratio"], "beta": 0.0, **settings,
-    }  # fmt: skip
-    tensors = (
-        leaf, batch["old_logp"], batch["ref_logp"], batch["targets"], batch["advantages"],
-        batch["mask"],
-    )  # fmt: skip
-    reduced, _ = triton_grpo_loss(*tensors, reduce=True, **arguments)
-    torch.testing.assert_close(reduced.detach().double(), want[0], rtol=1e-5, atol=1e-6)
-    (dense,) = torch.autograd.grad(reduced, leaf)
-    at = batch["mask"]
-    torch.testing.assert_close(
-        (dense[:, :-1] @ head)[at].double(), want[1][at], rtol=1e-5, atol=2e-6
-    )
-    per_token, _, clipped = triton_grpo_loss(*tensors, reduce=False, **arguments)
-    share = torch.tensor([[weights(options["loss_type"], int(row.sum()))] * L for row in at])
-    torch.testing.assert_close(
-        (per_token.cpu() * share).sum().double(), want[0].cpu(), rtol=1e-5, atol=1e-6
-    )
-    assert per_token.shape == clipped.shape == (B, L)
-    assert (per_token[~at] == 0).all()
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize("name", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo"])
-def test_ligers_entries_are_ligers(name: str, beta: float) -> None:
-    """Its own code, but for luspo, whose padding it weighs; it multiplies what is masked."""
-    fused = pytest.importorskip("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
-    entry = pytest.importorskip("liger_kernel.transformers.grpo_loss").triton_grpo_loss
-    batch = {key: x.nan_to_num() if x.is_floating_point() else x for key, x in make_batch().items()}
-    ids = batch["targets"].clamp(min=0)
-    hidden, head = batch["hidden"].requires_grad_(), batch["head"].requires_grad_()
-    logits = torch.cat([(hidden @ head.T).detach(), torch.zeros(B, 1, V, device=DEVICE)], 1)
-    leaf = logits.requires_grad_()
-    mask, old, ref = batch["mask"].float(), batch["old_logp"], batch["ref_logp"]
-    options: dict[str, Any] = {"beta": beta, "loss_type": name, "max_completion_length": 10}
-    tensors = (leaf, old, ref, ids, batch["advantages"], mask)
-    found: list[list[Tensor]] = []
-    for module, function in ((fused, entry), (LigerFusedLinearGRPOLoss, triton_grpo_loss)):
-        loss, metrics = module(**options, use_ref_model=beta > 0, compiled=False)(
-            hidden, head, ids, mask, batch["advantages"], old_per_token_logps=old,
-            ref_per_token_logps=ref if beta else None,
-        )  # fmt: skip
-        found.append([loss, *metrics, *torch.autograd.grad(loss, (hidden, head))])
-        for reduce in (True, False):
-            loss, *more = function(*tensors, inplace=False, reduce=reduce, **options)
-            (grad,) = torch.autograd.grad(loss.sum(), leaf)
-            found[-1] += [loss, *(more[0] if reduce else more[beta == 0 :]), grad]
-    for theirs, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "vespo", "bnpo", "grpo"])
-def test_ligers_items_in_batch_are_the_steps_tokens(loss_type: str) -> None:
-    """TRL hands them over; bnpo and grpo divide by their own."""
-    batch = make_batch()
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, loss_type=loss_type)
-    arguments = (
-        batch["hidden"], batch["head"], batch["targets"], batch["mask"].float(),
-        batch["advantages"],
-    )  # fmt: skip
-    plain, _ = loss(*arguments)
-    shared, _ = loss(*arguments, num_items_in_batch=2 * batch["mask"].sum())
-    factor = 2 if loss_type in ("dapo", "vespo") else 1
-    torch.testing.assert_close(shared * factor, plain)
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_without_a_reference_model_ligers_penalty_is_of_the_policy_to_itself(given: bool) -> None:
-    """LigerFusedLinearPPOBase passes no reference on, and ppo_loss_fn takes the policy's own."""
-    batch = make_batch()
-    hidden, head = batch["hidden"].requires_grad_(), batch["head"].requires_grad_()
-    found = []
-    for beta in (0.0, 0.3):
-        loss, metrics = LigerFusedLinearGRPOLoss(beta=beta, use_ref_model=False)(
-            hidden, head, batch["targets"], batch["mask"].float(), batch["advantages"],
-            ref_per_token_logps=batch["ref_logp"] if given else None,
-            old_per_token_logps=batch["old_logp"],
-        )  # fmt: skip
-        found += [(loss.detach(), *torch.autograd.grad(loss, (hidden, head)))]
-    torch.testing.assert_close(found[0], found[1])
-    assert metrics[0] == 0
-    assert len(metrics) == 2

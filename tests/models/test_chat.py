@@ -275,22 +275,6 @@ def test_of_a_text_of_50_mb_only_its_ends_are_encoded(
     assert [bool(head), bool(tail)] == [keep != "tail", keep != "head"]
 
 
-@pytest.mark.parametrize("length", [5000, 50_000, 500_000])
-def test_a_text_of_long_tokens_is_not_cut_before_it_is_too_long(length: int) -> None:
-    """256 spaces are a token here: as characters they look too many."""
-    pairs = [("\u0120" * 2**i, "\u0120" * 2**i) for i in range(8)]
-    chat = ChatTemplate(make_tokenizer(merges=pairs))
-    text = " " * length
-    tokens = len(chat.text_ids(text))
-    assert tokens < length / 200
-    assert chat.clip(text, tokens) == text
-    assert not chat.exceeds(text, tokens)
-    assert chat.exceeds(text * 60, tokens)
-    cut = chat.clip(text, tokens // 2, "head")
-    assert len(chat.text_ids(cut)) <= tokens // 2
-    assert len(cut) > length / 4
-
-
 def test_white_space_before_the_closing_token_belongs_to_what_closes_a_turn() -> None:
     spaced = make_tokenizer(CHATML.replace("m['content'] }}", "m['content'] }}\n"))
     chat = ChatTemplate(spaced)

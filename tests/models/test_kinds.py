@@ -47,7 +47,7 @@ def test_a_family_that_is_not_refused_was_measured_and_agrees(name: str) -> None
     row = newest()[name]
     limit = 1e-4 if row["dtype"] == "float32" else 1.0  # as engine.agreement_threshold()
     served = () if row.get("served_refused") else ("served",)
-    for part in () if row["refused"] else ("full", "merged", *served):
+    for part in () if row["refused"] else ("full", *served):
         assert len(row[part]["max_dlogp"]) == 3
         assert max(row[part]["max_dlogp"]) < limit, part
 
@@ -68,10 +68,8 @@ def test_a_dry_run_says_what_the_row_of_the_family_says(name: str, tmp_path: Pat
 def test_a_dry_run_says_why_weights_are_copied_and_prefixes_are_rows(tmp_path: Path) -> None:
     config_of("gpt-oss").save_pretrained(tmp_path)
     given: dict[str, Any] = {"model": str(tmp_path), "out_dir": "o"}
-    lora = {"lora": {"rank": 4, "alpha": 8, "serve": "merged"}}
     for more, weights in (
         ({}, "copied to vLLM: vLLM keeps experts in another form"),
-        ({"learner": lora}, "copied to vLLM: learner.lora.serve = 'merged'"),
         ({"engine": {"weights": "copy"}}, "copied to vLLM: engine.weights = 'copy'"),
     ):
         config = TrainConfig.model_validate(given | more)
@@ -104,11 +102,8 @@ def test_a_gated_delta_net_on_cpu_takes_bfloat16_and_no_adapters(tmp_path: Path)
     config_of("Qwen3.5").save_pretrained(tmp_path)
     assert "set engine.dtype to 'bfloat16', it is 'float32'" in refused(tmp_path, trained=False)
     sections: dict[str, Any] = {"engine": {"dtype": "bfloat16", "max_model_len": 128}}
-    for serve, said in (("adapter", "set learner.lora.serve to 'merged'"), ("merged", "")):
-        lora = {"lora": {"rank": 4, "alpha": 8, "serve": serve}}
-        why = refused(tmp_path, learner=lora, **sections)
-        assert said in why
-        assert bool(said) == bool(why)
+    assert "no adapters beside it" in refused(tmp_path, learner={"lora": {"rank": 4}}, **sections)
+    assert not refused(tmp_path, **sections)
 
 
 def test_a_model_with_parts_for_images_of_another_family_is_named(tmp_path: Path) -> None:

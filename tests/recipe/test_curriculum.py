@@ -235,7 +235,7 @@ def fake_parts(recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch) -> list[st
             finish_stage(recipe, int(stage))
         return 0, False
 
-    monkeypatch.setattr(parts, "run_beside", run)
+    monkeypatch.setattr(parts, "run_child", run)
     return ran
 
 

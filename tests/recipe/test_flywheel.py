@@ -23,7 +23,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import EngineLoop
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.recipe.flywheel import kept, questions_of, spin
-from agentgrpo.recipe.operators import FOR_RIGHT, Chosen
+from agentgrpo.recipe.operators import FOR_RIGHT
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.rewards.scoring import Scoring
@@ -374,42 +374,6 @@ def test_trajectories_grow_by_appending_and_do_not_branch(
     made.spin(question("easy"))
     (limits,) = seen
     assert (limits.history, limits.branching, limits.max_retries) == ("append", BranchConfig(), 0)
-
-
-def test_each_operator_is_told_its_parent_and_draws_its_own_hints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, seen = World(tmp_path, rounds=3), list[tuple[int, Any]]()
-
-    def chosen(**given: Any) -> Chosen:
-        seen.append((given["index"], given["rng"].getstate()))
-        return Chosen(**given)
-
-    monkeypatch.setattr("agentgrpo.recipe.flywheel.Chosen", chosen)
-    made.spin(question("easy"))
-    (record,) = made.lines("buffer.jsonl")
-    assert sorted(index for index, _ in seen) == sorted(e["parent"] for e in record["log"])
-    assert len({index for index, _ in seen}) > 1
-    assert len({state for _, state in seen}) == len(seen)
-
-
-def test_what_was_only_shown_makes_no_difference_between_two() -> None:
-    records = [
-        {
-            "segments": [{"token_ids": [shown]}, {"token_ids": [5, 6]}],
-            "stats": {"tool_calls": 1},
-            "flywheel": {"right": True, "valid": True, "authors": [None, "policy"]},
-        }
-        for shown in (1, 2)
-    ]
-    assert kept(records, keep=5) == records[:1]
-
-
-def test_settings_bind_only_where_work_was_done(tmp_path: Path) -> None:
-    questions_of(
-        World(tmp_path).recipe, given(question("easy")), write=True
-    )  # then no engine could be started
-    World(tmp_path, rounds=3).spin(question("easy"))
 
 
 def test_what_the_machine_breaks_is_left_out_and_begins_again(tmp_path: Path) -> None:

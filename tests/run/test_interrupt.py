@@ -1,7 +1,7 @@
 """User code that never comes back: said, ended at its limit, and by Ctrl-C twice, whatever hangs.
 
 Processes of their own, as a terminal would have them; every deadline here is a hundred times what
-is needed, but for the five seconds that are promised.
+is needed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo.run.interrupt import GUARD
 from tests.warm import ROOT, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PATIENCE_S = 200.0
 
 MINE = """
-import asyncio, itertools, os, threading, time
+import asyncio, os, threading, time
 from agentgrpo.actions import Finish, Observation, RunCode
 from agentgrpo.types import Task
 
@@ -47,7 +46,6 @@ def swallows():
     while True:
         try: time.sleep(10**6)
         except BaseException: pass  # whatever is raised
-def computes(): sum(itertools.repeat(1))  # in C, and keeps Python's lock
 def locks():
     threading.Lock().__enter__()
     lock = threading.Lock(); lock.acquire(); lock.acquire()  # here: locks
@@ -73,9 +71,6 @@ class Agent:
     def parse(self, text, task):
         return at("parse", RunCode(text) if "<code>" in text else Finish(text))
     def observe(self, action, told): return [{"role": "user", "content": told.text}]
-class Sampler:
-    def __init__(self, chat, config): pass
-    def rollout(self, engine, tasks, n, params): return at("rollout", [])
 def reward(rollout): return at("reward", {"mine": 1.0})
 async def judge(view): return await later("judge", 1.0)
 """
@@ -141,11 +136,8 @@ def line_of(how: str) -> int:
         ("async.step", "waits", "Slow.step"),
         ("async.step", "sleeps", "Slow.step"),  # and keeps the loop
         ("finish", "locks", "World.finish"),
-        ("parse", "sleeps", "Agent.parse"),
-        ("reset", "sleeps", "Env.reset"),
         ("reward", "sleeps", "the reward reward"),
         ("judge", "waits", "the reward function judge"),
-        ("judge", "sleeps", "the reward function judge"),
         ("parse", "swallows", "Agent.parse"),
     ],
 )
@@ -154,52 +146,36 @@ def test_what_does_not_come_back_ends_the_run_with_its_name_and_place(
 ) -> None:
     status, err = start(place, how, "rollout.call_timeout_s=5.5").ended()
     where = {"swallows": r"\d+"}.get(how) or str(line_of(how))
-    if (place, how) == ("judge", "waits"):
-        where = r"\d+"  # of the function: what it waited for is gone with it
     said = (
         rf"{named} has not come back after [\d.]+ s \(task '.*', rollout \d, at .*mine.py:{where}\)"
     )
     assert re.search(said, err), err
     assert status == 3
-    if place != "judge":
+    if place != "judge" and how != "waits":
         assert re.search(rf"waiting for {named} \(task .*, at .*\).* for \d+ s\n", err), err
 
 
 @pytest.mark.parametrize(
     ("place", "how"),
-    [
-        ("step", "swallows"),
-        ("async.step", "sleeps"),
-        ("parse", "swallows"),
-        ("reward", "sleeps"),
-        ("rollout", "swallows"),
-        ("step", "computes"),
-    ],
+    [("step", "swallows"), ("async.step", "sleeps"), ("parse", "swallows"), ("reward", "sleeps")],
 )
 def test_ctrl_c_twice_ends_everything_whatever_hangs(
     start: Callable[..., Run], place: str, how: str
 ) -> None:
-    own = ["rollout.sampler=mine:Sampler"] if place == "rollout" else []
-    run = start(place, how, *own)
+    run = start(place, how)
     run.wait_until_it_hangs()
     run.interrupt()
     time.sleep(1.0)
+    assert run.process.poll() is None, "the step is to be finished"
     run.interrupt()
-    status, err = run.ended()
-    if how == "computes":  # no line of Python runs any more: it is killed
-        assert status == -signal.SIGKILL
-        assert "interrupted: code that keeps Python's lock was killed" in err
-    else:
-        # 3 s after the second; a machine too busy for that is met by the guard's 4.5 s
-        assert status in (130, -signal.SIGKILL)
-        assert "interrupted" in err
+    assert run.ended()[0] == -signal.SIGINT
 
 
 FORKS = """
 import multiprocessing, time
-from agentgrpo.run.interrupt import guarded, stop_after_step
+from agentgrpo.run.interrupt import interruptible, stop_after_step
 
-with guarded(), stop_after_step(print) as stopping:
+with interruptible(), stop_after_step(print) as stopping:
     for step in range(2):  # its workers are ended by SIGTERM
         with multiprocessing.get_context("fork").Pool(2) as pool:
             pool.map(abs, range(4))
@@ -210,13 +186,12 @@ with guarded(), stop_after_step(print) as stopping:
     print("begun", stopping(), flush=True)
     while not stopping():
         time.sleep(0.1)
-    time.sleep(6)  # longer than what is left after a second signal
     print("saved", flush=True)
 """
 
 
 def test_processes_that_users_code_forks_are_not_taken_for_the_run() -> None:
-    """Neither what ends them nor the Ctrl-C that they get too counts as another one."""
+    """What ends them ends them, and asks nobody else to stop."""
     run = subprocess.Popen(
         [sys.executable, "-c", FORKS], env=environment(PYTHONPATH=str(ROOT)), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -226,41 +201,3 @@ def test_processes_that_users_code_forks_are_not_taken_for_the_run() -> None:
     os.killpg(run.pid, signal.SIGINT)
     out, err = run.communicate(timeout=PATIENCE_S)
     assert (run.returncode, "saved" in out) == (0, True), (out, err)
-
-
-UNHEARD = """
-import os, time
-from agentgrpo.run.interrupt import guarded
-from agentgrpo.usercode import Overdue, calling
-
-read, write = os.pipe()
-os.close(read)
-os.dup2(write, 2)
-try:
-    with guarded(), calling(None, "f", limit_s=2):
-        time.sleep(10**6)
-except Overdue:
-    os._exit(7)
-"""
-
-
-def test_limits_hold_where_nobody_can_be_told() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", UNHEARD], env=environment(PYTHONPATH=str(ROOT)),
-        timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert run.returncode == 7
-
-
-@pytest.mark.parametrize("parent", ["1", str(os.getpid())], ids=["gone", "here"])
-def test_a_guard_ends_with_what_it_guards(parent: str) -> None:
-    """Whether that has ended before the guard began, or the pipe to it is closed."""
-    guard = subprocess.Popen([sys.executable, "-I", "-S", "-c", GUARD, parent],
-                             stdin=subprocess.PIPE)  # fmt: skip
-    try:
-        if parent != "1":
-            guard.communicate(timeout=PATIENCE_S)
-        assert guard.wait(PATIENCE_S) == 0
-    finally:
-        guard.kill()
-        guard.communicate()

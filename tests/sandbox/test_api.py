@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,10 +27,11 @@ from agentgrpo.sandbox import (
     SandboxNotFoundException,
     SandboxPool,
     TimeoutException,
-    async_api,
+    api,
 )
 from agentgrpo.sandbox.commands import CommandHandle
 from agentgrpo.sandbox.execution import CommandResult, ExecutionError
+from agentgrpo.sandbox.hostile.case import within
 
 pytestmark = pytest.mark.nsjail
 
@@ -196,7 +198,7 @@ class TestRunCode:
         assert sandbox.run_code("'y' in dir()", context=context).text == "False"
         assert sandbox.run_code("import os; os._exit(1)", context=context).error is not None
         assert sandbox.run_code("1").text == "1", "a context that dies leaves the sandbox alive"
-        sandbox.remove_code_context(context)
+        sandbox.remove_code_context(context.id)
         assert roots() == held, "its start let go of the session's root"
         with pytest.raises(NotFoundException):
             sandbox.run_code("1", context=context)
@@ -309,7 +311,7 @@ class TestFiles:
         assert sandbox.files.get_info("kept").mode == 0o500
 
     def test_times_that_no_calendar_has(self, sandbox: Sandbox) -> None:
-        for seconds, year in ((2**55, 9999), (-(2**55), 1)):
+        for seconds, year in ((2**55, 9999), (-(2**55), 1970)):
             code = f"open('t', 'w').close(); import os; os.utime('t', ({seconds}, {seconds}))"
             sandbox.run_code(code)
             if sandbox.run_code("int(os.stat('t').st_mtime)").text == str(seconds):
@@ -380,8 +382,28 @@ class TestLifecycle:
         sandbox.set_timeout(0.05)
         assert sandbox._timer is not None
         sandbox._timer.join()
-        with pytest.raises(SandboxNotFoundException):
-            sandbox.run_code("1")
+        for act in (lambda: sandbox.run_code("1"), lambda: sandbox.set_timeout(9)):
+            with pytest.raises(SandboxNotFoundException):
+                act()
+
+    def test_the_list_is_made_while_others_come_and_go(self, pool: SandboxPool) -> None:
+        class Other:
+            is_running = staticmethod(lambda: False)
+
+        def churn() -> None:
+            while not done.is_set():
+                kept = [Other() for _ in range(50)]
+                api._live.update({str(id(one)): one for one in kept})  # type: ignore[misc]
+
+        done = threading.Event()
+        thread = threading.Thread(target=churn)
+        thread.start()
+        try:
+            for _ in range(3000):
+                Sandbox.list()
+        finally:
+            done.set()
+            thread.join()
 
     def test_info(self, pool: SandboxPool) -> None:
         with Sandbox.create(pool=pool, metadata={"run": "7"}, timeout=60) as made:
@@ -473,25 +495,22 @@ class TestLifecycle:
         asyncio.run(work())
         assert heard == ["done\n", "1\n"]
 
-    def test_a_listener_of_a_loop_that_ended_holds_no_thread(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(async_api, "PATIENCE_S", 1)
+    def test_who_is_cancelled_leaves_nothing_behind(self) -> None:
+        async def work(pool: SandboxPool) -> None:
+            for _ in range(5):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(AsyncSandbox.create(pool=pool), 0.001)
+            async with await AsyncSandbox.create(pool=pool) as sandbox:
+                for code in ("x = 1\nimport time; time.sleep(100)", "while True: pass"):
+                    with pytest.raises(TimeoutError):
+                        await asyncio.wait_for(sandbox.run_code(code, timeout=100), 0.5)
+                began = time.monotonic()
+                assert (await sandbox.run_code("x")).text == "1"
+                assert time.monotonic() - began < 30
 
-        async def hear(said: str) -> str:
-            await asyncio.sleep(1.2)
-            return said
-
-        loop = asyncio.new_event_loop()
-        told = async_api._waiters.submit(async_api._awaiting(loop, hear), "heard")
-        assert loop.run_until_complete(asyncio.wait_for(asyncio.wrap_future(told, loop=loop), 9.0))
-        told = async_api._waiters.submit(async_api._awaiting(loop, hear), "never")
-        try:
-            with pytest.raises(RuntimeError, match="loop ended"):
-                told.result(5.0)
-        finally:
-            loop.run_until_complete(asyncio.sleep(1.5))
-            loop.close()
+        with SandboxPool(min_idle=0, zygotes=1) as pool:
+            asyncio.run(work(pool))
+            assert within(lambda: pool.metrics()["live"] == 0)
 
     def test_async(self, pool: SandboxPool) -> None:
         async def work(i: int) -> str | None:

@@ -2,6 +2,7 @@
 
 import symtable
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from agentgrpo.sandbox import Limits, Sandbox, SandboxBusy, SandboxPool, Template
 from agentgrpo.sandbox.grade import check_all, check_output, check_tests, names_of
+from agentgrpo.sandbox.guest.exchange import encode
 
 pytestmark = pytest.mark.nsjail
 
@@ -196,8 +198,8 @@ JUDGED: dict[str, list[tuple[str, str, bool]]] = {
         ("def f(x): return '\\ud800'", "assert f(1) == 3, f(1)", False)],
     "lengths are true": [
         *((f"import sys\nclass Y: __len__ = lambda s: 2\ndef f(x):\n frame = sys._getframe()\n"
-           " while 'Peer' not in frame.f_globals: frame = frame.f_back\n"
-           f" frame.f_globals['Peer'].shape = lambda *a: {shape}\n return Y()",
+           " while 'ObjectServer' not in frame.f_globals: frame = frame.f_back\n"
+           f" frame.f_globals['ObjectServer'].shape = lambda *a: {shape}\n return Y()",
            "assert '__len__' in f(1)._shape()[0]", False)
           for shape in ("(Y(), 2, None)", "('__len__', 2, None)", "(Y(), Y(), Y())", "Y()",
                         "({'__len__'}, 2, None)", "(frozenset(['__len__']), 2.0, None)",
@@ -400,21 +402,100 @@ def test_what_ends_a_line_is_what_print_writes(pool: SandboxPool) -> None:
         assert not check_output(pool, code, "\n".join([*text.splitlines(), "end"])).passed
 
 
-def test_arrays_cross(pool: SandboxPool) -> None:
+@pytest.mark.parametrize(
+    ("printed", "expected", "passes"),
+    [(b"\xff\n", "\N{REPLACEMENT CHARACTER}", False), (b"\xff", "\xff", False),
+     ("\xff \n\n".encode(), "\xff", True), (b"\xef\xbf\xbd", "\N{REPLACEMENT CHARACTER}", True)],
+)  # fmt: skip
+def test_output_is_compared_byte_by_byte(
+    pool: SandboxPool, printed: bytes, expected: str, passes: bool
+) -> None:
+    code = f"import os; os.write(1, {printed!r})"
+    assert check_output(pool, code, expected).passed is passes
+
+
+WAITS, LOOPS = "import time; time.sleep(1.2)\n", "while True: pass\n"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_time_of_a_verdict_is_the_processors(pool: SandboxPool, waits: bool) -> None:
+    """A machine that has none for it for a while makes right code no wrong one."""
+    code = WAITS if waits else LOOPS
+    verdicts = [
+        check_tests(pool, f"def f(x):\n {code} return x", "assert f(1) == 1", timeout_s=0.6),
+        check_tests(pool, f"{code}def f(x): return x", "assert f(1) == 1", timeout_s=0.6),
+        check_output(pool, f"{code}print(1)", "1", timeout_s=0.6),
+    ]
+    for verdict in verdicts:
+        assert verdict.passed is waits, verdict
+        assert ("0.6 s of a processor" in verdict.reason) is not waits, verdict
+        assert not verdict.infra_error
+
+
+def test_an_answer_that_the_judge_has_no_memory_for_is_no_wrong_one() -> None:
+    code = """
+import json
+dumps, n = json.dumps, 0
+lists = lambda: '["tuple", "value", ["list"' + n * ', ["list"]' + "]]"
+json.dumps = lambda tree, **options: lists() if n else dumps(tree, **options)
+def f(x):
+    global n
+    n = x"""
+    with SandboxPool(limits=Limits(memory_mib=96), min_idle=0, zygotes=1) as pool:
+        for size, fits in ((1000, True), (2_000_000, False)):
+            tests = f"assert len(f({size})) == {size}"
+            verdict = check_tests(pool, code, tests, timeout_s=60.0)
+            assert (verdict.passed, verdict.infra_error) == (fits, not fits), verdict
+    assert "remedy: a larger limits.memory_mib" in verdict.reason
+
+
+def test_an_answer_is_carried_as_it_is(pool: SandboxPool) -> None:
+    """Whatever its bytes are: what the host holds of it is as large as it is, not its text."""
+    forged = "import json; json.dumps = lambda *a, **k: '[' + 'e' * (24 << 20) + '\\ud800'\n"
+    right = "def f(x): return 'e' * (24 << 20)"
+    with SandboxPool(limits=Limits(memory_mib=512), min_idle=0, zygotes=1) as large:
+        for code, passes in ((forged + right, False), (right, True)):
+            tracemalloc.start()
+            verdict = check_tests(large, code, "assert len(f(1)) == 24 << 20", timeout_s=60.0)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert verdict.passed is passes, verdict
+            assert peak < 28 << 20
+    with pool.acquire() as session:
+        session.step("import json; json.dumps = lambda *a, **k: 'e' * (40 << 20)")
+        told, answer = session.ask([encode(("call_name", "len", ([],)), id).encode()], 60.0)
+        assert (told.status, answer) == ("output_limit", [])
+
+
+NARROW = {
+    "np.float16('inf')": "got != 70_000", "np.float32(16777216)": "got != 16777217",
+    "np.float32(0.1)": "got != 0.1", "np.float64(2**53)": "got != 2**53 + 1",
+    "np.complex64(1+2j)": "got == 1+2j", "np.int8(-1)": "got == -1 and got + 200 == 199",
+    "np.uint8(255)": "got + 1 == 256", "np.bool_(True)": "got is True",
+    "np.uint64(2**64 - 1)": "got == 2**64 - 1",
+    "np.array([1], np.float16)": "got.dtype == np.float64",
+    "np.array([16777216], '>f4')": "(got != 16777217).all()",
+    "np.array([1j], np.complex64)": "got.dtype == np.complex128",
+    "np.array([200], np.uint8)": "(got + 100 == 300).all()",
+    "np.array([2**64 - 1], np.uint64)": "got.dtype == np.uint64",
+    "np.array([True])": "got.dtype == bool", "[np.float16(2)]": "type(got[0]) is float",
+    "np.array(np.float32(3))": "got == 3 and got.dtype == np.float64",
+    "np.longdouble(1)": "got != 1",
+    "np.array([1], np.longdouble)": "type(got).__name__ != 'ndarray'",
+    "np.arange(6).reshape(2, -1)": "np.array_equal(got, [[0, 1, 2], [3, 4, 5]])",
+}  # fmt: skip
+
+
+def test_numbers_and_arrays_cross_as_the_widest_of_their_kind() -> None:
     np = pytest.importorskip("numpy")
     site = str(Path(np.__file__).parents[1])
-    code = (
-        "import numpy as np\n"
-        "def f(n): return {'a': np.arange(n).reshape(2, -1), 'b': np.float32(n)}"
-    )
-    tests = (
-        "import numpy as np\ngot = f(6)\nassert np.array_equal(got['a'], [[0, 1, 2], [3, 4, 5]])\n"
-        "assert got['b'] == 6 and type(got['b']) is np.float32"
-    )
-    objects = "import numpy as np\ndef f(n): return np.array([[], f], dtype=object)"
+    code = "import numpy as np\ndef f(n): return eval(n)"
+    tests = f"import numpy as np\nfor n, test in {NARROW!r}.items():\n got = f(n)"
+    tests += "\n assert eval(test), n"
     limits = Limits(memory_mib=512, timeout_s=20.0)
     with SandboxPool(template=Template(site_dirs=(site,)), limits=limits, zygotes=1) as own:
         verdict = check_tests(own, code, tests, timeout_s=60)
         assert verdict.passed, verdict
+        objects = "import numpy as np\ndef f(n): return np.array([[], f], dtype=object)"
         pointer = "import numpy as np\nnp.asarray(f(1)).sum()"
         assert not check_tests(own, objects, pointer, timeout_s=60).passed

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -274,3 +275,14 @@ def test_connections_that_nobody_has_accepted_are_memory_too(groupless: SandboxP
         )
         assert session.step(code, 30).status is StepStatus.OK
         assert sockets_kib(session.pid) < 10 * SOCKET_KIB
+
+
+def test_who_calls_setsid_stays_polite(groupless: SandboxPool) -> None:
+    code = "import os, time\nif os.fork() == 0: os.setsid(); time.sleep(60)"
+    with groupless.acquire() as session:
+        session.step(code)
+        pids = process_tree(session.init_pid)[1:]
+        groups = [Path(f"/proc/{pid}/autogroup") for pid in pids]
+        if not groups[0].exists():
+            pytest.skip("no autogroups in this kernel")
+        assert within(lambda: all(group.read_text().endswith(" nice 5\n") for group in groups))

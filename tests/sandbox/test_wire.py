@@ -5,12 +5,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentgrpo.sandbox.guest import wire
-from agentgrpo.sandbox.outcome import MAX_FIELDS, Ending, show_answer
+from agentgrpo.sandbox.outcome import MAX_FIELDS, Ending, RawStep, Stream, show_answer
 from agentgrpo.sandbox.result import StepResult, StepStatus
 
 ROOT = Path(__file__).parents[2]
@@ -61,9 +60,10 @@ def test_fields_beyond_a_bound_are_malformed_before_any_is_made() -> None:
     with pytest.raises(wire.Malformed, match="3 fields"):
         wire.decode(FRAME, 4, 2)
     many = wire.encode(1, [b"ok"] + [b""] * (MAX_FIELDS - 1))
-    raw: Any = (Ending.ANSWERED, False, 0.0, None, None, b"", many[4:], 0, 0, 0)
+    nothing = Stream(b"", b"", 0)
+    raw = RawStep(Ending.ANSWERED, False, 0.0, nothing, nothing, b"", many[4:], 0, 0, 0, 0)
     show_answer(raw, StepResult(status=StepStatus.OK))
-    raw = (*raw[:6], wire.encode(1, [b"ok"] + [b""] * (MAX_FIELDS + 1))[4:], *raw[7:])
+    raw = raw._replace(answer=wire.encode(1, [b"ok"] + [b""] * (MAX_FIELDS + 1))[4:])
     with pytest.raises(wire.Malformed, match=f"{MAX_FIELDS + 2} fields"):
         show_answer(raw, StepResult(status=StepStatus.OK))
 

@@ -175,11 +175,11 @@ def test_the_command_says_what_is_no_run(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("{run}/rollouts.jsonl", "{run}/rollouts.jsonl: no metrics.jsonl, which a run's folder"),
-        ("{here}/gone", "{here}/gone: no such file or directory; {here} is there"),
+        ("{here}/gone", "{here}/gone: no such file or directory"),
         ("{here}/begun", "{here}/begun: no metrics.jsonl, which a run's folder (out_dir) has"),
-        ("{here}/begun -o {here}/a/b.html", "--output {here}/a/b.html: no such directory {here}/a"),
-        ("{here}/begun -o {here}", "--output {here}: it is a directory, expected a file"),
-        ("{here}/begun -o {here}/begun/run.json/a", "begun/run.json is no directory"),
+        ("{here}/begun -o {here}/a/b.html", "--output {here}/a/b.html: expected a file in a"),
+        ("{here}/begun -o {here}", "--output {here}: expected a file in a directory"),
+        ("{here}/begun -o {here}/begun/run.json/a", "run.json/a: expected a file in a directory"),
     ],
 )
 def test_a_wrong_path_is_said_before_anything_is_read(

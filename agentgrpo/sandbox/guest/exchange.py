@@ -2,11 +2,13 @@
 
 As JSON in ASCII. None, bool, float, str and small ints are JSON's own (Infinity and NaN as Python
 writes them), everything else is ``[kind, ...]``. What is of no such type, exactly, stays where it
-is; a number stands for it. ``read()`` makes nothing but these types, whatever it is given: types
-and shapes of all parts are those that ``spell()`` writes, exactly, before anything is made of them.
+is; a number stands for it. ``decode()`` makes nothing but these types, whatever it is given: types
+and shapes of all parts are those that ``encode()`` writes, exactly, before anything is made.
+A judge reads numbers of numpy as Python's and arrays as float64, complex128 and int64: of a narrow
+type they would have the judge's own numbers cast down to it (``float16("inf") == 10**6``).
 
 The judge's questions are tuples ``(what, ...)`` and the answers ``("value", value)`` or ``("raise",
-names of the classes, arguments, text)``; judge.py and sandbox/grade.py ask, a Peer answers.
+names of the classes, arguments, text)``; judge.py asks, an ObjectServer answers.
 """
 
 import importlib
@@ -38,7 +40,9 @@ TAKE: dict[str, tuple[tuple[Any, ...], Callable[[Any], tuple[Any, ...]]]] = {
 NAMED = {*vars(namedtuple("NAMED", "")), "__annotations__", "__orig_bases__"}
 METHODS = {name for name in dir(tuple) if not name.startswith("_")}
 """Of tuples: a field of that name could be a function, which says something else than the tuple."""
-ARRAYS = "biufc"
+ARRAYS = ("b1", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)),
+          "f2", "f4", "f8", "c8", "c16")  # fmt: skip
+"""No long doubles: float64 would take others for equal."""
 WAYS = ("__len__", "__iter__", "__next__", "__getitem__", "keys")
 
 
@@ -47,14 +51,14 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "set_item": operator.setitem, "delete_item": operator.delitem, "true": bool,
     "iterator": iter,
 }  # fmt: skip
-"""Questions that Python's own functions answer; a Peer's methods answer the others."""
+"""Questions that Python's own functions answer; an ObjectServer's methods answer the others."""
 
 
 class Malformed(Exception):
     """It is not of the form above."""
 
 
-def spell(value: Any, number_of: Callable[[Any], int]) -> str:
+def encode(value: Any, number_of: Callable[[Any], int]) -> str:
     """A value as it crosses. number_of() says what stands for whatever is no data, or is nested
     more than DEEPEST deep; or it raises.
     """
@@ -98,7 +102,7 @@ def _taken(value: Any, kind: type) -> tuple[str, tuple[Any, ...]] | None:
             return "defaultdict", (next(named, None), dict(value))
         if home == "numpy" and (name == "ndarray" or issubclass(kind, module.generic)):
             parts = (value.dtype.str, tuple(value.shape), value.tobytes(), name == "ndarray")
-            return ("numpy", parts) if value.dtype.kind in ARRAYS else None
+            return ("numpy", parts) if value.dtype.str[1:] in ARRAYS else None
     fields = getattr(kind, "_fields", None) if kind.__bases__ == (tuple,) else None
     if type(fields) is tuple and vars(kind).keys() <= NAMED | set(fields):  # no methods of its own
         if any(field in METHODS or field.startswith("_") for field in fields):
@@ -107,19 +111,21 @@ def _taken(value: Any, kind: type) -> tuple[str, tuple[Any, ...]] | None:
     return None
 
 
-def read(text: str, object_of: Callable[[int], Any]) -> Any:
-    """The value that was spelled. object_of() says what a number stands for.
+def decode(text: str, object_of: Callable[[int], Any], widen: bool = False) -> Any:
+    """The value that was spelled. object_of() says what a number stands for; widen: as a judge.
 
     Raises:
-        Malformed: it was not spelled by spell().
+        Malformed: it was not spelled by encode().
     """
     try:
-        return _value(json.loads(text), object_of)
+        return _value(json.loads(text), object_of, widen)
+    except MemoryError:
+        raise
     except Exception as error:  # whatever a text that is none makes of its parts
         raise Malformed(f"{type(error).__name__}: {error}"[:200]) from None
 
 
-def _value(tree: Any, object_of: Callable[[int], Any]) -> Any:
+def _value(tree: Any, object_of: Callable[[int], Any], widen: bool) -> Any:
     if type(tree) is dict:
         raise Malformed("an object of JSON")
     if type(tree) is not list:
@@ -136,11 +142,12 @@ def _value(tree: Any, object_of: Callable[[int], Any]) -> Any:
         data = bytes.fromhex(part)
         return data if kind == "bytes" else data.decode("utf-8", "surrogatepass")
     if kind == "made":
-        return _made(parts[0], *[_value(part, object_of) for part in parts[1:]])
+        made = _made(parts[0], *[_value(part, object_of, widen) for part in parts[1:]])
+        return _widened(made) if widen and parts[0] == "numpy" else made
     if kind == "dict":
         _exact(parts, *[list] * len(parts))
-        return dict(_value(["tuple", *pair], object_of) for pair in parts)
-    return MAKE[kind]([_value(part, object_of) for part in parts])
+        return dict(_value(["tuple", *pair], object_of, widen) for pair in parts)
+    return MAKE[kind]([_value(part, object_of, widen) for part in parts])
 
 
 def _exact(parts: Any, *kinds: Any) -> Any:
@@ -157,7 +164,7 @@ def _made(kind: str, *parts: Any) -> Any:
         _exact(shape, *[int] * (len(shape) if is_array else 0))
         numpy = importlib.import_module("numpy")
         of = numpy.dtype(dtype)
-        if of.str != dtype or of.kind not in ARRAYS:
+        if of.str != dtype or dtype[1:] not in ARRAYS:
             raise Malformed(f"an array of {dtype}")
         if of.kind == "b" and not {0, 1}.issuperset(data):
             raise Malformed("neither True nor False")
@@ -181,7 +188,18 @@ def _made(kind: str, *parts: Any) -> Any:
     return getattr(importlib.import_module(home), name)(*parts)
 
 
-class Peer:
+WIDE = {"b": "?", "i": "i8", "f": "f8", "c": "c16"}
+
+
+def _widened(value: Any) -> Any:
+    """A number as Python's, an array as of the widest type of its kind."""
+    if not isinstance(value, importlib.import_module("numpy").ndarray):
+        return value.item()
+    fits = value.dtype.kind != "u" or value.dtype.itemsize < 8 or (value < SMALL).all()
+    return value.astype(WIDE.get(value.dtype.kind, "i8")) if fits else value
+
+
+class ObjectServer:
     """Answers questions about what is in a namespace.
 
     Args:
@@ -200,10 +218,14 @@ class Peer:
         return self._numbers[id(value)]
 
     def answer(self, text: str) -> str:
-        """The answer to a question. Whatever comes of it is an answer, exceptions too."""
+        """The answer to a question. Whatever comes of it is an answer, exceptions too. In a judge
+        that is at work (judge.begin), its next question.
+        """
         try:
-            what, *args = read(text, self._objects.__getitem__)
-            return spell(("value", (PLAIN.get(what) or getattr(self, what))(*args)), self._number)
+            if "__proceed__" in self._namespace:
+                return str(self._namespace["__proceed__"](text))
+            what, *args = decode(text, self._objects.__getitem__)
+            return encode(("value", (PLAIN.get(what) or getattr(self, what))(*args)), self._number)
         except BaseException as error:
             return self._raised(error)
 
@@ -214,9 +236,9 @@ class Peer:
         except BaseException:
             text = "<unprintable>"
         try:
-            return spell(("raise", [type(error).__name__, *names], error.args, text), self._number)
+            return encode(("raise", [type(error).__name__, *names], error.args, text), self._number)
         except BaseException:
-            return spell(("raise", [*names], (text,), text), self._number)
+            return encode(("raise", [*names], (text,), text), self._number)
 
     def find(self, expression: str) -> Any:
         """What an expression means there."""

@@ -1,7 +1,8 @@
 """Runs trusted tests in a session of its own; what they test is elsewhere (grade.check_tests).
 
 ``begin()`` runs the tests in a thread. Whenever they touch the graded code, the thread asks and
-waits; ``proceed(reply)`` hands it the reply to its last question and returns its next one.
+waits; ``proceed(reply)`` hands it the reply to its last question and returns its next one, or the
+verdict: a word (passed, failed, memory) and, on further lines, why.
 """
 
 import builtins
@@ -13,18 +14,20 @@ from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
-from exchange import Malformed, read, spell  # type: ignore[import-not-found]
+from exchange import Malformed, decode, encode  # type: ignore[import-not-found]
 
-questions: queue.Queue[tuple[str, str]] = queue.Queue()
+questions: queue.Queue[str] = queue.Queue()
 replies: queue.Queue[str] = queue.Queue()
 turn = threading.Lock()
-known: "dict[int, Graded]" = {}
+known: "dict[int, RemoteObject]" = {}
 fouls: list[str] = []
+short: list[str] = []
+"""Questions whose answers did not fit into the memory."""
 changes = 0
 """Questions so far that may have changed something there."""
 
 
-class Foul(BaseException):
+class ProtocolViolation(BaseException):
     """What no test may take for a failure that it expected, nor an iterator for its end."""
 
     def __init__(self, what: str) -> None:
@@ -36,20 +39,23 @@ def ask(what: str, *args: Any) -> Any:
     """What the graded session answers to a question; raises what it raised there."""
     global changes
     changes += what in ("call", "set_attribute", "set_item", "delete_item", "next")
-    question = spell((what, *args), number_of)
+    question = encode((what, *args), number_of)
     with turn:
-        questions.put(("ask", question))
+        questions.put(question)
         reply = replies.get()
     try:
-        match read(reply, graded):
+        match decode(reply, graded, widen=True):
             case ("value", value):
                 return value
             case ("raise", [str(), *_] as names, tuple() as given, str() as text):
                 error = error_of(names, given, text)
             case other:
                 raise Malformed(f"{other!r:.80}")
+    except MemoryError:
+        short.append(what)
+        raise
     except Malformed as malformed:
-        raise Foul(f"the answer to {what!r} is malformed: {malformed}") from None
+        raise ProtocolViolation(f"the answer to {what!r} is malformed: {malformed}") from None
     raise error
 
 
@@ -62,7 +68,7 @@ def error_of(names: list[str], given: tuple[Any, ...], text: str) -> BaseExcepti
     found = next((c for c in classes if isinstance(c, type) and issubclass(c, BaseException)), None)
     told = f"{names[0]}: {text}"
     if found is None or not issubclass(found, Exception):
-        return Foul(f"the code raised {told}")
+        return ProtocolViolation(f"the code raised {told}")
     if issubclass(found, (StopIteration, StopAsyncIteration)):
         return RuntimeError(f"the code raised {told}")
     for args in (given, (text,)):
@@ -77,21 +83,21 @@ def error_of(names: list[str], given: tuple[Any, ...], text: str) -> BaseExcepti
 
 def number_of(value: Any) -> int:
     """What stands for something that is not data, on its way there."""
-    if type(value) is not Graded:
+    if type(value) is not RemoteObject:
         raise TypeError(f"a {type(value).__name__} cannot be handed to the graded code")
     return object.__getattribute__(value, "_number")  # type: ignore[no-any-return]
 
 
-def graded(number: int) -> "Graded":
+def graded(number: int) -> "RemoteObject":
     """What stands for something of the graded session: the same for the same."""
     if type(number) is not int:
         raise Malformed("an object without a number")
     if number not in known:
-        known[number] = Graded(number)
+        known[number] = RemoteObject(number)
     return known[number]
 
 
-class Graded:
+class RemoteObject:
     """Something of the graded session that is no data, known by its number there.
 
     It equals nothing but itself, whatever its ``__eq__`` says over there. What it contains is asked
@@ -109,7 +115,7 @@ class Graded:
         if self._changes != changes:
             object.__setattr__(self, "_changes", changes)
             self._seen.clear()
-        key = (what, spell(args, number_of))
+        key = (what, encode(args, number_of))
         if key not in self._seen:
             self._seen[key] = ask(what, self, *args)
         return self._seen[key]
@@ -118,10 +124,12 @@ class Graded:
         match self._once("shape"):
             case (frozenset() as ways, None | int() as size, None | list() as content):
                 if content is not None and len(content) != size:
-                    raise Foul(f"an object with len() {size} iterates over {len(content)}")
+                    raise ProtocolViolation(
+                        f"an object with len() {size} iterates over {len(content)}"
+                    )
                 return ways, size
             case other:
-                raise Foul(f"no shape of an object: {other!r:.80}")
+                raise ProtocolViolation(f"no shape of an object: {other!r:.80}")
 
     def _need(self, way: str) -> frozenset[str]:
         ways, _ = self._shape()
@@ -156,7 +164,7 @@ class Graded:
         self._need("__len__")
         size = self._shape()[1]
         if type(size) is not int or size < 0:
-            raise Foul(f"a length of {size!r}")
+            raise ProtocolViolation(f"a length of {size!r}")
         return size
 
     def __bool__(self) -> bool:
@@ -231,19 +239,20 @@ def run_tests(tests: CodeType, modules: Sequence[str], names: dict[str, str]) ->
         namespace |= {name: importlib.import_module(name) for name in modules}
         namespace |= {name: ask("find", other) for name, other in names.items()}
         exec(tests, namespace)
-        questions.put(("failed", fouls[0]) if fouls else ("passed", ""))
+        questions.put(f"failed\n{fouls[0]}" if fouls else "passed")
     except BaseException:
-        questions.put(("failed", traceback.format_exc(limit=-5)))
+        questions.put(f"{'memory' if short else 'failed'}\n{traceback.format_exc(limit=-5)}")
 
 
 def begin(source: str, modules: Sequence[str], names: dict[str, str]) -> None:
     """Start the tests. Raises what compiling them does."""
     tests = compile(source, "<tests>", "exec")
+    globals()["__proceed__"] = proceed
     threading.Thread(target=run_tests, args=(tests, modules, names), daemon=True).start()
 
 
-def proceed(reply: str) -> tuple[str, str]:
-    """Answer the last question, if there was one; the next."""
+def proceed(reply: str) -> str:
+    """Answer the last question, if there was one; the next, or the verdict."""
     if reply:
         replies.put(reply)
     return questions.get()

@@ -107,8 +107,8 @@ class Interpreter:
         self.namespace = module.__dict__
         self.namespace["__builtins__"] = builtins
         self.console = Console(self.namespace)
-        self.peer = exchange["Peer"](self.namespace)
-        self.asked: list[str] = []
+        self.peer = exchange["ObjectServer"](self.namespace)
+        self.asked: list[bytes] = []
         self.answer: list[bytes] = []
 
     def on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
@@ -120,16 +120,11 @@ class Interpreter:
 
     def serve(self, fields: list[bytes]) -> list[bytes]:
         """Do what a request asks; the fields of its answer."""
+        if fields[0] in (b"put", b"ask", b"get"):
+            return self.exchange(*fields)
         kind, *rest = [field.decode("utf-8", "surrogatepass") for field in fields]
         if kind == "push":
             return self.run(self.push, rest[0])
-        if kind == "put":
-            self.asked.append(rest[0])
-            return [b"ok"]
-        if kind == "ask":
-            return self.run(self.exchange, rest[0])
-        if kind == "get":
-            return self.next_piece()
         if kind == "tools":
             return self.take_tools(rest)
         if kind == "console":
@@ -203,10 +198,17 @@ class Interpreter:
             return self.describe(error)
         return [b"more"] if more else [b"ok"]
 
-    def exchange(self, last: str) -> list[bytes]:
-        """A question that has come in pieces; the first piece of its answer."""
-        question, self.asked = "".join([*self.asked, last]), []
-        told = self.peer.answer(question).encode()
+    def exchange(self, kind: bytes, *piece: bytes) -> list[bytes]:
+        """A question that comes in pieces, and its answer, which goes in pieces."""
+        if kind == b"get":
+            return self.next_piece()
+        self.asked += piece
+        return [b"ok"] if kind == b"put" else self.run(self.answer_question)
+
+    def answer_question(self) -> list[bytes]:
+        """The first piece of the answer to the question that was asked."""
+        question, self.asked = b"".join(self.asked).decode("ascii", "replace"), []
+        told = self.peer.answer(question).encode("utf-8", "backslashreplace")
         size = self.value_bytes
         self.answer = [told[at : at + size] for at in range(0, len(told), size)][::-1]
         return self.next_piece()
@@ -214,7 +216,7 @@ class Interpreter:
     def next_piece(self) -> list[bytes]:
         """Of the last answer; whether there are more says its kind."""
         piece = self.answer.pop()
-        return [b"more" if self.answer else b"ok", piece]
+        return [b"more" if self.answer else b"ok", b"", b"piece", piece]
 
     def evaluate(self, source: str, rich: bool) -> list[bytes]:
         """Run a cell and show the value of its last expression."""
@@ -321,7 +323,7 @@ def prepare(environment: dict[str, str], value_bytes: int, traceback_bytes: int)
     return interpreter
 
 
-def rehearse() -> None:
+def warm_up_bytecode() -> None:
     """Run a few cells of ours, in the zygote: what Python does only the first times (specialize
     byte code, fill caches) is then done once, and not in pages that every session has to copy.
     """

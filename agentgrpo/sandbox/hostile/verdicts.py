@@ -38,7 +38,8 @@ def f(x):
     signal.signal(2, signal.SIG_IGN)
     head = struct.pack("<I", frame.f_locals["self"].number)
     while len(head) >= 4:
-        body = head[-4:] + struct.pack("<II4sI", 2, 4, b"more", SIZE) + b" " * SIZE
+        body = head[-4:] + struct.pack("<II4sII5sI", 4, 4, b"more", 0, 5, b"piece", SIZE)
+        body += b" " * SIZE
         body = struct.pack("<I", len(body)) + body
         while body: body = body[os.write(4, body):]
         if PAUSE: time.sleep(PAUSE)

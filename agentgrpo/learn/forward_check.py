@@ -1,21 +1,23 @@
-"""A few tokens through the model as transformers has it, and as it is trained, before it is.
+"""Which models can take packed trees; the others see every rollout alone, and it is said why.
 
-What a model makes of its logits (a factor, a cap), and what its layers do with what they are given,
-is in its code alone: names in a config are guesses. An engine that sampled would disagree; in
-fine-tuning there is none.
+Told from a model's code and config first. Then a few tokens go through it as transformers has it,
+and as it is trained: what it makes of its logits (a factor, a cap), and what its layers do with
+what they are given, is in its code alone. An engine that sampled would disagree; in fine-tuning
+there is none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from agentgrpo import parallel
-from agentgrpo.learn.attention import TREE, Tree
+from agentgrpo.learn import recurrent
 from agentgrpo.learn.packing import pack_tree
-from agentgrpo.learn.rows import decoder_of, why_rows
 from agentgrpo.machine.memory import out_of_memory
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
@@ -26,7 +28,7 @@ WITHIN, WITHIN_16_BIT = 1e-3, 0.3
 """Nats that half of the tokens may be apart, of which experts and rounding move a few further."""
 
 
-class Trial:
+class ForwardCheck:
     """What the model itself gives the tokens; to be made before its attention is replaced."""
 
     def __init__(self, model: Any) -> None:
@@ -67,7 +69,7 @@ class Trial:
         """
         if self._wanted is None:
             return None
-        shares = scorer.rows is None and scorer.device.type != "cuda"
+        shares = scorer.unpacked_reason is None and scorer.device.type != "cuda"
         (batch,) = pack_tree([self._group], max_tokens=1 << 10, share_prefixes=shares)
         gap, failed = float("inf"), ""
         try:
@@ -86,30 +88,62 @@ class Trial:
 
 
 @torch.no_grad()
-def foreseen(model: Any) -> str | None:
-    """Why a model must see every rollout alone, as far as one without storage tells; else None.
-
-    Raises:
-        ValueError: it cannot be trained.
-    """
-    if why := why_rows(model):
-        return why
-    model.to("meta").set_attn_implementation(TREE)
-    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    tree = Tree(np.full(2, 2, np.int32), np.arange(2, dtype=np.int32), "meta")
-    try:
-        decoder_of(model)(input_ids=ids, position_ids=ids, use_cache=False, tree=tree)
-    except ValueError as error:  # of attention's that is not handed the tree
-        return str(error)
-    except RuntimeError:  # of those that look at numbers
-        pass
-    return None
-
-
-@torch.no_grad()
 def _plain(model: Any, rollout: Rollout) -> Any:
     """Log-probabilities of its sampled tokens by the model's own forward pass."""
     ids = torch.from_numpy(rollout.token_ids.astype(np.int64)).to(model.device)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, PROMPT - 1 : -1]
     every = torch.log_softmax(logits.double(), -1)
     return every.gather(1, ids[PROMPT:, None])[:, 0].cpu().numpy()
+
+
+MASKED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+"""Kinds of layers (config.layer_types) whose tokens see exactly what the tree lets them see."""
+
+
+def why_not_packed(model: Any) -> str | None:
+    """Why this model must see every rollout alone; None if it can take packed trees."""
+    decoder_of(model)
+    config = model.config.get_text_config()
+    kinds = list(getattr(config, "layer_types", None) or ())
+    if odd := sorted({*kinds} - MASKED_LAYERS - recurrent.KINDS):
+        return f"{', '.join(odd)} layers cannot tell the branches of a tree apart"
+    stateful = getattr(model, "_is_stateful", False)
+    if stateful and not kinds:
+        return f"{config.model_type} carries a state from token to token"
+    for kind, layer in zip(kinds, layers_of(model) if kinds else (), strict=False):
+        if kind in recurrent.KINDS and not recurrent.mixers_in(layer):
+            parts = ", ".join(sorted({type(part).__name__ for part in layer.children()}))
+            return f"no part of its {kind} layers ({parts}) can be given the state at a branch"
+    if getattr(config, "attention_chunk_size", None):
+        return "attention in chunks counts tokens, not positions"
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        return "attention sinks are not supported"
+    # the flag is left out of hybrids whose attention does ask the registry
+    asked = getattr(model, "_supports_attention_backend", False) or (
+        stateful and model._can_set_attn_implementation()
+    )
+    if not asked:
+        return f"{type(model).__name__} does not take attention from transformers' registry"
+    return None
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a causal language model below its head."""
+    decoder = model.get_decoder()
+    if decoder is model or not hasattr(decoder, "config"):
+        raise ValueError(
+            f"a model of type {model.config.model_type!r} cannot be trained: transformers does not "
+            "say which part of it is below the head"
+        )
+    return decoder
+
+
+def layers_of(model: Any) -> Sequence[nn.Module]:
+    """Those of a model's decoder, whatever it calls them."""
+    decoder = decoder_of(model)
+    count = model.config.get_text_config().num_hidden_layers
+    parts = dict(decoder.named_children())
+    for part in (parts.pop("layers", None), *parts.values()):
+        if isinstance(part, nn.ModuleList) and len(part) == count:
+            return [*part]
+    raise ValueError(f"{type(decoder).__name__} has no list of its {count} layers")
