@@ -92,12 +92,7 @@ def learner_faults(
 ) -> Iterator[str]:  # fmt: skip
     """What the learner says that it made of a step, against what the rollouts say it made of them.
 
-    Args:
-        row: of metrics.jsonl.
-        groups: of the step.
-        terms: loss terms that it was packed into.
-        config: of the run.
-        limit: largest difference of the probes' log-probabilities in nats.
+    `terms` are the loss terms that it was packed into; `limit` is in nats, of the probes too.
     """
     loss = config.loss
     if terms and loss.top_entropy_quantile == 1:
