@@ -148,7 +148,7 @@ class SandboxPool(ProcessBound):
         if env and session.set_env(env).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take its environment variables")
-        if host is not None and session.offer(host).status is not StepStatus.OK:
+        if host is not None and session.attach_host_tools(host).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take the functions of the host")
         return session
