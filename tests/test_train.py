@@ -253,13 +253,6 @@ def test_only_sampled_tokens_are_trained_with_the_weights_of_the_whole_step() ->
     assert sorted(set(np.sign(batch.advantage_N).tolist())) == [-1, 1]
 
 
-def test_steps_without_a_gradient_still_count() -> None:
-    fake = FakeRun([[DEAD, DEAD]])
-    train(config("steps=1"), fake.parts())
-    assert [list(update.batches) for update in fake.updates[0]] == [[]]
-    assert fake.step_count == 1
-
-
 @pytest.mark.parametrize(
     ("live_per_round", "refill_below", "max_refills", "rounds"),
     [
@@ -301,13 +294,6 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step_and_saves() -> None:
     train(config("steps=9"), fake.parts(), lambda: fake.step_count == 2)
     assert fake.step_count == 2
     assert fake.calls[-2:] == ["log 1 rollout+learner+engine+time", "save 2"]
-
-
-def test_a_run_asked_to_stop_in_its_last_step_ends_as_it_would_have() -> None:
-    asked, not_asked = FakeRun(), FakeRun()
-    train(config(), asked.parts(), lambda: asked.step_count == 2)
-    train(config(), not_asked.parts())
-    assert asked.calls == not_asked.calls
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
