@@ -116,9 +116,6 @@ class Engine:
 
         Ask it for logprobs=0 to get what the policy's tokens were sampled with, and where an
         adapter is trained for lora_request=engine.adapter: it is the policy.
-
-        Raises:
-            RuntimeError: asleep, or requests of ours are in flight, whose results it would lose.
         """
         self._require_awake()
         if self._in_flight:
@@ -326,11 +323,7 @@ class Engine:
         return [request.completion() for request in ended]
 
     def _advance(self) -> None:
-        """Let vLLM take a step, and sort out what it gave.
-
-        Raises:
-            OutOfMemory: with what to set lower; also of a step that is only waited for.
-        """
+        """Let vLLM take a step, and sort out what it gave."""
         stopped = []
         with explained("generating", self._needs_less):
             outputs = self._engine.engine_core.get_output().outputs
@@ -411,9 +404,6 @@ class Engine:
 
         Returns:
             Memory in GiB before and after the last sleep and now; empty if it was awake.
-
-        Raises:
-            OutOfMemory: with what to set lower.
         """
         if not self.asleep:
             return {}
@@ -432,9 +422,6 @@ class Engine:
 
         Args:
             recompute_running: requests in flight keep their tokens and have theirs computed again.
-
-        Raises:
-            RuntimeError: vLLM refused, which it does while requests run.
         """
         self._drain()
         if not self._engine.reset_prefix_cache(reset_running_requests=recompute_running):
@@ -449,22 +436,14 @@ class Engine:
         self.model.load_weights(named)  # type: ignore[operator]
 
     def weights_loaded(self) -> None:
-        """Say that the weights are all there again: a hollow engine wakes.
-
-        Raises:
-            OutOfMemory: with what to set lower.
-        """
+        """Say that the weights are all there again: a hollow engine wakes."""
         if self.state is State.HOLLOW:
             with explained("waking the engine", self._needs_less):
                 self._engine.wake_up(["kv_cache"])
             self.state = State.AWAKE
 
     def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Completion]:
-        """Sample num_tokens greedily after each prompt, through the same path as rollouts.
-
-        Raises:
-            RuntimeError: requests are in flight, whose results it would lose.
-        """
+        """Sample num_tokens greedily after each prompt, through the same path as rollouts."""
         if self._in_flight:
             raise RuntimeError(
                 f"{len(self._in_flight)} requests in flight: a probe would lose them"

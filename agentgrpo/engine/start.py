@@ -61,13 +61,7 @@ class EngineStartError(ValueError):
 def start(
     model: str | Path, config: EngineConfig, *, device: str, dtype: str, seed: int, lora_rank: int
 ) -> LLM:
-    """Start vLLM in this process; the arguments are Engine's.
-
-    Raises:
-        EngineStartError: vLLM refused.
-        ValueError: it has no adapters of that rank.
-        OutOfMemory: with what to set lower.
-    """
+    """Start vLLM in this process; the arguments are Engine's."""
     settings = _settings(config, device, dtype) | _lora_settings(lora_rank)
     if device == "cpu" and lora_rank:
         _without_adapter_none()
@@ -117,11 +111,7 @@ CAN_SCHEDULE_AHEAD = {"cuda"}
 
 
 def schedules_ahead(config: EngineConfig, device: str) -> bool:
-    """What engine.async_scheduling means on a device.
-
-    Raises:
-        ValueError: it is asked for where it cannot be.
-    """
+    """What engine.async_scheduling means on a device."""
     if config.async_scheduling and device not in CAN_SCHEDULE_AHEAD:
         raise ValueError(
             f"engine.async_scheduling must not be true on {device}: vLLM has it on CUDA"

@@ -130,11 +130,7 @@ class Learner:
             torch.save(state, path)
 
     def load_state(self, path: Path) -> dict[str, Any]:
-        """Restore what save_state() wrote (the weights came with the engine); returns `more`.
-
-        Raises:
-            ValueError: the file is of a run that trained other parameters, or no such file.
-        """
+        """Restore what save_state() wrote (the weights came with the engine); returns `more`."""
         state = checkpoint.read_state(path, "optimizer", "step", "updates", "reference")
         try:
             self._optimizer.load_state_dict(state["optimizer"])

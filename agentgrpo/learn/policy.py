@@ -105,11 +105,7 @@ class Scorer(nn.Module):
             )
 
     def forward(self, batch: PackedBatch, temperature: float) -> Scored:
-        """Log-probability and entropy of each term under the tempered distribution.
-
-        Raises:
-            ValueError: the batch's step has an id that the model has not.
-        """
+        """Log-probability and entropy of each term under the tempered distribution."""
         head = self.model.get_output_embeddings()
         if batch.deltas.largest >= head.weight.shape[0]:  # on a card nobody else would look
             raise ValueError(
@@ -308,11 +304,7 @@ class Policy:
 
 
 def freeze_all_but(model: Any, trained_layers: int | None) -> list[Tensor]:
-    """Require gradients of the last layers only (None: of everything); returns those parameters.
-
-    Raises:
-        ValueError: the model has fewer layers.
-    """
+    """Require gradients of the last layers only (None: of everything); returns those parameters."""
     if trained_layers is None:
         trained = list(model.parameters())
     else:
@@ -337,11 +329,7 @@ def checkpoint_layers(model: Any) -> None:
 
 
 def load_frozen(model: str | Path, *, device: str, dtype: str) -> Any:
-    """A model in tensors of its own, without gradients.
-
-    Raises:
-        ValueError: its checkpoint lacks tensors.
-    """
+    """A model in tensors of its own, without gradients."""
     whole = AutoConfig.from_pretrained(model)
     read: Any = AutoModelForCausalLM.from_pretrained
     loaded, found = read(

@@ -86,11 +86,7 @@ def preflight(engine: Sleeper, learner: Rehearsal, *, max_tokens: int) -> Metric
 
 
 def require_fit(learner: Rehearsal, max_tokens: int) -> None:
-    """Try the largest pass; with its layers checkpointed if it does not fit and they may be.
-
-    Raises:
-        DoesNotFit: memory ran out.
-    """
+    """Try the largest pass; with its layers checkpointed if it does not fit and they may be."""
     if _fits(learner, max_tokens):
         return
     if parallel.world_size() == 1 and learner.checkpoint_if_auto() and _fits(learner, max_tokens):
@@ -140,9 +136,6 @@ def rehearse(policy: Policy, optimizer: MasterAdamW, num_tokens: int, temperatur
 
     What the optimizer has yet to allocate on this rank is held meanwhile, as is what earlier
     batches of an update would have left.
-
-    Raises:
-        torch.OutOfMemoryError: it does not fit.
     """
     # a run's first batch is not its worst: a later one finds moments and float32 sums there
     to_come = optimizer.bytes_to_come

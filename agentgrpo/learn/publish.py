@@ -107,13 +107,6 @@ def policy_on(
 ) -> tuple[Policy, Publisher]:
     """The policy, on the engine's own tensors where the two can share them, and its publisher.
 
-    Args:
-        engine: whose tensors, dtype and device.
-        model: Hugging Face directory or name, the one the engine was built from.
-        config: what of it is trained.
-        weights: "auto", "shared" or "copy"; see EngineConfig.
-        adapter: a checkpoint's folder to take the LoRA adapter from.
-
     Raises:
         ValueError: weights="shared" where sharing is impossible, with the reason; or as Policy's.
     """

@@ -90,11 +90,7 @@ class Trial:
 
 @torch.no_grad()
 def foreseen(model: Any) -> str | None:
-    """Why a model must see every rollout alone, as far as one without storage tells; else None.
-
-    Raises:
-        ValueError: it cannot be trained.
-    """
+    """Why a model must see every rollout alone, as far as one without storage tells; else None."""
     if why := why_rows(model):
         return why
     model.to("meta").set_attn_implementation(TREE)
@@ -123,11 +119,7 @@ MASKED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 def why_rows(model: Any) -> str | None:
-    """Why this model must see every rollout alone; None if it can take packed trees.
-
-    Raises:
-        ValueError: as of decoder_of().
-    """
+    """Why this model must see every rollout alone; None if it can take packed trees."""
     decoder_of(model)
     config = model.config.get_text_config()
     kinds = list(getattr(config, "layer_types", None) or ())
@@ -154,11 +146,7 @@ def why_rows(model: Any) -> str | None:
 
 
 def decoder_of(model: Any) -> Any:
-    """The part of a causal language model below its head.
-
-    Raises:
-        ValueError: transformers does not tell it apart.
-    """
+    """The part of a causal language model below its head."""
     decoder = model.get_decoder()
     if decoder is model or not hasattr(decoder, "config"):
         raise ValueError(
@@ -169,11 +157,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def layers_of(model: Any) -> Sequence[nn.Module]:
-    """Those of a model's decoder, whatever it calls them.
-
-    Raises:
-        ValueError: it has no list of them.
-    """
+    """Those of a model's decoder, whatever it calls them."""
     decoder = decoder_of(model)
     count = model.config.get_text_config().num_hidden_layers
     parts = dict(decoder.named_children())

@@ -161,7 +161,6 @@ class Sandbox(ProcessBound):
         *,
         limits: Limits | None = None,
         pool: SandboxPool | None = None,
-        allow_degraded: bool = False,
         host_tools: HostTools | Sequence[Callable[..., Any]] | None = None,
     ) -> None:
         """A new sandbox.
@@ -177,8 +176,6 @@ class Sandbox(ProcessBound):
             allow_internet_access: must be False; sessions have no network.
             limits: bounds on what it may use; None: the template's, or those of E2B.
             pool: take the session from this pool; its template and limits hold.
-            allow_degraded: must be False, as commands and files need a real jail; for bare code
-                there is ``SandboxPool(allow_degraded=True)``.
             host_tools: functions of this process that code in the sandbox may call by their names
                 (HostTools has budget and cache). Python only.
 
@@ -188,7 +185,7 @@ class Sandbox(ProcessBound):
         """
         if allow_internet_access or not secure:
             raise not_supported("allow_internet_access=True or secure=False")
-        if allow_degraded or (pool is not None and pool.degraded):
+        if pool is not None and pool.degraded:
             raise not_supported("Sandbox without a jail (allow_degraded=True)")
         check_environment("envs", envs or {})
         pool = pool or _pool_for(template, limits)
@@ -270,6 +267,8 @@ class Sandbox(ProcessBound):
         envs: Mapping[str, str] | None = None,
         timeout: float | None = None,
         request_timeout: float | None = None,
+        *,
+        _begun: Callable[[Session], object] | None = None,
     ) -> Execution:
         """Run a cell in the default context of a language, or in context.
 
@@ -280,20 +279,8 @@ class Sandbox(ProcessBound):
             InvalidArgumentException: language and context are both given, or timeout is nonsense.
         """
         session = self._session_for(language, context)
-        return self._run(session, code, on_stdout, on_stderr, on_result, on_error, envs, timeout)
-
-    def _run(
-        self,
-        session: Session,
-        code: str,
-        on_stdout: OnOutput | None = None,
-        on_stderr: OnOutput | None = None,
-        on_result: Callable[[Result], object] | None = None,
-        on_error: Callable[[ExecutionError], object] | None = None,
-        envs: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        request_timeout: float | None = None,
-    ) -> Execution:
+        if _begun is not None:
+            _begun(session)
         decoders = (text_decoder(), text_decoder())
 
         def listen(stream: int, data: bytes) -> None:

@@ -99,12 +99,8 @@ def end(program: Program) -> bool:
 
 @public
 class Commands(ProcessBound):
-    """The commands of one session.
-
-    Args:
-        channels: gives the session's descriptors, or raises if it is over.
-        env: environment variables that every command gets.
-        output_max: bytes of output after which a command is killed.
+    """The commands of one session. channels() gives its descriptors, or raises if it is over; a
+    command is killed after output_max bytes of output.
     """
 
     def __init__(

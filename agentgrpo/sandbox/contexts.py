@@ -29,11 +29,7 @@ NAMES = {
 
 
 def language_of(name: str | None) -> str:
-    """The language behind a name or an alias; python for None.
-
-    Raises:
-        NotSupportedException: it is not one of those that a session speaks.
-    """
+    """The language behind a name or an alias; python for None."""
     wanted = (name or "python").lower()
     for language, names in NAMES.items():
         if wanted in names:
@@ -44,11 +40,7 @@ def language_of(name: str | None) -> str:
 
 
 def command_of(language: str, template: Template, limits: Limits) -> list[str]:
-    """How the interpreter of a language is started.
-
-    Raises:
-        NotSupportedException: it is not installed.
-    """
+    """How the interpreter of a language is started; NotSupportedException if it is not there."""
     python = [template.interpreter, *PYTHON_OPTIONS]
     if language == "python":
         sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
@@ -69,17 +61,10 @@ def start_context(
     env: Mapping[str, str] | None = None,
     directory: str = "/home/user",
 ) -> Session:
-    """Start an interpreter in a session and return it as something to step().
-
-    Args:
-        session: it lives there, within the same limits.
-        language: as language_of() gives it.
-        template: the session's.
-        env: all of its environment; None: what the session's own interpreter has by its template.
-        directory: where it starts, an absolute path.
+    """Start an interpreter in a session, within its limits, and return it as something to step().
+    env: all of its environment; None: what the session's own interpreter has by its template.
 
     Raises:
-        SandboxNotFoundException: the session is over.
         SandboxException: it did not start, which the session's own code may have brought about.
         SandboxInfraError: the machine failed.
     """

@@ -38,6 +38,8 @@ HOME = "/home/user"
 MAX_ENTRIES = 10_000
 REMOVE = 'PATH=/usr/bin:/bin; chmod -Rf u+rwx -- "$0"; exec rm -rf -- "$0"'
 REMOVE_S = 30.0
+LATEST = 253402300799
+"""The last second that a datetime can say, of times that untrusted code has set."""
 
 
 class FileType(StrEnum):
@@ -100,10 +102,7 @@ class Files(ProcessBound):
     """The file system of one session, for as long as it lives: afterwards every method raises
     SandboxNotFoundException, or SandboxInfraError if the machine ended the session.
 
-    Args:
-        root: the session's root directory; closed by close().
-        channels: of the session, which stay its own.
-        size_max: bytes of a file that may be read or written.
+    The root is closed by close(), the channels stay the session's. size_max: bytes of a file.
     """
 
     def __init__(self, root: Root, channels: Channels, size_max: int = 16 * MIB) -> None:
@@ -292,15 +291,6 @@ class Files(ProcessBound):
         raise NotSupportedException("watch_dir() is not supported; list() the directory again")
 
 
-def _moment(seconds: float) -> datetime.datetime:
-    """A time that untrusted code may have set: to the nearest that a datetime can say."""
-    try:
-        return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    except (OverflowError, ValueError, OSError):
-        last = datetime.datetime.max if seconds > 0 else datetime.datetime.min
-        return last.replace(tzinfo=datetime.UTC)
-
-
 def _entry(directory: int, name: str, path: str) -> EntryInfo:
     about = os.stat(name, dir_fd=directory, follow_symlinks=False)
     kinds = {stat.S_IFREG: FileType.FILE, stat.S_IFDIR: FileType.DIR}
@@ -311,6 +301,6 @@ def _entry(directory: int, name: str, path: str) -> EntryInfo:
         os.path.join(path, name),
         about.st_size,
         stat.S_IMODE(about.st_mode),
-        _moment(about.st_mtime),
+        datetime.datetime.fromtimestamp(min(max(0, about.st_mtime), LATEST), datetime.UTC),
         os.readlink(name, dir_fd=directory) if link else None,
     )

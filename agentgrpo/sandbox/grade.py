@@ -148,7 +148,7 @@ class _Clock:
             while not done.wait(self.pause()):
                 if self.is_over():
                     for session in self._sessions:
-                        session.end_for_time(f"it took {self.said}")
+                        session.end_by(StepStatus.TIMEOUT_KILLED, f"it took {self.said}")
                     return
 
         threading.Thread(target=watch, name="sandbox-verdict", daemon=True).start()

@@ -31,16 +31,8 @@ del _hand_out
 
 
 def listener_in(session: Session, port: int = PORT) -> socket.socket:
-    """A socket that listens on the session's 127.0.0.1:port; the caller closes it.
-
-    Args:
-        session: fresh: no code of others has run in it.
-        port: above 1023.
-
-    Raises:
-        SandboxInfraError: the session did not hand one out.
-        NotSupportedException: the session has no root directory of its own.
-        SandboxNotFoundException: it is over.
+    """A socket that listens on the 127.0.0.1:port of a session in which no code of others has run;
+    the caller closes it. SandboxInfraError if the session does not hand one out.
     """
     with contextlib.closing(session.files()) as files, socket.socket(socket.AF_UNIX) as host:
         path = files._bind(host, MEETING)

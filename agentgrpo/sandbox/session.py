@@ -58,14 +58,8 @@ class Session(ProcessBound):
     """A live session of a pool. Used by one thread at a time; different sessions are independent.
 
     After anything that ends it (``state_lost``), every further step says how it ended.
-
-    Args:
-        channels: its descriptors; the session closes them, also if it cannot be made.
-        limits: what it may use.
-        group: its control group, None if there is none.
-        on_close: called once, when it is over.
-        degraded: no namespaces isolate it; said in every result.
-        guest_of: the session that it is a further interpreter of (contexts.py).
+    The channels are its own from then on, also if it cannot be made; on_close is called once.
+    guest_of: the session that it is a further interpreter of (contexts.py).
     """
 
     def __init__(
@@ -97,7 +91,7 @@ class Session(ProcessBound):
         self._closed = False
         self._roots: set[Root] = set()
         self._asked = self._cpu_before = 0.0
-        self._over_memory: tuple[str, int | None] | None = None
+        self._ended_at_kib: int | None = None
         self._ended_by: tuple[StepStatus, str] | None = None
         self._cpu_at_end = 0.0
         try:
@@ -133,14 +127,9 @@ class Session(ProcessBound):
         env: Mapping[str, str] | None = None,
         listener: Callable[[int, bytes], object] | None = None,
     ) -> StepResult:
-        """Like step(), with the value's HTML, PNG ... forms in ``rich``.
-
-        Args:
-            code: as for step().
-            timeout_s: as for step().
-            env: as for step().
-            listener: called with (0 for stdout or 1 for stderr, data) as output arrives. What it
-                raises is raised here, after the step.
+        """Like step(), with the value's HTML, PNG ... forms in ``rich``. A listener is called with
+        (0 for stdout or 1 for stderr, data) as output arrives; what it raises is raised here, after
+        the step.
         """
         return self._request([b"cell", *_pairs(code, env)], timeout_s, listener)
 
@@ -149,10 +138,6 @@ class Session(ProcessBound):
     ) -> tuple[StepResult, list[bytes]]:
         """Put a question of guest/exchange.py and take the answer, unread and in pieces. Not
         counted by limits.steps: one call of a test can need many.
-
-        Args:
-            question: as exchange.spell() makes it, in pieces.
-            timeout_s: as for step(), for all of it.
 
         Returns:
             How it went, and if it went well the answer, of up to ASK_MIB.
@@ -198,14 +183,7 @@ class Session(ProcessBound):
         return self._request([b"env", *_flat(env)], None)
 
     def offer(self, host: HostCalls) -> StepResult:
-        """Let its code call functions of the host, by their names, from now on.
-
-        Args:
-            host: of the rollout that the session is for.
-
-        Raises:
-            TypeError: it is none.
-        """
+        """Let its code call functions of the host, by their names, from now on."""
         if not isinstance(host, HostCalls):
             raise TypeError(f"host must be HostCalls, as HostTools.begin() gives, got {host!r:.80}")
         self.host = host
@@ -334,11 +312,8 @@ class Session(ProcessBound):
         timeout: float,
         listener: Callable[[int, bytes], object] | None = None,
     ) -> StepArguments | None:
-        """What to run, and the session is busy; None if it is over.
-
-        Raises:
-            ValueError: this thread runs a step of it already, which has called a listener or a
-                signal's handler.
+        """What to run, and the session is busy; None if it is over. ValueError in a listener or a
+        signal's handler of a step of its own thread.
         """
         if self.host is not None and within_a_call_of(self):
             raise InvalidArgumentException("the session waits for the function that would step it")
@@ -374,6 +349,7 @@ class Session(ProcessBound):
         self._count_processes(result)
         if self._ended_by is not None:
             status, detail = self._ended_by
+            result.max_memory_kib = self._ended_at_kib or result.max_memory_kib
         elif ending == ANSWERED:
             result.cpu_s = max(0.0, self._cpu_seconds() - self._cpu_before)
             try:
@@ -383,9 +359,6 @@ class Session(ProcessBound):
                 status, detail = StepStatus.PROTOCOL_ERROR, f"malformed answer: {error}"
         elif self._closed:
             status, detail = StepStatus.EXIT, CLOSED
-        elif ending == Ending.LOST and self._over_memory is not None:
-            status = StepStatus.OOM
-            detail, result.max_memory_kib = self._over_memory
         else:
             keeper = self._channels.keeper
             status, detail = how_it_ended(raw, self.limits, self._asked, result, keeper)
@@ -421,14 +394,9 @@ class Session(ProcessBound):
                 signal.pidfd_send_signal(self._channels.interpreter, signal.SIGINT)
             self._channels.give_back()
 
-    def end_for_time(self, detail: str) -> None:
-        """For a grader: kill it for the time that it has used; the next result says so."""
-        self._ended_by = StepStatus.TIMEOUT_KILLED, detail
-        self._channels.signal()
-
-    def end_for_memory(self, detail: str, kib: int | None) -> None:
-        """For the watchdog: kill it for what its processes use; the next result says so."""
-        self._over_memory = detail, kib
+    def end_by(self, status: StepStatus, detail: str, kib: int | None = None) -> None:
+        """For the watchdog and for graders: kill it; its next result says why."""
+        self._ended_by, self._ended_at_kib = (status, detail), kib
         self._channels.signal()
 
     def expire(self) -> None:

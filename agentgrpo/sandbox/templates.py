@@ -31,11 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def directory() -> Path:
-    """Where templates are kept.
-
-    Raises:
-        SandboxException: nobody says where.
-    """
+    """Where templates are kept."""
     if chosen := os.environ.get("AGENTGRPO_TEMPLATES"):
         return Path(chosen)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -160,11 +156,7 @@ def build_template(
 
 
 def _version(python: str) -> str:
-    """Of the interpreter whose packages a template has.
-
-    Raises:
-        ValueError: it does not run.
-    """
+    """Of the interpreter whose packages a template has."""
     if not python:
         return sys.version
     try:

@@ -163,7 +163,6 @@ def test_vllm_serves_a_card_on_one_thread_and_the_learner_has_its_own(
     of_any_kind(monkeypatch)
     monkeypatch.setattr(engine_module, "device_of_engines", lambda: device)
     monkeypatch.setattr(engine_module, "memory", lambda _: {})
-    monkeypatch.setattr(engine_module, "pass_over_open_blocks", lambda _: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine = Engine("m", EngineConfig())
     Engine._running.discard(id(engine))

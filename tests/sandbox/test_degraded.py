@@ -103,8 +103,6 @@ def test_what_needs_a_jail_is_refused(bare_pool: SandboxPool) -> None:
     with pytest.raises(NotSupportedException):
         Sandbox.create(pool=bare_pool)
     with pytest.raises(NotSupportedException):
-        Sandbox.create(allow_degraded=True)
-    with pytest.raises(NotSupportedException):
         check_output(bare_pool, "print(1)", "1")
     assert bare_pool.metrics()["live"] == 0
 

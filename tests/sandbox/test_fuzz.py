@@ -257,7 +257,7 @@ def fuzz() -> Iterator[Fuzz]:
         playing.close()
 
 
-INTERNAL = {"begin", "expire", "end_for_memory", "end_for_time", "healthy", "seconds_left",
+INTERNAL = {"begin", "expire", "end_by", "healthy", "seconds_left",
             "cpu_seconds"}  # fmt: skip
 """Of Session, for the pool and the watchdog."""
 

@@ -16,7 +16,7 @@ from load import isolated  # type: ignore[import-not-found]
 
 data = isolated("data")
 spell, read = data["spell"], data["read"]
-NotData = data["NotData"]
+EncodeError = data["EncodeError"]
 NEVER = (StopIteration, StopAsyncIteration)
 """Of what a function raised: would end something else than the call."""
 
@@ -24,12 +24,8 @@ NEVER = (StopIteration, StopAsyncIteration)
 class Calls:
     """The functions that a session may call.
 
-    Args:
-        interpreter: repl.Interpreter.
-        put: sends the fields of an answer to the step that runs.
-        take: the fields of the next request.
-        most_asked: bytes of the arguments of a call.
-        most_told: bytes of what it returns.
+    put() sends the fields of an answer to the step that runs, take() gives those of the next
+    request; the last two are bytes of the arguments and of the answer of a call.
     """
 
     def __init__(
@@ -62,7 +58,7 @@ class Calls:
             raise RuntimeError(f"{name}(): only the session's own process can call the host")
         try:
             asked = spell([[*args], kwargs], self.most_asked)
-        except NotData as error:
+        except EncodeError as error:
             raise TypeError(f"{name}(): its arguments cannot be passed: {error}") from None
         with self.lock:
             if not self.open:
