@@ -21,7 +21,7 @@ from agentgrpo.registry import make_reward
 from agentgrpo.run.folder import locked, require_same_run
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import Stage
+from agentgrpo.stage import RunSetup
 
 
 def config(model: Path, **sections: Any) -> TrainConfig:
@@ -56,12 +56,12 @@ def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
 
     monkeypatch.setattr("agentgrpo.engine.engine.Engine", engine)
     said: list[str] = []
-    stage: Any = SimpleNamespace(**dict.fromkeys(field.name for field in fields(Stage)))
-    stage.model = str(tiny_model)
-    stage.chat = SimpleNamespace(tokenizer=None)
-    stage.progress = SimpleNamespace(say=said.append)
+    setup: Any = SimpleNamespace(**dict.fromkeys(field.name for field in fields(RunSetup)))
+    setup.model = str(tiny_model)
+    setup.chat = SimpleNamespace(tokenizer=None)
+    setup.progress = SimpleNamespace(say=said.append)
     asked = config(Path("m"), learner={"lora": {"rank": 4}})
-    start_engine(asked, stage, trained=True)
+    start_engine(asked, setup, trained=True)
     assert started == [4]
     assert said == ["engine: starting vLLM"]
 
@@ -144,12 +144,12 @@ def test_a_run_is_described_before_anything_of_it_is_recorded(
 
     monkeypatch.setattr("agentgrpo.learn.preflight.preflight", preflight)
     monkeypatch.setattr(RunLog, "write", killed)
-    stage: Any = SimpleNamespace(
+    setup: Any = SimpleNamespace(
         progress=Progress(1), jail={}, reward=SimpleNamespace(), env=None, adapter=None
     )
     engine = SimpleNamespace(device="cpu", describe=dict)
-    player: Any = SimpleNamespace(engine=engine, model="m", stage=stage)
-    ready = Ready(stage=stage, tasks=cast(Any, None), resumed=None)
+    player: Any = SimpleNamespace(engine=engine, model="m", setup=setup)
+    ready = Ready(setup=setup, tasks=cast(Any, None), resumed=None)
     with pytest.raises(Killed):
         build._with_learner(asked, player, ready, RunLog(tmp_path), None)  # type: ignore[arg-type]
     assert (tmp_path / "metrics.jsonl").exists()

@@ -449,7 +449,7 @@ class EngineEndpoint(Endpoint):
         return [self.chat.decode(one.result().token_ids) for one in asked]
 
 
-def spoken_by(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
+def endpoint_of(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
     """The endpoint of one of a run's models; the engine's own are asked through `loop`."""
     if isinstance(model, str):
         return EngineEndpoint(loop, chat, reference=model == "reference")

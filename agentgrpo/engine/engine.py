@@ -31,9 +31,9 @@ from agentgrpo.config import NO_REFERENCE, EngineConfig
 from agentgrpo.engine.requests import Request
 from agentgrpo.engine.start import (
     groups_stay,
+    oom_hint_engine,
     pack_weight,
     start,
-    to_sample,
     use_plain_weight,
 )
 from agentgrpo.machine.memory import explained, memory
@@ -498,7 +498,7 @@ class Engine:
             torch.set_num_threads(self._threads[state])
 
     def _needs_less(self) -> str:
-        return to_sample(self._config)
+        return oom_hint_engine(self._config)
 
     def _require_awake(self) -> None:
         if self.asleep:

@@ -82,7 +82,7 @@ def start(
             settings["enable_prefix_caching"] = False
             use_plain_convolutions()
         with (
-            explained("starting vLLM", lambda: to_sample(config)),
+            explained("starting vLLM", lambda: oom_hint_engine(config)),
             plain_cpu_weights(),
             _weights_stay_awake(config.weights != "copy"),
             _shared_memory_of_this_run(),
@@ -208,7 +208,7 @@ def _explain_start(error: Exception, model: str | Path, config: EngineConfig) ->
     )
 
 
-def to_sample(config: EngineConfig) -> str:
+def oom_hint_engine(config: EngineConfig) -> str:
     """What to set lower when memory ran out for vLLM."""
     total, free = (size / 2**30 for size in memory_bytes())
     return (

@@ -25,7 +25,7 @@ from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.learn.optimizer import make_optimizer
 from agentgrpo.learn.policy import Policy, Scored
-from agentgrpo.learn.preflight import one_row, rehearse, to_learn
+from agentgrpo.learn.preflight import one_row, oom_hint_learner, rehearse
 from agentgrpo.learn.publish import Publisher
 from agentgrpo.learn.reference import Reference
 from agentgrpo.learn.step_record import Before, Look, StepRecord
@@ -159,7 +159,7 @@ class Learner:
             FloatingPointError: a gradient is not finite; that update was not made.
             OutOfMemory: with how many packed tokens fit.
         """
-        with explained("learning", lambda: to_learn(self, self._config.max_tokens)):
+        with explained("learning", lambda: oom_hint_learner(self, self._config.max_tokens)):
             return self._step(updates)
 
     def _step(self, updates: Sequence[Update]) -> Metrics:

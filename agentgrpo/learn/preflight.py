@@ -125,7 +125,7 @@ def largest_that_fits(learner: Rehearsal, max_tokens: int) -> str:
     return f"{fits * GRAIN} tokens do"
 
 
-def to_learn(learner: Rehearsal, max_tokens: int) -> str:
+def oom_hint_learner(learner: Rehearsal, max_tokens: int) -> str:
     """What to set lower when memory ran out while learning, with the number that fits now."""
     fits = largest_that_fits(learner, max_tokens)
     return f"learner.max_tokens is {max_tokens}, and {fits}; {LESS_TO_TRAIN}"

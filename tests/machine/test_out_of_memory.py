@@ -22,9 +22,9 @@ import torch
 import agentgrpo.train
 from agentgrpo.config import EngineConfig, LearnerConfig
 from agentgrpo.engine.engine import Engine, State
-from agentgrpo.engine.start import to_sample
+from agentgrpo.engine.start import oom_hint_engine
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.preflight import to_learn
+from agentgrpo.learn.preflight import oom_hint_learner
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import GIB
 from agentgrpo.machine.memory import OutOfMemory, explained
@@ -106,13 +106,13 @@ def test_what_the_failed_work_held_is_released_before_the_remedy_is_sought() -> 
 
 @pytest.mark.parametrize(("room", "says"), [(1024, "1024 tokens do"), (90, "not even 128 tokens")])
 def test_while_learning_the_number_that_fits_is_found(room: int, says: str) -> None:
-    said = to_learn(Machine(room=room), 2048)
+    said = oom_hint_learner(Machine(room=room), 2048)
     assert said.startswith(f"learner.max_tokens is 2048, and {says}")
     assert "fewer learner.trained_layers, learner.gradient_checkpointing" in said
 
 
 def test_for_vllm_the_cache_and_the_rollouts_at_once_are_named() -> None:
-    said = to_sample(EngineConfig())
+    said = oom_hint_engine(EngineConfig())
     assert "a lower engine.kv_cache_gib (it is 0.5) or engine.max_num_seqs (128)" in said
 
 
@@ -283,7 +283,7 @@ def test_a_learner_that_finds_no_memory_says_what_fits(request: pytest.FixtureRe
     with (
         room_for(GIB // 16),
         pytest.raises(OutOfMemory) as caught,
-        explained("learning", lambda: to_learn(learner, 2**13)),
+        explained("learning", lambda: oom_hint_learner(learner, 2**13)),
     ):
         learner.rehearse(2**13)
     said = re.match(
