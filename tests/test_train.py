@@ -386,7 +386,7 @@ def test_the_parts_are_closed_after_a_bug_too(monkeypatch: pytest.MonkeyPatch) -
         (["nosuch"], "error: config 'nosuch' is neither a file nor the name of a shipped config"),
         (
             ["quickstart", "lerner.max_tokens=9"],
-            "error: unknown config key lerner; did you mean learner?",
+            "error: unknown config key lerner",
         ),
         (["quickstart", "steps=0"], "error: config key steps: "),
         (["quickstart", "data.heldout=nosuch.jsonl"], "nosuch.jsonl"),

@@ -53,7 +53,7 @@ class SandboxEpisode(Episode):
     def recall(self, memory: tuple[HostCall, ...] | None) -> None:
         """The next step repeats one of another episode: it is told the same answers of the host."""
         if self._host is not None:
-            self._host.recall(memory or ())
+            self._host.replay_answers(memory or ())
 
     def close(self) -> None:
         """End the session, if there is one."""
@@ -80,7 +80,7 @@ class SandboxEpisode(Episode):
         }
         if self._host is None:
             return counts
-        self._diverged = "" if self._host.recall(None) else DIVERGED
+        self._diverged = "" if self._host.replay_answers(None) else DIVERGED
         failed = sum(call.kind == "raised" for call in calls) + result.host_refused
         return counts | {
             "host_calls": float(len(calls)),

@@ -12,7 +12,7 @@ from torch import Tensor
 from agentgrpo import parallel
 from agentgrpo.config import LossConfig
 from agentgrpo.learn.batch import PackedBatch
-from agentgrpo.learn.policy import Policy, Scorer, load_frozen
+from agentgrpo.learn.policy import Policy, Scorer, load_model
 
 
 class Reference:
@@ -38,7 +38,7 @@ class Reference:
             return
         if source is None:
             raise ValueError("loss.beta needs a reference model, or an adapter")
-        frozen = load_frozen(source, device=policy.device, dtype=policy.dtype)
+        frozen = load_model(source, device=policy.device, dtype=policy.dtype)
         self.scorer = Scorer(frozen, exact=policy.scorer.exact)
         every = zip(frozen.parameters(), policy.model.parameters(), strict=True)
         self._pairs = [pair for pair in every if pair[1].requires_grad and loss.sync_ref_model]

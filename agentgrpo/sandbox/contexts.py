@@ -89,5 +89,5 @@ def start_context(
             f"{language} did not start: {ready.detail}{hint}\n{ready.stderr[-2000:]}"
         )
     if session.host is not None and language == "python":
-        context.offer(session.host)
+        context.attach_host_tools(session.host)
     return context

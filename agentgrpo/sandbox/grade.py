@@ -23,7 +23,7 @@ from pathlib import Path
 from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.boundary import as_bytes, public
 from agentgrpo.sandbox.errors import InvalidArgumentException, NotEnoughSpaceException, printable
-from agentgrpo.sandbox.guest.exchange import read, spell
+from agentgrpo.sandbox.guest.exchange import decode, encode
 from agentgrpo.sandbox.jail import shown_site_dirs
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
@@ -208,7 +208,7 @@ def check_tests(
             loaded = graded.step(code, clock.seconds())
             if loaded.status is not StepStatus.OK:
                 return _failed(loaded, "the code did not run")
-            tests = spell(("call_name", "start", (JUDGE, tests, modules, names)), id)
+            tests = encode(("call_name", "start", (JUDGE, tests, modules, names)), id)
             return _begin(judge, tests, clock) or _relay(graded, judge, clock)
 
 
@@ -220,7 +220,7 @@ def _begin(judge: Session, tests: str, clock: _Clock) -> Verdict | None:
         begun, answer = judge.ask([tests.encode()], clock.seconds())
     if begun.status is not StepStatus.OK:
         return _failed_judge(begun, what)
-    match read(b"".join(answer).decode(), int):  # the judge's own words
+    match decode(b"".join(answer).decode(), int):  # the judge's own words
         case ("value", None):
             return None
         case ("raise", [name, *_], _, why):

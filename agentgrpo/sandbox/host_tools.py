@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from agentgrpo.sandbox.boundary import public
 from agentgrpo.sandbox.errors import InvalidArgumentException, SandboxInfraError, printable
-from agentgrpo.sandbox.guest.data import EncodeError, read, spell
+from agentgrpo.sandbox.guest.data import EncodeError, decode, encode
 from agentgrpo.sandbox.guest.wire import Malformed
 from agentgrpo.sandbox.limits import require_positive
 from agentgrpo.usercode import waited
@@ -170,7 +170,7 @@ def _exposed_signature(function: Function, name: str) -> inspect.Signature:
     left = [one for one in signature.parameters.values() if one.name not in bound]
     for one in left:
         try:
-            spell(None if one.default is one.empty else one.default, 1 << 20)
+            encode(None if one.default is one.empty else one.default, 1 << 20)
         except EncodeError as error:
             raise ValueError(
                 f"the default of {one.name} is no data: {error}. Every parameter is shown to the "
@@ -285,7 +285,7 @@ class HostTools:
         except BaseException as error:  # SystemExit too: it is the call's, and ends nothing here
             return "raised", (type(error).__name__, printable(str(error)[:MAX_TEXT]))
         try:
-            return "returned", (spell(value, self.sizes[1]),)
+            return "returned", (encode(value, self.sizes[1]),)
         except EncodeError as error:
             return "raised", ("TypeError", f"what {tool.name}() returned cannot be passed: {error}")
 
@@ -326,9 +326,8 @@ class HostCalls:
         self._answers = tools.answers if tools.cached == "run" else _Answers()
         self._recalled: deque[HostCall] | None = None
         self._diverged = False
-        self._before: Any = None
 
-    def recall(self, calls: Iterable[HostCall] | None) -> bool:
+    def replay_answers(self, calls: Iterable[HostCall] | None) -> bool:
         """From now on the session repeats a step in which these calls were made: it is told the
         answers that were told then, and no function runs. None: from now on they run.
 
@@ -338,15 +337,7 @@ class HostCalls:
         with self._lock:
             whole = not (self._recalled or self._diverged)
             self._recalled, self._diverged = None if calls is None else deque(calls), False
-            used = self.calls, self.failures, self.size, self.seconds
-            self._before = None if self._recalled is None else (tuple(self._recalled), used)
         return whole
-
-    def recall_again(self) -> None:
-        """Another session repeats the same step from the start, if one is being repeated."""
-        if self._before is not None:
-            told, (self.calls, self.failures, self.size, self.seconds) = self._before
-            self.recall(told)
 
     def answer(
         self, name: str, data: bytes, made: int, left_s: float, serves: object,
@@ -402,7 +393,7 @@ class HostCalls:
         """By the function, the cache, or what is recalled, which the cache has from then on."""
         began, key, budget = time.monotonic(), (tool.name, data), self.tools.budget
         try:
-            match read(data, self.tools.sizes[0]):
+            match decode(data, self.tools.sizes[0]):
                 case [list(args), dict(kwargs)]:
                     pass
                 case _:

@@ -145,13 +145,10 @@ class SandboxPool(ProcessBound):
                 raise SandboxException(CLOSED) from error
             raise
         session.begin(self._leave)
-        if self._closed:  # meanwhile; close() may have looked for sessions before there was this
-            session.close()
-            raise SandboxException(CLOSED)
         if env and session.set_env(env).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take its environment variables")
-        if host is not None and session.offer(host).status is not StepStatus.OK:
+        if host is not None and session.attach_host_tools(host).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take the functions of the host")
         return session

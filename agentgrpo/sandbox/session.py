@@ -84,13 +84,13 @@ class Session(ProcessBound):
             10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2
         )
         self.host: HostCalls | None = None
-        """The functions of the host that its code may call, see offer()."""
+        """The functions of the host that its code may call, see attach_host_tools()."""
         self._ended: StepResult | None = None
         self._busy = threading.RLock()
         self._running = False
         self._closed = False
         self._roots: set[Root] = set()
-        self._asked = self._cpu_before = 0.0
+        self._timeout_s = self._cpu_before = 0.0
         self._ended_at_kib: int | None = None
         self._ended_by: tuple[StepStatus, str] | None = None
         self._cpu_at_end = 0.0
@@ -182,7 +182,7 @@ class Session(ProcessBound):
         check_environment("env", env)
         return self._request([b"env", *_flat(env)], None)
 
-    def offer(self, host: HostCalls) -> StepResult:
+    def attach_host_tools(self, host: HostCalls) -> StepResult:
         """Let its code call functions of the host, by their names, from now on."""
         if not isinstance(host, HostCalls):
             raise TypeError(f"host must be HostCalls, as HostTools.begin() gives, got {host!r:.80}")
@@ -328,7 +328,7 @@ class Session(ProcessBound):
         self._running = True
         self._steps += fields[0] not in EXCHANGE
         self._sent += 1
-        self._asked, self._cpu_before = timeout, self._cpu_seconds()
+        self._timeout_s, self._cpu_before = timeout, self._cpu_seconds()
         return StepArguments(
             (channels.request, channels.response, channels.out, channels.err, channels.status),
             (channels.init, channels.interpreter),
@@ -361,7 +361,7 @@ class Session(ProcessBound):
             status, detail = StepStatus.EXIT, CLOSED
         else:
             keeper = self._channels.keeper
-            status, detail = how_it_ended(raw, self.limits, self._asked, result, keeper)
+            status, detail = how_it_ended(raw, self.limits, self._timeout_s, result, keeper)
             if self._guest_of is not None and ending == Ending.SETUP_FAILED:
                 status = StepStatus.EXIT  # the session has run code, which may be why
         if ending == Ending.EXITED and not (self._closed or interrupted):
@@ -422,11 +422,7 @@ class Session(ProcessBound):
                 release()
             on_close()
 
-        with self._busy:
-            self._on_close = both
-            closed = self._channels.is_closed()
-        if closed:  # by its pool, meanwhile, which called `release` alone
-            on_close()
+        self._on_close = both
 
     def warm_up(self, timeout_s: float | None = None) -> StepResult:
         """Run an empty step: the first one of a fork takes its page faults, some 2 ms."""

@@ -13,7 +13,7 @@ import torch
 
 from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.policy import load_frozen
+from agentgrpo.learn.policy import load_model
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.types import Group
 from tests.learn.given import run_config
@@ -47,7 +47,7 @@ def test_it_moves_when_and_where_trls_does(
     monkeypatch.setattr(callbacks, "AcceleratorState", lambda: no_deepspeed)
     loss = LOSS.model_copy(update={"ref_model_mixup_alpha": alpha})
     learner = make_learner(loss)
-    theirs = load_frozen(tiny_model, device="cpu", dtype="float64")
+    theirs = load_model(tiny_model, device="cpu", dtype="float64")
     callback = callbacks.SyncRefModelCallback(ref_model=theirs, accelerator=None)
     kl = []
     for step in range(1, 5):

@@ -90,7 +90,7 @@ def gradient(model: Any, value: Tensor) -> list[Tensor]:
 def share(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether prefixes may be shared."""
     if not request.param:
-        monkeypatch.setattr("agentgrpo.learn.policy.why_rows", lambda model: "told so")
+        monkeypatch.setattr("agentgrpo.learn.policy.why_not_packed", lambda model: "told so")
     return bool(request.param)
 
 

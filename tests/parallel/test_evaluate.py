@@ -53,7 +53,8 @@ def test_the_first_rank_alone_asks_the_judges(monkeypatch: pytest.MonkeyPatch) -
     config: Any = type("Config", (), {"seed": 0, "measures": None, "evaluation": None})
     config.measures = type("Measures", (), {"attempts": 1, "temperature": 0.0})
     config.evaluation = type("Evaluation", (), {"filters": {}})
-    player: Any = type("Player", (), {"sampler": None, "heldout": [], "reward": None})
+    setup = SimpleNamespace(heldout=[], reward=None)
+    player: Any = SimpleNamespace(sampler=None, setup=setup)
     assert evaluation.evaluate_recipe(config, player) == {}
 
 

@@ -16,7 +16,7 @@ from agentgrpo.sandbox import (
     InvalidArgumentException,
     SandboxPool,
 )
-from agentgrpo.sandbox.guest.data import EncodeError, read, spell
+from agentgrpo.sandbox.guest.data import EncodeError, decode, encode
 from agentgrpo.sandbox.guest.wire import Malformed
 from agentgrpo.sandbox.host_tools import HostCalls
 from tests.sandbox.hosted import add, seen, told, tools
@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
      {"a": [1, {}]}],
 )  # fmt: skip
 def test_data_crosses_as_it_is(value: Any) -> None:
-    text = spell(value, 1000)
-    again = read(text, 1000)
+    text = encode(value, 1000)
+    again = decode(text, 1000)
     assert repr(again) == repr(value)
     assert type(again) is type(value)
 
@@ -48,7 +48,7 @@ class Text(str):
 def test_what_is_no_data_crosses_nowhere(value: Any) -> None:
     for held in (value, [value], {"a": [value]}):
         with pytest.raises(EncodeError):
-            spell(held, 1 << 20)
+            encode(held, 1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -60,16 +60,16 @@ def test_what_is_no_data_crosses_nowhere(value: Any) -> None:
 def test_a_value_has_one_text(text: str) -> None:
     for data in (text.encode(), text.encode("utf-16"), b"\xff"):
         with pytest.raises(EncodeError):
-            read(data, 1 << 20)
+            decode(data, 1 << 20)
 
 
 def test_data_is_limited_in_size_on_both_sides() -> None:
-    assert len(spell("x" * 98, 100)) == 100
+    assert len(encode("x" * 98, 100)) == 100
     for big in ("x" * 99, [0] * 51):
         with pytest.raises(EncodeError, match="more than 100 bytes"):
-            spell(big, 100)
+            encode(big, 100)
     with pytest.raises(EncodeError, match="more than 100 bytes"):
-        read(b'"' + b"x" * 99 + b'"', 100)
+        decode(b'"' + b"x" * 99 + b'"', 100)
 
 
 def test_data_that_holds_itself_many_times_is_refused_before_it_is_written() -> None:
@@ -77,7 +77,7 @@ def test_data_that_holds_itself_many_times_is_refused_before_it_is_written() -> 
     for _ in range(32):  # four billion parts
         wide = [wide, wide]
     with pytest.raises(EncodeError, match="more than 100 bytes"):
-        spell(wide, 100)
+        encode(wide, 100)
 
 
 def deep(levels: int) -> Any:
@@ -88,11 +88,11 @@ def deep(levels: int) -> Any:
 
 
 def test_data_is_limited_in_depth_on_both_sides() -> None:
-    assert read(spell(deep(32), 999), 999) == deep(32)
+    assert decode(encode(deep(32), 999), 999) == deep(32)
     with pytest.raises(EncodeError, match="deep"):
-        spell(deep(33), 999)
+        encode(deep(33), 999)
     with pytest.raises(EncodeError, match="deep"):
-        read(b"[" * 33 + b"1" + b"]" * 33, 999)
+        decode(b"[" * 33 + b"1" + b"]" * 33, 999)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_an_argument_is_of_its_annotation(annotation: Any, value: Any, wanted: A
         seen.append((several, a))
 
     f.__annotations__ |= {"a": annotation, "several": annotation}
-    told = answer(HostTools([f]).begin(), "f", spell([[value], {"a": value}], 999).decode())
+    told = answer(HostTools([f]).begin(), "f", encode([[value], {"a": value}], 999).decode())
     if wanted is None:
         assert (told.kind, told.told[0], seen) == ("raised", b"TypeError", [])
         assert told.told[1].startswith(b"several.0")

@@ -1,7 +1,7 @@
 """What crosses between a session and a function of the host: JSON, exactly.
 
 None, bool, int of 64 bits, finite float, str, list and dict with str keys, of exactly these types,
-nested up to DEEPEST deep. A value has one text: ``read()`` takes what ``spell()`` writes, and
+nested up to DEEPEST deep. A value has one text: ``decode()`` takes what ``encode()`` writes, and
 nothing else. Used inside sessions and by the host.
 """
 
@@ -17,7 +17,7 @@ class EncodeError(ValueError):
     """It is not of the form above, or too large."""
 
 
-def spell(value: Any, most: int) -> bytes:
+def encode(value: Any, most: int) -> bytes:
     """The text of a value, of at most that many bytes."""
     _require(value, DEEPEST, [most], most)
     text = _encode(value).encode()
@@ -26,15 +26,15 @@ def spell(value: Any, most: int) -> bytes:
     return text
 
 
-def read(text: bytes, most: int) -> Any:
-    """The value of a text that spell() has written."""
+def decode(text: bytes, most: int) -> Any:
+    """The value of a text that encode() has written."""
     if len(text) > most:
         raise EncodeError(f"it has more than {most} bytes")
     try:
         value = loads(text)
     except Exception as error:  # whatever a text that is none makes of its parts
         raise EncodeError(f"{type(error).__name__}: {error}"[:200]) from None
-    if spell(value, most) != text:
+    if encode(value, most) != text:
         raise EncodeError("it is spelled otherwise")
     return value
 

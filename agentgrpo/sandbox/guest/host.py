@@ -15,7 +15,7 @@ from typing import Any
 from load import isolated  # type: ignore[import-not-found]
 
 data = isolated("data")
-spell, read = data["spell"], data["read"]
+encode, decode = data["encode"], data["decode"]
 EncodeError = data["EncodeError"]
 NEVER = (StopIteration, StopAsyncIteration)
 """Of what a function raised: would end something else than the call."""
@@ -57,7 +57,7 @@ class Calls:
         if getpid() != self.interpreter.pid:
             raise RuntimeError(f"{name}(): only the session's own process can call the host")
         try:
-            asked = spell([[*args], kwargs], self.most_asked)
+            asked = encode([[*args], kwargs], self.most_asked)
         except EncodeError as error:
             raise TypeError(f"{name}(): its arguments cannot be passed: {error}") from None
         with self.lock:
@@ -65,7 +65,7 @@ class Calls:
                 raise RuntimeError(f"{name}(): the host can be called while a step runs only")
             kind, *told = self.exchange([b"call", name.encode(), asked])
         if kind == b"returned":
-            return read(told[0], self.most_told)
+            return decode(told[0], self.most_told)
         raise raised(told[0].decode(), told[1].decode())
 
     def exchange(self, fields: list[bytes]) -> list[bytes]:
