@@ -290,7 +290,9 @@ def _verify_step(
     report.learned += sum(_num_learned(r) for group in groups for r in group.rollouts)
     if row is not None:
         faults += line_faults(row, step_sums(row, groups, run.config))
-        faults += learner_faults(row, groups, terms=terms, config=run.config, limit=run.limit)
+        faults += learner_faults(
+            row, groups, step=step, terms=terms, config=run.config, limit=run.limit
+        )
         if terms and not any(_num_learned(r) for group in groups for r in group.rollouts):
             faults.append("it was learned from, and what the learner saw is not recorded")
     report.faults += [f"step {step}: {fault}" for fault in faults]

@@ -21,6 +21,7 @@ from agentgrpo.sandbox import (
     Session,
 )
 from agentgrpo.sandbox.contexts import command_of, start_context
+from agentgrpo.sandbox.jail import jail_places
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.types import Task
 
@@ -128,7 +129,7 @@ class PythonEnv:
     def require_language(self, language: str) -> None:
         """That sessions can run code in this language."""
         try:
-            command_of(language, self.pool.template, self.pool.limits)
+            command_of(language, jail_places(self.pool.template), self.pool.limits)
         except SandboxException as error:
             raise ValueError(f"language: {error}") from error
 

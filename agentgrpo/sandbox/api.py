@@ -45,7 +45,6 @@ from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template, check_environment
 from agentgrpo.sandbox.templates import find_template, has_data
-from agentgrpo.sandbox.zygote import session_environment
 
 DEFAULT_TIMEOUT_S = 300.0
 MIB = 1 << 20
@@ -185,8 +184,6 @@ class Sandbox(ProcessBound):
         """
         if allow_internet_access or not secure:
             raise not_supported("allow_internet_access=True or secure=False")
-        if pool is not None and pool.degraded:
-            raise not_supported("Sandbox without a jail (allow_degraded=True)")
         check_environment("envs", envs or {})
         pool = pool or _pool_for(template, limits)
         if host_tools and not isinstance(host_tools, HostTools):
@@ -209,7 +206,7 @@ class Sandbox(ProcessBound):
         self.sandbox_id = uuid.uuid4().hex[:20]
         self._template = pool.template
         self._metadata, self._started = dict(metadata), time.time()
-        self._env = {**session_environment(pool.template), **envs}
+        self._env = {**self._session.places.environment(pool.template), **envs}
         self.files = self._session.files()
         output_max = self._session.limits.output_max_mib * MIB
         self.commands = Commands(self._channels, self._env, output_max)
@@ -315,7 +312,7 @@ class Sandbox(ProcessBound):
         with self._lock:
             key = f"default-{name}"
             if key not in self._contexts or not self._contexts[key][1].alive:
-                self._contexts[key] = self._start_context(key, name, "/home/user")
+                self._contexts[key] = self._start_context(key, name, self._session.places.home)
             return self._contexts[key][1]
 
     def _made(self, context: Context | str) -> tuple[Context, Session]:
@@ -336,7 +333,7 @@ class Sandbox(ProcessBound):
     ) -> Context:
         """A further interpreter with a state of its own."""
         key = uuid.uuid4().hex[:12]
-        made = self._start_context(key, language_of(language), cwd or "/home/user")
+        made = self._start_context(key, language_of(language), cwd or self._session.places.home)
         with self._lock:
             self._contexts[key] = made
         return made[0]

@@ -152,7 +152,7 @@ class Commands(ProcessBound):
         if user not in (None, "user"):
             raise NotSupportedException(f"user {user!r}: a session has one user")
         check_environment("envs", envs or {})
-        directory = cwd or "/home/user"
+        directory = cwd or self._channels().places.home
         self.list()  # what has ended holds no descriptors, and its number may come again
         program = Program(
             self._channels(),

@@ -24,7 +24,6 @@ from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.boundary import as_bytes, public
 from agentgrpo.sandbox.errors import InvalidArgumentException, NotEnoughSpaceException, printable
 from agentgrpo.sandbox.guest.exchange import decode, encode
-from agentgrpo.sandbox.jail import shown_site_dirs
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.program import Program
@@ -78,14 +77,14 @@ def _check_output(
 ) -> tuple[Verdict, float]:
     """The verdict, and the CPU seconds of the program, without what the machine took before."""
     require_printable(pool.limits, expected)
-    python = [pool.template.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
-    path = os.pathsep.join(shown_site_dirs(pool.template))
     with Sandbox.create(pool=pool, timeout=WALL * timeout_s + 60.0) as sandbox:  # later than it
         try:
             sandbox.files.write("main.py", code)
         except NotEnoughSpaceException as error:
             return Verdict(False, str(error)), 0.0
-        command = f"exec {shlex.join(python)}"
+        places = sandbox._session.places
+        python = [places.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
+        command, path = f"exec {shlex.join(python)}", os.pathsep.join(places.site_dirs)
         started = sandbox.commands.start(command, envs={"PYTHONPATH": path}, stdin=True)
         clock = _Clock(timeout_s, sandbox._session)
         started.program.offer_stdin(as_bytes(stdin))

@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 
-from agentgrpo.sandbox.errors import SandboxInfraError
+from agentgrpo.sandbox.errors import NotSupportedException, SandboxInfraError
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 
@@ -32,8 +32,11 @@ del _hand_out
 
 def listener_in(session: Session, port: int = PORT) -> socket.socket:
     """A socket that listens on the 127.0.0.1:port of a session in which no code of others has run;
-    the caller closes it. SandboxInfraError if the session does not hand one out.
+    the caller closes it. SandboxInfraError if the session does not hand one out,
+    NotSupportedException if it has no network of its own.
     """
+    if not session.places.own_root:
+        raise NotSupportedException("without namespaces a session has no network of its own")
     with contextlib.closing(session.files()) as files, socket.socket(socket.AF_UNIX) as host:
         path = files._bind(host, MEETING)
         host.settimeout(session.limits.timeout_s)

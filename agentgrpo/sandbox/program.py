@@ -91,7 +91,7 @@ def launch(
             except OSError:
                 os.close(pidfd)
                 raise
-            return ends.detach(pidfd, again, session.keeper)
+            return ends.detach(pidfd, again, session.keeper, session.places)
     except (SetupFailed, NoReport) as error:
         if failure := session.keeper.failure():
             raise SandboxInfraError(failure) from error

@@ -14,10 +14,11 @@ from agentgrpo.sandbox.boundary import ProcessBound, public
 from agentgrpo.sandbox.calls import HostCallStep
 from agentgrpo.sandbox.cgroup import ControlGroup
 from agentgrpo.sandbox.channels import Channels, Root, pid_of, tree_cpu_seconds
-from agentgrpo.sandbox.errors import InvalidArgumentException, NotSupportedException
+from agentgrpo.sandbox.errors import InvalidArgumentException
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.guest.wire import Malformed, encode
 from agentgrpo.sandbox.host_tools import HostCalls, within_a_call_of
+from agentgrpo.sandbox.jail import Places
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.outcome import (
     Ending,
@@ -433,6 +434,11 @@ class Session(ProcessBound):
         return not self._channels.heard(self._channels.status)
 
     @property
+    def places(self) -> Places:
+        """Where its code finds things."""
+        return self._channels.places
+
+    @property
     def channels(self) -> Channels | None:
         """The descriptors, to be borrowed; None after close(). They stay the session's."""
         return None if self._channels.is_closed() else self._channels
@@ -441,14 +447,8 @@ class Session(ProcessBound):
         """Its files, for as long as it lives; the caller closes them, or close() does.
 
         Raises:
-            NotSupportedException: the session has no root directory of its own.
             SandboxNotFoundException: it is over.
         """
-        if self.degraded:
-            raise NotSupportedException(
-                "files and programs need a session with a root directory of its own; this one is "
-                "degraded (allow_degraded=True)"
-            )
         with self._channels.borrowed() as channels:
             root = Root(channels, self.pid)
             self._roots -= {old for old in [*self._roots] if old.is_closed()}
