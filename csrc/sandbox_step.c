@@ -501,20 +501,10 @@ PyDoc_STRVAR(
     "         answer_max, listener, goes_on=False, /)\n"
     "--\n"
     "\n"
-    "Run one step of a session and block, without the GIL, until it is over.\n"
-    "\n"
-    "channels are the non-blocking descriptors (request, response, out, err, status), pidfds "
-    "those\n"
-    "of (PID 1, interpreter). Of each stream the first and last keep bytes are kept; more than\n"
-    "output_max in all ends the session. listener(stream, bytes) is called as output arrives, "
-    "unless\n"
-    "None; what it raises is raised after the step. One that goes_on is the rest of a step that\n"
-    "asked for something: all output is its own, nothing of it background. Returns (ending,\n"
-    "interrupted, wall_s, out, err, background, answer, wait_status, max_rss_kib, cpu_us,\n"
-    "errno), out and err as (head, tail, total); answer is None unless ending is 1 (ANSWERED). "
-    "What a signal's handler raises (Ctrl-C) is raised at "
-    "once;\n"
-    "the session is killed.");
+    "Run one step of a session and block, without the GIL, until it is over: StepArguments and\n"
+    "RawStep of sandbox/outcome.py. Of each stream the first and last keep bytes are kept; more\n"
+    "than output_max in all ends the session. What a listener raises is raised after the step,\n"
+    "what a signal's handler raises (Ctrl-C) at once; the session is killed then.");
 
 static PyObject *
 run_step(PyObject *Py_UNUSED(module), PyObject *args)
