@@ -38,11 +38,8 @@ enum mode {
     MODE_BARE,   /* no namespaces: Landlock, the filter, limits; home_options is the directory to
                   * work in, tmp_options the readable paths, joined by ":" */
 };
-enum {
-    MAX_CGROUPS = 3,
-    JAIL_ID = 65534
-}; /* JAIL_ID: of agentgrpo/sandbox/jail.py, the user
-    * seen inside */
+/* JAIL_ID: of agentgrpo/sandbox/jail.py, the user seen inside. */
+enum { MAX_CGROUPS = 3, JAIL_ID = 65534 };
 /* They count for the owner of the namespace too: 96000 would be all that the host's user has. */
 enum { MAX_QUEUED_SIGNALS = 64 };
 
