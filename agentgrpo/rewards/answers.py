@@ -44,11 +44,7 @@ SPELLINGS = (
 
 
 def accepted_answers(task: Task) -> list[str]:
-    """The accepted answers: `spec["answer"]`, one or a list of them.
-
-    Raises:
-        ValueError: the task has none; names it.
-    """
+    """The accepted answers: `spec["answer"]`, one or a list of them."""
     answer = task.spec.get("answer")
     accepted = answer if isinstance(answer, list | tuple) else [answer]
     if not accepted or any(one is None for one in accepted):
@@ -106,11 +102,7 @@ def _number(found: re.Match[str]) -> Number:
 
 
 def expected_numbers(task: Task) -> list[Number]:
-    """The number that each of the accepted answers holds.
-
-    Raises:
-        ValueError: one holds none; names the task.
-    """
+    """The number that each of the accepted answers holds."""
     expected: list[Number] = []
     for text in accepted_answers(task):
         if (number := last_number(text)) is None:
@@ -161,11 +153,7 @@ def _bare(text: str) -> str:
 
 
 def expected_mathematics(task: Task) -> list[str]:
-    """The accepted answers, each a formula or a text.
-
-    Raises:
-        ValueError: one is empty, or there is none; names the task.
-    """
+    """The accepted answers, each a formula or a text."""
     return _filled(task, _bare)
 
 
@@ -212,11 +200,7 @@ def words(text: str) -> list[str]:
 
 
 def expected_texts(task: Task) -> list[str]:
-    """The accepted answers, each with a word in it: who says nothing is not to be right.
-
-    Raises:
-        ValueError: one is empty, or there is none; names the task.
-    """
+    """The accepted answers, each with a word in it: who says nothing is not to be right."""
     return _filled(task, words)
 
 

@@ -31,7 +31,7 @@ from agentgrpo.measures.measures import (
     pass_hat_k,
     wilson,
 )
-from agentgrpo.measures.quality import conciseness, judged, quality_by, question_of
+from agentgrpo.measures.quality import conciseness, judged, last_question, quality_by
 from agentgrpo.measures.report import markdown, markdown_of_comparison, report, rows_of
 from agentgrpo.recipe.evaluate import main as evaluate_main
 from agentgrpo.recipe.evaluate import read_report, write_report
@@ -330,8 +330,8 @@ def test_the_question_is_the_users_last_message() -> None:
         ("tool", "T"),
     ]
     messages = tuple({"role": role, "content": content} for role, content in said)
-    assert question_of(Task(id="t", messages=messages, spec={})) == "Last?"
-    assert question_of(Task(id="t", messages=(), spec={})) == ""
+    assert last_question(Task(id="t", messages=messages, spec={})) == "Last?"
+    assert last_question(Task(id="t", messages=(), spec={})) == ""
 
 
 @pytest.mark.parametrize("answer", [None, [], ["a", None]])
