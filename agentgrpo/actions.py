@@ -72,7 +72,7 @@ class Malformed:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ModelReply:
     """What was said in the second role that an episode asked for (Observation.ask).
 
     The one action that is not the policy's: an agent never makes it.
@@ -81,7 +81,7 @@ class Heard:
     text: str
 
 
-Action = RunCode | CallTools | Say | Finish | Malformed | Heard
+Action = RunCode | CallTools | Say | Finish | Malformed | ModelReply
 
 
 def answer_in(text: str, prefix: str) -> str | None:
@@ -160,13 +160,13 @@ def as_json(value: Any) -> Any:
     return shallow(plain)
 
 
-Model = Literal["policy", "reference"] | Callable[["Ask"], str]
+Model = Literal["policy", "reference"] | Callable[["ModelRequest"], str]
 """Who speaks: the engine as it is; without the adapter, so that nothing moves it; or another."""
 MODELS: Mapping[str, Model] = MappingProxyType({"policy": "policy"})
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ModelRequest:
     """What a model is to say in a second role: a customer, an opponent.
 
     It is no part of the rollout's tokens and never trained on; the policy is shown the answer.
@@ -203,9 +203,9 @@ class Observation:
     memory: Any = field(default=None, compare=False)
     """What an episode that repeats this action is handed before it does, by recall(memory): answers
     that came from elsewhere and are not to be asked for again."""
-    ask: Ask | None = None
-    """The answer waits for this: step() is called again, with what was said as Heard, and only then
-    gives the observation of the policy's action. Nothing else of this one is read."""
+    ask: ModelRequest | None = None
+    """The answer waits for this: step() is called again, with what was said as ModelReply, and only
+    then gives the observation of the policy's action. Nothing else of this one is read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,10 +167,10 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
 
 def _require_trainable(model: str) -> None:
     """What can be told of it before vLLM is started, which takes minutes."""
-    from agentgrpo.learn.policy import hollow
-    from agentgrpo.learn.trial import foreseen
+    from agentgrpo.learn.forward_check import why_not_packed
+    from agentgrpo.learn.policy import init_on_meta
 
-    foreseen(hollow(model, "bfloat16"))
+    why_not_packed(init_on_meta(model, "bfloat16"))
 
 
 def start_engine(config: TrainConfig, stage: Stage, *, trained: bool = False) -> Player:

@@ -138,11 +138,11 @@ def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> 
 def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Iterator[Check]:
     """How the learner will compute and hold the model, as its config.json tells."""
     # they import torch: the environment is set by now
-    from agentgrpo.learn.policy import hollow
-    from agentgrpo.learn.trial import foreseen
+    from agentgrpo.learn.forward_check import why_not_packed
+    from agentgrpo.learn.policy import init_on_meta
 
-    hollowed = hollow(model, "bfloat16")
-    rows = foreseen(hollowed)
+    model_on_meta = init_on_meta(model, "bfloat16")
+    rows = why_not_packed(model_on_meta)
     asked, why = config.engine.weights, why_copied(kinds_of(model))
     if parallel.world_size() > 1:
         why = "several ranks"
@@ -152,7 +152,7 @@ def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Itera
     if sampled:
         yield said("weights", "shared with vLLM" if why is None else f"copied to vLLM: {why}")
     device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
-    plain = why_plain(config.learner.use_liger_kernel, hollowed.config, device)
+    plain = why_plain(config.learner.use_liger_kernel, model_on_meta.config, device)
     fused = "norms, rotations and MLPs of the layers are "
     yield said("kernels", fused + (f"transformers': {plain}" if plain else "Liger's"))
 

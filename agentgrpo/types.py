@@ -216,7 +216,7 @@ class Rollout:
     and GDPO normalises them without it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What reward functions wrote down of it (TRL's log_extra); JSON values."""
-    told: list[tuple[Any, Any]] = field(default_factory=list, metadata={"recorded": False})
+    tool_messages: list[tuple[Any, Any]] = field(default_factory=list, metadata={"recorded": False})
     """Of each turn but the last, (name, arguments) of the calls in it, and what its agent then said
     (Agent.observe): for reward functions. Not recorded, since the tokens say it."""
     environment: Any = field(default=None, metadata={"recorded": False})

@@ -212,8 +212,7 @@ enter_namespaces(const struct session_spec *spec)
     if (spec->mode == MODE_USERNS) {
         enter_user_namespace(spec);
     }
-    if (unshare(CLONE_NEWCGROUP) <
-        0) { /* its control group's path names a process of the machine */
+    if (unshare(CLONE_NEWCGROUP) < 0) { /* its group's path names a process of the machine */
         refuse(spec, SANDBOX_SETUP_CGROUP);
     }
     prctl(PR_SET_PDEATHSIG, SIGKILL); /* a change of user would take it away again */

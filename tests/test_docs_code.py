@@ -182,7 +182,8 @@ def test_inside_trl(code: str, kind: str, tmp_path: Path) -> None:
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
             inputs["tool_mask"] = (inputs["completion_ids"] % 5 != 0).long()
             wrapped = torch.nn.DataParallel(model)  # accelerate takes it off; on a CPU it calls
-            pair = [whose._compute_loss(self, wrapped, inputs) for whose in (ours, trl.GRPOTrainer)]
+            both = (ours, trl.GRPOTrainer)
+            pair: list[torch.Tensor] = [c._compute_loss(self, wrapped, inputs) for c in both]
             of = [p for p in model.parameters() if p.requires_grad]
             if model.training:
                 mine, theirs = ((x, torch.autograd.grad(x, of, retain_graph=True)) for x in pair)

@@ -128,11 +128,11 @@ def test_where_the_card_cannot_be_asked_the_rest_is_said(
 def test_a_model_that_cannot_be_trained_is_told_before_vllm_is_started(
     dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, dry: bool
 ) -> None:
-    def foreseen(model: Any) -> None:
+    def why_not_packed(model: Any) -> None:
         assert {p.device.type for p in model.parameters()} == {"meta"}
         raise ValueError("a model of type 'qwen3' cannot be trained")
 
-    monkeypatch.setattr("agentgrpo.learn.trial.foreseen", foreseen)
+    monkeypatch.setattr("agentgrpo.learn.forward_check.why_not_packed", why_not_packed)
     monkeypatch.setattr("agentgrpo.build.start_engine", None)
     status, _, err = dry_run(dry=dry)
     assert (status, err) == (2, "error: a model of type 'qwen3' cannot be trained\n")

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from agentgrpo.actions import Ask, InfrastructureError, Model, as_json
+from agentgrpo.actions import InfrastructureError, Model, ModelRequest, as_json
 from agentgrpo.config import EndpointConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.extras import require_installed
@@ -59,7 +59,7 @@ class Endpoint(ABC):
             for reply, found in zip(replies, ends, strict=True)
         ]
 
-    def __call__(self, ask: Ask) -> str:
+    def __call__(self, ask: ModelRequest) -> str:
         """What an episode asks for."""
         (said,) = self.complete(
             ask.messages, temperature=ask.temperature, max_tokens=ask.max_tokens
@@ -449,7 +449,7 @@ class EngineEndpoint(Endpoint):
         return [self.chat.decode(one.result().token_ids) for one in asked]
 
 
-def spoken_by(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
+def endpoint_of(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
     """The endpoint of one of a run's models; the engine's own are asked through `loop`."""
     if isinstance(model, str):
         return EngineEndpoint(loop, chat, reference=model == "reference")

@@ -15,11 +15,11 @@ from typing import Any, Protocol, cast
 from agentgrpo.actions import (
     MODELS,
     Action,
-    Ask,
     CallTools,
-    Heard,
     Message,
     Model,
+    ModelReply,
+    ModelRequest,
     Observation,
     Say,
     Schema,
@@ -53,8 +53,8 @@ DONE_SCHEMA = tool_schema(
 class User(Protocol):
     """A simulated customer of one episode."""
 
-    def reply(self, said: str, *, satisfied: bool) -> str | Ask | None:
-        """What the customer says; None: they hang up; an Ask: the engine is to say it.
+    def reply(self, said: str, *, satisfied: bool) -> str | ModelRequest | None:
+        """What the customer says; None: they hang up; a ModelRequest: the engine is to say it.
 
         Args:
             said: what the agent said.
@@ -62,7 +62,7 @@ class User(Protocol):
         """
 
     def heard(self, text: str) -> str | None:
-        """After an Ask, and only then: what the engine said; returns as reply(), without Ask."""
+        """After a ModelRequest, and only then: what the engine said; returns a text or None."""
 
 
 class ScriptedUser:
@@ -103,10 +103,10 @@ class ModelUser:
         ]
         self._temperature, self._max_tokens, self._model = temperature, max_tokens, model
 
-    def reply(self, said: str, *, satisfied: bool) -> Ask:
+    def reply(self, said: str, *, satisfied: bool) -> ModelRequest:
         """The talk so far, as the customer sees it: the agent is their user."""
         self._messages.append({"role": "user", "content": said})
-        return Ask(tuple(self._messages), self._max_tokens, self._temperature, self._model)
+        return ModelRequest(tuple(self._messages), self._max_tokens, self._temperature, self._model)
 
     def heard(self, text: str) -> str | None:
         """What the customer says, without its thoughts; None where they end the talk."""
@@ -194,8 +194,8 @@ class Talk:
         said = [text.lower().replace(",", "") for text in [*self.said, *more]]
         return all(any(text.lower() in one for one in said) for text in wanted)
 
-    def _told(self, reply: str | Ask | None) -> Observation:
-        if isinstance(reply, Ask):
+    def _told(self, reply: str | ModelRequest | None) -> Observation:
+        if isinstance(reply, ModelRequest):
             return Observation("", ask=reply)
         self.over = reply is None
         return Observation("", done=True) if reply is None else Observation(reply)
@@ -255,7 +255,7 @@ class Case(Episode):
         """Call tools, or say something to the customer."""
         if isinstance(action, Say):
             return self.talk.say(action.text, satisfied=self.reward(action.text) == 1.0)
-        if isinstance(action, Heard):
+        if isinstance(action, ModelReply):
             return self.talk.heard(action.text)
         if not isinstance(action, CallTools):
             raise TypeError(f"{type(self).__name__} answers tool calls and messages, got {action}")

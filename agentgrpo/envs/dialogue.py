@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from agentgrpo.actions import Action, Heard, Observation, Say
+from agentgrpo.actions import Action, ModelReply, Observation, Say
 from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.customers import Customers, ScriptedUser, Talk, User
 from agentgrpo.envs.runner import checked_episode
@@ -89,7 +89,9 @@ class _Dialogue:
         return getattr(self._episode, name)
 
     def _is_users(self, action: Action) -> bool:
-        return isinstance(action, Say) or (isinstance(action, Heard) and self._said is not None)
+        return isinstance(action, Say) or (
+            isinstance(action, ModelReply) and self._said is not None
+        )
 
     def _answered(self, action: Action) -> Observation:
         """What the user answers; a rollout that they end has what was said last as its answer."""
@@ -99,7 +101,7 @@ class _Dialogue:
             self._said = action
             told = self._talk.say(action.text, satisfied=False)
         else:
-            assert isinstance(action, Heard)
+            assert isinstance(action, ModelReply)
             told = self._talk.heard(action.text)
         if told.ask is not None:
             return told

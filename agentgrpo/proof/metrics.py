@@ -107,12 +107,12 @@ def learner_faults(
     if seen := [gaps for rollout in rollouts for gaps in gaps_of(rollout)]:
         gaps = np.concatenate(seen).astype(np.float64)
         views = [view for rollout in rollouts for view in rollout.entropies or ()]
-        entropies = np.concatenate([view for view in views if view is not None] or [[np.nan]])
+        entropies = np.concatenate([*(view for view in views if view is not None), np.zeros(0)])
         kl = float((np.expm1(np.minimum(gaps, 20)) - gaps).mean())
         wanted = {"learner/mismatch_kl": kl}
         one_update = loss.num_iterations * loss.num_mini_batches == 1
         if one_update and loss.top_entropy_quantile == 1:  # else of policies that no record holds
-            wanted["learner/entropy_mean"] = float(entropies.mean())
+            wanted["learner/entropy_mean"] = float(entropies.sum() / max(len(entropies), 1))
             wanted["learner/sampler_gap_max"] = float(np.abs(gaps).max())
         yield from line_faults(row, wanted, FLOAT32)
     mean, most = (row.get(f"engine/{name}_dlogp") for name in ("mean", "max"))

@@ -24,7 +24,7 @@ from agentgrpo import parallel
 from agentgrpo.build import Player, build_player
 from agentgrpo.command import Begin
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.engine.endpoints import EngineLoop, spoken_by
+from agentgrpo.engine.endpoints import EngineLoop, endpoint_of
 from agentgrpo.evaluate import evaluate
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import measure_tasks
@@ -59,7 +59,7 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
         return {}
     loop = EngineLoop(player.engine)
     judge, votes = (
-        spoken_by(stage.models[name], loop, stage.chat) if name else None
+        endpoint_of(stage.models[name], loop, stage.chat) if name else None
         for name in (c.judge, c.conciseness_judge)
     )
 

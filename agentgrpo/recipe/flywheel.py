@@ -40,7 +40,7 @@ from agentgrpo.command import Begin
 from agentgrpo.config import BranchConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import Tasks
-from agentgrpo.engine.endpoints import Endpoint, EngineLoop, spoken_by
+from agentgrpo.engine.endpoints import Endpoint, EngineLoop, endpoint_of
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.measures.quality import Quality, quality_by
 from agentgrpo.plan import of_playing, plan, said
@@ -256,7 +256,7 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
     )
 
     def named(name: str) -> Endpoint:
-        return spoken_by(stage.models[name], loop, stage.chat)
+        return endpoint_of(stage.models[name], loop, stage.chat)
 
     judge = named(recipe.measures.judge) if recipe.measures.judge else None
     quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)

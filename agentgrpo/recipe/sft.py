@@ -225,15 +225,15 @@ def make_learner(
     import torch
 
     from agentgrpo.learn.learner import Learner
-    from agentgrpo.learn.policy import Policy, load_frozen
+    from agentgrpo.learn.policy import Policy, load_model
     from agentgrpo.learn.preflight import require_fit
-    from agentgrpo.learn.publish import Unpublished
+    from agentgrpo.learn.publish import NoSync
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_frozen(model, device=device, dtype=config.engine.dtype_on(device))
+    loaded = load_model(model, device=device, dtype=config.engine.dtype_on(device))
     learner = Learner(
         Policy(loaded, config.learner, weights="own", adapter=adapter.folder if adapter else None),
-        Unpublished(),
+        NoSync(),
         config.learner,
         config.loss,
         total_steps=total_steps,

@@ -156,7 +156,7 @@ def checked(returned: Any, count: int) -> list[Any]:
 
 def conversation(view: RolloutView, after_prompt: Sequence[int]) -> list[dict[str, Any]]:
     """What followed the prompt as chat messages, the policy's and what it was told."""
-    told = view.rollout.told
+    told = view.rollout.tool_messages
     if not told:  # one turn, or what another program has played: TRL's are one message too
         return [{"role": "assistant", "content": view.decode(after_prompt)}]
     made: list[dict[str, Any]] = []

@@ -82,7 +82,7 @@ class Live:
             stats=dict(self.rollout.stats),
             span_rewards=list(self.rollout.span_rewards),
             turns=list(self.rollout.turns),
-            told=list(self.rollout.told),
+            tool_messages=list(self.rollout.tool_messages),
         )
         return replace(
             self, rollout=rollout, transcript=transcript, attempt=0, since=time.perf_counter(),

@@ -23,11 +23,11 @@ import numpy as np
 
 from agentgrpo.actions import (
     Action,
-    Ask,
     Finish,
-    Heard,
     InfrastructureError,
     Malformed,
+    ModelReply,
+    ModelRequest,
     Observation,
     Say,
 )
@@ -353,7 +353,7 @@ class Play:
 
     # --- the second role
 
-    def _ask_role(self, index: int, action: Action, ask: Ask) -> None:
+    def _ask_role(self, index: int, action: Action, ask: ModelRequest) -> None:
         """Have a model say what an episode asks for before it answers the policy's action."""
         live, limit = self._live[index], self._engine.max_model_len
         asked = int(live.rollout.stats.get("asked", 0.0))
@@ -388,7 +388,7 @@ class Play:
 
     def _speaker_spoke(self, action: Action, index: int, said: str) -> None:
         self._live[index].took("tools_s")
-        self._step(index, Heard(said), action)
+        self._step(index, ModelReply(said), action)
 
     def _role_spoke(self, live: Live, index: int, turn: Completion) -> None:
         """Tell the episode, in whose conversation and in no rollout's this is."""
@@ -396,7 +396,7 @@ class Play:
         assert action is not None
         stats = live.rollout.stats
         stats["asked_tokens"] = stats.get("asked_tokens", 0.0) + len(turn.token_ids)
-        self._step(index, Heard(self._chat.decode(turn.token_ids)), action)
+        self._step(index, ModelReply(self._chat.decode(turn.token_ids)), action)
 
     # --- branches
 

@@ -112,7 +112,7 @@ def tell(
     end = _append(live, said, agent, chat, config)
     if end is None:
         calls = action.calls + action.refused if isinstance(action, CallTools) else ()
-        live.rollout.told.append(([(call.name, call.arguments) for call in calls], said))
+        live.rollout.tool_messages.append(([(call.name, call.arguments) for call in calls], said))
     return end
 
 

@@ -17,14 +17,7 @@ SOON = 1e-6
 
 
 class HostCallStep:
-    """One step, its parts and its calls.
-
-    Args:
-        session: the session; functions that it calls cannot step it meanwhile.
-        host: the calls of its rollout.
-        arguments: of the first part, as Session.prepare() gives them.
-        limits: of the session.
-    """
+    """One step, its parts and its calls. arguments: of the part that is next."""
 
     def __init__(
         self, session: Any, host: HostCalls, arguments: StepArguments, limits: Limits

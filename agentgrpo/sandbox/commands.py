@@ -99,12 +99,8 @@ def end(program: Program) -> bool:
 
 @public
 class Commands(ProcessBound):
-    """The commands of one session.
-
-    Args:
-        channels: gives the session's descriptors, or raises if it is over.
-        env: environment variables that every command gets.
-        output_max: bytes of output after which a command is killed.
+    """The commands of one session. channels() gives its descriptors, or raises if it is over; a
+    command is killed after output_max bytes of output.
     """
 
     def __init__(
@@ -156,7 +152,7 @@ class Commands(ProcessBound):
         if user not in (None, "user"):
             raise NotSupportedException(f"user {user!r}: a session has one user")
         check_environment("envs", envs or {})
-        directory = cwd or "/home/user"
+        directory = cwd or self._channels().places.home
         self.list()  # what has ended holds no descriptors, and its number may come again
         program = Program(
             self._channels(),

@@ -23,8 +23,7 @@ from pathlib import Path
 from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.boundary import as_bytes, public
 from agentgrpo.sandbox.errors import InvalidArgumentException, NotEnoughSpaceException, printable
-from agentgrpo.sandbox.guest.exchange import read, spell
-from agentgrpo.sandbox.jail import shown_site_dirs
+from agentgrpo.sandbox.guest.exchange import decode, encode
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.program import Program
@@ -78,14 +77,14 @@ def _check_output(
 ) -> tuple[Verdict, float]:
     """The verdict, and the CPU seconds of the program, without what the machine took before."""
     require_printable(pool.limits, expected)
-    python = [pool.template.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
-    path = os.pathsep.join(shown_site_dirs(pool.template))
     with Sandbox.create(pool=pool, timeout=WALL * timeout_s + 60.0) as sandbox:  # later than it
         try:
             sandbox.files.write("main.py", code)
         except NotEnoughSpaceException as error:
             return Verdict(False, str(error)), 0.0
-        command = f"exec {shlex.join(python)}"
+        places = sandbox._session.places
+        python = [places.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
+        command, path = f"exec {shlex.join(python)}", os.pathsep.join(places.site_dirs)
         started = sandbox.commands.start(command, envs={"PYTHONPATH": path}, stdin=True)
         clock = _Clock(timeout_s, sandbox._session)
         started.program.offer_stdin(as_bytes(stdin))
@@ -148,7 +147,7 @@ class _Clock:
             while not done.wait(self.pause()):
                 if self.is_over():
                     for session in self._sessions:
-                        session.end_for_time(f"it took {self.said}")
+                        session.end_by(StepStatus.TIMEOUT_KILLED, f"it took {self.said}")
                     return
 
         threading.Thread(target=watch, name="sandbox-verdict", daemon=True).start()
@@ -208,7 +207,7 @@ def check_tests(
             loaded = graded.step(code, clock.seconds())
             if loaded.status is not StepStatus.OK:
                 return _failed(loaded, "the code did not run")
-            tests = spell(("call_name", "start", (JUDGE, tests, modules, names)), id)
+            tests = encode(("call_name", "start", (JUDGE, tests, modules, names)), id)
             return _begin(judge, tests, clock) or _relay(graded, judge, clock)
 
 
@@ -220,7 +219,7 @@ def _begin(judge: Session, tests: str, clock: _Clock) -> Verdict | None:
         begun, answer = judge.ask([tests.encode()], clock.seconds())
     if begun.status is not StepStatus.OK:
         return _failed_judge(begun, what)
-    match read(b"".join(answer).decode(), int):  # the judge's own words
+    match decode(b"".join(answer).decode(), int):  # the judge's own words
         case ("value", None):
             return None
         case ("raise", [name, *_], _, why):

@@ -145,13 +145,10 @@ class SandboxPool(ProcessBound):
                 raise SandboxException(CLOSED) from error
             raise
         session.begin(self._leave)
-        if self._closed:  # meanwhile; close() may have looked for sessions before there was this
-            session.close()
-            raise SandboxException(CLOSED)
         if env and session.set_env(env).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take its environment variables")
-        if host is not None and session.offer(host).status is not StepStatus.OK:
+        if host is not None and session.attach_host_tools(host).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take the functions of the host")
         return session
@@ -166,17 +163,13 @@ class SandboxPool(ProcessBound):
         """
         if self.max_live < 2:
             raise ValueError("two sessions at once need a pool with max_live of at least 2")
-        if not self._pairing.acquire(timeout=timeout_s):
-            raise self._busy(timeout_s)
-        try:
+        with self._pairing:
             first = self.acquire(timeout_s)
             try:
                 return first, self.acquire(timeout_s)
             except BaseException:
                 first.close()
                 raise
-        finally:
-            self._pairing.release()
 
     def run(
         self,
@@ -186,13 +179,8 @@ class SandboxPool(ProcessBound):
         env: Mapping[str, str] | None = None,
         wait_s: float = 60.0,
     ) -> StepResult:
-        """The stateless mode: run code in a session of its own, which is over afterwards.
-
-        Args:
-            code: as for ``Session.step()``.
-            timeout_s: as for ``Session.step()``.
-            env: as for ``Session.step()``.
-            wait_s: how long to wait for a place, as for ``acquire()``.
+        """The stateless mode: Session.step() in a session of its own, which is over afterwards;
+        wait_s is how long to wait for a place.
         """
         with self.acquire(wait_s) as session:
             return session.step(code, timeout_s, env=env)
@@ -205,17 +193,14 @@ class SandboxPool(ProcessBound):
             with self._lock:
                 self._counts["waited"] += 1
             if not self._free.acquire(timeout=timeout_s):
-                raise self._busy(timeout_s)
+                raise SandboxBusy(
+                    f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
+                    "sessions that are done, or raise max_live"
+                )
         with self._lock:
             self._counts["acquired"] += 1
             self._counts["live"] += 1
             self._waited_s += time.monotonic() - started
-
-    def _busy(self, timeout_s: float) -> SandboxBusy:
-        return SandboxBusy(
-            f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
-            "sessions that are done, or raise max_live"
-        )
 
     def _leave(self) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ from pathlib import Path
 from agentgrpo.sandbox.cgroup import lines_of, memory_bounds
 from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.jail import PRIVATE
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 
 log = logging.getLogger(__name__)
@@ -154,17 +155,17 @@ class MemoryWatchdog:
             try:
                 used = used_kib(session, self._limit_kib)
             except PermissionError:  # its program is a file that nobody may read
-                session.end_for_memory("it does not let its memory be counted", None)
+                session.end_by(StepStatus.OOM, "it does not let its memory be counted")
                 continue
             if not session.healthy():  # what had its number may be another's by now
                 continue
             if used > self._limit_kib:
                 limit = f"over {self._limit_kib >> 10} MiB of memory, all processes together"
-                session.end_for_memory(limit, used)
+                session.end_by(StepStatus.OOM, limit, used)
             elif largest is None or used > largest[0]:
                 largest = used, session
         if largest is not None and available() < FLOOR:
-            largest[1].end_for_memory("the machine has no memory left, and it used most", None)
+            largest[1].end_by(StepStatus.OOM, "the machine has no memory left, and it used most")
 
     def close(self) -> None:
         """Stop watching."""

@@ -30,12 +30,13 @@ from agentgrpo.sandbox.jail import (
     JAIL_ID,
     NUM_UIDS,
     Bind,
+    Places,
     find_nsjail,
     has_own_ids,
     jail_config,
+    jail_places,
     require_no_dumps,
     shown_paths,
-    shown_site_dirs,
     tmpfs_options,
 )
 from agentgrpo.sandbox.limits import Limits
@@ -70,25 +71,14 @@ MODES = {
 _uids = itertools.count(secrets.randbelow(NUM_UIDS))  # of all zygotes, and not those of a neighbour
 
 
-def session_environment(template: Template) -> dict[str, str]:
-    """What the code finds in os.environ."""
-    return {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": "/home/user",
-        "LANG": "C.UTF-8",
-        "TMPDIR": "/tmp",
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        **template.env,
-    }
-
-
-def _settings(template: Template, limits: Limits, rung: Rung, bounded: bool) -> dict[str, Any]:
+def _settings(
+    template: Template, limits: Limits, rung: Rung, places: Places, bounded: bool
+) -> dict[str, Any]:
     largest_file = max(limits.home_mib, limits.tmp_mib, limits.shm_mib) * MIB
     return {
-        "site_dirs": template.site_dirs if rung is Rung.BARE else shown_site_dirs(template),
+        "site_dirs": places.site_dirs,
         "preload": list(template.preload),
-        "python_env": session_environment(template),
+        "python_env": places.environment(template),
         "tmpfs": [tmpfs_options(limits, mib) for mib in limits.private_mib],
         "limits": [
             limits.memory_mib * MIB if bounded else 0,
@@ -141,8 +131,9 @@ class Zygote:
                 with contextlib.suppress(ProcessLookupError):  # it has ended, and is not reaped
                     self._process = os.pidfd_open(self.pid)
                     _end_with(lifeline_file, self.pid)
-            settings = _settings(template, limits, rung, bound_address_space)
-            self.python_version = self._greet(settings | self._places())
+            places = self._places("")
+            settings = _settings(template, limits, rung, places, bound_address_space)
+            self.python_version = self._greet(settings | self._paths())
             for pid in process_tree(self.pid):  # inherited by sessions, which may not lower it:
                 # a machine without memory left ends them, not the trainer
                 Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
@@ -183,13 +174,19 @@ class Zygote:
             bounded=self._bounded,
         )
 
-    def _places(self) -> dict[str, Any]:
-        """Where things are, as the zygote sees them."""
-        places: dict[str, Any] = {"own_proc": self.own_proc, "extension": EXTENSION_FILE}
+    def _places(self, home: str) -> Places:
+        """Where its sessions find things; home is one's own, where they do not see them alike."""
         if self.rung is Rung.BARE:
-            places |= {"extension": str(_C.__file__), "homes": self._scratch}
-            places["readable"] = bare.readable_paths(self.template)
-        return places
+            return bare.places(self.template, home)
+        return jail_places(self.template)
+
+    def _paths(self) -> dict[str, Any]:
+        """Where things are, as the zygote sees them."""
+        paths: dict[str, Any] = {"own_proc": self.own_proc, "extension": EXTENSION_FILE}
+        if self.rung is Rung.BARE:
+            paths |= {"extension": bare.reachable(str(_C.__file__)), "homes": self._scratch}
+            paths["readable"] = bare.readable_paths(self.template)
+        return paths
 
     def _stage(
         self, argv: list[str], env: dict[str, str], binds: list[Bind]
@@ -248,9 +245,10 @@ class Zygote:
         Raises:
             SandboxInfraError: the zygote is gone, or a step of the setup failed.
         """
-        number, uid = next(self._numbers), self._next_uid()
+        number, uid, home = next(self._numbers), self._next_uid(), ""
         if self.rung is Rung.BARE:
-            bare.make_home(self._scratch, number, uid)
+            home = bare.make_home(self._scratch, number, uid)
+        places = self._places(home)
         with Ends(uid if os.geteuid() == 0 else None) as ends:
             with contextlib.ExitStack() as opened:
                 groups = opened.enter_context(group.attaching()) if group is not None else []
@@ -263,7 +261,8 @@ class Zygote:
                     ) from error
             ends.close_theirs()
             init, interpreter = await_ready(ends.status, 2)
-            return ends.detach(init, interpreter, self), partial(self._clear_up, number)
+            channels = ends.detach(init, interpreter, self, places)
+            return channels, partial(self._clear_up, number)
 
     def _next_uid(self) -> int:
         """Who a session is on the machine: itself, or whom all of them are."""

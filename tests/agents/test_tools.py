@@ -109,54 +109,33 @@ def call(name: str, **arguments: Any) -> str:
 
 UNREAD = Malformed("Error: the tool call could not be read; no call was made")
 ADD = CallTools((ToolCall("add", {"a": 1}),))
+NO_OBJECT = Malformed("Error: add: the arguments must be a JSON object")
+DEEP = Malformed("Error: add: the arguments are not JSON: nested more than 100 deep")
 TABLE = [
     (call("add", a=1), ADD),
     (f"thinking {call('add', a=1)}", ADD),
     ('<tool_call>{"name": "add", "arguments": {"a": 1}}', ADD),  # the parser takes an open end
+    *(
+        (f"<tool_call>{text}</tool_call>", UNREAD)
+        for text in (
+            *("", "not json", '{"name": "add"}', '{"arguments": {}}', "[]", "3", "{}", "null"),
+            *('{"name": 3, "arguments": {}}', '{"name": "add", "arguments": {"a": 1}'),
+        )
+    ),
     ("<tool_call>", UNREAD),
-    ("<tool_call></tool_call>", UNREAD),
-    ("<tool_call>not json</tool_call>", UNREAD),
     ('<tool_call>{"name": "add"', UNREAD),
-    ('<tool_call>{"name": "add"}</tool_call>', UNREAD),
-    ('<tool_call>{"arguments": {}}</tool_call>', UNREAD),
-    ("<tool_call>[]</tool_call>", UNREAD),
-    ("<tool_call>3</tool_call>", UNREAD),
-    ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', UNREAD),
-    (
-        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-        Malformed("Error: add: the arguments must be a JSON object"),
-    ),
-    (
-        '<tool_call>{"name": "add", "arguments": "x"}</tool_call>',
-        Malformed("Error: add: the arguments must be a JSON object"),
-    ),
-    (
-        '<tool_call>{"name": "add", "arguments": null}</tool_call>',
-        Malformed("Error: add: the arguments must be a JSON object"),
-    ),
-    (call("add", a=nested(DEEPEST - 1)), CallTools((ToolCall("add", {"a": nested(DEEPEST - 1)}),))),
-    (
-        call("add", a=nested(DEEPEST)),
-        Malformed("Error: add: the arguments are not JSON: nested more than 100 deep"),
-    ),
-    (f"{call('add', a=1)}<tool_call>oops</tool_call>", UNREAD),
-    (call("nowhere", x=1), CallTools((ToolCall("nowhere", {"x": 1}),))),
     ("[TOOL_CALLS] add", UNREAD),  # another family's mark
     ("<function=add>", UNREAD),
+    (f"{call('add', a=1)}<tool_call>oops</tool_call>", UNREAD),
+    *(
+        (f'<tool_call>{{"name": "add", "arguments": {text}}}</tool_call>', NO_OBJECT)
+        for text in ("[1]", '"x"', "null")
+    ),
+    (call("add", a=nested(DEEPEST - 1)), CallTools((ToolCall("add", {"a": nested(DEEPEST - 1)}),))),
+    (call("add", a=nested(DEEPEST)), DEEP),
+    (call("nowhere", x=1), CallTools((ToolCall("nowhere", {"x": 1}),))),
+    (call("add"), CallTools((ToolCall("add", {}),))),
     ('{"name": "add", "arguments": {"a": 1}}', Finish('{"name": "add", "arguments": {"a": 1}}')),
-    ("<tool_call>{}</tool_call>", UNREAD),
-    ("<tool_call>null</tool_call>", UNREAD),
-    ("<tool_call>{'name': 'add', 'arguments': {}}</tool_call>", UNREAD),
-    ('<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', UNREAD),
-    ('<tool_call>{"name": "add", "arguments": {"a": 1},}</tool_call>', UNREAD),
-    (
-        '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
-        CallTools((ToolCall("add", {}),)),
-    ),
-    (
-        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
-        CallTools((ToolCall("", {}),)),
-    ),
     ("</tool_call>", Finish("</tool_call>")),
     ("just an answer ", Finish("just an answer")),
     ("", Finish("")),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.actions import Action, Ask, Heard, Observation, Reading, Say
+from agentgrpo.actions import Action, ModelReply, ModelRequest, Observation, Reading, Say
 from agentgrpo.config import (
     BranchConfig,
     EngineConfig,
@@ -73,7 +73,7 @@ class Asking(Tourist):
     """Has the engine say it."""
 
     def reply(self, said: str, *, satisfied: bool) -> Any:
-        return Ask(({"role": "user", "content": f"USER {self.city}: {said}"},))
+        return ModelRequest(({"role": "user", "content": f"USER {self.city}: {said}"},))
 
     def heard(self, text: str) -> str | None:
         return None if "bye" in text else text
@@ -303,9 +303,9 @@ class JudgeEpisode:
         self.closed = 0
 
     def step(self, action: Action) -> Observation:
-        if isinstance(action, Heard):
+        if isinstance(action, ModelReply):
             return Observation(f"verdict: {action.text}")
-        return Observation("", ask=Ask(({"role": "user", "content": "?"},)))
+        return Observation("", ask=ModelRequest(({"role": "user", "content": "?"},)))
 
     async def finish(self, answer: str | None) -> Mapping[str, float]:
         await asyncio.sleep(0)
@@ -323,9 +323,9 @@ def test_all_else_is_the_environments_own() -> None:
     episode = env.reset(TASK)
     assert (episode.environment, hasattr(episode, "recall")) == ("mine", False)
     assert episode.step(Say(ASK)).ask is not None
-    assert episode.step(Heard("hm")).text == "hm"
+    assert episode.step(ModelReply("hm")).text == "hm"
     assert episode.step(object()).ask is not None
-    assert episode.step(Heard("yes")).text == "verdict: yes"
+    assert episode.step(ModelReply("yes")).text == "verdict: yes"
     worlds = EpisodeRunner(1)
     assert worlds.finish(episode, None).result() == {"solved": 1.0}
     assert episode._episode.closed == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.actions import CallTools, Heard, Reading, Say, ToolCall
+from agentgrpo.actions import CallTools, ModelReply, Reading, Say, ToolCall
 from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.envs.copied import CopiedOnWrite, changed_records, copied_on_write
 from agentgrpo.envs.tau2 import Tau2Env, _upstream_call, tables_of
@@ -185,12 +185,12 @@ def test_the_engine_plays_the_customer_by_the_benchmarks_guidelines() -> None:
     assert "<scenario>\nInstructions:\n\tDomain: retail" in system["content"]
     assert [m["role"] for m in talk] == ["user", "assistant", "user"], "their roles are turned"
     assert talk[1]["content"] == task.messages[1]["content"]
-    told = episode.step(Heard("<think>Hm.</think>\nI am Yusuf."))
+    told = episode.step(ModelReply("<think>Hm.</think>\nI am Yusuf."))
     assert (told.text, told.done) == ("I am Yusuf.", False)
     again = episode.step(Say("And your zip code?")).ask
     assert again is not None
     assert again.messages[-2]["content"] == "I am Yusuf.", "without the thoughts"
-    assert episode.step(Heard("Thank you. ###STOP###")).done
+    assert episode.step(ModelReply("Thank you. ###STOP###")).done
     assert episode.finish(None) == {"solved": 0.0}
 
 

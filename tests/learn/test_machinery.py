@@ -20,7 +20,7 @@ from agentgrpo.engine.start import use_plain_weight
 from agentgrpo.kernels import products
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.optimizer import make_optimizer
-from agentgrpo.learn.policy import hollow
+from agentgrpo.learn.policy import init_on_meta
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.models.models import chat_of
 from agentgrpo.types import Group
@@ -134,7 +134,8 @@ def test_8_bit_moments_are_the_librarys(
 
     library: Any = SimpleNamespace(AdamW8bit=AdamW8bit)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(optim=library))
+    package = SimpleNamespace(optim=library, __spec__=object())
+    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", library)
     made = make_optimizer(
         LearnerConfig(optimizer="adamw_8bit", learning_rate=0.5, weight_decay=0.1),
@@ -144,7 +145,7 @@ def test_8_bit_moments_are_the_librarys(
     (group,) = made._adamw.param_groups
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(ValueError, match="adamw_8bit': the package bitsandbytes is not"):
+    with pytest.raises(ValueError, match=r"adamw_8bit': bitsandbytes\.optim does not import"):
         make_optimizer(LearnerConfig(optimizer="adamw_8bit"), [torch.zeros(3, requires_grad=True)])
 
 
@@ -184,12 +185,12 @@ def test_a_rehearsal_holds_what_the_optimizer_has_yet_to_take(
 
     monkeypatch.setattr(torch, "empty", noted)
     learner.step([])  # without a batch: it has taken nothing
-    learner.rehearse(20)
+    learner.dry_pass(20)
     learner.step(plan_updates(groups, run_config(DAPO), step=0))
-    learner.rehearse(20)
+    learner.dry_pass(20)
     assert held == [8 * sum(p.numel() for p in learner.policy.trained), 0, 0, 0]
     learner._optimizer.bytes_passing = 77  # and where it waits in host memory what comes of it
-    learner.rehearse(20)
+    learner.dry_pass(20)
     assert held[4:] == [0, 77]
 
 
@@ -197,11 +198,11 @@ def test_what_is_written_stops_where_what_was_read_does(tmp_path: Path, tiny_mod
     """Stop tokens that generation_config.json alone names are those of a resumed run too."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
-    assert hollow(folder, "float32").generation_config.eos_token_id == 2
+    assert init_on_meta(folder, "float32").generation_config.eos_token_id == 2
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     before = chat_of(str(folder)).stop_token_ids
     assert 7 in before
-    model = hollow(folder, "float32")
+    model = init_on_meta(folder, "float32")
     again = tmp_path / "again"
     shutil.copytree(tiny_model, again)
     model.generation_config.save_pretrained(again)
@@ -211,7 +212,7 @@ def test_what_is_written_stops_where_what_was_read_does(tmp_path: Path, tiny_mod
 def test_every_layer_of_both_sides_multiplies_by_the_same_products(
     make_learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the trained ones; frozen ones are packed by vLLM (Engine.pack_frozen)."""
+    """Of the trained ones; frozen ones are packed by vLLM (Engine.prepack_frozen_linears)."""
     monkeypatch.setattr(products, "by_onednn", lambda: True)
     monkeypatch.setattr(products, "_WORTH", 0)
     assert make_learner().describe()["products"] == "PyTorch's", "in float64"

@@ -46,7 +46,7 @@ OUR_DEFAULTS = {
 class Table:
     """A model that has an opinion on every token id, and none on what came before it."""
 
-    rows = None
+    unpacked_reason = None
 
     def __init__(self, seed: int) -> None:
         noise = torch.Generator().manual_seed(seed)

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.actions import Action, Ask, Heard, InfrastructureError, Observation, Reading, Say
+from agentgrpo.actions import (
+    Action,
+    InfrastructureError,
+    ModelReply,
+    ModelRequest,
+    Observation,
+    Reading,
+    Say,
+)
 from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import BranchConfig
 from agentgrpo.envs.customers import ModelUser, Talk
@@ -46,7 +54,7 @@ class ShopEpisode:
         self.shop.steps.append(action)
         if isinstance(action, Say):
             return self.talk.say(action.text, satisfied=False)
-        assert isinstance(action, Heard)
+        assert isinstance(action, ModelReply)
         told = self.talk.heard(action.text)
         return Observation(
             told.text, done=told.done, rewards={"polite": 0.5}, counts={"heard": 1.0}
@@ -155,7 +163,7 @@ def test_branches_repeat_what_was_heard_and_ask_nothing_again() -> None:
     assert child.parent == 0
     assert common(parent, child) == child.forked_at
     asked = sum("CUSTOMER" in str(engine.tokenizer.decode(r.prompt)) for r in engine.requests)
-    heard = [action for action in shop.steps if isinstance(action, Heard)]
+    heard = [action for action in shop.steps if isinstance(action, ModelReply)]
     assert len(heard) == asked + sum(h.text == "customer 1" for h in heard) - 1
     assert child.status is Status.COMPLETED
 
@@ -175,7 +183,7 @@ class Spoken:
     def __init__(self, replies: Any) -> None:
         self.replies, self.asked = iter(replies), []  # type: ignore[var-annotated]
 
-    def __call__(self, ask: Ask) -> str:
+    def __call__(self, ask: ModelRequest) -> str:
         said = next(self.replies)
         if isinstance(said, Exception):
             raise said
@@ -217,6 +225,6 @@ def test_the_engine_is_asked_for_the_weights_that_are_meant(model: Any) -> None:
 def test_thoughts_of_a_customer_are_not_said() -> None:
     user = ModelUser("S", "Hi.", temperature=0.0, max_tokens=5)
     asked = user.reply("Your name?", satisfied=False)
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, ModelRequest)
     assert user.heard("<think>\nshould I?\n</think>\n\nAl.") == "Al."
     assert user.heard("Bye ###TRANSFER###") is None

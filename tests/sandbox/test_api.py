@@ -28,7 +28,6 @@ from agentgrpo.sandbox import (
     SandboxPool,
     TimeoutException,
     api,
-    async_api,
 )
 from agentgrpo.sandbox.commands import CommandHandle
 from agentgrpo.sandbox.execution import CommandResult, ExecutionError
@@ -312,7 +311,7 @@ class TestFiles:
         assert sandbox.files.get_info("kept").mode == 0o500
 
     def test_times_that_no_calendar_has(self, sandbox: Sandbox) -> None:
-        for seconds, year in ((2**55, 9999), (-(2**55), 1)):
+        for seconds, year in ((2**55, 9999), (-(2**55), 1970)):
             code = f"open('t', 'w').close(); import os; os.utime('t', ({seconds}, {seconds}))"
             sandbox.run_code(code)
             if sandbox.run_code("int(os.stat('t').st_mtime)").text == str(seconds):
@@ -512,26 +511,6 @@ class TestLifecycle:
         with SandboxPool(min_idle=0, zygotes=1) as pool:
             asyncio.run(work(pool))
             assert within(lambda: pool.metrics()["live"] == 0)
-
-    def test_a_listener_of_a_loop_that_ended_holds_no_thread(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(async_api, "PATIENCE_S", 1)
-
-        async def hear(said: str) -> str:
-            await asyncio.sleep(1.2)
-            return said
-
-        loop = asyncio.new_event_loop()
-        told = async_api._waiters.submit(async_api._awaiting(loop, hear), "heard")
-        assert loop.run_until_complete(asyncio.wait_for(asyncio.wrap_future(told, loop=loop), 9.0))
-        told = async_api._waiters.submit(async_api._awaiting(loop, hear), "never")
-        try:
-            with pytest.raises(RuntimeError, match="loop ended"):
-                told.result(5.0)
-        finally:
-            loop.run_until_complete(asyncio.sleep(1.5))
-            loop.close()
 
     def test_async(self, pool: SandboxPool) -> None:
         async def work(i: int) -> str | None:

@@ -199,7 +199,7 @@ class Fuzz:
                 env=env))),
             (30, Session.cell, lambda: session.cell(code(), **self.some(
                 timeout_s=timeout, env=env, listener=a))),
-            (2, Session.offer, lambda: session.offer(a(HOST.begin()))),
+            (2, Session.attach_host_tools, lambda: session.attach_host_tools(a(HOST.begin()))),
             (40, Fuzz.forge, self.forge),
             (20, Session.ask, lambda: session.ask([a(b"[]", b"x" * 10**6)], timeout())),
             (20, Session.push, lambda: session.push(code(), timeout())),
@@ -257,7 +257,7 @@ def fuzz() -> Iterator[Fuzz]:
         playing.close()
 
 
-INTERNAL = {"begin", "expire", "end_for_memory", "end_for_time", "healthy", "seconds_left",
+INTERNAL = {"begin", "expire", "end_by", "healthy", "seconds_left",
             "cpu_seconds"}  # fmt: skip
 """Of Session, for the pool and the watchdog."""
 
