@@ -118,14 +118,14 @@ import resource
 from types import SimpleNamespace
 from agentgrpo.agents.tags import TagAgent
 from agentgrpo.envs.graded import program_in
-from agentgrpo.recipe.operators import NothingMade, _step_in
+from agentgrpo.recipe.operators import OperatorSkipped, _step_in
 from agentgrpo.rewards.answers import f1, last_number, only_number
 from agentgrpo.types import Task
 
 def step(text):
     try:
         _step_in(text, SimpleNamespace(trajectory=SimpleNamespace(turns=[])))
-    except NothingMade:
+    except OperatorSkipped:
         pass
 
 READERS = [
