@@ -21,7 +21,7 @@ from agentgrpo.models.liger import why_plain
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import newest_saved
 from agentgrpo.sandbox.doctor import Check
-from agentgrpo.stage import Stage, prompt_length
+from agentgrpo.stage import RunSetup, prompt_length
 from agentgrpo.types import Task
 
 NUM_LOOKED_AT = 256
@@ -29,29 +29,29 @@ NUM_LOOKED_AT = 256
 
 
 def plan(
-    config: TrainConfig, stage: Stage, lines: Iterable[Check], *, trained: bool = True,
+    config: TrainConfig, setup: RunSetup, lines: Iterable[Check], *, trained: bool = True,
     sampled: bool = True, saved: Sequence[str] = (checkpoint.SAVED,),
 ) -> str:  # fmt: skip
     """The plan of a run, as lines of `name  text`; what may not work is a WARNING with its remedy.
 
     Args:
         config: of the run.
-        stage: everything but the engine, checked.
+        setup: everything but the engine, checked.
         lines: what is played or trained on.
         trained: else it is only played.
         sampled: an engine is started.
         saved: patterns, below out_dir, of what the same command continues from; none: it does not.
     """
     jail = "not needed: the environment runs no code"
-    if stage.jail is not None:
-        jail = "{rung}, {memory_limit}, python {python}".format_map(stage.jail)
-    room = [*room_checks(config, stage.model, trained=trained, sampled=sampled)]
+    if setup.jail is not None:
+        jail = "{rung}, {memory_limit}, python {python}".format_map(setup.jail)
+    room = [*room_checks(config, setup.model, trained=trained, sampled=sampled)]
     require(room)
     checks = [
         *lines,
         said("sandbox", jail),
-        *_model(config, stage.model, trained=trained, sampled=sampled),
-        *(_learning(config, stage.model, sampled=sampled) if trained else ()),
+        *_model(config, setup.model, trained=trained, sampled=sampled),
+        *(_learning(config, setup.model, sampled=sampled) if trained else ()),
         *room,
     ]
     if saved:
@@ -71,9 +71,9 @@ def said(name: str, text: str) -> Check:
     return Check(name, ok=True, found=text)
 
 
-def of_training(config: TrainConfig, stage: Stage, tasks: Tasks) -> Iterator[Check]:
+def of_training(config: TrainConfig, setup: RunSetup, tasks: Tasks) -> Iterator[Check]:
     """The tasks of reinforcement learning, and one of its steps."""
-    yield from of_playing(config, stage, [*tasks.next(NUM_LOOKED_AT), *stage.heldout])
+    yield from of_playing(config, setup, [*tasks.next(NUM_LOOKED_AT), *setup.heldout])
     r = config.rollout
     played = r.tasks_per_step * r.group_size
     sampled = played * r.max_sampled_tokens
@@ -92,18 +92,18 @@ def of_steps(config: TrainConfig, resumed: Path | None) -> Check:
     return said("the run", f"{config.steps} steps, saved every {config.save_every}{more}")
 
 
-def of_playing(config: TrainConfig, stage: Stage, tasks: Sequence[Task]) -> Iterator[Check]:
+def of_playing(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task]) -> Iterator[Check]:
     """Tasks, their prompts measured, and the room for what is played of them.
 
     Nothing is measured for a program: what it asks, and in how many conversations, is its own.
     """
     r, kind = config.rollout, config.agent.kind
     turns = f"agent {kind}, up to {r.max_turns} turns of {r.max_turn_tokens} tokens"
-    yield said("data", f"{config.data.train}; {len(stage.heldout)} held-out tasks")
-    if isinstance(stage.agent, ProgramAgent):
+    yield said("data", f"{config.data.train}; {len(setup.heldout)} held-out tasks")
+    if isinstance(setup.agent, ProgramAgent):
         yield said("rollouts", f"{turns} in all")
         return
-    prompts = [prompt_length(stage.agent, stage.chat, task) for task in tasks]
+    prompts = [prompt_length(setup.agent, setup.chat, task) for task in tasks]
     longest = max(prompts)
     yield said("prompts", f"{min(prompts)} to {longest} tokens ({len(prompts)} looked at)")
     budget = r.max_turns * r.max_turn_tokens + (r.max_turns - 1) * r.max_observation_tokens

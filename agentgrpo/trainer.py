@@ -60,7 +60,8 @@ class Trainer:
     ) -> None:
         prepare_environment()
         names = [_name(function) for function in _several(reward_funcs)]
-        weights = [1.0] * len(names) if reward_weights is None else _several(reward_weights)
+        given = [1.0] * len(names) if reward_weights is None else _several(reward_weights)
+        weights = [float(weight) for weight in given]
         if len(weights) != len(names):
             raise ValueError(
                 f"reward_weights: expected {len(names)}, as many as reward_funcs, "

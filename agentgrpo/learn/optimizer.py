@@ -276,10 +276,11 @@ def _hand_over(to: weakref.ref[MasterAdamW], index: int, p: Tensor) -> None:
 
 def _clip(gradients: Sequence[Tensor], most: float) -> Tensor:
     """The norm of all of them together; above `most` they are scaled down to it, in place."""
-    shells = [gradient.detach() for gradient in gradients]
-    for shell, gradient in zip(shells, gradients, strict=True):
-        shell.grad = gradient  # where torch looks for it
-    return torch.nn.utils.clip_grad_norm_(shells, most)
+    norm: Tensor = torch.nn.utils.get_total_norm(gradients)
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_() has it
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return norm
 
 
 def _on_first_host(value: Any) -> Any:

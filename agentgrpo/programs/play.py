@@ -26,7 +26,7 @@ from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.launch import SHORT, Awaited, Launcher, Outcome, Running
 from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.session import UNENFORCED, SampleRequest, Session
-from agentgrpo.rollout.decoder import Decoder, SamplerStats, Watch
+from agentgrpo.rollout.decoder import Decoder, PlayCallback, SamplerStats
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
@@ -66,7 +66,7 @@ class ProgramSampler(AnySampler):
 
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
-        filters: Mapping[str, float], watch: Watch,
+        filters: Mapping[str, float], callback: PlayCallback,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
         if self._endpoint is None:
             self._endpoint = Endpoint()
@@ -82,7 +82,7 @@ class ProgramSampler(AnySampler):
             )  # fmt: skip
 
         worlds = EpisodeRunner(self._max_live, config.call_timeout_s)
-        played = Groups(self._env, config, group_size, watch)
+        played = Groups(self._env, config, group_size, callback)
         play = _Play(
             self._engine, self._launcher, played, worlds, endpoint, session, config,
             self._timeout_s, filters, self._max_live,

@@ -44,7 +44,7 @@ from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import locked, require_same_run, whole_checkpoint
 from agentgrpo.run.metrics import Head, RunLog
 from agentgrpo.run.records import read_rollout
-from agentgrpo.stage import set_stage
+from agentgrpo.stage import prepare_run
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:  # it imports torch, which a faulty config does without
@@ -282,11 +282,11 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
             undo.enter_context(locked(config.out_dir))
         require_same_run(config)
         resumed = whole_checkpoint(config)
-        stage = set_stage(config, model=str(resumed) if resumed else None)
-        undo.callback(stage.close)
-        require(room_checks(config, stage.model, trained=True, sampled=False), stage.progress.say)
+        setup = prepare_run(config, model=str(resumed) if resumed else None)
+        undo.callback(setup.close)
+        require(room_checks(config, setup.model, trained=True, sampled=False), setup.progress.say)
         limit = recipe.engine.max_model_len
-        examples = read_examples(path, sft, stage.chat, stage.agent, max_tokens=limit)
+        examples = read_examples(path, sft, setup.chat, setup.agent, max_tokens=limit)
         data = {"sft.data": f"{len(examples)} examples of {named(path)}"}
         require_same_work(recipe, "sft", SAVED, data=data, write=not args.dry_run)
         steps = steps_of(sft, len(examples))
@@ -297,10 +297,10 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
                 said("data", f"{len(examples)} examples, the longest has {longest} tokens"),
                 said("the run", f"{run}, saved every {config.save_every}"),
             ]
-            print(plan(config, stage, lines, sampled=False))  # noqa: T201
+            print(plan(config, setup, lines, sampled=False))  # noqa: T201
             return
-        learner = make_learner(stage.model, config, steps, adapter=stage.adapter)
-        log, say = RunLog(config.out_dir), stage.progress.say
+        learner = make_learner(setup.model, config, steps, adapter=setup.adapter)
+        log, say = RunLog(config.out_dir), setup.progress.say
         offsets: dict[str, Head] = {}
         if resumed is not None:
             offsets = learner.load_state(resumed / checkpoint.STATE)["log_offsets"]
@@ -315,7 +315,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
 
         def write(folder: Path) -> None:
             learner.policy.save(folder)
-            stage.chat.tokenizer.save_pretrained(folder)
+            setup.chat.tokenizer.save_pretrained(folder)
             learner.save_state(folder / checkpoint.STATE, log_offsets=log.offsets())
 
         begin()

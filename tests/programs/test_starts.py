@@ -22,7 +22,7 @@ import pytest
 from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.envs.base import Episode
 from agentgrpo.programs.launch import Awaited, Process, Sandboxed
-from agentgrpo.rollout.decoder import Watch
+from agentgrpo.rollout.decoder import PlayCallback
 from agentgrpo.types import Status
 from tests.playing import tasks
 from tests.programs.test_play import asking, played, sampler_of, turn
@@ -229,7 +229,7 @@ def test_what_closing_says_of_a_start_without_room_is_told(monkeypatch: pytest.M
 def test_more_tasks_come_while_programs_run_but_not_where_all_is_repeatable(
     deterministic: Any,
 ) -> None:
-    class More(Watch):
+    class More(PlayCallback):
         left = 2
 
         def more(self) -> Any:
@@ -237,7 +237,7 @@ def test_more_tasks_come_while_programs_run_but_not_where_all_is_repeatable(
             return (tasks(1), 7 + self.left) if self.left >= 0 else None
 
     groups, engine = played(
-        asking(asks), lambda *_: turn("x"), play={"watch": More()}, deterministic=deterministic
+        asking(asks), lambda *_: turn("x"), play={"callback": More()}, deterministic=deterministic
     )
     assert len(groups) == (1 if deterministic else 3)
     assert len({request.options["seed"] for request in engine.requests}) == len(groups)
