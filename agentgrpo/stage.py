@@ -20,7 +20,7 @@ from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
-from agentgrpo.data.tasks import RowTasks, Tasks, question_of
+from agentgrpo.data.tasks import RowTasks, Tasks, normalised_question
 from agentgrpo.engine.endpoints import make_endpoint
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.dialogue import DialogueEnv
@@ -109,8 +109,8 @@ class RunSetup:
         self.progress.say(f"data: {len(kept)} training tasks, {len(self.heldout)} held out")
         if tasks.left_out:
             self.progress.say(f"  {tasks.left_out} rows left out: they ask what is held out")
-        asked = {question_of(task) for task in self.heldout}
-        if again := sum(question_of(task) in asked for task in kept.rows):
+        asked = {normalised_question(task) for task in self.heldout}
+        if again := sum(normalised_question(task) in asked for task in kept.rows):
             self.progress.say(f"  {again} training tasks ask what a held-out one asks")
         return kept
 

@@ -295,15 +295,6 @@ def waited(value: Any, name: str, limit_s: float | None = None) -> Any:
 
     A coroutine function that an ordinary wrapper (functools.wraps) wraps looks like any other
     function: that it is one can only be seen by what it gives.
-
-    Args:
-        value: what it has given.
-        name: of the loop that runs it.
-        limit_s: as of within().
-
-    Raises:
-        RuntimeError: this is that loop's own thread, which cannot wait for itself.
-        CallTimeout: see within().
     """
     if not inspect.isawaitable(value):
         return value

@@ -144,7 +144,6 @@ def test_a_dry_run_measures_no_prompts_of_a_program(
     ("option", "wanted"),
     [
         ('command=["no-such-program"]', "agent.options.command: there is no program 'no-such-pr"),
-        ('command=["./no/such"]', "agent.options.command: there is no program './no/such'"),
         ("call=json:dumps", "agent.options.call: 'json:dumps' must be an async def function"),
         ("call=json:nosuch", "agent.options.call: "),
     ],

@@ -19,7 +19,7 @@ import numpy as np
 
 from agentgrpo.config.recipe import FlywheelConfig
 from agentgrpo.engine.endpoints import Endpoint
-from agentgrpo.measures.quality import question_of
+from agentgrpo.measures.quality import last_question
 from agentgrpo.recipe.trajectories import PlayedTurn, Trajectory, TrajectoryPlayer
 from agentgrpo.rewards.answers import accepted_answers
 from agentgrpo.types import Segment, Task
@@ -154,7 +154,7 @@ def reflection(context: OperatorContext, chosen: Candidate) -> Trajectory:
     number = _first_flaw(context, chosen)
     turns = chosen.trajectory.turns
     seen = _steps(turns[: number + 1])
-    question = question_of(chosen.task)
+    question = last_question(chosen.task)
     analysis = context.ask(context.reflector, ANALYSE.format(question=question, steps=seen))
     if not analysis.strip():
         raise OperatorSkipped("the reflector's analysis is empty")
@@ -228,7 +228,7 @@ def _step_in(reply: str, chosen: Candidate) -> int:
 
 
 def _prompt(template: str, chosen: Candidate) -> str:
-    fields = {"question": question_of(chosen.task), "steps": _steps(chosen.trajectory.turns)}
+    fields = {"question": last_question(chosen.task), "steps": _steps(chosen.trajectory.turns)}
     accepted = ""
     with contextlib.suppress(ValueError):  # it has none: the environment alone judges
         accepted = f"Accepted answers: {', '.join(accepted_answers(chosen.task))}\n"

@@ -31,7 +31,7 @@ from agentgrpo.measures.measures import (
     pass_hat_k,
     wilson,
 )
-from agentgrpo.measures.quality import conciseness, judged, quality_by, question_of
+from agentgrpo.measures.quality import conciseness, judged, last_question, quality_by
 from agentgrpo.measures.report import markdown, markdown_of_comparison, report, rows_of
 from agentgrpo.recipe.evaluate import main as evaluate_main
 from agentgrpo.recipe.evaluate import read_report, write_report
@@ -108,7 +108,7 @@ def test_what_punctuation_and_articles_tell_apart_is_not_the_same(
 def test_plain_numbers_are_compared_without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentgrpo.rewards.answers.compare", None)
     assert same_mathematics("1000.0", "1,000") == (True, True, True)
-    assert [math_equal(said, ["1000.0"]) for said in ("1,000", "1_000.", "1001")] == [1.0, 1.0, 0.0]
+    assert [math_equal(said, ["1000.0"]) for said in ("1,000", "1000.", "1001")] == [1.0, 1.0, 0.0]
 
 
 def test_what_was_too_much_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,8 +330,8 @@ def test_the_question_is_the_users_last_message() -> None:
         ("tool", "T"),
     ]
     messages = tuple({"role": role, "content": content} for role, content in said)
-    assert question_of(Task(id="t", messages=messages, spec={})) == "Last?"
-    assert question_of(Task(id="t", messages=(), spec={})) == ""
+    assert last_question(Task(id="t", messages=messages, spec={})) == "Last?"
+    assert last_question(Task(id="t", messages=(), spec={})) == ""
 
 
 @pytest.mark.parametrize("answer", [None, [], ["a", None]])
