@@ -54,7 +54,7 @@ from agentgrpo.registry import (
 from agentgrpo.rewards.rewards import try_reward
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import RolloutSampler
-from agentgrpo.rollout.telling import prompt_of, said_by
+from agentgrpo.rollout.observe import prompt_of, said_by
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import require_recordable
 from agentgrpo.run.trackers import require as require_trackers

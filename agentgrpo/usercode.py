@@ -162,12 +162,6 @@ def calling(
         del _calls[call]
 
 
-def call(called: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What a function of the user's gives; errors as of calling()."""
-    with calling(called):
-        return called(*args, **options)
-
-
 def name_of(called: Any) -> str:
     """What a function is called by: `Class.method`, `function`."""
     while isinstance(called, functools.partial):

@@ -389,7 +389,6 @@ def test_the_parts_are_closed_after_a_bug_too(monkeypatch: pytest.MonkeyPatch) -
             "error: unknown config key lerner",
         ),
         (["quickstart", "steps=0"], "error: config key steps: "),
-        (["quickstart", "data.heldout=nosuch.jsonl", "data.heldout_levels=[1,2]"], "nosuch.jsonl"),
     ],
 )
 def test_a_wrong_config_stops_with_one_line_before_any_model_is_loaded(

@@ -36,7 +36,7 @@ from agentgrpo.data.tasks import RowTasks, Tasks, digest_of, repr_of
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import kind_of
 from agentgrpo.measures.quality import Quality, quality_by
-from agentgrpo.plan import of_training, plan, said
+from agentgrpo.plan import line, of_training, plan
 from agentgrpo.recipe.pareto import contrast, select_groups
 from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
 from agentgrpo.run import checkpoint
@@ -252,7 +252,7 @@ def of_stages(recipe: RecipeConfig) -> Check:
     c = recipe.curriculum
     numbers = ", ".join(str(steps_of(recipe, stage, c.select)) for stage in range(c.stages))
     trained = f"{numbers} steps" if c.epochs is None else f"at most {numbers} steps"
-    return said(
+    return line(
         "stages",
         f"{c.stages}: {c.candidates} candidates x {c.group_size}, {trained}, saved every "
         f"{recipe.save_every}",

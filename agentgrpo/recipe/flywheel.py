@@ -43,7 +43,7 @@ from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.endpoints import Endpoint, EngineLoop, endpoint_of
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.measures.quality import Quality, quality_by
-from agentgrpo.plan import of_playing, plan, said
+from agentgrpo.plan import line, of_playing, plan
 from agentgrpo.recipe.operators import (
     FOR_RIGHT,
     FOR_WRONG,
@@ -309,7 +309,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
         if args.dry_run:
             c = recipe.flywheel
             work = f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"
-            lines = [*of_playing(recipe, setup, tasks), said("the work", work)]
+            lines = [*of_playing(recipe, setup, tasks), line("the work", work)]
             print(plan(recipe, setup, lines, trained=False, saved=SAVED))  # noqa: T201
             return
         player = start_engine(recipe, setup)

@@ -37,7 +37,7 @@ from agentgrpo.machine.footprint import room_checks
 from agentgrpo.machine.packages import require
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.models import SavedAdapter, named_base
-from agentgrpo.plan import plan, said
+from agentgrpo.plan import line, plan
 from agentgrpo.recipe.parts import command, require_same_work
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
@@ -294,8 +294,8 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
             longest = max(sum(len(s.token_ids) for s in part) for e in examples for part in e.rows)
             run = f"{sft.epochs} epochs: {steps} steps of {sft.batch_size}"
             lines = [
-                said("data", f"{len(examples)} examples, the longest has {longest} tokens"),
-                said("the run", f"{run}, saved every {config.save_every}"),
+                line("data", f"{len(examples)} examples, the longest has {longest} tokens"),
+                line("the run", f"{run}, saved every {config.save_every}"),
             ]
             print(plan(config, setup, lines, sampled=False))  # noqa: T201
             return

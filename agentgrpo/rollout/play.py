@@ -41,7 +41,7 @@ from agentgrpo.rollout.decoder import NO_CALLBACK, Decoder, PlayCallback
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import called, treatment_of
 from agentgrpo.rollout.live import QueuedRollout, RunningRollout
-from agentgrpo.rollout.telling import count, parsed, prompt_of, tell
+from agentgrpo.rollout.observe import append_observation, count, parsed, prompt_of
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import Completion, Group, Rollout, Status, Task, Treatment
 
@@ -462,7 +462,7 @@ class Play:
         """Tell the policy, and ask for its next turn."""
         started = time.perf_counter()
         with self._groups.users(index, self._agent.observe):
-            end = tell(
+            end = append_observation(
                 self._live[index], action, observation,
                 agent=self._agent, chat=self._chat, config=self._config,
             )  # fmt: skip

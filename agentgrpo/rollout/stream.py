@@ -1,4 +1,4 @@
-"""PlayCallback a policy's tokens as they are decoded: match, stop, put words in, go on.
+"""Watch a policy's tokens as they are decoded: match, stop, put words in, go on.
 
     class Mine:                                            # rollout.sampler = "module:Mine"
         def __init__(self, chat, config):                  # ChatTemplate, RolloutConfig

@@ -96,7 +96,7 @@ def count(live: RunningRollout, observation: Observation) -> None:
     ]
 
 
-def tell(
+def append_observation(
     live: RunningRollout, action: Action, observation: Observation, *,
     agent: Agent, chat: ChatTemplate, config: RolloutConfig,
 ) -> Status | None:  # fmt: skip
