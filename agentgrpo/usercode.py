@@ -162,12 +162,6 @@ def calling(
         del _calls[call]
 
 
-def call(called: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What a function of the user's gives; errors as of calling()."""
-    with calling(called):
-        return called(*args, **options)
-
-
 def name_of(called: Any) -> str:
     """What a function is called by: `Class.method`, `function`."""
     while isinstance(called, functools.partial):
@@ -295,15 +289,6 @@ def waited(value: Any, name: str, limit_s: float | None = None) -> Any:
 
     A coroutine function that an ordinary wrapper (functools.wraps) wraps looks like any other
     function: that it is one can only be seen by what it gives.
-
-    Args:
-        value: what it has given.
-        name: of the loop that runs it.
-        limit_s: as of within().
-
-    Raises:
-        RuntimeError: this is that loop's own thread, which cannot wait for itself.
-        CallTimeout: see within().
     """
     if not inspect.isawaitable(value):
         return value

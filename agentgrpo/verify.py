@@ -368,12 +368,7 @@ def step_faults(
 ) -> tuple[list[str], int]:
     """What is wrong with a step's packed batches, and how many loss terms they have.
 
-    Args:
-        groups: of the step, as recorded.
-        config: of the run.
-        step: counted from 0.
-        limit: largest difference in nats between the sampler and the learner before an update.
-        outliers: share of the tokens that may be further apart.
+    `limit` and `outliers` are those of Run.
     """
     faults: list[str] = []
     terms = 0
@@ -512,8 +507,7 @@ def _row_faults(
 def rejoin(group: Group) -> Iterator[tuple[int, str]]:
     """Give branches the very segments they share with their parents, which a record repeats.
 
-    Yields:
-        An index in the group and what is wrong with that branch's beginning.
+    Yields an index in the group and what is wrong with that branch's beginning.
     """
     for index, rollout in enumerate(group.rollouts):
         if rollout.parent is None:

@@ -216,14 +216,6 @@ def test_inside_trl(code: str, kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(*both, rtol=rtol, atol=atol)
 
 
-@of_page("docs/kernels.md", after="## Liger")
-def test_ligers_entries(code: str) -> None:
-    """They are there; tests/kernels/test_masked_grpo.py compares them with Liger's own code."""
-    names: dict[str, Any] = {}
-    exec(code, names)
-    assert {"LigerFusedLinearGRPOLoss", "triton_grpo_loss"} <= names.keys()
-
-
 @of_page("docs/kernels.md", after="## verl")
 def test_verls_tensors(code: str) -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])

@@ -22,8 +22,6 @@ from agentgrpo.extras import import_optional
 _EXACT = (torch.float32, torch.float64)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 """What the optimizers keep of each number of a parameter, by torch's names and bitsandbytes'."""
-PART_BYTES = 2**30
-"""Of an offloaded optimizer's state, as much passes through the card together."""
 
 
 class MasterAdamW:

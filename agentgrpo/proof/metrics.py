@@ -95,13 +95,8 @@ def learner_faults(
 ) -> Iterator[str]:  # fmt: skip
     """What the learner says that it made of a step, against what the rollouts say it made of them.
 
-    Args:
-        row: of metrics.jsonl.
-        groups: of the step.
-        step: counted from 0.
-        terms: loss terms that it was packed into.
-        config: of the run.
-        limit: largest difference of the probes' log-probabilities in nats.
+    `step` is counted from 0; `terms` are the loss terms that it was packed into;
+    `limit` is in nats, of the probes too.
     """
     loss, learner = config.loss, config.learner
     if learner.decay == "constant":

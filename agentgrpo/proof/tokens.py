@@ -20,10 +20,7 @@ def rollout_faults(
 ) -> Iterator[str]:
     """What is wrong with a rollout's tokens; nothing, if it is what the engine saw.
 
-    Args:
-        rollout: as recorded.
-        accounted: it says what the engine saw; else that is not looked at.
-        vocab_size: of the model; None: ids have no upper bound.
+    `accounted`: it says what the engine saw; else that is not looked at.
     """
     turns: dict[int, list[tuple[int, Turn]]] = {i: [] for i in range(len(rollout.rows))}
     for number, turn in enumerate(rollout.turns):

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 from agentgrpo.sandbox.api import Sandbox
-from agentgrpo.sandbox.commands import CommandHandle
+from agentgrpo.sandbox.commands import DEFAULT_TIMEOUT_S, CommandHandle
 from agentgrpo.sandbox.errors import InvalidArgumentException
 from agentgrpo.sandbox.execution import Execution
 from agentgrpo.sandbox.session import Session
@@ -75,12 +75,29 @@ def _kill_made(making: "Future[Sandbox]") -> None:
 class _Awaitable:
     """Files, commands, a command or a page: its methods, each to be awaited, and its attributes."""
 
-    def __init__(self, plain: object) -> None:
+    def __init__(self, plain: Any) -> None:
         self._plain = plain
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._plain, name)
         return functools.partial(_wait, found) if callable(found) else found
+
+
+class _AsyncCommands(_Awaitable):
+    async def run(
+        self, cmd: str, background: bool = False, *args: Any,
+        on_stdout: Any = None, on_stderr: Any = None, timeout: float | None = DEFAULT_TIMEOUT_S,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """As Commands.run(). Cancelled, it ends the command."""
+        handle = await _wait(self._plain.run, cmd, True, *args, **kwargs)
+        if background:
+            return handle
+        try:
+            return await handle.wait(on_stdout, on_stderr, timeout=timeout or None)
+        except asyncio.CancelledError:
+            _waiters.submit(handle._plain.kill)
+            raise
 
 
 class AsyncSandbox:
@@ -91,7 +108,7 @@ class AsyncSandbox:
             raise InvalidArgumentException("use `await AsyncSandbox.create()`")
         self._plain = plain
         self.files: Any = _Awaitable(plain.files)
-        self.commands: Any = _Awaitable(plain.commands)
+        self.commands: Any = _AsyncCommands(plain.commands)
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> Self:

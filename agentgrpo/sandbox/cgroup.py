@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentgrpo import _C
 from agentgrpo.sandbox.errors import printable
 
 OWNER = "agentgrpo-sandbox"
@@ -171,7 +170,8 @@ class ControlGroup:
         Raises:
             OSError: they cannot be read.
         """
-        return _C.sandbox_group_counts(self._events, self._count)
+        killed = os.pread(self._events, 512, 0).partition(b"\noom_kill ")[2].split(b"\n", 1)[0]
+        return int(killed or 0), int(os.pread(self._count, 32, 0))
 
     def cpu_s(self) -> float | None:
         """CPU seconds of all that ever ran in it; None where the kernel does not tell."""

@@ -131,24 +131,6 @@ class Commands(ProcessBound):
             CommandExitException, TimeoutException: as CommandHandle.wait().
             NotSupportedException: another user is asked for; a session has one.
         """
-        handle = self.start(cmd, envs=envs, user=user, cwd=cwd, stdin=stdin)
-        if background:
-            return handle
-        try:
-            return handle.wait(on_stdout, on_stderr, timeout=timeout or None)
-        finally:
-            self.list()
-
-    def start(
-        self,
-        cmd: str,
-        *,
-        envs: Mapping[str, str] | None = None,
-        user: str | None = None,
-        cwd: str | None = None,
-        stdin: bool = False,
-    ) -> CommandHandle:
-        """Start cmd and return at once."""
         if user not in (None, "user"):
             raise NotSupportedException(f"user {user!r}: a session has one user")
         check_environment("envs", envs or {})
@@ -166,7 +148,13 @@ class Commands(ProcessBound):
         info = ProcessInfo(program.pid, cmd, directory)
         with self._lock:
             self._running[program] = info
-        return CommandHandle(program, info)
+        handle = CommandHandle(program, info)
+        if background:
+            return handle
+        try:
+            return handle.wait(on_stdout, on_stderr, timeout=timeout or None)
+        finally:
+            self.list()
 
     def list(self) -> list[ProcessInfo]:
         """The commands that have not ended."""

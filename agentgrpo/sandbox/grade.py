@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.boundary import as_bytes, public
@@ -85,7 +86,7 @@ def _check_output(
         places = sandbox._session.places
         python = [places.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
         command, path = f"exec {shlex.join(python)}", os.pathsep.join(places.site_dirs)
-        started = sandbox.commands.start(command, envs={"PYTHONPATH": path}, stdin=True)
+        started: Any = sandbox.commands.run(command, True, {"PYTHONPATH": path}, stdin=True)
         clock = _Clock(timeout_s, sandbox._session)
         started.program.offer_stdin(as_bytes(stdin))
         verdict = _judge_program(started.program, expected, clock)

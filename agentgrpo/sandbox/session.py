@@ -287,7 +287,7 @@ class Session(ProcessBound):
             if self.host is None or fields[0] not in CALLING:
                 result = self._interpret(run_step(arguments))
             else:
-                result = self._run_in_parts(HostCallStep(self, self.host, arguments, self.limits))
+                result = self._run_in_parts(HostCallStep(self, self.host, arguments))
         except BaseException:  # a signal's handler (Ctrl-C): nobody waits for the code any more
             self._end(StepStatus.EXIT, "the host stopped waiting for a step")
             raise

@@ -212,7 +212,7 @@ class Zygote:
             json.dump({"stage": stage, "binds": staged, "argv": argv, "env": env}, file)
         launcher = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest", "launch.py")
         binds = [Bind(os.path.join(stage, str(i)), bind.target) for i, bind in enumerate(binds)]
-        return [sys.executable, "-I", "-S", "-B", launcher, str(_C.__file__), plan], binds
+        return [sys.executable, "-I", "-S", "-B", launcher, plan], binds
 
     def _greet(self, settings: dict[str, Any]) -> str:
         try:

@@ -26,11 +26,7 @@ SCRIPTS = (
 
 
 def make_page(runs: Sequence[RunData]) -> str:
-    """The page of one run or several.
-
-    Raises:
-        ValueError: none.
-    """
+    """The page of one run or several."""
     if not runs:
         raise ValueError("expected at least one run, got none")
     assets = resources.files("agentgrpo.view") / "assets"

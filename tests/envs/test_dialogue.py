@@ -25,7 +25,7 @@ from agentgrpo.rewards.trl import conversation
 from agentgrpo.rewards.view import RolloutView
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.sandbox import SandboxPool
-from agentgrpo.stage import set_stage
+from agentgrpo.stage import prepare_run
 from agentgrpo.types import Status
 from tests.playing import (
     CHAT,
@@ -383,7 +383,7 @@ def test_rows_that_do_not_say_what_their_user_says_are_refused_before_a_model_is
     made = made.model_copy(update={"model": str(tiny_model), "engine": engine})
     said = r"env\.user\.column 'user': .*rows\.jsonl:1' says.* got 3"
     with pytest.raises(ValueError, match=said):
-        set_stage(made).training_tasks(made)
+        prepare_run(made).training_tasks(made)
 
 
 @pytest.mark.parametrize("given", [None, ["a", 4]])

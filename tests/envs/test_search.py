@@ -372,7 +372,7 @@ def config(port: int, **options: Any) -> TrainConfig:
 
 
 def made(config: TrainConfig) -> Any:
-    """The environment that set_stage() makes of a config."""
+    """The environment that prepare_run() makes of a config."""
     return make_env(config, None, models_of(config, None, trained=True))
 
 

@@ -234,30 +234,6 @@ def test_the_name_of_a_tool_is_that_of_its_call() -> None:
     assert (read[2].name, read[2].content) == ("f", "3")
 
 
-def test_what_a_conversation_says_is_compared_once_a_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """For its prompt, which is made on another thread where that takes long; not at its answer."""
-    read = []
-
-    def counted(text: str) -> Any:
-        read.append(text)
-        return json_key(text)
-
-    monkeypatch.setattr("agentgrpo.programs.messages.json_key", counted)
-    calls = [Message("assistant", calls=(Call(f"c{n}", "f", f"[{n}]"),)) for n in range(9)]
-    results = [Message("tool", "x", call_id=f"c{n}") for n in range(9)]
-    asked = [Message("user", "Q"), *(m for pair in zip(calls, results, strict=True) for m in pair)]
-    talk = Conversations(CHAT)
-    prompt = talk.prompt(asked, TOOLS[1])
-    before = len(read)
-    ids = np.array([5, CHAT.end_of_turn_id], np.int32)
-    row = talk.answered(prompt, completed(prompt.token_ids, ids), 2)
-    talk.said(prompt, row, Message("assistant", calls=(Call("new", "f", "[99]"),)))
-    assert before == len(calls)
-    assert read[before:] == ["[99]"]
-
-
 def test_a_large_message_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even another one's key, which is read on the endpoint's own loop."""
     entered, read = threading.Event(), threading.Event()

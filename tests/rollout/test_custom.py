@@ -150,7 +150,7 @@ def nan_in_another_row(r: Rollout) -> None:
         (nan, "log-probability is nan or infinite"),
         (nan_in_another_row, "log-probability is nan or infinite"),
         (lambda r: r.closed_rows.append([]), "must begin with a prompt"),
-        (lambda r: r.rewards.update(taste=np.nan), "its reward 'taste' is nan"),
+        (lambda r: r.rewards.update(taste=np.nan), "expected {name: finite number}, got {'taste'"),
         (
             lambda r: r.stats.update(seen=None),
             r"expected {name: finite number}, got {'seen': None}",

@@ -504,7 +504,11 @@ class TestLifecycle:
                 for code in ("x = 1\nimport time; time.sleep(100)", "while True: pass"):
                     with pytest.raises(TimeoutError):
                         await asyncio.wait_for(sandbox.run_code(code, timeout=100), 0.5)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(sandbox.commands.run("sleep 100", timeout=0), 0.5)
                 began = time.monotonic()
+                while await sandbox.commands.list():
+                    await asyncio.sleep(0.05)
                 assert (await sandbox.run_code("x")).text == "1"
                 assert time.monotonic() - began < 30
 

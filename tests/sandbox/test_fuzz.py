@@ -169,8 +169,8 @@ class Fuzz:
             (1, Files.close, files.close),
             (4, Commands.run, lambda: commands.run(a(*COMMANDS), timeout=a(0.05), **self.some(
                 **{**cmd, **listeners, "background": a}))),
-            (6, Commands.start, lambda: self.handles.append(
-                commands.start(a(*COMMANDS), **self.some(**cmd)))),
+            (6, Commands.run, lambda: self.handles.append(
+                commands.run(a(*COMMANDS), background=True, **self.some(**cmd)))),
             (9, Commands.list, commands.list),
             (9, Commands.kill, lambda: commands.kill(a(3, 4))),
             (9, Commands.send_stdin, lambda: commands.send_stdin(a(3, 4), a("x"))),

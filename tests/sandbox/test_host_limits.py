@@ -70,7 +70,7 @@ def test_a_step_whose_time_ends_in_a_call_has_timed_out_however_it_goes_on(
             assert session.host is not None
             none: Any = ()
             arguments = StepArguments(none, none, b"", 1, limit, 0.3, 9, 9, 9, None)
-            step = HostCallStep(session, session.host, arguments, session.limits)
+            step = HostCallStep(session, session.host, arguments)
 
             def part(number: int, *fields: bytes) -> RawStep:
                 told = encode(number, [*fields])[4:]
