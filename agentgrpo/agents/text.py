@@ -20,7 +20,6 @@ from agentgrpo.actions import (
     Observation,
     Say,
     Schema,
-    answer_in,
 )
 from agentgrpo.types import Task
 
@@ -41,6 +40,20 @@ Shots = Sequence[Sequence[ExampleMessage]]
 THOUGHTS = re.compile(r"\A\s*<think>.*?</think>|\A.*?</think>(?!['\")\]]|`(?!``))", re.DOTALL)
 """What a turn begins with and says to nobody; its beginning may be the template's. A program that
 has the tag in a text of its own is none."""
+
+
+def answer_in(text: str, prefix: str) -> str | None:
+    """What follows the prefix, stripped; None if it is not there. A tag ends at its end tag.
+
+    >>> answer_in("so Answer: 4", "Answer:"), answer_in("<answer>4</answer>.", "<answer>")
+    ('4', '4')
+    >>> answer_in(" all of it ", ""), answer_in("4", "Answer:")
+    ('all of it', None)
+    """
+    _, found, answer = text.partition(prefix) if prefix else ("", "all", text)
+    if prefix.startswith("<") and prefix.endswith(">"):
+        answer = answer.partition(f"</{prefix[1:]}")[0]
+    return answer.strip() if found else None
 
 
 @dataclass(kw_only=True, eq=False)
