@@ -1,7 +1,7 @@
 """A simulated user beside any environment: what the policy says is answered, what it does is done.
 
-`env.user` puts one there. The environment then `talks`: agents say to the user what is neither an
-action nor an answer (Say), and the user's reply is a chat message of the role user.
+`env.user` puts one there. The environment has a user then: agents say to them what is neither an
+action nor an answer (Say), and their reply is a chat message of the role user.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from agentgrpo.actions import Action, ModelReply, Observation, Say
 from agentgrpo.envs.base import AnyEpisode, Environment
-from agentgrpo.envs.customers import Customers, ScriptedUser, Talk, User
+from agentgrpo.envs.customers import ScriptedUser, User, UserDialogue, UserSimulators
 from agentgrpo.envs.runner import checked_episode
 from agentgrpo.types import Task
 
@@ -36,11 +36,12 @@ class DialogueEnv:
         max_replies: of a rollout. What is said after that ends it.
     """
 
-    talks = True
+    has_user = True
 
     def __init__(
-        self, inner: Environment, users: Customers, mode: str, column: str | None, max_replies: int
-    ) -> None:
+        self, inner: Environment, users: UserSimulators, mode: str, column: str | None,
+        max_replies: int,
+    ) -> None:  # fmt: skip
         self.inner, self.max_replies = inner, max_replies
         self._users, self._mode, self._column = users, mode, column
 
@@ -81,7 +82,7 @@ class _Dialogue:
 
     def __init__(self, episode: AnyEpisode, user: User, max_replies: int) -> None:
         self._episode: Any = episode
-        self._talk, self._left = Talk(user), max_replies
+        self._talk, self._left = UserDialogue(user), max_replies
         self._said: Say | None = None
         """What the user is yet to answer."""
 
@@ -102,7 +103,7 @@ class _Dialogue:
             told = self._talk.say(action.text, satisfied=False)
         else:
             assert isinstance(action, ModelReply)
-            told = self._talk.heard(action.text)
+            told = self._talk.on_reply(action.text)
         if told.ask is not None:
             return told
         said, self._said = self._said, None

@@ -31,13 +31,14 @@ from agentgrpo.rewards.answers import (
     words,
 )
 from agentgrpo.rewards.view import RolloutView
-from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task, named_numbers
+from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 from agentgrpo.usercode import (
     UserCodeError,
     WrongResult,
     calling,
     event_loop,
     name_of,
+    named_numbers,
     within,
 )
 

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import os
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,6 @@ TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
 HOST_LEAF = "agentgrpo-host"
 V2_CONTROLLERS = ("memory", "pids")
 CPU_PERIOD_US = 100_000
-STALE_S = 0.2
-"""How long the next owner waits for what a killed one has left to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,12 +390,6 @@ def stale_of(parent: Path) -> Iterator[Path]:
 
 
 def remove_stale(parent: Path) -> None:
-    """Remove the groups of owners that no longer run. Their sessions end with them, which takes the
-    kernel a moment.
-    """
-    deadline = time.monotonic() + STALE_S
-    while (left := list(stale_of(parent))) and time.monotonic() < deadline:
-        for path in left:
-            _remove_tree(path)
-        if any(map(os.path.exists, left)):
-            time.sleep(0.01)
+    """Remove the groups of owners that no longer run, once their sessions have ended with them."""
+    for path in stale_of(parent):
+        _remove_tree(path)

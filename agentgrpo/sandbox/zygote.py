@@ -161,9 +161,7 @@ class Zygote:
                 (os.POSIX_SPAWN_DUP2, guest_fd, HOST_FD),
             ]
             defaults = [signal.SIGINT, signal.SIGPIPE]
-            return os.posix_spawn(
-                argv[0], argv, env, file_actions=actions, setsigdef=defaults, **_ordinary()
-            )
+            return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsigdef=defaults)
 
     def _config(self, binds: list[Bind]) -> str:
         return jail_config(
@@ -324,14 +322,6 @@ def _end_with(lifeline: IO[bytes], pid: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, pid)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-def _ordinary() -> dict[str, Any]:
-    """For posix_spawn: a trainer's realtime priority is not passed on, sessions would stop the
-    machine with it (and the kernel refuses them a control group).
-    """
-    realtime = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK in (os.SCHED_FIFO, os.SCHED_RR)
-    return {"scheduler": (os.SCHED_OTHER, os.sched_param(0))} if realtime else {}
 
 
 def remove_stale_scratch() -> None:

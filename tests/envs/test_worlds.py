@@ -79,7 +79,7 @@ def test_seeds_make_tasks_and_splits_share_none() -> None:
     assert not {t.spec["seed"] for t in train} & {t.spec["seed"] for t in heldout}
     assert len({t.messages[0]["content"] for t in train}) > 1
     by_word = lake(act_by="reply")
-    assert (by_word.talks, by_word.tools(train[0])) == (True, ())
+    assert (by_word.has_user, by_word.tools(train[0])) == (True, ())
     episode = by_word.reset(by_word.tasks("train")[0])
     assert not episode.step(Say(" Down ")).failed
     episode.close()
