@@ -46,12 +46,7 @@ def places(template: Template, home: str = "") -> Places:
 
 
 def readable_paths(template: Template) -> list[str]:
-    """What sessions may read and execute.
-
-    Raises:
-        SandboxUnavailable: their users may not enter a directory above a mount, which has to be
-            where it is.
-    """
+    """What sessions may read and execute."""
     own = [reachable(path, UNUSED) for path in template.interpreter_paths]
     own += map(reachable, (*template.site_dirs, GUEST, str(_C.__file__)))
     for mount in template.mounts:
@@ -64,11 +59,7 @@ def readable_paths(template: Template) -> list[str]:
 
 
 def command(template: Template, scratch: str) -> list[str]:
-    """The zygote's command line.
-
-    Raises:
-        SandboxUnavailable: nothing would keep sessions from this user's files and processes.
-    """
+    """The zygote's command line."""
     if os.geteuid() != 0 and _C.sandbox_landlock_version() == 0:
         raise SandboxUnavailable(
             "this kernel has no Landlock, and this user is not root: sessions could read and "

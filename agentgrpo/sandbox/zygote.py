@@ -239,9 +239,6 @@ class Zygote:
         """Start a session, in a control group if there is one; its interpreter is about to run.
 
         Returns its descriptors, and what to call when it is over.
-
-        Raises:
-            SandboxInfraError: the zygote is gone, or a step of the setup failed.
         """
         number, uid, home = next(self._numbers), self._next_uid(), ""
         if self.rung is Rung.BARE:
