@@ -30,16 +30,15 @@ UNUSED = ("site-packages", "dist-packages", "test", "config-*", "*.a")
 _copying, _copies = threading.Lock(), set[str]()
 
 
-def places(template: Template, home: str = "") -> Places:
-    """Where a session with that home finds things."""
+def places(template: Template) -> Places:
+    """Where sessions find things; each has a home of its own."""
     interpreter = reachable(template.interpreter)
     is_copy = interpreter != template.interpreter
     return Places(
         interpreter,
         tuple(map(reachable, template.site_dirs)),
         reachable(GUEST),
-        home,
-        tmp=home,
+        home="",
         own_root=False,
         libraries=str(Path(interpreter).parents[1] / "lib") if is_copy else "",
     )
