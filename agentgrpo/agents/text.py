@@ -61,7 +61,7 @@ class TextAgent:
     """What every shipped agent begins with: a prompt and worked examples, no tools, no prefill.
 
     Args:
-        env: what it acts in. If that `talks`, it answers what is said.
+        env: what it acts in. If that has a user, it answers what is said.
         system_prompt: what the policy is told first; "" is nothing, None what the agent says of
             itself.
         shots: worked examples, each a list of messages, shown before the task.
@@ -77,15 +77,15 @@ class TextAgent:
     shots: Shots = ()
 
     @property
-    def talks(self) -> bool:
+    def has_user(self) -> bool:
         """Whether there is a user to talk with."""
-        return bool(getattr(self.env, "talks", False))
+        return bool(getattr(self.env, "has_user", False))
 
     def talk(self, *acts: str) -> str:
         """What the prompt says of the user, if there is one; `acts` are for somebody else."""
         without = " or ".join(filter(None, acts))
         said = f" What you write without {without} is said to the user, who may reply."
-        return said if self.talks else ""
+        return said if self.has_user else ""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ class TextAgent:
         >>> TextAgent().said("4", "4")
         Finish(answer='4')
         """
-        if not self.talks:
+        if not self.has_user:
             return Finish(answer)
         return Say(THOUGHTS.sub("", text, count=1).strip(), answer)
 
