@@ -6,8 +6,6 @@ action nor an answer (Say), and their reply is a chat message of the role user.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -15,8 +13,9 @@ from typing import Any, cast
 from agentgrpo.actions import Action, ModelReply, Observation, Say
 from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.customers import ScriptedUser, User, UserDialogue, UserSimulators
-from agentgrpo.envs.runner import checked_episode
+from agentgrpo.envs.runner import LOOP, checked_episode
 from agentgrpo.types import Task
+from agentgrpo.usercode import waited
 
 PERSON = (
     "You are a person who talks with an assistant about a request of yours. Say one line at a "
@@ -72,13 +71,11 @@ class DialogueEnv:
         """An episode of the environment's, with a user of its own."""
         user = self.user_of(task)
         episode = checked_episode(self.inner.reset(task))
-        waits = inspect.iscoroutinefunction(episode.step)
-        kind = AsyncDialogueEpisode if waits else DialogueEpisode
-        return cast(AnyEpisode, kind(episode, user, self.max_replies))
+        return cast(AnyEpisode, DialogueEpisode(episode, user, self.max_replies))
 
 
-class _Dialogue:
-    """What both kinds of episode share; what is not here is the environment's episode's."""
+class DialogueEpisode:
+    """An episode and its user; what is not here is the environment's episode's."""
 
     def __init__(self, episode: AnyEpisode, user: User, max_replies: int) -> None:
         self._episode: Any = episode
@@ -113,22 +110,8 @@ class _Dialogue:
         self._left -= 1
         return told
 
-
-class DialogueEpisode(_Dialogue):
-    """Beside an episode that blocks."""
-
     def step(self, action: Action) -> Observation:
         """Say it to the user, or carry it out."""
         if self._is_users(action):
             return self._answered(action)
-        return cast(Observation, self._episode.step(action))
-
-
-class AsyncDialogueEpisode(_Dialogue):
-    """Beside an asynchronous episode; a user may block."""
-
-    async def step(self, action: Action) -> Observation:
-        """Say it to the user, or carry it out."""
-        if self._is_users(action):
-            return await asyncio.to_thread(self._answered, action)
-        return cast(Observation, await self._episode.step(action))
+        return cast(Observation, waited(self._episode.step(action), LOOP))

@@ -44,7 +44,7 @@ from tests.test_registry import config
 HEARD: list[str] = []
 
 
-def weather(city: str) -> str:
+async def weather(city: str) -> str:
     """The weather in a city, now."""
     if city != "Seattle, WA":
         raise LookupError(f"no such place: {city!r}")
@@ -127,9 +127,9 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 class Station:
     """As TRL's environment_factory."""
 
-    def weather(self, city: str) -> str:
+    async def weather(self, city: str) -> str:
         """The weather in a city, now."""
-        return weather(city)
+        return await weather(city)
 
 
 def read_call(text: str, tools: Any) -> Reading:
