@@ -35,9 +35,9 @@ from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task, named
 from agentgrpo.usercode import (
     UserCodeError,
     WrongResult,
-    calling,
     event_loop,
     name_of,
+    user_call,
     within,
 )
 
@@ -104,12 +104,12 @@ async def ask(
 ) -> Made:  # fmt: skip
     """What a reward function, a coroutine or not, says of a rollout, or of a group."""
     what = what or f"the reward {name_of(function)}"
-    with calling(function, what, task=task, rollout=index, limit_s=limit_s):
+    with user_call(function, what, task=task, rollout=index, limit_s=limit_s):
         value = function()
         if not inspect.isawaitable(value):
             return read(value)
     longest = limit_s and 2 * limit_s  # of one that keeps the loop for itself
-    with calling(function, what, task=task, rollout=index, limit_s=longest):
+    with user_call(function, what, task=task, rollout=index, limit_s=longest):
         return read(await within(limit_s, value))
 
 
