@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -228,10 +228,7 @@ def with_costs(reward: Reward, config: RewardConfig) -> Reward:
     if not any(rates.values()):
         return reward
 
-    @functools.wraps(reward)
-    async def costed(rollout: Rollout) -> dict[str, float]:
-        parts = reward(rollout)
-        given = _given(await parts if inspect.isawaitable(parts) else parts)
+    def with_cost(given: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
         used = rollout.stats.get
         spent = {
             "tool_cost": rollout.num_calls,
@@ -243,6 +240,14 @@ def with_costs(reward: Reward, config: RewardConfig) -> Reward:
             part: rollout.weighted(part, rate, -spent[part]) for part, rate in rates.items() if rate
         }
         return {**given, **costs}
+
+    @functools.wraps(reward)
+    def costed(rollout: Rollout) -> Any:
+        parts = reward(rollout)
+        return later(parts, rollout) if inspect.isawaitable(parts) else with_cost(parts, rollout)
+
+    async def later(parts: Any, rollout: Rollout) -> dict[str, float]:
+        return with_cost(await parts, rollout)
 
     return costed
 
