@@ -132,10 +132,12 @@ raise_loopback(const struct session_spec *spec)
         refuse(spec, SANDBOX_SETUP_NETWORK);
     }
     close(fd);
-    /* What a socket holds is counted as these at most (watchdog.py). Not where a container runtime
-     * shows /proc/sys read-only. */
-    write_file("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992");
-    write_file("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992");
+    if (spec->cgroups[0] < 0) {
+        /* What a socket holds is counted as these at most (watchdog.py). Not where a container
+         * runtime shows /proc/sys read-only. */
+        write_file("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992");
+        write_file("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992");
+    }
 }
 
 static void

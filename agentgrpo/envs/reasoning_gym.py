@@ -19,6 +19,7 @@ from agentgrpo.envs.graded import GradingPool, partial_credit
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, as_infra_error
 from agentgrpo.extras import import_optional
 from agentgrpo.sandbox import HostTools, SandboxPool, StepStatus
+from agentgrpo.sandbox.grade import VerdictClock
 from agentgrpo.sandbox.guest.exchange import decode, encode
 from agentgrpo.types import Task
 
@@ -42,7 +43,8 @@ class ReasoningGymEnv(PythonEnv):
         size: tasks of a split.
         config: further arguments of reasoning_gym.create_dataset, besides size and seed.
         seed: of the training tasks; held-out ones have another.
-        verify_timeout_s: wall-clock seconds of judging an answer; one that takes longer is wrong.
+        verify_timeout_s: seconds of a processor for judging an answer, or five times as many by
+            the wall; one that takes longer is wrong.
         host_tools: as for PythonEnv.
 
     Raises:
@@ -125,7 +127,9 @@ class ReasoningGymEnv(PythonEnv):
         options, index = self._options[task.spec["split"]], task.spec["index"]
         asked = f"judge({self._name!r}, {options!r}, {index!r}, {answer!r})"
         with as_infra_error(), self.graders.places, self.graders.pool().acquire() as session:
-            told = session.step(asked, self._timeout_s)
+            clock = VerdictClock(self._timeout_s, session)
+            with clock.running():
+                told = session.step(asked, clock.seconds())
         failed = told.error is not None and told.error.name != "CodeTooLong"
         if told.status is StepStatus.INFRA_ERROR or (failed and told.status is StepStatus.ERROR):
             raise InfrastructureError(f"the verifier did not run: {told.detail} {told.error}")

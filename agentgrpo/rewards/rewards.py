@@ -31,12 +31,13 @@ from agentgrpo.rewards.answers import (
     words,
 )
 from agentgrpo.rewards.view import RolloutView
-from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task, named_numbers
+from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 from agentgrpo.usercode import (
     UserCodeError,
     WrongResult,
     event_loop,
     name_of,
+    named_numbers,
     user_call,
     within,
 )

@@ -43,8 +43,15 @@ from agentgrpo.rewards.efficiency import add_efficiency, decay
 from agentgrpo.rewards.rewards import Reward, ask, score_async
 from agentgrpo.rewards.trl import is_trl_form, require_columns, values_of_group
 from agentgrpo.rewards.view import BUILT_IN, Decode, RolloutView
-from agentgrpo.types import Group, Rollout, SpanReward, Status, Task, as_number
-from agentgrpo.usercode import UserCodeError, WrongResult, describe_error, event_loop, user_call
+from agentgrpo.types import Group, Rollout, SpanReward, Status, Task
+from agentgrpo.usercode import (
+    UserCodeError,
+    WrongResult,
+    as_number,
+    describe_error,
+    event_loop,
+    user_call,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,11 +51,7 @@ def pid_of(pidfd: int) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process; none if it has ended.
-
-    Raises:
-        OSError: no descriptors are left to look.
-    """
+    """The children of a process; none if it has ended."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -64,11 +60,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def process_tree(root: int) -> list[int]:
-    """A process and all its descendants. Orphans of a session are its init's children.
-
-    Raises:
-        OSError: no descriptors are left to look.
-    """
+    """A process and all its descendants. Orphans of a session are its init's children."""
     found = [root]
     for pid in found:
         found += children_of(pid)
@@ -127,11 +119,7 @@ class Owned:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[Self]:
-        """borrow() and give_back().
-
-        Raises:
-            SandboxNotFoundException: they are closed.
-        """
+        """borrow() and give_back()."""
         if not self.borrow():
             raise SandboxNotFoundException("it is over and was closed")
         try:
@@ -227,14 +215,6 @@ class Root(Owned):
 
     It holds the session's mount namespace: without, its mounts would be gone with its last process,
     and names would lead to what lay beneath them, which other sessions have lain upon as well.
-
-    Args:
-        channels: of the session, borrowed by the caller.
-        pid: of its interpreter.
-
-    Raises:
-        SandboxNotFoundException: the session is over.
-        SandboxInfraError: the machine has failed, and ended it.
     """
 
     __slots__ = ("_keeper", "_pidfd", "directory", "owner", "places")
@@ -268,11 +248,7 @@ class Root(Owned):
         super().__init__(self._pidfd, self.directory, *held)
 
     def path_of(self, name: str) -> str:
-        """A name of a file as the session's code finds it; a relative one starts at its home.
-
-        Raises:
-            NotSupportedException: it lies in no directory of the session's.
-        """
+        """A name of a file as the session's code finds it; a relative one starts at its home."""
         places = self.places
         if not places.own_root and Path(name).is_relative_to(HOME):
             name = os.path.relpath(name, HOME)
@@ -299,15 +275,7 @@ class Root(Owned):
 
 
 class Ends:
-    """Both ends of the pipes and the status socket of a process to be; closes what is not taken.
-
-    Args:
-        owner: user id that the output pipes are given to, so that the code may open /dev/stdout;
-            None leaves them.
-
-    Raises:
-        SandboxInfraError: out of descriptors.
-    """
+    """Both ends of the pipes and the status socket of a process to be; closes what is not taken."""
 
     def __init__(self, owner: int | None = None) -> None:
         self._owner = owner
@@ -363,16 +331,7 @@ class Ends:
 
 
 def await_ready(status: socket.socket, num_fds: int) -> list[int]:
-    """The pidfds of PID 1 and PID 2, or of one program, once init has started them.
-
-    Args:
-        status: our end.
-        num_fds: how many there are to be.
-
-    Raises:
-        SetupFailed: at the step it names.
-        NoReport: not a word came.
-    """
+    """The pidfds of PID 1 and PID 2, or of one program, once init has started them."""
     if not ready(status.fileno(), READY_TIMEOUT_S * 1e3):
         raise NoReport("a new process did not report in time")
     try:

@@ -140,11 +140,7 @@ class Program:
         on_stdout: Listener | None = None,
         on_stderr: Listener | None = None,
     ) -> bool:
-        """Read output until the program ends. False if the time was over first.
-
-        Raises:
-            SandboxNotFoundException: it was closed before its end was read.
-        """
+        """Read output until the program ends. False if the time was over first."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._reading.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return self.exit_code is not None
@@ -237,11 +233,7 @@ class Program:
         return self.exit_code is not None or self._channels.heard(self._channels.interpreter)
 
     def send_stdin(self, data: bytes) -> None:
-        """Write to its standard input, waiting while it does not read.
-
-        Raises:
-            SandboxNotFoundException: it has closed its standard input, or ended.
-        """
+        """Write to its standard input, waiting while it does not read."""
         with self._channels.borrowed() as channels:
             poll = select.poll()
             poll.register(channels.request, select.POLLOUT)

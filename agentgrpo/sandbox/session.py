@@ -366,7 +366,6 @@ class Session(ProcessBound):
             if self._guest_of is not None and ending == Ending.SETUP_FAILED:
                 status = StepStatus.EXIT  # the session has run code, which may be why
         if ending == Ending.EXITED and not (self._closed or interrupted):
-            result.max_rss_kib = raw.max_rss_kib
             result.cpu_s = max(0.0, raw.cpu_us / 1e6 - self._cpu_before)
         self._end(status, detail)
         result.status, result.detail, result.state_lost = status, detail, True

@@ -44,7 +44,7 @@ from tests.test_registry import config
 HEARD: list[str] = []
 
 
-def weather(city: str) -> str:
+async def weather(city: str) -> str:
     """The weather in a city, now."""
     if city != "Seattle, WA":
         raise LookupError(f"no such place: {city!r}")
@@ -61,7 +61,7 @@ class Tourist:
         HEARD.append(said)
         return self.city if "where" in said.lower() else None
 
-    def heard(self, text: str) -> str | None:
+    def on_reply(self, text: str) -> str | None:
         raise AssertionError("asked nobody")
 
 
@@ -75,7 +75,7 @@ class Asking(Tourist):
     def reply(self, said: str, *, satisfied: bool) -> Any:
         return ModelRequest(({"role": "user", "content": f"USER {self.city}: {said}"},))
 
-    def heard(self, text: str) -> str | None:
+    def on_reply(self, text: str) -> str | None:
         return None if "bye" in text else text
 
 
@@ -127,9 +127,9 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 class Station:
     """As TRL's environment_factory."""
 
-    def weather(self, city: str) -> str:
+    async def weather(self, city: str) -> str:
         """The weather in a city, now."""
-        return weather(city)
+        return await weather(city)
 
 
 def read_call(text: str, tools: Any) -> Reading:
@@ -318,7 +318,7 @@ class JudgeEpisode:
 def test_all_else_is_the_environments_own() -> None:
     """What its episode asked of the engine is its own too, also after a talk with the user."""
     env: Any = with_user(Judge(), EnvConfig(user=UserConfig(mode=f"{__name__}:Asking")))
-    assert (env.judges, env.answers, env.talks) == (True, ("tools",), True)
+    assert (env.judges, env.answers, env.has_user) == (True, ("tools",), True)
     assert not hasattr(env, "begin")
     episode = env.reset(TASK)
     assert (episode.environment, hasattr(episode, "recall")) == ("mine", False)

@@ -133,7 +133,7 @@ def test_errors_of_a_tool_are_observations(telecom: Tau2Env) -> None:
 
 def test_S2_9_a_scripted_customer_tells_all_agrees_and_hangs_up() -> None:
     env = Tau2Env("retail", mode="scripted")
-    assert env.talks
+    assert env.has_user
     solved = lazy = 0.0
     tasks = env.tasks("heldout")
     for task in tasks:
@@ -169,7 +169,7 @@ class Grumpy:
         self.left -= 1
         return "no" if self.left >= 0 else None
 
-    def heard(self, text: str) -> str | None:
+    def on_reply(self, text: str) -> str | None:
         raise AssertionError("asked nothing")
 
 
