@@ -25,15 +25,7 @@ PERSON = (
 
 
 class DialogueEnv:
-    """An environment whose tasks come from a user who can be talked with; all else is its own.
-
-    Args:
-        inner: the environment.
-        users: who they are.
-        mode: what `users` was made of: "scripted" leaves when everything is said.
-        column: of a task's spec, what the user says or knows; None: the user reads the spec.
-        max_replies: of a rollout. What is said after that ends it.
-    """
+    """An environment whose tasks come from a user who can be talked with; all else is its own."""
 
     has_user = True
 

@@ -42,10 +42,7 @@ Of = tuple[str | None, int | None]
 class EpisodeRunner:
     """Starts what episodes do and hands out its future; who has begun something waits for it.
 
-    Args:
-        max_threads: blocking steps that may run at once; others wait their turn. Coroutines have
-            no such limit.
-        limit_s: seconds that one call of an episode may take; None: any.
+    Of blocking steps max_threads run at once; one call may take limit_s seconds, None: any.
     """
 
     def __init__(self, max_threads: int, limit_s: float | None = None) -> None:
@@ -61,10 +58,7 @@ class EpisodeRunner:
     ) -> Future[list[Observation]]:
         """Begin to carry out actions one after another, as they were in another episode.
 
-        Args:
-            episode: a fresh one. With a method recall() it is first told what comes with an action.
-            actions: each with the memory of its observation.
-            of: task and rollout.
+        Each comes with the memory of its observation, which recall(), if there is one, is told.
         """
         run = _replay_async if _is_async(episode.step) else _replay
         return self._start(

@@ -293,16 +293,7 @@ def _tail(file: int) -> str:
 
 
 class Sandboxed:
-    """A command in a session: no network but the endpoint, which it finds on its own loopback.
-
-    Args:
-        pool: of sessions.
-        command: the program and its arguments; `python` runs in the session's own interpreter, so
-            that what its template has imported costs nothing.
-        files: what is copied to its home.
-        env: variables besides those of the endpoint.
-        timeout_s: seconds that it may take.
-    """
+    """A command in a session: no network but the endpoint, which it finds on its own loopback."""
 
     def __init__(
         self, pool: SandboxPool, command: Sequence[str], files: Sequence[Path],
