@@ -116,20 +116,7 @@ class ModelUser:
 
 
 class UserSimulators:
-    """Makes the customers of an environment's episodes, as its options say.
-
-    Args:
-        mode: `silent`, one of `played`, or `module:Class` of a User called with the task's spec.
-        silent: the mode in which nobody talks.
-        played: which of "scripted" and "model" the environment has; with "model", `reference` and
-            `endpoint:NAME` too.
-        temperature: of a model; 0 is greedy.
-        max_tokens: of one turn of a model.
-        models: who may be asked, by name.
-
-    Raises:
-        ValueError: an argument is none of these; names the option.
-    """
+    """Makes the customers of an environment's episodes, as its options say."""
 
     def __init__(
         self, mode: str, silent: str, played: Sequence[str], temperature: float, max_tokens: int,
