@@ -28,8 +28,6 @@ class RewardConfig(Section):
     match and token F1), none, or your own `module:function`. auto: numeric, or none where the
     environment judges by itself or `functions` has one in TRL's form (then without `format`, if it
     is not set)."""
-    answer: PositiveNumber = 1.0
-    """Weight of a right final answer."""
     format: NotNegativeNumber = 0.1
     """Weight of having acted without an error and then answered in the asked form."""
     strict: bool = False
@@ -124,9 +122,7 @@ class LearnerConfig(Section):
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-6
     """At its highest."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """From learning_rate after the warm-up to final_learning_rate after the last step."""
-    final_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """After the last step, if it decays."""
+    """From learning_rate after the warm-up to 0 after the last step."""
     warmup_steps: NotNegative = 0
     """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -170,7 +166,7 @@ class LearnerConfig(Section):
         left = max(0.0, 1 - done)
         if self.decay == "cosine":
             left = 0.5 * (1 - math.cos(math.pi * left))
-        return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * left
+        return self.learning_rate * left
 
 
 class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, says pydantic alone

@@ -50,7 +50,7 @@ class Live:
         pending: Pending, task: Task, config: RolloutConfig, limit: int,
     ) -> Live:  # fmt: skip
         """One that begins alone, whose episode is yet to be made; `limit`: the engine's."""
-        transcript = Transcript(prompt, fork_threshold=config.fork_threshold)
+        transcript = Transcript(prompt)
         rollout = Rollout(
             task=task,
             segments=transcript.segments,

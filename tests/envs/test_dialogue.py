@@ -239,11 +239,11 @@ def test_a_model_is_told_what_the_column_says() -> None:
         return Turn(f"Thanks{EOT}" if "Tokyo" in prompt else f"{ASK}{EOT}")
 
     engine = scripted(policy)
-    agent, env = parts(*KINDS["tools of a class"][:2], mode="model", temperature=0.5, max_tokens=20)
+    agent, env = parts(*KINDS["tools of a class"][:2], mode="model")
     played = play(agent, env, given=TASK, engine=engine)
     assert (played.answer, played.stats["said"], played.stats["asked"]) == ("Thanks", 2, 2)
     theirs = engine.requests[1::2]
-    assert [(r.options["temperature"], r.max_tokens) for r in theirs] == [(0.5, 20)] * 2
+    assert [(r.options["temperature"], r.max_tokens) for r in theirs] == [(0.0, 64)] * 2
 
 
 @pytest.mark.parametrize(("kind", "answer"), [("tools of a class", "and you?"), ("inline", None)])
@@ -356,7 +356,6 @@ def test_a_console_asks_by_one_text_in_quotes(line: str, means: str | None) -> N
     [
         ({}, {"mode": "script"}, {}, r"env\.user\.mode: expected nobody, scripted, model"),
         ({}, {"mode": "nosuch:Me"}, {}, r"env\.user\.mode: no module"),
-        ({}, {"mode": "a:b", "column": "x"}, {}, r"env\.user\.column: 'x' does nothing"),
         ({}, {"mode": "scripted"}, {"train": "word_problems"}, "'word_problems' has no columns"),
         (
             {"kind": "gymnasium", "options": {"id": "FrozenLake-v1", "act_by": "reply"}},
@@ -381,7 +380,7 @@ def test_rows_that_do_not_say_what_their_user_says_are_refused_before_a_model_is
     made = settings(inline, KINDS["tools of a class"][1], {"train": str(rows), "num_heldout": 1})
     engine = EngineConfig(max_model_len=1000)
     made = made.model_copy(update={"model": str(tiny_model), "engine": engine})
-    said = r"env\.user\.column 'user': .*rows\.jsonl:1' says.* got 3"
+    said = r"column 'user': .*rows\.jsonl:1' says.* got 3"
     with pytest.raises(ValueError, match=said):
         set_stage(made).training_tasks(made)
 
@@ -389,5 +388,5 @@ def test_rows_that_do_not_say_what_their_user_says_are_refused_before_a_model_is
 @pytest.mark.parametrize("given", [None, ["a", 4]])
 def test_a_task_that_does_not_say_what_its_user_says_is_refused(given: Any) -> None:
     _, env = parts(*KINDS["inline"][:2])
-    with pytest.raises(ValueError, match=r"env\.user\.column 'user': expected .* of task 't' says"):
+    with pytest.raises(ValueError, match=r"column 'user': expected .* of task 't' says"):
         env.reset(task("Q", user=given))
