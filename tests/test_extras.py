@@ -65,9 +65,9 @@ def imported() -> dict[str, Path]:
     """Every package that a file of agentgrpo imports, wherever in it."""
     found = {}
     for path in OURS:
-        for name, real in imports(path):
+        for name in imports(path):
             top = name.partition(".")[0]
-            if real and top not in {*sys.stdlib_module_names, *GUESTS, "agentgrpo", "None"}:
+            if top not in {*sys.stdlib_module_names, *GUESTS, "agentgrpo", "None"}:
                 found[top] = path
     for path in OURS:  # by name
         for node in ast.walk(ast.parse(path.read_text())):
