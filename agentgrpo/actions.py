@@ -72,7 +72,7 @@ class Malformed:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ModelReply:
     """What was said in the second role that an episode asked for (Observation.ask).
 
     The one action that is not the policy's: an agent never makes it.
@@ -81,21 +81,7 @@ class Heard:
     text: str
 
 
-Action = RunCode | CallTools | Say | Finish | Malformed | Heard
-
-
-def answer_in(text: str, prefix: str) -> str | None:
-    """What follows the prefix, stripped; None if it is not there. A tag ends at its end tag.
-
-    >>> answer_in("so Answer: 4", "Answer:"), answer_in("<answer>4</answer>.", "<answer>")
-    ('4', '4')
-    >>> answer_in(" all of it ", ""), answer_in("4", "Answer:")
-    ('all of it', None)
-    """
-    _, found, answer = text.partition(prefix) if prefix else ("", "all", text)
-    if prefix.startswith("<") and prefix.endswith(">"):
-        answer = answer.partition(f"</{prefix[1:]}")[0]
-    return answer.strip() if found else None
+Action = RunCode | CallTools | Say | Finish | Malformed | ModelReply
 
 
 SUBMIT = "submit_final_answer"
@@ -160,13 +146,13 @@ def as_json(value: Any) -> Any:
     return shallow(plain)
 
 
-Model = Literal["policy", "reference"] | Callable[["Ask"], str]
+Model = Literal["policy", "reference"] | Callable[["ModelRequest"], str]
 """Who speaks: the engine as it is; without the adapter, so that nothing moves it; or another."""
 MODELS: Mapping[str, Model] = MappingProxyType({"policy": "policy"})
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ModelRequest:
     """What a model is to say in a second role: a customer, an opponent.
 
     It is no part of the rollout's tokens and never trained on; the policy is shown the answer.
@@ -203,9 +189,9 @@ class Observation:
     memory: Any = field(default=None, compare=False)
     """What an episode that repeats this action is handed before it does, by recall(memory): answers
     that came from elsewhere and are not to be asked for again."""
-    ask: Ask | None = None
-    """The answer waits for this: step() is called again, with what was said as Heard, and only then
-    gives the observation of the policy's action. Nothing else of this one is read."""
+    ask: ModelRequest | None = None
+    """The answer waits for this: step() is called again, with what was said as ModelReply, and only
+    then gives the observation of the policy's action. Nothing else of this one is read."""
 
 
 @dataclass(frozen=True, slots=True)

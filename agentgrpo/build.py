@@ -35,7 +35,7 @@ from agentgrpo.run.folder import (
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.trackers import open_trackers
-from agentgrpo.stage import Stage, set_stage
+from agentgrpo.stage import RunSetup, prepare_run
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly
@@ -47,18 +47,18 @@ if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickl
 class Player:
     """What it takes to play tasks with a policy, without training it."""
 
-    stage: Stage
+    setup: RunSetup
     model: str
-    """The directory or hub name of what plays: the stage's model, or an adapter to it."""
+    """The directory or hub name of what plays: the setup's model, or an adapter to it."""
     engine: Engine
     sampler: AnySampler
 
     def close(self) -> None:
-        """Stop the engine and the stage, each whatever the other raises; hold nothing."""
+        """Stop the engine and the setup, each whatever the other raises; hold nothing."""
         with contextlib.ExitStack() as undo:
             undo.callback(vars(self).clear)
             undo.callback(self.engine.shutdown)
-            undo.callback(self.stage.close)
+            undo.callback(self.setup.close)
             self.sampler.close()
 
 
@@ -98,7 +98,7 @@ class Parts:
         def write(folder: Path) -> None:
             self.learner.policy.save(folder)
             if parallel.rank() == 0:
-                self.player.stage.chat.tokenizer.save_pretrained(folder)
+                self.player.setup.chat.tokenizer.save_pretrained(folder)
             self.learner.save_state(
                 folder / checkpoint.STATE,
                 tasks=self.tasks.state_dict(),
@@ -116,14 +116,14 @@ class Parts:
 class Ready:
     """A training run whose settings, data and machine were checked; no model is loaded yet."""
 
-    stage: Stage
+    setup: RunSetup
     tasks: Tasks
     resumed: Path | None
     """The checkpoint that it continues from."""
 
 
 def prepare(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Ready:
-    """All that a run checks before its engine is started; writes nothing. Close the stage.
+    """All that a run checks before its engine is started; writes nothing. Close the setup.
 
     Args and Raises:
         As build().
@@ -131,13 +131,13 @@ def prepare(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda task
     objective_of(config.loss)
     require_same_run(config)
     resumed = whole_checkpoint(config)
-    stage = set_stage(config, model=None if resumed is None else str(resumed))
+    setup = prepare_run(config, model=None if resumed is None else str(resumed))
     try:
-        require(room_checks(config, stage.model, trained=True), stage.progress.say)
-        _require_trainable(stage.model)
-        return Ready(stage=stage, tasks=draw(stage.training_tasks(config)), resumed=resumed)
+        require(room_checks(config, setup.model, trained=True), setup.progress.say)
+        _require_trainable(setup.model)
+        return Ready(setup=setup, tasks=draw(setup.training_tasks(config)), resumed=resumed)
     except BaseException:
-        stage.close()
+        setup.close()
         raise
 
 
@@ -156,9 +156,9 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(locked(config.out_dir, ranks=True))
         ready = prepare(config, draw=draw)
-        undo.callback(ready.stage.close)
+        undo.callback(ready.setup.close)
         log = _restored_log(config, ready)
-        player = start_engine(config, ready.stage, trained=True)
+        player = start_engine(config, ready.setup, trained=True)
         undo.callback(player.engine.shutdown)
         parts = _with_learner(config, player, ready, log, lock)
         undo.pop_all()
@@ -167,52 +167,52 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
 
 def _require_trainable(model: str) -> None:
     """What can be told of it before vLLM is started, which takes minutes."""
-    from agentgrpo.learn.policy import hollow
-    from agentgrpo.learn.trial import foreseen
+    from agentgrpo.learn.forward_check import why_not_packed
+    from agentgrpo.learn.policy import init_on_meta
 
-    foreseen(hollow(model, "bfloat16"))
+    why_not_packed(init_on_meta(model, "bfloat16"))
 
 
-def start_engine(config: TrainConfig, stage: Stage, *, trained: bool = False) -> Player:
-    """Start vLLM for a stage, its adapter in place unless it is trained: then it is published."""
-    require(room_checks(config, stage.model, trained=False))
-    stage.progress.say("engine: starting vLLM")
-    played = None if trained else stage.adapter
+def start_engine(config: TrainConfig, setup: RunSetup, *, trained: bool = False) -> Player:
+    """Start vLLM for a setup, its adapter in place unless it is trained: then it is published."""
+    require(room_checks(config, setup.model, trained=False))
+    setup.progress.say("engine: starting vLLM")
+    played = None if trained else setup.adapter
     lora_rank = config.learner.lora.rank if trained else played.rank if played else 0
     try:
         from agentgrpo.engine.engine import Engine, device_of_engines
 
         config = config.on(device_of_engines())
-        engine = Engine(stage.model, config.engine, seed=config.seed, lora_rank=lora_rank)
+        engine = Engine(setup.model, config.engine, seed=config.seed, lora_rank=lora_rank)
     except ModuleNotFoundError as error:
         raise ValueError(install_hint(error.name or "")) from error
     except ImportError as error:
         raise ValueError(f"a package is broken: {error}; see `agentgrpo doctor`") from error
     if played is not None:
         engine.set_adapter(played.tensors(), played.config)
-    model = stage.model if played is None else str(played.folder)
-    sampler = _sampler(config, stage, engine)
-    return Player(stage=stage, model=model, engine=engine, sampler=sampler)
+    model = setup.model if played is None else str(played.folder)
+    sampler = _sampler(config, setup, engine)
+    return Player(setup=setup, model=model, engine=engine, sampler=sampler)
 
 
-def _sampler(config: TrainConfig, stage: Stage, engine: Engine) -> AnySampler:
+def _sampler(config: TrainConfig, setup: RunSetup, engine: Engine) -> AnySampler:
     if config.engine.tensor_parallel_size == 1:
-        return _sampler_on(engine, config, stage)
+        return _sampler_on(engine, config, setup)
     team = parallel.team_of(config.engine.tensor_parallel_size)
     leader = Leader(engine, team)
-    sampler = _sampler_on(leader, config, stage)
+    sampler = _sampler_on(leader, config, setup)
     return TeamSampler(config.rollout, sampler, leader, engine, team)
 
 
-def _sampler_on(engine: Any, config: TrainConfig, stage: Stage) -> AnySampler:
-    chat, rollout, live = stage.chat, config.rollout, config.sandbox.max_live
-    if stage.user_sampler is not None:
-        return CustomSampler(stage.user_sampler, engine, rollout, chat.stop_token_ids)
-    if isinstance(stage.agent, ProgramAgent):
+def _sampler_on(engine: Any, config: TrainConfig, setup: RunSetup) -> AnySampler:
+    chat, rollout, live = setup.chat, config.rollout, config.sandbox.max_live
+    if setup.user_sampler is not None:
+        return CustomSampler(setup.user_sampler, engine, rollout, chat.stop_token_ids)
+    if isinstance(setup.agent, ProgramAgent):
         return ProgramSampler(
-            engine, stage.agent, stage.launcher, stage.env, chat, rollout, max_live=live
+            engine, setup.agent, setup.launcher, setup.env, chat, rollout, max_live=live
         )
-    return Sampler(engine, stage.agent, stage.env, chat, rollout, max_live=live)
+    return Sampler(engine, setup.agent, setup.env, chat, rollout, max_live=live)
 
 
 def build_player(
@@ -221,13 +221,13 @@ def build_player(
     """Make what it takes to play tasks with `model`, or with config.model, untrained.
 
     Args and Raises:
-        As set_stage().
+        As prepare_run().
     """
-    stage = set_stage(config, model=model, trained=False, progress=progress)
+    setup = prepare_run(config, model=model, trained=False, progress=progress)
     try:
-        return start_engine(config, stage)
+        return start_engine(config, setup)
     except BaseException:
-        stage.close()
+        setup.close()
         raise
 
 
@@ -236,10 +236,10 @@ def _with_learner(
 ) -> Parts:
     from agentgrpo.learn.preflight import preflight
 
-    engine, stage, tried = player.engine, player.stage, None
-    progress = stage.progress
+    engine, setup, tried = player.engine, player.setup, None
+    progress = setup.progress
     learner = _learner(config, player, ready.resumed)
-    stage.reward.steps_done = lambda: learner.step_count
+    setup.reward.steps_done = lambda: learner.step_count
     if ready.resumed is not None:
         progress.say(f"resumed from {ready.resumed}, after {learner.step_count} steps")
         progress.remember(log.solved())
@@ -252,14 +252,14 @@ def _with_learner(
     progress.say(f"learner: {trained:,.1f}M of {total:,.1f}M parameters, weights {shared}")
     if chosen["prefixes"] != "shared":
         progress.say(f"learner: prefixes {chosen['prefixes']}")
-    chosen_reward = decided(config.reward, judged=judged(stage.env))
+    chosen_reward = decided(config.reward, judged=judged(setup.env))
     # before anything is recorded: records without it are taken for somebody else's
     log.describe(
         config=config.model_dump(mode="json"),
         model=player.model,
         base=named_base(config.model),
         reward=chosen_reward.model_dump(mode="json", include={"kind", "format"}),
-        sandbox=stage.jail,
+        sandbox=setup.jail,
         engine=engine.describe(),
         learner=chosen,
         vocab_size=learner.policy.vocab_size,
@@ -271,8 +271,8 @@ def _with_learner(
         player=player,
         engine=engine,
         sampler=player.sampler,
-        reward=stage.reward,
-        heldout=stage.heldout,
+        reward=setup.reward,
+        heldout=setup.heldout,
         progress=progress,
         learner=learner,
         tasks=ready.tasks,
@@ -289,7 +289,7 @@ def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learn
     from agentgrpo.learn.preflight import LESS_TO_TRAIN
     from agentgrpo.learn.publish import policy_on
 
-    chosen, adapter = config.learner, player.stage.adapter
+    chosen, adapter = config.learner, player.setup.adapter
     compared = config.loss.beta and not chosen.lora.rank  # an adapter's to its beginning
     with explained("making the learner", lambda: LESS_TO_TRAIN):
         policy, publisher = policy_on(

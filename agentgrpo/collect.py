@@ -32,8 +32,8 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
     rounds = _rounds(config, parts, step)
     for tasks, seed in rounds:
         with parts.progress.phase(f"playing {c.tasks_per_step} tasks x {c.group_size}"):
-            watch = _Refilled(config, parts, step, rounds, groups, len(tasks))
-            played, stats = watch.play(parts.sampler, tasks, c.group_size, seed=seed)
+            callback = RefillCallback(config, parts, step, rounds, groups, len(tasks))
+            played, stats = callback.play(parts.sampler, tasks, c.group_size, seed=seed)
         groups += parallel.interleave(parallel.gather(played))
         live = _live(groups, config)
         for counts in parallel.gather(stats.metrics()):
@@ -60,7 +60,7 @@ def _live(groups: Sequence[Group], config: TrainConfig) -> int:
     return sum(map(has_gradient, groups))
 
 
-class _Refilled(Scored):
+class RefillCallback(Scored):
     """Adds a round while others play."""
 
     def __init__(

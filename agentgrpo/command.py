@@ -48,7 +48,7 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[Outcome]:
+def report_errors() -> Iterator[Outcome]:
     """Say what stops a command, in one line on stderr and without a traceback.
 
     Status 2: something that the user can change, before the work has begun, code of theirs that
@@ -127,7 +127,7 @@ def command(
         saved: patterns, below out_dir, of what the same command continues from.
 
     Returns:
-        The exit status: that of the work, or as told() has it.
+        The exit status: that of the work, or as report_errors() has it.
     """
     parser = config_parser(name, description)
     parser.add_argument(
@@ -142,7 +142,7 @@ def command(
     if unknown:
         parser.error(_as_a_setting(unknown[0], arguments))
     prepare_environment()
-    with interruptible(), told() as outcome:
+    with interruptible(), report_errors() as outcome:
         if args.of_recipe:
             die_with_parent()
         reader = "" if args.of_recipe else name

@@ -11,12 +11,12 @@ from typing import Any
 from agentgrpo import parallel
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.rewards.scoring import Scoring
-from agentgrpo.rollout.decoder import SamplerStats, Watch
+from agentgrpo.rollout.decoder import PlayCallback, SamplerStats
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.types import Group, Metrics, Status, Task
 
 
-class Scored(Watch):
+class Scored(PlayCallback):
     """Groups are scored while others play."""
 
     def __init__(self, reward: Scoring, step: int | None = None) -> None:
@@ -28,7 +28,7 @@ class Scored(Watch):
     ) -> tuple[list[Group], SamplerStats]:
         """As AnySampler.play(), and score what was played."""
         try:
-            played, stats = sampler.play(tasks, group_size, watch=self, **how)
+            played, stats = sampler.play(tasks, group_size, callback=self, **how)
             rest = [group for group in played if id(group) not in self._begun]
             self._reward.score(rest, step=self._step)
             for group in played:

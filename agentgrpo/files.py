@@ -77,11 +77,7 @@ def in_words(error: OSError, path: Path | None = None) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Names the file in what goes wrong while it is written; Linux does not.
-
-    Raises:
-        OSError: as it came, with a message that begins with the path.
-    """
+    """Names the file in what goes wrong while it is written; Linux does not."""
     try:
         yield
     except OSError as error:
@@ -89,11 +85,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def require_output(path: Path) -> None:
-    """That a file can be written at `--output`, before the work that makes it.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """That a file can be written at `--output`, before the work that makes it."""
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"--output {path}: expected a file in a directory that is there")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -107,11 +99,7 @@ def read_text(path: Path) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is none; says why.
-    """
+    """The value of a JSON text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
@@ -175,9 +163,6 @@ def require_as_sealed(folder: Path, *, ours: bool = True) -> None:
     Args:
         folder: where there are no checksums, there is nothing to compare with.
         ours: False: those that somebody else has published with a model are not read.
-
-    Raises:
-        ValueError: one does not, or is gone; names it.
     """
     path = folder / CHECKSUMS
     if not path.exists():

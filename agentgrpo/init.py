@@ -25,9 +25,7 @@ from agentgrpo.data.sources import rows_of
 from agentgrpo.files import require_output
 from agentgrpo.models.models import resolve_model
 from agentgrpo.registry import checked_options, env_kind, judges, needs_answers
-from agentgrpo.rewards.answers import accepted_answers, last_number
 from agentgrpo.settings import as_toml, settings
-from agentgrpo.types import Task
 
 HEAD = """\
 # Made by `agentgrpo init`. What is commented out is at its default; docs/config.md has it all.
@@ -59,30 +57,12 @@ def values_for(
     }
     if data != "env":
         config = _chosen(values, overrides)
-        rows = _rows(config)
-        values["data.num_heldout"] = max(1, min(64, len(rows) // 5))
-        if _are_texts(rows, config):
-            values["reward.kind"] = "text"
+        answered = needs_answers(config.reward, judged=judges(config) is not False)
+        count = len(rows_of(config.data, "train", None, answers=answered).rows)
+        if count < 2:
+            raise ValueError(f"{data}: {count} row; at least 2 are needed, one to be held out")
+        values["data.num_heldout"] = min(64, max(1, count // 5))
     return values
-
-
-def _rows(config: TrainConfig) -> list[Task]:
-    answered = needs_answers(config.reward, judged=judges(config) is not False)
-    rows = rows_of(config.data, "train", None, answers=answered).rows
-    if len(rows) < 2:
-        raise ValueError(
-            f"{config.data.train}: {len(rows)} row; at least 2 are needed, one to be held out"
-        )
-    return rows
-
-
-def _are_texts(rows: Sequence[Task], config: TrainConfig) -> bool:
-    """Whether answers would be compared as numbers, because nothing else was asked for, and are
-    none.
-    """
-    if config.reward.kind != "auto" or config.reward.strict or judges(config) is not False:
-        return False
-    return any(last_number(one) is None for task in rows for one in accepted_answers(task))
 
 
 def _chosen(values: Mapping[str, Any], overrides: Sequence[str]) -> TrainConfig:

@@ -41,7 +41,7 @@ def train(
     evaluate_if_due(config, parts, learner.step_count, tell)
     for step in range(learner.step_count, config.steps):
         progress.begin_step()
-        with awake(parts) as synced:
+        with engine_awake(parts) as synced:
             groups, played = collect(config, parts, step)
         parts.tasks.feedback(groups)
         with progress.phase("packing"):
@@ -72,7 +72,7 @@ def train(
 
 
 @contextlib.contextmanager
-def awake(parts: Parts) -> Iterator[Metrics]:
+def engine_awake(parts: Parts) -> Iterator[Metrics]:
     """Give the device to the engine, with the learner's weights, proven to be the same."""
     with parts.progress.phase("waking the engine"):
         metrics = parts.engine.wake()
@@ -104,7 +104,7 @@ def evaluate_if_due(config: TrainConfig, parts: Parts, step: int, tell: Tell) ->
 
 def play_heldout(config: TrainConfig, parts: Parts) -> tuple[list[Group], Metrics]:
     """The held-out tasks with the policy as it is, and their metrics."""
-    with awake(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
+    with engine_awake(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
         return evaluate(
             parts.sampler, parts.heldout, parts.reward, seed=config.seed,
             temperature=config.evaluation.temperature, filters=config.evaluation.filters,

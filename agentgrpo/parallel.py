@@ -105,11 +105,7 @@ class Team:
 
 
 def require_teams_of(size: int) -> None:
-    """Check that the ranks can be divided into teams.
-
-    Raises:
-        ValueError: they cannot; names the key.
-    """
+    """Check that the ranks can be divided into teams."""
     if world_size() % size:
         raise ValueError(
             f"engine.tensor_parallel_size {size} needs a multiple of {size} processes, and there "

@@ -21,7 +21,7 @@ from agentgrpo.models.liger import why_plain
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import newest_saved
 from agentgrpo.sandbox.doctor import Check
-from agentgrpo.stage import Stage, prompt_length
+from agentgrpo.stage import RunSetup, prompt_length
 from agentgrpo.types import Task
 
 NUM_LOOKED_AT = 256
@@ -29,33 +29,33 @@ NUM_LOOKED_AT = 256
 
 
 def plan(
-    config: TrainConfig, stage: Stage, lines: Iterable[Check], *, trained: bool = True,
+    config: TrainConfig, setup: RunSetup, lines: Iterable[Check], *, trained: bool = True,
     sampled: bool = True, saved: Sequence[str] = (checkpoint.SAVED,),
 ) -> str:  # fmt: skip
     """The plan of a run, as lines of `name  text`; what may not work is a WARNING with its remedy.
 
     Args:
         config: of the run.
-        stage: everything but the engine, checked.
+        setup: everything but the engine, checked.
         lines: what is played or trained on.
         trained: else it is only played.
         sampled: an engine is started.
         saved: patterns, below out_dir, of what the same command continues from; none: it does not.
     """
     jail = "not needed: the environment runs no code"
-    if stage.jail is not None:
-        jail = "{rung}, {memory_limit}, python {python}".format_map(stage.jail)
-    room = [*room_checks(config, stage.model, trained=trained, sampled=sampled)]
+    if setup.jail is not None:
+        jail = "{rung}, {memory_limit}, python {python}".format_map(setup.jail)
+    room = [*room_checks(config, setup.model, trained=trained, sampled=sampled)]
     require(room)
     checks = [
         *lines,
-        said("sandbox", jail),
-        *_model(config, stage.model, trained=trained, sampled=sampled),
-        *(_learning(config, stage.model, sampled=sampled) if trained else ()),
+        line("sandbox", jail),
+        *_model(config, setup.model, trained=trained, sampled=sampled),
+        *(_learning(config, setup.model, sampled=sampled) if trained else ()),
         *room,
     ]
     if saved:
-        checks.append(said("out_dir", f"{config.out_dir}: {_folder(config.out_dir, saved)}"))
+        checks.append(line("out_dir", f"{config.out_dir}: {_folder(config.out_dir, saved)}"))
     shown = (
         f"  {check.name:10} {check.found}"
         if check.ok
@@ -66,19 +66,19 @@ def plan(
     return "\n".join([f"the plan, nothing was {done}:", *shown])
 
 
-def said(name: str, text: str) -> Check:
+def line(name: str, text: str) -> Check:
     """A line of a plan that is no warning."""
     return Check(name, ok=True, found=text)
 
 
-def of_training(config: TrainConfig, stage: Stage, tasks: Tasks) -> Iterator[Check]:
+def of_training(config: TrainConfig, setup: RunSetup, tasks: Tasks) -> Iterator[Check]:
     """The tasks of reinforcement learning, and one of its steps."""
-    yield from of_playing(config, stage, [*tasks.next(NUM_LOOKED_AT), *stage.heldout])
+    yield from of_playing(config, setup, [*tasks.next(NUM_LOOKED_AT), *setup.heldout])
     r = config.rollout
     played = r.tasks_per_step * r.group_size
     sampled = played * r.max_sampled_tokens
     more = f", up to {1 + r.max_refills} times" if r.refill_below else ""
-    yield said(
+    yield line(
         "a step",
         f"{r.tasks_per_step} tasks x {r.group_size} = {played} rollouts{more}, at most "
         f"{sampled:,} sampled tokens, then one learner step",
@@ -89,25 +89,25 @@ def of_steps(config: TrainConfig, resumed: Path | None) -> Check:
     """How long a run is."""
     done = resumed is not None and checkpoint.step_of(resumed) >= config.steps
     more = "; all are done: with a larger steps it goes on" if done else ""
-    return said("the run", f"{config.steps} steps, saved every {config.save_every}{more}")
+    return line("the run", f"{config.steps} steps, saved every {config.save_every}{more}")
 
 
-def of_playing(config: TrainConfig, stage: Stage, tasks: Sequence[Task]) -> Iterator[Check]:
+def of_playing(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task]) -> Iterator[Check]:
     """Tasks, their prompts measured, and the room for what is played of them.
 
     Nothing is measured for a program: what it asks, and in how many conversations, is its own.
     """
     r, kind = config.rollout, config.agent.kind
     turns = f"agent {kind}, up to {r.max_turns} turns of {r.max_turn_tokens} tokens"
-    yield said("data", f"{config.data.train}; {len(stage.heldout)} held-out tasks")
-    if isinstance(stage.agent, ProgramAgent):
-        yield said("rollouts", f"{turns} in all")
+    yield line("data", f"{config.data.train}; {len(setup.heldout)} held-out tasks")
+    if isinstance(setup.agent, ProgramAgent):
+        yield line("rollouts", f"{turns} in all")
         return
-    prompts = [prompt_length(stage.agent, stage.chat, task) for task in tasks]
+    prompts = [prompt_length(setup.agent, setup.chat, task) for task in tasks]
     longest = max(prompts)
-    yield said("prompts", f"{min(prompts)} to {longest} tokens ({len(prompts)} looked at)")
+    yield line("prompts", f"{min(prompts)} to {longest} tokens ({len(prompts)} looked at)")
     budget = r.max_turns * r.max_turn_tokens + (r.max_turns - 1) * r.max_observation_tokens
-    yield said(
+    yield line(
         "rollouts",
         f"{turns} and observations of {r.max_observation_tokens}: {budget} tokens after the prompt",
     )
@@ -128,33 +128,33 @@ def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> 
     card = hardware.gpu_memory_bytes() if device == "cuda" else None
     named = f"{f'{card[0] / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
     dtype = config.engine.dtype_on(device)
-    yield said("device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}")
+    yield line("device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}")
     held = held_by(config, model, trained=trained, sampled=sampled)
     changed = "of an adapter" if config.learner.lora.rank else "of them"
     much = f", {held.trained:,} {changed} trained" if trained else ""
-    yield said("model", f"{Path(model).name}: {held.parameters:,} parameters{much}")
+    yield line("model", f"{Path(model).name}: {held.parameters:,} parameters{much}")
 
 
 def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Iterator[Check]:
     """How the learner will compute and hold the model, as its config.json tells."""
     # they import torch: the environment is set by now
-    from agentgrpo.learn.policy import hollow
-    from agentgrpo.learn.trial import foreseen
+    from agentgrpo.learn.forward_check import why_not_packed
+    from agentgrpo.learn.policy import init_on_meta
 
-    hollowed = hollow(model, "bfloat16")
-    rows = foreseen(hollowed)
+    model_on_meta = init_on_meta(model, "bfloat16")
+    rows = why_not_packed(model_on_meta)
     asked, why = config.engine.weights, why_copied(kinds_of(model))
     if parallel.world_size() > 1:
         why = "several ranks"
     elif asked == "copy":
         why = "engine.weights = 'copy'"
-    yield said("prefixes", "trees" if rows is None else f"rows: {rows}")
+    yield line("prefixes", "trees" if rows is None else f"rows: {rows}")
     if sampled:
-        yield said("weights", "shared with vLLM" if why is None else f"copied to vLLM: {why}")
+        yield line("weights", "shared with vLLM" if why is None else f"copied to vLLM: {why}")
     device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
-    plain = why_plain(config.learner.use_liger_kernel, hollowed.config, device)
+    plain = why_plain(config.learner.use_liger_kernel, model_on_meta.config, device)
     fused = "norms, rotations and MLPs of the layers are "
-    yield said("kernels", fused + (f"transformers': {plain}" if plain else "Liger's"))
+    yield line("kernels", fused + (f"transformers': {plain}" if plain else "Liger's"))
 
 
 def _folder(out_dir: Path, saved: Sequence[str]) -> str:

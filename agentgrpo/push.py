@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.command import told
+from agentgrpo.command import report_errors
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.models.models import ADAPTER_CONFIG
@@ -180,7 +180,7 @@ def main(arguments: list[str]) -> int:
         "--dry-run", action="store_true", help="print the card and the files; send nothing"
     )
     args = parser.parse_args(arguments)
-    with told() as outcome:
+    with report_errors() as outcome:
         folder, files = prepared(args.run, args.repo, args.checkpoint)
         card = files["README.md"]
         assert isinstance(card, bytes)

@@ -36,7 +36,7 @@ from agentgrpo.config.read import by_key, did_you_mean, format_error, load_calla
 from agentgrpo.config.section import forbid_unused, is_set
 from agentgrpo.engine.endpoints import make_retriever
 from agentgrpo.envs.base import Environment
-from agentgrpo.envs.customers import Customers
+from agentgrpo.envs.customers import UserSimulators
 from agentgrpo.envs.dialogue import DialogueEnv
 from agentgrpo.envs.tools import describe
 from agentgrpo.files import read_text
@@ -345,7 +345,7 @@ def with_user(
     users, user = users_of(config.user, models), config.user
     if users is None:
         return env
-    if getattr(env, "talks", False):
+    if getattr(env, "has_user", False):
         raise ValueError(
             f"env.user.mode: env.kind {config.kind!r} has somebody to talk with already, "
             f"got {user.mode!r}; leave it at 'nobody'"
@@ -364,14 +364,14 @@ def _require_user(config: TrainConfig) -> None:
         )
 
 
-def users_of(config: UserConfig, models: Mapping[str, Model] = MODELS) -> Customers | None:
+def users_of(config: UserConfig, models: Mapping[str, Model] = MODELS) -> UserSimulators | None:
     """What env.user names; None: nobody.
 
     Raises:
         ValueError: there is no such mode, class or function; names the key.
     """
     try:
-        made = Customers(config.mode, "nobody", ("scripted", "model"), models, max_tokens=64)
+        made = UserSimulators(config.mode, "nobody", ("scripted", "model"), models, max_tokens=64)
     except ValueError as error:
         raise ValueError(f"env.user.{str(error).removeprefix('env.options.')}") from None
     return made if made.talk else None

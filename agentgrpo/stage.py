@@ -20,7 +20,7 @@ from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import SandboxConfig, TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
-from agentgrpo.data.tasks import RowTasks, Tasks, question_of
+from agentgrpo.data.tasks import RowTasks, Tasks, normalised_question
 from agentgrpo.engine.endpoints import make_endpoint
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.dialogue import DialogueEnv
@@ -54,7 +54,7 @@ from agentgrpo.registry import (
 from agentgrpo.rewards.rewards import try_reward
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import RolloutSampler
-from agentgrpo.rollout.telling import prompt_of, said_by
+from agentgrpo.rollout.observe import prompt_of, said_by
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import require_recordable
 from agentgrpo.run.trackers import require as require_trackers
@@ -64,7 +64,7 @@ from agentgrpo.usercode import calling
 
 
 @dataclass(slots=True, kw_only=True)
-class Stage:
+class RunSetup:
     """All of a Player but its engine: what can be checked before the model is loaded."""
 
     model: str
@@ -109,8 +109,8 @@ class Stage:
         self.progress.say(f"data: {len(kept)} training tasks, {len(self.heldout)} held out")
         if tasks.left_out:
             self.progress.say(f"  {tasks.left_out} rows left out: they ask what is held out")
-        asked = {question_of(task) for task in self.heldout}
-        if again := sum(question_of(task) in asked for task in kept.rows):
+        asked = {normalised_question(task) for task in self.heldout}
+        if again := sum(normalised_question(task) in asked for task in kept.rows):
             self.progress.say(f"  {again} training tasks ask what a held-out one asks")
         return kept
 
@@ -151,13 +151,13 @@ def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
     return len(prompt_of(agent, chat, task, functools.partial(calling, task=task.id))[0])
 
 
-def set_stage(
+def prepare_run(
     config: TrainConfig,
     *,
     model: str | None = None,
     trained: bool = True,
     progress: Progress | None = None,
-) -> Stage:
+) -> RunSetup:
     """Make and check what it takes to play tasks, but the engine.
 
     Args:
@@ -199,7 +199,7 @@ def set_stage(
         device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
         check_model(config, model, device=device, trained=trained)
         agent = make_agent(config, env, functools.partial(_call_reader, chat), pool)
-        stage = Stage(
+        setup = RunSetup(
             model=model,
             adapter=adapter,
             pool=pool,
@@ -213,21 +213,21 @@ def set_stage(
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
             models=models,
         )
-        _check_fit(stage, config)
+        _check_fit(setup, config)
         undo.pop_all()
-    return stage
+    return setup
 
 
-def _check_fit(stage: Stage, config: TrainConfig) -> None:
+def _check_fit(setup: RunSetup, config: TrainConfig) -> None:
     """That reward, agent, template and held-out tasks go together."""
-    heldout, alone = stage.heldout, config.engine.tensor_parallel_size == 1
-    inner = stage.env.inner if isinstance(stage.env, DialogueEnv) else stage.env
+    heldout, alone = setup.heldout, config.engine.tensor_parallel_size == 1
+    inner = setup.env.inner if isinstance(setup.env, DialogueEnv) else setup.env
     keeps = isinstance(inner, FactoryEnv) or getattr(inner, "plays", False)
     played_in = keeps and alone
-    stage.reward.require_columns(heldout[0], environments=played_in)
-    _check_shown(stage.agent, stage.chat)
-    _check_prompt(stage.agent, stage.chat, heldout[0])
-    stage.heldout = stage.checked(config, heldout, "data.heldout")
+    setup.reward.require_columns(heldout[0], environments=played_in)
+    _check_shown(setup.agent, setup.chat)
+    _check_prompt(setup.agent, setup.chat, heldout[0])
+    setup.heldout = setup.checked(config, heldout, "data.heldout")
 
 
 def _sandbox_told_of(config: SandboxConfig, progress: Progress) -> SandboxPool:

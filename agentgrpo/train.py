@@ -26,12 +26,12 @@ def run(config: TrainConfig, args: argparse.Namespace, begin: Begin) -> int:
     """Train, or say what a run would do; the exit status."""
     if args.dry_run:
         ready = prepare(config)
-        with contextlib.closing(ready.stage):
+        with contextlib.closing(ready.setup):
             lines = [
-                *of_training(config, ready.stage, ready.tasks),
+                *of_training(config, ready.setup, ready.tasks),
                 of_steps(config, ready.resumed),
             ]
-            print(plan(config, ready.stage, lines))  # noqa: T201
+            print(plan(config, ready.setup, lines))  # noqa: T201
         return 0
     return work(config, begin, build)
 

@@ -10,7 +10,7 @@ from agentgrpo import parallel
 from agentgrpo.build import Parts, build
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of, name_of
-from agentgrpo.loop import awake, play_heldout, train
+from agentgrpo.loop import engine_awake, play_heldout, train
 from agentgrpo.machine.memory import release, release_frames
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.rewards.view import RolloutView
@@ -60,7 +60,8 @@ class Trainer:
     ) -> None:
         prepare_environment()
         names = [_name(function) for function in _several(reward_funcs)]
-        weights = [1.0] * len(names) if reward_weights is None else _several(reward_weights)
+        given = [1.0] * len(names) if reward_weights is None else _several(reward_weights)
+        weights = [float(weight) for weight in given]
         if len(weights) != len(names):
             raise ValueError(
                 f"reward_weights: expected {len(names)}, as many as reward_funcs, "
@@ -161,7 +162,7 @@ class Trainer:
             )
         parts = self.parts
         made = [as_task(task, str(place)) for place, task in enumerate(_several(tasks))]
-        with awake(parts), parts.progress.phase(f"playing {len(made)} tasks x {n}"):
+        with engine_awake(parts), parts.progress.phase(f"playing {len(made)} tasks x {n}"):
             groups, _ = parts.sampler.play(made, n, seed=seed, temperature=temperature)
         return [[parts.reward.view(rollout) for rollout in group.rollouts] for group in groups]
 

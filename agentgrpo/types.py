@@ -8,7 +8,6 @@ token on.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -112,32 +111,6 @@ class SpanReward:
     value: float
 
 
-def as_number(value: Any) -> float | None:
-    """A finite number that somebody's code gave, as a float; None: it is none.
-
-    Python's and numpy's numbers, and arrays and tensors of no dimension.
-
-    >>> as_number(np.float32(0.5)), as_number(np.array(2)), as_number("2"), as_number(math.nan)
-    (0.5, 2.0, None, None)
-    """
-    if isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
-        return None
-    try:
-        number = float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def named_numbers(values: Any) -> dict[str, float] | None:
-    """Finite numbers by name that somebody's code gave, as floats; None: they are no such thing."""
-    if not isinstance(values, Mapping):
-        return None
-    numbers = {name: as_number(value) for name, value in values.items()}
-    made = {n: x for n, x in numbers.items() if x is not None and isinstance(n, str)}
-    return made if len(made) == len(numbers) else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """What the engine itself says of one request: the proof that a record holds what it saw."""
@@ -216,7 +189,7 @@ class Rollout:
     and GDPO normalises them without it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What reward functions wrote down of it (TRL's log_extra); JSON values."""
-    told: list[tuple[Any, Any]] = field(default_factory=list, metadata={"recorded": False})
+    tool_messages: list[tuple[Any, Any]] = field(default_factory=list, metadata={"recorded": False})
     """Of each turn but the last, (name, arguments) of the calls in it, and what its agent then said
     (Agent.observe): for reward functions. Not recorded, since the tokens say it."""
     environment: Any = field(default=None, metadata={"recorded": False})

@@ -17,6 +17,7 @@ import contextlib
 import faulthandler
 import functools
 import inspect
+import math
 import os
 import site
 import sys
@@ -24,7 +25,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -162,12 +163,6 @@ def calling(
         del _calls[call]
 
 
-def call(called: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What a function of the user's gives; errors as of calling()."""
-    with calling(called):
-        return called(*args, **options)
-
-
 def name_of(called: Any) -> str:
     """What a function is called by: `Class.method`, `function`."""
     while isinstance(called, functools.partial):
@@ -295,15 +290,6 @@ def waited(value: Any, name: str, limit_s: float | None = None) -> Any:
 
     A coroutine function that an ordinary wrapper (functools.wraps) wraps looks like any other
     function: that it is one can only be seen by what it gives.
-
-    Args:
-        value: what it has given.
-        name: of the loop that runs it.
-        limit_s: as of within().
-
-    Raises:
-        RuntimeError: this is that loop's own thread, which cannot wait for itself.
-        CallTimeout: see within().
     """
     if not inspect.isawaitable(value):
         return value
@@ -357,3 +343,29 @@ def tell(line: str) -> None:
     """A line on stderr, for whoever reads it: nobody, if its terminal or pipe is closed."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number that somebody's code gave, as a float; None: it is none.
+
+    Python's and numpy's numbers, and arrays and tensors of no dimension.
+
+    >>> as_number(2), as_number("2"), as_number(math.nan)
+    (2.0, None, None)
+    """
+    if isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
+        return None
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def named_numbers(values: Any) -> dict[str, float] | None:
+    """Finite numbers by name that somebody's code gave, as floats; None: they are no such thing."""
+    if not isinstance(values, Mapping):
+        return None
+    numbers = {name: as_number(value) for name, value in values.items()}
+    made = {n: x for n, x in numbers.items() if x is not None and isinstance(n, str)}
+    return made if len(made) == len(numbers) else None

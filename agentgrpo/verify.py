@@ -290,7 +290,9 @@ def _verify_step(
     report.learned += sum(_num_learned(r) for group in groups for r in group.rollouts)
     if row is not None:
         faults += line_faults(row, step_sums(row, groups, run.config))
-        faults += learner_faults(row, groups, terms=terms, config=run.config, limit=run.limit)
+        faults += learner_faults(
+            row, groups, step=step, terms=terms, config=run.config, limit=run.limit
+        )
         if terms and not any(_num_learned(r) for group in groups for r in group.rollouts):
             faults.append("it was learned from, and what the learner saw is not recorded")
     report.faults += [f"step {step}: {fault}" for fault in faults]
@@ -366,12 +368,7 @@ def step_faults(
 ) -> tuple[list[str], int]:
     """What is wrong with a step's packed batches, and how many loss terms they have.
 
-    Args:
-        groups: of the step, as recorded.
-        config: of the run.
-        step: counted from 0.
-        limit: largest difference in nats between the sampler and the learner before an update.
-        outliers: share of the tokens that may be further apart.
+    `limit` and `outliers` are those of Run.
     """
     faults: list[str] = []
     terms = 0
@@ -510,8 +507,7 @@ def _row_faults(
 def rejoin(group: Group) -> Iterator[tuple[int, str]]:
     """Give branches the very segments they share with their parents, which a record repeats.
 
-    Yields:
-        An index in the group and what is wrong with that branch's beginning.
+    Yields an index in the group and what is wrong with that branch's beginning.
     """
     for index, rollout in enumerate(group.rollouts):
         if rollout.parent is None:

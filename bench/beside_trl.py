@@ -118,11 +118,11 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
     from agentgrpo.evaluate import summarize
     from agentgrpo.learn.policy import freeze_all_but
     from agentgrpo.rollout.sampler import Sampler
-    from agentgrpo.stage import set_stage
+    from agentgrpo.stage import prepare_run
 
-    stage = set_stage(config)
+    setup = prepare_run(config)
     count, size = config.rollout.tasks_per_step, config.rollout.group_size
-    stream = stage.training_tasks(config)
+    stream = setup.training_tasks(config)
     tasks = [task for _ in range(steps) for task in stream.next(count)]
     seen: dict[str, list[float]] = {"seconds": [], "solved": []}
 
@@ -130,14 +130,14 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
         torch.set_num_threads(threads)  # vLLM has taken them
         step = trainer.state.global_step
         decoder = WholeBatch(trainer.vllm_generation.llm, config.engine.max_model_len)
-        sampler = Sampler(decoder, stage.agent, stage.env, stage.chat, config.rollout)
+        sampler = Sampler(decoder, setup.agent, setup.env, setup.chat, config.rollout)
         groups, _ = sampler.play(tasks[step * count :][:count], size, seed=config.seed_of(step, 0))
-        stage.reward.score(groups, step=step)
+        setup.reward.score(groups, step=step)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         seen["solved"].append(summarize(groups)["solved"])
         return as_trl(rollouts)
 
-    model: Any = AutoModelForCausalLM.from_pretrained(stage.model, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float32)
     freeze_all_but(model, config.learner.trained_layers)
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +154,7 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
         with plain_cpu_weights():  # else vLLM packs them away on CPU, and TRL cannot sync
             trainer = GRPOTrainer(
                 model=model,
-                processing_class=stage.chat.tokenizer,
+                processing_class=setup.chat.tokenizer,
                 reward_funcs=lambda earned, **_: earned,
                 args=arguments,
                 train_dataset=Dataset.from_list(
@@ -164,7 +164,7 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
                 callbacks=[_clock(seen["seconds"])],
             )
         trainer.train()
-    stage.close()
+    setup.close()
     return seen
 
 

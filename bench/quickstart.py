@@ -122,14 +122,14 @@ def plain_transformers_score(name: str, checkpoint: Path, overrides: Sequence[st
     from agentgrpo.config.read import load_config
     from agentgrpo.evaluate import evaluate
     from agentgrpo.rollout.sampler import Sampler
-    from agentgrpo.stage import set_stage
+    from agentgrpo.stage import prepare_run
 
     config = load_config(name, overrides)
     decoder = TransformersDecoder(checkpoint, config.engine.max_model_len)
-    stage = set_stage(config, model=str(checkpoint))
-    with contextlib.closing(stage):
-        sampler = Sampler(decoder, stage.agent, stage.env, stage.chat, config.rollout)
-        _, metrics = evaluate(sampler, stage.heldout, stage.reward)
+    setup = prepare_run(config, model=str(checkpoint))
+    with contextlib.closing(setup):
+        sampler = Sampler(decoder, setup.agent, setup.env, setup.chat, config.rollout)
+        _, metrics = evaluate(sampler, setup.heldout, setup.reward)
     return metrics["solved"]
 
 

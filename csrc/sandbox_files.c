@@ -6,8 +6,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/openat2.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/fsuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -69,37 +67,8 @@ act_as(PyObject *Py_UNUSED(module), PyObject *arg)
     return PyLong_FromLong(before);
 }
 
-PyDoc_STRVAR(group_counts_doc,
-             "group_counts($module, events, processes, /)\n"
-             "--\n"
-             "\n"
-             "What open files of a control group say: N of the line \"oom_kill N\" of events (0\n"
-             "without one), and the number in processes. Raises OSError.");
-
-static PyObject *
-group_counts(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    int events, processes;
-    char text[512], number[32];
-    if (!PyArg_ParseTuple(args, "ii", &events, &processes)) {
-        return NULL;
-    }
-    const ssize_t text_bytes = pread(events, text, sizeof text - 1, 0);
-    const ssize_t number_bytes = pread(processes, number, sizeof number - 1, 0);
-    if (number_bytes == 0) { /* no number at all is not the number 0 */
-        errno = ENODATA;
-    }
-    if (text_bytes < 0 || number_bytes <= 0) {
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    text[text_bytes] = number[number_bytes] = 0;
-    const char *line = strstr(text, "\noom_kill ");
-    return Py_BuildValue("ll", line ? strtol(line + 10, NULL, 10) : 0L, strtol(number, NULL, 10));
-}
-
 PyMethodDef agentgrpo_sandbox_files_methods[] = {
     {"sandbox_open_in", open_in, METH_VARARGS, open_in_doc},
     {"sandbox_act_as", act_as, METH_O, act_as_doc},
-    {"sandbox_group_counts", group_counts, METH_VARARGS, group_counts_doc},
     {NULL, NULL, 0, NULL},
 };

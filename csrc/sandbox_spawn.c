@@ -5,9 +5,6 @@
  * gives up every privilege, forks the interpreter that will run untrusted code as PID 2, and
  * then only reaps children and reports how PID 2 ended on a socket that PID 2 never holds.
  * spawn_session() therefore returns twice: None in the zygote, a True in PID 2.
- *
- * Two thin system calls (unshare, mount) are here as well, for the launcher that prepares an outer
- * jail for a root user: Python 3.11 has neither.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -41,11 +38,8 @@ enum mode {
     MODE_BARE,   /* no namespaces: Landlock, the filter, limits; home_options is the directory to
                   * work in, tmp_options the readable paths, joined by ":" */
 };
-enum {
-    MAX_CGROUPS = 3,
-    JAIL_ID = 65534
-}; /* JAIL_ID: of agentgrpo/sandbox/jail.py, the user
-    * seen inside */
+/* JAIL_ID: of agentgrpo/sandbox/jail.py, the user seen inside. */
+enum { MAX_CGROUPS = 3, JAIL_ID = 65534 };
 /* They count for the owner of the namespace too: 96000 would be all that the host's user has. */
 enum { MAX_QUEUED_SIGNALS = 64 };
 
@@ -138,10 +132,12 @@ raise_loopback(const struct session_spec *spec)
         refuse(spec, SANDBOX_SETUP_NETWORK);
     }
     close(fd);
-    /* What a socket holds is counted as these at most (watchdog.py). Not where a container runtime
-     * shows /proc/sys read-only. */
-    write_file("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992");
-    write_file("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992");
+    if (spec->cgroups[0] < 0) {
+        /* What a socket holds is counted as these at most (watchdog.py). Not where a container
+         * runtime shows /proc/sys read-only. */
+        write_file("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992");
+        write_file("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992");
+    }
 }
 
 static void
@@ -212,8 +208,7 @@ enter_namespaces(const struct session_spec *spec)
     if (spec->mode == MODE_USERNS) {
         enter_user_namespace(spec);
     }
-    if (unshare(CLONE_NEWCGROUP) <
-        0) { /* its control group's path names a process of the machine */
+    if (unshare(CLONE_NEWCGROUP) < 0) { /* its group's path names a process of the machine */
         refuse(spec, SANDBOX_SETUP_CGROUP);
     }
     prctl(PR_SET_PDEATHSIG, SIGKILL); /* a change of user would take it away again */
@@ -282,20 +277,16 @@ run_session(const struct session_spec *spec)
     close(5); /* the status socket, kept to complain on until here */
 }
 
+/* tmpfs are mount options of (home, tmp, shm); without namespaces the home directory, the readable
+ * paths joined by ':', and nothing. limits: address space, processes, bytes of a file, CPU seconds,
+ * open files, niceness. */
 PyDoc_STRVAR(
     spawn_session_doc,
     "spawn_session($module, channels, cgroups, tmpfs, limits, mode, uid, own_proc, filter, /)\n"
     "--\n"
     "\n"
-    "Turn this process or a clone of it into a session; None in the zygote, True in PID 2.\n"
-    "\n"
-    "channels: the session's ends of (status, request, response, out, err). cgroups: three\n"
-    "descriptors of cgroup.procs files, or -1. tmpfs: mount options of (home, tmp, shm). limits:\n"
-    "(address_space, processes, file_size, cpu_s, open_files, niceness), bytes and seconds. mode:\n"
-    "0 clones with a user namespace, whose user 65534 is this one's uid, 1 without one and under\n"
-    "uid, 2 makes no namespaces (tmpfs: home directory, readable paths joined by ':', unused).\n"
-    "own_proc: 0 covers /proc instead of mounting one. filter: the bytes of a seccomp program.\n"
-    "What goes wrong inside is reported on status, not raised.\n"
+    "Turn a clone of this process into a session; None in the zygote, True in PID 2. What goes\n"
+    "wrong inside is reported on the first of channels (status, request, response, out, err).\n"
     "Raises OSError if the clone itself is refused, ValueError for a malformed filter or mode.");
 
 static PyObject *
@@ -350,43 +341,6 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_TRUE;
 }
 
-PyDoc_STRVAR(unshare_doc, "unshare_mounts($module, /)\n"
-                          "--\n"
-                          "\n"
-                          "Leave the shared mount namespace: later mounts are seen only by this\n"
-                          "process and its children. Raises OSError.");
-
-static PyObject *
-unshare_mounts(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    if (unshare(CLONE_NEWNS) < 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0) {
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(mount_doc, "mount($module, source, target, /)\n"
-                        "--\n"
-                        "\n"
-                        "Bind source on target, or, with source None, a small tmpfs (mode 0755).\n"
-                        "Raises OSError naming target.");
-
-static PyObject *
-mount_path(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    const char *source, *target;
-    if (!PyArg_ParseTuple(args, "zs", &source, &target)) {
-        return NULL;
-    }
-    const int failed =
-        source ? mount(source, target, NULL, MS_BIND | MS_REC, NULL)
-               : mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m");
-    if (failed < 0) {
-        return PyErr_SetFromErrnoWithFilename(PyExc_OSError, target);
-    }
-    Py_RETURN_NONE;
-}
-
 PyDoc_STRVAR(collapse_doc,
              "collapse($module, start, end, /)\n"
              "--\n"
@@ -412,7 +366,5 @@ collapse(PyObject *Py_UNUSED(module), PyObject *args)
 PyMethodDef agentgrpo_sandbox_spawn_methods[] = {
     {"sandbox_collapse", collapse, METH_VARARGS, collapse_doc},
     {"sandbox_spawn_session", spawn_session, METH_VARARGS, spawn_session_doc},
-    {"sandbox_unshare_mounts", unshare_mounts, METH_NOARGS, unshare_doc},
-    {"sandbox_mount", mount_path, METH_VARARGS, mount_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -57,7 +57,7 @@ struct step {
     int goes_on; /* the rest of a step: what was printed meanwhile is not background */
     double timeout, grace, started, deadline; /* seconds; the last two of CLOCK_MONOTONIC */
     int interrupted;
-    uint64_t output_max;
+    unsigned long long output_max;
     struct capture streams[2], background;
     PyObject *listener;     /* called with (stream, bytes) as output arrives, or NULL */
     PyThreadState *waiting; /* this thread's, while it runs without the GIL */
@@ -179,11 +179,11 @@ read_output(struct step *step, int channel)
     }
 }
 
-/* A byte beyond the one expected answer is a broken protocol. Returns 1 if there is one. */
+/* Whether there is something to read, or the process of a pidfd has ended. */
 static int
-response_has_more(const struct step *step)
+can_read(int fd)
 {
-    struct pollfd one = {.fd = step->fds[RESPONSE], .events = POLLIN};
+    struct pollfd one = {.fd = fd, .events = POLLIN};
     return poll(&one, 1, 0) > 0 && (one.revents & POLLIN) != 0;
 }
 
@@ -192,7 +192,7 @@ take_answer(struct step *step)
 {
     uint32_t id;
     memcpy(&id, step->answer, sizeof id);
-    if (id != step->id || response_has_more(step)) {
+    if (id != step->id || can_read(step->fds[RESPONSE])) { /* beyond the one expected answer */
         finish(step, PROTOCOL);
         return;
     }
@@ -301,7 +301,7 @@ step_begin(struct step *step)
         drain_stream(step, OUT, &step->background, step->output_max);
         drain_stream(step, ERR, &step->background, step->output_max);
     }
-    if (response_has_more(step)) {
+    if (can_read(step->fds[RESPONSE])) {
         finish(step, PROTOCOL);
         return;
     }
@@ -366,13 +366,6 @@ look(struct step *step, double left)
     }
 }
 
-static int
-has_ended(int pidfd)
-{
-    struct pollfd one = {.fd = pidfd, .events = POLLIN};
-    return poll(&one, 1, 0) > 0;
-}
-
 /* The deadline passed: first ask the code to stop, then end the session. Not before a last look at
  * what has arrived: this process itself may have been stopped for longer than the code took. */
 static void
@@ -382,7 +375,7 @@ step_expire(struct step *step)
     if (step->ending != RUNNING) {
         return;
     }
-    if (step->response_closed && !step->awaits_report && has_ended(step->interpreter)) {
+    if (step->response_closed && !step->awaits_report && can_read(step->interpreter)) {
         step->awaits_report = 1; /* how it ended only PID 1 knows, on a busy machine not at once */
         step->deadline += REPORT_PATIENCE_S;
         return;
@@ -398,20 +391,6 @@ step_expire(struct step *step)
     step->interrupted = 1;
     step->deadline += step->grace;
     syscall(SYS_pidfd_send_signal, step->interpreter, SIGINT, NULL, 0);
-}
-
-static void
-run_alone(struct step *step)
-{
-    step_begin(step);
-    while (step->ending == RUNNING) {
-        const double left = step->deadline - seconds();
-        if (left <= 0) {
-            step_expire(step);
-        } else {
-            look(step, left);
-        }
-    }
 }
 
 static PyObject *
@@ -448,86 +427,50 @@ step_result(const struct step *step)
         (long long)step->report.cpu_us, step->report.detail);
 }
 
-static void
-step_free(struct step *step)
-{
-    PyBuffer_Release(&step->request);
-    for (int i = 0; i < 2; i++) {
-        free(step->streams[i].head);
-        free(step->streams[i].tail);
-    }
-    free(step->background.head);
-    free(step->answer);
-    free(step);
-}
-
-static struct step *
-step_new(PyObject *args)
-{
-    struct step *step = calloc(1, sizeof *step);
-    if (step == NULL) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    Py_ssize_t keep, answer_max;
-    unsigned long long output_max;
-    unsigned int id;
-    int *fds = step->fds;
-    if (!PyArg_ParseTuple(args, "(iiiii)(ii)y*IddnKnO|p", &fds[REQUEST], &fds[RESPONSE], &fds[OUT],
-                          &fds[ERR], &fds[STATUS], &step->init, &step->interpreter, &step->request,
-                          &id, &step->timeout, &step->grace, &keep, &output_max, &answer_max,
-                          &step->listener, &step->goes_on)) {
-        free(step);
-        return NULL;
-    }
-    step->id = id;
-    step->output_max = output_max;
-    step->answer_max = (size_t)answer_max;
-    step->listener = step->listener == Py_None ? NULL : step->listener;
-    if (keep <= 0 || answer_max < 8 || !(step->timeout > 0) || !(step->grace >= 0)) {
-        PyErr_Format(PyExc_ValueError, "keep, answer_max and timeout_s must be positive");
-    } else {
-        step->streams[0] = step->streams[1] = (struct capture){.keep = (size_t)keep, .ends = 1};
-        step->background.keep = BACKGROUND_KEPT;
-        return step;
-    }
-    step_free(step);
-    return NULL;
-}
-
 PyDoc_STRVAR(
     run_step_doc,
     "run_step($module, channels, pidfds, request, id, timeout_s, grace_s, keep, output_max,\n"
     "         answer_max, listener, goes_on=False, /)\n"
     "--\n"
     "\n"
-    "Run one step of a session and block, without the GIL, until it is over.\n"
-    "\n"
-    "channels are the non-blocking descriptors (request, response, out, err, status), pidfds "
-    "those\n"
-    "of (PID 1, interpreter). Of each stream the first and last keep bytes are kept; more than\n"
-    "output_max in all ends the session. listener(stream, bytes) is called as output arrives, "
-    "unless\n"
-    "None; what it raises is raised after the step. One that goes_on is the rest of a step that\n"
-    "asked for something: all output is its own, nothing of it background. Returns (ending,\n"
-    "interrupted, wall_s, out, err, background, answer, wait_status, max_rss_kib, cpu_us,\n"
-    "errno), out and err as (head, tail, total); answer is None unless ending is 1 (ANSWERED). "
-    "What a signal's handler raises (Ctrl-C) is raised at "
-    "once;\n"
-    "the session is killed.");
+    "Run one step of a session and block, without the GIL, until it is over: StepArguments and\n"
+    "RawStep of sandbox/outcome.py. Of each stream the first and last keep bytes are kept; more\n"
+    "than output_max in all ends the session. What a listener raises is raised after the step,\n"
+    "what a signal's handler raises (Ctrl-C) at once; the session is killed then.");
 
 static PyObject *
 run_step(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    struct step *step = step_new(args);
-    if (step == NULL) {
+    struct step step = {.background.keep = BACKGROUND_KEPT};
+    struct capture *stream = step.streams;
+    int *fds = step.fds;
+    if (!PyArg_ParseTuple(args, "(iiiii)(ii)y*IddnKnO|p", &fds[REQUEST], &fds[RESPONSE], &fds[OUT],
+                          &fds[ERR], &fds[STATUS], &step.init, &step.interpreter, &step.request,
+                          &step.id, &step.timeout, &step.grace, &stream->keep, &step.output_max,
+                          &step.answer_max, &step.listener, &step.goes_on)) {
         return NULL;
     }
-    step->waiting = PyEval_SaveThread();
-    run_alone(step);
-    PyEval_RestoreThread(step->waiting);
-    PyObject *result = PyErr_Occurred() ? NULL : step_result(step);
-    step_free(step);
+    step.listener = step.listener == Py_None ? NULL : step.listener;
+    stream->ends = 1;
+    stream[1] = stream[0];
+    step.waiting = PyEval_SaveThread();
+    step_begin(&step);
+    while (step.ending == RUNNING) {
+        const double left = step.deadline - seconds();
+        if (left <= 0) {
+            step_expire(&step);
+        } else {
+            look(&step, left);
+        }
+    }
+    PyEval_RestoreThread(step.waiting);
+    PyObject *result = PyErr_Occurred() ? NULL : step_result(&step);
+    PyBuffer_Release(&step.request);
+    char *const kept[] = {stream[0].head, stream[0].tail,       stream[1].head,
+                          stream[1].tail, step.background.head, step.answer};
+    for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) {
+        free(kept[i]);
+    }
     return result;
 }
 

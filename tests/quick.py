@@ -1,6 +1,6 @@
 """Commands of real configs that need neither vLLM nor torch: a run in a second, by stand-ins.
 
-The config, the stage, the sampler, the scoring and the records are real; the engine says what a
+The config, the setup, the sampler, the scoring and the records are real; the engine says what a
 script says, the learner counts its steps.
 """
 
@@ -16,7 +16,7 @@ import agentgrpo.loop
 from agentgrpo import cli
 from agentgrpo.build import Parts, Player, Ready, _sampler
 from agentgrpo.config import TrainConfig
-from agentgrpo.stage import Stage
+from agentgrpo.stage import RunSetup
 from agentgrpo.types import Metrics
 from tests.playing import EOT
 from tests.rollout.stubs import StubEngine, Turn
@@ -64,17 +64,17 @@ class QuickLearner:
         path.write_text("{}")
 
 
-def start_engine(config: TrainConfig, stage: Stage, *, trained: bool = False) -> Player:
-    engine: Any = QuickEngine(stage.chat.tokenizer, config.engine.max_model_len)
-    sampler = _sampler(config, stage, engine)
-    return Player(stage=stage, model=stage.model, engine=engine, sampler=sampler)
+def start_engine(config: TrainConfig, setup: RunSetup, *, trained: bool = False) -> Player:
+    engine: Any = QuickEngine(setup.chat.tokenizer, config.engine.max_model_len)
+    sampler = _sampler(config, setup, engine)
+    return Player(setup=setup, model=setup.model, engine=engine, sampler=sampler)
 
 
 def with_learner(config: TrainConfig, player: Player, ready: Ready, log: Any, lock: Any) -> Parts:
-    stage = player.stage
+    setup = player.setup
     return Parts(
-        player=player, engine=player.engine, sampler=player.sampler, reward=stage.reward,
-        heldout=stage.heldout, progress=stage.progress, learner=cast(Any, QuickLearner()),
+        player=player, engine=player.engine, sampler=player.sampler, reward=setup.reward,
+        heldout=setup.heldout, progress=setup.progress, learner=cast(Any, QuickLearner()),
         tasks=ready.tasks, log=log, lock=lock, probes=cast(Any, None), agreement_threshold=0.0,
     )  # fmt: skip
 

@@ -12,16 +12,16 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo import build, stage
+from agentgrpo import build
 from agentgrpo.build import Ready, prepare, start_engine
-from agentgrpo.config import EngineConfig, LearnerConfig, TrainConfig
+from agentgrpo.config import EngineConfig, TrainConfig
 from agentgrpo.machine import hardware, packages
-from agentgrpo.models.models import check_model, resolve_model
+from agentgrpo.models.models import check_model
 from agentgrpo.registry import make_reward
 from agentgrpo.run.folder import locked, require_same_run
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import Stage, set_stage
+from agentgrpo.stage import RunSetup
 
 
 def config(model: Path, **sections: Any) -> TrainConfig:
@@ -56,37 +56,14 @@ def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
 
     monkeypatch.setattr("agentgrpo.engine.engine.Engine", engine)
     said: list[str] = []
-    stage: Any = SimpleNamespace(**dict.fromkeys(field.name for field in fields(Stage)))
-    stage.model = str(tiny_model)
-    stage.chat = SimpleNamespace(tokenizer=None)
-    stage.progress = SimpleNamespace(say=said.append)
+    setup: Any = SimpleNamespace(**dict.fromkeys(field.name for field in fields(RunSetup)))
+    setup.model = str(tiny_model)
+    setup.chat = SimpleNamespace(tokenizer=None)
+    setup.progress = SimpleNamespace(say=said.append)
     asked = config(Path("m"), learner={"lora": {"rank": 4}})
-    start_engine(asked, stage, trained=True)
+    start_engine(asked, setup, trained=True)
     assert started == [4]
     assert said == ["engine: starting vLLM"]
-
-
-def test_an_import_is_announced_and_made_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes half a minute: a newcomer's first run would seem to hang."""
-    made = []
-    monkeypatch.setenv("AGENTGRPO_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        "agentgrpo.models.gguf.find_in_package", lambda name: Path(f"{name}.Q8.gguf")
-    )
-
-    def write(source: Path, folder: Path) -> None:
-        made.append(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-
-    monkeypatch.setattr("agentgrpo.models.gguf.import_gguf", write)
-    said: list[str] = []
-    folder = tmp_path / "models" / "small"
-    for _ in range(2):
-        assert resolve_model("package:small", said.append) == str(folder)
-    assert said == [f"model: unpacked to {folder}"]
-    assert made == [folder] * 2  # the import itself looks whether it is whole
 
 
 def test_a_loss_and_a_checkpoint_that_will_not_do_are_found_first(tmp_path: Path) -> None:
@@ -143,20 +120,6 @@ def test_what_a_setting_needs_is_looked_for_before_the_model_is_loaded(
         look()
 
 
-def test_both_ways_into_a_run_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = config(Path("m"), learner={"lora": {"rank": 4}})
-    monkeypatch.setattr(stage, "require_packages", lambda: None)
-
-    def refuse(learner: LearnerConfig) -> None:
-        assert learner is asked.learner
-        raise ValueError("looked")
-
-    monkeypatch.setattr(stage, "require_trainable", refuse)
-    monkeypatch.setattr(stage, "open_sandbox", lambda _: pytest.fail("not before it"))
-    with pytest.raises(ValueError, match="looked"):
-        set_stage(asked)
-
-
 def test_a_run_is_described_before_anything_of_it_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,12 +144,12 @@ def test_a_run_is_described_before_anything_of_it_is_recorded(
 
     monkeypatch.setattr("agentgrpo.learn.preflight.preflight", preflight)
     monkeypatch.setattr(RunLog, "write", killed)
-    stage: Any = SimpleNamespace(
+    setup: Any = SimpleNamespace(
         progress=Progress(1), jail={}, reward=SimpleNamespace(), env=None, adapter=None
     )
     engine = SimpleNamespace(device="cpu", describe=dict)
-    player: Any = SimpleNamespace(engine=engine, model="m", stage=stage)
-    ready = Ready(stage=stage, tasks=cast(Any, None), resumed=None)
+    player: Any = SimpleNamespace(engine=engine, model="m", setup=setup)
+    ready = Ready(setup=setup, tasks=cast(Any, None), resumed=None)
     with pytest.raises(Killed):
         build._with_learner(asked, player, ready, RunLog(tmp_path), None)  # type: ignore[arg-type]
     assert (tmp_path / "metrics.jsonl").exists()

@@ -84,11 +84,11 @@ def test_the_status_is_that_of_the_work() -> None:
 COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
     "train quickstart": ("train", ["build"], "Trainer.train", ["checkpoints/step_000003"]),
     "flywheel recipe": (
-        "recipe.flywheel", ["set_stage", "require_same_work", "start_engine"], "spin",
+        "recipe.flywheel", ["prepare_run", "require_same_work", "start_engine"], "run_flywheel",
         ["flywheel/buffer.jsonl"],
     ),
     "sft recipe": (
-        "recipe.sft", ["set_stage", "whole_checkpoint", "room_checks", "require", "read_examples",
+        "recipe.sft", ["prepare_run", "whole_checkpoint", "room_checks", "require", "read_examples",
         "make_learner", "RunLog"], "learn",
         ["sft/checkpoints/step_000003"],
     ),

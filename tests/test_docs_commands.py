@@ -90,7 +90,6 @@ SAYS = {
     "agentgrpo verify runs/quickstart": "0 faults in",
     "agentgrpo verify RUN": "0 faults in",
     "agentgrpo sandbox doctor": "ok   zygote",
-    "agentgrpo sandbox bench": "first result +p50",
     "agentgrpo train letters.toml --dry-run": "301 training tasks, 64 held out",
 }
 """What tells that a command did what the page promises, besides its exit status."""

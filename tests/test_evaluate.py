@@ -87,7 +87,7 @@ def test_each_task_is_played_once_greedily_and_scored() -> None:
     class FakeSampler:
         def play(
             self, tasks: Sequence[Task], group_size: int, *, seed: int, temperature: float,
-            filters: Mapping[str, float], watch: Any,
+            filters: Mapping[str, float], callback: Any,
         ) -> tuple[list[Group], None]:  # fmt: skip
             assert (group_size, seed, temperature, filters) == (1, 7, 0.0, {})
             return [Group(task=t, rollouts=[a_rollout(answer=t.id)]) for t in tasks], None

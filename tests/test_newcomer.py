@@ -128,11 +128,11 @@ def test_where_the_card_cannot_be_asked_the_rest_is_said(
 def test_a_model_that_cannot_be_trained_is_told_before_vllm_is_started(
     dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, dry: bool
 ) -> None:
-    def foreseen(model: Any) -> None:
+    def why_not_packed(model: Any) -> None:
         assert {p.device.type for p in model.parameters()} == {"meta"}
         raise ValueError("a model of type 'qwen3' cannot be trained")
 
-    monkeypatch.setattr("agentgrpo.learn.trial.foreseen", foreseen)
+    monkeypatch.setattr("agentgrpo.learn.forward_check.why_not_packed", why_not_packed)
     monkeypatch.setattr("agentgrpo.build.start_engine", None)
     status, _, err = dry_run(dry=dry)
     assert (status, err) == (2, "error: a model of type 'qwen3' cannot be trained\n")
@@ -154,18 +154,6 @@ def test_a_cache_that_does_not_fit_is_refused_before_vllm_is_started(
     )
     assert "starting vLLM" not in answer[1]
     assert dry_run("engine.kv_cache_gib=2.99")[0] == 0
-
-
-def test_fewer_trained_layers_are_counted(dry_run: DryRun) -> None:
-    _, every, _ = dry_run()
-    _, last, _ = dry_run("learner.trained_layers=1")
-    count = re.compile(r"([\d,]+) parameters, ([\d,]+) of them trained")
-    numbers = [int(n.replace(",", "")) for t in (every, last) for n in count.search(t).groups()]  # type: ignore[union-attr]
-    model = tiny.make_model()
-    assert numbers == [
-        *[sum(p.numel() for p in model.parameters())] * 3,
-        sum(p.numel() for p in model.model.layers[-1].parameters()),
-    ]
 
 
 @pytest.mark.parametrize(

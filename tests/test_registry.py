@@ -32,7 +32,7 @@ from agentgrpo.registry import (
 from agentgrpo.rewards.rewards import score
 from agentgrpo.sandbox import Limits
 from agentgrpo.sandbox.template import Template
-from agentgrpo.stage import models_of, set_stage
+from agentgrpo.stage import models_of, prepare_run
 from agentgrpo.types import Group, Task
 from agentgrpo.usercode import UserCodeError
 from tests.given import a_config
@@ -330,7 +330,7 @@ def test_names_and_options_are_read_before_anything_is_opened_or_written(
 
     monkeypatch.setattr("agentgrpo.stage.open_sandbox", opened)
     with pytest.raises(ValueError, match=f"^{said}"):
-        set_stage(a_config(override))
+        prepare_run(a_config(override))
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_endpoints_are_made_before_anything_else() -> None:
     assert (models["a"], models["b"]) == (ScriptedEndpoint(json.dumps), "policy")
     wrong = a_config('endpoints={a={kind="script",function="nowhere:f"}}')
     with pytest.raises(ValueError, match=r"^endpoints\.a\.function: no module"):
-        set_stage(wrong)
+        prepare_run(wrong)
 
 
 def test_a_written_config_explains_the_options_of_its_kinds(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class FakeRun:
     # the sampler
     def play(
         self, tasks: Sequence[Task], group_size: int, *, seed: int,
-        temperature: float | None = None, filters: Mapping[str, float] = {}, watch: Any = None,
+        temperature: float | None = None, filters: Mapping[str, float] = {}, callback: Any = None,
     ) -> tuple[list[Group], FakeStats]:  # fmt: skip
         self.calls.append("sample" if temperature is None else "evaluate")
         if temperature is not None:
@@ -253,13 +253,6 @@ def test_only_sampled_tokens_are_trained_with_the_weights_of_the_whole_step() ->
     assert sorted(set(np.sign(batch.advantage_N).tolist())) == [-1, 1]
 
 
-def test_steps_without_a_gradient_still_count() -> None:
-    fake = FakeRun([[DEAD, DEAD]])
-    train(config("steps=1"), fake.parts())
-    assert [list(update.batches) for update in fake.updates[0]] == [[]]
-    assert fake.step_count == 1
-
-
 @pytest.mark.parametrize(
     ("live_per_round", "refill_below", "max_refills", "rounds"),
     [
@@ -301,13 +294,6 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step_and_saves() -> None:
     train(config("steps=9"), fake.parts(), lambda: fake.step_count == 2)
     assert fake.step_count == 2
     assert fake.calls[-2:] == ["log 1 rollout+learner+engine+time", "save 2"]
-
-
-def test_a_run_asked_to_stop_in_its_last_step_ends_as_it_would_have() -> None:
-    asked, not_asked = FakeRun(), FakeRun()
-    train(config(), asked.parts(), lambda: asked.step_count == 2)
-    train(config(), not_asked.parts())
-    assert asked.calls == not_asked.calls
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -400,10 +386,9 @@ def test_the_parts_are_closed_after_a_bug_too(monkeypatch: pytest.MonkeyPatch) -
         (["nosuch"], "error: config 'nosuch' is neither a file nor the name of a shipped config"),
         (
             ["quickstart", "lerner.max_tokens=9"],
-            "error: unknown config key lerner; did you mean learner?",
+            "error: unknown config key lerner",
         ),
         (["quickstart", "steps=0"], "error: config key steps: "),
-        (["quickstart", "data.heldout=nosuch.jsonl"], "nosuch.jsonl"),
     ],
 )
 def test_a_wrong_config_stops_with_one_line_before_any_model_is_loaded(

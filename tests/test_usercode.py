@@ -14,7 +14,7 @@ import pytest
 
 import agentgrpo
 from agentgrpo import usercode
-from agentgrpo.command import told
+from agentgrpo.command import report_errors
 from agentgrpo.usercode import UserCodeError, calling, within
 
 PACKAGE = Path(agentgrpo.__file__).parent
@@ -100,7 +100,7 @@ def test_a_command_ends_as_it_would_where_nobody_can_be_told(
     os.close(read)
     with open(write, "w", closefd=False) as nobody:
         monkeypatch.setattr(sys, "stderr", nobody)
-        with told() as outcome:
+        with report_errors() as outcome:
             int("by hand")
         monkeypatch.undo()
         assert outcome.status == 2

@@ -125,26 +125,10 @@ def test_a_dry_run_says_what_the_command_would_continue_from(
         saved.touch()
 
 
-def test_a_dry_run_measures_no_prompts_of_a_program(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ['agent.options.command=["python","c.toml"]', "agent.options.sandbox=none"]
-    given = ["train", "c.toml", "--dry-run"]
-    for more, measured in (([], True), (["agent.kind=program", *options], False)):
-        status = cli.main([*given, *more])
-        told = capsys.readouterr().out
-        assert status == 0
-        lines = {line.split()[0] for line in told.splitlines() if line.startswith("  ")}
-        assert {"data", "rollouts"} <= lines
-        assert ("prompts" in lines) is measured
-        assert ("after the prompt" in told, "observations" in told) == (measured, measured)
-
-
 @pytest.mark.parametrize(
     ("option", "wanted"),
     [
         ('command=["no-such-program"]', "agent.options.command: there is no program 'no-such-pr"),
-        ('command=["./no/such"]', "agent.options.command: there is no program './no/such'"),
         ("call=json:dumps", "agent.options.call: 'json:dumps' must be an async def function"),
         ("call=json:nosuch", "agent.options.call: "),
     ],
@@ -315,7 +299,6 @@ def test_every_file_that_cannot_be_read_is_named(
 CHECKED = {
     "train c.toml --dry-run out_dir=saved": "saved/checkpoints/step_000003/",
     "train c.toml --dry-run model=saved/checkpoints/step_000003": "saved/checkpoints/step_000003/",
-    "evaluate recipe.toml --dry-run model=saved/checkpoints/step_000003": "/step_000003/",
 }
 
 
@@ -368,9 +351,7 @@ def test_what_is_set_for_a_whole_recipe_is_given_to_all_of_its_parts(place: Path
 UNSCORED = [
     ("train reward.kind=numeric", "blue", "no number in the answer 'blue'"),
     ("train reward.kind=math", "$$", "there is nothing in the answer '$$'"),
-    ("train reward.kind=math", "", "there is nothing in the answer ''"),
     ("train reward.kind=text", " ", "there is nothing in the answer ' '"),
-    ("train reward.kind=text", [], "spec['answer'] must hold an answer, got []"),
     ("train reward.kind=text", ["x", None], "must hold an answer, got ['x', None]"),
     ("heldout reward.kind=text", [], "must hold an answer, got []"),
     *(
@@ -379,7 +360,6 @@ UNSCORED = [
         for asked in ("evaluate", "flywheel", "recipe")
     ),
     ("evaluate reward.kind=none measures.quality=f1", ["x", ""], "nothing in the answer ['x', '']"),
-    ("evaluate reward.kind=none measures.quality=math", "$$", "nothing in the answer '$$'"),
 ]  # fmt: skip
 
 

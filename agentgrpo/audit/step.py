@@ -337,8 +337,8 @@ class _Scores:
     def best_temperature(self) -> float:
         """That fits what the sampler said, between 1/16 and 16, to a thousandth."""
         best = 0.0
-        for width in (4.0, 0.25, 0.025, 0.0025):  # in octaves
-            tried = [best + width * k / 16 for k in range(-16, 17)]
+        for width in (4.0, 0.5, 0.0625, 0.008):  # in octaves
+            tried = [best + width * k / 8 for k in range(-8, 9)]
             best = min(tried, key=lambda octave: float(self.gaps_at(math.exp2(octave)).mean()))
         return math.exp2(best)
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +54,17 @@ def read_tasks(
     """
     needed = [question, *([answer] if answered else []), *([] if id is None else [id])]
     kept = None if columns is None else {*needed, answer, *columns}
-    digest = None
     if is_from_hub(str(path)):
-        name, digest = f"{path} {split}", hashlib.sha256()
+        name = source = f"{path} {split}"
         rows = _numbered(name, hub_rows(str(path), subset=subset, split=split, columns=kept))
     else:
         path = Path(path)
         name, rows = path.name, _reader(path)(path)
+        source = named(path)
     tasks: dict[str, Task] = {}
     for place, number, value in rows:
         try:
             row = _row(value, needed, kept)
-            if digest is not None:
-                digest.update(json.dumps(row, sort_keys=True).encode())
             own = f"{name}:{number}" if id is None else str(row[id])
             if own in tasks:
                 raise ValueError(f"the id {own!r} appears twice")
@@ -77,7 +73,6 @@ def read_tasks(
             raise ValueError(f"{place}:{number}: {error}") from None
     if not tasks:
         raise ValueError(f"{path}: no rows; expected one JSON object a line")
-    source = named(Path(path)) if digest is None else f"{name} (SHA-256 {digest.hexdigest()})"
     return RowTasks(list(tasks.values()), source=source, seed=seed)
 
 
@@ -169,20 +164,13 @@ def _row(value: Any, needed: Iterable[str], kept: Collection[str] | None) -> dic
 
 def _as_json(column: str, cell: Any) -> Any:
     """What a cell of Arrow's types is in a record of a rollout: times and decimals are text."""
-    if isinstance(cell, str):
-        return cell
-    try:
-        return json.loads(json.dumps(cell, default=_text))
-    except TypeError as error:
-        raise ValueError(f"column {column!r}: {error}; leave it out (data.columns)") from None
 
-
-def _text(value: Any) -> str:
-    if isinstance(value, datetime | date | time):
-        return value.isoformat()
-    if isinstance(value, Decimal | timedelta):
+    def text(value: Any) -> str:
+        if isinstance(value, bytes):
+            raise ValueError(f"column {column!r}: bytes cannot be in a task (data.columns)")
         return str(value)
-    raise TypeError(f"{type(value).__name__} cannot be in a task")
+
+    return cell if isinstance(cell, str) else json.loads(json.dumps(cell, default=text))
 
 
 def _spec(row: dict[str, Any], question: str, answer: str) -> dict[str, Any]:

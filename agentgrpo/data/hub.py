@@ -29,10 +29,6 @@ def hub_rows(
         subset: of its subsets (which `datasets` calls configs); None: the one there is.
         split: as `datasets` reads it: "train", "train[:1000]", "train+validation".
         columns: those to read; None: all. One that it lacks is missing in all rows.
-
-    Raises:
-        ValueError: `datasets` is not installed or too old, or it cannot read this; names it.
-        OSError: neither the hub nor the cache has it.
     """
     datasets = import_optional(
         "datasets", f"{name!r} is no file here, and of a hub it is read by datasets"

@@ -24,17 +24,7 @@ NAMES = ("word_problems", "env", "split")
 def training_tasks(
     config: DataConfig, seed: int, env: Environment | None = None, *, answers: bool = True
 ) -> Tasks:
-    """The stream that a run trains on, without what data.heldout = "split" sets aside.
-
-    Args:
-        config: which source.
-        seed: of the order.
-        env: for data.train = "env".
-        answers: rows must have an expected answer.
-
-    Raises:
-        ValueError, FileNotFoundError: the source cannot be read; names the key, or file and line.
-    """
+    """The stream that a run trains on, without what data.heldout = "split" sets aside."""
     require_read(config)
     if config.train == "word_problems":
         return WordProblemTasks(levels=config.levels, seed=seed)
@@ -59,11 +49,7 @@ def heldout_tasks(
 
 
 def require_read(config: DataConfig) -> None:
-    """That all settings are read by one of the two sources.
-
-    Raises:
-        ValueError: one is set that does nothing; names the key.
-    """
+    """That all settings are read by one of the two sources."""
     train, heldout = (
         name not in NAMES and is_from_hub(name) for name in (config.train, config.heldout_source)
     )

@@ -57,11 +57,7 @@ class Tasks(ABC):
         return {"source": self._source(), **state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, exactly.
-
-        Raises:
-            ValueError: the state belongs to another stream.
-        """
+        """Continue where `state` was taken, exactly."""
         if state["source"] != self._source():
             raise ValueError(
                 f"the saved data position is of: {state['source']}; "
@@ -84,9 +80,6 @@ class WordProblemTasks(Tasks):
             not count.
         window: groups of the newest level that the mean is taken over, at least 1.
         seed: another seed, other problems.
-
-    Raises:
-        ValueError: an argument is out of range; the message names it.
     """
 
     STATE = ("drawn", "next_index", "open", "recent")
@@ -143,7 +136,7 @@ class WordProblemTasks(Tasks):
         return f"word problems {templates}, levels {list(self.levels)}, seed {self.seed}"
 
 
-def question_of(task: Task) -> str:
+def normalised_question(task: Task) -> str:
     """What a task asks, but for white space and capital letters."""
     said = [(m.get("role"), str(m.get("content")).casefold().split()) for m in task.messages]
     return "\n".join(f"{role}: {' '.join(words)}" for role, words in said)
@@ -152,7 +145,7 @@ def question_of(task: Task) -> str:
 def repr_of(task: Task) -> str:
     """What a task asks, and all that its row has besides."""
     said = json.dumps(plain(dict(task.spec)), default=str)  # keys may be numbers beside texts
-    return question_of(task) + json.dumps(json.loads(said), sort_keys=True)
+    return normalised_question(task) + json.dumps(json.loads(said), sort_keys=True)
 
 
 def digest_of(tasks: Iterable[Task]) -> str:
@@ -162,16 +155,7 @@ def digest_of(tasks: Iterable[Task]) -> str:
 
 
 class RowTasks(Tasks):
-    """A list of tasks, shuffled again each time round.
-
-    Args:
-        tasks: what one round has, with different ids.
-        source: what they were read from, for the check on resuming.
-        seed: another seed, another order.
-
-    Raises:
-        ValueError: there are none, or an id appears twice.
-    """
+    """A list of tasks, shuffled again each time round."""
 
     def __init__(self, tasks: Sequence[Task], *, source: str, seed: int = 0) -> None:
         if not tasks:
@@ -191,11 +175,7 @@ class RowTasks(Tasks):
         return len(self.rows)
 
     def only(self, keep: Callable[[Task], bool]) -> RowTasks:
-        """The tasks that `keep` is true of, in the same order.
-
-        Raises:
-            ValueError: it is true of none.
-        """
+        """The tasks that `keep` is true of, in the same order."""
         kept = [task for task in self.rows if keep(task)]
         return RowTasks(kept, source=self.source, seed=self.seed)
 
@@ -205,11 +185,8 @@ class RowTasks(Tasks):
         No task of the others asks what one set aside does: repetitions of those are left out. Where
         too few questions differ (a game that is always begun with the same words) tasks are told
         apart by all that their rows say.
-
-        Raises:
-            ValueError: that would leave none.
         """
-        for told in (question_of, repr_of):
+        for told in (normalised_question, repr_of):
             firsts = {told(task): task for task in reversed(self.rows)}
             if count < len(firsts):
                 break

@@ -58,9 +58,6 @@ WORDS, KINDS = _read(Path(__file__).with_name("word_problems.toml"))
 """By split, the `names` and `things`; and all kinds, by level."""
 LEVELS = tuple(sorted({kind.level for kind in KINDS}))
 
-BUILTINS = {"sum": sum, "range": range, "str": str, "int": int}
-"""All that the templates' expressions may call."""
-
 
 def task(split: Split, level: int, index: int, seed: int = 0) -> Task:
     """Problem number `index`, counted from 0, of a level.
@@ -68,9 +65,6 @@ def task(split: Split, level: int, index: int, seed: int = 0) -> Task:
     Every len(wordings(split, level)) consecutive problems, from a multiple of that number on, use
     each wording once. `spec` holds the integer `answer`, the `expression` it is the value of, the
     `kind` and the `level`; nothing of it may be shown to the agent.
-
-    Raises:
-        ValueError: there is no such split or level, or the index is negative.
     """
     if index < 0:
         raise ValueError(f"index: expected at least 0, got {index}")
@@ -140,4 +134,4 @@ def _draw_numbers(kind: Kind, rng: random.Random) -> dict[str, int]:
 
 def _value(expression: str) -> Any:
     # only ever the expressions of word_problems.toml with integers put in
-    return eval(expression, {"__builtins__": BUILTINS})
+    return eval(expression, {"__builtins__": {}})

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from agentgrpo.actions import Ask, InfrastructureError, Model, as_json
+from agentgrpo.actions import InfrastructureError, Model, ModelRequest, as_json
 from agentgrpo.config import EndpointConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.extras import require_installed
@@ -51,11 +51,7 @@ class Endpoint(ABC):
         max_tokens: int = 1024,
         stop: Sequence[str] = (),
     ) -> list[str]:
-        """N replies, without the stop string that ended them.
-
-        Raises:
-            InfrastructureError: no reply could be had.
-        """
+        """N replies, without the stop string that ended them."""
         replies = self._replies(messages, n, temperature, max_tokens, stop)
         ends = [[at for at in map(reply.find, stop) if at >= 0] for reply in replies]
         return [
@@ -63,7 +59,7 @@ class Endpoint(ABC):
             for reply, found in zip(replies, ends, strict=True)
         ]
 
-    def __call__(self, ask: Ask) -> str:
+    def __call__(self, ask: ModelRequest) -> str:
         """What an episode asks for."""
         (said,) = self.complete(
             ask.messages, temperature=ask.temperature, max_tokens=ask.max_tokens
@@ -122,17 +118,7 @@ class Server:
     def _ask(
         self, url: str, read: Callable[[httpx2.Response], T], body: Any = None, **options: Any
     ) -> T:
-        """What the server answers.
-
-        Args:
-            url: a whole address, or what follows the endpoint's own.
-            read: what an answer says; raises BadAnswer.
-            body: what is posted, as JSON; None: it is a GET.
-            options: of the client's for this request.
-
-        Raises:
-            InfrastructureError: no answer could be had.
-        """
+        """What the server answers."""
         import httpx2
         import openai
 
@@ -213,11 +199,7 @@ class Retriever(Server):
     """
 
     def retrieve(self, query: str, top_n: int) -> list[dict[str, str]]:
-        """The documents that fit best, best first: title, text and url of each.
-
-        Raises:
-            InfrastructureError: they could not be had.
-        """
+        """The documents that fit best, best first: title, text and url of each."""
         body = {"query": query, "top_n": top_n, **self.config.extra}
         return self._ask(self.config.url, lambda r: _documents(r.content), body)[:top_n]
 
@@ -225,9 +207,6 @@ class Retriever(Server):
         """The text of a page that a document names; where the page is none, that, and why.
 
         Redirections are followed, and no key is sent.
-
-        Raises:
-            InfrastructureError: it could not be had.
         """
         import openai
 
@@ -470,7 +449,7 @@ class EngineEndpoint(Endpoint):
         return [self.chat.decode(one.result().token_ids) for one in asked]
 
 
-def spoken_by(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
+def endpoint_of(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
     """The endpoint of one of a run's models; the engine's own are asked through `loop`."""
     if isinstance(model, str):
         return EngineEndpoint(loop, chat, reference=model == "reference")
@@ -478,11 +457,7 @@ def spoken_by(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
 
 
 def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:
-    """The endpoint that a config describes, if it needs no engine.
-
-    Raises:
-        ValueError: there is no such function; it is of kind "engine"; or openai is not installed.
-    """
+    """The endpoint that a config describes, if it needs no engine."""
     if config.kind == "script":
         return ScriptedEndpoint(load_callable(config.function, key=f"endpoints.{name}.function"))
     if config.kind == "http":
@@ -494,11 +469,7 @@ def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:
 
 
 def make_retriever(config: EndpointConfig, name: str) -> Retriever:
-    """The retriever that a config describes.
-
-    Raises:
-        ValueError: it describes none; or openai is not installed.
-    """
+    """The retriever that a config describes."""
     if config.kind != "retriever":
         raise ValueError(f"endpoints.{name}: expected kind 'retriever', got {config.kind!r}")
     require_installed("openai", f"endpoints.{name}.kind = 'retriever'")

@@ -30,10 +30,10 @@ from agentgrpo import parallel
 from agentgrpo.config import NO_REFERENCE, EngineConfig
 from agentgrpo.engine.requests import Request
 from agentgrpo.engine.start import (
-    groups_stay,
+    keep_process_groups,
+    oom_hint_engine,
     pack_weight,
     start,
-    to_sample,
     use_plain_weight,
 )
 from agentgrpo.machine.memory import explained, memory
@@ -54,7 +54,7 @@ class State(Enum):
     """What the engine can be asked for."""
 
     AWAKE = "awake"
-    HOLLOW = "hollow"
+    WEIGHTS_DISCARDED = "weights discarded"
     """Awake but for its weights, which level 2 dropped: load_weights() comes first."""
     ASLEEP = "asleep"
 
@@ -72,7 +72,7 @@ class Engine:
         EngineStartError: vLLM refused.
         ValueError: config.tensor_parallel_size does not divide the ranks, or is above 2 on CPU; it
             has no adapters of that rank.
-        RuntimeError: add_request() or step() while asleep or hollow.
+        RuntimeError: add_request() or step() while asleep or without weights.
     """
 
     _running: ClassVar[set[int]] = set()
@@ -116,9 +116,6 @@ class Engine:
 
         Ask it for logprobs=0 to get what the policy's tokens were sampled with, and where an
         adapter is trained for lora_request=engine.adapter: it is the policy.
-
-        Raises:
-            RuntimeError: asleep, or requests of ours are in flight, whose results it would lose.
         """
         self._require_awake()
         if self._in_flight:
@@ -188,7 +185,7 @@ class Engine:
         manager.activate_adapter(adapter.id)
         self._adapter = _ADAPTER
 
-    def pack_frozen(self, trained: Iterable[torch.Tensor]) -> int:
+    def prepack_frozen_linears(self, trained: Iterable[torch.Tensor]) -> int:
         """On CPU, let oneDNN pack the linear weights that no trained tensor shares memory with.
 
         Small batches decode up to four times faster on packed weights. A packed weight is a copy,
@@ -220,7 +217,7 @@ class Engine:
 
     def unpack(self) -> None:
         """Use the plain tensors everywhere: every weight may change from here on."""
-        self.pack_frozen(self.model.parameters())
+        self.prepack_frozen_linears(self.model.parameters())
 
     def add_request(
         self,
@@ -326,11 +323,7 @@ class Engine:
         return [request.completion() for request in ended]
 
     def _advance(self) -> None:
-        """Let vLLM take a step, and sort out what it gave.
-
-        Raises:
-            OutOfMemory: with what to set lower; also of a step that is only waited for.
-        """
+        """Let vLLM take a step, and sort out what it gave."""
         stopped = []
         with explained("generating", self._needs_less):
             outputs = self._engine.engine_core.get_output().outputs
@@ -411,18 +404,15 @@ class Engine:
 
         Returns:
             Memory in GiB before and after the last sleep and now; empty if it was awake.
-
-        Raises:
-            OutOfMemory: with what to set lower.
         """
         if not self.asleep:
             return {}
         if self.device == "cuda":
             torch.cuda.empty_cache()
-        hollow = self._config.sleep_level == 2
+        discarded = self._config.sleep_level == 2
         with explained("waking the engine", self._needs_less):
-            self._engine.wake_up(["weights"] if hollow else None)
-        self.state = State.HOLLOW if hollow else State.AWAKE
+            self._engine.wake_up(["weights"] if discarded else None)
+        self.state = State.WEIGHTS_DISCARDED if discarded else State.AWAKE
         self._use_threads(State.AWAKE)
         awake = {f"{name}_awake": value for name, value in memory(self.device).items()}
         return self._memory | awake
@@ -432,9 +422,6 @@ class Engine:
 
         Args:
             recompute_running: requests in flight keep their tokens and have theirs computed again.
-
-        Raises:
-            RuntimeError: vLLM refused, which it does while requests run.
         """
         self._drain()
         if not self._engine.reset_prefix_cache(reset_running_requests=recompute_running):
@@ -449,22 +436,14 @@ class Engine:
         self.model.load_weights(named)  # type: ignore[operator]
 
     def weights_loaded(self) -> None:
-        """Say that the weights are all there again: a hollow engine wakes.
-
-        Raises:
-            OutOfMemory: with what to set lower.
-        """
-        if self.state is State.HOLLOW:
+        """Say that the weights are all there again: the cache wakes too."""
+        if self.state is State.WEIGHTS_DISCARDED:
             with explained("waking the engine", self._needs_less):
                 self._engine.wake_up(["kv_cache"])
             self.state = State.AWAKE
 
     def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Completion]:
-        """Sample num_tokens greedily after each prompt, through the same path as rollouts.
-
-        Raises:
-            RuntimeError: requests are in flight, whose results it would lose.
-        """
+        """Sample num_tokens greedily after each prompt, through the same path as rollouts."""
         if self._in_flight:
             raise RuntimeError(
                 f"{len(self._in_flight)} requests in flight: a probe would lose them"
@@ -485,7 +464,7 @@ class Engine:
     def shutdown(self) -> None:
         """Free vLLM's resources; the engine cannot be used afterwards. Others here can be."""
         self._running.discard(id(self))
-        with groups_stay() if self._running else contextlib.nullcontext():
+        with keep_process_groups() if self._running else contextlib.nullcontext():
             self._engine.engine_core.shutdown()
 
     def describe(self) -> dict[str, Any]:
@@ -519,12 +498,12 @@ class Engine:
             torch.set_num_threads(self._threads[state])
 
     def _needs_less(self) -> str:
-        return to_sample(self._config)
+        return oom_hint_engine(self._config)
 
     def _require_awake(self) -> None:
         if self.asleep:
             raise RuntimeError("the engine sleeps: call wake() first")
-        if self.state is State.HOLLOW:
+        if self.state is State.WEIGHTS_DISCARDED:
             raise RuntimeError("sleep level 2 dropped the weights: publish them first")
 
 

@@ -75,12 +75,7 @@ class Request:
         return bool(self.finish_reason)
 
     def completion(self) -> Completion:
-        """What it came to.
-
-        Raises:
-            FloatingPointError: a sampled token's log-probability is nan or infinite, and no grammar
-                is to blame.
-        """
+        """What it came to."""
         logprobs = np.frombuffer(self.logprobs, np.float32)
         if not self.shaped and not np.isfinite(logprobs).all():
             at = int(np.flatnonzero(~np.isfinite(logprobs))[0])

@@ -61,13 +61,7 @@ class EngineStartError(ValueError):
 def start(
     model: str | Path, config: EngineConfig, *, device: str, dtype: str, seed: int, lora_rank: int
 ) -> LLM:
-    """Start vLLM in this process; the arguments are Engine's.
-
-    Raises:
-        EngineStartError: vLLM refused.
-        ValueError: it has no adapters of that rank.
-        OutOfMemory: with what to set lower.
-    """
+    """Start vLLM in this process; the arguments are Engine's."""
     settings = _settings(config, device, dtype) | _lora_settings(lora_rank)
     if device == "cpu" and lora_rank:
         _without_adapter_none()
@@ -88,13 +82,13 @@ def start(
             settings["enable_prefix_caching"] = False
             use_plain_convolutions()
         with (
-            explained("starting vLLM", lambda: to_sample(config)),
+            explained("starting vLLM", lambda: oom_hint_engine(config)),
             plain_cpu_weights(),
-            _weights_stay_awake(config.weights != "copy"),
+            _weights_outside_sleep_pool(config.weights != "copy"),
             _shared_memory_of_this_run(),
             _compiled_for_any_folder(),
-            _classes_stay_ours(),
-            _all_heads_turned(),
+            _keep_transformers_init(),
+            _flatten_rope_heads(),
             _weights_of_text(of_text),
         ):
             llm = LLM(str(model), seed=seed, **settings)
@@ -117,11 +111,7 @@ CAN_SCHEDULE_AHEAD = {"cuda"}
 
 
 def schedules_ahead(config: EngineConfig, device: str) -> bool:
-    """What engine.async_scheduling means on a device.
-
-    Raises:
-        ValueError: it is asked for where it cannot be.
-    """
+    """What engine.async_scheduling means on a device."""
     if config.async_scheduling and device not in CAN_SCHEDULE_AHEAD:
         raise ValueError(
             f"engine.async_scheduling must not be true on {device}: vLLM has it on CUDA"
@@ -218,7 +208,7 @@ def _explain_start(error: Exception, model: str | Path, config: EngineConfig) ->
     )
 
 
-def to_sample(config: EngineConfig) -> str:
+def oom_hint_engine(config: EngineConfig) -> str:
     """What to set lower when memory ran out for vLLM."""
     total, free = (size / 2**30 for size in memory_bytes())
     return (
@@ -306,14 +296,14 @@ def _compiled_for_any_folder() -> contextlib.AbstractContextManager[None]:
     return _replaced(ModelConfig, "compute_hash", by_content)
 
 
-def groups_stay() -> contextlib.AbstractContextManager[None]:
+def keep_process_groups() -> contextlib.AbstractContextManager[None]:
     """VLLM's engines tear down the process groups of all of a process when they end."""
     from vllm.v1.engine import core
 
     return _replaced(core, "cleanup_dist_env_and_memory", lambda: None)
 
 
-def _all_heads_turned() -> contextlib.AbstractContextManager[None]:
+def _flatten_rope_heads() -> contextlib.AbstractContextManager[None]:
     """On CPU vLLM's rotary kernel reads [tokens, heads, size], which LFM2 hands it, as one head."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -337,7 +327,7 @@ def _weights_of_text(wanted: bool) -> contextlib.AbstractContextManager[None]:
     return _replaced(Loader, "get_all_weights", lambda *given: only_text(read(*given)))
 
 
-def _classes_stay_ours() -> contextlib.AbstractContextManager[None]:
+def _keep_transformers_init() -> contextlib.AbstractContextManager[None]:
     """Let the learner make models of the classes that vLLM has changed for itself.
 
     What vLLM has no code of its own for (SmolLM3, OLMo 3) it runs as transformers' model, whose
@@ -366,7 +356,7 @@ def _classes_stay_ours() -> contextlib.AbstractContextManager[None]:
     return _replaced(decorators, "_support_torch_compile", decorated)
 
 
-def _weights_stay_awake(shared: bool) -> contextlib.AbstractContextManager[None]:
+def _weights_outside_sleep_pool(shared: bool) -> contextlib.AbstractContextManager[None]:
     """Load shared weights outside vLLM's sleeping pool, so that sleep unmaps the KV cache only."""
     if not shared or not torch.cuda.is_available():
         return contextlib.nullcontext()

@@ -17,9 +17,6 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
     Args:
         parser: its name in vLLM, such as hermes, qwen3_coder, llama3_json, mistral, pythonic.
         tokenizer: the model's, as transformers loads it.
-
-    Raises:
-        ValueError: vLLM has no parser of that name, or the parser refuses the tokenizer.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager

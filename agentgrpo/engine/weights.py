@@ -44,11 +44,7 @@ class Slices:
         self._modules = {n.removesuffix(_WRAPPED): m for n, m in sampler.named_modules()}
 
     def find(self, name: str, shape: torch.Size) -> tuple[str, Tensor]:
-        """VLLM's name of the tensor that holds a parameter, and the slice of it.
-
-        Raises:
-            CannotShare: there is no slice of that shape, or every rank holds but a part of each.
-        """
+        """VLLM's name of the tensor that holds a parameter, and the slice of it."""
         if self._divided:
             raise CannotShare(f"{name}: this rank's vLLM holds a part of it (tensor parallel)")
         source = self._renamed(name)

@@ -15,11 +15,11 @@ from typing import Any, Protocol, cast
 from agentgrpo.actions import (
     MODELS,
     Action,
-    Ask,
     CallTools,
-    Heard,
     Message,
     Model,
+    ModelReply,
+    ModelRequest,
     Observation,
     Say,
     Schema,
@@ -31,7 +31,7 @@ from agentgrpo.envs.base import Episode
 from agentgrpo.envs.tools import tool_schema
 from agentgrpo.types import Task
 
-HANGS_UP = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
+STOP_MARKERS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
 """What the benchmarks' customers write when they end the talk."""
 PLAYED_BY = {"model": "policy", "reference": "reference"}
 """Modes in which a model is the customer, and which; besides `endpoint:NAME`."""
@@ -53,16 +53,16 @@ DONE_SCHEMA = tool_schema(
 class User(Protocol):
     """A simulated customer of one episode."""
 
-    def reply(self, said: str, *, satisfied: bool) -> str | Ask | None:
-        """What the customer says; None: they hang up; an Ask: the engine is to say it.
+    def reply(self, said: str, *, satisfied: bool) -> str | ModelRequest | None:
+        """What the customer says; None: they hang up; a ModelRequest: the engine is to say it.
 
         Args:
             said: what the agent said.
             satisfied: the task's goal is reached.
         """
 
-    def heard(self, text: str) -> str | None:
-        """After an Ask, and only then: what the engine said; returns as reply(), without Ask."""
+    def on_reply(self, text: str) -> str | None:
+        """After a ModelRequest, and only then: what the engine said; returns a text or None."""
 
 
 class ScriptedUser:
@@ -84,7 +84,7 @@ class ScriptedUser:
             return None
         return "Yes, please go ahead."
 
-    def heard(self, text: str) -> str | None:
+    def on_reply(self, text: str) -> str | None:
         """Never called: a script asks nobody."""
         raise TypeError("a scripted customer asked nothing")
 
@@ -102,19 +102,19 @@ class ModelUser:
         ]
         self._max_tokens, self._model = max_tokens, model
 
-    def reply(self, said: str, *, satisfied: bool) -> Ask:
+    def reply(self, said: str, *, satisfied: bool) -> ModelRequest:
         """The talk so far, as the customer sees it: the agent is their user."""
         self._messages.append({"role": "user", "content": said})
-        return Ask(tuple(self._messages), self._max_tokens, 0.0, self._model)
+        return ModelRequest(tuple(self._messages), self._max_tokens, 0.0, self._model)
 
-    def heard(self, text: str) -> str | None:
+    def on_reply(self, text: str) -> str | None:
         """What the customer says, without its thoughts; None where they end the talk."""
         said = text.rpartition("</think>")[2].strip()
         self._messages.append({"role": "assistant", "content": said})
-        return None if any(mark in said for mark in HANGS_UP) else said
+        return None if any(mark in said for mark in STOP_MARKERS) else said
 
 
-class Customers:
+class UserSimulators:
     """Makes the customers of an environment's episodes, as its options say.
 
     Args:
@@ -160,7 +160,7 @@ class Customers:
         return ModelUser(system, opening, max_tokens=self._max_tokens, model=self._model)
 
 
-class Talk:
+class UserDialogue:
     """What a step of an episode does with its customer, and what was said to them."""
 
     def __init__(self, user: User | None) -> None:
@@ -176,32 +176,32 @@ class Talk:
         self.said.append(text)
         return self._told(self.user.reply(text, satisfied=satisfied))
 
-    def heard(self, text: str) -> Observation:
+    def on_reply(self, text: str) -> Observation:
         """Go on with what the engine said in the customer's place."""
         assert self.user is not None
-        return self._told(self.user.heard(text))
+        return self._told(self.user.on_reply(text))
 
     def has_said(self, wanted: Sequence[str], *more: str) -> bool:
         """Whether each of the texts was said to the customer so far or in `more`."""
         said = [text.lower().replace(",", "") for text in [*self.said, *more]]
         return all(any(text.lower() in one for one in said) for text in wanted)
 
-    def _told(self, reply: str | Ask | None) -> Observation:
-        if isinstance(reply, Ask):
+    def _told(self, reply: str | ModelRequest | None) -> Observation:
+        if isinstance(reply, ModelRequest):
             return Observation("", ask=reply)
         self.over = reply is None
         return Observation("", done=True) if reply is None else Observation(reply)
 
 
-class CaseEnv:
+class SupportEnv:
     """An environment whose tasks are customers' cases."""
 
     answers = ("tools",)
     judges = True
 
-    def __init__(self, customers: Customers, schemas: Sequence[Schema], policy: str) -> None:
-        self.customers, self.talks, self.policy = customers, customers.talk, policy
-        self.schemas = (*schemas, *(() if self.talks else (DONE_SCHEMA,)))
+    def __init__(self, customers: UserSimulators, schemas: Sequence[Schema], policy: str) -> None:
+        self.customers, self.has_user, self.policy = customers, customers.talk, policy
+        self.schemas = (*schemas, *(() if self.has_user else (DONE_SCHEMA,)))
         self._gold: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -211,7 +211,9 @@ class CaseEnv:
 
     def messages(self, ticket: str, opening: str) -> tuple[Message, ...]:
         """A task's: the policy, and the case as a ticket or the customer's first words."""
-        system, first = (TALK, opening) if self.talks else (ALONE, f"<ticket>\n{ticket}\n</ticket>")
+        system, first = (
+            (TALK, opening) if self.has_user else (ALONE, f"<ticket>\n{ticket}\n</ticket>")
+        )
         return (
             {"role": "system", "content": f"{system}\n<policy>\n{self.policy}\n</policy>"},
             {"role": "user", "content": first},
@@ -225,14 +227,14 @@ class CaseEnv:
             return self._gold[key]
 
 
-class Case(Episode):
+class SupportEpisode(Episode):
     """One customer's case: the agent calls tools or talks, until somebody ends it."""
 
     ends: tuple[str, ...] = ()
     """Tools whose call ends the case, besides `done` where nobody listens."""
 
     def __init__(self, user: User | None) -> None:
-        self.talk = Talk(user)
+        self.talk = UserDialogue(user)
         self._done = False
 
     @abstractmethod
@@ -247,8 +249,8 @@ class Case(Episode):
         """Call tools, or say something to the customer."""
         if isinstance(action, Say):
             return self.talk.say(action.text, satisfied=self.reward(action.text) == 1.0)
-        if isinstance(action, Heard):
-            return self.talk.heard(action.text)
+        if isinstance(action, ModelReply):
+            return self.talk.on_reply(action.text)
         if not isinstance(action, CallTools):
             raise TypeError(f"{type(self).__name__} answers tool calls and messages, got {action}")
         texts, errors = [], 0

@@ -18,10 +18,11 @@ from typing import Any
 
 from agentgrpo.actions import Action, Observation, Schema
 from agentgrpo.config.read import load_callable
-from agentgrpo.envs.runner import LOOP, settled
-from agentgrpo.envs.tools import AsyncToolEpisode, Tool, ToolEpisode, Toolset, calls_of, observed
-from agentgrpo.types import Task, as_number
-from agentgrpo.usercode import waited
+from agentgrpo.envs.base import Episode
+from agentgrpo.envs.runner import LOOP
+from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
+from agentgrpo.types import Task
+from agentgrpo.usercode import as_number, waited
 
 NOT_TOOLS = ("reset", "get_reward", "close", "tasks")
 
@@ -33,9 +34,8 @@ class FactoryEnv:
         factory: the class, or `module:Class`; called without arguments for every rollout. Public
             methods but reset, get_reward, close and tasks are tools; they may be coroutines. An
             attribute `done` that becomes true ends the episode, an attribute `answer` is then what
-            was answered, and no further call of the turn is made; where any method is a coroutine
-            the calls of a turn run at once, so that each runs whatever another ends. A static or
-            class method `tasks(split)` may give the tasks, as rows.
+            was answered, and no further call of the turn is made. A static or class method
+            `tasks(split)` may give the tasks, as rows.
 
     Raises:
         ValueError: the class has no public methods, or one has a parameter without annotation.
@@ -78,41 +78,39 @@ class FactoryEnv:
         content = "\n\n".join(text for text in (last["content"], opening) if text)
         return replace(task, messages=(*before, {**last, "content": content}))
 
-    def reset(self, task: Task) -> FactoryEpisode | AsyncFactoryEpisode:
+    def reset(self, task: Task) -> FactoryEpisode:
         """A new instance; its reset runs before its first step."""
-        world = self._factory()
-        toolset = Toolset(_tools(world))
-        others = [getattr(world, name, None) for name in ("get_reward", "close")]
-        waits = toolset.any_async or any(map(inspect.iscoroutinefunction, others))
-        return (AsyncFactoryEpisode if waits else FactoryEpisode)(world, toolset, task)
+        return FactoryEpisode(self._factory(), task)
 
 
-def _tools(world: Any) -> list[Tool]:
-    names = [name for name in dir(world) if not name.startswith("_") and name not in NOT_TOOLS]
-    found = {name: getattr(world, name, None) for name in names if not _is_property(world, name)}
+def _tools(instance: Any) -> list[Tool]:
+    names = [name for name in dir(instance) if not name.startswith("_") and name not in NOT_TOOLS]
+    found = {
+        name: getattr(instance, name, None) for name in names if not _is_property(instance, name)
+    }
     return [Tool(value, name) for name, value in found.items() if inspect.isroutine(value)]
 
 
-def _is_property(world: Any, name: str) -> bool:
+def _is_property(instance: Any, name: str) -> bool:
     """Whether to read an attribute runs the user's code, which may need reset() first."""
-    return isinstance(inspect.getattr_static(world, name, None), property | cached_property)
+    return isinstance(inspect.getattr_static(instance, name, None), property | cached_property)
 
 
-def _reset(world: Any, row: Mapping[str, Any]) -> str | None:
-    said = world.reset(**row) if hasattr(world, "reset") else None
+def _reset(instance: Any, row: Mapping[str, Any]) -> str | None:
+    said = instance.reset(**row) if hasattr(instance, "reset") else None
     if inspect.iscoroutine(said):
         said.close()
-        name = type(world).__name__
+        name = type(instance).__name__
         raise ValueError(f"factory: {name}: reset runs before the loop does: no coroutine")
     return None if said is None else str(said)
 
 
-class _World:
-    """What both kinds of episode share."""
+class FactoryEpisode(Episode):
+    """An instance of the class; its reset runs before all else."""
 
-    def __init__(self, world: Any, toolset: Toolset, task: Task) -> None:
-        self.toolset = toolset
-        self.environment, self._spec = world, task.spec
+    def __init__(self, instance: Any, task: Task) -> None:
+        self._toolset = Toolset(_tools(instance))
+        self.environment, self._spec = instance, task.spec
         """The instance, which reward functions in TRL's form may ask for."""
         self._begun = False
 
@@ -121,20 +119,26 @@ class _World:
             self._begun = True
             _reset(self.environment, self._spec)
 
-    def _is_done(self) -> bool:
-        return bool(getattr(self.environment, "done", False))
-
-    def _after(self, observation: Observation) -> Observation:
-        if not self._is_done():
-            return observation
-        answer = getattr(self.environment, "answer", None)
-        return replace(observation, done=True, answer=None if answer is None else str(answer))
-
     def _call(self, name: str) -> Any:
         """A method of the instance, if it has one."""
-        return getattr(self.environment, name, dict)()
+        return waited(getattr(self.environment, name, dict)(), LOOP)
 
-    def _rewards(self, value: Any) -> Mapping[str, float]:
+    def step(self, action: Action) -> Observation:
+        """Call the methods of a turn in their order, until one ends the episode."""
+        self._begin()
+        answers = []
+        for call in calls_of(action):
+            answers.append(self._toolset.call(call))
+            if getattr(self.environment, "done", False):
+                answer = getattr(self.environment, "answer", None)
+                answer = None if answer is None else str(answer)
+                return replace(observed(answers), done=True, answer=answer)
+        return observed(answers)
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        """What get_reward says: a number (part `environment`) or named parts."""
+        self._begin()
+        value = self._call("get_reward")
         if isinstance(value, Mapping):
             return value
         number = as_number(value)
@@ -143,43 +147,6 @@ class _World:
             raise TypeError(f"{name}.get_reward: expected a number or named parts, got {value!r}")
         return {"environment": number}
 
-
-class FactoryEpisode(_World, ToolEpisode):
-    """An instance whose tools block."""
-
-    def step(self, action: Action) -> Observation:
-        """Call the methods of a turn in their order, until one ends the episode."""
-        self._begin()
-        answers = []
-        for call in calls_of(action):
-            answers.append(self.toolset.call(call))
-            if self._is_done():
-                break
-        return self._after(observed(answers))
-
-    def finish(self, answer: str | None) -> Mapping[str, float]:
-        """What get_reward says: a number (part `environment`) or named parts."""
-        self._begin()
-        return self._rewards(waited(self._call("get_reward"), LOOP))
-
     def close(self) -> None:
         """The instance's own close, if it has one."""
-        waited(self._call("close"), LOOP)
-
-
-class AsyncFactoryEpisode(_World, AsyncToolEpisode):
-    """An instance of which something is a coroutine: a turn's calls run at once."""
-
-    async def step(self, action: Action) -> Observation:
-        """Call the methods of a turn at once; answers keep their order."""
-        self._begin()
-        return self._after(await super().step(action))
-
-    async def finish(self, answer: str | None) -> Mapping[str, float]:
-        """What get_reward says, awaited if it is a coroutine."""
-        self._begin()
-        return self._rewards(await settled(self._call("get_reward")))
-
-    async def close(self) -> None:
-        """The instance's own close, if it has one."""
-        await settled(self._call("close"))
+        self._call("close")

@@ -21,6 +21,7 @@ from agentgrpo.sandbox import (
     Session,
 )
 from agentgrpo.sandbox.contexts import command_of, start_context
+from agentgrpo.sandbox.jail import jail_places
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.types import Task
 
@@ -53,7 +54,7 @@ class SandboxEpisode(Episode):
     def recall(self, memory: tuple[HostCall, ...] | None) -> None:
         """The next step repeats one of another episode: it is told the same answers of the host."""
         if self._host is not None:
-            self._host.recall(memory or ())
+            self._host.replay_answers(memory or ())
 
     def close(self) -> None:
         """End the session, if there is one."""
@@ -80,7 +81,7 @@ class SandboxEpisode(Episode):
         }
         if self._host is None:
             return counts
-        self._diverged = "" if self._host.recall(None) else DIVERGED
+        self._diverged = "" if self._host.replay_answers(None) else DIVERGED
         failed = sum(call.kind == "raised" for call in calls) + result.host_refused
         return counts | {
             "host_calls": float(len(calls)),
@@ -128,7 +129,7 @@ class PythonEnv:
     def require_language(self, language: str) -> None:
         """That sessions can run code in this language."""
         try:
-            command_of(language, self.pool.template, self.pool.limits)
+            command_of(language, jail_places(self.pool.template), self.pool.limits)
         except SandboxException as error:
             raise ValueError(f"language: {error}") from error
 

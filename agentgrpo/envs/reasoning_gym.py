@@ -19,11 +19,12 @@ from agentgrpo.envs.graded import GradingPool, partial_credit
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, as_infra_error
 from agentgrpo.extras import import_optional
 from agentgrpo.sandbox import HostTools, SandboxPool, StepStatus
-from agentgrpo.sandbox.guest.exchange import read, spell
+from agentgrpo.sandbox.grade import VerdictClock
+from agentgrpo.sandbox.guest.exchange import decode, encode
 from agentgrpo.types import Task
 
 HELDOUT_SEED = 1_000_003
-JUDGE = (Path(sandbox.__file__).parent / "guest" / "puzzles.py").read_text()
+JUDGE = (Path(sandbox.__file__).parent / "guest" / "reasoning_gym_judge.py").read_text()
 MEMORY_MIB = 1024
 PAGE = 256
 """Questions that a sandbox is asked for at once."""
@@ -104,9 +105,9 @@ class ReasoningGymEnv(PythonEnv):
     def _questions(self, split: str, first: int, last: int) -> list[str]:
         asked = ("call_name", "questions", (self._name, self._options[split], first, last))
         with self.graders.pool().acquire() as session:
-            told, answer = session.ask([spell(asked, id).encode()], PAGE_S)
+            told, answer = session.ask([encode(asked, id).encode()], PAGE_S)
         if told.status is StepStatus.OK:
-            kind, *rest = read(b"".join(answer).decode(), int)
+            kind, *rest = decode(b"".join(answer).decode(), int)
             if kind == "value":
                 return list(rest[0])
             told.detail = rest[-1]
@@ -125,7 +126,9 @@ class ReasoningGymEnv(PythonEnv):
         options, index = self._options[task.spec["split"]], task.spec["index"]
         asked = f"judge({self._name!r}, {options!r}, {index!r}, {answer!r})"
         with as_infra_error(), self.graders.places, self.graders.pool().acquire() as session:
-            told = session.step(asked, self._timeout_s)
+            clock = VerdictClock(self._timeout_s, session)
+            with clock.running():
+                told = session.step(asked, clock.seconds())
         failed = told.error is not None and told.error.name != "CodeTooLong"
         if told.status is StepStatus.INFRA_ERROR or (failed and told.status is StepStatus.ERROR):
             raise InfrastructureError(f"the verifier did not run: {told.detail} {told.error}")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from agentgrpo.actions import Action, Ask, InfrastructureError, Observation
+from agentgrpo.actions import Action, InfrastructureError, ModelRequest, Observation
 from agentgrpo.envs.base import AnyEpisode, Episode
 from agentgrpo.envs.checked import checked_observation, checked_rewards
 from agentgrpo.usercode import (
@@ -73,7 +73,11 @@ class EpisodeRunner:
         )  # fmt: skip
 
     def ask(
-        self, episode: AnyEpisode, speaker: Callable[[Ask], str], ask: Ask, of: Of = (None, None)
+        self,
+        episode: AnyEpisode,
+        speaker: Callable[[ModelRequest], str],
+        ask: ModelRequest,
+        of: Of = (None, None),
     ) -> Future[str]:
         """Begin to have another model say what an episode asks for; gives its reply."""
         return self._start(episode, of, speaker, ask)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from agentgrpo.actions import MODELS, Model, ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
-from agentgrpo.envs.customers import Case, CaseEnv, Customers, User
+from agentgrpo.envs.customers import SupportEnv, SupportEpisode, User, UserSimulators
 from agentgrpo.extras import import_optional
 from agentgrpo.types import Task
 
@@ -30,7 +30,7 @@ DOMAINS = ("telecom", "retail", "airline")
 SPLITS = {"train": "train", "heldout": "test"}
 
 
-class Tau2Env(CaseEnv):
+class Tau2Env(SupportEnv):
     """Episodes of one domain.
 
     Args:
@@ -65,7 +65,7 @@ class Tau2Env(CaseEnv):
         # a telecom customer acts with tools of their own, which a model here has not
         played = ("scripted",) if domain == "telecom" else ("scripted", "model")
         mode = mode or alone
-        customers = Customers(mode, alone, played, models)
+        customers = UserSimulators(mode, alone, played, models)
         logging.getLogger("tau2").setLevel(logging.ERROR)
         self._upstream = _upstream(domain)
         self.solo = mode == "solo"
@@ -140,7 +140,7 @@ class Tau2Env(CaseEnv):
         return changed_records(tables_of(world.tools.db), tables_of(self.base)), user
 
 
-class Tau2Episode(Case):
+class Tau2Episode(SupportEpisode):
     """One customer's case."""
 
     def __init__(self, env: Tau2Env, task: Any, world: Any, user: User | None) -> None:

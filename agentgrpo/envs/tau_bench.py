@@ -24,7 +24,7 @@ from typing import Any
 
 from agentgrpo.actions import MODELS, Model, ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
-from agentgrpo.envs.customers import Case, CaseEnv, Customers, User
+from agentgrpo.envs.customers import SupportEnv, SupportEpisode, User, UserSimulators
 from agentgrpo.types import Task
 
 SPLITS = {"retail": ("train", "test", "dev"), "airline": ("test",)}
@@ -43,7 +43,7 @@ CUSTOMER = (
 )
 
 
-class TauBenchEnv(CaseEnv):
+class TauBenchEnv(SupportEnv):
     """Episodes of one domain.
 
     Args:
@@ -70,7 +70,7 @@ class TauBenchEnv(CaseEnv):
         if heldout not in SPLITS[domain]:
             raise ValueError(f"heldout: {domain} has {', '.join(SPLITS[domain])}, no {heldout!r}")
         played = ("scripted", "model")
-        customers = Customers(mode, "ticket", played, models)
+        customers = UserSimulators(mode, "ticket", played, models)
         self.domain, self._heldout = domain, heldout
         with _modules(domain) as module:
             self.base: dict[str, Any] = module("data").load_data()
@@ -127,7 +127,7 @@ class TauBenchEnv(CaseEnv):
         return said, said.startswith("Error")
 
 
-class TauBenchEpisode(Case):
+class TauBenchEpisode(SupportEpisode):
     """One customer's case."""
 
     ends = (TRANSFER,)

@@ -80,13 +80,6 @@ def assign_advantages(groups: Sequence[Group], config: LossConfig) -> None:
     Each is relative to the rollouts of its group that are sound. scale_rewards: `group` divides by
     the sample deviation of the group's rewards plus EPS (arXiv:2402.03300, sec. 4.1.2, as TRL
     does), `batch` by that of all rewards of the step, `none` by nothing (arXiv:2503.20783).
-
-    Args:
-        groups: all groups of the step, scored.
-        config: see LossConfig.
-
-    Raises:
-        ValueError: a reward is not finite; the message names the task.
     """
     sound = [[r for r in group.rollouts if r.scored] for group in groups]
     for group in groups:

@@ -18,7 +18,6 @@ Layers that carry a state are in recurrent.py; which models cannot share prefixe
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -214,10 +213,6 @@ def tree_attention(
 
     Returns:
         [1, T, Hq, D], and None for the attention weights.
-
-    Raises:
-        ValueError: the model did not hand the tree down, or its layers want what a tree cannot
-            give; see rows.py.
     """
     if tree is None:
         raise ValueError(f"{type(module).__name__} does not pass keyword arguments to attention")
@@ -354,14 +349,9 @@ def _on_cuda(
 
     bounds = tree.bounds
     longest = max(run.end - run.start for run in tree.runs)
-    heads: dict[str, Any] = {}
-    if _takes_groups(varlen_attn):
-        heads["enable_gqa"] = True
-    else:
-        key, value = _expanded(query, key, value)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     packed = varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, scale=scaling, **heads,
+        q, k, v, bounds, bounds, longest, longest, scale=scaling, enable_gqa=True,
         window_size=(-1 if window is None else window - 1, 0),
     )  # fmt: skip
     assert isinstance(packed, Tensor)
@@ -372,12 +362,6 @@ def _flash_takes(query: Tensor, value: Tensor) -> bool:
     """Whether torch's FlashAttention (flash_api.cpp) has heads of such a width and numbers."""
     width = query.shape[-1]
     return query.dtype in FLASH and width == value.shape[-1] <= 256 and width % 8 == 0
-
-
-@functools.cache
-def _takes_groups(kernel: Callable[..., Any]) -> bool:
-    """Whether it computes grouped queries itself: torch 2.13's can be told to, 2.11's cannot."""
-    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _expanded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

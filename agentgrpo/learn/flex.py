@@ -45,11 +45,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None,
     softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """[1, Hq, T, D] from query [1, Hq, T, D] and key and value [1, Hkv, T, D].
-
-    Raises:
-        torch._dynamo.exc.FailOnRecompileLimitHit: COMPILES did not do.
-    """
+    """[1, Hq, T, D] from query [1, Hq, T, D] and key and value [1, Hkv, T, D]."""
     # Dynamo has one symbol for all lengths that are equal at first. Were a head's 128 columns, or
     # those of what it is a view of, and 128 blocks one, the kernel would be for 128 blocks alone.
     whole = torch.contiguous_format

@@ -25,10 +25,10 @@ from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.learn.optimizer import make_optimizer
 from agentgrpo.learn.policy import Policy, Scored
-from agentgrpo.learn.preflight import one_row, rehearse, to_learn
+from agentgrpo.learn.preflight import dry_pass, one_row, oom_hint_learner
 from agentgrpo.learn.publish import Publisher
 from agentgrpo.learn.reference import Reference
-from agentgrpo.learn.step_record import Before, Look, StepRecord
+from agentgrpo.learn.step_record import OldLogps, ScoredBatch, StepRecord
 from agentgrpo.learn.updates import Update
 from agentgrpo.machine.memory import explained
 from agentgrpo.models.kinds import router_coef
@@ -90,15 +90,15 @@ class Learner:
     @property
     def shares_prefixes(self) -> bool:
         """Whether batches may be trees; otherwise every rollout must be laid out alone."""
-        return self._scorer.rows is None
+        return self._scorer.unpacked_reason is None
 
     def publish(self) -> Metrics:
         """Make the sampler's policy this one, then forget its cached keys."""
         return self._publisher.publish()
 
-    def rehearse(self, num_tokens: int) -> None:
+    def dry_pass(self, num_tokens: int) -> None:
         """See learn/preflight.py."""
-        rehearse(self.policy, self._optimizer, num_tokens, self._temperature)
+        dry_pass(self.policy, self._optimizer, num_tokens, self._temperature)
 
     def checkpoint_if_auto(self) -> bool:
         """Checkpoint the layers if learner.gradient_checkpointing leaves it open; if so, True."""
@@ -130,11 +130,7 @@ class Learner:
             torch.save(state, path)
 
     def load_state(self, path: Path) -> dict[str, Any]:
-        """Restore what save_state() wrote (the weights came with the engine); returns `more`.
-
-        Raises:
-            ValueError: the file is of a run that trained other parameters, or no such file.
-        """
+        """Restore what save_state() wrote (the weights came with the engine); returns `more`."""
         state = checkpoint.read_state(path, "optimizer", "step", "updates", "reference")
         try:
             self._optimizer.load_state_dict(state["optimizer"])
@@ -163,7 +159,7 @@ class Learner:
             FloatingPointError: a gradient is not finite; that update was not made.
             OutOfMemory: with how many packed tokens fit.
         """
-        with explained("learning", lambda: to_learn(self, self._config.max_tokens)):
+        with explained("learning", lambda: oom_hint_learner(self, self._config.max_tokens)):
             return self._step(updates)
 
     def _step(self, updates: Sequence[Update]) -> Metrics:
@@ -203,21 +199,21 @@ class Learner:
         more_than_one = live * self._loss.num_iterations > 1
         wants_old = more_than_one and self._loss.old_logps == "recomputed"
         wants_entropy = self._loss.top_entropy_quantile < 1
-        looks = []
+        found = []
         for index, update in enumerate(updates):
             for number, batch, counts in parallel.share(update.batches):
                 old = ref = None
                 if wants_old or wants_entropy:
                     scored = self._scorer(batch, self._temperature)
                     if counts:
-                        looks.append(Look.at(index, batch, scored.logp_N, scored.entropy_N))
+                        found.append(ScoredBatch.at(index, batch, scored.logp_N, scored.entropy_N))
                     old = scored.logp_N
                 if self._reference is not None:
                     ref = self._reference(batch, self._temperature)
-                run.before[index, number] = Before(old if wants_old else None, ref)
+                run.before[index, number] = OldLogps(old if wants_old else None, ref)
         if wants_old or wants_entropy:
-            for look in looks:  # not before: the device would have nothing to do meanwhile
-                run.saw(look)
+            for mine in found:  # not before: the device would have nothing to do meanwhile
+                run.saw(mine)
             self._require_agreement(run)
             run.looked = True
         if wants_entropy:
@@ -231,7 +227,7 @@ class Learner:
 
     def _update(self, run: StepRecord, index: int, update: Update, *, first_pass: bool) -> None:
         self._optimizer.zero_grad()
-        losses, looks = [], []
+        losses, found = [], []
         terms = sum(batch.num_terms for batch in update.batches)
         tokens = sum(batch.num_tokens for batch in update.batches)
         bonus_over = terms if run.entropy_threshold is None else run.above_threshold[index]
@@ -252,11 +248,11 @@ class Learner:
                 losses.append(loss.detach())
                 run.parts.append(measured)
                 if unseen:
-                    looks.append(Look.at(index, batch, scored.logp_N, scored.entropy_N))
+                    found.append(ScoredBatch.at(index, batch, scored.logp_N, scored.entropy_N))
         # here and not above: a device that is waited for has nothing to do until the next batch
         loss_sum = sum(loss.item() for loss in losses)
-        for look in looks:
-            run.saw(look)
+        for mine in found:
+            run.saw(mine)
         # gradients are there and nothing has moved yet: the last moment to refuse
         if unseen and not run.losses:
             self._require_agreement(run)
@@ -268,7 +264,7 @@ class Learner:
         require_agreement(widest, self._dlogp_limit, where="on the sampled tokens")
 
     def _loss_of(
-        self, batch: PackedBatch, run: StepRecord, before: Before, update: Update, bonus_over: int
+        self, batch: PackedBatch, run: StepRecord, before: OldLogps, update: Update, bonus_over: int
     ) -> tuple[Tensor, TermMetrics, Scored]:
         """The loss, the kernel's metrics, and what the policy made of the batch."""
         scored = self._scorer(batch, self._temperature)

@@ -22,8 +22,6 @@ from agentgrpo.extras import import_optional
 _EXACT = (torch.float32, torch.float64)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 """What the optimizers keep of each number of a parameter, by torch's names and bitsandbytes'."""
-PART_BYTES = 2**30
-"""Of an offloaded optimizer's state, as much passes through the card together."""
 
 
 class MasterAdamW:
@@ -276,10 +274,11 @@ def _hand_over(to: weakref.ref[MasterAdamW], index: int, p: Tensor) -> None:
 
 def _clip(gradients: Sequence[Tensor], most: float) -> Tensor:
     """The norm of all of them together; above `most` they are scaled down to it, in place."""
-    shells = [gradient.detach() for gradient in gradients]
-    for shell, gradient in zip(shells, gradients, strict=True):
-        shell.grad = gradient  # where torch looks for it
-    return torch.nn.utils.clip_grad_norm_(shells, most)
+    norm: Tensor = torch.nn.utils.get_total_norm(gradients)
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_() has it
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return norm
 
 
 def _on_first_host(value: Any) -> Any:

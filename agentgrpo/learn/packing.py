@@ -141,7 +141,8 @@ def flex_blocks(
 ) -> FlexBlocks:
     """The block mask of `k <= q < tout_T[k]`, from the intervals instead of from T * T values.
 
-    Equal, bit for bit, to what `create_block_mask` of torch 2.13 computes.
+    Equal, bit for bit, to what `create_block_mask` of torch 2.13 computes; with a window a block
+    may count as partly visible of which no pair is.
 
     Args:
         tout_T: see PackedBatch.
@@ -181,9 +182,10 @@ def flex_blocks(
     touched = (query >= key) & (query < end.astype(kind))
     if window is not None:
         assert positions_T is not None
-        near, all_near = _near(tout_T, positions_T, block_size, window)
-        touched &= near
-        whole &= all_near
+        lowest = np.minimum.reduceat(positions_T, starts)
+        highest = np.maximum.reduceat(positions_T, starts)
+        whole &= highest[:, None] - lowest < window
+        touched &= lowest[:, None] - highest < window  # no pair of the others is near enough
     partial = touched ^ whole
     seen = np.stack([partial, whole, partial.T, whole.T])
     rows = np.where(seen, block, block + kind(n))  # those that are not seen go last
@@ -193,37 +195,8 @@ def flex_blocks(
     return FlexBlocks(*(array for table in tables for array in table))
 
 
-def _near(
-    tout_T: Int32, positions_T: Int32, block_size: int, window: int
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Of blocks of queries and of keys, [n, n] each, the keys' not the later one.
-
-    Whether a token of the one is seen by a token of the other within the window, if any is seen
-    at all; whether all pairs of tokens lie within it.
-    """
-    starts = np.arange(0, len(tout_T), block_size)
-    lowest = np.minimum.reduceat(positions_T, starts)
-    all_near = np.maximum.reduceat(positions_T, starts)[:, None] - lowest < window
-    # keys of one block with one tout are seen by the same queries of a later block; the deepest of
-    # them is the nearest, and the shallowest of these queries the nearest to it
-    pieces = np.union1d(starts, np.flatnonzero(np.diff(tout_T)) + 1)
-    deepest = np.maximum.reduceat(positions_T, pieces)
-    padded = np.pad(positions_T, (0, -len(tout_T) % block_size), mode="edge")
-    so_far = np.minimum.accumulate(padded.reshape(-1, block_size), axis=1).reshape(-1)
-    block, last = np.arange(len(starts)), tout_T[pieces] - 1
-    last_block = last[:, None] // block_size
-    # of a piece's last block of queries only those up to tout see it
-    shallowest = np.where(block == last_block, so_far[last][:, None], lowest)
-    seen = (block <= last_block) & (shallowest - deepest[:, None] < window)
-    return np.logical_or.reduceat(seen, np.searchsorted(pieces, starts), axis=0).T, all_near
-
-
 def _advantages(rollout: Rollout) -> list[float]:
-    """One for each of the segments of all rows.
-
-    Raises:
-        ValueError: segment_advantages has another length.
-    """
+    """One for each of the segments of all rows."""
     count = len(rollout.all_segments)
     if rollout.segment_advantages is None:
         return [rollout.advantage] * count

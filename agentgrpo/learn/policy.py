@@ -26,8 +26,8 @@ from agentgrpo.learn import recurrent
 from agentgrpo.learn.attention import TREE, Tree
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.flex import whole_blocks
+from agentgrpo.learn.forward_check import ForwardCheck, decoder_of, layers_of, why_not_packed
 from agentgrpo.learn.lora import Adapter
-from agentgrpo.learn.trial import Trial, decoder_of, layers_of, why_rows
 from agentgrpo.models.kinds import BALANCE
 from agentgrpo.models.liger import fuse, why_plain
 from agentgrpo.models.text_part import NAMES, TEXT_PARTS, Whole, language_model
@@ -39,7 +39,7 @@ SCALES = {
     "logits_scaling": True, "logits_mup_width_multiplier": True, "logit_scale": False,
     "lm_head_multiplier": False,
 }  # fmt: skip
-"""How they name what logits are divided by, or (False) multiplied; learn/trial.py sees if so."""
+"""How they name what logits are divided by, or (False) multiplied; forward_check.py sees if so."""
 
 
 NEAR = 3 / 4
@@ -60,8 +60,9 @@ class Scorer(nn.Module):
 
     One module from token ids to log-probabilities, so that FSDP gathers and shards the head with
     the rest. Models that cannot share prefixes see every rollout as a padded row of its own;
-    `rows` says why (None: they can). `balances`: their router's load-balancing loss is computed.
-    `exact`: logits are not rounded to the weights' 16 bit. `sharded`: its weights lie on all ranks.
+    `unpacked_reason` says why (None: they can). `balances`: their router's load-balancing loss is
+    computed. `exact`: logits are not rounded to the weights' 16 bit. `sharded`: its weights lie on
+    all ranks.
 
     On several ranks all must make one, of a model that is not sharded yet.
 
@@ -75,7 +76,7 @@ class Scorer(nn.Module):
     def __init__(self, model: Any, *, exact: bool = False) -> None:
         super().__init__()
         self.exact = exact
-        trial = Trial(model)
+        check = ForwardCheck(model)
         self.model = model
         config = model.config.get_text_config()
         caps = (getattr(config, name, None) for name in CAPS)
@@ -90,26 +91,22 @@ class Scorer(nn.Module):
         kinds = {"full_attention", *(getattr(config, "layer_types", None) or ())}
         self._kinds = kinds if kinds & recurrent.KINDS else set()
         """Of a model with recurrent layers, which take the tree where the others take no mask."""
-        self.rows = why_rows(model)
-        if self.rows is None:
+        self.unpacked_reason = why_not_packed(model)
+        if self.unpacked_reason is None:
             model.set_attn_implementation(TREE)
             for layer in layers_of(model) if self._kinds else ():
                 for mixer in recurrent.mixers_in(layer):
                     recurrent.take_trees(mixer)
-            self.rows = trial.why_not(self)
-            if self.rows is not None:
-                trial.undo(model)
-        if self.rows is not None and (why := trial.why_not(self)):
+            self.unpacked_reason = check.why_not(self)
+            if self.unpacked_reason is not None:
+                check.undo(model)
+        if self.unpacked_reason is not None and (why := check.why_not(self)):
             raise ValueError(
                 f"a model of type {config.model_type!r} cannot be trained, since here {why}"
             )
 
     def forward(self, batch: PackedBatch, temperature: float) -> Scored:
-        """Log-probability and entropy of each term under the tempered distribution.
-
-        Raises:
-            ValueError: the batch's step has an id that the model has not.
-        """
+        """Log-probability and entropy of each term under the tempered distribution."""
         head = self.model.get_output_embeddings()
         if batch.deltas.largest >= head.weight.shape[0]:  # on a card nobody else would look
             raise ValueError(
@@ -142,10 +139,10 @@ class Scorer(nn.Module):
     def _hidden(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         """[T, H] after the final norm; on CUDA a tree has rows of padding behind. And balance."""
         count = batch.num_tokens
-        if self.rows is None and self.device.type == "cuda":
+        if self.unpacked_reason is None and self.device.type == "cuda":
             batch = whole_blocks(batch)
         tokens = batch.tokens(self.device)
-        if self.rows is not None:
+        if self.unpacked_reason is not None:
             return self._hidden_by_row(tokens.input_ids_T, batch.tout_T)
         tree = Tree(batch.tout_T, batch.positions_T, self.device, there=tokens)
         masks = {kind: tree if kind in recurrent.KINDS else None for kind in self._kinds}
@@ -264,7 +261,7 @@ class Policy:
 
     def describe(self) -> dict[str, Any]:
         """What it is, for the record."""
-        rows = self.scorer.rows
+        rows = self.scorer.unpacked_reason
         return {
             "weights": self.weights,
             "device": self.device,
@@ -308,11 +305,7 @@ class Policy:
 
 
 def freeze_all_but(model: Any, trained_layers: int | None) -> list[Tensor]:
-    """Require gradients of the last layers only (None: of everything); returns those parameters.
-
-    Raises:
-        ValueError: the model has fewer layers.
-    """
+    """Require gradients of the last layers only (None: of everything); returns those parameters."""
     if trained_layers is None:
         trained = list(model.parameters())
     else:
@@ -336,12 +329,8 @@ def checkpoint_layers(model: Any) -> None:
             module.training = True  # the layer only asks itself; dropout, in its parts, stays off
 
 
-def load_frozen(model: str | Path, *, device: str, dtype: str) -> Any:
-    """A model in tensors of its own, without gradients.
-
-    Raises:
-        ValueError: its checkpoint lacks tensors.
-    """
+def load_model(model: str | Path, *, device: str, dtype: str) -> Any:
+    """A model in tensors of its own, without gradients."""
     whole = AutoConfig.from_pretrained(model)
     read: Any = AutoModelForCausalLM.from_pretrained
     loaded, found = read(
@@ -356,7 +345,7 @@ def load_frozen(model: str | Path, *, device: str, dtype: str) -> Any:
     return loaded.to(device).eval().requires_grad_(False)
 
 
-def hollow(model: str | Path, dtype: str) -> Any:
+def init_on_meta(model: str | Path, dtype: str) -> Any:
     """A model whose parameters have shapes and no storage."""
     config = language_model(AutoConfig.from_pretrained(model))
     with parameters_on_meta():

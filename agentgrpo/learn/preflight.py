@@ -36,12 +36,12 @@ class DoesNotFit(ValueError):
     """The config asks for more memory than there is; the message has what fits."""
 
 
-class Rehearsal(Protocol):
+class DryLearner(Protocol):
     """The part of the learner that is tried."""
 
     @property
     def device(self) -> str: ...
-    def rehearse(self, num_tokens: int) -> None: ...
+    def dry_pass(self, num_tokens: int) -> None: ...
     def checkpoint_if_auto(self) -> bool: ...
     def publish(self) -> Metrics: ...
 
@@ -53,7 +53,7 @@ class Sleeper(Protocol):
     def wake(self) -> Metrics: ...
 
 
-def preflight(engine: Sleeper, learner: Rehearsal, *, max_tokens: int) -> Metrics:
+def preflight(engine: Sleeper, learner: DryLearner, *, max_tokens: int) -> Metrics:
     """Sleep, learn on a row of max_tokens, wake, publish: all as in a step, but nothing changes.
 
     Args:
@@ -85,12 +85,8 @@ def preflight(engine: Sleeper, learner: Rehearsal, *, max_tokens: int) -> Metric
     return {"seconds": time.perf_counter() - started, **memory(learner.device)}
 
 
-def require_fit(learner: Rehearsal, max_tokens: int) -> None:
-    """Try the largest pass; with its layers checkpointed if it does not fit and they may be.
-
-    Raises:
-        DoesNotFit: memory ran out.
-    """
+def require_fit(learner: DryLearner, max_tokens: int) -> None:
+    """Try the largest pass; with its layers checkpointed if it does not fit and they may be."""
     if _fits(learner, max_tokens):
         return
     if parallel.world_size() == 1 and learner.checkpoint_if_auto() and _fits(learner, max_tokens):
@@ -101,9 +97,9 @@ def require_fit(learner: Rehearsal, max_tokens: int) -> None:
     )
 
 
-def _fits(learner: Rehearsal, num_tokens: int) -> bool:
+def _fits(learner: DryLearner, num_tokens: int) -> bool:
     try:
-        learner.rehearse(num_tokens)
+        learner.dry_pass(num_tokens)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -113,7 +109,7 @@ def _fits(learner: Rehearsal, num_tokens: int) -> bool:
     return False
 
 
-def largest_that_fits(learner: Rehearsal, max_tokens: int) -> str:
+def largest_that_fits(learner: DryLearner, max_tokens: int) -> str:
     """How many packed tokens below max_tokens one pass can have, found by trying, in words.
 
     On several ranks nothing is tried: the others wait in the pass that failed on this one.
@@ -129,25 +125,22 @@ def largest_that_fits(learner: Rehearsal, max_tokens: int) -> str:
     return f"{fits * GRAIN} tokens do"
 
 
-def to_learn(learner: Rehearsal, max_tokens: int) -> str:
+def oom_hint_learner(learner: DryLearner, max_tokens: int) -> str:
     """What to set lower when memory ran out while learning, with the number that fits now."""
     fits = largest_that_fits(learner, max_tokens)
     return f"learner.max_tokens is {max_tokens}, and {fits}; {LESS_TO_TRAIN}"
 
 
-def rehearse(policy: Policy, optimizer: MasterAdamW, num_tokens: int, temperature: float) -> None:
+def dry_pass(policy: Policy, optimizer: MasterAdamW, num_tokens: int, temperature: float) -> None:
     """A step's largest forward and backward passes, on made-up tokens; changes nothing.
 
     What the optimizer has yet to allocate on this rank is held meanwhile, as is what earlier
     batches of an update would have left.
-
-    Raises:
-        torch.OutOfMemoryError: it does not fit.
     """
     # a run's first batch is not its worst: a later one finds moments and float32 sums there
     to_come = optimizer.bytes_to_come
     held: list[Tensor] = []
-    trees, cuda = policy.scorer.rows is None, policy.device == "cuda"
+    trees, cuda = policy.scorer.unpacked_reason is None, policy.device == "cuda"
     try:
         held.append(torch.empty(to_come, dtype=torch.uint8, device=policy.device))
         optimizer.start_sums()

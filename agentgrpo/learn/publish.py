@@ -16,7 +16,7 @@ import torch
 from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
 from agentgrpo.engine.weights import CannotShare, InPlaceCopy, install, views_for
-from agentgrpo.learn.policy import Policy, hollow, load_frozen
+from agentgrpo.learn.policy import Policy, init_on_meta, load_model
 from agentgrpo.types import Metrics
 
 if TYPE_CHECKING:  # it imports vLLM, which fine-tuning does without
@@ -34,7 +34,7 @@ class Publisher(Protocol):
         ...
 
 
-class Unpublished:
+class NoSync:
     """Of fine-tuning: nobody samples."""
 
     about: Mapping[str, Any] = {}
@@ -43,7 +43,7 @@ class Unpublished:
         return {}
 
 
-class Shared:
+class SharedWeights:
     """To an engine whose tensors the policy's parameters are views of: an update is there already.
 
     Also what the other ways of publishing to an engine have in common.
@@ -61,13 +61,13 @@ class Shared:
         return metrics | {"publish_s": time.perf_counter() - started}
 
     def _prepare(self) -> dict[str, Any]:
-        return {"prepacked_layers": self._engine.pack_frozen(self._policy.trained)}
+        return {"prepacked_layers": self._engine.prepack_frozen_linears(self._policy.trained)}
 
     def _hand_over(self) -> Metrics:
         return {}
 
 
-class Copied(Shared):
+class CopiedWeights(SharedWeights):
     """The policy has tensors of its own, which are copied into the engine's, a bucket at a time."""
 
     def _prepare(self) -> dict[str, Any]:
@@ -84,11 +84,11 @@ class Copied(Shared):
         return {"publish_gb_per_s": copied / 1e9 / (time.perf_counter() - started)}
 
 
-class ServedAdapter(Shared):
+class ServedLora(SharedWeights):
     """The engine applies the policy's LoRA adapter itself, over weights that never change."""
 
     def _prepare(self) -> dict[str, Any]:
-        packed = self._engine.pack_frozen(())
+        packed = self._engine.prepack_frozen_linears(())
         return {"prepacked_layers": packed, "adapter": "served as it is"}
 
     def _hand_over(self) -> Metrics:
@@ -107,13 +107,6 @@ def policy_on(
 ) -> tuple[Policy, Publisher]:
     """The policy, on the engine's own tensors where the two can share them, and its publisher.
 
-    Args:
-        engine: whose tensors, dtype and device.
-        model: Hugging Face directory or name, the one the engine was built from.
-        config: what of it is trained.
-        weights: "auto", "shared" or "copy"; see EngineConfig.
-        adapter: a checkpoint's folder to take the LoRA adapter from.
-
     Raises:
         ValueError: weights="shared" where sharing is impossible, with the reason; or as Policy's.
     """
@@ -123,19 +116,19 @@ def policy_on(
         weights = "copy"
     lies, module = _placed(engine, model, weights)
     policy = Policy(module, config, weights=lies, adapter=adapter)
-    kind = ServedAdapter if policy.adapter else Shared if lies == "shared" else Copied
+    kind = ServedLora if policy.adapter else SharedWeights if lies == "shared" else CopiedWeights
     return policy, kind(engine, policy)
 
 
 def _placed(engine: Engine, model: str | Path, weights: str) -> tuple[str, Any]:
     """("shared" or "copy (why)", the transformers model)."""
     if weights == "copy":
-        return "copy", load_frozen(model, device=engine.device, dtype=engine.dtype)
-    policy = hollow(model, engine.dtype)
+        return "copy", load_model(model, device=engine.device, dtype=engine.dtype)
+    policy = init_on_meta(model, engine.dtype)
     try:
         install(policy, views_for(engine.model, policy))
     except CannotShare as error:
         if weights == "shared":
             raise ValueError(f"engine.weights = 'shared' is impossible here: {error}") from error
-        return f"copy ({error})", load_frozen(model, device=engine.device, dtype=engine.dtype)
+        return f"copy ({error})", load_model(model, device=engine.device, dtype=engine.dtype)
     return "shared", policy.to(engine.device).eval()

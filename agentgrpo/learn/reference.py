@@ -12,7 +12,7 @@ from torch import Tensor
 from agentgrpo import parallel
 from agentgrpo.config import LossConfig
 from agentgrpo.learn.batch import PackedBatch
-from agentgrpo.learn.policy import Policy, Scorer, load_frozen
+from agentgrpo.learn.policy import Policy, Scorer, load_model
 
 
 class Reference:
@@ -25,7 +25,7 @@ class Reference:
             trained.
 
     Raises:
-        ValueError: there is neither, or its files hold what its config.json ties.
+        ValueError: there is neither.
     """
 
     def __init__(self, policy: Policy, loss: LossConfig, source: str | Path | None) -> None:
@@ -38,14 +38,7 @@ class Reference:
             return
         if source is None:
             raise ValueError("loss.beta needs a reference model, or an adapter")
-        frozen = load_frozen(source, device=policy.device, dtype=policy.dtype)
-        ours = dict(policy.model.named_parameters())
-        if untied := [name for name, _ in frozen.named_parameters() if name not in ours]:
-            raise ValueError(
-                f"loss.beta: model {str(source)!r}: its files hold a {untied[0]} of its own, which "
-                "its config.json ties to another, as vLLM does: set tie_word_embeddings there to "
-                "what is meant"
-            )
+        frozen = load_model(source, device=policy.device, dtype=policy.dtype)
         self.scorer = Scorer(frozen, exact=policy.scorer.exact)
         every = zip(frozen.parameters(), policy.model.parameters(), strict=True)
         self._pairs = [pair for pair in every if pair[1].requires_grad and loss.sync_ref_model]
@@ -75,11 +68,7 @@ class Reference:
 
     @torch.no_grad()
     def load(self, state: list[Tensor]) -> None:
-        """Restore what state() gave.
-
-        Raises:
-            ValueError: it is of another kind of reference.
-        """
+        """Restore what state() gave."""
         if len(state) != len(self._pairs):
             raise ValueError(
                 f"the KL's reference has {len(self._pairs)} parameters, {len(state)} were saved: "

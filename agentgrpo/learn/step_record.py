@@ -19,7 +19,7 @@ from agentgrpo.learn.losses import mismatch_metrics
 from agentgrpo.types import Float32, Int32, Metrics
 
 
-class Before(NamedTuple):
+class OldLogps(NamedTuple):
     """What is known of a batch's terms before the first update of a step, [N] each."""
 
     old_logp: Tensor | None
@@ -27,7 +27,7 @@ class Before(NamedTuple):
     ref_logp: Tensor | None
 
 
-class Look(NamedTuple):
+class ScoredBatch(NamedTuple):
     """What the learner made of a batch's terms, still where it was computed."""
 
     update: int
@@ -37,14 +37,14 @@ class Look(NamedTuple):
     """Log-probabilities, entropies, and how far the former are from the sampler's; fp32."""
 
     @classmethod
-    def at(cls, update: int, batch: PackedBatch, logp_N: Tensor, entropy_N: Tensor) -> Look:
+    def at(cls, update: int, batch: PackedBatch, logp_N: Tensor, entropy_N: Tensor) -> ScoredBatch:
         logp = logp_N.detach().float()
         gap = logp - batch.terms(logp.device).old_logp_N
         seen = torch.stack([logp, entropy_N.detach().float(), gap])
         return cls(update, *batch.labels, seen)
 
 
-class Seen(NamedTuple):
+class ScoredTerms(NamedTuple):
     """What the learner made of a batch's terms when it first saw them, [N] each."""
 
     update: int
@@ -58,7 +58,7 @@ class StepRecord:
     """What the updates of one step add up to, on this rank."""
 
     def __init__(self) -> None:
-        self.before: dict[tuple[int, int], Before] = {}
+        self.before: dict[tuple[int, int], OldLogps] = {}
         self.looked = False
         """Whether every batch was scored before the first update."""
         self.entropy_threshold: float | None = None
@@ -68,15 +68,15 @@ class StepRecord:
         self.norms: list[float] = []
         self.parts: list[TermMetrics] = []
         self.gaps: list[Float32] = []
-        self._seen: list[Seen] = []
+        self._seen: list[ScoredTerms] = []
 
-    def saw(self, look: Look) -> None:
+    def saw(self, batch: ScoredBatch) -> None:
         """Remember what the learner made of the terms of an update's batch; waits for it."""
-        logp, entropy, gap = look.seen_3N.cpu().numpy()
+        logp, entropy, gap = batch.seen_3N.cpu().numpy()
         self.gaps.append(gap)
-        self._seen.append(Seen(look.update, look.sample_N, look.turn_N, logp, entropy))
+        self._seen.append(ScoredTerms(batch.update, batch.sample_N, batch.turn_N, logp, entropy))
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[ScoredTerms]:
         """All that the ranks saw."""
         return [seen for part in parallel.gather(self._seen) for seen in part]
 

@@ -35,20 +35,13 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
     """Probability that one of k attempts, drawn without replacement, solved it (unbiased).
 
     Chen et al., arXiv:2107.03374, equation 1.
-
-    Raises:
-        ValueError: not 1 <= k <= attempts, or not 0 <= solved <= attempts.
     """
     _check_attempts(attempts, solved, k)
     return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
 
 
 def pass_hat_k(attempts: int, solved: int, k: int) -> float:
-    """Probability that all of k attempts solved it, unbiased in the same way (tau-bench's pass^k).
-
-    Raises:
-        ValueError: as pass_at_k().
-    """
+    """Probability that all of k attempts solved it, as unbiased (tau-bench's pass^k)."""
     _check_attempts(attempts, solved, k)
     return math.comb(solved, k) / math.comb(attempts, k)
 
@@ -204,11 +197,7 @@ def estimates(rows: Sequence[TaskRow], *, resamples: int = 2000) -> dict[str, Es
 def differences(
     before: Sequence[TaskRow], after: Sequence[TaskRow], *, resamples: int = 2000
 ) -> dict[str, Estimate]:
-    """`after` minus `before` for every measure of both, paired by task: of tasks that both have.
-
-    Raises:
-        ValueError: the two did not measure the same tasks; one that differs is named.
-    """
+    """`after` minus `before` for every measure of both, paired by task."""
     by_id = {row.id: row for row in after}
     odd = by_id.keys() ^ {row.id for row in before}
     if odd or len(by_id) != len(after) or len(before) != len(after) or not before:

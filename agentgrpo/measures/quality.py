@@ -70,7 +70,7 @@ def judged(judge: Endpoint) -> Quality:
         if _plain(rollout.answer) in map(_plain, accepted) or math_equal(rollout.answer, accepted):
             return 1.0
         prompt = JUDGE.format(
-            question=question_of(rollout.task), accepted=accepted, answer=rollout.answer
+            question=last_question(rollout.task), accepted=accepted, answer=rollout.answer
         )
         for attempt in range(TRIES):
             (reply,) = judge.complete(
@@ -99,13 +99,10 @@ def conciseness(judge: Endpoint, text_of: Callable[[Rollout], str], *, votes: in
         judge: asked `votes` times at temperature 0.6; a tie is concise, no vote no voice.
         text_of: the rollout as the judge is shown it.
         votes: at least 1.
-
-    Raises (when called):
-        InfrastructureError: no vote was cast, or the judge does not answer.
     """
 
     def concise(rollout: Rollout) -> float:
-        prompt = REDUNDANT.format(question=question_of(rollout.task), trajectory=text_of(rollout))
+        prompt = REDUNDANT.format(question=last_question(rollout.task), trajectory=text_of(rollout))
         replies = judge.complete([{"role": "user", "content": prompt}], n=votes, temperature=0.6)
         cast = [vote for vote in map(says_yes, replies) if vote is not None]
         if not cast:
@@ -122,22 +119,13 @@ COMPARISONS = {"f1": f1, "exact": exact_match, "math": math_equal}
 """Qualities that compare the answer with the accepted ones."""
 
 
-def question_of(task: Task) -> str:
+def last_question(task: Task) -> str:
     """What was asked: the last message of the user."""
     return next((m["content"] for m in reversed(task.messages) if m["role"] == "user"), "")
 
 
 def quality_by(name: str, *, weight: float = 1.0, judge: Endpoint | None = None) -> Quality:
-    """The quality that a config names.
-
-    Args:
-        name: `answer` (the reward's part of that name), `f1`, `exact`, `math` or `judge`.
-        weight: of the reward's part `answer`.
-        judge: for `judge`.
-
-    Raises:
-        ValueError: unknown, or `judge` without one.
-    """
+    """The quality that a config names."""
     if name == "answer":
         return lambda rollout: min(1.0, max(0.0, _judged_answer(rollout, weight)))
     if name == "judge":
@@ -157,11 +145,7 @@ def quality_by(name: str, *, weight: float = 1.0, judge: Endpoint | None = None)
 
 
 def require_answer(name: str, task: Task) -> None:
-    """That a quality of this name can be told of a task's rollouts.
-
-    Raises:
-        ValueError: it compares answers, and the task has none, or an empty one; names both.
-    """
+    """That a quality of this name can be told of a task's rollouts."""
     try:
         if name != "answer":
             (expected_mathematics if name == "math" else expected_texts)(task)

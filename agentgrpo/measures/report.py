@@ -50,11 +50,7 @@ def markdown(written: Mapping[str, Any]) -> str:
 
 
 def markdown_of_comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """Reports side by side, by name, with the paired difference of the last to the first.
-
-    Raises:
-        ValueError: these two measured other tasks.
-    """
+    """Reports side by side, by name, with the paired difference of the last to the first."""
     before, *_, after = reports.values()
     gained = _plain(differences(rows_of(before), rows_of(after)))
     seen = [*reports.values(), {"tasks": after["tasks"], "measures": gained}]

@@ -112,11 +112,7 @@ class ChatTemplate:
         self._looks_back = any(self._depends_on(roles, past) for roles in _LATER for past in _PASTS)
 
     def require_roles(self, roles: Sequence[str]) -> None:
-        """Check that messages of these roles, in this order, can follow an assistant turn.
-
-        Raises:
-            ValueError: the template refuses them, or does not show one, or not in order.
-        """
+        """Check that messages of these roles, in this order, can follow an assistant turn."""
         contents = [f"message-{index}" for index in range(len(roles))]
         probes = _numbered(
             [{"role": role, "content": said} for role, said in zip(roles, contents, strict=True)]
@@ -181,11 +177,7 @@ class ChatTemplate:
         return self._encoder.encode_behind(text, mark, before)
 
     def closing_id(self, messages: Sequence[Message]) -> int:
-        """The token that ends a turn which these messages follow; none of them: nothing does.
-
-        Raises:
-            ValueError: the template refuses the messages; the message has its reason.
-        """
+        """The token that ends a turn which these messages follow; none of them: nothing does."""
         ends = self._ids(self._after_turn(_numbered(messages), None)[0]) if messages else []
         return (ends or [self.end_of_turn_id])[0]
 

@@ -36,14 +36,7 @@ _CONTROL_SPELLING = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # ASCII's b
 
 
 class TextEncoder:
-    """Encodes renderings of a chat template.
-
-    Args:
-        tokenizer: a transformers tokenizer backed by the tokenizers library.
-
-    Raises:
-        ValueError: it is not, or a control token is one character long.
-    """
+    """Encodes renderings of a chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
@@ -199,12 +192,7 @@ def _joined(pair: Sequence[str] | str) -> str:
 
 
 def ids_from_list(ids: list[int]) -> Int32:
-    """The token ids an engine returned, as an int32 array.
-
-    Raises:
-        TypeError: not a list of ints.
-        OverflowError: an id is negative, or no int32.
-    """
+    """The token ids an engine returned, as an int32 array."""
     found = np.frombuffer(array("I", ids), np.int32)  # unsigned: no id is negative
     if found.size and found.min() < 0:
         raise OverflowError(f"an id is at most {2**31 - 1}, got {max(ids)}")

@@ -55,10 +55,6 @@ def import_gguf(gguf_path: Path, out_dir: Path) -> None:
     """Write `out_dir` from `gguf_path`, unless it holds this very file's import.
 
     Nothing half-written is ever seen under that name.
-
-    Raises:
-        FileExistsError: `out_dir` holds something else.
-        ValueError: the file is no GGUF, or holds what is not understood here.
     """
     source = {"source": gguf_path.name, "sha256": sha256_of(gguf_path)}
     if _is_import_of(out_dir, source):
@@ -78,11 +74,7 @@ def import_gguf(gguf_path: Path, out_dir: Path) -> None:
 
 
 def find_in_package(package: str) -> Path:
-    """The one GGUF file that an installed Python distribution carries.
-
-    Raises:
-        ValueError: the distribution is not installed, or has no or several GGUF files.
-    """
+    """The one GGUF file that an installed Python distribution carries."""
     try:
         files = distribution(package).files or []
     except PackageNotFoundError:

@@ -51,11 +51,7 @@ class Kinds:
 
 
 def kinds_of(model: str) -> Kinds:
-    """Of a model directory or hub name.
-
-    Raises:
-        ValueError: transformers knows no causal language model of this type.
-    """
+    """Of a model directory or hub name."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
@@ -89,15 +85,7 @@ def kinds_in(config: Any) -> Kinds:
 def unsupported(
     kinds: Kinds, *, device: str, trained: bool, dtype: str = "bfloat16", adapters: bool = False
 ) -> str | None:
-    """Why such a model cannot be used here; None: it can.
-
-    Args:
-        kinds: of the model.
-        device: "cpu" or "cuda".
-        trained: it or an adapter to it; else only sampled from.
-        dtype: that vLLM computes in.
-        adapters: vLLM is to apply an adapter beside the weights.
-    """
+    """Why such a model cannot be used here; None: it can."""
     if kinds.model_type in GATED_DELTA_NETS and device == "cpu":
         if dtype != "bfloat16":
             return (
@@ -138,15 +126,7 @@ TAKES = ["gate_logits", "num_experts", "top_k"]
 
 
 def router_coef(text: Any, said: float | None) -> float:
-    """What the load-balancing loss of a model's router is weighted by; 0: it has none.
-
-    Args:
-        text: its language model's transformers config.
-        said: loss.router_aux_loss_coef.
-
-    Raises:
-        ValueError: a weight is given, and transformers has no such loss for this model.
-    """
+    """What the load-balancing loss of a model's router is weighted by; 0: it has none."""
     coef = getattr(text, "router_aux_loss_coef", None) if said is None else said
     if not coef:
         return 0.0

@@ -52,16 +52,7 @@ FAMILIES = {
 
 
 def why_plain(asked: bool | Literal["auto"], config: Any, device: str) -> str | None:
-    """Why a model's layers are computed as transformers has them; None: by Liger's kernels.
-
-    Args:
-        asked: learner.use_liger_kernel.
-        config: of transformers, of the language model.
-        device: "cpu" or "cuda".
-
-    Raises:
-        ValueError: the kernels are asked for and cannot be had; names the key and why.
-    """
+    """Why a model's layers are computed as transformers has them; None: by Liger's kernels."""
     if asked is False:
         return "learner.use_liger_kernel = false"
     why = _why_not(config, device)
@@ -110,9 +101,6 @@ def fuse(model: Any) -> str:
 
     Returns:
         The library's version and how many modules it computes, for the record.
-
-    Raises:
-        ValueError: of a model that is not like Liger's kernels.
     """
     if why := unlike(model.config):
         raise ValueError(why)

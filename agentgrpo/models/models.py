@@ -23,11 +23,7 @@ ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetens
 def check_model(
     config: TrainConfig, model: str, *, device: str = "cpu", trained: bool = True
 ) -> None:
-    """The model is as long and as deep as the config asks, and of a kind that works here.
-
-    Raises:
-        ValueError: it is not; names what it has that is not supported.
-    """
+    """The model is as long and as deep as the config asks, and of a kind that works here."""
     from transformers import AutoConfig
 
     why = unsupported(
@@ -68,15 +64,7 @@ def cache_dir() -> Path:
 
 
 def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) -> str:
-    """A model directory for `config.model`: itself, or what `package:NAME` imports to.
-
-    Args:
-        model: of the config.
-        say: told before an import, which takes a while and is made once.
-
-    Raises:
-        ValueError: no such directory, nothing in the local hub cache, or no such package.
-    """
+    """A model directory for `config.model`: itself, or what `package:NAME` imports to."""
     if model.startswith("package:"):
         from agentgrpo.models.gguf import find_in_package, import_gguf
 
@@ -146,11 +134,7 @@ class SavedAdapter:
 
 
 def saved_adapter(model: str) -> SavedAdapter | None:
-    """The adapter that a folder holds instead of a model; None if it holds none.
-
-    Raises:
-        ValueError: its files are not as peft writes them; names what is missing.
-    """
+    """The adapter that a folder holds instead of a model; None if it holds none."""
     folder = Path(expanded(model))
     if not (folder / ADAPTER_CONFIG).exists() or (folder / "config.json").is_file():
         return None
@@ -165,11 +149,7 @@ def saved_adapter(model: str) -> SavedAdapter | None:
 
 
 def require_lora_of(adapter: SavedAdapter, lora: LoraConfig) -> None:
-    """That training can go on from an adapter.
-
-    Raises:
-        ValueError: learner.lora describes another; names the key.
-    """
+    """That training can go on from an adapter."""
     layers = adapter.config.get("target_modules") if lora.target_modules else ()
     for key, then, now in (
         ("rank", adapter.rank, lora.rank),
@@ -184,11 +164,7 @@ def require_lora_of(adapter: SavedAdapter, lora: LoraConfig) -> None:
 
 
 def base_of(adapter: SavedAdapter) -> str:
-    """The model directory or hub name that an adapter is to.
-
-    Raises:
-        ValueError: there is no such directory.
-    """
+    """The model directory or hub name that an adapter is to."""
     try:
         return resolve_model(adapter.base)
     except ValueError as error:
@@ -205,11 +181,7 @@ def named_base(model: str) -> str:
 
 
 def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """The chat template of a model's tokenizer, and what ends a turn by its generation_config.json.
-
-    Raises:
-        ValueError: one of these cannot be read, or there is no usable template.
-    """
+    """The chat template of a model's tokenizer; what ends a turn is in generation_config.json."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
     from transformers.utils.hub import cached_file

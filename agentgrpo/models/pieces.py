@@ -35,12 +35,6 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
 
     The bytes of a text's tokens, one behind the other, are the text in UTF-8; SentencePiece may put
     a space before its first word.
-
-    Args:
-        tokenizer: a fast transformers tokenizer.
-
-    Raises:
-        ValueError: its decoder is of neither kind.
     """
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
     kinds = set(_decoders(spec["decoder"]))

@@ -19,11 +19,7 @@ NAMES = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
 
 
 def language_model(config: Any) -> Any:
-    """The transformers config of what is loaded: of such a checkpoint that of its language model.
-
-    Args:
-        config: of the whole; one of a language model is returned as it is.
-    """
+    """The transformers config of what is loaded: of such a checkpoint, its language model's."""
     if config.model_type not in TEXT_PARTS:
         return config
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
@@ -56,12 +52,6 @@ class Whole:
     """Such a checkpoint, to be written again with another language model.
 
     It stays open: a run that goes on from a checkpoint of its own may delete that one.
-
-    Args:
-        model: its directory, or a hub name that is in the local cache.
-
-    Raises:
-        ValueError: its weights are not safetensors.
     """
 
     def __init__(self, model: str | Path) -> None:
@@ -87,11 +77,7 @@ class Whole:
         return name in map(text_name, names)
 
     def save(self, folder: Path, text: dict[str, Any]) -> None:
-        """Write the whole with these tensors of its language model.
-
-        Raises:
-            ValueError: one of them is not in the checkpoint.
-        """
+        """Write the whole with these tensors of its language model."""
         from huggingface_hub import save_torch_state_dict
 
         rest, tensors = dict(text), {}

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import resource
 import secrets
@@ -40,8 +41,7 @@ HEAD_KIB = 64
 KEEP_ALIVE_S = 5.0
 """Between the comments of a stream that waits for its turn."""
 CONNECTIONS = 128
-"""Of a session of the sandbox, which needs few; all together may have half the descriptors, of
-which each session has the same share."""
+"""Of a session of the sandbox, which needs few."""
 DESCRIPTORS = 1 << 16
 STATUS = {
     "rollout_over": 403, "rate_limit": 429, "model_not_found": 404, "too_large": 413,
@@ -68,14 +68,11 @@ class Listening:
             connection.transport.abort()
 
 
-@functools.cache
-def descriptors() -> int:
-    """How many connections all clients together may have; a low soft limit is raised first."""
+def raise_descriptors() -> None:
+    """Let this process have as many connections as it may, up to DESCRIPTORS."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < DESCRIPTORS:
-        soft = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return soft // 2
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def ask_directly() -> None:
@@ -88,9 +85,8 @@ def ask_directly() -> None:
 
 
 def connection_class(app: Any) -> Any:
-    """HTTP for clients that are not trusted, by uvicorn: what they send has a size.
-
-    Made with `most()`, the connections that its listener may have now.
+    """HTTP by uvicorn for clients that are not trusted: what they send has a size, and `most` of
+    them may be connected to a listener.
     """
     import uvicorn
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -102,23 +98,17 @@ def connection_class(app: Any) -> Any:
     config.load()
     quiet = logging.getLogger(f"{__name__}.clients")
     quiet.setLevel(logging.ERROR)  # not each client that sends no HTTP; what the app raises
-    every: set[Any] = set()
 
     class Connection(HttpToolsProtocol):
-        def __init__(self, *, most: Callable[[], int], **more: Any) -> None:
+        def __init__(self, *, most: float, **more: Any) -> None:
             super().__init__(config=config, **more)
             self.logger, self._most = quiet, most
             self._got, self._limit = 0, HEAD_KIB << 10
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            every.add(self)
-            if len(every) > descriptors() or len(self.connections) > self._most():
+            if len(self.connections) > self._most:
                 transport.abort()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            every.discard(self)
-            super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             self._got += len(data)
@@ -141,7 +131,7 @@ class Endpoint:
     """A server on 127.0.0.1, and the sessions that it knows by their keys."""
 
     def __init__(self) -> None:
-        descriptors()
+        raise_descriptors()
         ask_directly()
         self._loop = event_loop("endpoint")
         self._sessions: dict[str, Session] = {}
@@ -209,12 +199,9 @@ class Endpoint:
         state = ServerState()
         make = functools.partial(
             self._connection, server_state=state, app_state={"session": session},
-            most=descriptors if session is None else self._share,
+            most=math.inf if session is None else CONNECTIONS,
         )  # fmt: skip
         return Listening(await self._loop.create_server(make, sock=listener), state)
-
-    def _share(self) -> int:
-        return min(CONNECTIONS, descriptors() // max(1, len(self._sessions)))
 
     def _app(self) -> Any:
         from starlette.applications import Starlette

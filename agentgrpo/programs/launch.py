@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from agentgrpo.actions import InfrastructureError, as_json
 from agentgrpo.agents.program import ProgramAgent
@@ -83,7 +82,7 @@ class Outcome:
     """What went wrong, if something did: the end of its traceback."""
     error: BaseException | None = None
     """Where it was raised in this process."""
-    own: bool = False
+    program_fault: bool = False
     """It failed of itself: an exception of Python's that nothing caught, or a start that failed. A
     signal, a limit or an answer that cannot be read may be what the policy's code has done."""
 
@@ -114,14 +113,9 @@ def launcher_of(agent: ProgramAgent) -> Launcher | None:
     if not agent.command:
         return None
     program = agent.command[0]
-    places = [program]  # or, where it is a path, one of its files
-    if "/" in program:
-        first = Path(program).parts[0]
-        places += [f"{path.parent}/{program}" for path in agent.files if path.name == first]
-    own = program in PYTHON or any(map(shutil.which, places))
-    if agent.sandbox == "none" and not own:
-        raise ValueError(f"agent.options.command: there is no program {program!r}")
     if agent.sandbox == "none":
+        if "/" not in program and program not in PYTHON and not shutil.which(program):
+            raise ValueError(f"agent.options.command: there is no program {program!r}")
         tell('programs run as you, isolated by nothing (agent.options.sandbox = "none")')
         return Process(agent.command, agent.files, agent.variables or {})
     script = [*agent.command[1:2]]
@@ -189,11 +183,11 @@ class Awaited:
         except InfrastructureError:
             raise
         except asyncio.CancelledError as error:
-            return Outcome(None, "was cancelled", error, own=True)
+            return Outcome(None, "was cancelled", error, program_fault=True)
         except BaseException as error:
             where = where_of(error, self._function)
             said = f"{said_of(error)}{f' (at {where})' if where else ''}"
-            return Outcome(None, said, error, own=True)
+            return Outcome(None, said, error, program_fault=True)
         return Outcome(_as_answer(answer))
 
 
@@ -227,12 +221,18 @@ class Process:
         self._command, self._files, self._env = command, files, env
 
     def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
-        """Start it."""
-        with contextlib.ExitStack() as undo:
+        """Start it, on a thread that waits for it."""
+        return _Run(lambda run: self._play(run, task, session, endpoint))
+
+    def _play(self, run: _Run, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
+        """Its output goes to files: what it leaves running may hold a pipe for ever. They have no
+        name, so that nothing the program does to its folder is done to them.
+        """
+        with contextlib.ExitStack() as held:
             folder = tempfile.TemporaryDirectory(
                 prefix="agentgrpo-program-", ignore_cleanup_errors=True
             )
-            place = Path(undo.enter_context(folder))
+            place = Path(held.enter_context(folder))
             for path in self._files:
                 if path.is_dir():
                     shutil.copytree(path, place / path.name, dirs_exist_ok=True)
@@ -246,48 +246,28 @@ class Process:
                 "AGENTGRPO_TASK": str(place / TASK_FILE), **self._env,
             }  # fmt: skip
             head = [sys.executable] if self._command[0] in PYTHON else self._command[:1]
-            out, err = (undo.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-            with open(place / TASK_FILE, "rb") as task_in:
+            out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            task_in = held.enter_context(open(place / TASK_FILE, "rb"))
+            try:
                 process = subprocess.Popen(
                     [*head, *self._command[1:]], cwd=place, env=env, start_new_session=True,
                     stdin=task_in, stdout=out, stderr=err,
                 )  # fmt: skip
-            undo.callback(process.wait)
-            undo.callback(os.killpg, process.pid, signal.SIGKILL)
-            started = _Process(process, folder, out, err)
-            undo.pop_all()
-        return started
+            except OSError as error:
+                if error.errno in SHORT:
+                    raise
+                return Outcome(None, f"did not start: {error}", program_fault=True)
 
+            def end() -> None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
-class _Process:
-    """Its output goes to files: what it leaves running may hold a pipe for ever.
-
-    They have no name, so that nothing the program does to its folder is done to them.
-    """
-
-    def __init__(
-        self, process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str],
-        out: IO[bytes], err: IO[bytes],
-    ) -> None:  # fmt: skip
-        self._process, self._folder, self._out, self._err = process, folder, out, err
-        self.outcome: Future[Outcome] = _on_thread(self._wait)
-
-    def _wait(self) -> Outcome:
-        with self._out, self._err:
-            try:
-                code = self._process.wait()
-                self.stop()  # what it has left behind
-                answer = _answer_at(Path(self._folder.name) / ANSWER_FILE)
-                said, wrong = answer or (last_line(_tail(self._out.fileno())), "")
-                err = _tail(self._err.fileno())
-            finally:
-                with contextlib.suppress(RecursionError):  # of folders in folders in folders
-                    self._folder.cleanup()
-        return _exited(str(code), err, said, wrong)
-
-    def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            run.ends_by(end)
+            code = process.wait()
+            end()  # what it has left behind
+            answer = _answer_at(place / ANSWER_FILE)
+            said, wrong = answer or (last_line(_tail(out.fileno())), "")
+            return _exited(str(code), _tail(err.fileno()), said, wrong)
 
 
 def _answer_at(path: Path) -> tuple[str | None, str] | None:
@@ -339,42 +319,31 @@ class Sandboxed:
 
     def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
         """Start it, on a thread that waits for it."""
-        return _InSession(self, task, session, endpoint)
+        return _Run(lambda run: self._play(run, task, session, endpoint))
 
-    def begin(self, task: Task) -> tuple[Any, socket.socket]:
-        """A session of the sandbox with its files, and what listens in it."""
-        told = json.dumps(task_json(task), ensure_ascii=False)
-        with self._starts, contextlib.ExitStack() as undo:
-            jail = undo.enter_context(self._pool.acquire())
-            listener = undo.enter_context(listener_in(jail))
-            files = undo.enter_context(contextlib.closing(jail.files()))
-            for name, data in self._files.items():
-                files.write(name, data)
-            files.write(TASK_FILE, told)
-            files.close()
-            undo.pop_all()
-        return jail, listener
-
-    def play(
-        self, jail: Any, listener: socket.socket, session: Session, endpoint: Endpoint
-    ) -> Outcome:
-        """Run it in a session of the sandbox; nothing of it is raised."""
-        server = endpoint.listen(listener, session).result()
-        try:
+    def _play(self, run: _Run, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
+        with contextlib.ExitStack() as held:
+            with self._starts:
+                jail = held.enter_context(self._pool.acquire())
+                server = endpoint.listen(listener_in(jail), session).result()
+                held.callback(endpoint.hang_up, server)
+                with contextlib.closing(jail.files()) as files:
+                    for name, data in self._files.items():
+                        files.write(name, data)
+                    files.write(TASK_FILE, json.dumps(task_json(task), ensure_ascii=False))
+            run.ends_by(jail.close)
             env = {
                 **variables(f"http://127.0.0.1:{PORT}", session.key),
                 "AGENTGRPO_TASK": f"/home/user/{TASK_FILE}", **self._env,
             }  # fmt: skip
             done = jail.step(self._code, self._timeout_s, env=env)
             answer = None if done.state_lost else _answer_in(jail)
-        finally:
-            endpoint.hang_up(server)
         if done.status is StepStatus.INFRA_ERROR:
             raise InfrastructureError(done.detail)
         said, wrong = answer or (last_line(done.stdout), "")
         if done.error is not None:  # nothing of that name, or no room for a process
             full = done.error.name in NO_ROOM
-            return Outcome(said, f"{done.error.name}: {done.error.value}", own=not full)
+            return Outcome(said, f"{done.error.name}: {done.error.value}", program_fault=not full)
         if done.status is not StepStatus.OK:
             if done.status is StepStatus.OUTPUT_LIMIT:  # what was printed last is not known
                 said = None
@@ -405,7 +374,7 @@ def _exited(code: str, stderr: str, answer: str | None, wrong: str) -> Outcome:
     last = stderr.rpartition("\n")[2]
     own = code in NOT_FOUND or (RAISED.search(stderr) and not last.startswith(NO_ROOM))
     told = f"exited with {code}: {stderr[-TAIL:]}"
-    return Outcome(answer, told, own=code.isdecimal() and bool(own))
+    return Outcome(answer, told, program_fault=code.isdecimal() and bool(own))
 
 
 def _inside(path: Path) -> list[tuple[str, Path]]:
@@ -415,43 +384,35 @@ def _inside(path: Path) -> list[tuple[str, Path]]:
     return [(str(Path(path.name) / p.relative_to(path)), p) for p in inside]
 
 
-class _InSession:
-    def __init__(self, of: Sandboxed, task: Task, session: Session, endpoint: Endpoint) -> None:
-        self._of = of
-        self._jail: Any = None
-        self._stopped = False
-        self.outcome: Future[Outcome] = _on_thread(lambda: self._play(task, session, endpoint))
+class _Run:
+    """A program, on a thread that waits for it."""
 
-    def _play(self, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
+    def __init__(self, play: Callable[[_Run], Outcome]) -> None:
+        self.outcome: Future[Outcome] = Future()
+        self._stopped = False
+        self._end: Callable[[], None] = lambda: None
         try:
-            self._jail, listener = self._of.begin(task)
-            with self._jail:
-                if self._stopped:
-                    listener.close()
-                    return Outcome(None, "stopped")
-                return self._of.play(self._jail, listener, session, endpoint)
+            threading.Thread(target=self._run, args=(play,), name="program", daemon=True).start()
+        except RuntimeError as error:  # no thread is to be had
+            raise InfrastructureError(str(error)) from error
+
+    def _run(self, play: Callable[[_Run], Outcome]) -> None:
+        try:
+            self.outcome.set_result(play(self))
         except (SandboxException, OSError) as error:  # no descriptor is left, for one
             if self._stopped:
-                return Outcome(None, "stopped")
-            raise InfrastructureError(str(error)) from error
+                self.outcome.set_result(Outcome(None, "stopped"))
+            else:
+                self.outcome.set_exception(InfrastructureError(str(error)))
+        except BaseException as error:
+            self.outcome.set_exception(error)
+
+    def ends_by(self, end: Callable[[], None]) -> None:
+        """What stop() calls from now on."""
+        self._end = end
+        if self._stopped:
+            end()
 
     def stop(self) -> None:
         self._stopped = True
-        if self._jail is not None:
-            self._jail.close()
-
-
-def _on_thread(work: Callable[[], Outcome]) -> Future[Outcome]:
-    future: Future[Outcome] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    try:
-        threading.Thread(target=run, name="program", daemon=True).start()
-    except RuntimeError as error:  # Python's word for EAGAIN
-        raise OSError(errno.EAGAIN, str(error)) from error
-    return future
+        self._end()

@@ -23,10 +23,10 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import NOTHING, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
-from agentgrpo.programs.launch import SHORT, Awaited, Launcher, Outcome, Running
+from agentgrpo.programs.launch import Awaited, Launcher, Outcome, Running
 from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.session import UNENFORCED, SampleRequest, Session
-from agentgrpo.rollout.decoder import Decoder, SamplerStats, Watch
+from agentgrpo.rollout.decoder import Decoder, PlayCallback, SamplerStats
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
@@ -66,7 +66,7 @@ class ProgramSampler(AnySampler):
 
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
-        filters: Mapping[str, float], watch: Watch,
+        filters: Mapping[str, float], callback: PlayCallback,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
         if self._endpoint is None:
             self._endpoint = Endpoint()
@@ -82,7 +82,7 @@ class ProgramSampler(AnySampler):
             )  # fmt: skip
 
         worlds = EpisodeRunner(self._max_live, config.call_timeout_s)
-        played = Groups(self._env, config, group_size, watch)
+        played = Groups(self._env, config, group_size, callback)
         play = _Play(
             self._engine, self._launcher, played, worlds, endpoint, session, config,
             self._timeout_s, filters, self._max_live,
@@ -188,20 +188,11 @@ class _Play:
             running = launcher.start(task, session, self.endpoint)
         except BaseException as error:
             self.endpoint.end(session)
-            try:
-                if episode is not NOTHING:
-                    self.worlds.close(episode, self.groups.of(index)).result()
-            except (InfrastructureError, RuntimeError) as also:  # not even a thread to close it in
-                error.add_note(f"and while its episode was closed: {also}")
-            is_short = isinstance(error, OSError) and error.errno in SHORT
-            if not (is_short or isinstance(error, InfrastructureError)):
+            if episode is not NOTHING:
+                self.worlds.close(episode, self.groups.of(index)).result()
+            if not isinstance(error, InfrastructureError):
                 raise
-            if is_short and self.live:
-                self.max_live = len(self.live)  # which is what the machine can hold
-                self.queue.appendleft((index, attempt))
-                return
-            said = "; ".join([str(error), *getattr(error, "__notes__", ())])
-            rollout = _without_a_turn(session, task, said)
+            rollout = _without_a_turn(session, task, str(error))
             rollout.treatment = treatment_of(rollout.status, self.config)
             self._broken(index, attempt, rollout)
             return
@@ -249,7 +240,7 @@ class _Play:
             wanted.told(InfrastructureError("the rollout is over"))
             return
         live.asked = live.asked or time.perf_counter()
-        seed = self.groups.seed(index, live.attempt, *wanted.place)
+        seed = self.groups.seed(index, live.attempt, *wanted.seed_key)
         self.asked += 1
         request_id = f"{index}.{self.asked}"
         filters = {**self.filters, **wanted.sampling}
@@ -385,12 +376,12 @@ class _Play:
     def _require_some_ran(self) -> None:
         """A program that fails of itself in every rollout is no policy's fault.
 
-        What the policy's code may have done to it (Outcome.own) is told, and ends nothing.
+        What the policy's code may have done to it (no program_fault) is told, and ends nothing.
         """
         if not self.failures:
             return
         first = self.failures[0]
-        if sum(outcome.own for outcome in self.failures) >= len(self.groups.played) > 1:
+        if sum(outcome.program_fault for outcome in self.failures) >= len(self.groups.played) > 1:
             raise UserCodeError("agent.kind 'program'", first.failed) from first.error
         failed = f"{len(self.failures)} of {len(self.groups.played)} programs failed"
         tell(f"{failed}; the first {first.failed}")

@@ -48,12 +48,7 @@ def reward_of(rollout: Rollout) -> float:
 def advantage_faults(groups: Sequence[Group], loss: LossConfig) -> Iterator[tuple[int, int, str]]:
     """Where a step's recorded advantages are not those of its recorded rewards.
 
-    Args:
-        groups: of the step, as recorded.
-        loss: its settings.
-
-    Yields:
-        Group, rollout, and what is wrong with it.
+    Yields group, rollout, and what is wrong with it.
     """
     samples = [[r for r in group.rollouts if is_sample(r)] for group in groups]
     wanted = _wanted(samples, loss)
@@ -258,13 +253,9 @@ def num_sampled(rows: Sequence[Sequence[Segment]]) -> int:
 def weights_of(
     rollouts: Sequence[Rollout], samples: int, share: float, config: TrainConfig
 ) -> Floats:
-    """What a token of each packed rollout weighs.
+    """What a token of each packed rollout weighs, where an update has so many samples (B).
 
-    Args:
-        rollouts: of the update, from packed_of().
-        samples: B, how many samples the update has.
-        share: tokens that the step trains on, divided by its updates.
-        config: of the run.
+    `share` is how many tokens the step trains on, divided by its updates.
     """
     lengths = np.array([num_sampled(rollout.rows) for rollout in rollouts], np.float64)
     budget = config.rollout.max_turns * config.rollout.max_turn_tokens

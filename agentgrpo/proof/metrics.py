@@ -76,6 +76,9 @@ def step_sums(
         sums["rollout/total_sampled_tokens"] = sum(turn.sampled_tokens for turn in own)
         sums["rollout/prompt_tokens"] = sum(turn.prompt_tokens for turn in own)
         sums["rollout/branches"] = sum(r.parent is not None for r in rollouts)
+        if not config.reward.functions:  # which fail after the sampler has counted
+            broken = sum(r.status is Status.INFRA_ERROR for r in rollouts)
+            sums["rollout/infra_failures"] = broken
     return sums
 
 
@@ -87,19 +90,18 @@ def _has_gradient(rollout: Rollout) -> bool:
 
 
 def learner_faults(
-    row: Mapping[str, Any], groups: Sequence[Group], *, terms: int, config: TrainConfig,
+    row: Mapping[str, Any], groups: Sequence[Group], *, step: int, terms: int, config: TrainConfig,
     limit: float,
 ) -> Iterator[str]:  # fmt: skip
     """What the learner says that it made of a step, against what the rollouts say it made of them.
 
-    Args:
-        row: of metrics.jsonl.
-        groups: of the step.
-        terms: loss terms that it was packed into.
-        config: of the run.
-        limit: largest difference of the probes' log-probabilities in nats.
+    `step` is counted from 0; `terms` are the loss terms that it was packed into;
+    `limit` is in nats, of the probes too.
     """
-    loss = config.loss
+    loss, learner = config.loss, config.learner
+    if learner.decay == "constant":
+        share = min(1.0, (step + 1) / learner.warmup_steps) if learner.warmup_steps else 1.0
+        yield from line_faults(row, {"learner/learning_rate": learner.learning_rate * share})
     if terms and loss.top_entropy_quantile == 1:
         number = {"learner/num_tokens": float(terms * loss.num_iterations)}
         yield from line_faults(row, number)
@@ -107,12 +109,20 @@ def learner_faults(
     if seen := [gaps for rollout in rollouts for gaps in gaps_of(rollout)]:
         gaps = np.concatenate(seen).astype(np.float64)
         views = [view for rollout in rollouts for view in rollout.entropies or ()]
-        entropies = np.concatenate([view for view in views if view is not None] or [[np.nan]])
+        entropies = np.concatenate([*(view for view in views if view is not None), np.zeros(0)])
         kl = float((np.expm1(np.minimum(gaps, 20)) - gaps).mean())
         wanted = {"learner/mismatch_kl": kl}
+        if loss.correction_level == "token":
+            ratio = np.exp(np.clip(gaps, -20, 20))
+            low = loss.vllm_importance_sampling_clip_min or 0.0
+            high = loss.vllm_importance_sampling_clip_max or math.inf
+            bounded = ((ratio < low) | (ratio > high)) & loss.corrects
+            wanted["learner/mismatch_modified"] = float(bounded.mean())
+            for name, of in (("min", np.min), ("mean", np.mean), ("max", np.max)):
+                wanted[f"learner/mismatch_ratio_{name}"] = float(of(ratio))
         one_update = loss.num_iterations * loss.num_mini_batches == 1
         if one_update and loss.top_entropy_quantile == 1:  # else of policies that no record holds
-            wanted["learner/entropy_mean"] = float(entropies.mean())
+            wanted["learner/entropy_mean"] = float(entropies.sum() / max(len(entropies), 1))
             wanted["learner/sampler_gap_max"] = float(np.abs(gaps).max())
         yield from line_faults(row, wanted, FLOAT32)
     mean, most = (row.get(f"engine/{name}_dlogp") for name in ("mean", "max"))

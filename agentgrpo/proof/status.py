@@ -93,6 +93,9 @@ def _wrong_end(rollout: Rollout, config: TrainConfig) -> str:
     if status is Status.TIMED_OUT and limits.max_seconds is None:
         return "rollout.max_seconds is not set"
     if config.agent.kind == "program":  # it ends when it likes
+        frozen, tokens = (stats.get(f"frozen_{of}", 0.0) for of in ("turns", "tokens"))
+        if frozen > limits.max_turns or tokens > frozen * limits.max_turn_tokens:
+            return f"{frozen:g} turns of {tokens:g} tokens were kept out of it"
         asked = len(turns) + stats.get("undelivered", 0.0)
         if status is Status.TRUNCATED_TURNS and asked < limits.max_turns:
             return f"{asked:g} turns of {limits.max_turns}"

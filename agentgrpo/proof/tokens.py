@@ -20,10 +20,7 @@ def rollout_faults(
 ) -> Iterator[str]:
     """What is wrong with a rollout's tokens; nothing, if it is what the engine saw.
 
-    Args:
-        rollout: as recorded.
-        accounted: it says what the engine saw; else that is not looked at.
-        vocab_size: of the model; None: ids have no upper bound.
+    `accounted`: it says what the engine saw; else that is not looked at.
     """
     turns: dict[int, list[tuple[int, Turn]]] = {i: [] for i in range(len(rollout.rows))}
     for number, turn in enumerate(rollout.turns):
@@ -36,7 +33,7 @@ def rollout_faults(
         yield from (name + fault for fault in _segment_faults(row, vocab_size))
         if accounted:
             yield from (name + fault for fault in _turn_faults(row, turns[index]))
-    yield from _view_faults(rollout)
+    yield from _view_faults(rollout, vocab_size)
     total = sum(len(segment.token_ids) for row in rollout.rows for segment in row)
     for span in rollout.span_rewards:
         if not 0 <= span.start < span.end <= total:
@@ -57,7 +54,7 @@ def _segment_faults(row: Sequence[Segment], vocab_size: int | None) -> Iterator[
             yield f"segment {number}: given right after segment {number - 1}, with no turn between"
 
 
-def _view_faults(rollout: Rollout) -> Iterator[str]:
+def _view_faults(rollout: Rollout, vocab_size: int | None) -> Iterator[str]:
     """What is wrong with the form of what the learner made of a rollout."""
     views = {"learner_logprobs": rollout.learner_logprobs, "entropies": rollout.entropies}
     known = [view is not None and [v is not None for v in view] for view in views.values()]
@@ -78,6 +75,26 @@ def _view_faults(rollout: Rollout) -> Iterator[str]:
             fine = values is None or np.isfinite(values) & (values >= least) & (values <= most)
             if not np.all(fine):
                 yield f"{name}: a number that can be none"
+                return
+    if vocab_size is None or None in views.values() or known[0] != known[1]:
+        return
+    for logp, entropy in zip(*views.values(), strict=True):
+        if logp is not None and not _can_have(entropy, logp, vocab_size):
+            yield "entropies: a distribution that gives its token so much has another entropy"
+
+
+def _can_have(entropy: Float32, logp: Float32, vocab_size: int) -> bool:
+    """Whether distributions over so many tokens can have these entropies, in nats.
+
+    One that gives a token p has at least the entropy h(p) of that token against the rest, and at
+    most h(p) + (1 - p) log(V - 1), where the rest is uniform.
+    """
+    own = np.minimum(logp.astype(np.float64), 0.0)
+    rest = -np.expm1(own)
+    least = -np.exp(own) * own - rest * np.log(np.maximum(rest, 1e-300))
+    most = least + rest * np.log(max(vocab_size - 1, 1))
+    slack = 1e-3 * (1 + most)
+    return bool(((entropy >= least - slack) & (entropy <= most + slack)).all())
 
 
 def gaps_of(rollout: Rollout) -> list[Float32]:

@@ -36,7 +36,7 @@ from agentgrpo.data.tasks import RowTasks, Tasks, digest_of, repr_of
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import kind_of
 from agentgrpo.measures.quality import Quality, quality_by
-from agentgrpo.plan import of_training, plan, said
+from agentgrpo.plan import line, of_training, plan
 from agentgrpo.recipe.pareto import contrast, select_groups
 from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
 from agentgrpo.run import checkpoint
@@ -146,7 +146,7 @@ def _chunks(
 ) -> Iterator[list[Group]]:
     """The candidates' groups: from disk as far as they are there, then played and recorded."""
     c, path = recipe.curriculum, folder_of(recipe, stage) / "pool.jsonl"
-    recorded, progress = whole_lines(path), player.stage.progress
+    recorded, progress = whole_lines(path), player.setup.progress
     for start in range(0, c.candidates, c.chunk):
         tasks = stream.next(min(c.chunk, c.candidates - start))
         size = len(tasks) * c.group_size
@@ -167,7 +167,7 @@ def _chunks(
             seed = recipe.seed_of(1_000_000 + stage * 1000 + start // c.chunk, 0)
             with progress.phase(f"playing {len(tasks)} candidates x {c.group_size}"):
                 groups, _ = player.sampler.play(tasks, c.group_size, seed=seed)
-            player.stage.reward.score(groups)
+            player.setup.reward.score(groups)
             append_lines(path, [rollout_record(r) for group in groups for r in group.rollouts])
             progress.say(f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played")
         yield groups
@@ -252,7 +252,7 @@ def of_stages(recipe: RecipeConfig) -> Check:
     c = recipe.curriculum
     numbers = ", ".join(str(steps_of(recipe, stage, c.select)) for stage in range(c.stages))
     trained = f"{numbers} steps" if c.epochs is None else f"at most {numbers} steps"
-    return said(
+    return line(
         "stages",
         f"{c.stages}: {c.candidates} candidates x {c.group_size}, {trained}, saved every "
         f"{recipe.save_every}",
@@ -268,11 +268,11 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | N
     with contextlib.nullcontext() if args.dry_run else locked(recipe.out_dir):
         config = recipe.of_run(model=start_model(recipe, 0))
         ready = prepare(config)
-        with contextlib.closing(ready.stage):
+        with contextlib.closing(ready.setup):
             require_stages(recipe, write=not args.dry_run)
             if args.dry_run:
-                lines = [of_stages(recipe), *of_training(config, ready.stage, ready.tasks)]
-                print(plan(config, ready.stage, lines, saved=SAVED))  # noqa: T201
+                lines = [of_stages(recipe), *of_training(config, ready.setup, ready.tasks)]
+                print(plan(config, ready.setup, lines, saved=SAVED))  # noqa: T201
                 return None
         begin()
         run_parts(recipe, parts_of(recipe), [args.config, *args.overrides])
@@ -284,7 +284,7 @@ def select_part(recipe: RecipeConfig, stage: int, begin: Begin) -> None:
     """Play a stage's candidates and select, in this process."""
     config = recipe.of_run(model=start_model(recipe, stage))
     with locked(folder_of(recipe, stage)), contextlib.closing(build_player(config)) as player:
-        tasks = player.stage.training_tasks(config)
+        tasks = player.setup.training_tasks(config)
         begin()
         select(recipe, stage, player, tasks)
 

@@ -24,7 +24,7 @@ from agentgrpo import parallel
 from agentgrpo.build import Player, build_player
 from agentgrpo.command import Begin
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.engine.endpoints import EngineLoop, spoken_by
+from agentgrpo.engine.endpoints import EngineLoop, endpoint_of
 from agentgrpo.evaluate import evaluate
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import measure_tasks
@@ -35,7 +35,7 @@ from agentgrpo.recipe.parts import command
 from agentgrpo.run.atomic import write_json, write_text
 from agentgrpo.run.folder import require_folder
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import set_stage
+from agentgrpo.stage import prepare_run
 from agentgrpo.types import Rollout
 
 
@@ -45,11 +45,11 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
     On several ranks all must call it: each plays its share of the tasks. The first one asks the
     judges and gets the report, the others an empty one.
     """
-    c, stage = config.measures, player.stage
+    c, setup = config.measures, player.setup
     groups, metrics = evaluate(
         player.sampler,
-        stage.heldout,
-        stage.reward,
+        setup.heldout,
+        setup.reward,
         seed=config.seed,
         attempts=c.attempts,
         temperature=c.temperature,
@@ -59,13 +59,13 @@ def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
         return {}
     loop = EngineLoop(player.engine)
     judge, votes = (
-        spoken_by(stage.models[name], loop, stage.chat) if name else None
+        endpoint_of(setup.models[name], loop, setup.chat) if name else None
         for name in (c.judge, c.conciseness_judge)
     )
 
     def text_of(rollout: Rollout) -> str:
         told = [segment.token_ids for segment in rollout.segments[1:]]
-        return "".join(stage.chat.tokenizer.decode(ids) for ids in told)
+        return "".join(setup.chat.tokenizer.decode(ids) for ids in told)
 
     measured = partial(
         measure_tasks,
@@ -113,9 +113,9 @@ def run(config: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     """Play, measure and report, or say what would be played."""
     before = asked_for(config, args)
     if args.dry_run:
-        with contextlib.closing(set_stage(config, trained=False)) as stage:
-            lines = of_playing(config, stage, stage.heldout)
-            print(plan(config, stage, lines, trained=False, saved=()))  # noqa: T201
+        with contextlib.closing(prepare_run(config, trained=False)) as setup:
+            lines = of_playing(config, setup, setup.heldout)
+            print(plan(config, setup, lines, trained=False, saved=()))  # noqa: T201
         return
     parallel.start()
     try:

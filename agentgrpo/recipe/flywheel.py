@@ -40,17 +40,23 @@ from agentgrpo.command import Begin
 from agentgrpo.config import BranchConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import Tasks
-from agentgrpo.engine.endpoints import Endpoint, EngineLoop, spoken_by
+from agentgrpo.engine.endpoints import Endpoint, EngineLoop, endpoint_of
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.measures.quality import Quality, quality_by
-from agentgrpo.plan import of_playing, plan, said
-from agentgrpo.recipe.operators import FOR_RIGHT, FOR_WRONG, Chosen, NothingMade, Workshop
+from agentgrpo.plan import line, of_playing, plan
+from agentgrpo.recipe.operators import (
+    FOR_RIGHT,
+    FOR_WRONG,
+    Candidate,
+    OperatorContext,
+    OperatorSkipped,
+)
 from agentgrpo.recipe.parts import command, require_same_work
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.run.atomic import append_lines, read_lines, whole_lines, write_json, write_lines
 from agentgrpo.run.folder import locked, require_folder
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import Stage, set_stage
+from agentgrpo.stage import RunSetup, prepare_run
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:
@@ -70,18 +76,18 @@ class Question:
     """The work on one question."""
 
     def __init__(
-        self, task: Task, shop: Workshop, quality: Quality, operators: Executor, seed: int
+        self, task: Task, context: OperatorContext, quality: Quality, operators: Executor, seed: int
     ) -> None:
-        self.task, self._shop, self._quality = task, shop, quality
+        self.task, self._context, self._quality = task, context, quality
         self._operators, self._seed = operators, seed
         self.buffer: list[Trajectory] = []
         self.log: list[dict[str, Any]] = []
 
     def work(self) -> None:
         """Fill the buffer: an attempt, then in each round what is made of the best not yet used."""
-        self._take(self._shop.player.play(self.task, operator="fresh"))
+        self._take(self._context.player.play(self.task, operator="fresh"))
         used: set[int] = set()
-        for number in range(self._shop.config.rounds):
+        for number in range(self._context.config.rounds):
             unused = [index for index in range(len(self.buffer)) if index not in used]
             if not unused:
                 return
@@ -92,7 +98,7 @@ class Question:
     def _round(self, number: int, index: int) -> None:
         """Apply every operator to one trajectory; new ones enter the buffer in operators' order."""
         table = FOR_RIGHT if self.buffer[index].right else FOR_WRONG
-        names = [name for name in self._shop.config.operators if name in table]
+        names = [name for name in self._context.config.operators if name in table]
         asked = [self._operators.submit(self._make, name, number, index) for name in names]
         for name, future in zip(names, asked, strict=True):
             made, why, seconds = future.result()
@@ -106,15 +112,15 @@ class Question:
     def _make(self, name: str, number: int, index: int) -> tuple[Trajectory | None, str, float]:
         started = time.perf_counter()
         made, why = None, ""
-        chosen = Chosen(
+        chosen = Candidate(
             task=self.task,
             trajectory=self.buffer[index],
             index=index,
             rng=random.Random(f"{self._seed}/{self.task.id}/{number}/{name}"),
         )
         try:
-            made = {**FOR_RIGHT, **FOR_WRONG}[name](self._shop, chosen)
-        except NothingMade as reason:
+            made = {**FOR_RIGHT, **FOR_WRONG}[name](self._context, chosen)
+        except OperatorSkipped as reason:
             why = str(reason)
         except InfrastructureError as error:
             why = f"the machine failed: {error}"
@@ -129,7 +135,9 @@ class Question:
         return {"id": self.task.id, "trajectories": trajectories, "log": self.log}
 
 
-def kept(trajectories: Sequence[Mapping[str, Any]], keep: int) -> list[Mapping[str, Any]]:
+def filter_trajectories(
+    trajectories: Sequence[Mapping[str, Any]], keep: int
+) -> list[Mapping[str, Any]]:
     """Records of one question that go into the fine-tuning set; see the module's docstring."""
 
     def cost(record: Mapping[str, Any]) -> tuple[float, int]:
@@ -163,9 +171,9 @@ def questions_of(recipe: RecipeConfig, stream: Tasks, *, write: bool) -> list[Ta
     return tasks
 
 
-def turn(
+def process_questions(
     tasks: Sequence[Task],
-    shop: Workshop,
+    context: OperatorContext,
     quality: Quality,
     recipe: RecipeConfig,
     progress: Progress,
@@ -186,7 +194,7 @@ def turn(
     ):
         futures: dict[Future[None], Question] = {}
         for task in left:
-            question = Question(task, shop, quality, operators, recipe.seed)
+            question = Question(task, context, quality, operators, recipe.seed)
             futures[threads.submit(question.work)] = question
         try:
             for number, future in enumerate(as_completed(futures), 1):
@@ -213,7 +221,9 @@ def write_results(
 ) -> dict[str, Any]:
     """rollouts.jsonl, sft.jsonl and summary.json from the buffer's records; returns the summary."""
     everything = [one for record in records for one in record["trajectories"]]
-    chosen = [one for record in records for one in kept(record["trajectories"], keep)]
+    chosen = [
+        one for record in records for one in filter_trajectories(record["trajectories"], keep)
+    ]
     made = [one["flywheel"] for one in everything]
     summary = {
         "questions": len(records),
@@ -241,7 +251,9 @@ def write_results(
     return summary
 
 
-def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Task]) -> Any:
+def run_flywheel(
+    recipe: RecipeConfig, setup: RunSetup, engine: Engine, tasks: Sequence[Task]
+) -> Any:
     """Run the flywheel on an engine; returns the summary."""
     config = recipe.flywheel
     loop = EngineLoop(engine)
@@ -256,20 +268,22 @@ def spin(recipe: RecipeConfig, stage: Stage, engine: Engine, tasks: Sequence[Tas
     )
 
     def named(name: str) -> Endpoint:
-        return spoken_by(stage.models[name], loop, stage.chat)
+        return endpoint_of(setup.models[name], loop, setup.chat)
 
     judge = named(recipe.measures.judge) if recipe.measures.judge else None
     quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
     worlds = EpisodeRunner(3 * config.concurrency, recipe.rollout.call_timeout_s)
-    shop = Workshop(
+    context = OperatorContext(
         player=TrajectoryPlayer(
-            loop, stage.agent, stage.env, stage.chat, stage.reward, worlds, limits
+            loop, setup.agent, setup.env, setup.chat, setup.reward, worlds, limits
         ),
         reflector=named(config.reflector),
         critic=named(config.critic),
         config=config,
     )
-    return loop.serve_while(partial(turn, tasks, shop, quality, recipe, stage.progress))
+    return loop.serve_while(
+        partial(process_questions, tasks, context, quality, recipe, setup.progress)
+    )
 
 
 def check(recipe: RecipeConfig) -> None:
@@ -289,20 +303,20 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     with contextlib.ExitStack() as undo:
         if not args.dry_run:
             undo.enter_context(locked(recipe.out_dir / "flywheel"))
-        stage = set_stage(recipe, trained=False)
-        undo.callback(stage.close)
-        tasks = questions_of(recipe, stage.training_tasks(recipe), write=not args.dry_run)
+        setup = prepare_run(recipe, trained=False)
+        undo.callback(setup.close)
+        tasks = questions_of(recipe, setup.training_tasks(recipe), write=not args.dry_run)
         if args.dry_run:
             c = recipe.flywheel
             work = f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"
-            lines = [*of_playing(recipe, stage, tasks), said("the work", work)]
-            print(plan(recipe, stage, lines, trained=False, saved=SAVED))  # noqa: T201
+            lines = [*of_playing(recipe, setup, tasks), line("the work", work)]
+            print(plan(recipe, setup, lines, trained=False, saved=SAVED))  # noqa: T201
             return
-        player = start_engine(recipe, stage)
+        player = start_engine(recipe, setup)
         undo.callback(player.engine.shutdown)
         begin()
-        made = spin(recipe, stage, player.engine, tasks)
-        stage.progress.say(f"kept {made['kept']} of {made['trajectories']} trajectories")
+        made = run_flywheel(recipe, setup, player.engine, tasks)
+        setup.progress.say(f"kept {made['kept']} of {made['trajectories']} trajectories")
 
 
 def main(arguments: list[str]) -> int:

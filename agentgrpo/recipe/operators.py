@@ -19,18 +19,18 @@ import numpy as np
 
 from agentgrpo.config.recipe import FlywheelConfig
 from agentgrpo.engine.endpoints import Endpoint
-from agentgrpo.measures.quality import question_of
+from agentgrpo.measures.quality import last_question
 from agentgrpo.recipe.trajectories import PlayedTurn, Trajectory, TrajectoryPlayer
 from agentgrpo.rewards.answers import accepted_answers
 from agentgrpo.types import Segment, Task
 
 
-class NothingMade(Exception):
+class OperatorSkipped(Exception):
     """The operator made no trajectory; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workshop:
+class OperatorContext:
     """What operators work with."""
 
     player: TrajectoryPlayer
@@ -49,7 +49,7 @@ class Workshop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class Candidate:
     """What an operator is applied to."""
 
     task: Task
@@ -59,7 +59,7 @@ class Chosen:
     rng: random.Random
 
 
-Operator = Callable[[Workshop, Chosen], Trajectory]
+Operator = Callable[[OperatorContext, Candidate], Trajectory]
 
 REDUNDANT = """Question: {question}
 A right solution in numbered steps:
@@ -98,40 +98,40 @@ Analysis: {analysis}
 Write a new last step in the same form, with its tool call if any, and nothing else."""
 
 
-def fresh(shop: Workshop, chosen: Chosen) -> Trajectory:
+def fresh(context: OperatorContext, chosen: Candidate) -> Trajectory:
     """Another attempt from the start."""
-    return shop.player.play(chosen.task, operator="fresh")
+    return context.player.play(chosen.task, operator="fresh")
 
 
-def redundant(shop: Workshop, chosen: Chosen) -> Trajectory:
+def redundant(context: OperatorContext, chosen: Candidate) -> Trajectory:
     """The critic corrects the first redundant step; the generator goes on behind it."""
-    reply = shop.ask(shop.critic, _prompt(REDUNDANT, chosen))
+    reply = context.ask(context.critic, _prompt(REDUNDANT, chosen))
     if re.match(r"\s*Step:\s*no\b", reply, re.IGNORECASE):
-        raise NothingMade("the critic found no redundant step")
+        raise OperatorSkipped("the critic found no redundant step")
     number = _step_in(reply, chosen)
     _, found, corrected = reply.partition("Corrected step:")
     if not found:
-        raise NothingMade("the critic's reply has no 'Corrected step:'")
-    new = _written(shop, corrected.strip(), "critic", chosen.task)
-    return _continued(shop, chosen, "redundant", [*chosen.trajectory.turns[:number], new])
+        raise OperatorSkipped("the critic's reply has no 'Corrected step:'")
+    new = _written(context, corrected.strip(), "critic", chosen.task)
+    return _continued(context, chosen, "redundant", [*chosen.trajectory.turns[:number], new])
 
 
-def refinement(shop: Workshop, chosen: Chosen) -> Trajectory:
+def refinement(context: OperatorContext, chosen: Candidate) -> Trajectory:
     """The critic rewrites the thoughts; what was done and its results stay, verbatim."""
     turns = chosen.trajectory.turns
-    reply = shop.ask(shop.critic, _prompt(REFINE, chosen))
+    reply = context.ask(context.critic, _prompt(REFINE, chosen))
     said = {
         int(n): text.strip() for n, text in re.findall(r"^Thought (\d{1,9}):(.*)$", reply, re.M)
     }
-    wanted = {i for i, turn in enumerate(turns, 1) if _split(shop, turn.text)[0].strip()}
+    wanted = {i for i, turn in enumerate(turns, 1) if _split(context, turn.text)[0].strip()}
     if not wanted:
-        raise NothingMade("there is no thought to refine")
+        raise OperatorSkipped("there is no thought to refine")
     if said.keys() != wanted:
-        raise NothingMade(f"thoughts of steps {sorted(wanted)} wanted, got {sorted(said)}")
-    if any(mark in text for text in said.values() for mark in shop.config.marks):
-        raise NothingMade("a refined thought acts")
+        raise OperatorSkipped(f"thoughts of steps {sorted(wanted)} wanted, got {sorted(said)}")
+    if any(mark in text for text in said.values() for mark in context.config.marks):
+        raise OperatorSkipped("a refined thought acts")
     refined = tuple(
-        _rethought(shop, turn, said[number]) if number in said else turn
+        _rethought(context, turn, said[number]) if number in said else turn
         for number, turn in enumerate(turns, 1)
     )
     old = chosen.trajectory.rollout
@@ -149,40 +149,40 @@ def refinement(shop: Workshop, chosen: Chosen) -> Trajectory:
     )
 
 
-def reflection(shop: Workshop, chosen: Chosen) -> Trajectory:
+def reflection(context: OperatorContext, chosen: Candidate) -> Trajectory:
     """The reflector analyses up to the first flawed step and rewrites that step."""
-    number = _first_flaw(shop, chosen)
+    number = _first_flaw(context, chosen)
     turns = chosen.trajectory.turns
     seen = _steps(turns[: number + 1])
-    question = question_of(chosen.task)
-    analysis = shop.ask(shop.reflector, ANALYSE.format(question=question, steps=seen))
+    question = last_question(chosen.task)
+    analysis = context.ask(context.reflector, ANALYSE.format(question=question, steps=seen))
     if not analysis.strip():
-        raise NothingMade("the reflector's analysis is empty")
+        raise OperatorSkipped("the reflector's analysis is empty")
     prompt = REWRITE.format(question=question, steps=seen, analysis=analysis.strip())
-    rewritten = shop.ask(shop.reflector, prompt).strip()
-    new = _written(shop, rewritten, "reflector", chosen.task)
-    return _continued(shop, chosen, "reflection", [*turns[:number], new])
+    rewritten = context.ask(context.reflector, prompt).strip()
+    new = _written(context, rewritten, "reflector", chosen.task)
+    return _continued(context, chosen, "reflection", [*turns[:number], new])
 
 
-def step_hint(shop: Workshop, chosen: Chosen) -> Trajectory:
+def step_hint(context: OperatorContext, chosen: Candidate) -> Trajectory:
     """Everything up to the first flawed step stays; the next turn begins with a hint."""
-    number = _first_flaw(shop, chosen)
+    number = _first_flaw(context, chosen)
     kept = chosen.trajectory.turns[: number + 1]
     if kept[-1].told is None:
-        raise NothingMade("the flawed step is the last one: nothing follows it")
-    hint = chosen.rng.choice(list(shop.config.step_hints))
-    return _continued(shop, chosen, "step_hint", kept, begin=hint)
+        raise OperatorSkipped("the flawed step is the last one: nothing follows it")
+    hint = chosen.rng.choice(list(context.config.step_hints))
+    return _continued(context, chosen, "step_hint", kept, begin=hint)
 
 
-def trajectory_hint(shop: Workshop, chosen: Chosen) -> Trajectory:
+def trajectory_hint(context: OperatorContext, chosen: Candidate) -> Trajectory:
     """The wrong answer is taken back: its turn keeps the thought and goes on with a hint."""
     *kept, last = chosen.trajectory.turns
     if last.told is not None:
-        raise NothingMade("there is no answer to take back")
-    thought = _split(shop, last.text)[0]
-    hint = chosen.rng.choice(list(shop.config.trajectory_hints))
+        raise OperatorSkipped("there is no answer to take back")
+    thought = _split(context, last.text)[0]
+    hint = chosen.rng.choice(list(context.config.trajectory_hints))
     begin = f"{thought.rstrip()} {hint}" if thought.strip() else hint
-    return _continued(shop, chosen, "trajectory_hint", kept, begin=begin)
+    return _continued(context, chosen, "trajectory_hint", kept, begin=begin)
 
 
 FOR_RIGHT: Mapping[str, Operator] = {
@@ -198,9 +198,13 @@ FOR_WRONG: Mapping[str, Operator] = {
 
 
 def _continued(
-    shop: Workshop, chosen: Chosen, operator: str, kept: Sequence[PlayedTurn], begin: str = ""
+    context: OperatorContext,
+    chosen: Candidate,
+    operator: str,
+    kept: Sequence[PlayedTurn],
+    begin: str = "",
 ) -> Trajectory:
-    return shop.player.play(
+    return context.player.play(
         chosen.task,
         operator=operator,
         parent=chosen.index,
@@ -210,21 +214,21 @@ def _continued(
     )
 
 
-def _first_flaw(shop: Workshop, chosen: Chosen) -> int:
+def _first_flaw(context: OperatorContext, chosen: Candidate) -> int:
     """Index of the step that the critic says is the first flawed one."""
-    return _step_in(shop.ask(shop.critic, _prompt(FLAW, chosen)), chosen)
+    return _step_in(context.ask(context.critic, _prompt(FLAW, chosen)), chosen)
 
 
-def _step_in(reply: str, chosen: Chosen) -> int:
+def _step_in(reply: str, chosen: Candidate) -> int:
     found = re.search(r"^[ \t]*Step:\s*(\d{1,9})\s*$", reply, re.MULTILINE)
     count = len(chosen.trajectory.turns)
     if found is None or not 1 <= int(found[1]) <= count:
-        raise NothingMade(f"expected 'Step: NUMBER' from 1 to {count}, got {reply[:80]!r}")
+        raise OperatorSkipped(f"expected 'Step: NUMBER' from 1 to {count}, got {reply[:80]!r}")
     return int(found[1]) - 1
 
 
-def _prompt(template: str, chosen: Chosen) -> str:
-    fields = {"question": question_of(chosen.task), "steps": _steps(chosen.trajectory.turns)}
+def _prompt(template: str, chosen: Candidate) -> str:
+    fields = {"question": last_question(chosen.task), "steps": _steps(chosen.trajectory.turns)}
     accepted = ""
     with contextlib.suppress(ValueError):  # it has none: the environment alone judges
         accepted = f"Accepted answers: {', '.join(accepted_answers(chosen.task))}\n"
@@ -238,26 +242,26 @@ def _steps(turns: Sequence[PlayedTurn]) -> str:
     )
 
 
-def _written(shop: Workshop, text: str, author: str, task: Task) -> PlayedTurn:
+def _written(context: OperatorContext, text: str, author: str, task: Task) -> PlayedTurn:
     try:
-        return shop.player.written(text, author, task)
+        return context.player.written(text, author, task)
     except ValueError as error:
-        raise NothingMade(str(error)) from None
+        raise OperatorSkipped(str(error)) from None
 
 
-def _split(shop: Workshop, text: str) -> tuple[str, str]:
+def _split(context: OperatorContext, text: str) -> tuple[str, str]:
     """(thought, what is done)."""
-    starts = [at for at in (text.find(mark) for mark in shop.config.marks) if at >= 0]
+    starts = [at for at in (text.find(mark) for mark in context.config.marks) if at >= 0]
     at = min(starts, default=len(text))
     return text[:at], text[at:]
 
 
-def _rethought(shop: Workshop, turn: PlayedTurn, thought: str) -> PlayedTurn:
+def _rethought(context: OperatorContext, turn: PlayedTurn, thought: str) -> PlayedTurn:
     """The turn with another thought; the space around the old one stays."""
-    old, action = _split(shop, turn.text)
+    old, action = _split(context, turn.text)
     lead, trail = old[: len(old) - len(old.lstrip())], old[len(old.rstrip()) :]
     text = f"{lead}{thought}{trail}{action}"
-    chat = shop.player.chat
+    chat = context.player.chat
     ids = chat.text_ids(text, own=True)
     end = int(turn.pieces[-1][0].token_ids[-1])
     if end in chat.stop_token_ids:

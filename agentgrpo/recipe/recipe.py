@@ -26,7 +26,7 @@ from agentgrpo.command import Begin
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.files import read_table
 from agentgrpo.measures.report import markdown_of_comparison, table_of
-from agentgrpo.plan import of_training, plan, said
+from agentgrpo.plan import line, of_training, plan
 from agentgrpo.recipe import curriculum, flywheel, sft
 from agentgrpo.recipe.curriculum import folder_of, start_model
 from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
@@ -81,19 +81,19 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     sft.settings_of(recipe)
     with contextlib.nullcontext() if args.dry_run else locked(recipe.out_dir):
         ready = prepare(recipe)
-        with contextlib.closing(ready.stage):
+        with contextlib.closing(ready.setup):
             require_same_work(recipe, "recipe", SAVED, write=not args.dry_run)
             curriculum.require_stages(recipe, write=not args.dry_run)
             questions = flywheel.questions_of(recipe, ready.tasks, write=False)
             if args.dry_run:
                 rounds, c = recipe.flywheel.rounds, recipe.sft
                 lines = [
-                    said("flywheel", f"{len(questions)} questions, {rounds} rounds"),
-                    said("sft", f"{c.epochs} epochs in steps of {c.batch_size} examples"),
+                    line("flywheel", f"{len(questions)} questions, {rounds} rounds"),
+                    line("sft", f"{c.epochs} epochs in steps of {c.batch_size} examples"),
                     curriculum.of_stages(recipe),
-                    *of_training(recipe, ready.stage, ready.tasks),
+                    *of_training(recipe, ready.setup, ready.tasks),
                 ]
-                print(plan(recipe, ready.stage, lines, saved=SAVED))  # noqa: T201
+                print(plan(recipe, ready.setup, lines, saved=SAVED))  # noqa: T201
                 return
         begin()
         made = report(recipe, run_parts(recipe, parts_of(recipe), [args.config, *args.overrides]))

@@ -37,14 +37,14 @@ from agentgrpo.machine.footprint import room_checks
 from agentgrpo.machine.packages import require
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.models import SavedAdapter, named_base
-from agentgrpo.plan import plan, said
+from agentgrpo.plan import line, plan
 from agentgrpo.recipe.parts import command, require_same_work
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import locked, require_same_run, whole_checkpoint
 from agentgrpo.run.metrics import Head, RunLog
 from agentgrpo.run.records import read_rollout
-from agentgrpo.stage import set_stage
+from agentgrpo.stage import prepare_run
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:  # it imports torch, which a faulty config does without
@@ -225,15 +225,15 @@ def make_learner(
     import torch
 
     from agentgrpo.learn.learner import Learner
-    from agentgrpo.learn.policy import Policy, load_frozen
+    from agentgrpo.learn.policy import Policy, load_model
     from agentgrpo.learn.preflight import require_fit
-    from agentgrpo.learn.publish import Unpublished
+    from agentgrpo.learn.publish import NoSync
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_frozen(model, device=device, dtype=config.engine.dtype_on(device))
+    loaded = load_model(model, device=device, dtype=config.engine.dtype_on(device))
     learner = Learner(
         Policy(loaded, config.learner, weights="own", adapter=adapter.folder if adapter else None),
-        Unpublished(),
+        NoSync(),
         config.learner,
         config.loss,
         total_steps=total_steps,
@@ -282,11 +282,11 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
             undo.enter_context(locked(config.out_dir))
         require_same_run(config)
         resumed = whole_checkpoint(config)
-        stage = set_stage(config, model=str(resumed) if resumed else None)
-        undo.callback(stage.close)
-        require(room_checks(config, stage.model, trained=True, sampled=False), stage.progress.say)
+        setup = prepare_run(config, model=str(resumed) if resumed else None)
+        undo.callback(setup.close)
+        require(room_checks(config, setup.model, trained=True, sampled=False), setup.progress.say)
         limit = recipe.engine.max_model_len
-        examples = read_examples(path, sft, stage.chat, stage.agent, max_tokens=limit)
+        examples = read_examples(path, sft, setup.chat, setup.agent, max_tokens=limit)
         data = {"sft.data": f"{len(examples)} examples of {named(path)}"}
         require_same_work(recipe, "sft", SAVED, data=data, write=not args.dry_run)
         steps = steps_of(sft, len(examples))
@@ -294,13 +294,13 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
             longest = max(sum(len(s.token_ids) for s in part) for e in examples for part in e.rows)
             run = f"{sft.epochs} epochs: {steps} steps of {sft.batch_size}"
             lines = [
-                said("data", f"{len(examples)} examples, the longest has {longest} tokens"),
-                said("the run", f"{run}, saved every {config.save_every}"),
+                line("data", f"{len(examples)} examples, the longest has {longest} tokens"),
+                line("the run", f"{run}, saved every {config.save_every}"),
             ]
-            print(plan(config, stage, lines, sampled=False))  # noqa: T201
+            print(plan(config, setup, lines, sampled=False))  # noqa: T201
             return
-        learner = make_learner(stage.model, config, steps, adapter=stage.adapter)
-        log, say = RunLog(config.out_dir), stage.progress.say
+        learner = make_learner(setup.model, config, steps, adapter=setup.adapter)
+        log, say = RunLog(config.out_dir), setup.progress.say
         offsets: dict[str, Head] = {}
         if resumed is not None:
             offsets = learner.load_state(resumed / checkpoint.STATE)["log_offsets"]
@@ -315,7 +315,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
 
         def write(folder: Path) -> None:
             learner.policy.save(folder)
-            stage.chat.tokenizer.save_pretrained(folder)
+            setup.chat.tokenizer.save_pretrained(folder)
             learner.save_state(folder / checkpoint.STATE, log_offsets=log.offsets())
 
         begin()

@@ -209,11 +209,16 @@ class _Listening:
 
 
 class _Continued:
-    """A Decoder for one rollout that says kept turns again, then has the engine go on."""
+    """A Decoder for one rollout that says kept turns again, then has the engine go on.
+
+    Since histories are appended to, a request of the policy's goes on from its last one; what does
+    not is of a second role, which the engine answers.
+    """
 
     def __init__(self, loop: EngineLoop, kept: Sequence[PlayedTurn], given: Int32) -> None:
         self.max_model_len = loop.max_model_len
         self._loop, self._kept, self._given = loop, kept, given
+        self._turn, self._last = -1, given[:0]
         self._head = given
         self._asked: Future[Completion] = Future()
         self._request_id = ""
@@ -222,12 +227,14 @@ class _Continued:
         self, request_id: str, prompt_ids: Int32, *, max_tokens: int, seed: int | None,
         **options: Any,
     ) -> None:  # fmt: skip
-        _, _, turn, *second_role = request_id.split(".")  # as rollout/play.py names them
-        new = int(turn) - len(self._kept)
         self._request_id = request_id
-        self._head = self._given if new == 0 and not second_role else self._given[:0]
-        if new < 0 and not second_role:
-            ids = np.concatenate([s.token_ids for s, _ in self._kept[int(turn)].pieces])
+        own = np.array_equal(prompt_ids[: len(self._last)], self._last)
+        if own:
+            self._turn, self._last = self._turn + 1, prompt_ids.copy()
+        new = self._turn - len(self._kept)
+        self._head = self._given if own and new == 0 else self._given[:0]
+        if own and new < 0:
+            ids = np.concatenate([s.token_ids for s, _ in self._kept[self._turn].pieces])
             self._asked = Future()
             self._asked.set_result(_completion(prompt_ids, ids, "stop"))
             return

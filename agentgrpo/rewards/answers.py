@@ -1,7 +1,7 @@
 r"""Whether answers are the same: as numbers, as mathematics, as words. Rewards and measures ask.
 
-The numbers in a text are read as people write them: 1,234 and 1_234 are 1234, 12.0 is 12, a leading
-minus counts unless it joins two numbers (the 3 in 10-3 is 3), 3/4 and \frac{3}{4} are 0.75, and the
+The numbers in a text are read as data sets write them: 1,234 is 1234, 12.0 is 12, a leading minus
+counts unless it joins two numbers (the 3 in 10-3 is 3), 3/4 and \frac{3}{4} are 0.75, and the
 exponent of a unit is none. Comparison is exact, in decimals and fractions.
 """
 
@@ -19,7 +19,7 @@ from agentgrpo.types import Task
 
 ONE = r"""
     (?> (?: (?<! [\w.] ) (?<! \d, ) \d{1,3} (?:,\d{3})+ (?! ,?\d )  # 1,234,567; begun once: linear
-          | (?<! [\w.] ) \d+ (?:_\d+)*                             # 1234 or 1_234
+          | (?<! [\w.] ) \d+
           | (?<! [\w.] ) (?= \.\d )                                # .5
         )
         (?: \.\d+ )?
@@ -28,33 +28,23 @@ ONE = r"""
 """
 NUMBER = re.compile(
     rf"""
-    (?P<sign> (?<! [\w)\]] ) - (?: \\?[$€£] )? )?  # after a word or bracket, an operator
-    (?: (?<! [\w.,/] ) (?P<whole> \d{{1,9}} ) [ ] (?= \d{{1,9}}/\d{{1,9}} (?! [\d.,/]*\d ) ) )?
-    (?P<parts> {ONE} (?: / {ONE} )*+ )
-    (?! [⁰¹²³⁴-⁹] )
+    (?P<sign> (?<! [\w)\]] ) - (?: \\?\$ )? )?  # after a word or bracket, an operator
+    (?P<over> {ONE} ) (?: / (?P<under> {ONE} ) )?+
+    (?! ² )
     """,
     re.ASCII | re.VERBOSE,
 )
 """Takes time linear in the text: a policy may say anything."""
-MINUS = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"))
-"""What is read as one: hyphens, the figure and en dash, the sign itself, and two wide ones."""
 SPELLINGS = (
-    (re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])(?=\d{3})"), ","),  # 1\,234
-    (re.compile(r"(?<=\d) ?\\[dt]?frac(?=\{\d)"), r" \\frac"),  # 1\frac{1}{2}
+    (re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})"), ","),  # 1{,}234, 1\,234
     (re.compile(r"\\[dt]?frac\{(-?[\d.,]{1,99})\}\{([\d.,]{1,99})\}"), r"\1/\2"),
-    (re.compile(r" ?(?:\\times|\\cdot|[\xd7*\xb7\u22c5]) ?10\^\{?(-?\d{1,4})\}?(?!\d)"), r"e\1"),
-    (re.compile(r"(?<![\w.)}])10\^\{?(-?\d{1,4})\}?+(?!\w)"), r"1e\1"),
     (re.compile(r"\^\{?-?\d+\}?"), "²"),  # it is no number, nor is what has it: cm^2, 2^10
 )
 """How LaTeX writes what NUMBER reads."""
 
 
 def accepted_answers(task: Task) -> list[str]:
-    """The accepted answers: `spec["answer"]`, one or a list of them.
-
-    Raises:
-        ValueError: the task has none; names it.
-    """
+    """The accepted answers: `spec["answer"]`, one or a list of them."""
     answer = task.spec.get("answer")
     accepted = answer if isinstance(answer, list | tuple) else [answer]
     if not accepted or any(one is None for one in accepted):
@@ -75,8 +65,8 @@ def last_number(text: str) -> Number | None:
     """The last number in `text`, exactly; a Fraction where it is written as one. None: there is
     none.
 
-    >>> last_number("That makes 1,234.50 dollars."), last_number("about -1 1/2")
-    (Decimal('1234.50'), Fraction(-3, 2))
+    >>> last_number("That makes 1,234.50 dollars."), last_number("about -1/2")
+    (Decimal('1234.50'), Fraction(-1, 2))
     """
     last = deque(NUMBER.finditer(_spelled(text)), maxlen=1)
     return _number(last[0]) if last else None
@@ -90,33 +80,29 @@ def only_number(text: str) -> Number | None:
     """
     found = NUMBER.fullmatch(_spelled(text.strip()).removesuffix("."))
     number = _number(found) if found else None
-    # a Decimal of a quotient is its last part: of a date, or of a division by 0
-    return None if found and "/" in found["parts"] and isinstance(number, Decimal) else number
+    by_zero = found and found["under"] and isinstance(number, Decimal)
+    return None if by_zero else number
 
 
 def _spelled(text: str) -> str:
-    text = text.translate(MINUS)
+    text = text.replace("\N{MINUS SIGN}", "-")
     for spelling, plain in SPELLINGS:
         text = spelling.sub(plain, text)
     return text
 
 
 def _number(found: re.Match[str]) -> Number:
-    """A quotient of two is one number; of more, as in a date, the last is."""
-    parts = [part.replace(",", "") for part in found["parts"].split("/")]
-    last, sign = Decimal(parts[-1]), "-" if found["sign"] else ""
-    if len(parts) == 2 and last and len(found["parts"]) < 100:
-        number = int(found["whole"] or 0) + Fraction(Decimal(parts[0])) / Fraction(last)
-        return -number if sign else number
-    return Decimal(sign + parts[0]) if len(parts) == 1 else last
+    """A quotient is one number; by zero, or of hundreds of digits, its last part is."""
+    sign = "-" if found["sign"] else ""
+    over = Decimal(sign + found["over"].replace(",", ""))
+    if found["under"] is None:
+        return over
+    under = Decimal(found["under"].replace(",", ""))
+    return Fraction(over) / Fraction(under) if under and len(found[0]) < 100 else under
 
 
 def expected_numbers(task: Task) -> list[Number]:
-    """The number that each of the accepted answers holds.
-
-    Raises:
-        ValueError: one holds none; names the task.
-    """
+    """The number that each of the accepted answers holds."""
     expected: list[Number] = []
     for text in accepted_answers(task):
         if (number := last_number(text)) is None:
@@ -167,11 +153,7 @@ def _bare(text: str) -> str:
 
 
 def expected_mathematics(task: Task) -> list[str]:
-    """The accepted answers, each a formula or a text.
-
-    Raises:
-        ValueError: one is empty, or there is none; names the task.
-    """
+    """The accepted answers, each a formula or a text."""
     return _filled(task, _bare)
 
 
@@ -187,13 +169,10 @@ def _filled(task: Task, left: Callable[[str], Sequence[str]]) -> list[str]:
 
 
 ARTICLES = ("a", "an", "the")
-APART = re.compile(r"(?<=\d)(?!\.\d|,\d{3}(?!\d))[^\w\s]+(?=\d)")
-"""What stands between two numbers: 3/4, 2001-09-11; in 1.5 and 1,234 it is part of one."""
 PUNCTUATION = re.compile(
     r"""
-    ( (?<= \d ) \. (?= \d )                             # of a number: it stays
-    | (?<! [\w)\].] ) (?: - (?= \.?\d ) | \. (?= \d ) )
-    )
+      (?P<kept> (?<= \d ) \. (?= \d ) | (?<! [\w)\].] ) (?: - (?= \.?\d ) | \. (?= \d ) ) )
+    | (?P<apart> (?<= \d ) (?! ,\d{3} (?! \d ) ) [^\w\s]+ (?= \d ) )  # 3/4, 2001-09-11
     | [^\w\s] | _
     """,
     re.VERBOSE,
@@ -203,33 +182,26 @@ PUNCTUATION = re.compile(
 def words(text: str) -> list[str]:
     """The words that answers are compared by: without case, punctuation and articles (SQuAD's).
 
-    Numbers keep sign and decimal point. Where nothing else is left, articles stay, or punctuation.
+    Numbers keep sign and decimal point, and stay apart. Where nothing else is left, articles stay,
+    or punctuation.
 
     >>> words("The  U.S. Open,"), words("-1,234.5 to 3/4"), words("A")
     (['us', 'open'], ['-1234.5', 'to', '3', '4'], ['a'])
     """
+
+    def plain(found: re.Match[str]) -> str:
+        if found["kept"] or unicodedata.category(found[0][0])[0] == "M":  # a vowel, an accent
+            return found[0]
+        return " " if found["apart"] else ""
+
     lower = unicodedata.normalize("NFC", text.lower()).replace("\N{MINUS SIGN}", "-")
-    said = PUNCTUATION.sub(_kept, APART.sub(" ", lower)).split()
+    said = PUNCTUATION.sub(plain, lower).split()
     return [word for word in said if word not in ARTICLES] or said or lower.split()
 
 
 def expected_texts(task: Task) -> list[str]:
-    """The accepted answers, each with a word in it: who says nothing is not to be right.
-
-    Raises:
-        ValueError: one is empty, or there is none; names the task.
-    """
+    """The accepted answers, each with a word in it: who says nothing is not to be right."""
     return _filled(task, words)
-
-
-def _kept(found: re.Match[str]) -> str:
-    r"""Of a number; and vowels and tones that are marks, no part of Python's \w."""
-    mark = found[0]
-    if found[1] or unicodedata.category(mark) not in ("Mc", "Mn"):
-        return found[1] or ""
-    order = unicodedata.combining(mark)  # 10 to 36: points of Hebrew and Arabic; 200..: accents
-    spells = order < 10 or 84 <= order < 200
-    return mark if spells and not unicodedata.name(mark, "").startswith("VARIATION") else ""
 
 
 def f1(answer: str, accepted: Sequence[str]) -> float:

@@ -44,9 +44,6 @@ def add_efficiency(
         group: its rollouts scored; those that do not count (Rollout.scored) have no part in means.
         sigma_tool: how much a call above the group's mean costs; 0: nothing.
         sigma_length: how much a standard deviation of tokens above the mean costs; 0: nothing.
-
-    Raises:
-        ValueError: a sigma is negative, or a rollout's rewards have no part `answer`.
     """
     for name, sigma in (("sigma_tool", sigma_tool), ("sigma_length", sigma_length)):
         if not sigma >= 0:

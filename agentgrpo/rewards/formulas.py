@@ -46,22 +46,13 @@ TOO_MUCH = Comparison(wanted_read=True, said_read=False, equal=False)
 
 
 def compare(wanted: str, said: str) -> Comparison:
-    r"""Compare two texts; formulas stand in dollars or `\boxed{}`, as math-verify reads them.
-
-    Raises:
-        ValueError: math-verify is not installed, or cannot be imported.
-        RuntimeError: the machine ended the child.
-    """
+    r"""Compare two texts; formulas stand in dollars or `\boxed{}`, as math-verify reads them."""
     with _LOCK:
         return _CHILD.compare(wanted, said)
 
 
 class Child:
-    """The process, started when it is first needed and after it was ended.
-
-    Args:
-        cpu_seconds: of one comparison, to the next whole one.
-    """
+    """The process, started when it is first needed and after it was ended."""
 
     def __init__(self, cpu_seconds: int = CPU_SECONDS) -> None:
         self._cpu_seconds = cpu_seconds

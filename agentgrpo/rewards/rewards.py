@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,13 +31,14 @@ from agentgrpo.rewards.answers import (
     words,
 )
 from agentgrpo.rewards.view import RolloutView
-from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task, named_numbers
+from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 from agentgrpo.usercode import (
     UserCodeError,
     WrongResult,
     calling,
     event_loop,
     name_of,
+    named_numbers,
     within,
 )
 
@@ -49,9 +50,6 @@ Reward = Callable[[Any], Any]
 def try_reward(reward: Reward, task: Task) -> None:
     """Score two attempts at a task that were never made: without an answer, and with the right one,
     each one turn that says nothing.
-
-    Raises:
-        UserCodeError: what the reward raised or gave, so that a run knows before it starts.
     """
     for answer in (None, str(task.spec.get("answer", ""))):
         prompt = Segment(np.zeros(1, np.int32))
@@ -80,20 +78,7 @@ async def score_async(
     group: Group, reward: Reward, view: Callable[[Rollout], RolloutView], *,
     limit_s: float | None = None,
 ) -> None:  # fmt: skip
-    """Add the rewards of every rollout that the machine did not break to what the world gave it.
-
-    Args:
-        group: played.
-        reward: of the run.
-        view: a rollout as it is shown to it.
-        limit_s: seconds that it may take for one rollout.
-
-    Raises:
-        UserCodeError: a reward of the user's failed, or returned no mapping of names to finite
-            numbers.
-        ValueError: a shipped one cannot score a task, or a part has the name of one that the
-            environment has given; names the task.
-    """
+    """Add the rewards of all rollouts that the machine did not break to what the world gave."""
     for index, rollout in enumerate(group.rollouts):
         if rollout.status is Status.INFRA_ERROR:
             continue
@@ -118,19 +103,7 @@ async def ask(
     function: Callable[[], Any], task: str, index: int | None, read: Callable[[Any], Made], *,
     what: str = "", limit_s: float | None = None,
 ) -> Made:  # fmt: skip
-    """What a reward function, a coroutine or not, says of a rollout, or of a group.
-
-    Args:
-        function: of the user's or shipped, with what it is given (functools.partial).
-        task: its id.
-        index: of the rollout in its group; None: it is asked for all of them.
-        read: what is made of it; may raise a WrongResult.
-        what: the function in words.
-        limit_s: seconds that it may take. A coroutine is cancelled then; what blocks ends the run.
-
-    Raises:
-        UserCodeError: see calling().
-    """
+    """What a reward function, a coroutine or not, says of a rollout, or of a group."""
     what = what or f"the reward {name_of(function)}"
     with calling(function, what, task=task, rollout=index, limit_s=limit_s):
         value = function()
@@ -256,7 +229,10 @@ def with_costs(reward: Reward, config: RewardConfig) -> Reward:
     if not any(rates.values()):
         return reward
 
-    def with_cost(given: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
+    @functools.wraps(reward)
+    async def costed(rollout: Rollout) -> dict[str, float]:
+        parts = reward(rollout)
+        given = _given(await parts if inspect.isawaitable(parts) else parts)
         used = rollout.stats.get
         spent = {
             "tool_cost": rollout.num_calls,
@@ -268,14 +244,6 @@ def with_costs(reward: Reward, config: RewardConfig) -> Reward:
             part: rollout.weighted(part, rate, -spent[part]) for part, rate in rates.items() if rate
         }
         return {**given, **costs}
-
-    @functools.wraps(reward)
-    def costed(rollout: Rollout) -> Any:
-        parts = reward(rollout)
-        return later(parts, rollout) if inspect.isawaitable(parts) else with_cost(parts, rollout)
-
-    async def later(parts: Any, rollout: Rollout) -> dict[str, float]:
-        return with_cost(await parts, rollout)
 
     return costed
 

@@ -43,8 +43,8 @@ from agentgrpo.rewards.efficiency import add_efficiency, decay
 from agentgrpo.rewards.rewards import Reward, ask, score_async
 from agentgrpo.rewards.trl import is_trl_form, require_columns, values_of_group
 from agentgrpo.rewards.view import BUILT_IN, Decode, RolloutView
-from agentgrpo.types import Group, Rollout, SpanReward, Status, Task, as_number
-from agentgrpo.usercode import UserCodeError, WrongResult, calling, event_loop, said_of
+from agentgrpo.types import Group, Rollout, SpanReward, Status, Task
+from agentgrpo.usercode import UserCodeError, WrongResult, as_number, calling, event_loop, said_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +62,7 @@ class _Function:
 
 
 class Scoring:
-    """A run's reward: the built-in one, then the functions.
-
-    Args:
-        base: the built-in reward.
-        config: `functions` and `on_error`.
-        decode: for RolloutView.
-        total_steps: of the run, over which the efficiency sigmas fall.
-        limit_s: seconds that a reward may take for one rollout; None: any.
-
-    Raises:
-        ValueError: a function that is not there, or two of one name.
-    """
+    """A run's reward: the built-in one, then the functions."""
 
     def __init__(
         self, base: Reward, config: RewardConfig, decode: Decode, *, total_steps: int = 1,
@@ -100,10 +89,6 @@ class Scoring:
         Args:
             groups: played.
             step: of the training; None in an evaluation, where no rollout is compared with others.
-
-        Raises:
-            UserCodeError: a function failed and reward.on_error says so, or it left by sys.exit().
-            ValueError: the built-in reward cannot score a task; names it.
         """
         work = self._score(groups, step)
         if self._own_loop is None:
@@ -117,11 +102,7 @@ class Scoring:
         task.result()
 
     def require_columns(self, task: Task, *, environments: bool) -> None:
-        """That there is what functions in TRL's form ask for: columns of the task, environments.
-
-        Raises:
-            ValueError: it lacks one; names the function and the column.
-        """
+        """That there is what functions in TRL's form ask for: columns of the task, environments."""
         for function in self._functions:
             if function.of_group:
                 name, call = function.name, function.call
@@ -242,11 +223,7 @@ def in_background(work: Coroutine[Any, Any, None]) -> Future[None]:
 
 
 def reward_function(name: str) -> Callable[[RolloutView], Any]:
-    """What a key of `reward.functions` names.
-
-    Raises:
-        ValueError: there is none; names the key and the nearest.
-    """
+    """What a key of `reward.functions` names."""
     return resolve_name(name, BUILT_IN, key="reward.functions")
 
 
@@ -256,11 +233,7 @@ def _load(name: str, weight: float) -> _Function:
 
 
 def _parts(rollout: Rollout, function: _Function, value: Any) -> dict[str, float] | None:
-    """The parts of the reward that a function returned, times its weight; spans are put in place.
-
-    Raises:
-        WrongResult: it returned something else.
-    """
+    """The parts that a function returned, times its weight; spans are put in place."""
     if value is None:
         return None
     spans: Sequence[SpanReward] = ()

@@ -33,8 +33,8 @@ from typing import Any
 
 from agentgrpo.rewards.rewards import ask
 from agentgrpo.rewards.view import RolloutView
-from agentgrpo.types import Rollout, as_number
-from agentgrpo.usercode import WrongResult
+from agentgrpo.types import Rollout
+from agentgrpo.usercode import WrongResult, as_number
 
 GIVEN = (
     "prompts", "completions", "completion_ids", "environments", "trainer_state", "log_extra",
@@ -60,17 +60,7 @@ def is_trl_form(function: Callable[..., Any]) -> bool:
 def require_columns(
     name: str, function: Callable[..., Any], row: Mapping[str, Any], *, environments: bool
 ) -> None:
-    """That a row has what the function cannot be called without.
-
-    Args:
-        name: of the function, for the message.
-        function: in TRL's form.
-        row: the spec of a task.
-        environments: whether there are instances of a class to be given.
-
-    Raises:
-        ValueError: it has not, or a column has the name of something that TRL gives; names both.
-    """
+    """That a row has what the function cannot be called without."""
     columns = [column for column in row if column not in NO_COLUMNS]
     for parameter in inspect.signature(function).parameters.values():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -96,20 +86,7 @@ async def values_of_group(
     function: Callable[..., Any], views: Sequence[RolloutView], *, what: str, limit_s: float | None,
     step: int, total_steps: int, logged: Mapping[str, list[float]],
 ) -> list[Any]:  # fmt: skip
-    """What a function gives for each rollout of a group; None: it does not apply.
-
-    Args:
-        function: in TRL's form.
-        views: of the group's rollouts, at least one.
-        what: the function in words.
-        limit_s: seconds that the call may take.
-        step: optimizer steps so far.
-        total_steps: of the run.
-        logged: a list for any name, to which log_metric adds.
-
-    Raises:
-        UserCodeError: it failed, or gave no list of that many; names the task.
-    """
+    """What a function gives for each rollout of a group; None: it does not apply."""
     from transformers import TrainerState  # seconds, for a run that has no use for it
 
     def log_metric(name: str, value: float) -> None:
@@ -130,14 +107,7 @@ def arguments_for(
     state: Any,
     log_metric: Callable[[str, float], None],
 ) -> dict[str, Any]:
-    """What a function is called with, all by name.
-
-    Args:
-        function: in TRL's form.
-        views: of the rollouts of one group, at least one.
-        state: the trainer_state.
-        log_metric: keeps a number.
-    """
+    """What a function is called with, all by name."""
     task = views[0].rollout.task
     columns = {column: value for column, value in task.spec.items() if column not in NO_COLUMNS}
     messages = [dict(message) for message in task.messages]
@@ -173,9 +143,6 @@ def checked(returned: Any, count: int) -> list[Any]:
     """What a function returned, a value for each rollout.
 
     NaN is None: TRL does not tell them apart.
-
-    Raises:
-        WrongResult: it is no list of that many.
     """
     try:
         values = list(returned)
@@ -189,7 +156,7 @@ def checked(returned: Any, count: int) -> list[Any]:
 
 def conversation(view: RolloutView, after_prompt: Sequence[int]) -> list[dict[str, Any]]:
     """What followed the prompt as chat messages, the policy's and what it was told."""
-    told = view.rollout.told
+    told = view.rollout.tool_messages
     if not told:  # one turn, or what another program has played: TRL's are one message too
         return [{"role": "assistant", "content": view.decode(after_prompt)}]
     made: list[dict[str, Any]] = []

@@ -70,11 +70,7 @@ class RolloutView:
         return tuple(spans)
 
     def cost(self, name: str) -> float:
-        """A recorded cost of the rollout, such as `tool_calls` or a tool's wall or CPU seconds.
-
-        Raises:
-            ValueError: nobody recorded it; the message lists what was.
-        """
+        """A recorded cost of the rollout, such as `tool_calls` or a tool's wall or CPU seconds."""
         if name not in self.stats:
             raise ValueError(f"no cost {name!r} was recorded, only {', '.join(sorted(self.stats))}")
         return self.stats[name]

@@ -13,7 +13,7 @@ rollout's stats, what it does not count is 0, and its turns are counted here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.checked import checked_answer, checked_counts
-from agentgrpo.rollout.decoder import SamplerStats, Watch
+from agentgrpo.envs.checked import checked_answer, checked_counts, checked_rewards
+from agentgrpo.rollout.decoder import PlayCallback, SamplerStats
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
-from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task, as_number
-from agentgrpo.usercode import WrongResult, calling
+from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task
+from agentgrpo.usercode import WrongResult, as_number, calling
 
 if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine
@@ -73,7 +73,7 @@ class CustomSampler(AnySampler):
 
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
-        filters: Mapping[str, float], watch: Watch,
+        filters: Mapping[str, float], callback: PlayCallback,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
         limit = self._engine.max_model_len
         response = config.max_response_tokens
@@ -111,58 +111,48 @@ class CustomSampler(AnySampler):
         seen: set[int] = set()
         for task, rollouts in zip(tasks, played, strict=True):
             for index, rollout in enumerate(rollouts):
-                where = f"task {task.id!r}, rollout {index}"
-                if not isinstance(rollout, Rollout):
-                    raise WrongResult(f"{where}: expected a Rollout, got {rollout!r:.80}")
-                if id(rollout) in seen:
-                    raise WrongResult(
-                        f"{where}: is returned twice; each must be an object of its own"
-                    )
+                try:
+                    self._check(rollout, task, seen)
+                except WrongResult as error:
+                    raise WrongResult(f"task {task.id!r}, rollout {index}: {error}") from None
                 seen.add(id(rollout))
-                _check(rollout, task, self._engine.max_model_len, where)
-                rollout.treatment = treatment_of(rollout.status, self._config)
-                turns = sum(segment.sampled for segment in rollout.all_segments)
-                counted = {**dict.fromkeys(COUNTS, 0.0), "turns": float(turns)}
-                rollout.stats = counted | rollout.stats
         return [
             Group(task=task, rollouts=list(rollouts))
             for task, rollouts in zip(tasks, played, strict=True)
         ]
 
-
-def _check(rollout: Rollout, task: Task, max_model_len: int, where: str) -> None:
-    if rollout.task is not task:
-        raise WrongResult(f"{where}: is of task {rollout.task.id!r}")
-    total = 0
-    for row in rollout.rows:
-        if not row or row[0].sampled:
-            raise WrongResult(f"{where}: must begin with a prompt, a segment without logprobs")
-        length = sum(len(segment.token_ids) for segment in row)
-        if length > max_model_len:
-            raise WrongResult(
-                f"{where}: {length} tokens exceed engine.max_model_len {max_model_len}"
-            )
-        for segment in row:
-            if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
-                raise WrongResult(f"{where}: a sampled token's log-probability is nan or infinite")
-        total += length
-    try:
+    def _check(self, rollout: Any, task: Task, seen: Collection[int]) -> None:
+        """Refuse what cannot be trained on; all numbers as floats, and what was not counted."""
+        if not isinstance(rollout, Rollout):
+            raise WrongResult(f"expected a Rollout, got {rollout!r:.80}")
+        if id(rollout) in seen:
+            raise WrongResult("is returned twice; each must be an object of its own")
+        if rollout.task is not task:
+            raise WrongResult(f"is of task {rollout.task.id!r}")
+        total, limit = 0, self._engine.max_model_len
+        for row in rollout.rows:
+            if not row or row[0].sampled:
+                raise WrongResult("must begin with a prompt, a segment without logprobs")
+            length = sum(len(segment.token_ids) for segment in row)
+            if length > limit:
+                raise WrongResult(f"{length} tokens exceed engine.max_model_len {limit}")
+            for segment in row:
+                if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
+                    raise WrongResult("a sampled token's log-probability is nan or infinite")
+            total += length
+        for place, span in enumerate(rollout.span_rewards):
+            if not 0 <= span.start < span.end <= total:
+                raise WrongResult(f"{span} is not within its {total} tokens")
+            number = as_number(span.value)
+            if number is None:
+                raise WrongResult(f"{span} is not finite")
+            rollout.span_rewards[place] = replace(span, value=number)
         checked_answer(rollout.answer)
-        rollout.stats = checked_counts(rollout.stats)
-    except WrongResult as error:
-        raise WrongResult(f"{where}: {error}") from None
-    for name, value in rollout.rewards.items():
-        number = as_number(value)
-        if number is None:
-            raise WrongResult(f"{where}: its reward {name!r} is {value}")
-        rollout.rewards[name] = number
-    for place, span in enumerate(rollout.span_rewards):
-        if not 0 <= span.start < span.end <= total:
-            raise WrongResult(f"{where}: {span} is not within its {total} tokens")
-        number = as_number(span.value)
-        if number is None:
-            raise WrongResult(f"{where}: {span} is not finite")
-        rollout.span_rewards[place] = replace(span, value=number)
+        rollout.rewards = checked_rewards(rollout.rewards)
+        turns = sum(segment.sampled for segment in rollout.all_segments)
+        counted = {**dict.fromkeys(COUNTS, 0.0), "turns": float(turns)}
+        rollout.stats = counted | checked_counts(rollout.stats)
+        rollout.treatment = treatment_of(rollout.status, self._config)
 
 
 def rollout_from_tokens(

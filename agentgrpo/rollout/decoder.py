@@ -25,7 +25,7 @@ class Decoder(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None: ...
 
 
-class Watch:
+class PlayCallback:
     """Whoever looks on while tasks are played; this one does nothing. Called on play's thread."""
 
     def ended(self, group: Group) -> None:
@@ -40,7 +40,7 @@ class Watch:
         return None
 
 
-UNWATCHED = Watch()
+NO_CALLBACK = PlayCallback()
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import checked_episode, networks_fault
-from agentgrpo.rollout.decoder import Decoder, SamplerStats, Watch, request_seed
+from agentgrpo.rollout.decoder import Decoder, PlayCallback, SamplerStats, request_seed
 from agentgrpo.types import Completion, Group, Rollout, Task
 from agentgrpo.usercode import calling
 
@@ -19,9 +19,9 @@ class Groups:
     """Each task's group_size rollouts. Rollout i of task t has the index t * group_size + i."""
 
     def __init__(
-        self, env: Environment, config: RolloutConfig, group_size: int, watch: Watch
+        self, env: Environment, config: RolloutConfig, group_size: int, callback: PlayCallback
     ) -> None:
-        self._env, self._config, self._size, self._watch = env, config, group_size, watch
+        self._env, self._config, self._size, self._callback = env, config, group_size, callback
         self._tasks: list[Task] = []
         self._seeds: list[tuple[int, int]] = []
         """Of each task: the seed of the tasks it came with, and its place among them."""
@@ -47,7 +47,7 @@ class Groups:
 
     def more(self) -> range | None:
         """As add(), what the watch has to add; None: nothing."""
-        more = None if self._config.deterministic else self._watch.more()
+        more = None if self._config.deterministic else self._callback.more()
         return None if more is None else self.add(*more)
 
     def indices(self, task: int, members: Sequence[int] | None = None) -> list[int]:
@@ -95,4 +95,4 @@ class Groups:
         if all(member in self._played for member in members):
             rollouts = [self._played[member] for member in members]
             self._whole[task] = Group(task=self._tasks[task], rollouts=rollouts)
-            self._watch.ended(self._whole[task])
+            self._callback.ended(self._whole[task])

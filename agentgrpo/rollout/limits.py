@@ -49,7 +49,7 @@ def called(action: Action) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class Spent:
+class RolloutBudget:
     """What one rollout has used so far. Tokens are counted by the caller, who holds them.
 
     Args:

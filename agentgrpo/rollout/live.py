@@ -11,20 +11,20 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import AnyEpisode
 from agentgrpo.envs.runner import NOTHING
 from agentgrpo.rollout.branch import Step
-from agentgrpo.rollout.limits import Spent
+from agentgrpo.rollout.limits import RolloutBudget
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import COUNTS, Int32, Rollout, Status, Task
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Live:
+class RunningRollout:
     """A rollout being played."""
 
     rollout: Rollout
     episode: AnyEpisode
     transcript: Transcript
     """Its tokens; `rollout` has the same lists of segments."""
-    spent: Spent
+    budget: RolloutBudget
     attempt: int
     since: float
     """When it began to wait for what it waits for: on the clock of time.perf_counter()."""
@@ -47,8 +47,8 @@ class Live:
     @classmethod
     def behind(
         cls, prompt: Int32, messages: Sequence[Message] = (), message_start: int = 0, *,
-        pending: Pending, task: Task, config: RolloutConfig, limit: int,
-    ) -> Live:  # fmt: skip
+        pending: QueuedRollout, task: Task, config: RolloutConfig, limit: int,
+    ) -> RunningRollout:  # fmt: skip
         """One that begins alone, whose episode is yet to be made; `limit`: the engine's."""
         transcript = Transcript(prompt)
         rollout = Rollout(
@@ -62,7 +62,7 @@ class Live:
             rollout=rollout,
             episode=NOTHING,
             transcript=transcript,
-            spent=Spent(config, len(prompt), limit),
+            budget=RolloutBudget(config, len(prompt), limit),
             attempt=pending.attempt,
             since=pending.since,
             messages=[*messages],
@@ -70,7 +70,7 @@ class Live:
             roles=[message["role"] for message in messages],
         )
 
-    def fork(self, parent: int, transcript: Transcript) -> Live:
+    def fork(self, parent: int, transcript: Transcript) -> RunningRollout:
         """Another at the same place, whose episode is yet to be brought there."""
         rollout = Rollout(
             task=self.rollout.task,
@@ -82,11 +82,11 @@ class Live:
             stats=dict(self.rollout.stats),
             span_rewards=list(self.rollout.span_rewards),
             turns=list(self.rollout.turns),
-            told=list(self.rollout.told),
+            tool_messages=list(self.rollout.tool_messages),
         )
         return replace(
             self, rollout=rollout, transcript=transcript, attempt=0, since=time.perf_counter(),
-            spent=replace(self.spent, calls=self.spent.calls.copy()), history=list(self.history),
+            budget=replace(self.budget, calls=self.budget.calls.copy()), history=list(self.history),
             after_tool=True, messages=[], roles=list(self.roles),
         )  # fmt: skip
 
@@ -98,12 +98,12 @@ class Live:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Pending:
+class QueuedRollout:
     """A rollout that waits for its place."""
 
     index: int
     attempt: int = 0
-    fork: Live | None = None
+    fork: RunningRollout | None = None
     """Where it branches off; None: it begins alone."""
     since: float = field(default_factory=lambda: time.perf_counter())
     """When it was queued."""

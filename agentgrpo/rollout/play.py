@@ -23,11 +23,11 @@ import numpy as np
 
 from agentgrpo.actions import (
     Action,
-    Ask,
     Finish,
-    Heard,
     InfrastructureError,
     Malformed,
+    ModelReply,
+    ModelRequest,
     Observation,
     Say,
 )
@@ -37,11 +37,11 @@ from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import NOTHING, Abandoned, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
-from agentgrpo.rollout.decoder import UNWATCHED, Decoder, Watch
+from agentgrpo.rollout.decoder import NO_CALLBACK, Decoder, PlayCallback
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import called, treatment_of
-from agentgrpo.rollout.live import Live, Pending
-from agentgrpo.rollout.telling import count, parsed, prompt_of, tell
+from agentgrpo.rollout.live import QueuedRollout, RunningRollout
+from agentgrpo.rollout.observe import append_observation, count, parsed, prompt_of
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import Completion, Group, Rollout, Status, Task, Treatment
 
@@ -121,17 +121,17 @@ class Play:
         self, engine: Decoder, agent: Agent, env: Environment, chat: ChatTemplate,
         worlds: EpisodeRunner, config: RolloutConfig, *,
         tasks: Sequence[Task], group_size: int, seed: int, filters: Mapping[str, float],
-        watch: Watch = UNWATCHED,
+        callback: PlayCallback = NO_CALLBACK,
     ) -> None:  # fmt: skip
         self._engine, self._agent, self._chat = engine, agent, chat
         self._worlds, self._config = worlds, config
-        self._groups = Groups(env, config, group_size, watch)
+        self._groups = Groups(env, config, group_size, callback)
         self._group_size, self._filters, self.stats = group_size, filters, self._groups.stats
         self._branches = 0 < config.branching.initial < group_size
         self._vocab_size = len(chat.tokenizer)
         self._plans: list[GroupPlan] = []
-        self._queue: deque[Pending] = deque()
-        self._live: dict[int, Live] = {}
+        self._queue: deque[QueuedRollout] = deque()
+        self._live: dict[int, RunningRollout] = {}
         self._decoding: dict[str, int] = {}
         self._waiting = Waiting(together=bool(config.deterministic))
         self._queue_all(self._groups.add(tasks, seed))
@@ -156,7 +156,7 @@ class Play:
             plan = GroupPlan(self._group_size, self._config.branching)
             self._plans.append(plan)
             begin = self._groups.indices(task, plan.begin())
-            self._queue.extend(Pending(index=index) for index in begin)
+            self._queue.extend(QueuedRollout(index=index) for index in begin)
         return tasks is not None
 
     def _stop(self) -> None:
@@ -189,7 +189,7 @@ class Play:
     def _begin_alone(self, task: int, members: Sequence[int]) -> None:
         """Queue members of a group that is under way, before groups that are not."""
         alone = reversed(self._groups.indices(task, members))
-        self._queue.extendleft(Pending(index=index) for index in alone)
+        self._queue.extendleft(QueuedRollout(index=index) for index in alone)
 
     # --- beginnings
 
@@ -201,17 +201,19 @@ class Play:
         except InfrastructureError as error:
             self._broken(index, error)
 
-    def _start(self, pending: Pending) -> None:
+    def _start(self, pending: QueuedRollout) -> None:
         with self._breaking(pending.index):
             if pending.fork is None:
                 self._start_alone(pending)
             else:
                 self._start_fork(pending, pending.fork)
 
-    def _start_alone(self, pending: Pending) -> None:
+    def _start_alone(self, pending: QueuedRollout) -> None:
         task, limit = self._groups.task(pending.index), self._engine.max_model_len
         users = partial(self._groups.users, pending.index)
-        made = partial(Live.behind, pending=pending, task=task, config=self._config, limit=limit)
+        made = partial(
+            RunningRollout.behind, pending=pending, task=task, config=self._config, limit=limit
+        )
         self._live[pending.index] = made(np.empty(0, np.int32))  # until the agent has said more
         prompt, start, messages, _ = prompt_of(self._agent, self._chat, task, users)
         if len(prompt) >= limit:
@@ -224,12 +226,12 @@ class Play:
         live.took("queue_s")
         self._ask(pending.index)
 
-    def _start_fork(self, pending: Pending, live: Live) -> None:
+    def _start_fork(self, pending: QueuedRollout, live: RunningRollout) -> None:
         """Bring a fresh episode to where the parent's was, then go on from there."""
         live.episode = NOTHING  # and not its parent's
         self._live[pending.index] = live
         live.episode = self._groups.reset(pending.index)
-        live.spent.started = time.monotonic()
+        live.budget.started = time.monotonic()
         live.took("queue_s")
         actions = [(step.action, step.memory) for step in live.history]
         future = self._worlds.replay(live.episode, actions, self._groups.of(pending.index))
@@ -243,25 +245,25 @@ class Play:
             self._ask(index)
             return
         self.stats.diverged_forks += 1  # a world that is not a function of its actions
-        self._drop(index, Pending(index=index, attempt=live.attempt + 1))
+        self._drop(index, QueuedRollout(index=index, attempt=live.attempt + 1))
 
     # --- turns
 
     def _ask(self, index: int) -> None:
         """Queue the next turn, or end the rollout if its budgets allow none."""
         live = self._live[index]
-        end = live.spent.end(len(live.transcript))
+        end = live.budget.end(len(live.transcript))
         if end is not None:
             self._end(index, end)
             return
-        request_id = f"{index}.{live.attempt}.{live.spent.turns}"
+        request_id = f"{index}.{live.attempt}.{live.budget.turns}"
         with self._groups.users(index, type(self._agent)):
             stop = self._agent.stop  # may be a property
         live.took("own_s")
         self._engine.add_request(
             request_id,
             live.transcript.ids,
-            max_tokens=live.spent.turn_tokens(len(live.transcript)),
+            max_tokens=live.budget.turn_tokens(len(live.transcript)),
             temperature=self._config.temperature,
             seed=self._draw(index, "turn") if self._config.temperature else None,
             stop=stop,
@@ -273,12 +275,12 @@ class Play:
 
     def _draw(self, index: int, what: str) -> int:
         live = self._live[index]
-        return self._groups.seed(index, live.attempt, live.spent.turns, what)
+        return self._groups.seed(index, live.attempt, live.budget.turns, what)
 
     def _end_overdue(self) -> None:
         if self._config.max_seconds is None:
             return
-        late = [(r, i) for r, i in self._decoding.items() if self._live[i].spent.overdue()]
+        late = [(r, i) for r, i in self._decoding.items() if self._live[i].budget.overdue()]
         self._engine.abort([request_id for request_id, _ in late])
         for request_id, index in late:
             del self._decoding[request_id]
@@ -306,7 +308,7 @@ class Play:
             self._consider_branching(index, turn)
         live.transcript.sample(turn.token_ids, turn.logprobs)
         live.rollout.turns.append(replace(turn.account, row=len(live.rollout.closed_rows)))
-        live.spent.turns += 1
+        live.budget.turns += 1
         live.rollout.stats["turns"] += 1
         self.stats.total_sampled_tokens += len(turn.token_ids)
         self.stats.cached_tokens += turn.num_cached_tokens
@@ -328,9 +330,9 @@ class Play:
             self._end(index, Status.COMPLETED)
         elif isinstance(action, Malformed):
             stats["malformed"] += 1
-            live.spent.malformed += 1
+            live.budget.malformed += 1
             self._observe(index, action, Observation(action.message, failed=True))
-        elif (refusal := live.spent.refuse(action)) is not None:
+        elif (refusal := live.budget.refuse(action)) is not None:
             stats["refused_calls"] += len(called(action))
             told = (refusal,) * len(called(action))
             self._observe(index, action, Observation(refusal, failed=True, outputs=told))
@@ -338,7 +340,7 @@ class Play:
             stats["tool_calls"] += len(called(action))
             if isinstance(action, Say):
                 stats["said"] = stats.get("said", 0.0) + 1.0
-            live.spent.malformed = 0
+            live.budget.malformed = 0
             self._step(index, action, action)
 
     def _step(self, index: int, does: Action, action: Action) -> None:
@@ -353,7 +355,7 @@ class Play:
 
     # --- the second role
 
-    def _ask_role(self, index: int, action: Action, ask: Ask) -> None:
+    def _ask_role(self, index: int, action: Action, ask: ModelRequest) -> None:
         """Have a model say what an episode asks for before it answers the policy's action."""
         live, limit = self._live[index], self._engine.max_model_len
         asked = int(live.rollout.stats.get("asked", 0.0))
@@ -371,7 +373,7 @@ class Play:
         live.rollout.stats["asked"] = asked + 1.0
         live.asked_for = action
         live.took("own_s")
-        request_id = f"{index}.{live.attempt}.{live.spent.turns}.{asked}"
+        request_id = f"{index}.{live.attempt}.{live.budget.turns}.{asked}"
         self._engine.add_request(
             request_id,
             prompt,
@@ -388,15 +390,15 @@ class Play:
 
     def _speaker_spoke(self, action: Action, index: int, said: str) -> None:
         self._live[index].took("tools_s")
-        self._step(index, Heard(said), action)
+        self._step(index, ModelReply(said), action)
 
-    def _role_spoke(self, live: Live, index: int, turn: Completion) -> None:
+    def _role_spoke(self, live: RunningRollout, index: int, turn: Completion) -> None:
         """Tell the episode, in whose conversation and in no rollout's this is."""
         action, live.asked_for = live.asked_for, None
         assert action is not None
         stats = live.rollout.stats
         stats["asked_tokens"] = stats.get("asked_tokens", 0.0) + len(turn.token_ids)
-        self._step(index, Heard(self._chat.decode(turn.token_ids)), action)
+        self._step(index, ModelReply(self._chat.decode(turn.token_ids)), action)
 
     # --- branches
 
@@ -421,7 +423,7 @@ class Play:
         for new in reversed(self._groups.indices(task, plan.fork(member, copies))):
             self.stats.branches += 1
             so_far = Transcript.of(live.rollout.segments)
-            self._queue.appendleft(Pending(index=new, fork=live.fork(member, so_far)))
+            self._queue.appendleft(QueuedRollout(index=new, fork=live.fork(member, so_far)))
 
     # --- the world's answers
 
@@ -459,7 +461,7 @@ class Play:
         """Tell the policy, and ask for its next turn."""
         started = time.perf_counter()
         with self._groups.users(index, self._agent.observe):
-            end = tell(
+            end = append_observation(
                 self._live[index], action, observation,
                 agent=self._agent, chat=self._chat, config=self._config,
             )  # fmt: skip
@@ -476,7 +478,7 @@ class Play:
         live.rollout.status = status
         live.rollout.treatment = treatment_of(status, self._config)
         if self._play_again(live):
-            self._drop(index, Pending(index=index, attempt=live.attempt + 1))
+            self._drop(index, QueuedRollout(index=index, attempt=live.attempt + 1))
             return
         live.took("own_s")
         future = self._worlds.finish(live.episode, live.rollout.answer, self._groups.of(index))
@@ -499,16 +501,18 @@ class Play:
         rollout.status = Status.INFRA_ERROR
         rollout.treatment = treatment_of(Status.INFRA_ERROR, self._config)
         rollout.rewards, rollout.span_rewards = {}, []
-        again = Pending(index=index, attempt=live.attempt + 1) if self._play_again(live) else None
+        again = (
+            QueuedRollout(index=index, attempt=live.attempt + 1) if self._play_again(live) else None
+        )
         self._drop(index, again, closed=closed)
         if again is None:
             self._record(index, rollout)
 
-    def _play_again(self, live: Live) -> bool:
+    def _play_again(self, live: RunningRollout) -> bool:
         again = live.rollout.treatment is Treatment.RETRY
         return again and live.attempt < self._config.max_retries
 
-    def _drop(self, index: int, again: Pending | None, *, closed: bool = False) -> None:
+    def _drop(self, index: int, again: QueuedRollout | None, *, closed: bool = False) -> None:
         """Forget a rollout that is under way and its episode; perhaps play another instead."""
         live = self._live.pop(index)
         if not closed:

@@ -33,7 +33,7 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.pieces import token_bytes
 from agentgrpo.rollout.custom import RolloutParams
 from agentgrpo.rollout.decoder import request_seed
-from agentgrpo.rollout.limits import Spent
+from agentgrpo.rollout.limits import RolloutBudget
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import COUNTS, Completion, Rollout, Segment, Status, Task
 
@@ -50,7 +50,7 @@ class Stream:
     chat: ChatTemplate
     place: tuple[int, int]
     """Which task, and which of its rollouts."""
-    spent: Spent
+    budget: RolloutBudget
     transcript: Transcript
     roles: list[str]
     """Those of the messages before the one that is being decoded."""
@@ -96,7 +96,7 @@ class Stream:
             return Status.COMPLETED
         else:
             ids = self.chat.text_ids(said)
-        if not self.spent.fits(len(self.transcript) + len(ids)):
+        if not self.budget.fits(len(self.transcript) + len(ids)):
             return Status.TRUNCATED_LENGTH
         self.transcript.give(ids)
         self.token_ids, self.tag, self.tail = [], "", b""
@@ -159,10 +159,10 @@ class Streams:
                     task=task, segments=transcript.segments, status=Status.COMPLETED,
                     stats=dict.fromkeys(COUNTS, 0.0),
                 )  # fmt: skip
-                spent = Spent(self._config, len(prompt), engine.max_model_len)
+                budget = RolloutBudget(self._config, len(prompt), engine.max_model_len)
                 roles = [message["role"] for message in said]
                 place = (index, member)
-                stream = Stream(rollout, self._chat, place, spent, transcript, roles)
+                stream = Stream(rollout, self._chat, place, budget, transcript, roles)
                 self._ask(engine, stream, params, on_token, decoding)
                 played.append(rollout)
         while self._in_time(engine, decoding):
@@ -180,8 +180,8 @@ class Streams:
         decoding: dict[str, Stream],
     ) -> None:  # fmt: skip
         """Have the engine go on, or end the rollout if its limits say so."""
-        length, turn = len(stream.transcript), stream.spent.turns
-        end = stream.spent.end(length)
+        length, turn = len(stream.transcript), stream.budget.turns
+        end = stream.budget.end(length)
         if end is not None:
             stream.rollout.status = end
             return
@@ -196,7 +196,7 @@ class Streams:
         engine.add_request(
             name,
             stream.transcript.ids,
-            max_tokens=stream.spent.turn_tokens(length),
+            max_tokens=stream.budget.turn_tokens(length),
             temperature=params.temperature,
             seed=request_seed(params.seed, *stream.place, turn) if params.temperature else None,
             stop_token_ids=params.stop_token_ids,
@@ -207,7 +207,7 @@ class Streams:
 
     def _in_time(self, engine: Engine, decoding: dict[str, Stream]) -> bool:
         """End those whose time is up, without their last turn; whether others are left."""
-        late = [name for name, stream in decoding.items() if stream.spent.overdue()]
+        late = [name for name, stream in decoding.items() if stream.budget.overdue()]
         if late:
             engine.abort(late)
         for name in late:
@@ -231,7 +231,7 @@ class Streams:
         stream.transcript.sample(turn.token_ids, turn.logprobs)
         stream.rollout.turns.append(replace(turn.account, row=0))
         stream.rollout.stats["turns"] += 1
-        stream.spent.turns += 1
+        stream.budget.turns += 1
         if turn.finish_reason not in ("stop", "length"):
             stream.rollout.error = f"the engine gave a request up: {turn.finish_reason!r}"
             return Status.INFRA_ERROR

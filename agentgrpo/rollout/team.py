@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agentgrpo.config import RolloutConfig
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.parallel import Team
-from agentgrpo.rollout.decoder import UNWATCHED, SamplerStats, Watch
+from agentgrpo.rollout.decoder import NO_CALLBACK, PlayCallback, SamplerStats
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.types import Completion, Group, Int32, Task
 
@@ -125,7 +125,7 @@ class TeamSampler(AnySampler):
 
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
-        filters: Mapping[str, float], watch: Watch,
+        filters: Mapping[str, float], callback: PlayCallback,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
         """The stats are the leader's. No rank watches groups of the others' tasks."""
         shares = self._team.gather(list(tasks))
@@ -137,7 +137,7 @@ class TeamSampler(AnySampler):
             every = [task for share in shares for task in share]
             try:
                 played, stats = self._sampler._play(
-                    every, group_size, config, seed, filters, UNWATCHED
+                    every, group_size, config, seed, filters, NO_CALLBACK
                 )
             finally:
                 self._leader.finish()

@@ -23,8 +23,8 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.encoding import ids_from_list
 from agentgrpo.rollout.custom import RolloutParams, rollout_from_tokens
 from agentgrpo.rollout.decoder import request_seed
-from agentgrpo.types import Completion, Int32, Rollout, Status, Task, as_number
-from agentgrpo.usercode import WrongResult, calling
+from agentgrpo.types import Completion, Int32, Rollout, Status, Task
+from agentgrpo.usercode import WrongResult, as_number, calling
 
 if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine

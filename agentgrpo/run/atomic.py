@@ -42,10 +42,6 @@ def numbered_rows(path: Path, *, growing: bool = False) -> Iterator[tuple[int, A
     Args:
         path: of the file.
         growing: a last line without its end is being written, and left out.
-
-    Raises:
-        ValueError: a line is not JSON; names file and line. Or as of files.opened().
-        OSError: it cannot be read; names the file.
     """
     with opened(path) as lines:
         for number, line in enumerate(lines, start=1):

@@ -34,11 +34,6 @@ def require_whole(checkpoint: Path, *, adapter: bool, remedy: str = REMEDY) -> N
 
     All of it is read, and held against the checksums that it was saved with.
 
-    Args:
-        checkpoint: its folder.
-        adapter: whether it is one, or a whole model.
-        remedy: what can be done, for the message.
-
     Raises:
         ValueError: naming the files that are missing, empty or changed, and what can be done.
     """
@@ -61,11 +56,7 @@ def require_whole(checkpoint: Path, *, adapter: bool, remedy: str = REMEDY) -> N
 
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a safetensors file, from its header; no tensor is read.
-
-    Raises:
-        ValueError: it is no such file, or not as long as its header says; names it.
-    """
+    """The shape of each tensor of a safetensors file, from its header; no tensor is read."""
     try:
         with opened(path), safe_open(path, framework="np") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -74,16 +65,7 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_state(path: Path, *keys: str, mmap: bool = False) -> dict[str, Any]:
-    """What a run's state file holds, on the CPU.
-
-    Args:
-        path: a checkpoint's STATE.
-        keys: that it must have.
-        mmap: leave the tensors in the file, for those who look at the rest.
-
-    Raises:
-        ValueError: it cannot be read, or is something else; names the file.
-    """
+    """What a run's state file holds, on the CPU."""
     import torch
 
     try:
@@ -108,9 +90,6 @@ def folder_of(out_dir: Path, step: int) -> Path:
 
 def save(out_dir: Path, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
     """Write a checkpoint through write(folder) and drop all but the newest `keep`.
-
-    Returns:
-        The finished checkpoint.
 
     Raises:
         OSError: it could not be written, for example because the disk is full; older checkpoints

@@ -22,9 +22,6 @@ def locked(out_dir: Path, *, ranks: bool = False) -> IO[str]:
     Args:
         out_dir: made if it is not there.
         ranks: the work is divided among them; those but 0 get a file that locks nothing.
-
-    Raises:
-        ValueError: another run has it, or there are several ranks and all would do the same work.
     """
     if parallel.world_size() > 1 and not ranks:
         raise ValueError(
@@ -55,11 +52,7 @@ MAY_CHANGE = {
 
 
 def require_folder(out_dir: Path, key: str = "out_dir") -> None:
-    """That out_dir, or what `key` names, can be written to, or made: a folder is, and goes again.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """That out_dir, or what `key` names, can be written to: a folder is made, and goes again."""
     there = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=there))
@@ -97,18 +90,7 @@ def require_same_run(config: TrainConfig) -> None:
 def require_same_settings(
     path: Path, now: Mapping[str, Any], may_change: Collection[str], *, begun: bool, write: bool
 ) -> None:
-    """Write the settings that a folder's work is done with; later, refuse others.
-
-    Args:
-        path: of the file that holds them.
-        now: the settings.
-        may_change: keys that may be otherwise now.
-        begun: there is work of theirs; without any they bind nothing.
-        write: else they are only compared.
-
-    Raises:
-        ValueError: a key that may not change has changed; names it.
-    """
+    """Write the settings that a folder's work is done with; later, refuse others."""
     if begun and path.exists():
         _require_same(f"{path} was written with", read_table(path), now, may_change)
     if write:

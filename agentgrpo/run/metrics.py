@@ -58,12 +58,7 @@ def head_of(path: Path, size: int | None = None) -> Head:
 
 
 class RunLog:
-    """Appends to a run's records; on ranks other than the first, writes nothing.
-
-    Args:
-        out_dir: created if missing.
-        trackers: told every line of metrics.jsonl too.
-    """
+    """Appends to a run's records; on ranks other than the first, writes nothing."""
 
     def __init__(self, out_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._out_dir = out_dir
@@ -154,11 +149,7 @@ class RunLog:
                 os.truncate(path, head["bytes"])
 
     def require_there(self) -> None:
-        """That the records are as long as this run left them.
-
-        Raises:
-            OSError: somebody removed, cut or wrote to one while the run was on.
-        """
+        """That the records are as long as this run left them."""
         for name, head in self._heads.items():
             path = self._out_dir / name
             size = path.stat().st_size if path.exists() else 0

@@ -26,10 +26,6 @@ class Progress:
     """Says what the run is doing, for how long it still will, and keeps the time.
 
     Lines stay. On a terminal the last lines are live: the phase, and the numbers of the last step.
-
-    Args:
-        total_steps: of the run.
-        console: rich's; the default writes to stdout, on the first rank only.
     """
 
     def __init__(self, total_steps: int, console: Console | None = None) -> None:

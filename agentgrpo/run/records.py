@@ -31,12 +31,7 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
 
 
 def require_recordable(task: Task) -> None:
-    """That rollouts of the task can be written down.
-
-    Raises:
-        ValueError: its spec holds what JSON does not, or would give back as something else; names
-            the task and the entry.
-    """
+    """That rollouts of the task can be written down."""
     for key, value in task.spec.items():
         try:
             json.dumps(made := plain({key: value}))
@@ -50,22 +45,14 @@ def require_recordable(task: Task) -> None:
 
 
 def read_rollout(record: dict[str, Any]) -> Rollout:
-    """The rollout that rollout_record() wrote; fields that it lacks have their default.
-
-    Raises:
-        ValueError: a field has another form than its type; names it.
-    """
+    """The rollout that rollout_record() wrote; fields that it lacks have their default."""
     own = {key: value for key, value in record.items() if key not in PLACE}
     rollout: Rollout = _made(Rollout, own, "rollout")
     return rollout
 
 
 def read_rollouts(path: Path) -> Iterator[tuple[dict[str, Any], Rollout]]:
-    """(place, rollout) of each line of a rollouts.jsonl; the last is left out while half written.
-
-    Raises:
-        ValueError: a line is not a record; names file and line.
-    """
+    """(place, rollout) of each line of a rollouts.jsonl, but for a last one half written."""
     for number, record in numbered_rows(path, growing=True):
         try:
             place = {key: record[key] for key in PLACE if key in record}

@@ -13,10 +13,6 @@ class Stopwatch:
     """Time of named parts since the last lap, in seconds.
 
     A part inside another is its own and not the outer one's, so that nothing counts twice.
-
-    Args:
-        clock: seconds, never going back.
-        rest: the name of what no part covers, up to the first lap; "other" from then on.
     """
 
     def __init__(

@@ -104,11 +104,7 @@ class Kept:
 
 
 def require(names: Sequence[str]) -> None:
-    """See that the libraries of these trackers are there.
-
-    Raises:
-        ValueError: one is not; the message says how to install it.
-    """
+    """See that the libraries of these trackers are there."""
     for name in names:
         _library(name)
 
@@ -119,15 +115,6 @@ def open_trackers(
     """The trackers of these names ("tensorboard", "trackio", "wandb"); of the first rank alone.
 
     Of what they raise later, each time that one begins to fail, there is a line on stderr.
-
-    Args:
-        names: of the trackers.
-        out_dir: exists.
-        config: flat, `section.key: value`.
-        step: optimizer steps taken so far; what was written after it is of an interrupted run.
-
-    Raises:
-        ValueError: a library is not installed.
     """
     if parallel.rank() > 0:
         return []

@@ -1,4 +1,4 @@
-"""The sandbox alone: examine this machine, attack it, time it, prepare environments."""
+"""The sandbox alone: examine this machine, attack it, prepare environments."""
 
 if __name__ == "__main__":  # before the imports: a package may be missing
     from agentgrpo import cli
@@ -32,26 +32,6 @@ def selftest() -> int:
             print(f"{verdict} {case.group:10} {case.name}{detail}", flush=True)
     print(f"\n{len(CASES)} cases, {counts['FAIL']} failed, {counts['SKIP']} skipped")
     return counts["FAIL"]
-
-
-def bench(sessions: int) -> None:
-    """A first impression of this machine; bench/sandbox.py measures properly."""
-    with SandboxPool(min_idle=0) as pool:
-        spans: dict[str, list[float]] = {"first result": [], "step": [], "close": []}
-        for _ in range(sessions):
-            marks = [time.perf_counter()]
-            session = pool.acquire()
-            session.step("1")
-            marks.append(time.perf_counter())
-            session.step("1")
-            marks.append(time.perf_counter())
-            session.close()
-            marks.append(time.perf_counter())
-            for name, start, end in zip(spans, marks, marks[1:], strict=False):
-                spans[name].append((end - start) * 1e3)
-    for name, values in spans.items():
-        values.sort()
-        print(f"{name:14} p50 {values[len(values) // 2]:7.3f} ms   max {values[-1]:7.3f} ms")
 
 
 def _limit(text: str) -> tuple[str, Any]:
@@ -100,9 +80,6 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="what this machine allows, and what to change")
     commands.add_parser("selftest", help="attack the sandbox, before trusting this machine")
-    commands.add_parser("bench", help="how fast sessions are here").add_argument(
-        "--sessions", type=int, default=100
-    )
     template = commands.add_parser("template", help="prepare an environment once, by name")
     maker = template.add_subparsers(dest="action", required=True).add_parser("build")
     maker.add_argument("name")
@@ -123,10 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0 if usable else 1
         if chosen.command == "selftest":
             return 1 if selftest() else 0
-        if chosen.command == "template":
-            build(chosen)
-            return 0
-        bench(chosen.sessions)
+        build(chosen)
     except (SandboxException, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

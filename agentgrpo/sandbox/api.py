@@ -45,7 +45,6 @@ from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template, check_environment
 from agentgrpo.sandbox.templates import find_template, has_data
-from agentgrpo.sandbox.zygote import session_environment
 
 DEFAULT_TIMEOUT_S = 300.0
 MIB = 1 << 20
@@ -161,7 +160,6 @@ class Sandbox(ProcessBound):
         *,
         limits: Limits | None = None,
         pool: SandboxPool | None = None,
-        allow_degraded: bool = False,
         host_tools: HostTools | Sequence[Callable[..., Any]] | None = None,
     ) -> None:
         """A new sandbox.
@@ -177,8 +175,6 @@ class Sandbox(ProcessBound):
             allow_internet_access: must be False; sessions have no network.
             limits: bounds on what it may use; None: the template's, or those of E2B.
             pool: take the session from this pool; its template and limits hold.
-            allow_degraded: must be False, as commands and files need a real jail; for bare code
-                there is ``SandboxPool(allow_degraded=True)``.
             host_tools: functions of this process that code in the sandbox may call by their names
                 (HostTools has budget and cache). Python only.
 
@@ -188,40 +184,26 @@ class Sandbox(ProcessBound):
         """
         if allow_internet_access or not secure:
             raise not_supported("allow_internet_access=True or secure=False")
-        if allow_degraded or (pool is not None and pool.degraded):
-            raise not_supported("Sandbox without a jail (allow_degraded=True)")
         check_environment("envs", envs or {})
         pool = pool or _pool_for(template, limits)
         if host_tools and not isinstance(host_tools, HostTools):
             host_tools = HostTools(host_tools)
         host = host_tools.begin() if isinstance(host_tools, HostTools) else None
-        self._session = pool.acquire(env=envs, host=host)
-        try:
-            self._begin(pool, timeout, envs or {}, metadata or {})
-        except BaseException:
-            self._session.close()
-            raise
-
-    def _begin(
-        self,
-        pool: SandboxPool,
-        timeout: float,
-        envs: Mapping[str, str],
-        metadata: Mapping[str, str],
-    ) -> None:
         self.sandbox_id = uuid.uuid4().hex[:20]
         self._template = pool.template
-        self._metadata, self._started = dict(metadata), time.time()
-        self._env = {**session_environment(pool.template), **envs}
-        self.files = self._session.files()
-        output_max = self._session.limits.output_max_mib * MIB
-        self.commands = Commands(self._channels, self._env, output_max)
+        self._metadata, self._started = dict(metadata or {}), time.time()
         self._contexts: dict[str, tuple[Context, Session]] = {}
-        self._count = 0
-        self._lock = threading.RLock()
+        self._lock, self._closed, self._count = threading.RLock(), False, 0
         self._timer: threading.Timer | None = None
-        self._closed = False
-        self.set_timeout(timeout)
+        self._session = session = pool.acquire(env=envs, host=host)
+        self._env = {**session.places.environment(pool.template), **(envs or {})}
+        self.commands = Commands(self._channels, self._env, session.limits.output_max_mib * MIB)
+        try:
+            self.files = session.files()
+            self.set_timeout(timeout)
+        except BaseException:
+            session.close()
+            raise
         _live[self.sandbox_id] = self
 
     @classmethod
@@ -270,6 +252,8 @@ class Sandbox(ProcessBound):
         envs: Mapping[str, str] | None = None,
         timeout: float | None = None,
         request_timeout: float | None = None,
+        *,
+        _begun: Callable[[Session], object] | None = None,
     ) -> Execution:
         """Run a cell in the default context of a language, or in context.
 
@@ -280,20 +264,8 @@ class Sandbox(ProcessBound):
             InvalidArgumentException: language and context are both given, or timeout is nonsense.
         """
         session = self._session_for(language, context)
-        return self._run(session, code, on_stdout, on_stderr, on_result, on_error, envs, timeout)
-
-    def _run(
-        self,
-        session: Session,
-        code: str,
-        on_stdout: OnOutput | None = None,
-        on_stderr: OnOutput | None = None,
-        on_result: Callable[[Result], object] | None = None,
-        on_error: Callable[[ExecutionError], object] | None = None,
-        envs: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        request_timeout: float | None = None,
-    ) -> Execution:
+        if _begun is not None:
+            _begun(session)
         decoders = (text_decoder(), text_decoder())
 
         def listen(stream: int, data: bytes) -> None:
@@ -328,7 +300,7 @@ class Sandbox(ProcessBound):
         with self._lock:
             key = f"default-{name}"
             if key not in self._contexts or not self._contexts[key][1].alive:
-                self._contexts[key] = self._start_context(key, name, "/home/user")
+                self._contexts[key] = self._start_context(key, name, self._session.places.home)
             return self._contexts[key][1]
 
     def _made(self, context: Context | str) -> tuple[Context, Session]:
@@ -349,7 +321,7 @@ class Sandbox(ProcessBound):
     ) -> Context:
         """A further interpreter with a state of its own."""
         key = uuid.uuid4().hex[:12]
-        made = self._start_context(key, language_of(language), cwd or "/home/user")
+        made = self._start_context(key, language_of(language), cwd or self._session.places.home)
         with self._lock:
             self._contexts[key] = made
         return made[0]

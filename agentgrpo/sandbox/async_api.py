@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
-from agentgrpo.sandbox.api import Context, Sandbox
-from agentgrpo.sandbox.commands import CommandHandle
+from agentgrpo.sandbox.api import Sandbox
+from agentgrpo.sandbox.commands import DEFAULT_TIMEOUT_S, CommandHandle
 from agentgrpo.sandbox.errors import InvalidArgumentException
 from agentgrpo.sandbox.execution import Execution
 from agentgrpo.sandbox.session import Session
 
 MAX_WAITING = 1024
-PATIENCE_S = 60
-"""For a loop that stands still and is not closed."""
+LISTENER_S = 60.0
+"""How long a listener may take: its loop may have ended, and the thread would wait for ever."""
 _waiters: ThreadPoolExecutor
 
 
@@ -56,20 +56,15 @@ def _awaiting(loop: asyncio.AbstractEventLoop, value: Any) -> Any:
         made = value(*args)
         if not inspect.isawaitable(made):
             return made
-        told = asyncio.run_coroutine_threadsafe(finish(made), loop)
-        stopped = 0
-        while not wait([told], 1.0).done:
-            stopped = 0 if loop.is_running() else stopped + 1  # it may run again
-            if loop.is_closed() or stopped > PATIENCE_S:  # this thread, and its process, would wait
-                raise RuntimeError("the event loop ended before a listener that it ran")
-        return told.result()
+        return asyncio.run_coroutine_threadsafe(finish(made), loop).result(LISTENER_S)
 
     return call
 
 
-def _interrupt(session: Session, running: "Future[Execution]") -> None:
+def _interrupt(runs: list[Session], running: "Future[Execution]") -> None:
     while not wait([running], 0.05).done:
-        session.interrupt()
+        for session in runs:
+            session.interrupt()
 
 
 def _kill_made(making: "Future[Sandbox]") -> None:
@@ -80,12 +75,31 @@ def _kill_made(making: "Future[Sandbox]") -> None:
 class _Awaitable:
     """Files, commands, a command or a page: its methods, each to be awaited, and its attributes."""
 
-    def __init__(self, plain: object) -> None:
+    def __init__(self, plain: Any) -> None:
         self._plain = plain
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._plain, name)
         return functools.partial(_wait, found) if callable(found) else found
+
+
+class _AsyncCommands(_Awaitable):
+    async def run(
+        self, cmd: str, background: bool = False, *args: Any,
+        on_stdout: Any = None, on_stderr: Any = None, timeout: float | None = DEFAULT_TIMEOUT_S,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """As Commands.run(). Cancelled, it ends the command."""
+        handle = await _wait(self._plain.run, cmd, True, *args, **kwargs)
+        if background:
+            return handle
+        try:
+            return await handle.wait(on_stdout, on_stderr, timeout=timeout or None)
+        except asyncio.CancelledError:
+            _waiters.submit(handle._plain.kill)
+            raise
+        finally:
+            _waiters.submit(self._plain.list)  # lets go of it
 
 
 class AsyncSandbox:
@@ -96,7 +110,7 @@ class AsyncSandbox:
             raise InvalidArgumentException("use `await AsyncSandbox.create()`")
         self._plain = plain
         self.files: Any = _Awaitable(plain.files)
-        self.commands: Any = _Awaitable(plain.commands)
+        self.commands: Any = _AsyncCommands(plain.commands)
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> Self:
@@ -123,18 +137,16 @@ class AsyncSandbox:
         """Its id."""
         return self._plain.sandbox_id
 
-    async def run_code(
-        self, code: str, language: str | None = None, context: Context | None = None, **options: Any
-    ) -> Execution:
+    async def run_code(self, code: str, *args: Any, **kwargs: Any) -> Execution:
         """As Sandbox.run_code(). Listeners are called in another thread, coroutines are awaited in
         the loop. Cancelled, it interrupts the code, as its timeout would.
         """
-        session = await _wait(self._plain._session_for, language, context)
-        running = _begin(self._plain._run, session, code, **options)
+        runs: list[Session] = []
+        running = _begin(self._plain.run_code, code, *args, **kwargs, _begun=runs.append)
         try:
             execution: Execution = await asyncio.wrap_future(running)
         except asyncio.CancelledError:
-            _waiters.submit(_interrupt, session, running)
+            _waiters.submit(_interrupt, runs, running)
             raise
         return execution
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from agentgrpo.sandbox.guest.wire import Malformed, decode, encode
 from agentgrpo.sandbox.host_tools import MAX_REFUSED, HostCall, HostCalls, HostFailed
-from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.outcome import MAX_FIELDS, Ending, RawStep, StepArguments, Stream
 from agentgrpo.sandbox.result import CLOSED, StepStatus
 
@@ -17,22 +16,13 @@ SOON = 1e-6
 
 
 class HostCallStep:
-    """One step, its parts and its calls.
+    """One step, its parts and its calls. arguments: of the part that is next."""
 
-    Args:
-        session: the session; functions that it calls cannot step it meanwhile.
-        host: the calls of its rollout.
-        arguments: of the first part, as Session.prepare() gives them.
-        limits: of the session.
-    """
-
-    def __init__(
-        self, session: Any, host: HostCalls, arguments: StepArguments, limits: Limits
-    ) -> None:
+    def __init__(self, session: Any, host: HostCalls, arguments: StepArguments) -> None:
         self._session, self._host, self.arguments = session, host, arguments
         self._began = time.monotonic()
         self._deadline = self._began + arguments.timeout_s
-        self._ends = self._deadline + limits.grace_s
+        self._ends = self._deadline + arguments.grace_s
         self._output_max = arguments.output_max
         self._raw: RawStep | None = None
         self._asked: tuple[str, bytes] | None = None

@@ -12,11 +12,13 @@ from signal import SIGKILL, pidfd_send_signal
 from typing import Protocol, Self
 
 from agentgrpo.sandbox.errors import (
+    NotSupportedException,
     SandboxException,
     SandboxInfraError,
     SandboxNotFoundException,
 )
 from agentgrpo.sandbox.guest.wire import REPORT, REPORT_READY, SETUP_STEPS
+from agentgrpo.sandbox.jail import HOME, Places
 
 READY_TIMEOUT_S = 10.0
 
@@ -49,11 +51,7 @@ def pid_of(pidfd: int) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process; none if it has ended.
-
-    Raises:
-        OSError: no descriptors are left to look.
-    """
+    """The children of a process; none if it has ended."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -62,11 +60,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def process_tree(root: int) -> list[int]:
-    """A process and all its descendants. Orphans of a session are its init's children.
-
-    Raises:
-        OSError: no descriptors are left to look.
-    """
+    """A process and all its descendants. Orphans of a session are its init's children."""
     found = [root]
     for pid in found:
         found += children_of(pid)
@@ -125,11 +119,7 @@ class Owned:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[Self]:
-        """borrow() and give_back().
-
-        Raises:
-            SandboxNotFoundException: they are closed.
-        """
+        """borrow() and give_back()."""
         if not self.borrow():
             raise SandboxNotFoundException("it is over and was closed")
         try:
@@ -166,10 +156,12 @@ class Channels(Owned):
         keeper: who knows whether the host's side is well.
         owner: user id that files and pipes of the session are given to; None if this process is
             not root and has no choice.
+        places: where the session finds things.
     """
 
     __slots__ = (
-        "err", "init", "interpreter", "keeper", "out", "owner", "request", "response", "status",
+        "err", "init", "interpreter", "keeper", "out", "owner", "places", "request", "response",
+        "status",
     )  # fmt: skip
 
     def __init__(
@@ -184,11 +176,12 @@ class Channels(Owned):
         *,
         keeper: Keeper,
         owner: int | None,
+        places: Places,
     ) -> None:
         super().__init__(request, response, out, err, status, init, interpreter)
         self.request, self.response, self.out, self.err = request, response, out, err
         self.status, self.init, self.interpreter = status, init, interpreter
-        self.keeper, self.owner = keeper, owner
+        self.keeper, self.owner, self.places = keeper, owner, places
 
     def heard(self, fd: int) -> bool:
         """Whether one of its descriptors is ready(); True once they are closed."""
@@ -218,24 +211,17 @@ class Channels(Owned):
 
 
 class Root(Owned):
-    """The root directory of a live session, as it sees it.
+    """The root directory of a live session, as it sees it, or its home where it has no other.
 
     It holds the session's mount namespace: without, its mounts would be gone with its last process,
     and names would lead to what lay beneath them, which other sessions have lain upon as well.
-
-    Args:
-        channels: of the session, borrowed by the caller.
-        pid: of its interpreter.
-
-    Raises:
-        SandboxNotFoundException: the session is over.
-        SandboxInfraError: the machine has failed, and ended it.
     """
 
-    __slots__ = ("_keeper", "_pidfd", "directory", "owner")
+    __slots__ = ("_keeper", "_pidfd", "directory", "owner", "places")
 
     def __init__(self, channels: Channels, pid: int) -> None:
-        self._keeper = channels.keeper
+        self._keeper, self.places = channels.keeper, channels.places
+        held: list[int] = []
         with contextlib.ExitStack() as made:
 
             def keep(fd: int) -> int:
@@ -245,8 +231,11 @@ class Root(Owned):
             try:
                 self._pidfd = keep(os.dup(channels.interpreter))
                 flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-                namespace = keep(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC))
-                self.directory = keep(os.open(f"/proc/{pid}/root", flags))
+                if channels.places.own_root:
+                    held.append(keep(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)))
+                    self.directory = keep(os.open(f"/proc/{pid}/root", flags))
+                else:
+                    self.directory = keep(os.open(channels.places.home, flags))
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     raise SandboxInfraError(
@@ -256,7 +245,22 @@ class Root(Owned):
             self.require_alive()  # it lives: the number was its own, and not a successor's
             made.pop_all()
         self.owner = channels.owner
-        super().__init__(self._pidfd, namespace, self.directory)
+        super().__init__(self._pidfd, self.directory, *held)
+
+    def path_of(self, name: str) -> str:
+        """A name of a file as the session's code finds it; a relative one starts at its home."""
+        places = self.places
+        if not places.own_root and Path(name).is_relative_to(HOME):
+            name = os.path.relpath(name, HOME)
+        path = os.path.join(places.home, name)
+        if not places.own_root and not Path(os.path.normpath(path)).is_relative_to(places.home):
+            raise NotSupportedException(f"{name}: without namespaces a session has its home only")
+        return path
+
+    def beneath(self, path: str) -> str:
+        """A path_of(), as it is found from directory."""
+        home = self.places.home
+        return path if self.places.own_root else "/" + os.path.relpath(path, home)
 
     def require_alive(self) -> None:
         """Raises what __init__() does if the session's interpreter has ended."""
@@ -271,15 +275,7 @@ class Root(Owned):
 
 
 class Ends:
-    """Both ends of the pipes and the status socket of a process to be; closes what is not taken.
-
-    Args:
-        owner: user id that the output pipes are given to, so that the code may open /dev/stdout;
-            None leaves them.
-
-    Raises:
-        SandboxInfraError: out of descriptors.
-    """
+    """Both ends of the pipes and the status socket of a process to be; closes what is not taken."""
 
     def __init__(self, owner: int | None = None) -> None:
         self._owner = owner
@@ -319,11 +315,11 @@ class Ends:
         """Once sent: so that the end of the other side shows as end of file here."""
         self._close(self._theirs)
 
-    def detach(self, init: int, interpreter: int, keeper: Keeper) -> Channels:
+    def detach(self, init: int, interpreter: int, keeper: Keeper, places: Places) -> Channels:
         """Hand our ends to the caller."""
         ours = (*self._mine, self.status.detach(), init, interpreter)
         self._mine.clear()
-        return Channels(*ours, keeper=keeper, owner=self._owner)
+        return Channels(*ours, keeper=keeper, owner=self._owner, places=places)
 
     def __enter__(self) -> Self:
         return self
@@ -335,16 +331,7 @@ class Ends:
 
 
 def await_ready(status: socket.socket, num_fds: int) -> list[int]:
-    """The pidfds of PID 1 and PID 2, or of one program, once init has started them.
-
-    Args:
-        status: our end.
-        num_fds: how many there are to be.
-
-    Raises:
-        SetupFailed: at the step it names.
-        NoReport: not a word came.
-    """
+    """The pidfds of PID 1 and PID 2, or of one program, once init has started them."""
     if not ready(status.fileno(), READY_TIMEOUT_S * 1e3):
         raise NoReport("a new process did not report in time")
     try:

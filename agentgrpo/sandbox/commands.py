@@ -99,12 +99,8 @@ def end(program: Program) -> bool:
 
 @public
 class Commands(ProcessBound):
-    """The commands of one session.
-
-    Args:
-        channels: gives the session's descriptors, or raises if it is over.
-        env: environment variables that every command gets.
-        output_max: bytes of output after which a command is killed.
+    """The commands of one session. channels() gives its descriptors, or raises if it is over; a
+    command is killed after output_max bytes of output.
     """
 
     def __init__(
@@ -135,28 +131,10 @@ class Commands(ProcessBound):
             CommandExitException, TimeoutException: as CommandHandle.wait().
             NotSupportedException: another user is asked for; a session has one.
         """
-        handle = self.start(cmd, envs=envs, user=user, cwd=cwd, stdin=stdin)
-        if background:
-            return handle
-        try:
-            return handle.wait(on_stdout, on_stderr, timeout=timeout or None)
-        finally:
-            self.list()
-
-    def start(
-        self,
-        cmd: str,
-        *,
-        envs: Mapping[str, str] | None = None,
-        user: str | None = None,
-        cwd: str | None = None,
-        stdin: bool = False,
-    ) -> CommandHandle:
-        """Start cmd and return at once."""
         if user not in (None, "user"):
             raise NotSupportedException(f"user {user!r}: a session has one user")
         check_environment("envs", envs or {})
-        directory = cwd or "/home/user"
+        directory = cwd or self._channels().places.home
         self.list()  # what has ended holds no descriptors, and its number may come again
         program = Program(
             self._channels(),
@@ -170,7 +148,13 @@ class Commands(ProcessBound):
         info = ProcessInfo(program.pid, cmd, directory)
         with self._lock:
             self._running[program] = info
-        return CommandHandle(program, info)
+        handle = CommandHandle(program, info)
+        if background:
+            return handle
+        try:
+            return handle.wait(on_stdout, on_stderr, timeout=timeout or None)
+        finally:
+            self.list()
 
     def list(self) -> list[ProcessInfo]:
         """The commands that have not ended."""

@@ -10,7 +10,7 @@ FIRST, MORE = ">>> ", "... "
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
+class ConsoleLine:
     """One line that was typed, and what the terminal showed."""
 
     prompt: str
@@ -40,7 +40,7 @@ class Console(ProcessBound):
         """Everything that the terminal has shown so far."""
         session.make_console()
 
-    def type(self, line: str, timeout_s: float | None = None) -> Typed:
+    def type(self, line: str, timeout_s: float | None = None) -> ConsoleLine:
         """Type one line (without its newline) and say what was shown until the next prompt.
 
         Raises:
@@ -49,7 +49,7 @@ class Console(ProcessBound):
         if "\n" in line:
             raise ValueError(f"type() takes one line, got {line!r}")
         step = self._session.push(line, timeout_s)
-        typed = Typed(self.prompt, line, step.stdout, step)
+        typed = ConsoleLine(self.prompt, line, step.stdout, step)
         self.transcript += f"{self.prompt}{line}\n{step.stdout}"
         self.prompt = MORE if step.more else FIRST
         return typed

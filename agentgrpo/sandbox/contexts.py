@@ -12,13 +12,12 @@ from agentgrpo.sandbox.errors import (
     SandboxInfraError,
     SandboxNotFoundException,
 )
-from agentgrpo.sandbox.jail import GUEST_DIR, PYTHON_OPTIONS, shown_site_dirs
+from agentgrpo.sandbox.jail import PYTHON_OPTIONS, Places
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.program import launch
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
-from agentgrpo.sandbox.zygote import session_environment
 
 START_TIMEOUT_S = 30.0
 NAMES = {
@@ -29,11 +28,7 @@ NAMES = {
 
 
 def language_of(name: str | None) -> str:
-    """The language behind a name or an alias; python for None.
-
-    Raises:
-        NotSupportedException: it is not one of those that a session speaks.
-    """
+    """The language behind a name or an alias; python for None."""
     wanted = (name or "python").lower()
     for language, names in NAMES.items():
         if wanted in names:
@@ -43,21 +38,17 @@ def language_of(name: str | None) -> str:
     )
 
 
-def command_of(language: str, template: Template, limits: Limits) -> list[str]:
-    """How the interpreter of a language is started.
-
-    Raises:
-        NotSupportedException: it is not installed.
-    """
-    python = [template.interpreter, *PYTHON_OPTIONS]
+def command_of(language: str, places: Places, limits: Limits) -> list[str]:
+    """How the interpreter of a language is started; NotSupportedException if it is not there."""
+    python = [places.interpreter, *PYTHON_OPTIONS]
     if language == "python":
         sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
-        return [*python, f"{GUEST_DIR}/context.py", *sizes, *shown_site_dirs(template)]
+        return [*python, f"{places.guest}/context.py", *sizes, *places.site_dirs]
     if language == "bash":
-        return [*python, f"{GUEST_DIR}/shell.py"]
+        return [*python, f"{places.guest}/shell.py"]
     for node in ("/usr/bin/node", "/usr/local/bin/node"):
         if os.path.exists(node):
-            return [node, "--max-old-space-size=192", f"{GUEST_DIR}/node.js"]
+            return [node, "--max-old-space-size=192", f"{places.guest}/node.js"]
     raise NotSupportedException("node is not installed under /usr; remedy: install Node.js there")
 
 
@@ -67,31 +58,24 @@ def start_context(
     template: Template,
     *,
     env: Mapping[str, str] | None = None,
-    directory: str = "/home/user",
+    directory: str | None = None,
 ) -> Session:
-    """Start an interpreter in a session and return it as something to step().
-
-    Args:
-        session: it lives there, within the same limits.
-        language: as language_of() gives it.
-        template: the session's.
-        env: all of its environment; None: what the session's own interpreter has by its template.
-        directory: where it starts, an absolute path.
+    """Start an interpreter in a session, within its limits, and return it as something to step().
+    env: all of its environment; None: what the session's own interpreter has by its template.
+    directory: where it starts, an absolute path; None: at home.
 
     Raises:
-        SandboxNotFoundException: the session is over.
         SandboxException: it did not start, which the session's own code may have brought about.
         SandboxInfraError: the machine failed.
     """
+    limits, places = session.limits, session.places
+    directory = directory or places.home
     if not directory.startswith("/"):
         raise InvalidArgumentException(f"cwd: expected an absolute path, got {directory!r}")
-    limits = session.limits
-    if session.degraded:
-        raise NotSupportedException(f"{language} needs a session that is not degraded")
     if session.channels is None:
         raise SandboxNotFoundException("the session is over")
-    env = session_environment(template) if env is None else env
-    argv = command_of(language, template, limits)
+    env = places.environment(template) if env is None else env
+    argv = command_of(language, places, limits)
     channels = launch(session.channels, argv, env=env, directory=directory, speaks=True)
     context = Session(channels, limits, guest_of=session)
     ready = context.warm_up(START_TIMEOUT_S)  # its start is not the first cell's time
@@ -104,5 +88,5 @@ def start_context(
             f"{language} did not start: {ready.detail}{hint}\n{ready.stderr[-2000:]}"
         )
     if session.host is not None and language == "python":
-        context.offer(session.host)
+        context.attach_host_tools(session.host)
     return context

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentgrpo.sandbox.errors import SandboxException
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
-from agentgrpo.sandbox.templates import DATA, has_data, home_of
+from agentgrpo.sandbox.templates import DATA, has_data
 
 TEXT_FORMS = {
     "text/html": "html",
@@ -129,15 +129,10 @@ def hint_of(message: str) -> str:
     named = re.match(r"No module named '(\w{1,99})", message, re.ASCII)
     if named is None:
         return ""
-    home = home_of(named[1])
-    if home is None:
-        return (
-            "; remedy: agentgrpo sandbox template build NAME -r REQUIREMENTS, then "
-            'Sandbox.create("NAME")'
-        )
     if named[1] in DATA and has_data():
         return '; remedy: Sandbox.create("data")'
-    return f"; remedy: Sandbox.create(Template(site_dirs=({home!r},)))"
+    build = "agentgrpo sandbox template build NAME -r REQUIREMENTS"
+    return f'; remedy: {build}, then Sandbox.create("NAME")'
 
 
 def execution_of(step: StepResult, count: int) -> Execution:

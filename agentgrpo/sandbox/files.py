@@ -34,10 +34,11 @@ from agentgrpo.sandbox.errors import (
 from agentgrpo.sandbox.program import Program
 
 MIB = 1 << 20
-HOME = "/home/user"
 MAX_ENTRIES = 10_000
 REMOVE = 'PATH=/usr/bin:/bin; chmod -Rf u+rwx -- "$0"; exec rm -rf -- "$0"'
 REMOVE_S = 30.0
+LATEST = 253402300799
+"""The last second that a datetime can say, of times that untrusted code has set."""
 
 
 class FileType(StrEnum):
@@ -88,22 +89,12 @@ def _translated(path: str) -> Iterator[None]:
         raise SandboxException(reason) from error
 
 
-def _full(path: str) -> str:
-    """An absolute path inside the session; relative ones start at its home."""
-    if not isinstance(path, str) or "\0" in path or not path:
-        raise InvalidArgumentException(f"path: expected text without NUL, got {path!r}")
-    return os.fsdecode(as_bytes(os.path.join(HOME, path)))
-
-
 @public
 class Files(ProcessBound):
     """The file system of one session, for as long as it lives: afterwards every method raises
     SandboxNotFoundException, or SandboxInfraError if the machine ended the session.
 
-    Args:
-        root: the session's root directory; closed by close().
-        channels: of the session, which stay its own.
-        size_max: bytes of a file that may be read or written.
+    The root is closed by close(), the channels stay the session's. size_max: bytes of a file.
     """
 
     def __init__(self, root: Root, channels: Channels, size_max: int = 16 * MIB) -> None:
@@ -112,6 +103,12 @@ class Files(ProcessBound):
     def close(self) -> None:
         """Let go of the session's root."""
         self._root.close()
+
+    def _full(self, path: str) -> str:
+        """An absolute path inside the session; relative ones start at its home."""
+        if not isinstance(path, str) or "\0" in path or not path:
+            raise InvalidArgumentException(f"path: expected text without NUL, got {path!r}")
+        return os.fsdecode(as_bytes(self._root.path_of(path)))
 
     @contextlib.contextmanager
     def _as_user(self) -> Iterator[None]:
@@ -127,10 +124,12 @@ class Files(ProcessBound):
     @contextlib.contextmanager
     def _open(self, path: str, flags: int) -> Iterator[int]:
         """An open descriptor, while acting as the session's user."""
-        full = _full(path)
+        full = self._full(path)
         with self._root.borrowed(), _translated(path), self._as_user():
             self._root.require_alive()
-            fd = _C.sandbox_open_in(self._root.directory, os.fsencode(full), flags, 0o644)
+            fd = _C.sandbox_open_in(
+                self._root.directory, os.fsencode(self._root.beneath(full)), flags, 0o644
+            )
             try:
                 yield fd
             finally:
@@ -139,7 +138,7 @@ class Files(ProcessBound):
     @contextlib.contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
         """The directory that path is in, opened, and its last name."""
-        directory, name = os.path.split(os.path.normpath(_full(path)))
+        directory, name = os.path.split(os.path.normpath(self._full(path)))
         if name in ("", ".", ".."):
             raise InvalidArgumentException(f"{path!r} names no entry of a directory")
         with self._open(directory, os.O_RDONLY | os.O_DIRECTORY) as fd:
@@ -179,21 +178,21 @@ class Files(ProcessBound):
         if len(content) > self._size_max:
             raise NotEnoughSpaceException(f"{path}: more than {self._size_max} bytes")
         with contextlib.suppress(InvalidArgumentException):
-            self.make_dir(os.path.dirname(_full(path)))
+            self.make_dir(os.path.dirname(self._full(path)))
         with self._open(path, os.O_WRONLY | os.O_CREAT) as fd:
             self._require_regular(fd, path)
             os.ftruncate(fd, 0)
             view = memoryview(content)
             while view:
                 view = view[os.write(fd, view) :]
-        full = os.path.normpath(_full(path))
+        full = os.path.normpath(self._full(path))
         return WriteInfo(os.path.basename(full), FileType.FILE, full)
 
     def _bind(self, host: socket.socket, name: str) -> str:
         """Bind a Unix socket to a name in the session's home; returns its path inside."""
-        with self._open(HOME, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        with self._open(".", os.O_RDONLY | os.O_DIRECTORY) as fd:
             host.bind(f"/proc/self/fd/{fd}/{name}")
-        return os.path.join(HOME, name)
+        return self._full(name)
 
     def write_files(self, files: list[dict[str, str | bytes]]) -> list[WriteInfo]:
         """Several files at once: [{"path": ..., "data": ...}, ...]."""
@@ -206,23 +205,21 @@ class Files(ProcessBound):
         if depth < 1:
             raise InvalidArgumentException(f"depth must be at least 1, got {depth}")
         found = self._entries(path)
-        level = found.copy()
-        while depth > 1 and level and len(found) < MAX_ENTRIES:
-            depth, above, level = depth - 1, level, []
-            for entry in above:
-                if entry.type is FileType.DIR and len(found) + len(level) < MAX_ENTRIES:
-                    try:
-                        level += self._entries(entry.path)
-                    except (SandboxNotFoundException, SandboxInfraError):
-                        raise
-                    except SandboxException:
-                        continue
-            found += level
+        top = os.path.normpath(self._full(path)).rstrip("/").count("/")
+        for entry in found:  # which grows meanwhile
+            deeper = entry.path.count("/") - top < depth and len(found) < MAX_ENTRIES
+            if deeper and entry.type is FileType.DIR:
+                try:
+                    found += self._entries(entry.path)
+                except (SandboxNotFoundException, SandboxInfraError):
+                    raise
+                except SandboxException:
+                    continue
         return found[:MAX_ENTRIES]
 
     def _entries(self, path: str) -> builtins.list[EntryInfo]:
         found: builtins.list[EntryInfo] = []
-        full = os.path.normpath(_full(path))
+        full = os.path.normpath(self._full(path))
         with self._open(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             for name in sorted(os.listdir(fd)):
                 with contextlib.suppress(FileNotFoundError):
@@ -232,7 +229,7 @@ class Files(ProcessBound):
     def get_info(self, path: str) -> EntryInfo:
         """What an entry is; a link is not followed."""
         with self._parent(path) as (fd, name):
-            full = os.path.normpath(_full(path))
+            full = os.path.normpath(self._full(path))
             return _entry(fd, name, os.path.dirname(full))
 
     def exists(self, path: str) -> bool:
@@ -249,12 +246,16 @@ class Files(ProcessBound):
             if not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
                 os.unlink(name, dir_fd=fd)
                 return
-        self._remove_directory(os.path.normpath(_full(path)))
+        self._remove_directory(os.path.normpath(self._full(path)))
 
     def _remove_directory(self, path: str) -> None:
         """By a program in the session: what its code puts there meanwhile is the session's."""
         program = Program(
-            self._channels, ["/bin/bash", "-c", REMOVE, path], env={}, directory="/", output_max=MIB
+            self._channels,
+            ["/bin/bash", "-c", REMOVE, path],
+            env={},
+            directory="/usr",
+            output_max=MIB,
         )
         program.close_stdin()
         try:
@@ -275,7 +276,7 @@ class Files(ProcessBound):
 
     def make_dir(self, path: str) -> bool:
         """Make a directory and those above it. False if it was there."""
-        there = os.path.normpath(_full(path))
+        there = os.path.normpath(self._full(path))
         missing: builtins.list[str] = []
         while not self.exists(there):
             missing.append(there)
@@ -292,15 +293,6 @@ class Files(ProcessBound):
         raise NotSupportedException("watch_dir() is not supported; list() the directory again")
 
 
-def _moment(seconds: float) -> datetime.datetime:
-    """A time that untrusted code may have set: to the nearest that a datetime can say."""
-    try:
-        return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    except (OverflowError, ValueError, OSError):
-        last = datetime.datetime.max if seconds > 0 else datetime.datetime.min
-        return last.replace(tzinfo=datetime.UTC)
-
-
 def _entry(directory: int, name: str, path: str) -> EntryInfo:
     about = os.stat(name, dir_fd=directory, follow_symlinks=False)
     kinds = {stat.S_IFREG: FileType.FILE, stat.S_IFDIR: FileType.DIR}
@@ -311,6 +303,6 @@ def _entry(directory: int, name: str, path: str) -> EntryInfo:
         os.path.join(path, name),
         about.st_size,
         stat.S_IMODE(about.st_mode),
-        _moment(about.st_mtime),
+        datetime.datetime.fromtimestamp(min(max(0, about.st_mtime), LATEST), datetime.UTC),
         os.readlink(name, dir_fd=directory) if link else None,
     )

@@ -19,12 +19,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.boundary import as_bytes, public
 from agentgrpo.sandbox.errors import InvalidArgumentException, NotEnoughSpaceException, printable
-from agentgrpo.sandbox.guest.exchange import read, spell
-from agentgrpo.sandbox.jail import shown_site_dirs
+from agentgrpo.sandbox.guest.exchange import decode, encode
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.program import Program
@@ -78,22 +78,22 @@ def _check_output(
 ) -> tuple[Verdict, float]:
     """The verdict, and the CPU seconds of the program, without what the machine took before."""
     require_printable(pool.limits, expected)
-    python = [pool.template.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
-    path = os.pathsep.join(shown_site_dirs(pool.template))
     with Sandbox.create(pool=pool, timeout=WALL * timeout_s + 60.0) as sandbox:  # later than it
         try:
             sandbox.files.write("main.py", code)
         except NotEnoughSpaceException as error:
             return Verdict(False, str(error)), 0.0
-        command = f"exec {shlex.join(python)}"
-        started = sandbox.commands.start(command, envs={"PYTHONPATH": path}, stdin=True)
-        clock = _Clock(timeout_s, sandbox._session)
+        places = sandbox._session.places
+        python = [places.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
+        command, path = f"exec {shlex.join(python)}", os.pathsep.join(places.site_dirs)
+        started: Any = sandbox.commands.run(command, True, {"PYTHONPATH": path}, stdin=True)
+        clock = VerdictClock(timeout_s, sandbox._session)
         started.program.offer_stdin(as_bytes(stdin))
         verdict = _judge_program(started.program, expected, clock)
         return verdict, clock.spent()
 
 
-def _judge_program(program: Program, expected: str, clock: "_Clock") -> Verdict:
+def _judge_program(program: Program, expected: str, clock: "VerdictClock") -> Verdict:
     while not program.wait(clock.pause()):
         if clock.is_over():
             return Verdict(False, f"still running after {clock.said}")
@@ -108,7 +108,7 @@ def _judge_program(program: Program, expected: str, clock: "_Clock") -> Verdict:
     return Verdict(True)
 
 
-class _Clock:
+class VerdictClock:
     """The time of a verdict: CPU seconds of its sessions, which a busy machine makes no more. Code
     that only waits has WALL times as many by the wall.
     """
@@ -148,7 +148,7 @@ class _Clock:
             while not done.wait(self.pause()):
                 if self.is_over():
                     for session in self._sessions:
-                        session.end_for_time(f"it took {self.said}")
+                        session.end_by(StepStatus.TIMEOUT_KILLED, f"it took {self.said}")
                     return
 
         threading.Thread(target=watch, name="sandbox-verdict", daemon=True).start()
@@ -203,16 +203,16 @@ def check_tests(
     modules, names = names_of(tests, names)
     graded, judge = pool.acquire_pair()
     with graded, judge:
-        clock = _Clock(timeout_s, graded, judge)
+        clock = VerdictClock(timeout_s, graded, judge)
         with clock.running():
             loaded = graded.step(code, clock.seconds())
             if loaded.status is not StepStatus.OK:
                 return _failed(loaded, "the code did not run")
-            tests = spell(("call_name", "start", (JUDGE, tests, modules, names)), id)
+            tests = encode(("call_name", "start", (JUDGE, tests, modules, names)), id)
             return _begin(judge, tests, clock) or _relay(graded, judge, clock)
 
 
-def _begin(judge: Session, tests: str, clock: _Clock) -> Verdict | None:
+def _begin(judge: Session, tests: str, clock: VerdictClock) -> Verdict | None:
     """Start the tests, of any size."""
     what = "the tests could not be started"
     begun = judge.step(START)
@@ -220,7 +220,7 @@ def _begin(judge: Session, tests: str, clock: _Clock) -> Verdict | None:
         begun, answer = judge.ask([tests.encode()], clock.seconds())
     if begun.status is not StepStatus.OK:
         return _failed_judge(begun, what)
-    match read(b"".join(answer).decode(), int):  # the judge's own words
+    match decode(b"".join(answer).decode(), int):  # the judge's own words
         case ("value", None):
             return None
         case ("raise", [name, *_], _, why):
@@ -242,7 +242,7 @@ def _failed_judge(step: StepResult, what: str) -> Verdict:
     return replace(verdict, reason=f"{verdict.reason}; {MORE_MEMORY}", infra_error=True)
 
 
-def _relay(graded: Session, judge: Session, clock: _Clock) -> Verdict:
+def _relay(graded: Session, judge: Session, clock: VerdictClock) -> Verdict:
     """Carry the judge's questions to the graded session and its answers back, unread."""
     answer: list[bytes] = []
     while True:

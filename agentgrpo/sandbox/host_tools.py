@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from agentgrpo.sandbox.boundary import public
 from agentgrpo.sandbox.errors import InvalidArgumentException, SandboxInfraError, printable
-from agentgrpo.sandbox.guest.data import NotData, read, spell
+from agentgrpo.sandbox.guest.data import EncodeError, decode, encode
 from agentgrpo.sandbox.guest.wire import Malformed
 from agentgrpo.sandbox.limits import require_positive
 from agentgrpo.usercode import waited
@@ -136,14 +136,6 @@ class HostTool:
         self.line = f"def {name}{self._signature}:"
         self.doc = inspect.getdoc(own) or ""
 
-    def key(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[str, bytes]:
-        """What the calls with the same arguments have in common, by position or by name."""
-        try:
-            passed = self._signature.bind(*args, **kwargs).arguments
-        except TypeError:  # the function will say so
-            passed = {"args": args, "kwargs": kwargs}
-        return self.name, spell_sorted(passed)
-
     def check(
         self, args: list[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -171,24 +163,15 @@ class HostTool:
         return f"{self.line}\n" + "\n".join(f"    {x}".rstrip() for x in lines.split("\n"))
 
 
-def spell_sorted(value: Any) -> bytes:
-    """JSON of what was read as data, the same for dicts of any order."""
-    return json.dumps(value, sort_keys=True).encode()
-
-
 def _exposed_signature(function: Function, name: str) -> inspect.Signature:
-    """The signature without what functools.partial has bound by name.
-
-    Raises:
-        ValueError: a default is no data.
-    """
+    """The signature without what functools.partial has bound by name; defaults must be data."""
     signature = inspect.signature(function, eval_str=True)
     bound = function.keywords if isinstance(function, partial) else {}
     left = [one for one in signature.parameters.values() if one.name not in bound]
     for one in left:
         try:
-            spell(None if one.default is one.empty else one.default, 1 << 20)
-        except NotData as error:
+            encode(None if one.default is one.empty else one.default, 1 << 20)
+        except EncodeError as error:
             raise ValueError(
                 f"the default of {one.name} is no data: {error}. Every parameter is shown to the "
                 f"policy, which can set it; bind what is not for it: functools.partial({name}, "
@@ -302,8 +285,8 @@ class HostTools:
         except BaseException as error:  # SystemExit too: it is the call's, and ends nothing here
             return "raised", (type(error).__name__, printable(str(error)[:MAX_TEXT]))
         try:
-            return "returned", (spell(value, self.sizes[1]),)
-        except NotData as error:
+            return "returned", (encode(value, self.sizes[1]),)
+        except EncodeError as error:
             return "raised", ("TypeError", f"what {tool.name}() returned cannot be passed: {error}")
 
 
@@ -343,9 +326,8 @@ class HostCalls:
         self._answers = tools.answers if tools.cached == "run" else _Answers()
         self._recalled: deque[HostCall] | None = None
         self._diverged = False
-        self._before: Any = None
 
-    def recall(self, calls: Iterable[HostCall] | None) -> bool:
+    def replay_answers(self, calls: Iterable[HostCall] | None) -> bool:
         """From now on the session repeats a step in which these calls were made: it is told the
         answers that were told then, and no function runs. None: from now on they run.
 
@@ -355,29 +337,14 @@ class HostCalls:
         with self._lock:
             whole = not (self._recalled or self._diverged)
             self._recalled, self._diverged = None if calls is None else deque(calls), False
-            used = self.calls, self.failures, self.size, self.seconds
-            self._before = None if self._recalled is None else (tuple(self._recalled), used)
         return whole
-
-    def recall_again(self) -> None:
-        """Another session repeats the same step from the start, if one is being repeated."""
-        if self._before is not None:
-            told, (self.calls, self.failures, self.size, self.seconds) = self._before
-            self.recall(told)
 
     def answer(
         self, name: str, data: bytes, made: int, left_s: float, serves: object,
         stopped: Callable[[], bool],
     ) -> HostCall:  # fmt: skip
-        """What a call comes to.
-
-        Args:
-            name: what the session sent,
-            data: and with it.
-            made: calls that the step has made before it.
-            left_s: of the step.
-            serves: the session, which the function cannot step meanwhile.
-            stopped: asked every SLICE_S; true if nobody waits any more.
+        """What a call comes to, of a step that has made some before, with time left. serves is the
+        session, which the function cannot step meanwhile; nobody waits any more once stopped().
 
         Raises:
             Malformed: no session that is as it was sends this.
@@ -403,10 +370,8 @@ class HostCalls:
         return call
 
     def _next_recalled(self, name: str, data: bytes) -> HostCall | None:
-        first = self._recalled[0] if self._recalled else None
-        if self._recalled and first is not None and (first.name, first.arguments) == (name, data):
-            return self._recalled.popleft()
-        return None
+        told = self._recalled
+        return told.popleft() if told and told[0][:2] == (name, data) else None
 
     def _spent(self, made: int, size: int) -> str:
         """What of the budget is used up; "" if nothing is."""
@@ -426,14 +391,14 @@ class HostCalls:
         stopped: Callable[[], bool], recalled: HostCall | None,
     ) -> HostCall:  # fmt: skip
         """By the function, the cache, or what is recalled, which the cache has from then on."""
-        began = time.monotonic()
+        began, key, budget = time.monotonic(), (tool.name, data), self.tools.budget
         try:
-            match read(data, self.tools.sizes[0]):
+            match decode(data, self.tools.sizes[0]):
                 case [list(args), dict(kwargs)]:
-                    key = tool.key(args, kwargs)
+                    pass
                 case _:
                     raise Malformed("arguments of another form")
-        except NotData as error:
+        except EncodeError as error:
             raise Malformed(f"arguments that are no data: {error}") from None
         known = None if self.tools.cached == "no" else self._answers.get(key)
         if recalled is not None:
@@ -441,7 +406,6 @@ class HostCalls:
         elif known is not None:
             kind, told = "returned", (known,)
         else:
-            budget = self.tools.budget
             patience = min(budget.call_s, budget.seconds - self.seconds, left_s)
             kind, told = self.tools.call(tool, (args, kwargs), patience, serves, stopped)
         if kind == "returned" and self.tools.cached != "no":

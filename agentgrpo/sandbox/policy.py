@@ -101,10 +101,10 @@ clock_gettime:228:113 clock_getres:229:114 getrandom:318:278
 )
 """What for, who pays for what is allocated and where that is bounded, and the calls."""
 
-OTHER_PROCESSES = """
-kill tkill tgkill pidfd_open setsid setpgid setpriority sched_setaffinity socket
-"""
+OTHER_PROCESSES = "kill tkill tgkill pidfd_open setpriority sched_setaffinity socket"
 """Calls that reach beyond the caller's process where no namespace bounds them."""
+LEAVE_THE_GROUP = ("setsid", "setpgid")
+"""Without namespaces they only seem to: the group is what ends with its session."""
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
 
@@ -318,6 +318,7 @@ def _filters(machine: str, *, alone: bool, shared_memory: bool) -> dict[str, lis
         "mknodat": _no_device(2),
         "setrlimit": _unless(0, [RLIMIT_CORE], 0),
         "prlimit64": _limits(alone=alone),
+        **({} if alone else {name: [_deny(0)] for name in LEAVE_THE_GROUP}),
     }
 
 

@@ -1,7 +1,6 @@
 """A pool of sessions: the part of the sandbox that the trainer talks to."""
 
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -94,7 +93,6 @@ class SandboxPool(ProcessBound):
         self._wanted = threading.Event()
         self._closed = False
         self._counts = {"acquired": 0, "from_idle": 0, "waited": 0, "live": 0}
-        self._waited_s = 0.0
         self._watchdog: MemoryWatchdog | None = None
         if self._spawner.cgroups is None:
             self._watchdog = MemoryWatchdog(self.limits.memory_mib, self._copy_of_live)
@@ -145,13 +143,10 @@ class SandboxPool(ProcessBound):
                 raise SandboxException(CLOSED) from error
             raise
         session.begin(self._leave)
-        if self._closed:  # meanwhile; close() may have looked for sessions before there was this
-            session.close()
-            raise SandboxException(CLOSED)
         if env and session.set_env(env).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take its environment variables")
-        if host is not None and session.offer(host).status is not StepStatus.OK:
+        if host is not None and session.attach_host_tools(host).status is not StepStatus.OK:
             session.close()
             raise SandboxInfraError("a fresh session did not take the functions of the host")
         return session
@@ -166,17 +161,13 @@ class SandboxPool(ProcessBound):
         """
         if self.max_live < 2:
             raise ValueError("two sessions at once need a pool with max_live of at least 2")
-        if not self._pairing.acquire(timeout=timeout_s):
-            raise self._busy(timeout_s)
-        try:
+        with self._pairing:
             first = self.acquire(timeout_s)
             try:
                 return first, self.acquire(timeout_s)
             except BaseException:
                 first.close()
                 raise
-        finally:
-            self._pairing.release()
 
     def run(
         self,
@@ -186,13 +177,8 @@ class SandboxPool(ProcessBound):
         env: Mapping[str, str] | None = None,
         wait_s: float = 60.0,
     ) -> StepResult:
-        """The stateless mode: run code in a session of its own, which is over afterwards.
-
-        Args:
-            code: as for ``Session.step()``.
-            timeout_s: as for ``Session.step()``.
-            env: as for ``Session.step()``.
-            wait_s: how long to wait for a place, as for ``acquire()``.
+        """The stateless mode: Session.step() in a session of its own, which is over afterwards;
+        wait_s is how long to wait for a place.
         """
         with self.acquire(wait_s) as session:
             return session.step(code, timeout_s, env=env)
@@ -200,22 +186,17 @@ class SandboxPool(ProcessBound):
     def _admit(self, timeout_s: float) -> None:
         if self._closed:
             raise SandboxException(CLOSED)
-        started = time.monotonic()
         if not self._free.acquire(blocking=False):
             with self._lock:
                 self._counts["waited"] += 1
             if not self._free.acquire(timeout=timeout_s):
-                raise self._busy(timeout_s)
+                raise SandboxBusy(
+                    f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
+                    "sessions that are done, or raise max_live"
+                )
         with self._lock:
             self._counts["acquired"] += 1
             self._counts["live"] += 1
-            self._waited_s += time.monotonic() - started
-
-    def _busy(self, timeout_s: float) -> SandboxBusy:
-        return SandboxBusy(
-            f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
-            "sessions that are done, or raise max_live"
-        )
 
     def _leave(self) -> None:
         with self._lock:
@@ -289,12 +270,10 @@ class SandboxPool(ProcessBound):
                 self._idle.append(session)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, and the mean time acquire() waited for a place, in seconds."""
-        acquired = self._counts["acquired"]
+        """Counts since the start, and of sessions now."""
         return {
             **self._counts,
             "idle": len(self._idle),
-            "mean_wait_s": self._waited_s / acquired if acquired else 0.0,
             "zygote_restarts": self._spawner.restarts,
         }
 

@@ -43,12 +43,7 @@ def send_order(
     env: Mapping[str, str],
     directory: str,
 ) -> None:
-    """Ask a session's init to run a program.
-
-    Raises:
-        InvalidArgumentException: a string has a NUL in it, or all together are too long.
-        SandboxNotFoundException: the session is over.
-    """
+    """Ask a session's init to run a program."""
     strings = [directory, *argv, *(f"{key}={value}" for key, value in env.items())]
     if any("\0" in text for text in strings):
         raise InvalidArgumentException("a command, directory or variable contains a NUL")
@@ -74,18 +69,10 @@ def launch(
     directory: str,
     speaks: bool = False,
 ) -> Channels:
-    """Start a program in a session.
-
-    Args:
-        session: the session's own descriptors.
-        argv: what to run.
-        env: all of its environment.
-        directory: where to run it.
-        speaks: it has the step protocol's two pipes and no standard input; else the request pipe is
-            its standard input.
+    """Start a program in a session. One that speaks has the step protocol's two pipes and no
+    standard input; else the request pipe is that.
 
     Raises:
-        InvalidArgumentException, SandboxNotFoundException: as send_order().
         SandboxException: the session lets none start, which its own code can bring about (by
             processes, memory, descriptors under way, or by what keeps its init busy).
         SandboxInfraError: the machine failed.
@@ -104,7 +91,7 @@ def launch(
             except OSError:
                 os.close(pidfd)
                 raise
-            return ends.detach(pidfd, again, session.keeper)
+            return ends.detach(pidfd, again, session.keeper, session.places)
     except (SetupFailed, NoReport) as error:
         if failure := session.keeper.failure():
             raise SandboxInfraError(failure) from error
@@ -153,11 +140,7 @@ class Program:
         on_stdout: Listener | None = None,
         on_stderr: Listener | None = None,
     ) -> bool:
-        """Read output until the program ends. False if the time was over first.
-
-        Raises:
-            SandboxNotFoundException: it was closed before its end was read.
-        """
+        """Read output until the program ends. False if the time was over first."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._reading.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return self.exit_code is not None
@@ -250,11 +233,7 @@ class Program:
         return self.exit_code is not None or self._channels.heard(self._channels.interpreter)
 
     def send_stdin(self, data: bytes) -> None:
-        """Write to its standard input, waiting while it does not read.
-
-        Raises:
-            SandboxNotFoundException: it has closed its standard input, or ended.
-        """
+        """Write to its standard input, waiting while it does not read."""
         with self._channels.borrowed() as channels:
             poll = select.poll()
             poll.register(channels.request, select.POLLOUT)

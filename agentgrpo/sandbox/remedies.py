@@ -31,9 +31,8 @@ OTHERWISE = (
     "Where nothing of this can be changed, as in a container that is lent: "
     "sandbox.allow_degraded=true (SandboxPool(allow_degraded=True)) runs code without namespaces. "
     "A filter of system calls, limits, and Landlock or a user of its own for each session remain; "
-    "what SECURITY.md promises does not hold, every result says so, and files, commands and "
-    "grading by output are refused. A run needs no sandbox whose env.kind runs no code: tools, "
-    "mcp, search, ..."
+    "SECURITY.md has what holds then, and every result says so. A run needs no sandbox whose "
+    "env.kind runs no code: tools, mcp, search, ..."
 )
 MORE_FILES = "this process may open too few files; ulimit -n 65536"
 WITHOUT = "; until then a watchdog adds up the memory of each session every 50 ms"

@@ -14,10 +14,11 @@ from agentgrpo.sandbox.boundary import ProcessBound, public
 from agentgrpo.sandbox.calls import HostCallStep
 from agentgrpo.sandbox.cgroup import ControlGroup
 from agentgrpo.sandbox.channels import Channels, Root, pid_of, tree_cpu_seconds
-from agentgrpo.sandbox.errors import InvalidArgumentException, NotSupportedException
+from agentgrpo.sandbox.errors import InvalidArgumentException
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.guest.wire import Malformed, encode
 from agentgrpo.sandbox.host_tools import HostCalls, within_a_call_of
+from agentgrpo.sandbox.jail import Places
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.outcome import (
     Ending,
@@ -58,14 +59,8 @@ class Session(ProcessBound):
     """A live session of a pool. Used by one thread at a time; different sessions are independent.
 
     After anything that ends it (``state_lost``), every further step says how it ended.
-
-    Args:
-        channels: its descriptors; the session closes them, also if it cannot be made.
-        limits: what it may use.
-        group: its control group, None if there is none.
-        on_close: called once, when it is over.
-        degraded: no namespaces isolate it; said in every result.
-        guest_of: the session that it is a further interpreter of (contexts.py).
+    The channels are its own from then on, also if it cannot be made; on_close is called once.
+    guest_of: the session that it is a further interpreter of (contexts.py).
     """
 
     def __init__(
@@ -90,14 +85,14 @@ class Session(ProcessBound):
             10 * (limits.value_kib << 10) + (limits.traceback_kib << 10) + FRAME_OVERHEAD * 2
         )
         self.host: HostCalls | None = None
-        """The functions of the host that its code may call, see offer()."""
+        """The functions of the host that its code may call, see attach_host_tools()."""
         self._ended: StepResult | None = None
         self._busy = threading.RLock()
         self._running = False
         self._closed = False
         self._roots: set[Root] = set()
-        self._asked = self._cpu_before = 0.0
-        self._over_memory: tuple[str, int | None] | None = None
+        self._timeout_s = self._cpu_before = 0.0
+        self._ended_at_kib: int | None = None
         self._ended_by: tuple[StepStatus, str] | None = None
         self._cpu_at_end = 0.0
         try:
@@ -133,14 +128,9 @@ class Session(ProcessBound):
         env: Mapping[str, str] | None = None,
         listener: Callable[[int, bytes], object] | None = None,
     ) -> StepResult:
-        """Like step(), with the value's HTML, PNG ... forms in ``rich``.
-
-        Args:
-            code: as for step().
-            timeout_s: as for step().
-            env: as for step().
-            listener: called with (0 for stdout or 1 for stderr, data) as output arrives. What it
-                raises is raised here, after the step.
+        """Like step(), with the value's HTML, PNG ... forms in ``rich``. A listener is called with
+        (0 for stdout or 1 for stderr, data) as output arrives; what it raises is raised here, after
+        the step.
         """
         return self._request([b"cell", *_pairs(code, env)], timeout_s, listener)
 
@@ -149,10 +139,6 @@ class Session(ProcessBound):
     ) -> tuple[StepResult, list[bytes]]:
         """Put a question of guest/exchange.py and take the answer, unread and in pieces. Not
         counted by limits.steps: one call of a test can need many.
-
-        Args:
-            question: as exchange.spell() makes it, in pieces.
-            timeout_s: as for step(), for all of it.
 
         Returns:
             How it went, and if it went well the answer, of up to ASK_MIB.
@@ -197,15 +183,8 @@ class Session(ProcessBound):
         check_environment("env", env)
         return self._request([b"env", *_flat(env)], None)
 
-    def offer(self, host: HostCalls) -> StepResult:
-        """Let its code call functions of the host, by their names, from now on.
-
-        Args:
-            host: of the rollout that the session is for.
-
-        Raises:
-            TypeError: it is none.
-        """
+    def attach_host_tools(self, host: HostCalls) -> StepResult:
+        """Let its code call functions of the host, by their names, from now on."""
         if not isinstance(host, HostCalls):
             raise TypeError(f"host must be HostCalls, as HostTools.begin() gives, got {host!r:.80}")
         self.host = host
@@ -308,7 +287,7 @@ class Session(ProcessBound):
             if self.host is None or fields[0] not in CALLING:
                 result = self._interpret(run_step(arguments))
             else:
-                result = self._run_in_parts(HostCallStep(self, self.host, arguments, self.limits))
+                result = self._run_in_parts(HostCallStep(self, self.host, arguments))
         except BaseException:  # a signal's handler (Ctrl-C): nobody waits for the code any more
             self._end(StepStatus.EXIT, "the host stopped waiting for a step")
             raise
@@ -334,11 +313,8 @@ class Session(ProcessBound):
         timeout: float,
         listener: Callable[[int, bytes], object] | None = None,
     ) -> StepArguments | None:
-        """What to run, and the session is busy; None if it is over.
-
-        Raises:
-            ValueError: this thread runs a step of it already, which has called a listener or a
-                signal's handler.
+        """What to run, and the session is busy; None if it is over. ValueError in a listener or a
+        signal's handler of a step of its own thread.
         """
         if self.host is not None and within_a_call_of(self):
             raise InvalidArgumentException("the session waits for the function that would step it")
@@ -353,7 +329,7 @@ class Session(ProcessBound):
         self._running = True
         self._steps += fields[0] not in EXCHANGE
         self._sent += 1
-        self._asked, self._cpu_before = timeout, self._cpu_seconds()
+        self._timeout_s, self._cpu_before = timeout, self._cpu_seconds()
         return StepArguments(
             (channels.request, channels.response, channels.out, channels.err, channels.status),
             (channels.init, channels.interpreter),
@@ -374,6 +350,7 @@ class Session(ProcessBound):
         self._count_processes(result)
         if self._ended_by is not None:
             status, detail = self._ended_by
+            result.max_memory_kib = self._ended_at_kib or result.max_memory_kib
         elif ending == ANSWERED:
             result.cpu_s = max(0.0, self._cpu_seconds() - self._cpu_before)
             try:
@@ -383,16 +360,12 @@ class Session(ProcessBound):
                 status, detail = StepStatus.PROTOCOL_ERROR, f"malformed answer: {error}"
         elif self._closed:
             status, detail = StepStatus.EXIT, CLOSED
-        elif ending == Ending.LOST and self._over_memory is not None:
-            status = StepStatus.OOM
-            detail, result.max_memory_kib = self._over_memory
         else:
             keeper = self._channels.keeper
-            status, detail = how_it_ended(raw, self.limits, self._asked, result, keeper)
+            status, detail = how_it_ended(raw, self.limits, self._timeout_s, result, keeper)
             if self._guest_of is not None and ending == Ending.SETUP_FAILED:
                 status = StepStatus.EXIT  # the session has run code, which may be why
         if ending == Ending.EXITED and not (self._closed or interrupted):
-            result.max_rss_kib = raw.max_rss_kib
             result.cpu_s = max(0.0, raw.cpu_us / 1e6 - self._cpu_before)
         self._end(status, detail)
         result.status, result.detail, result.state_lost = status, detail, True
@@ -421,14 +394,9 @@ class Session(ProcessBound):
                 signal.pidfd_send_signal(self._channels.interpreter, signal.SIGINT)
             self._channels.give_back()
 
-    def end_for_time(self, detail: str) -> None:
-        """For a grader: kill it for the time that it has used; the next result says so."""
-        self._ended_by = StepStatus.TIMEOUT_KILLED, detail
-        self._channels.signal()
-
-    def end_for_memory(self, detail: str, kib: int | None) -> None:
-        """For the watchdog: kill it for what its processes use; the next result says so."""
-        self._over_memory = detail, kib
+    def end_by(self, status: StepStatus, detail: str, kib: int | None = None) -> None:
+        """For the watchdog and for graders: kill it; its next result says why."""
+        self._ended_by, self._ended_at_kib = (status, detail), kib
         self._channels.signal()
 
     def expire(self) -> None:
@@ -454,11 +422,7 @@ class Session(ProcessBound):
                 release()
             on_close()
 
-        with self._busy:
-            self._on_close = both
-            closed = self._channels.is_closed()
-        if closed:  # by its pool, meanwhile, which called `release` alone
-            on_close()
+        self._on_close = both
 
     def warm_up(self, timeout_s: float | None = None) -> StepResult:
         """Run an empty step: the first one of a fork takes its page faults, some 2 ms."""
@@ -469,6 +433,11 @@ class Session(ProcessBound):
         return not self._channels.heard(self._channels.status)
 
     @property
+    def places(self) -> Places:
+        """Where its code finds things."""
+        return self._channels.places
+
+    @property
     def channels(self) -> Channels | None:
         """The descriptors, to be borrowed; None after close(). They stay the session's."""
         return None if self._channels.is_closed() else self._channels
@@ -477,14 +446,8 @@ class Session(ProcessBound):
         """Its files, for as long as it lives; the caller closes them, or close() does.
 
         Raises:
-            NotSupportedException: the session has no root directory of its own.
             SandboxNotFoundException: it is over.
         """
-        if self.degraded:
-            raise NotSupportedException(
-                "files and programs need a session with a root directory of its own; this one is "
-                "degraded (allow_degraded=True)"
-            )
         with self._channels.borrowed() as channels:
             root = Root(channels, self.pid)
             self._roots -= {old for old in [*self._roots] if old.is_closed()}

@@ -77,14 +77,6 @@ class Template:
         return [self.interpreter, *map(str, found)]
 
 
-def _encodable(value: str) -> bool:
-    try:
-        value.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def check_environment(key: str, env: Mapping[str, str]) -> None:
     """Raise InvalidArgumentException unless env is something a process can be given."""
     if not isinstance(env, Mapping):
@@ -92,7 +84,8 @@ def check_environment(key: str, env: Mapping[str, str]) -> None:
     for name, value in env.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidArgumentException(f"{key}: expected names like HOME, got {name!r}")
-        if not isinstance(value, str) or "\0" in value or not _encodable(value):
+        if not isinstance(value, str) or "\0" in value:
             raise InvalidArgumentException(
-                f"{key}[{name!r}]: expected text without NUL and lone surrogates, got {value!r}"
+                f"{key}[{name!r}]: expected text without NUL, got {value!r}"
             )
+        os.fsencode(value)  # a lone surrogate is a ValueError

@@ -31,16 +31,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def directory() -> Path:
-    """Where templates are kept.
-
-    Raises:
-        SandboxException: nobody says where.
-    """
+    """Where templates are kept."""
     if chosen := os.environ.get("AGENTGRPO_TEMPLATES"):
         return Path(chosen)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if cache == "~/.cache":  # no $HOME, and no user of this number
-        raise SandboxException("templates need a directory; remedy: set AGENTGRPO_TEMPLATES")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "agentgrpo", "templates")
 
 
@@ -109,27 +103,24 @@ def build_template(
     env: Mapping[str, str] | None = None,
     mounts: Sequence[str] = (),
     limits: Limits | None = None,
-    python: str = "",
 ) -> tuple[Template, bool]:
     """Make a template, unless one of this name and content is there.
 
     Args:
         name: what to call it.
-        requirements: a pip requirements file; its packages are installed by its `python`.
+        requirements: a pip requirements file; its packages are installed by this interpreter's.
         site_dirs: directories of packages that exist already, such as a virtual environment's.
         preload: modules to import once for all sessions.
         tools: Python files whose code every session runs first.
         env: environment variables.
         mounts: further paths to show read-only.
         limits: bounds of its sessions.
-        python: interpreter; "" is the one that runs this.
 
     Returns:
         The template, and whether it had to be built.
 
     Raises:
-        ValueError: the name has characters besides letters, digits, ".", "_" and "-", or `python`
-            does not run.
+        ValueError: the name has characters besides letters, digits, ".", "_" and "-".
         SandboxException: the installation failed.
     """
     if not _NAME.fullmatch(name) or name in (*BUILT_IN, "data"):
@@ -138,19 +129,18 @@ def build_template(
     wanted = requirements.read_text() if requirements is not None else ""
     fields: dict[str, Any] = {
         "name": name,
-        "python": python,
         "preload": tuple(preload),
         "env": dict(env or {}),
         "mounts": tuple(mounts),
         "limits": limits,
         "setup": "\n\n".join(path.read_text() for path in tools),
     }
-    recipe = json.dumps([_version(python), wanted, list(site_dirs), fields], default=asdict)
+    recipe = json.dumps([sys.version, wanted, list(site_dirs), fields], default=asdict)
     digest = hashlib.sha256(recipe.encode()).hexdigest()
     manifest = home / "manifest.json"
     if manifest.is_file() and json.loads(manifest.read_text())["sha256"] == digest:
         return find_template(name), False
-    _replace(home, requirements, python or sys.executable)
+    _replace(home, requirements)
     own_site = (str(home / "site"),) if requirements is not None else ()
     template = Template(site_dirs=(*own_site, *site_dirs), **fields)
     partial = manifest.with_suffix(".partial")
@@ -159,22 +149,7 @@ def build_template(
     return template, True
 
 
-def _version(python: str) -> str:
-    """Of the interpreter whose packages a template has.
-
-    Raises:
-        ValueError: it does not run.
-    """
-    if not python:
-        return sys.version
-    try:
-        done = subprocess.run([python, "-VV"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ValueError(f"python: expected an interpreter, got {python!r}: {error}") from error
-    return done.stdout
-
-
-def _replace(home: Path, requirements: Path | None, python: str) -> None:
+def _replace(home: Path, requirements: Path | None) -> None:
     """A new directory instead of home, with the packages of requirements in site/. Both moves
     are renames: a reader finds the old template, none, or the new one.
     """
@@ -184,14 +159,14 @@ def _replace(home: Path, requirements: Path | None, python: str) -> None:
         new.mkdir()
         if requirements is not None:
             (new / "site").mkdir()
-            _install(requirements, new / "site", python)
+            _install(requirements, new / "site")
         if home.exists():
             home.rename(Path(scratch, "old"))
         new.rename(home)
 
 
-def _install(requirements: Path, site: Path, python: str) -> None:
-    command = [python, "-m", "pip", "install", "--quiet", "--target", str(site)]
+def _install(requirements: Path, site: Path) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site)]
     done = subprocess.run(
         [*command, "-r", str(requirements)], capture_output=True, text=True, check=False
     )

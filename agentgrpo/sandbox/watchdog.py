@@ -18,6 +18,7 @@ from pathlib import Path
 from agentgrpo.sandbox.cgroup import lines_of, memory_bounds
 from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.jail import PRIVATE
+from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
 
 log = logging.getLogger(__name__)
@@ -87,9 +88,6 @@ def used_kib(session: Session, enough_kib: int) -> int:
     """What a session uses; not exact while it is below enough_kib, where exactness costs too much:
     forks share pages, so that their sum is an upper bound. Without namespaces of its own, what its
     processes have mapped.
-
-    Raises:
-        OSError: no descriptors are left to look, or the session does not let us.
     """
     pids = process_tree(session.init_pid)
     for pid in pids[1:]:
@@ -119,12 +117,7 @@ def keep_polite(pid: int, niceness: int) -> None:
 
 
 class MemoryWatchdog:
-    """Watches sessions until close().
-
-    Args:
-        limit_mib: what the processes of one session may use together.
-        sessions: those that live now.
-    """
+    """Watches sessions until close()."""
 
     def __init__(self, limit_mib: int, sessions: Callable[[], Iterable[Session]]) -> None:
         self._limit_kib, self._sessions = limit_mib << 10, sessions
@@ -154,17 +147,17 @@ class MemoryWatchdog:
             try:
                 used = used_kib(session, self._limit_kib)
             except PermissionError:  # its program is a file that nobody may read
-                session.end_for_memory("it does not let its memory be counted", None)
+                session.end_by(StepStatus.OOM, "it does not let its memory be counted")
                 continue
             if not session.healthy():  # what had its number may be another's by now
                 continue
             if used > self._limit_kib:
                 limit = f"over {self._limit_kib >> 10} MiB of memory, all processes together"
-                session.end_for_memory(limit, used)
+                session.end_by(StepStatus.OOM, limit, used)
             elif largest is None or used > largest[0]:
                 largest = used, session
         if largest is not None and available() < FLOOR:
-            largest[1].end_for_memory("the machine has no memory left, and it used most", None)
+            largest[1].end_by(StepStatus.OOM, "the machine has no memory left, and it used most")
 
     def close(self) -> None:
         """Stop watching."""

@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -30,12 +31,13 @@ from agentgrpo.sandbox.jail import (
     JAIL_ID,
     NUM_UIDS,
     Bind,
+    Places,
     find_nsjail,
     has_own_ids,
     jail_config,
+    jail_places,
     require_no_dumps,
     shown_paths,
-    shown_site_dirs,
     tmpfs_options,
 )
 from agentgrpo.sandbox.limits import Limits
@@ -70,25 +72,14 @@ MODES = {
 _uids = itertools.count(secrets.randbelow(NUM_UIDS))  # of all zygotes, and not those of a neighbour
 
 
-def session_environment(template: Template) -> dict[str, str]:
-    """What the code finds in os.environ."""
-    return {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": "/home/user",
-        "LANG": "C.UTF-8",
-        "TMPDIR": "/tmp",
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-        **template.env,
-    }
-
-
-def _settings(template: Template, limits: Limits, rung: Rung, bounded: bool) -> dict[str, Any]:
+def _settings(
+    template: Template, limits: Limits, rung: Rung, places: Places, bounded: bool
+) -> dict[str, Any]:
     largest_file = max(limits.home_mib, limits.tmp_mib, limits.shm_mib) * MIB
     return {
-        "site_dirs": template.site_dirs if rung is Rung.BARE else shown_site_dirs(template),
+        "site_dirs": places.site_dirs,
         "preload": list(template.preload),
-        "python_env": session_environment(template),
+        "python_env": places.environment(template),
         "tmpfs": [tmpfs_options(limits, mib) for mib in limits.private_mib],
         "limits": [
             limits.memory_mib * MIB if bounded else 0,
@@ -125,6 +116,7 @@ class Zygote:
         self.template, self.limits, self.rung, self.own_proc = template, limits, rung, own_proc
         self._bounded = bound_address_space
         self._numbers = itertools.count()
+        self._own_ids = has_own_ids() or rung in (Rung.ZYGOTE_ROOT, Rung.BARE)
         if rung is not Rung.BARE:  # it promises nothing of the kind
             require_no_dumps()
         self.nsjail = "" if rung is Rung.BARE else find_nsjail(nsjail)
@@ -141,8 +133,10 @@ class Zygote:
                 with contextlib.suppress(ProcessLookupError):  # it has ended, and is not reaped
                     self._process = os.pidfd_open(self.pid)
                     _end_with(lifeline_file, self.pid)
-            settings = _settings(template, limits, rung, bound_address_space)
-            self.python_version = self._greet(settings | self._places())
+            find = bare.places if rung is Rung.BARE else jail_places
+            self._places = find(template)
+            settings = _settings(template, limits, rung, self._places, bound_address_space)
+            self.python_version = self._greet(settings | self._paths())
             for pid in process_tree(self.pid):  # inherited by sessions, which may not lower it:
                 # a machine without memory left ends them, not the trainer
                 Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
@@ -170,9 +164,7 @@ class Zygote:
                 (os.POSIX_SPAWN_DUP2, guest_fd, HOST_FD),
             ]
             defaults = [signal.SIGINT, signal.SIGPIPE]
-            return os.posix_spawn(
-                argv[0], argv, env, file_actions=actions, setsigdef=defaults, **_ordinary()
-            )
+            return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsigdef=defaults)
 
     def _config(self, binds: list[Bind]) -> str:
         return jail_config(
@@ -183,13 +175,13 @@ class Zygote:
             bounded=self._bounded,
         )
 
-    def _places(self) -> dict[str, Any]:
+    def _paths(self) -> dict[str, Any]:
         """Where things are, as the zygote sees them."""
-        places: dict[str, Any] = {"own_proc": self.own_proc, "extension": EXTENSION_FILE}
+        paths: dict[str, Any] = {"own_proc": self.own_proc, "extension": EXTENSION_FILE}
         if self.rung is Rung.BARE:
-            places |= {"extension": str(_C.__file__), "homes": self._scratch}
-            places["readable"] = bare.readable_paths(self.template)
-        return places
+            paths |= {"extension": bare.reachable(str(_C.__file__)), "homes": self._scratch}
+            paths["readable"] = bare.readable_paths(self.template)
+        return paths
 
     def _stage(
         self, argv: list[str], env: dict[str, str], binds: list[Bind]
@@ -215,7 +207,7 @@ class Zygote:
             json.dump({"stage": stage, "binds": staged, "argv": argv, "env": env}, file)
         launcher = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest", "launch.py")
         binds = [Bind(os.path.join(stage, str(i)), bind.target) for i, bind in enumerate(binds)]
-        return [sys.executable, "-I", "-S", "-B", launcher, str(_C.__file__), plan], binds
+        return [sys.executable, "-I", "-S", "-B", launcher, plan], binds
 
     def _greet(self, settings: dict[str, Any]) -> str:
         try:
@@ -244,13 +236,11 @@ class Zygote:
         """Start a session, in a control group if there is one; its interpreter is about to run.
 
         Returns its descriptors, and what to call when it is over.
-
-        Raises:
-            SandboxInfraError: the zygote is gone, or a step of the setup failed.
         """
-        number, uid = next(self._numbers), self._next_uid()
+        number, uid, places = next(self._numbers), self._next_uid(), self._places
         if self.rung is Rung.BARE:
-            bare.make_home(self._scratch, number, uid)
+            home = bare.make_home(self._scratch, number, uid)
+            places = replace(places, home=home, tmp=home)
         with Ends(uid if os.geteuid() == 0 else None) as ends:
             with contextlib.ExitStack() as opened:
                 groups = opened.enter_context(group.attaching()) if group is not None else []
@@ -263,12 +253,12 @@ class Zygote:
                     ) from error
             ends.close_theirs()
             init, interpreter = await_ready(ends.status, 2)
-            return ends.detach(init, interpreter, self), partial(self._clear_up, number)
+            channels = ends.detach(init, interpreter, self, places)
+            return channels, partial(self._clear_up, number)
 
     def _next_uid(self) -> int:
         """Who a session is on the machine: itself, or whom all of them are."""
-        own = has_own_ids() or self.rung in (Rung.ZYGOTE_ROOT, Rung.BARE)
-        return FIRST_UID + next(_uids) % NUM_UIDS if own else JAIL_ID
+        return FIRST_UID + next(_uids) % NUM_UIDS if self._own_ids else JAIL_ID
 
     def _clear_up(self, number: int) -> None:
         if self.rung is Rung.BARE:
@@ -325,14 +315,6 @@ def _end_with(lifeline: IO[bytes], pid: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, pid)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-def _ordinary() -> dict[str, Any]:
-    """For posix_spawn: a trainer's realtime priority is not passed on, sessions would stop the
-    machine with it (and the kernel refuses them a control group).
-    """
-    realtime = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK in (os.SCHED_FIFO, os.SCHED_RR)
-    return {"scheduler": (os.SCHED_OTHER, os.sched_param(0))} if realtime else {}
 
 
 def remove_stale_scratch() -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.files import missing, require_output
 from agentgrpo.view.collect import read_run
-from agentgrpo.view.group import short_names
 from agentgrpo.view.page import make_page
 
 
@@ -29,8 +28,7 @@ def main(arguments: list[str]) -> int:
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="a run's folder (out_dir); of several, those with the same settings but for the seed "
-        "are shown as mean and band",
+        help="a run's folder (out_dir); several are drawn into the same graphs",
     )
     parser.add_argument(
         "-o",
@@ -50,8 +48,11 @@ def main(arguments: list[str]) -> int:
         if gone := [path for path in args.runs if not path.exists()]:
             raise FileNotFoundError(missing(gone[0]))
         require_output(output)
-        names = zip(args.runs, short_names(args.runs), strict=True)
-        runs = [read_run(path, name=name, rollouts=not args.curves) for path, name in names]
+        several = len(args.runs) > 1
+        runs = [
+            read_run(path, name=str(path) if several else None, rollouts=not args.curves)
+            for path in args.runs
+        ]
         page = make_page(runs)
         output.write_text(page, encoding="utf-8", errors="backslashreplace")
     except (ValueError, OSError) as error:

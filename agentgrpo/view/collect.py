@@ -81,16 +81,7 @@ class RunData:
 
 
 def read_run(folder: Path, name: str | None = None, *, rollouts: bool = True) -> RunData:
-    """Read a run's folder.
-
-    Args:
-        folder: a run's out_dir.
-        name: to show; None: the folder's.
-        rollouts: whether to read them.
-
-    Raises:
-        ValueError: it holds no run, or a record that cannot be read; names the file and the line.
-    """
+    """Read a run's folder."""
     metrics, played = folder / "metrics.jsonl", folder / "rollouts.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{folder}: no metrics.jsonl, which a run's folder (out_dir) has")

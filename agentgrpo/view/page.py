@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from importlib import resources
 
 from agentgrpo.view.collect import STREAMS, RunData
-from agentgrpo.view.group import group_runs
 
 SCRIPTS = (
     "dom.js",
     "data.js",
-    "curves.js",
     "charts.js",
     "overview.js",
     "list.js",
@@ -28,11 +26,7 @@ SCRIPTS = (
 
 
 def make_page(runs: Sequence[RunData]) -> str:
-    """The page of one run or several.
-
-    Raises:
-        ValueError: none.
-    """
+    """The page of one run or several."""
     if not runs:
         raise ValueError("expected at least one run, got none")
     assets = resources.files("agentgrpo.view") / "assets"
@@ -55,7 +49,7 @@ def make_page(runs: Sequence[RunData]) -> str:
 
 
 def _elements(runs: Sequence[RunData]) -> list[str]:
-    elements = [_element("groups", _packed(group_runs([run.index for run in runs])))]
+    elements = []
     for number, run in enumerate(runs):
         index = {**run.index, "streams": STREAMS}
         elements.append(_element(f"run{number}", _packed(index)))

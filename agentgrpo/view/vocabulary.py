@@ -15,11 +15,7 @@ Shown = str | list[int]
 
 
 class Vocabulary:
-    """The texts of token ids.
-
-    Args:
-        tokenizer: None if there is none to be had; ids are then shown as numbers.
-    """
+    """The texts of token ids."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

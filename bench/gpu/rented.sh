@@ -7,7 +7,7 @@
 #   BENCH_COMMIT=COMMIT BENCH_OUT=FOLDER sh bench/gpu/rented.sh N
 # FOLDER is brought back: add its *.jsonl, but for memory.jsonl, to bench/results. What failed is a row of gpu_stages and goes
 # again by its stage's name instead of N. A machine that is lost takes build/rented with it: send the parts again. Before:
-#   MYPYPATH=build/rented/site mypy agentgrpo bench/gpu   does the vLLM that is carried have the names that are taken from it?
+#   MYPYPATH=build/rented/site mypy agentgrpo/engine | grep ^agentgrpo   has the vLLM that is carried the names that are taken from it?
 set -eu
 [ -z "${BENCH_OUT:-}" ] || export BENCH_OUT="$(realpath -m "$BENCH_OUT")"  # relative to where this is called
 cd "$(dirname "$0")/../.."

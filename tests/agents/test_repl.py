@@ -16,7 +16,7 @@ from agentgrpo.proof.status import status_faults
 from agentgrpo.sandbox import Limits, SandboxPool, Session, StepResult, StepStatus
 from agentgrpo.types import SpanReward, Status, Task
 from tests.given import a_config
-from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task
+from tests.playing import EOT, given_and_sampled, play, play_all, scripted, shown, task
 from tests.rollout.stubs import Turn
 from tests.terminal import typed_into_python
 from tests.tiny import make_tokenizer
@@ -269,7 +269,3 @@ def test_invented_output_is_the_policys_own_text(pool: SandboxPool) -> None:
 def test_unknown_outcomes_are_refused(rewards: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ConsoleEnv(None, 1.0, line_rewards=rewards)  # type: ignore[arg-type]
-
-
-def test_the_tokenizer_of_these_tests_is_bytes() -> None:
-    assert len(TOKENIZER.encode("print(5)\n")) == 9

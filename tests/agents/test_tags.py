@@ -111,17 +111,6 @@ def test_S3_1_a_limit_is_told_and_nothing_is_made_up(
     assert [text for sampled, text in given_and_sampled(played)[1:] if sampled] == turns
 
 
-@pytest.mark.nsjail
-def test_S3_1_a_limit_of_one_tool_leaves_the_other(pool: SandboxPool, corpus: Path) -> None:
-    turns = ["<search>engine</search>", "<python>6 * 7</python>", "<python>1</python>", END]
-    env = TaggedEnv(pool, 5.0, search={"corpus": corpus}, max_search=1, max_python=1, max_calls=3)
-    played = play(AGENT, env, *turns, given=TASK)
-    told = [text for sampled, text in given_and_sampled(played)[1:] if not sampled]
-    assert "Ada" in told[0]
-    assert "42" in told[1]
-    assert "limit of 1 python calls" in told[2]
-
-
 def test_S3_2_the_best_texts_come_in_order(tmp_path: Path) -> None:
     texts = [("1", "Owls", "An owl sees at night."), ("2", "Cats", "A cat sees an owl."),
              ("3", "Owls again", "owl owl owl"), ("4", "Fish", "No bird.")]  # fmt: skip

@@ -88,8 +88,8 @@ def hermes() -> ReadCalls:
     return tool_call_reader("hermes", TOKENIZER)
 
 
-def agent(read: ReadCalls, *, talks: bool = False, **config: Any) -> ToolAgent:
-    env = SimpleNamespace(tools=ENV.tools, talks=talks)
+def agent(read: ReadCalls, *, has_user: bool = False, **config: Any) -> ToolAgent:
+    env = SimpleNamespace(tools=ENV.tools, has_user=has_user)
     made = ToolAgent(env=env, call_reader=lambda parser: read, **config)
     made.tools(task())
     return made
@@ -109,54 +109,33 @@ def call(name: str, **arguments: Any) -> str:
 
 UNREAD = Malformed("Error: the tool call could not be read; no call was made")
 ADD = CallTools((ToolCall("add", {"a": 1}),))
+NO_OBJECT = Malformed("Error: add: the arguments must be a JSON object")
+DEEP = Malformed("Error: add: the arguments are not JSON: nested more than 100 deep")
 TABLE = [
     (call("add", a=1), ADD),
     (f"thinking {call('add', a=1)}", ADD),
     ('<tool_call>{"name": "add", "arguments": {"a": 1}}', ADD),  # the parser takes an open end
+    *(
+        (f"<tool_call>{text}</tool_call>", UNREAD)
+        for text in (
+            *("", "not json", '{"name": "add"}', '{"arguments": {}}', "[]", "3", "{}", "null"),
+            *('{"name": 3, "arguments": {}}', '{"name": "add", "arguments": {"a": 1}'),
+        )
+    ),
     ("<tool_call>", UNREAD),
-    ("<tool_call></tool_call>", UNREAD),
-    ("<tool_call>not json</tool_call>", UNREAD),
     ('<tool_call>{"name": "add"', UNREAD),
-    ('<tool_call>{"name": "add"}</tool_call>', UNREAD),
-    ('<tool_call>{"arguments": {}}</tool_call>', UNREAD),
-    ("<tool_call>[]</tool_call>", UNREAD),
-    ("<tool_call>3</tool_call>", UNREAD),
-    ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', UNREAD),
-    (
-        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-        Malformed("Error: add: the arguments must be a JSON object"),
-    ),
-    (
-        '<tool_call>{"name": "add", "arguments": "x"}</tool_call>',
-        Malformed("Error: add: the arguments must be a JSON object"),
-    ),
-    (
-        '<tool_call>{"name": "add", "arguments": null}</tool_call>',
-        Malformed("Error: add: the arguments must be a JSON object"),
-    ),
-    (call("add", a=nested(DEEPEST - 1)), CallTools((ToolCall("add", {"a": nested(DEEPEST - 1)}),))),
-    (
-        call("add", a=nested(DEEPEST)),
-        Malformed("Error: add: the arguments are not JSON: nested more than 100 deep"),
-    ),
-    (f"{call('add', a=1)}<tool_call>oops</tool_call>", UNREAD),
-    (call("nowhere", x=1), CallTools((ToolCall("nowhere", {"x": 1}),))),
     ("[TOOL_CALLS] add", UNREAD),  # another family's mark
     ("<function=add>", UNREAD),
+    (f"{call('add', a=1)}<tool_call>oops</tool_call>", UNREAD),
+    *(
+        (f'<tool_call>{{"name": "add", "arguments": {text}}}</tool_call>', NO_OBJECT)
+        for text in ("[1]", '"x"', "null")
+    ),
+    (call("add", a=nested(DEEPEST - 1)), CallTools((ToolCall("add", {"a": nested(DEEPEST - 1)}),))),
+    (call("add", a=nested(DEEPEST)), DEEP),
+    (call("nowhere", x=1), CallTools((ToolCall("nowhere", {"x": 1}),))),
+    (call("add"), CallTools((ToolCall("add", {}),))),
     ('{"name": "add", "arguments": {"a": 1}}', Finish('{"name": "add", "arguments": {"a": 1}}')),
-    ("<tool_call>{}</tool_call>", UNREAD),
-    ("<tool_call>null</tool_call>", UNREAD),
-    ("<tool_call>{'name': 'add', 'arguments': {}}</tool_call>", UNREAD),
-    ('<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', UNREAD),
-    ('<tool_call>{"name": "add", "arguments": {"a": 1},}</tool_call>', UNREAD),
-    (
-        '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
-        CallTools((ToolCall("add", {}),)),
-    ),
-    (
-        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
-        CallTools((ToolCall("", {}),)),
-    ),
     ("</tool_call>", Finish("</tool_call>")),
     ("just an answer ", Finish("just an answer")),
     ("", Finish("")),
@@ -212,14 +191,14 @@ def test_S2_6_what_no_tokenizer_takes_stops_nothing(hermes: ReadCalls) -> None:
 def test_S2_5_a_call_that_the_budget_cut_is_not_made(hermes: ReadCalls) -> None:
     """Nor is half of it said to anybody, nor an end put to it that nobody sampled."""
     said = call("add", a=1)
-    for text, talks in ((said, False), (said[:20], True), ("Let me see", True)):
-        treatment: Any = {"truncated_length": "mask"} if talks else {}
+    for text, has_user in ((said, False), (said[:20], True), ("Let me see", True)):
+        treatment: Any = {"truncated_length": "mask"} if has_user else {}
         turn = Turn(text, cut=True)
-        played = play(agent(hermes, talks=talks), ENV, turn, treatment=treatment)
+        played = play(agent(hermes, has_user=has_user), ENV, turn, treatment=treatment)
         assert (played.status, played.stats["tool_calls"]) == (Status.TRUNCATED_LENGTH, 0)
         assert played.answer is None
         assert given_and_sampled(played)[1:] == [(True, text)]
-        assert played.trained is not talks
+        assert played.trained is not has_user
         assert played.scored
 
 
@@ -241,7 +220,7 @@ def test_an_environment_that_answers_too_few_calls_is_named(hermes: ReadCalls) -
 
 
 def test_where_somebody_listens_a_reply_is_said_to_them(hermes: ReadCalls) -> None:
-    talker = agent(hermes, talks=True)
+    talker = agent(hermes, has_user=True)
     assert talker.parse("<think>Who?</think>Hello?", TASK) == Say("Hello?", "Hello?")
     assert talker.parse(call("add", a=1), TASK) == ADD
 

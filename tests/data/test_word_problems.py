@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import math
 import re
 from fractions import Fraction
 from typing import Any
@@ -22,20 +21,7 @@ EVERYWHERE = pytest.mark.parametrize(
 
 def oracle(kind: str, n: dict[str, int]) -> Fraction:
     """The answers once more, in closed form and in fractions."""
-    a, b, c, d, p = (Fraction(n.get(letter, 0)) for letter in "abcdp")
-    ia, ib, ic = int(a), int(b), int(c)
-    if kind == "power_remainder":
-        return Fraction(pow(ia, ib, ic))
-    if kind == "digit_sum":
-        return Fraction(sum(map(int, f"{ia**ib:d}")))
-    if kind == "doubling":
-        return a * Fraction(ib**ic)
-    if kind == "doubling_gifts":
-        return a + b * Fraction(2**ic - 1)
-    if kind == "multiples":
-        return Fraction(int(p) // ic - (ia - 1) // ic)
-    if kind == "left_over":
-        return a * b - c * math.floor(a * b / c)
+    a, b, c, p = (Fraction(n.get(letter, 0)) for letter in "abcp")
     forms: dict[str, Fraction] = {
         "product": a * b,
         "sum": a + b + c,
@@ -53,16 +39,6 @@ def oracle(kind: str, n: dict[str, int]) -> Fraction:
         "boxes_in_boxes": a * (b * c),
         "boxes_less_some": a * b - c,
         "less_each": a * c - b * c,
-        "two_orders": a * b + c * d,
-        "two_orders_less": a * b - c * d,
-        "shared": (p - c) / (a or 1),
-        "percent_off": a * b - a * b * c / 100,
-        "average": (a + b + c + d) / 4,
-        "clock": 60 * a * c + b * c,
-        "full_bags": Fraction(math.floor((a + b) / (c or 1))),
-        "sum_between": (a + p) * (p - a + 1) / 2,
-        "sum_of_squares": a * (a + 1) * (2 * a + 1) / 6,
-        "more_each_week": a * c + b * c * (c - 1) / 2,
     }
     return forms[kind]
 
@@ -155,21 +131,21 @@ def test_a_problem_depends_on_its_address_alone() -> None:
         task(split, level, index, seed).messages[0]["content"]
         for split in SPLITS for level in LEVELS for index in range(20) for seed in range(3)
     }  # fmt: skip
-    assert len(texts) > 470  # of 480: "What is {a} - {b}?" may repeat
+    assert len(texts) > 230  # of 240: "What is {a} - {b}?" may repeat
 
 
 def test_problems_are_the_same_on_every_machine_and_python() -> None:
     """Pinned: only a change of the templates may change these."""
-    assert word_problems.fingerprint() == "697dcbb0d87c55fa"
+    assert word_problems.fingerprint() == "3ce7ad2d740ea77a"
     first = task("train", 1, 0)
     assert first.id == "word/train/level1/seed0/0"
     assert first.messages[0]["content"] == (
         "Sam picked 73 books, ate 66 and picked 60 again. How many books does Sam have?"
     )
-    last = task("heldout", 4, 1000, seed=7)
-    assert last.id == "word/heldout/level4/seed7/1000"
+    last = task("heldout", 2, 1000, seed=7)
+    assert last.id == "word/heldout/level2/seed7/1000"
     assert last.messages[0]["content"] == (
-        "Seats are numbered 142, 142 + 1 and so on up to 427. What do the seat numbers add up to?"
+        "A store gets 11 crates of 91 buttons and sells 44. How many buttons does it still have?"
     )
 
 
@@ -177,7 +153,7 @@ def test_the_reference_expression_gives_the_answer() -> None:
     for problem in itertools.islice(generate("train", seed=11), 200):
         tree = ast.parse(problem.spec["expression"], mode="eval")
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        assert names <= {"sum", "range", "str", "int", "i", "digit"}
+        assert not names
         assert eval(problem.spec["expression"]) == problem.spec["answer"]
 
 
@@ -194,11 +170,11 @@ def test_the_agent_sees_the_question_and_nothing_that_is_graded(split: Split, le
 
 
 def test_generate_takes_the_levels_in_turn_and_can_start_anywhere() -> None:
-    all_of_them = list(itertools.islice(generate("heldout", (3, 1), seed=2), 9))
-    assert [t.spec["level"] for t in all_of_them] == [3, 1, 3, 1, 3, 1, 3, 1, 3]
+    all_of_them = list(itertools.islice(generate("heldout", (2, 1), seed=2), 9))
+    assert [t.spec["level"] for t in all_of_them] == [2, 1, 2, 1, 2, 1, 2, 1, 2]
     assert len({t.id for t in all_of_them}) == 9
     assert (
-        list(itertools.islice(generate("heldout", (3, 1), seed=2, start=4), 5)) == all_of_them[4:]
+        list(itertools.islice(generate("heldout", (2, 1), seed=2, start=4), 5)) == all_of_them[4:]
     )
 
 
@@ -206,7 +182,7 @@ def test_generate_takes_the_levels_in_turn_and_can_start_anywhere() -> None:
     ("arguments", "message"),
     [
         (("test", 1, 0), "split: expected 'train' or 'heldout', got 'test'"),
-        (("train", 5, 0), r"level: expected one of \[1, 2, 3, 4\], got 5"),
+        (("train", 5, 0), r"level: expected one of \[1, 2\], got 5"),
         (("train", 1, -1), "index: expected at least 0, got -1"),
     ],
 )

@@ -30,7 +30,7 @@ from agentgrpo.recipe.recipe import parts_of
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import prompt_length, set_stage
+from agentgrpo.stage import prepare_run, prompt_length
 from agentgrpo.types import Status
 from agentgrpo.usercode import event_loop
 from bench import real_tau_bench
@@ -278,7 +278,7 @@ def test_a_shipped_config_does_what_it_says(
     if name == "mcp":
         overrides.append(f'env.options={{command="{sys.executable}", args=["server.py"]}}')
     config = load_config_of(RecipeConfig, name, overrides)
-    stage = set_stage(config, model=str(tiny_model), progress=Progress(1))
+    stage = prepare_run(config, model=str(tiny_model), progress=Progress(1))
     try:
         tasks: Any = stage.training_tasks(config)
         (task, *_) = tasks.next(3)
@@ -312,9 +312,9 @@ def test_the_length_filter_counts_what_it_leaves_out(
     config = load_config("quickstart", overrides)
     if limit == 20:
         with pytest.raises(ValueError, match=r"data\.heldout: no prompt has at most 20 tokens"):
-            set_stage(config, model=str(tiny_model))
+            prepare_run(config, model=str(tiny_model))
         return
-    stage = set_stage(config, model=str(tiny_model))
+    stage = prepare_run(config, model=str(tiny_model))
     try:
         tasks: Any = stage.training_tasks(config)
         assert len(tasks) == len(stage.heldout) == 10

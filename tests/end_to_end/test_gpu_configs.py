@@ -17,7 +17,7 @@ from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import ALLOCATORS, GIB, footprint, shapes_of
 from agentgrpo.plan import of_playing, plan
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import set_stage
+from agentgrpo.stage import prepare_run
 from tests import qwen3, tiny
 
 NAMES = sorted(name for name in shipped_configs() if name.startswith("qwen3_"))
@@ -81,7 +81,7 @@ def test_its_stage_is_set_and_its_plan_made(
     Path("texts.jsonl").write_text(json.dumps({"title": "t", "text": "x"}))
     card, need = next((card, need) for of, card, need, what in CARDS if of == name and not what)
     config = load_config(name)
-    stage = set_stage(config, model=str(model_of[size_of(name)]), progress=Progress(1))
+    stage = prepare_run(config, model=str(model_of[size_of(name)]), progress=Progress(1))
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
     try:

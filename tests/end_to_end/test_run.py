@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from agentgrpo import verify
 from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.run.metrics import HASHES
 from agentgrpo.run.records import read_rollout
-from agentgrpo.types import Rollout, Status
+from agentgrpo.types import Rollout
 from agentgrpo.view.collect import STREAMS, read_run
 from tests import tiny
 from tests.given import TASK
@@ -112,19 +110,6 @@ def finish(process: Command) -> tuple[int | None, str, str]:
     return process.returncode, out, err
 
 
-def kill_when(process: Command, happened: Callable[[], bool]) -> None:
-    """SIGKILL the run as soon as something has happened on disk."""
-    deadline = time.monotonic() + PATIENCE_S
-    try:
-        while not happened():
-            assert process.returncode is None, f"the run ended too early: {finish(process)}"
-            assert time.monotonic() < deadline
-            time.sleep(0.0005)
-    finally:
-        process.kill()
-    assert finish(process)[0] == -signal.SIGKILL
-
-
 def evaluated(config: Path, *overrides: str) -> dict[str, Any]:
     """What `agentgrpo evaluate` prints."""
     status, out, err = finish(Command("-m", "agentgrpo", "evaluate", str(config), *overrides))
@@ -197,13 +182,6 @@ class TestWholeRun:
         assert all(row["learner/sampler_gap_max"] <= 1e-4 for row in steps)
         assert [row["step"] for row in rows if "eval/solved" in row] == [0, 3, STEPS]
 
-    def test_the_reference_follows_the_policy(self, whole_run: tuple[Path, str]) -> None:
-        """Every second update it is the policy again."""
-        rows = read_lines(whole_run[0] / "metrics.jsonl")
-        kl = [row["learner/ref_kl"] for row in rows if "learner/loss" in row]
-        assert kl[::2] == pytest.approx([0, 0], abs=1e-6)
-        assert min(kl[1::2]) > 1e-5
-
     def test_its_records_are_what_the_engine_saw(
         self, whole_run: tuple[Path, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -228,14 +206,6 @@ class TestWholeRun:
                     np.testing.assert_allclose(logp, segment.logprobs, atol=1e-4)
                     assert (entropy > -1e-4).all()
         assert read_run(whole_run[0]).index["recorded"] == sorted(STREAMS), "the page can show it"
-
-    def test_they_say_where_the_time_of_a_rollout_went(self, whole_run: tuple[Path, str]) -> None:
-        for rollout in rollouts(whole_run[0], "train"):
-            parts = {"queue_s", "generate_s", "own_s", "finish_s"}
-            acted = {"tools_s"} if rollout.stats["tool_calls"] else set()
-            assert rollout.timings.keys() == parts | acted
-            assert all(seconds >= 0 for seconds in rollout.timings.values())
-            assert rollout.timings["generate_s"] > 0
 
     def test_the_time_of_a_step_adds_up(self, whole_run: tuple[Path, str]) -> None:
         rows = [r for r in read_lines(whole_run[0] / "metrics.jsonl") if "time/total_s" in r]
@@ -264,14 +234,6 @@ class TestWholeRun:
                     assert f"user\n{total}<|im_end|>" in seen
                     ran += 1
         assert ran > 10
-
-    def test_rollouts_carry_reward_status_and_advantage(self, whole_run: tuple[Path, str]) -> None:
-        trained = list(rollouts(whole_run[0], "train"))
-        assert len(trained) >= STEPS * 3 * 4
-        assert {r.status for r in trained} <= set(Status) - {Status.INFRA_ERROR}
-        assert len({r.reward for r in trained}) > 1
-        assert any(r.advantage > 0 for r in trained)
-        assert any(r.advantage < 0 for r in trained)
 
     def test_the_checkpoint_is_the_trained_policy(self, whole_run: tuple[Path, str]) -> None:
         """Plain transformers gives what the last evaluation sampled the same log-probabilities."""
@@ -320,15 +282,6 @@ class TestWholeRun:
         assert finish(killed)[0] == -signal.SIGKILL
         assert [*checkpoints.glob(".partial-*2")]
         assert not (checkpoints / "step_000002").exists()
-
-        # at some moment of a later step, another one in every run of this test
-        def later() -> bool:
-            if not (checkpoints / "step_000002").exists():
-                return False
-            time.sleep(int.from_bytes(os.urandom(1), "big") / 255 * 0.5)
-            return True
-
-        kill_when(start(config), later)
         status, out, err = finish(start(config))
         assert (status, err) == (0, "")
         assert "resumed from" in out
@@ -339,22 +292,6 @@ class TestWholeRun:
         report = verify.verify_run(run)
         assert (report.faults, report.notes) == ([], []), "its chain goes on"
         assert not list(checkpoints.glob(".*"))
-
-    def test_ctrl_c_finishes_the_step_and_saves(self, model: Path, tmp_path: Path) -> None:
-        config, run = write_config(tmp_path, model), tmp_path / "run"
-        process = start(config, "steps=500", "save_every=500", "eval_every=0")
-        metrics = run / "metrics.jsonl"
-        while not metrics.exists() or "learner/loss" not in metrics.read_text():
-            assert process.returncode is None, finish(process)
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        status, out, err = finish(process)
-        assert (status, err) == (130, "")
-        assert "stopping after this step, then saving" in out
-        (saved,) = (run / "checkpoints").iterdir()
-        assert f"stopped. The same command continues from {saved}." in out
-        trained = [row for row in read_lines(run / "metrics.jsonl") if "learner/loss" in row]
-        assert saved.name == f"step_{len(trained):06d}"
 
 
 def rollouts(run: Path, split: str, *, step: int | None = None) -> Iterator[Rollout]:
@@ -383,15 +320,14 @@ def test_an_adapters_checkpoint_is_evaluated_and_trained_on_as_the_run_left_it(
     assert [seen[name] for name in names] == pytest.approx(last)
     assert first != last, "the adapter made no difference"
     further = [*lora, f"model={checkpoint}", f"out_dir={tmp_path / 'further'}"]
-    for steps in (1, 2):  # the second time from its own checkpoint
-        status, _, err = finish(start(config, *further, f"steps={steps}"))
-        assert (status, err) == (0, "")
+    status, _, err = finish(start(config, *further, "steps=1"))
+    assert (status, err) == (0, "")
     rows = read_lines(tmp_path / "further" / "metrics.jsonl")
     begun = next(row for row in rows if "eval/solved" in row)
     assert [begun[f"eval/{name}"] for name in names] == last
     described = json.loads((tmp_path / "further" / "run.json").read_text())
     assert described["base"] == described["model"] == str(model)
-    assert sum("learner/loss" in row for row in rows) == 2
+    assert sum("learner/loss" in row for row in rows) == 1
 
 
 def test_a_users_sampler_plays_what_is_trained_on(model: Path, tmp_path: Path) -> None:
@@ -433,8 +369,7 @@ class Mine:
 
 
 @pytest.mark.nsjail
-@pytest.mark.parametrize("kind", ["code", "inline"])
-def test_who_does_not_act_talks_with_a_user(model: Path, tmp_path: Path, kind: str) -> None:
+def test_who_does_not_act_talks_with_a_user(model: Path, tmp_path: Path) -> None:
     """Trained on, evaluated, proven and shown as any run."""
     (tmp_path / "users.py").write_text("""
 class Helper:
@@ -452,17 +387,14 @@ def weather(city: str) -> str:
     for name, count in (("train", 20), ("heldout", 4)):
         rows = [row | {"user": ["Seattle"]} for row in tiny.sums(count, seed=len(name))]
         write_lines(tmp_path / f"{name}.jsonl", rows)
-    mine = {
-        "code": ["env.user.mode=scripted"],
-        "inline": [
-            "agent.kind=inline", "agent.options.system_prompt=S",
-            "env.kind=tools", 'env.options.tools=["users:weather"]',
-            "env.user.mode=users:Helper", "env.user.max_replies=1", "reward.kind=numeric",
-        ],
-    }[kind]  # fmt: skip
+    mine = [
+        "agent.kind=inline", "agent.options.system_prompt=S",
+        "env.kind=tools", 'env.options.tools=["users:weather"]',
+        "env.user.mode=users:Helper", "env.user.max_replies=1", "reward.kind=numeric",
+    ]  # fmt: skip
     status, _, err = finish(start(config, *mine, "steps=2", PYTHONPATH=str(tmp_path)))
     assert status == 0, err
-    for split in ["train", "heldout"] if kind == "inline" else ["train"]:
+    for split in ("train", "heldout"):
         assert any("said" in r.stats for r in rollouts(tmp_path / "run", split)), split
     report = verify.verify_run(tmp_path / "run")
     assert (report.faults, report.unaccounted) == ([], 0)

@@ -13,17 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo.config import EngineConfig, RolloutConfig
+from agentgrpo.config import EngineConfig
 from agentgrpo.engine.engine import Engine
-from agentgrpo.machine.memory import OutOfMemory
-from agentgrpo.rollout.sampler import generate
 from agentgrpo.types import Completion
-from tests.end_to_end.test_agents import Talkative
 from tests.engine.stand_in import async_scheduling_on_cpu
 from tests.engine.test_engine import finish, prompt
-from tests.playing import task
-from tests.rollout.test_second_role import AGENT as TALKER
-from tests.rollout.test_second_role import Shop
 
 
 @pytest.fixture(scope="module")
@@ -82,30 +76,6 @@ def test_every_token_is_that_of_the_serial_engine(ahead: Engine, engine: Engine)
         np.testing.assert_allclose(turn.entropies, expected[name].entropies, atol=1e-4)
 
 
-def test_so_is_every_token_of_rollouts(ahead: Engine, engine: Engine, tokenizer: Any) -> None:
-    """Stop strings, observations that are appended, a second role between the policy's turns."""
-    budget = RolloutConfig(
-        max_turns=3, max_turn_tokens=24, max_observation_tokens=16, deterministic=True
-    )
-    played = [
-        generate(
-            [task("Hi"), task("Ho")],
-            each,
-            Talkative(env=TALKER.env, call_reader=TALKER.call_reader),
-            6,
-            env=Shop(temperature=1.0, max_tokens=8),
-            tokenizer=tokenizer,
-            config=budget,
-        )
-        for each in (ahead, engine)
-    ]
-    for one, other in zip(*played, strict=True):
-        for mine, theirs in zip(one.rollouts, other.rollouts, strict=True):
-            assert mine.token_ids.tolist() == theirs.token_ids.tolist()
-            assert mine.turns == theirs.turns
-    assert any(len(rollout.turns) > 1 for rollout in played[0][0].rollouts)
-
-
 def test_nothing_is_under_way_once_no_request_is(ahead: Engine) -> None:
     ahead.add_request("a", prompt(30), max_tokens=40, temperature=1.0, stop_token_ids=range(3, 90))
     ahead.step()
@@ -117,6 +87,11 @@ def test_nothing_is_under_way_once_no_request_is(ahead: Engine) -> None:
     ahead.abort(["b"])
     assert not ahead._core.batch_queue
     assert ahead._core.scheduler.get_num_unfinished_requests() == 0
+    ahead.add_request("c", prompt(30), max_tokens=40, temperature=1.0)
+    ahead.step()
+    assert ahead._core.batch_queue
+    ahead.load_weights([])
+    assert not ahead._core.batch_queue
 
 
 def test_it_falls_asleep_over_requests_with_nothing_under_way(
@@ -147,52 +122,3 @@ def test_it_falls_asleep_over_requests_with_nothing_under_way(
     assert {n: told(t)[0] for n, t in done[0].items()} == {
         n: told(t)[0] for n, t in done[1].items()
     }
-
-
-def moved(engine: Engine, steps: int) -> tuple[list[int], list[float]]:
-    """A greedy turn whose weights change after three tokens."""
-    engine.add_request("a", prompt(40), max_tokens=9, temperature=0.0)
-    for _ in range(steps):
-        engine.step()
-    engine.sleep("keep")
-    with torch.no_grad():
-        for parameter in engine.model.parameters():
-            parameter.mul_(1.05)
-    engine.wake()
-    engine.reset_prefix_cache(recompute_running=True)
-    turn = finish(engine)["a"]
-    return turn.token_ids.tolist(), turn.logprobs.tolist()
-
-
-def test_new_weights_begin_at_the_same_token(ahead: Engine, engine: Engine) -> None:
-    """Two are asked for in three steps: the first step of all only schedules."""
-    (ids, logprobs), (expected, theirs) = moved(ahead, 3), moved(engine, 3)
-    assert ids == expected
-    np.testing.assert_allclose(logprobs, theirs, atol=1e-5)
-
-
-def test_weights_are_copied_in_with_nothing_under_way(ahead: Engine) -> None:
-    ahead.add_request("a", prompt(30), max_tokens=40, temperature=1.0)
-    ahead.step()
-    assert ahead._core.batch_queue
-    ahead.load_weights([])
-    assert not ahead._core.batch_queue
-
-
-def test_memory_that_runs_out_in_a_step_that_is_waited_for_is_explained(
-    ahead: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody asked for that step; on a card its error comes when it is waited for."""
-
-    def late() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    ahead.add_request("a", prompt(30), max_tokens=40, temperature=1.0)
-    ahead.step()
-    assert ahead._core.batch_queue
-    with monkeypatch.context() as patch:
-        patch.setattr(ahead._core, "step_fn", late)
-        with pytest.raises(OutOfMemory, match=r"while generating: a lower engine\.kv_cache_gib"):
-            ahead.abort(["a"])
-    assert not ahead._core.is_scheduler_paused()
-    assert ahead.num_in_flight == 0

@@ -199,21 +199,6 @@ def test_a_known_prefix_is_not_computed_again_until_it_is_forgotten(engine: Engi
     assert ask(engine, ids, max_tokens=2, seed=0)[0].num_cached_tokens == 0
 
 
-def test_the_cache_is_not_reset_under_running_requests(engine: Engine) -> None:
-    engine.add_request("a", prompt(40), max_tokens=9, temperature=1.0)
-    engine.step()
-    with pytest.raises(RuntimeError, match=r"did not reset its prefix cache \(1 requests"):
-        engine.reset_prefix_cache()
-
-
-def test_a_request_id_may_be_used_again_only_when_it_is_done(engine: Engine) -> None:
-    engine.add_request("a", prompt(5), max_tokens=2, temperature=1.0)
-    with pytest.raises(ValueError, match="request 'a' is in flight already"):
-        engine.add_request("a", prompt(6), max_tokens=2, temperature=1.0)
-    assert list(finish(engine)) == ["a"]
-    assert len(ask(engine, prompt(5), max_tokens=2)) == 1
-
-
 @pytest.mark.parametrize(("length", "max_tokens", "fits"), [(250, 6, True), (250, 7, False)])
 def test_the_context_can_be_filled_but_not_exceeded(
     engine: Engine, length: int, max_tokens: int, fits: bool
@@ -227,28 +212,31 @@ def test_the_context_can_be_filled_but_not_exceeded(
     assert engine.num_in_flight == 0
 
 
-def test_asleep_it_refuses_to_work(engine: Engine) -> None:
+def test_what_it_cannot_do_now_is_refused_and_harms_nobody(engine: Engine) -> None:
+    def more(name: str = "b") -> None:
+        engine.add_request(name, prompt(6), max_tokens=2, temperature=1.0)
+
+    engine.add_request("a", prompt(40), max_tokens=9, temperature=1.0)
+    engine.step()
+    under_way: dict[str, Callable[[], object]] = {
+        r"did not reset its prefix cache \(1 requests": engine.reset_prefix_cache,
+        "request 'a' is in flight already": lambda: more("a"),
+        "asked to sleep with 1 requests in flight": engine.sleep,
+        "1 requests in flight: a probe would lose them": lambda: engine.probe([prompt(4)], 1),
+    }
+    for said, use in under_way.items():
+        with pytest.raises((RuntimeError, ValueError), match=said):
+            use()
+    assert not engine.asleep
+    assert list(finish(engine)) == ["a"]
     engine.sleep()
     engine.sleep()
-    for use in (
-        engine.step,
-        lambda: engine.add_request("a", prompt(5), max_tokens=2, temperature=1.0),
-        lambda: engine.probe([prompt(5)], 2),
-    ):
+    for use in (engine.step, more, lambda: engine.probe([prompt(5)], 2)):
         with pytest.raises(RuntimeError, match=r"the engine sleeps: call wake\(\) first"):
             use()
     engine.wake()
-    assert len(ask(engine, prompt(5), max_tokens=2)[0].token_ids) == 2
-
-
-def test_it_does_not_fall_asleep_over_requests(engine: Engine) -> None:
-    engine.add_request("a", prompt(5), max_tokens=20, temperature=1.0)
-    engine.step()
-    with pytest.raises(RuntimeError, match="asked to sleep with 1 requests in flight"):
-        engine.sleep()
-    assert not engine.asleep
-    assert len(finish(engine)) == 1
-    engine.sleep()
+    more("a")
+    assert len(finish(engine)["a"].token_ids) == 2
 
 
 def test_probes_come_back_in_order(engine: Engine, oracle: Score) -> None:
@@ -257,13 +245,6 @@ def test_probes_come_back_in_order(engine: Engine, oracle: Score) -> None:
         table = oracle(np.concatenate([ids, turn.token_ids]), 1.0)
         assert turn.token_ids[0] == table[len(ids) - 1].argmax()
         assert len(turn.token_ids) == 3
-
-
-def test_a_probe_does_not_take_the_results_of_others(engine: Engine) -> None:
-    engine.add_request("mine", prompt(5), max_tokens=3, temperature=1.0)
-    with pytest.raises(RuntimeError, match="1 requests in flight: a probe would lose them"):
-        engine.probe([prompt(4)], 1)
-    assert list(finish(engine)) == ["mine"]
 
 
 def test_the_learners_threads_can_still_be_set(the_engine: Engine) -> None:

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
+from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig
 from agentgrpo.engine.agreement import Disagreement, check_agreement, probe_prompts
 from agentgrpo.engine.engine import Engine
 from agentgrpo.learn.learner import Learner
-from agentgrpo.machine.footprint import footprint, shapes_in
 from agentgrpo.models.models import SavedAdapter, base_of, saved_adapter
 from tests.learn.given import learner_on
 from tests.tiny import VOCAB
@@ -161,19 +160,6 @@ def test_a_skipped_hand_over_is_found(make_learner: Callable[..., Learner], serv
         agree(served, learner)
 
 
-def test_a_stale_prefix_cache_is_found(
-    make_learner: Callable[..., Learner], served: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner = make_learner()
-    learner.publish()
-    agree(served, learner)
-    move(learner, 0)
-    monkeypatch.setattr(served, "reset_prefix_cache", lambda: None)
-    learner.publish()
-    with pytest.raises(Disagreement):
-        agree(served, learner)
-
-
 def test_some_layers_alone_can_be_adapted(
     make_learner: Callable[..., Learner], served: Engine
 ) -> None:
@@ -214,15 +200,6 @@ def test_a_saved_adapter_is_played_with(
     ids, logprobs = sampled(served)
     np.testing.assert_allclose(logprobs, learner.score(ids)[-6:], atol=1e-5)
     assert np.abs(logprobs - base_logp(tiny_model, ids)[-6:]).max() > 0.1
-
-
-def test_an_adapter_of_a_kind_that_vllm_does_not_know_is_refused(
-    make_learner: Callable[..., Learner], served: Engine
-) -> None:
-    adapter = make_learner().policy.adapter
-    assert adapter is not None
-    with pytest.raises(ValueError, match="DoRA"):
-        served.set_adapter(adapter.tensors(), {**adapter.config, "use_dora": True})
 
 
 @pytest.mark.parametrize(
@@ -270,19 +247,3 @@ def test_vllms_own_llm_can_be_asked_for_the_policy(
 def test_ranks_that_vllm_has_no_room_for_are_refused_before_it_starts(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match=r"learner\.lora\.rank: .* up to rank 512, got 513"):
         Engine(tiny_model, EngineConfig(max_model_len=256), lora_rank=513)
-
-
-def test_the_footprint_counts_what_both_sides_hold(
-    make_learner: Callable[..., Learner], served: Engine, tiny_model: Path
-) -> None:
-    """The model below the adapter is there once."""
-    learner = make_learner(target_modules=("q_proj", "down_proj"))
-    lora = {"rank": RANK, "alpha": ALPHA, "target_modules": ("q_proj", "down_proj")}
-    config = TrainConfig.model_validate({"model": "m", "out_dir": "o", "learner": {"lora": lora}})
-    held = footprint(config, shapes_in(tiny_model), cuda=False)
-    trained = {id(p) for p in learner.policy.trained}
-    base = [p for p in learner.model.parameters() if id(p) not in trained]
-    assert held.weights == sum(p.nbytes for p in base)
-    assert held.copies == 0
-    theirs = {p.untyped_storage().data_ptr() for p in served.model.parameters()}
-    assert all(p.untyped_storage().data_ptr() in theirs for p in base)

@@ -20,7 +20,7 @@ from agentgrpo.engine import start as start_module
 from agentgrpo.engine.agreement import probe_prompts
 from agentgrpo.engine.engine import Engine, State
 from agentgrpo.engine.start import _settings, start
-from agentgrpo.loop import awake
+from agentgrpo.loop import engine_awake
 from tests.engine.test_engine import prompt
 from tests.learn.given import learner_on
 from tests.tiny import VOCAB
@@ -65,7 +65,7 @@ def a_night(engine: Engine, model: Path, asked: list[str], weights: str) -> list
     engine.sleep()
     for _ in range(2):
         asked.clear()
-        with awake(parts):
+        with engine_awake(parts):
             engine.add_request("a", prompt(9), max_tokens=2, temperature=0.0)
             while engine.num_in_flight:
                 engine.step()
@@ -163,7 +163,6 @@ def test_vllm_serves_a_card_on_one_thread_and_the_learner_has_its_own(
     of_any_kind(monkeypatch)
     monkeypatch.setattr(engine_module, "device_of_engines", lambda: device)
     monkeypatch.setattr(engine_module, "memory", lambda _: {})
-    monkeypatch.setattr(engine_module, "pass_over_open_blocks", lambda _: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine = Engine("m", EngineConfig())
     Engine._running.discard(id(engine))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from agentgrpo import build
 from agentgrpo.config import EngineConfig, TrainConfig
 from agentgrpo.config.read import load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
@@ -48,10 +47,6 @@ def test_on_cpu_it_is_refused_before_anything_is_loaded() -> None:
         Engine("no model", EngineConfig(async_scheduling=True))
 
 
-class Stopped(Exception):
-    """Instead of an engine."""
-
-
 @pytest.mark.parametrize(
     ("device", "deterministic", "asked", "expected"),
     [
@@ -60,32 +55,15 @@ class Stopped(Exception):
     ],
 )  # fmt: skip
 def test_a_deterministic_run_goes_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path, device: str,
-    deterministic: Any, asked: bool | None, expected: bool,
-) -> None:  # fmt: skip
-    """What the engine of a run is started with, on a pretend card and on CPU."""
-    seen: list[Any] = []
-
-    def begin(model: str, config: EngineConfig, **_: Any) -> None:
-        seen.append(_settings(config, device, "bfloat16")["async_scheduling"])
-        raise Stopped
-
-    monkeypatch.setattr("agentgrpo.engine.engine.Engine", begin)
-    monkeypatch.setattr("agentgrpo.engine.engine.device_of_engines", lambda: device)
+    device: Any, deterministic: Any, asked: bool | None, expected: bool
+) -> None:
     config = TrainConfig.model_validate(
         {
-            "model": str(tiny_model), "out_dir": tmp_path, "agent": {"kind": "tools"},
-
-            "env": {
-                "kind": "tools", "options": {"tools": ["agentgrpo.envs.calculator:calculate"]}
-            },
-            "data": {"levels": [1], "heldout_levels": [1]},
-            "rollout": {"deterministic": deterministic}, "engine": {"async_scheduling": asked},
+            "model": "m", "out_dir": "o", "rollout": {"deterministic": deterministic},
+            "engine": {"async_scheduling": asked},
         }
-    )  # fmt: skip
-    with pytest.raises(Stopped):
-        build.build(config)
-    assert seen == [expected]
+    ).on(device)  # fmt: skip
+    assert _settings(config.engine, device, "bfloat16")["async_scheduling"] is expected
 
 
 @pytest.mark.parametrize("name", shipped_configs())

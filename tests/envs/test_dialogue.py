@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.actions import Action, Ask, Heard, Observation, Reading, Say
+from agentgrpo.actions import Action, ModelReply, ModelRequest, Observation, Reading, Say
 from agentgrpo.config import (
     BranchConfig,
     EngineConfig,
@@ -25,7 +25,7 @@ from agentgrpo.rewards.trl import conversation
 from agentgrpo.rewards.view import RolloutView
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.sandbox import SandboxPool
-from agentgrpo.stage import set_stage
+from agentgrpo.stage import prepare_run
 from agentgrpo.types import Status
 from tests.playing import (
     CHAT,
@@ -44,7 +44,7 @@ from tests.test_registry import config
 HEARD: list[str] = []
 
 
-def weather(city: str) -> str:
+async def weather(city: str) -> str:
     """The weather in a city, now."""
     if city != "Seattle, WA":
         raise LookupError(f"no such place: {city!r}")
@@ -61,7 +61,7 @@ class Tourist:
         HEARD.append(said)
         return self.city if "where" in said.lower() else None
 
-    def heard(self, text: str) -> str | None:
+    def on_reply(self, text: str) -> str | None:
         raise AssertionError("asked nobody")
 
 
@@ -73,9 +73,9 @@ class Asking(Tourist):
     """Has the engine say it."""
 
     def reply(self, said: str, *, satisfied: bool) -> Any:
-        return Ask(({"role": "user", "content": f"USER {self.city}: {said}"},))
+        return ModelRequest(({"role": "user", "content": f"USER {self.city}: {said}"},))
 
-    def heard(self, text: str) -> str | None:
+    def on_reply(self, text: str) -> str | None:
         return None if "bye" in text else text
 
 
@@ -127,9 +127,9 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 class Station:
     """As TRL's environment_factory."""
 
-    def weather(self, city: str) -> str:
+    async def weather(self, city: str) -> str:
         """The weather in a city, now."""
-        return weather(city)
+        return await weather(city)
 
 
 def read_call(text: str, tools: Any) -> Reading:
@@ -303,9 +303,9 @@ class JudgeEpisode:
         self.closed = 0
 
     def step(self, action: Action) -> Observation:
-        if isinstance(action, Heard):
+        if isinstance(action, ModelReply):
             return Observation(f"verdict: {action.text}")
-        return Observation("", ask=Ask(({"role": "user", "content": "?"},)))
+        return Observation("", ask=ModelRequest(({"role": "user", "content": "?"},)))
 
     async def finish(self, answer: str | None) -> Mapping[str, float]:
         await asyncio.sleep(0)
@@ -318,14 +318,14 @@ class JudgeEpisode:
 def test_all_else_is_the_environments_own() -> None:
     """What its episode asked of the engine is its own too, also after a talk with the user."""
     env: Any = with_user(Judge(), EnvConfig(user=UserConfig(mode=f"{__name__}:Asking")))
-    assert (env.judges, env.answers, env.talks) == (True, ("tools",), True)
+    assert (env.judges, env.answers, env.has_user) == (True, ("tools",), True)
     assert not hasattr(env, "begin")
     episode = env.reset(TASK)
     assert (episode.environment, hasattr(episode, "recall")) == ("mine", False)
     assert episode.step(Say(ASK)).ask is not None
-    assert episode.step(Heard("hm")).text == "hm"
+    assert episode.step(ModelReply("hm")).text == "hm"
     assert episode.step(object()).ask is not None
-    assert episode.step(Heard("yes")).text == "verdict: yes"
+    assert episode.step(ModelReply("yes")).text == "verdict: yes"
     worlds = EpisodeRunner(1)
     assert worlds.finish(episode, None).result() == {"solved": 1.0}
     assert episode._episode.closed == 1
@@ -382,7 +382,7 @@ def test_rows_that_do_not_say_what_their_user_says_are_refused_before_a_model_is
     made = made.model_copy(update={"model": str(tiny_model), "engine": engine})
     said = r"column 'user': .*rows\.jsonl:1' says.* got 3"
     with pytest.raises(ValueError, match=said):
-        set_stage(made).training_tasks(made)
+        prepare_run(made).training_tasks(made)
 
 
 @pytest.mark.parametrize("given", [None, ["a", 4]])

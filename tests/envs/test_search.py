@@ -122,16 +122,6 @@ def test_a_failure_that_passes_is_not_noticed(port: int, query: str) -> None:
     assert found(env, query).startswith('[1] "Title 0"')
 
 
-def test_nobody_listens() -> None:
-    with pytest.raises(InfrastructureError, match=r"endpoint http://127\.0\.0\.1:9/search: "):
-        found(searching(9, endpoint=retriever(9, retries=0)), "owl")
-
-
-def test_half_characters_of_a_server_reach_no_tokenizer(port: int) -> None:
-    env = searching(port)
-    assert found(env, 'form [{"text": "a\\ud800b"}]') == "[1] \na?b"
-
-
 @pytest.mark.parametrize(
     ("page", "text"),
     [
@@ -372,7 +362,7 @@ def config(port: int, **options: Any) -> TrainConfig:
 
 
 def made(config: TrainConfig) -> Any:
-    """The environment that set_stage() makes of a config."""
+    """The environment that prepare_run() makes of a config."""
     return make_env(config, None, models_of(config, None, trained=True))
 
 
@@ -381,17 +371,13 @@ def made(config: TrainConfig) -> Any:
     [
         ({}, "env.options.corpus: expected texts to search, or a retriever"),
         ({"retriever": "web"}, "env.options.retriever: .* kind retriever, got 'web'; .*: wiki"),
-        ({"retriever": "m"}, "env.options.retriever: .* kind retriever, got 'm'"),
         ({"retriever": "wiki", "top_k": 0}, "env.options.top_k: expected a number of at least 1"),
         ({"corpus": "x", "pages": True}, "env.options.pages: it does nothing without retriever"),
         ({"retriever": "wiki", "dense": {"encoder": "x"}}, "env.options.dense: .* without corpus"),
-        ({"corpus": "x", "cache": "y"}, "env.options.cache: .* without retriever or summary"),
         ({"corpus": "x", "retriever": "wiki"}, "env.options.corpus: excluded by retriever 'wiki'"),
         ({"retriever": "wiki", "summary": {"endpoint": "policy"}}, "http or script, got 'policy'"),
-        ({"retriever": "wiki", "summary": {"endpoint": "wiki"}}, "summary.endpoint: .* got 'wiki'"),
         ({"retriever": "wiki", "summary": {"endpoint": "m", "prompt": "{a}"}}, "KeyError"),
         ({"retriever": "wiki", "summary": {"endpoint": "m", "prompt": "?"}}, "expected {texts}"),
-        ({"retriever": "wiki", "summary": {"endpoint": "m", "max_token": 3}}, "max_token"),
         ({"retriever": "wiki", "dense": {}}, "env.options.dense.encoder"),
     ],
 )
@@ -399,13 +385,6 @@ def test_options_that_make_no_sense_are_refused_by_name(
     port: int, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        made(config(port, **options))
-
-
-def test_an_encoder_that_is_none_is_refused(port: int, tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
-    options = {"corpus": str(tmp_path / "t.jsonl"), "dense": {"encoder": str(tmp_path / "no")}}
-    with pytest.raises(ValueError, match=r"env\.options\.dense\.encoder: .*no has no config\.json"):
         made(config(port, **options))
 
 
@@ -471,12 +450,10 @@ def test_two_runs_of_one_config_share_what_was_found(
     for name in ("one", "two"):
         before = len(asked(port))
         out_dir = f"out_dir={tmp_path / name}"
-        ran = warm.run("-m", "agentgrpo.train", str(path), out_dir, PYTHONPATH=str(tmp_path))
+        ran = warm.run("-m", "tests.quick", "train", str(path), out_dir, PYTHONPATH=str(tmp_path))
         assert ran.returncode == 0, ran.stderr[-4000:]
         requests.append(len(asked(port)) - before)
         runs.append(read_lines(tmp_path / name / "rollouts.jsonl"))
-        verified = warm.run("-m", "agentgrpo.verify", str(tmp_path / name))
-        assert verified.returncode == 0, verified.stdout + verified.stderr
     assert requests[0] > 0 == requests[1]
     first, second = ([record["segments"] for record in run] for run in runs)
     assert first == second

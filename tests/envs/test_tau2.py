@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.actions import CallTools, Heard, Reading, Say, ToolCall
+from agentgrpo.actions import CallTools, ModelReply, Reading, Say, ToolCall
 from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.envs.copied import CopiedOnWrite, changed_records, copied_on_write
 from agentgrpo.envs.tau2 import Tau2Env, _upstream_call, tables_of
@@ -133,7 +133,7 @@ def test_errors_of_a_tool_are_observations(telecom: Tau2Env) -> None:
 
 def test_S2_9_a_scripted_customer_tells_all_agrees_and_hangs_up() -> None:
     env = Tau2Env("retail", mode="scripted")
-    assert env.talks
+    assert env.has_user
     solved = lazy = 0.0
     tasks = env.tasks("heldout")
     for task in tasks:
@@ -169,7 +169,7 @@ class Grumpy:
         self.left -= 1
         return "no" if self.left >= 0 else None
 
-    def heard(self, text: str) -> str | None:
+    def on_reply(self, text: str) -> str | None:
         raise AssertionError("asked nothing")
 
 
@@ -185,12 +185,12 @@ def test_the_engine_plays_the_customer_by_the_benchmarks_guidelines() -> None:
     assert "<scenario>\nInstructions:\n\tDomain: retail" in system["content"]
     assert [m["role"] for m in talk] == ["user", "assistant", "user"], "their roles are turned"
     assert talk[1]["content"] == task.messages[1]["content"]
-    told = episode.step(Heard("<think>Hm.</think>\nI am Yusuf."))
+    told = episode.step(ModelReply("<think>Hm.</think>\nI am Yusuf."))
     assert (told.text, told.done) == ("I am Yusuf.", False)
     again = episode.step(Say("And your zip code?")).ask
     assert again is not None
     assert again.messages[-2]["content"] == "I am Yusuf.", "without the thoughts"
-    assert episode.step(Heard("Thank you. ###STOP###")).done
+    assert episode.step(ModelReply("Thank you. ###STOP###")).done
     assert episode.finish(None) == {"solved": 0.0}
 
 

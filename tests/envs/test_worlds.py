@@ -79,7 +79,7 @@ def test_seeds_make_tasks_and_splits_share_none() -> None:
     assert not {t.spec["seed"] for t in train} & {t.spec["seed"] for t in heldout}
     assert len({t.messages[0]["content"] for t in train}) > 1
     by_word = lake(act_by="reply")
-    assert (by_word.talks, by_word.tools(train[0])) == (True, ())
+    assert (by_word.has_user, by_word.tools(train[0])) == (True, ())
     episode = by_word.reset(by_word.tasks("train")[0])
     assert not episode.step(Say(" Down ")).failed
     episode.close()
@@ -204,15 +204,7 @@ def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
     spelled = f"lambdify((), 'builtins.eval')()({letters})"
     board = [row.split() for row in first["n_queens"]["valid_answers"][0].splitlines()]
     for dataset, answers in {
-        "countdown": [
-            touch,
-            forged,
-            "9**9**9**9",
-            "().__class__",
-            "eval('1+1')",
-            "S('open(0)')",
-            spelled,
-        ],
+        "countdown": [touch, forged, "9**9**9**9", "().__class__", "S('open(0)')", spelled],
         "n_queens": [touch, "open(0)", f"list({board})"],
         "prime_factorization": ["none", "2" * (1 << 20)],
     }.items():
@@ -287,63 +279,48 @@ def test_a_dataset_of_reasoning_gym_without_questions_is_said(
         env.tasks("train")
 
 
+SPELLED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "simple_integration": ({}, ["Integral({integrand}, {variable})", "{integrand}"], []),
+    "intermediate_integration": (
+        {"problem_type_weights": [0, 0, 1, 0, 0, 0, 0, 0]},
+        ["Integral({integrand}, x)", "Integral({integrand}, x, evaluate=False) + C"],
+        ["atan(1) + {answer}"],
+    ),
+    "polynomial_multiplication": (
+        {}, ["{polynomial_expr}", "Poly({polynomial_expr})"], ["0 + {answer}"],
+    ),
+    "countdown": (
+        {},
+        [
+            "({sum})*log(log(E)) + {target}.E0", "({sum})*0x0 + 0x{target:x}",
+            "{target:_}e0 # {numbers}", "0x{target:x} # {numbers}",
+            "({sum})*(log(E) - log(E)) + factorial(ceiling(pi))", "({sum})//1 + 0_0",
+            "({expression})**1_0",
+        ],
+        ["( {answer} )", "{answer}."],
+    ),
+    "puzzle24": (
+        {},
+        [
+            "({sum})*log(log(E)) + factorial(ceiling(pi))", "({sum})*0x0 + 0x18",
+            "0x18 # {numbers}", "6*4*1*1", "9*5/(1 + 3)*2", "9 + 3*5 + 1/2", "9 + 3*5/1**2",
+        ],
+        ["( {answer} )", "9+5*1*3"],
+    ),
+    "complex_arithmetic": ({}, ["nan", "NaN+nanj", "1e999"], ["({answer})"]),
+    "coin_flip": ({}, ["0", "1e300", "1/2"], ["2/2", "1.00001"]),
+    "game_of_life_halting": ({}, ["False", "yes", "0", "False or True"], [" true ", "True."]),
+}  # fmt: skip
+
+
 @pytest.mark.nsjail
-@pytest.mark.parametrize(
-    ("dataset", "config", "wrong", "right"),
-    [
-        ("simple_integration", {}, ["Integral({integrand}, {variable})", "{integrand}"], []),
-        (
-            "intermediate_integration",
-            {"problem_type_weights": [0, 0, 1, 0, 0, 0, 0, 0]},
-            ["Integral({integrand}, x)", "Integral({integrand}, x, evaluate=False) + C"],
-            ["atan(1) + {answer}"],
-        ),
-        (
-            "polynomial_multiplication",
-            {},
-            ["{polynomial_expr}", "Poly({polynomial_expr})", "PurePoly({polynomial_expr})"],
-            ["0 + {answer}"],
-        ),
-        (
-            "countdown",
-            {},
-            [
-                "({sum})*log(log(E)) + {target}.E0",
-                "({sum})*0x0 + 0x{target:x}",
-                "{target:_}e0 # {numbers}",
-                "0x{target:x} # {numbers}",
-                "({sum})*(log(E) - log(E)) + factorial(ceiling(pi))",
-                "({sum})//1 + 0_0",
-                "({expression})**1_0",
-            ],
-            ["( {answer} )", "{answer}."],
-        ),
-        (
-            "puzzle24",
-            {},
-            [
-                "({sum})*log(log(E)) + factorial(ceiling(pi))",
-                "({sum})*0x0 + 0x18",
-                "0x18 # {numbers}",
-                "6*4*1*1",
-                "9*5/(1 + 3)*2",
-                "9 + 3*5 + 1/2",
-                "9 + 3*5/1**2",
-            ],
-            ["( {answer} )", "9+5*1*3"],
-        ),
-        ("complex_arithmetic", {}, ["nan", "NaN+nanj", "1e999"], ["({answer})"]),
-        ("coin_flip", {}, ["0", "1e300", "1/2"], ["2/2", "1.00001"]),
-        ("game_of_life_halting", {}, ["False", "yes", "0", "False or True"], [" true ", "True."]),
-    ],
-)
-def test_reasoning_gym_pays_no_question_said_again(
-    chains: ReasoningGymEnv, dataset: str, config: Any, wrong: list[str], right: list[str]
-) -> None:
+@pytest.mark.parametrize("dataset", SPELLED)
+def test_reasoning_gym_pays_no_question_said_again(chains: ReasoningGymEnv, dataset: str) -> None:
     """Nor numbers that were not given, however they are spelled, nor what it takes for any."""
     import reasoning_gym
     import sympy
 
+    config, wrong, right = SPELLED[dataset]
     env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=1, config=config)
     env.graders = chains.graders
     (given,) = env.tasks("train")
@@ -756,7 +733,7 @@ def test_a_program_that_is_no_server_is_refused() -> None:
 
 
 RAW_SERVER = """
-import json, os, sys, time
+import json, sys
 
 NAMES = ["wrong", "text", "link", "both", "image", "data", "null", "internal", "params"]
 BLOCKS = {
@@ -766,12 +743,6 @@ BLOCKS = {
     "image": [{"type": "image", "data": "aGk=", "mimeType": "i/p"}],
     "null": None,
 }
-if sys.argv[1] == "hangs" and os.path.exists(sys.argv[2]):
-    open(sys.argv[2], "w").write(str(os.getpid()))
-    time.sleep(3600)
-if sys.argv[1] == "hangs":
-    open(sys.argv[2], "w").close()
-
 def listed(cursor):
     start = int(cursor or 0)
     tools = [{"name": name, "inputSchema": {"type": "object"}} for name in NAMES[start : start + 4]]
@@ -805,13 +776,9 @@ for line in sys.stdin:
 """
 
 
-def raw(how: str = "", *more: str, **options: Any) -> McpEnv:
-    pytest.importorskip("mcp")
-    return McpEnv(sys.executable, ["-c", RAW_SERVER, how, *more], **options)
-
-
 def test_a_servers_every_answer_is_told_and_none_ends_the_run() -> None:
-    env = raw()
+    pytest.importorskip("mcp")
+    env = McpEnv(sys.executable, ["-c", RAW_SERVER])
     names = [schema["function"]["name"] for schema in env.tools(task())]
     assert names == ["wrong", "text", "link", "both", "image", "data", "null", "internal", "params"]
     runner, episode = EpisodeRunner(1), env.reset(task())
@@ -828,20 +795,3 @@ def test_a_servers_every_answer_is_told_and_none_ends_the_run() -> None:
     assert shown["internal"].startswith("MCPError: ")
     assert shown["params"].startswith("BadArguments: ")
     assert told.counts == {"tool_exception": 3.0, "bad_arguments": 1.0}
-
-
-@pytest.mark.parametrize("limit_s", [1.0, None])
-def test_a_server_that_hangs_as_it_starts_is_ended(tmp_path: Path, limit_s: float | None) -> None:
-    """By the limit of the run, or by its own."""
-    env = raw("hangs", str(tmp_path / "pid"))
-    env.timeout_s = 30.0 if limit_s else 1.0
-    runner, episode = EpisodeRunner(1, limit_s), env.reset(task())
-    with pytest.raises(InfrastructureError):
-        runner.step(episode, call("text")).result(60)
-    if limit_s is None:  # else the runner closes it
-        runner.close(episode).result(60)
-    pid, patience = (tmp_path / "pid").read_text(), time.monotonic() + 60.0
-    assert pid
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < patience
-        time.sleep(0.05)

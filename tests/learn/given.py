@@ -43,7 +43,7 @@ class Holder:
     def set_adapter(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         self.adapter = tensors
 
-    def pack_frozen(self, trained: Iterable[Tensor]) -> int:
+    def prepack_frozen_linears(self, trained: Iterable[Tensor]) -> int:
         return 0
 
     def reset_prefix_cache(self) -> None: ...

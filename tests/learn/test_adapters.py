@@ -137,11 +137,6 @@ def test_training_goes_on_from_an_adapter_as_it_is(
         require_lora_of(adapter, LoraConfig(**asked))
 
 
-def test_layers_that_are_not_there_get_no_adapter(make_learner: Callable[..., Learner]) -> None:
-    with pytest.raises(ValueError, match=r"learner.lora.target_modules: .*nosuch"):
-        make_learner(lora={"rank": 2, "target_modules": ("nosuch",)})
-
-
 @pytest.mark.parametrize(
     ("targets", "message"),
     [

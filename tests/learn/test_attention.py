@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.overrides import TorchFunctionMode
 
 from agentgrpo.learn import flex, recurrent
 from agentgrpo.learn.attention import TREE, Tree, _on_cuda, runs_of, tree_attention
 from agentgrpo.learn.batch import PackedBatch
+from agentgrpo.learn.forward_check import why_not_packed
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Scorer, checkpoint_layers, freeze_all_but
-from agentgrpo.learn.trial import foreseen
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
@@ -79,7 +77,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4": ("Phi3", {"sliding_window": None, "partial_rotary_factor": 0.75}),
     "olmo3": ("Olmo3", {"sliding_window": 5, "layer_types": SLIDING}),
     "ministral": ("Ministral", {"sliding_window": 5, "layer_types": SLIDING}),
-    "ministral3": ("Ministral3", {"head_dim": 8}),
     "gemma4": (
         "Gemma4Text",
         {
@@ -97,29 +94,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybrid",
         {"layer_types": ["mamba", "attention", "mamba"], **DENSE},
     ),
-    "bamba": (
-        "Bamba",
-        {
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 8, "mamba_d_state": 6, "mamba_d_head": 8, "mamba_chunk_size": 4,
-        },
-    ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "qwen3.5": ("Qwen3_5Text", {"layer_types": DELTA, **DELTA_NET}),
-    "qwen3.5 moe": (
-        "Qwen3_5MoeText",
-        {
-            "layer_types": DELTA, **DELTA_NET, "num_experts": 4, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-        },
-    ),
-    "lfm2 moe": (
-        "Lfm2Moe",
-        {
-            "layer_types": ["conv", "full_attention", "conv"], "num_experts": 4,
-            "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1,
-        },
-    ),
     "qwen3 next": (
         "Qwen3Next",
         {"layer_types": DELTA, **DELTA_NET, "num_experts": 0, "mlp_only_layers": [0, 1, 2]},
@@ -273,7 +249,7 @@ def test_the_tree_has_the_gradients_of_the_unrolled_batch(name: str, max_tokens:
     want_loss = unrolled_loss(model, groups)
     want = gradients(model, want_loss)
     scorer = Scorer(model)
-    assert scorer.rows is None
+    assert scorer.unpacked_reason is None
     batches = pack_tree(groups, max_tokens=max_tokens)
     assert (len(batches) == 1) == (max_tokens == 1000)
     loss = loss_of(scorer, batches)
@@ -352,7 +328,7 @@ def test_what_cannot_branch_means_rows_that_see_nothing_of_one_another(
     model = make(name)
     attention = model.config._attn_implementation
     scorer = Scorer(model)
-    assert re.search(reason, scorer.rows or "")
+    assert re.search(reason, scorer.unpacked_reason or "")
     assert model.config._attn_implementation == attention
     groups = branching_groups()
     with pytest.raises(ValueError, match="pack unshared rows"):
@@ -406,9 +382,10 @@ def test_models_that_cannot_share_are_known_without_their_weights(name: str) -> 
         model = made(name)
     reason = {
         "mamba": r"no part of its linear_attention layers \(MambaMixer, MambaRMSNorm\)",
-        "gpt oss": "sinks", **{name: reason for name, (*_, reason) in ROWS.items()},
+        "gpt oss": "sinks",
+        **{name: reason for name, (*_, reason) in ROWS.items() if name != "nemotron"},
     }.get(name)  # fmt: skip
-    why = foreseen(model)
+    why = why_not_packed(model)
     assert (why is None) == (reason is None)
     assert re.search(reason or "", why or "")
 
@@ -419,12 +396,12 @@ def test_a_branch_that_sees_too_much_or_too_little_means_rows(
 ) -> None:
     """Of a family whose states nobody has said anything about; without what is before a branch."""
     alone = lambda tout_T: [run._replace(path=()) for run in runs_of(tout_T)]  # noqa: E731
-    monkeypatch.setattr("agentgrpo.learn.policy.why_rows", lambda model: None)
+    monkeypatch.setattr("agentgrpo.learn.policy.why_not_packed", lambda model: None)
     monkeypatch.setattr(recurrent, "KINDS", set())
     monkeypatch.setattr("agentgrpo.learn.attention.runs_of", alone if name == "qwen3" else runs_of)
     model = make(name)
     scorer = Scorer(model)
-    assert re.match("half of its log-probabilities are .* off", scorer.rows or "")
+    assert re.match("half of its log-probabilities are .* off", scorer.unpacked_reason or "")
     assert model.config._attn_implementation != TREE
 
 
@@ -433,7 +410,7 @@ def test_a_head_that_is_not_known_is_refused(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     for name in ("granite", "gemma2 with soft caps"):  # the other's are not in transformers' sdpa
-        assert Scorer(make(name).to(dtype)).rows is None
+        assert Scorer(make(name).to(dtype)).unpacked_reason is None
     monkeypatch.setattr("agentgrpo.learn.policy.SCALES", {})
     with pytest.raises(ValueError, match="type 'granite' cannot be trained, since here half of"):
         Scorer(make("granite").to(dtype))
@@ -443,7 +420,7 @@ def test_a_model_whose_head_cannot_be_left_out_is_refused() -> None:
     with torch.device("meta"):
         model = made("llama4")
     with pytest.raises(ValueError, match="type 'llama4_text' cannot be trained: transformers does"):
-        foreseen(model)
+        why_not_packed(model)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "bloom"])
@@ -492,27 +469,6 @@ def large_batch(lengths: tuple[int, ...] = (300, 90, 170), *, share: bool = True
     return pack_tree(groups, max_tokens=2000, share_prefixes=share)[0]
 
 
-@pytest.mark.parametrize("window", [None, 100, 10_000])
-def test_the_block_mask_of_cuda_is_create_block_mask_bit_for_bit(window: int | None) -> None:
-    batch = large_batch()
-    total = len(batch.tout_T)
-    seen = dense(batch, window)
-    want = create_block_mask(lambda b, h, q, k: seen[q, k], None, None, total, total, device="cpu")
-    got = Tree(batch.tout_T, batch.positions_T, "cpu").block_mask(window)
-    for field in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        assert torch.equal(getattr(got, field), getattr(want, field)), field
-    for field in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):
-        assert torch.equal(getattr(got, field), getattr(want, field)), field
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, total, 16)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        out = flex_attention(q, k, v, block_mask=got)
-    assert isinstance(out, torch.Tensor)
-    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
-
-
 # What CUDA runs, as far as a CPU can: FlexAttention not compiled, the variable-length kernel
 # replaced by its documented meaning.
 
@@ -542,42 +498,6 @@ def varlen_by_definition(
         )
         parts.append(out[0].transpose(0, 1).to(q.dtype))
     return torch.cat(parts)
-
-
-def varlen_of_torch_2_11(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
-    max_q: int, max_k: int, *, return_aux: Any = None, scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> torch.Tensor:  # fmt: skip
-    """That of 2.13 but for grouped queries, for which it has no argument."""
-    assert q.shape[1] == k.shape[1] == v.shape[1], "one head of keys for each of queries"
-    return varlen_by_definition(
-        q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, enable_gqa=False, window_size=window_size
-    )
-
-
-@pytest.mark.parametrize("kernel", [varlen_by_definition, varlen_of_torch_2_11])
-def test_grouped_queries_with_either_torchs_variable_length_kernel(
-    kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heads: list[int] = []
-
-    @functools.wraps(kernel)
-    def noted(*args: Any, **kwargs: Any) -> Tensor:
-        heads.append(args[1].shape[1])
-        return kernel(*args, **kwargs)
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noted)
-    batch = large_batch(share=False)
-    tree = Tree(batch.tout_T, batch.positions_T, "cpu")
-    torch.manual_seed(0)
-    total = len(batch.tout_T)
-    query = torch.randn(1, 6, total, 16).bfloat16()
-    key, value = torch.randn(2, 1, 2, total, 16).bfloat16()
-    cuda = _on_cuda(query, key, value, None, None, None, tree)
-    cpu, _ = tree_attention(torch.nn.Module(), query, key, value, None, tree=tree)
-    torch.testing.assert_close(cuda, cpu, rtol=3e-2, atol=3e-2)
-    assert heads == [2 if kernel is varlen_by_definition else 6], "copied only where they must be"
 
 
 FLASHED = {(16, 16), (256, 256)}

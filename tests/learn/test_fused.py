@@ -6,8 +6,6 @@ what it checks.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import sys
 from typing import Any
 
@@ -111,31 +109,6 @@ def test_fused_layers_have_the_gradients_of_plain_ones(
     assert said.endswith(f" {attention * rope} rotations")
     for kernel in ("_rms_norm", "_geglu_tanh" if "gemma" in name else "_swiglu"):
         assert {f"{kernel}_forward_kernel", f"{kernel}_backward_kernel"} <= {*seen}
-
-
-def test_norms_of_many_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of heads: from 32,768 rows on they have kernels of their own, here from 8 rows on."""
-    module: Any = importlib.import_module("liger_kernel.ops.rms_norm")
-    for name in ("rms_norm_forward", "rms_norm_backward"):
-        source = inspect.getsource(getattr(module, name))
-        assert "n_rows < 4096 * 8 " in source
-        monkeypatch.setattr(module, name, None)  # put back afterwards
-        exec(source.replace("4096 * 8", "8"), vars(module))
-    seen, model = launches(monkeypatch), make("qwen3").float()
-    norm = model.model.layers[0].self_attn.q_norm
-    x = torch.randn(1, 21, 1, 8, requires_grad=True)
-    away = torch.randn_like(x)
-
-    def computed() -> list[torch.Tensor]:
-        out = norm(x)
-        grads = torch.autograd.grad(out, (x, norm.weight), away.clone())
-        return [out, *grads]
-
-    want = computed()
-    fuse(model)
-    for a, b in zip(computed(), want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert seen == ["_block_rms_norm_forward_kernel", "_block_rms_norm_backward_kernel"]
 
 
 @pytest.mark.parametrize("way", ["lora", "checkpointing", "last layers", "rows"])

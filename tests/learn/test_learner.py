@@ -144,11 +144,6 @@ def test_only_the_last_layers_are_trained(make_learner: MakeLearner, engine: Eng
     assert learner.describe()["trained_parameters"] == sum(before[n].numel() for n in changed)
 
 
-def test_more_layers_than_there_are(make_learner: MakeLearner) -> None:
-    with pytest.raises(ValueError, match=r"learner.trained_layers must be at most 2, got 3"):
-        make_learner(trained_layers=3)
-
-
 def test_a_step_without_batches_counts_and_changes_nothing(make_learner: MakeLearner) -> None:
     learner = make_learner(weight_decay=0.5)
     before = state(learner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,10 @@ import torch
 
 from agentgrpo.config import LearnerConfig, LossConfig, TrainConfig
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.policy import load_frozen
+from agentgrpo.learn.policy import load_model
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.types import Group
 from tests.learn.given import run_config
-from tests.tiny import make_model_dir
 
 MakeLearner = Callable[..., Learner]
 LOSS = LossConfig(beta=0.3, sync_ref_model=True, ref_model_sync_steps=2)
@@ -49,7 +47,7 @@ def test_it_moves_when_and_where_trls_does(
     monkeypatch.setattr(callbacks, "AcceleratorState", lambda: no_deepspeed)
     loss = LOSS.model_copy(update={"ref_model_mixup_alpha": alpha})
     learner = make_learner(loss)
-    theirs = load_frozen(tiny_model, device="cpu", dtype="float64")
+    theirs = load_model(tiny_model, device="cpu", dtype="float64")
     callback = callbacks.SyncRefModelCallback(ref_model=theirs, accelerator=None)
     kl = []
     for step in range(1, 5):
@@ -102,30 +100,6 @@ def test_a_resumed_run_has_the_same_reference(
         }
     assert same(params(resumed.model), params(learner.model))
     assert same(params(reference_of(resumed)), params(reference_of(learner)))
-
-
-def test_frozen_layers_have_nothing_to_follow(
-    make_learner: MakeLearner, groups: list[Group], tiny_model: Path
-) -> None:
-    learner = make_learner(LOSS, trained_layers=1)
-    for _ in range(2):
-        learner.step(plan_updates(groups, run_config(LOSS), step=0))
-    base = load_frozen(tiny_model, device="cpu", dtype="float64")
-    pairs = zip(reference_of(learner).named_parameters(), base.parameters(), strict=True)
-    moved = {name for (name, p), was in pairs if not torch.equal(p, was)}
-    assert moved == {n for n, p in learner.model.named_parameters() if p.requires_grad}
-    assert learner._reference is not None
-    assert len(learner._reference.state()) == len(moved), "nor are they rounded again and again"
-
-
-def test_a_head_that_only_its_config_ties_is_refused(
-    make_learner: MakeLearner, tmp_path: Path
-) -> None:
-    config = make_model_dir(tmp_path, tied=False) / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
-    make_learner(reference=tmp_path)
-    with pytest.raises(ValueError, match=r"its files hold a lm_head\.weight of its own"):
-        make_learner(LossConfig(beta=0.3), reference=tmp_path)
 
 
 @pytest.mark.parametrize(

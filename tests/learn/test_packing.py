@@ -263,16 +263,6 @@ def test_worked_example() -> None:
     assert batch.weight_N.tolist() == [0.5, 0.5, 0.25, 0.25, 0.25]
 
 
-def test_prompt_of_all_groups_is_laid_out_once() -> None:
-    system = range(100, 150)
-    groups = [
-        group(*(rollout(observed(*system, task), sampled(task, i, 0)) for i in range(4)))
-        for task in range(6)
-    ]
-    (batch,) = check(groups, 1000, [1.0] * 24)
-    assert len(batch.input_ids_T) == 50 + 6 * (1 + 1 + 4)
-
-
 def test_a_subtree_that_fits_is_not_cut() -> None:
     """Groups of 10 + 4 * 5 tokens and a budget for two of them: whole groups, two a batch."""
     groups = [
@@ -326,30 +316,6 @@ def test_rollouts_without_gradient_leave_no_trace() -> None:
     assert len(pack_tree([], max_tokens=1)) == 0
 
 
-def test_equal_rollouts_share_every_token_and_keep_their_terms() -> None:
-    same = [rollout(observed(1), sampled(2, 3), advantage=a) for a in (1.0, -1.0)]
-    (batch,) = check([group(*same)], 2, [1.0, 1.0])
-    assert batch.input_ids_T.tolist() == [1, 2]
-    assert batch.sample_N.tolist() == [0, 0, 1, 1]
-
-
-@settings(max_examples=100, deadline=None)
-@given(steps())
-def test_rollouts_can_be_laid_out_alone(groups: list[Group]) -> None:
-    """Without sharing, the batches are the rollouts' needed tokens side by side."""
-    rollouts = [r for g in groups for r in g.rollouts]
-    longest = max((len(r.token_ids) for r in rollouts), default=1)
-    batches = pack_tree(groups, max_tokens=2 * longest, share_prefixes=False)
-    got = Counter(term for batch in batches for term in unrolled_terms(batch))
-    assert got == Counter(expected_terms(groups, [1.0] * len(rollouts), drop_zero=True))
-    for batch in batches:
-        starts = np.flatnonzero(batch.positions_T == 0)
-        ends = np.append(starts[1:], len(batch.tout_T))
-        assert len(starts) == len(set(batch.sample_N.tolist()))
-        np.testing.assert_array_equal(batch.tout_T, np.repeat(ends, ends - starts))
-        assert len(batch.tout_T) <= 2 * longest
-
-
 def test_batches_are_a_sequence() -> None:
     groups = [group(*(rollout(observed(1), sampled(9 + i, 2, 3)) for i in range(3)))]
     batches = pack_tree(groups, max_tokens=4)
@@ -361,18 +327,6 @@ def test_batches_are_a_sequence() -> None:
     first = batches[0]
     first.target_N[:] = 0  # a batch is its reader's own
     assert batches[0].target_N.tolist() == [9, 2, 3]
-
-
-def test_packing_is_deterministic() -> None:
-    rng = np.random.default_rng(0)
-    groups = [
-        group(*(rollout(observed(1, 2), sampled(*rng.integers(0, 3, 20))) for _ in range(8)))
-        for _ in range(4)
-    ]
-    first, again = (pack_tree(groups, max_tokens=64) for _ in range(2))
-    for a, b in zip(first, again, strict=True):
-        for name in [name for name in vars(PackedBatch) if name.endswith(("_T", "_N"))]:
-            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
 def one_bad(segment: Segment) -> list[Group]:
@@ -396,10 +350,6 @@ def one_bad(segment: Segment) -> list[Group]:
 def test_bad_rollouts_are_named(groups: list[Group], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_tree(groups, max_tokens=9)
-
-
-def test_a_rollout_of_exactly_the_budget_fits() -> None:
-    check([group(rollout(observed(*range(9)), sampled(2)))], 9, [1.0])
 
 
 def test_bad_weights_are_refused() -> None:

@@ -13,7 +13,7 @@ from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.updates import plan_updates
-from agentgrpo.types import Group, Rollout, Status
+from agentgrpo.types import Group, Status
 from tests.learn.given import DAPO, TASK, branched, run_config
 
 
@@ -142,24 +142,3 @@ def test_S3_7_each_token_that_branches_share_enters_the_loss_once(credit: str) -
     # the third rollout's terms have no advantage: it is left out of the batch, not of the count
     assert len(terms) == unique - 2
     assert [r.segments[1].sampled for r in groups[0].rollouts] == [True] * 3  # records stay whole
-
-
-def test_what_branches_share_is_recorded_where_it_was_trained_on(
-    make_learner: Callable[..., Learner],
-) -> None:
-    """Of the first branch; the others are told of what is theirs alone."""
-    loss = LossConfig(branch_credit="hard", beta=0.1)
-    groups = branched()
-    assign_advantages(groups, loss)
-    make_learner(loss).step(plan_updates(groups, run_config(loss), step=0))
-
-    def lengths(rollout: Rollout) -> list[int | None]:
-        assert rollout.learner_logprobs is not None
-        assert rollout.entropies is not None
-        told = [None if x is None else len(x) for x in rollout.learner_logprobs]
-        assert told == [None if x is None else len(x) for x in rollout.entropies]
-        return told
-
-    assert [lengths(rollout) for rollout in groups[0].rollouts] == [
-        [None, 3, None, 2], [None, None, None, 1], [None, 2],
-    ]  # fmt: skip

@@ -30,8 +30,8 @@ class Machine:
     calls: list[str] = field(default_factory=list)
     tried: list[int] = field(default_factory=list)
 
-    def rehearse(self, num_tokens: int) -> None:
-        self.calls.append("rehearse")
+    def dry_pass(self, num_tokens: int) -> None:
+        self.calls.append("dry_pass")
         self.tried.append(num_tokens)
         if num_tokens > self.room:
             raise self.error()
@@ -58,7 +58,7 @@ class Machine:
 def test_what_fits_goes_through_a_whole_step_in_its_order() -> None:
     machine = Machine(room=4096)
     metrics = preflight(machine, machine, max_tokens=4096)
-    assert machine.calls == ["sleep", "rehearse", "wake", "publish", "sleep"]
+    assert machine.calls == ["sleep", "dry_pass", "wake", "publish", "sleep"]
     assert machine.tried == [4096]
     assert metrics["seconds"] >= 0
     assert metrics["rss_gib"] > 0
@@ -67,7 +67,7 @@ def test_what_fits_goes_through_a_whole_step_in_its_order() -> None:
 def test_layers_are_checkpointed_where_the_pass_does_not_fit_without() -> None:
     machine = Machine(room=1000, room_checkpointed=4096)
     preflight(machine, machine, max_tokens=4096)
-    assert machine.calls[:4] == ["sleep", "rehearse", "checkpoint", "rehearse"]
+    assert machine.calls[:4] == ["sleep", "dry_pass", "checkpoint", "dry_pass"]
     asked = Machine(room=1000, room_checkpointed=4096, auto=False)
     with pytest.raises(DoesNotFit):
         preflight(asked, asked, max_tokens=9999)
@@ -126,7 +126,7 @@ def test_a_rehearsal_uses_the_whole_row_and_changes_nothing(
     engine: Engine, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, rows: str | None
 ) -> None:
     """Where prefixes are not shared, as long a row as rows are with the most padding."""
-    monkeypatch.setattr("agentgrpo.learn.policy.why_rows", lambda model: rows)
+    monkeypatch.setattr("agentgrpo.learn.policy.why_not_packed", lambda model: rows)
     learner = learner_on(engine, tiny_model)
     before = [p.detach().clone() for p in learner.model.parameters()]
     seen: list[tuple[int, int]] = []

@@ -103,7 +103,7 @@ def steps(
         engine, folder, LearnerConfig(**options), loss, temperature=TEMPERATURE, weights="copy",
         dlogp_limit=9.0,
     )  # fmt: skip
-    learner.rehearse(30)
+    learner.dry_pass(30)
     seen = []
     for step in range(2):
         updates = plan_updates(played, run_config(loss), step=step, share_prefixes=share)
@@ -369,7 +369,7 @@ def test_a_rehearsal_forks_and_on_a_card_tries_both_kernels(
     )  # fmt: skip
     seen: list[PackedBatch] = []
     learner._scorer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    learner.rehearse(40)
+    learner.dry_pass(40)
     assert [(b.num_tokens, b.num_terms) for b in seen] == [(40, 39)] * len(seen)
     runs = [runs_of(batch.tout_T) for batch in seen]
     assert runs[0] == [Run(0, 20, ()), Run(20, 30, ((0, 20),)), Run(30, 40, ((0, 20),))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,33 +69,3 @@ def test_what_is_read_of_a_whole_rollout_does_not_depend_on_the_batches(
         assert got[name] == pytest.approx(want[name], rel=1e-6), name
     for a, b in zip(divided, undivided, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-
-
-def test_the_mismatch_of_a_rollout_is_that_of_all_its_rows(
-    make_learner: Callable[..., Learner], groups: list[Group]
-) -> None:
-    """Also where the loss reads tokens alone, so that its rows lie in several batches."""
-    forked(groups)
-    loss = LossConfig(
-        vllm_importance_sampling_mode="sequence_mask", vllm_importance_sampling_correction=False,
-        num_mini_batches=2,
-    )  # fmt: skip
-    seen = []
-    for budget in (1000, 20):
-        config = with_budget(loss, budget)
-        updates = plan_updates(groups, config, step=0)
-        seen.append((len(updates[0].batches), make_learner(loss).step(updates)))
-    (one, want), (many, got) = seen
-    assert one < many
-    totals = [
-        sum(
-            float((logp - segment.logprobs).sum())
-            for logp, segment in zip(r.learner_logprobs or (), r.all_segments, strict=True)
-            if logp is not None and segment.logprobs is not None
-        )
-        for group in groups
-        for r in group.rollouts
-    ]
-    assert got["mismatch_ratio_max"] == pytest.approx(math.exp(max(totals)), rel=1e-5)
-    for name in ("mismatch_ratio_max", "mismatch_ratio_mean"):
-        assert got[name] == pytest.approx(want[name], rel=1e-6), name

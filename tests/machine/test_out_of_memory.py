@@ -22,9 +22,9 @@ import torch
 import agentgrpo.train
 from agentgrpo.config import EngineConfig, LearnerConfig
 from agentgrpo.engine.engine import Engine, State
-from agentgrpo.engine.start import to_sample
+from agentgrpo.engine.start import oom_hint_engine
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.preflight import to_learn
+from agentgrpo.learn.preflight import oom_hint_learner
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import GIB
 from agentgrpo.machine.memory import OutOfMemory, explained
@@ -106,26 +106,29 @@ def test_what_the_failed_work_held_is_released_before_the_remedy_is_sought() -> 
 
 @pytest.mark.parametrize(("room", "says"), [(1024, "1024 tokens do"), (90, "not even 128 tokens")])
 def test_while_learning_the_number_that_fits_is_found(room: int, says: str) -> None:
-    said = to_learn(Machine(room=room), 2048)
+    said = oom_hint_learner(Machine(room=room), 2048)
     assert said.startswith(f"learner.max_tokens is 2048, and {says}")
     assert "fewer learner.trained_layers, learner.gradient_checkpointing" in said
 
 
 def test_for_vllm_the_cache_and_the_rollouts_at_once_are_named() -> None:
-    said = to_sample(EngineConfig())
+    said = oom_hint_engine(EngineConfig())
     assert "a lower engine.kv_cache_gib (it is 0.5) or engine.max_num_seqs (128)" in said
 
 
-def test_a_hollow_engine_says_what_its_cache_needs_less_of() -> None:
+def test_an_engine_without_weights_says_what_its_cache_needs_less_of() -> None:
     """After level 2 of sleep the cache wakes by itself, when the weights are there."""
-    hollow = Engine.__new__(Engine)
-    hollow.state, hollow._config = State.HOLLOW, EngineConfig(sleep_level=2, weights="copy")
-    hollow._engine = cast(Any, SimpleNamespace(wake_up=lambda tags: sleeping_allocator()))
+    empty = Engine.__new__(Engine)
+    empty.state, empty._config = (
+        State.WEIGHTS_DISCARDED,
+        EngineConfig(sleep_level=2, weights="copy"),
+    )
+    empty._engine = cast(Any, SimpleNamespace(wake_up=lambda tags: sleeping_allocator()))
     with pytest.raises(
         OutOfMemory, match=r"^out of memory while waking the engine: a lower engine"
     ):
-        hollow.weights_loaded()
-    assert hollow.state is State.HOLLOW, "it can be asked again"
+        empty.weights_loaded()
+    assert empty.state is State.WEIGHTS_DISCARDED, "it can be asked again"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -153,11 +156,11 @@ def short_of_memory(engine: Engine, model: Path, fault: Callable[[], None]) -> L
     """A learner that fails, and that 900 tokens fit."""
     learner: Any = learner_on(engine, model)
 
-    def rehearse(num_tokens: int) -> None:
+    def dry_pass(num_tokens: int) -> None:
         if num_tokens > 1000:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    learner.rehearse, learner._look_ahead = rehearse, lambda *_: fault()
+    learner.dry_pass, learner._look_ahead = dry_pass, lambda *_: fault()
     return cast(Learner, learner)
 
 
@@ -235,7 +238,7 @@ def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_pa
         "[engine]\nmax_model_len = 256\nkv_cache_gib = 1.5\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", STARVED, str(int(2.0 * GIB)), "c.toml"],
+        [sys.executable, "-c", STARVED, str(int(1.7 * GIB)), "c.toml"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -279,13 +282,13 @@ def test_a_learner_that_finds_no_memory_says_what_fits(request: pytest.FixtureRe
         return
     engine, tiny_model = map(request.getfixturevalue, ("engine", "tiny_model"))
     learner = learner_on(engine, tiny_model, LearnerConfig(max_tokens=2**13))
-    learner.rehearse(2**7)  # what oneDNN makes once
+    learner.dry_pass(2**7)  # what oneDNN makes once
     with (
         room_for(GIB // 16),
         pytest.raises(OutOfMemory) as caught,
-        explained("learning", lambda: to_learn(learner, 2**13)),
+        explained("learning", lambda: oom_hint_learner(learner, 2**13)),
     ):
-        learner.rehearse(2**13)
+        learner.dry_pass(2**13)
     said = re.match(
         r"out of memory while learning: learner\.max_tokens is 8192, and (\d+) tokens do; fewer "
         r"learner\.trained_layers.*\(.*allocate memory.*\)$",
@@ -295,7 +298,7 @@ def test_a_learner_that_finds_no_memory_says_what_fits(request: pytest.FixtureRe
     fits = int(said[1])
     assert 128 <= fits < 2**13
     with room_for(GIB // 16 + 2**24):  # what the heap has lost meanwhile between its pieces
-        learner.rehearse(fits)
+        learner.dry_pass(fits)
 
 
 def test_the_page_has_every_kind() -> None:

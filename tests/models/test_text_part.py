@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from agentgrpo.config import EngineConfig, LearnerConfig
-from agentgrpo.learn.policy import Policy, load_frozen
+from agentgrpo.learn.policy import Policy, load_model
 from agentgrpo.machine.footprint import shapes_in
 from agentgrpo.models.kinds import kinds_of
 from agentgrpo.models.text_part import TEXT_PARTS, text_name
@@ -35,7 +35,7 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 
 
 def policy_of(folder: Path) -> Policy:
-    model = load_frozen(folder, device="cpu", dtype="float32")
+    model = load_model(folder, device="cpu", dtype="float32")
     return Policy(model, KEPT, weights="own")
 
 
@@ -47,7 +47,7 @@ def test_the_language_model_is_the_one_inside(whole: Path) -> None:
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         inside: Any = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32)
-        alone = load_frozen(whole, device="cpu", dtype="float32")
+        alone = load_model(whole, device="cpu", dtype="float32")
         assert torch.equal(alone(ids).logits, inside.eval()(input_ids=ids).logits)
 
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_not_made_up(whole: Path) -> None:
     del tensors[gone]
     save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=f"its files hold no {text_name(gone)}"):
-        load_frozen(whole, device="cpu", dtype="float32")
+        load_model(whole, device="cpu", dtype="float32")
 
 
 def test_sampler_and_learner_share_the_language_model(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_sampler_and_learner_share_the_language_model(tmp_path: Path) -> None:
     engine = Engine(tmp_path, config)
     try:
         policy, _ = policy_on(engine, tmp_path, KEPT, weights="shared")
-        loaded = load_frozen(tmp_path, device="cpu", dtype="float32")
+        loaded = load_model(tmp_path, device="cpu", dtype="float32")
         shared = dict(policy.model.state_dict())
         for name, tensor in loaded.state_dict().items():
             assert torch.equal(shared[name], tensor), name

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
-from agentgrpo.learn.trial import layers_of
+from agentgrpo.learn.forward_check import layers_of
 from agentgrpo.learn.updates import plan_updates
 from tests.learn.given import Holder, learner_on
 
@@ -46,7 +46,7 @@ def learn(
     # an adapter's last layer is sharded as what is no layer's, which some models adapt too
     layers = slice(-1) if options.lora.rank else slice(None)
     with (
-        patch("agentgrpo.learn.policy.why_rows", lambda model: rows),
+        patch("agentgrpo.learn.policy.why_not_packed", lambda model: rows),
         patch("agentgrpo.learn.policy.layers_of", lambda model: layers_of(model)[layers]),
     ):
         trained = learner_on(
@@ -56,7 +56,7 @@ def learn(
     if saved is not None:
         trained.load_state(saved / "state.pt")
     to_come = parallel.total(trained._optimizer.bytes_to_come)
-    trained.rehearse(64)
+    trained.dry_pass(64)
     groups = pickle.loads((here / "groups.pickle").read_bytes())
     steps, batches = [], []
     for number in range(trained.step_count, trained.step_count + 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -53,7 +54,8 @@ def test_the_first_rank_alone_asks_the_judges(monkeypatch: pytest.MonkeyPatch) -
     config: Any = type("Config", (), {"seed": 0, "measures": None, "evaluation": None})
     config.measures = type("Measures", (), {"attempts": 1, "temperature": 0.0})
     config.evaluation = type("Evaluation", (), {"filters": {}})
-    player: Any = type("Player", (), {"sampler": None, "heldout": [], "reward": None})
+    setup = SimpleNamespace(heldout=[], reward=None)
+    player: Any = SimpleNamespace(sampler=None, setup=setup)
     assert evaluation.evaluate_recipe(config, player) == {}
 
 

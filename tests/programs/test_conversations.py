@@ -175,11 +175,9 @@ SAME = [
     ('{"a": 1}', '{"a": "1"}', False),
     ('{"a": NaN}', '{"a": NaN}', True),
     ('{"a": NaN}', '{"a":NaN}', False),  # no JSON: compared as text
-    ('{"a": 1, "a": 2}', '{"a": 2}', False),
     ("{bad", "{bad", True),
     ("{bad", "{bad ", False),
     ("[[[" * 9999, "[[[" * 9999, True),
-    ('{"a": 1e999}', '{"a": 2e999}', False),
     (f'{{"a": {"[" * 99}{"]" * 99}}}', f'{{"a":{"[" * 99}{"]" * 99}}}', True),
     (f'{{"a": {"[" * 100}{"]" * 100}}}', f'{{"a":{"[" * 100}{"]" * 100}}}', False),
 ]
@@ -232,30 +230,6 @@ def test_the_name_of_a_tool_is_that_of_its_call() -> None:
     )
     assert [m.role for m in read] == ["system", "assistant", "tool"]
     assert (read[2].name, read[2].content) == ("f", "3")
-
-
-def test_what_a_conversation_says_is_compared_once_a_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """For its prompt, which is made on another thread where that takes long; not at its answer."""
-    read = []
-
-    def counted(text: str) -> Any:
-        read.append(text)
-        return json_key(text)
-
-    monkeypatch.setattr("agentgrpo.programs.messages.json_key", counted)
-    calls = [Message("assistant", calls=(Call(f"c{n}", "f", f"[{n}]"),)) for n in range(9)]
-    results = [Message("tool", "x", call_id=f"c{n}") for n in range(9)]
-    asked = [Message("user", "Q"), *(m for pair in zip(calls, results, strict=True) for m in pair)]
-    talk = Conversations(CHAT)
-    prompt = talk.prompt(asked, TOOLS[1])
-    before = len(read)
-    ids = np.array([5, CHAT.end_of_turn_id], np.int32)
-    row = talk.answered(prompt, completed(prompt.token_ids, ids), 2)
-    talk.said(prompt, row, Message("assistant", calls=(Call("new", "f", "[99]"),)))
-    assert before == len(calls)
-    assert read[before:] == ["[99]"]
 
 
 def test_a_large_message_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_what_takes_attempts_up_in_the_middle_refuses_a_program(
     overrides = ["agent.kind=program", "model=nowhere", f"out_dir={tmp_path}"]
     config = load_config_of(RecipeConfig, "recipe", overrides)
     with pytest.raises(ValueError, match=r"agent\.kind: a flywheel takes attempts up in the mid"):
-        command.plan(config)
+        command.run(config, SimpleNamespace(dry_run=False), None)
 
 
 def test_sampling_without_a_trainer_refuses_one() -> None:

@@ -323,8 +323,6 @@ def test_who_was_refused_and_asks_again_is_given_no_other_clients_turn(
 
 
 def test_a_judge_is_asked_behind_a_turn_that_was_cut() -> None:
-    """And what it is refused is no reason for which the program may have failed."""
-
     async def program(client: Any, o: Any) -> str:
         await o.ask([{"role": "user", "content": "Q"}])
         with pytest.raises(openai.BadRequestError, match="a turn was cut"):
@@ -337,25 +335,6 @@ def test_a_judge_is_asked_behind_a_turn_that_was_cut() -> None:
     says = [Turn("x" * 9), turn("yes")]
     rollout = alone(asking(program), lambda number, _: says[number], max_turn_tokens=5)
     assert (rollout.answer, rollout.status) == ("yes", Status.TRUNCATED_LENGTH)
-
-    async def fails(client: Any, o: Any) -> str:
-        await o.ask([{"role": "user", "content": "Q"}])
-        with contextlib.suppress(openai.BadRequestError):
-            await client.chat.completions.create(
-                model=FROZEN, messages=[{"role": "user", "content": "x" * 2000}]
-            )
-        raise ValueError(o.task)
-
-    async def now_and_then(task: Any, **given: Any) -> Any:
-        tried.append(task)
-        return await asking(fails if len(tried) == 1 else lambda c, o: o.ask(Q))(task, **given)
-
-    Q = [{"role": "user", "content": "Q"}]
-    tried: list[Any] = []
-    engine = scripted(lambda *_: turn("x"), max_model_len=1000)
-    rollouts = played(now_and_then, engine, n=2)[0][0].rollouts
-    assert sum(r.stats.get("program_failed", 0) for r in rollouts) == 1
-    assert {r.status for r in rollouts} == {Status.COMPLETED}
 
 
 def test_what_nobody_was_given_is_in_no_row() -> None:
@@ -422,18 +401,6 @@ def test_what_stops_a_turn_is_sampled_and_not_said() -> None:
     assert rollout.answer == "ok"
 
 
-def test_an_evaluation_is_sampled_as_it_says() -> None:
-    async def program(client: Any, o: Any) -> None:
-        await o.ask([{"role": "user", "content": "Q"}])
-
-    _, engine = played(
-        asking(program), lambda *_: turn("x"), play={"temperature": 0.0, "filters": {"top_k": 3}}
-    )
-    (request,) = engine.requests
-    assert (request.options["temperature"], request.options["filters"]) == (0.0, {"top_k": 3})
-    assert request.options["seed"] is None
-
-
 def test_every_rollout_has_its_own_session_and_its_own_seeds() -> None:
     async def program(client: Any, o: Any) -> str:
         await o.ask([{"role": "user", "content": o.task["question"]}])
@@ -464,16 +431,6 @@ def test_a_program_that_fails_is_the_policys_affair_and_all_that_fail_are_not() 
         played(asking(program), lambda *_: turn("no json"), n=4)
 
 
-def test_a_program_that_asks_nothing_was_broken_by_no_policy() -> None:
-    async def program(client: Any, o: Any) -> str:
-        return "42"
-
-    rollout = alone(asking(program), lambda *_: turn("x"))
-    assert rollout.status is Status.INFRA_ERROR
-    assert rollout.error is not None
-    assert "asked for nothing" in rollout.error
-
-
 def test_what_a_program_was_refused_is_said_where_it_has_asked_for_nothing_else() -> None:
     async def program(client: Any, o: Any) -> str:
         with contextlib.suppress(openai.BadRequestError):
@@ -501,20 +458,6 @@ def test_a_program_that_cannot_begin_ends_the_run_with_its_traceback() -> None:
 
     with pytest.raises(UserCodeError, match=r"No module named 'mine'.*test_play\.py:\d+"):
         played(program, lambda *_: turn("x"), n=3, max_retries=1)
-
-
-def test_starts_that_fail_and_are_made_again_are_no_failures() -> None:
-    begun: list[int] = []
-
-    async def program(client: Any, o: Any) -> str:
-        begun.append(1)
-        if len(begun) <= 3:
-            raise OSError("a busy machine")
-        await o.ask([{"role": "user", "content": "Q"}])
-        return "ok"
-
-    groups, _ = played(asking(program), lambda *_: turn("x"), n=2, max_retries=3)
-    assert [r.answer for r in groups[0].rollouts] == ["ok", "ok"]
 
 
 def test_a_request_that_is_too_long_is_refused_alone() -> None:

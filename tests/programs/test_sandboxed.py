@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,12 +170,10 @@ ATTACKS = {
     "import shutil; shutil.rmtree(os.getcwd())": ("noise", 0.0),
     "os.mkfifo('.stdout'); os.mkfifo('.stderr')": ("noise", 0.0),
     "open('.stdout', 'w').write('mine'); os.chmod('.', 0o500)": ("noise", 0.0),
-    "import shutil; d = os.getcwd(); shutil.rmtree(d); open(d, 'w').close()": (None, 1.0),
     "os.mkfifo('answer.txt')": (None, 1.0),
     "os.mkdir('answer.txt')": (None, 1.0),
     "os.symlink('answer.txt', 'answer.txt')": (None, 1.0),
     "os.symlink('/proc/self/mem', 'answer.txt')": (None, 1.0),
-    "for _ in range(3000): os.mkdir('d'); os.chdir('d')": ("noise", 0.0),
 }
 """What a program without a sandbox does to its own folder: its answer, and whether it failed."""
 
@@ -185,14 +181,11 @@ ATTACKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_whatever_a_program_does_to_its_files_is_the_programs_doing(
-    tmp_path: Path, attack: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, attack: str
 ) -> None:
-    (tmp_path / "programs").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "programs"))
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM.replace("{ending}", attack))
     rollout = alone(Process(["python", "agent.py"], [file], {}), lambda *_: turn("x"))
-    subprocess.run(["rm", "-rf", tmp_path / "programs"], check=True)  # what is too deep for Python
     assert (rollout.answer, rollout.stats.get("program_failed", 0.0)) == ATTACKS[attack]
     assert rollout.status is Status.COMPLETED
 

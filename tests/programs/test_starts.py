@@ -5,11 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import re
-import signal
-import subprocess
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,9 +16,10 @@ import pytest
 
 from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.envs.base import Episode
-from agentgrpo.programs.launch import Awaited, Process, Sandboxed
-from agentgrpo.rollout.decoder import Watch
+from agentgrpo.programs.launch import Process, Sandboxed
+from agentgrpo.rollout.decoder import PlayCallback
 from agentgrpo.types import Status
+from agentgrpo.usercode import UserCodeError
 from tests.playing import tasks
 from tests.programs.test_play import asking, played, sampler_of, turn
 
@@ -146,33 +142,9 @@ def test_a_program_that_no_machine_could_start_ends_the_run(
 ) -> None:
     monkeypatch.setattr("subprocess.Popen", no_more(errno.ENOEXEC))
     env = Counts()
-    with pytest.raises(OSError, match="Exec format error"):
-        played(PROCESS, lambda *_: turn("x"), env=env)
-    assert env.closed == ["t0"]
-
-
-def test_as_many_programs_run_as_there_is_room_for() -> None:
-    most = 0
-
-    class Room(Awaited):
-        """For two."""
-
-        def __init__(self, function: Any) -> None:
-            super().__init__(function)
-            self.runs: list[Any] = []
-
-        def start(self, *args: Any) -> Any:
-            nonlocal most
-            self.runs = [run for run in self.runs if not run.outcome.done()]
-            if len(self.runs) == 2:
-                raise OSError(errno.EMFILE, "Too many open files")
-            self.runs.append(super().start(*args))
-            most = max(most, len(self.runs))
-            return self.runs[-1]
-
-    groups, _ = played(Room(asking(asks)), lambda *_: turn("x"), n=6)
-    assert [r.answer for r in groups[0].rollouts] == ["ok"] * 6
-    assert most == 2
+    with pytest.raises(UserCodeError, match=r"did not start: .*Exec format error"):
+        played(PROCESS, lambda *_: turn("x"), n=2, env=env)
+    assert env.closed == ["t0", "t0"]
 
 
 def test_the_engine_waits_for_programs_that_work() -> None:
@@ -185,51 +157,11 @@ def test_the_engine_waits_for_programs_that_work() -> None:
     assert 0.2 <= stats.idle_s <= stats.total_s - stats.decode_s
 
 
-def test_a_process_whose_thread_is_not_to_be_had_is_not_left(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    start = threading.Thread.start
-
-    def none(self: threading.Thread) -> None:
-        if self.name == "program":
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    begun = []
-    popen = subprocess.Popen
-
-    def noted(*args: Any, **options: Any) -> Any:
-        begun.append(popen(*args, **options))
-        return begun[-1]
-
-    monkeypatch.setattr(threading.Thread, "start", none)
-    monkeypatch.setattr("subprocess.Popen", noted)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    sleeps = Process(["sleep", "99"], [], {})
-    groups, _ = played(sleeps, lambda *_: turn("x"), env=Counts())
-    assert "can't start new thread" in str(groups[0].rollouts[0].error)
-    assert [process.returncode for process in begun] == [-signal.SIGKILL]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_closing_says_of_a_start_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def close(self: Closes) -> None:
-        raise ConnectionError("nobody there")
-
-    monkeypatch.setattr("subprocess.Popen", no_more(errno.ENOMEM))
-    monkeypatch.setattr(Closes, "close", close)
-    groups, _ = played(PROCESS, lambda *_: turn("x"), env=Counts())
-    error = str(groups[0].rollouts[0].error)
-    assert re.search(
-        "Cannot allocate memory; and while its episode was closed: .*nobody there", error
-    )
-
-
 @pytest.mark.parametrize("deterministic", [False, "cpu"])
 def test_more_tasks_come_while_programs_run_but_not_where_all_is_repeatable(
     deterministic: Any,
 ) -> None:
-    class More(Watch):
+    class More(PlayCallback):
         left = 2
 
         def more(self) -> Any:
@@ -237,7 +169,7 @@ def test_more_tasks_come_while_programs_run_but_not_where_all_is_repeatable(
             return (tasks(1), 7 + self.left) if self.left >= 0 else None
 
     groups, engine = played(
-        asking(asks), lambda *_: turn("x"), play={"watch": More()}, deterministic=deterministic
+        asking(asks), lambda *_: turn("x"), play={"callback": More()}, deterministic=deterministic
     )
     assert len(groups) == (1 if deterministic else 3)
     assert len({request.options["seed"] for request in engine.requests}) == len(groups)

@@ -25,7 +25,7 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
 from agentgrpo.engine.agreement import Probes
-from agentgrpo.learn.step_record import Look, StepRecord
+from agentgrpo.learn.step_record import ScoredBatch, StepRecord
 from agentgrpo.learn.updates import Update
 from agentgrpo.loop import train
 from agentgrpo.registry import make_reward
@@ -96,7 +96,7 @@ class Learner:
                 rest = 1 - p + 1e-12
                 entropy = -p * np.log(p) - rest * np.log(rest) + 0.7 * rest * np.log(VOCAB - 1)
                 seen = torch.from_numpy(logp), torch.from_numpy(entropy.astype(np.float32))
-                run.saw(Look.at(index, batch, *seen))
+                run.saw(ScoredBatch.at(index, batch, *seen))
                 gap = (seen[0] - torch.from_numpy(batch.old_logp_N)).abs()
                 parts = {
                     "num_tokens": torch.tensor(float(len(logp))),

@@ -43,14 +43,12 @@ NOTES: dict[str, dict[str, str]] = {
     "metrics learner": {
         r"/(loss|grad_norm)$": "needs the weights to be computed again",
         r"/packed_tokens$": "how often a shared prefix was laid out is the learner's choice",
-        r"/learning_rate$": "the config says it",
-        r"/mismatch_(modified|ratio|turn)": "how the learner bounded ratios; mismatch_kl is proven",
         r"/seconds$": TIMES,
     },
     "metrics rollout": {
         "_s$": TIMES,
-        r"/(engine_steps|cached_tokens|retries|diverged_forks|infra_failures)$": "what the engine "
-        "did besides what is recorded has no second account",
+        r"/(engine_steps|cached_tokens|retries|diverged_forks)$": "what the engine did besides "
+        "what is recorded has no second account",
     },
     "metrics time": {"": TIMES},
 }

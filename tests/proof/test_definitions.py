@@ -130,6 +130,30 @@ def test_the_form_of_a_rollouts_tokens(change: str, says: str) -> None:
     assert any(says in fault for fault in faults), faults
 
 
+@pytest.mark.parametrize(
+    ("logp", "entropy", "fits"),
+    [
+        (-1.0, 0.66, True),  # h(e^-1) = 0.6579...
+        (-1.0, 0.64, False),
+        (-1.0, 2.11, True),  # 0.6579 + 0.6321 ln 10 = 2.1134
+        (-1.0, 2.13, False),
+        (0.0, 0.0, True),
+        (0.0, 0.1, False),
+    ],
+)
+def test_an_entropy_fits_the_probability_of_its_token(
+    logp: float, entropy: float, fits: bool
+) -> None:
+    """Between h(p) and h(p) + (1 - p) ln(V - 1), worked out by hand for V = 11."""
+    rollout = a_rollout([[logp]])
+    rollout.learner_logprobs = [None, np.array([logp], np.float32)]
+    rollout.entropies = [None, np.array([entropy], np.float32)]
+    faults = list(rollout_faults(rollout, accounted=False, vocab_size=11))
+    says = "entropies: a distribution that gives its token so much has another entropy"
+    assert faults == ([] if fits else [says])
+    assert not list(rollout_faults(rollout, accounted=False, vocab_size=None))
+
+
 def accounted() -> Rollout:
     """Two turns of two tokens, with the engine's account and what a learner made of them."""
     rollout = a_rollout([[-1.0, -1.0]] * 2)

@@ -68,7 +68,7 @@ class Player:
         self.calls: list[tuple[list[str], int]] = []
         self.sampler = self
         reward = scored_by(lambda r: {"answer": float(r.answer == "True"), "format": 0.0})
-        self.stage = SimpleNamespace(progress=progress, reward=reward)
+        self.setup = SimpleNamespace(progress=progress, reward=reward)
         self.stop_at: int | None = None
 
     def play(
@@ -174,7 +174,7 @@ def test_a_random_selection_takes_any_candidates(tmp_path: Path) -> None:
 
 def test_nothing_mixed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     player = Player()
-    monkeypatch.setattr(player.stage, "reward", scored_by(lambda rollout: {"answer": 0.0}))
+    monkeypatch.setattr(player.setup, "reward", scored_by(lambda rollout: {"answer": 0.0}))
     with pytest.raises(ValueError, match="of 10 candidates none has both right and wrong"):
         play_stage(make_recipe(tmp_path), 0, player)
 
@@ -210,7 +210,7 @@ def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
 @pytest.fixture(autouse=True)
 def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are checked before the first one begins; the model here is a name."""
-    ready = SimpleNamespace(stage=MagicMock(), tasks=None)
+    ready = SimpleNamespace(setup=MagicMock(), tasks=None)
     monkeypatch.setattr("agentgrpo.recipe.curriculum.prepare", lambda config: ready)
 
 

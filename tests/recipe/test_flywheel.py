@@ -22,8 +22,8 @@ from agentgrpo.config import BranchConfig, RewardConfig, RolloutConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import EngineLoop
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.recipe.flywheel import kept, questions_of, spin
-from agentgrpo.recipe.operators import FOR_RIGHT, Chosen
+from agentgrpo.recipe.flywheel import filter_trajectories, questions_of, run_flywheel
+from agentgrpo.recipe.operators import FOR_RIGHT
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.rewards.scoring import Scoring
@@ -81,7 +81,7 @@ def correct(rollout: Rollout) -> dict[str, float]:
 
 
 class World:
-    """All that spin() needs, its parts open to the tests."""
+    """All that run_flywheel() needs, its parts open to the tests."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
         self.chat = CHAT
@@ -89,14 +89,14 @@ class World:
         self.env = StubEnv()
         self.said: list[str] = []
         self.scripts: Any = sys.modules["scripts_of_the_test"]
-        self.stage = SimpleNamespace(
+        self.setup = SimpleNamespace(
             agent=CodeAgent(),
             env=self.env,
             chat=self.chat,
             reward=scored_by(correct),
             progress=Progress(1),
         )
-        self.stage.progress.say = self.said.append
+        self.setup.progress.say = self.said.append
         scripts = {
             name: {"kind": "script", "function": f"scripts_of_the_test:{name}"}
             for name in ("critic", "reflector")
@@ -113,11 +113,11 @@ class World:
             }
         )
 
-    def spin(self, *tasks: Task) -> dict[str, Any]:
+    def run_flywheel(self, *tasks: Task) -> dict[str, Any]:
         (self.recipe.out_dir / "flywheel").mkdir(exist_ok=True)
         questions_of(self.recipe, given(*tasks), write=True)
-        self.stage.models = models_of(self.recipe, None, trained=False)
-        summary = spin(self.recipe, self.stage, self.engine, tasks)  # type: ignore[arg-type]
+        self.setup.models = models_of(self.recipe, None, trained=False)
+        summary = run_flywheel(self.recipe, self.setup, self.engine, tasks)  # type: ignore[arg-type]
         self.env.assert_all_closed_once()
         return dict(summary)
 
@@ -179,7 +179,7 @@ def test_S3_13_a_wrong_trajectory_is_repaired(
     tmp_path: Path, operator: str, turns: list[tuple[str, str]]
 ) -> None:
     made = World(tmp_path, operators=(operator,))
-    made.spin(question())
+    made.run_flywheel(question())
     first, repaired = made.lines("rollouts.jsonl")
     then, now = first["flywheel"], repaired["flywheel"]
     assert (then["operator"], then["right"], first["answer"]) == ("fresh", False, "41")
@@ -198,7 +198,7 @@ def test_S3_13_a_wrong_trajectory_is_repaired(
 
 def test_S3_13_a_right_trajectory_is_improved(tmp_path: Path) -> None:
     made = World(tmp_path)
-    made.spin(question("easy"))
+    made.run_flywheel(question("easy"))
     first, again, corrected, refined = made.lines("rollouts.jsonl")
     assert [r["flywheel"]["operator"] for r in (first, again, corrected, refined)] == [
         "fresh", "fresh", "redundant", "refinement",
@@ -222,7 +222,7 @@ def test_S3_13_a_right_trajectory_is_improved(tmp_path: Path) -> None:
 
 def test_S3_13_log_and_summary_say_what_was_made(tmp_path: Path) -> None:
     made = World(tmp_path, rounds=2, operators=("reflection", "redundant"), keep=1)
-    summary = made.spin(question())
+    summary = made.run_flywheel(question())
     (record,) = made.lines("buffer.jsonl")
     assert [(e["round"], e["operator"], e["parent"], e["made"]) for e in record["log"]] == [
         (0, "reflection", 0, 1),
@@ -260,7 +260,7 @@ def test_S3_13_a_reply_in_another_form_makes_nothing(
     made = World(tmp_path, operators=(operator,))
     made.scripts.critic = lambda messages: reply
     name = "easy" if operator in FOR_RIGHT else "hard"
-    assert made.spin(question(name))["nothing_made"] == {operator: 1}
+    assert made.run_flywheel(question(name))["nothing_made"] == {operator: 1}
     (record,) = made.lines("buffer.jsonl")
     assert len(record["trajectories"]) == 1
     assert why in record["log"][0]["why"]
@@ -278,7 +278,7 @@ def test_the_critic_is_told_no_answers_where_there_are_none(
         return "Step: 1"
 
     made.scripts.critic = critic
-    summary = made.spin(dataclasses.replace(question(), spec=spec))
+    summary = made.run_flywheel(dataclasses.replace(question(), spec=spec))
     assert summary["operators"]["step_hint"]["made"] == 1
     assert "Q: q\nA wrong solution in" in asked[0]
 
@@ -287,7 +287,7 @@ def test_S3_13_many_questions_at_once_do_not_mix(tmp_path: Path) -> None:
     """Each request has the agent's own stop strings, whoever else asks; each question its own."""
     made = World(tmp_path, rounds=2, concurrency=8)
     tasks = [question(f"{'easy' if i % 3 else 'hard'} {i}") for i in range(12)]
-    summary = made.spin(*tasks)
+    summary = made.run_flywheel(*tasks)
     assert summary["questions"] == 12
     assert {request.options["stop"] for request in made.engine.requests} == {("</code>",)}
     for record in made.lines("buffer.jsonl"):
@@ -299,26 +299,26 @@ def test_S3_13_many_questions_at_once_do_not_mix(tmp_path: Path) -> None:
 
 def test_S3_13_killed_work_goes_on_behind_what_is_finished(tmp_path: Path) -> None:
     made = World(tmp_path)
-    made.spin(question("easy 1"))
+    made.run_flywheel(question("easy 1"))
     path = made.recipe.out_dir / "flywheel" / "buffer.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"id": "easy 2", "traj')  # cut short
     asked = len(made.engine.requests)
-    summary = made.spin(question("easy 1"), question("easy 2"))
+    summary = made.run_flywheel(question("easy 1"), question("easy 2"))
     assert summary["questions"] == 2
     assert path.read_bytes().startswith(whole)
     assert len(path.read_bytes().splitlines()) == 2
     assert all(
         "easy 2" in made.chat.tokenizer.decode(r.prompt) for r in made.engine.requests[asked:]
     )
-    again = made.spin(question("easy 1"), question("easy 2"))
+    again = made.run_flywheel(question("easy 1"), question("easy 2"))
     assert again == summary
 
 
 def test_another_flywheels_folder_is_refused(tmp_path: Path) -> None:
-    World(tmp_path).spin(question("easy"))
+    World(tmp_path).run_flywheel(question("easy"))
     with pytest.raises(ValueError, match=r"with flywheel\.rounds = 1, now it is 3"):
-        World(tmp_path, rounds=3).spin(question("easy"))
+        World(tmp_path, rounds=3).run_flywheel(question("easy"))
     table = World(tmp_path).recipe.model_dump()
     table["learner"]["learning_rate"] = 1.0  # which a flywheel does not read
     questions_of(RecipeConfig.model_validate(table), given(question("easy")), write=True)
@@ -329,9 +329,9 @@ def test_another_flywheels_folder_is_refused(tmp_path: Path) -> None:
     other.state_dict = lambda: {"source": "b.jsonl"}
     with pytest.raises(ValueError, match=r"with data\.train = 'a\.jsonl', now it is 'b\.jsonl'"):
         questions_of(World(tmp_path).recipe, other, write=False)
-    World(tmp_path, keep=1, concurrency=2).spin(question("easy"))
+    World(tmp_path, keep=1, concurrency=2).run_flywheel(question("easy"))
     with pytest.raises(ValueError, match="the data has 1 that have different ids"):
-        World(tmp_path).spin(question("a"), question("a"))
+        World(tmp_path).run_flywheel(question("a"), question("a"))
 
 
 def test_rewards_that_need_the_runs_own_thread_have_it(tmp_path: Path) -> None:
@@ -344,14 +344,14 @@ def test_rewards_that_need_the_runs_own_thread_have_it(tmp_path: Path) -> None:
         return correct(rollout)
 
     made = World(tmp_path)
-    made.stage.reward = Scoring(alarms, RewardConfig(overlap=False), lambda ids: "")
-    summary = made.spin(*(question(f"easy {i}") for i in range(6)))
+    made.setup.reward = Scoring(alarms, RewardConfig(overlap=False), lambda ids: "")
+    summary = made.run_flywheel(*(question(f"easy {i}") for i in range(6)))
     assert (summary["questions"], summary["right"]) == (6, summary["trajectories"])
 
 
 def test_no_trajectory_is_worked_on_twice(tmp_path: Path) -> None:
     made = World(tmp_path, rounds=3)
-    made.spin(question("easy"))
+    made.run_flywheel(question("easy"))
     (record,) = made.lines("buffer.jsonl")
     parents = {entry["round"]: entry["parent"] for entry in record["log"]}
     assert len(parents) == len(set(parents.values())) > 1
@@ -371,45 +371,9 @@ def test_trajectories_grow_by_appending_and_do_not_branch(
     changed = {"rollout": made.recipe.rollout.model_copy(update=rollout)}
     made.recipe = made.recipe.model_copy(update=changed)
     monkeypatch.setattr("agentgrpo.recipe.flywheel.TrajectoryPlayer", player)
-    made.spin(question("easy"))
+    made.run_flywheel(question("easy"))
     (limits,) = seen
     assert (limits.history, limits.branching, limits.max_retries) == ("append", BranchConfig(), 0)
-
-
-def test_each_operator_is_told_its_parent_and_draws_its_own_hints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, seen = World(tmp_path, rounds=3), list[tuple[int, Any]]()
-
-    def chosen(**given: Any) -> Chosen:
-        seen.append((given["index"], given["rng"].getstate()))
-        return Chosen(**given)
-
-    monkeypatch.setattr("agentgrpo.recipe.flywheel.Chosen", chosen)
-    made.spin(question("easy"))
-    (record,) = made.lines("buffer.jsonl")
-    assert sorted(index for index, _ in seen) == sorted(e["parent"] for e in record["log"])
-    assert len({index for index, _ in seen}) > 1
-    assert len({state for _, state in seen}) == len(seen)
-
-
-def test_what_was_only_shown_makes_no_difference_between_two() -> None:
-    records = [
-        {
-            "segments": [{"token_ids": [shown]}, {"token_ids": [5, 6]}],
-            "stats": {"tool_calls": 1},
-            "flywheel": {"right": True, "valid": True, "authors": [None, "policy"]},
-        }
-        for shown in (1, 2)
-    ]
-    assert kept(records, keep=5) == records[:1]
-
-
-def test_settings_bind_only_where_work_was_done(tmp_path: Path) -> None:
-    questions_of(
-        World(tmp_path).recipe, given(question("easy")), write=True
-    )  # then no engine could be started
-    World(tmp_path, rounds=3).spin(question("easy"))
 
 
 def test_what_the_machine_breaks_is_left_out_and_begins_again(tmp_path: Path) -> None:
@@ -420,13 +384,13 @@ def test_what_the_machine_breaks_is_left_out_and_begins_again(tmp_path: Path) ->
             raise InfrastructureError("no session")
 
     made.env.on_call = broken
-    summary = made.spin(question("easy"), question("hard"))
+    summary = made.run_flywheel(question("easy"), question("hard"))
     assert summary["failed_by_the_machine"] == 1
     (record,) = made.lines("buffer.jsonl")
     assert record["id"] == "hard"
     assert record["log"][0]["why"] == "the machine failed: no session"
     made.env.on_call = lambda code: None
-    assert made.spin(question("easy"), question("hard"))["questions"] == 2
+    assert made.run_flywheel(question("easy"), question("hard"))["questions"] == 2
 
 
 def test_a_critic_that_does_not_answer_makes_nothing_and_says_so(tmp_path: Path) -> None:
@@ -435,7 +399,7 @@ def test_a_critic_that_does_not_answer_makes_nothing_and_says_so(tmp_path: Path)
 
     made = World(tmp_path, operators=("redundant", "fresh"))
     made.scripts.critic = silent
-    summary = made.spin(question("easy"))
+    summary = made.run_flywheel(question("easy"))
     (record,) = made.lines("buffer.jsonl")
     assert [entry["made"] for entry in record["log"]] == [None, 1]
     assert record["log"][0]["why"] == "the machine failed: endpoint c: HTTP 500: busy"
@@ -455,10 +419,10 @@ def test_without_a_verdict_a_question_begins_again_next_time(tmp_path: Path) -> 
     }
     table["measures"] |= {"quality": "judge", "judge": "judge"}
     made.recipe = RecipeConfig.model_validate(table)
-    assert made.spin(question("hard"))["failed_by_the_machine"] == 1
+    assert made.run_flywheel(question("hard"))["failed_by_the_machine"] == 1
     assert made.lines("rollouts.jsonl") == []
     assert any("neither Correct nor Incorrect" in said for said in made.said)
-    assert made.spin(question("hard"))["failed_by_the_machine"] == 0
+    assert made.run_flywheel(question("hard"))["failed_by_the_machine"] == 0
     (record,) = made.lines("rollouts.jsonl")
     assert record["flywheel"]["right"] is False
 
@@ -473,17 +437,17 @@ def test_the_filter_keeps_right_valid_different_and_cheap_ones() -> None:
     few_calls, short, long_ = record_of(9, 1), record_of(4, 2), record_of(6, 2)
     wrong, malformed = record_of(1, 0, right=False), record_of(2, 0, valid=False)
     everything = [long_, wrong, short, few_calls, malformed, record_of(9, 1)]
-    assert kept(everything, 9) == [few_calls, short, long_]
-    assert kept(everything, 1) == [few_calls]
-    assert kept([wrong, malformed], 1) == []
+    assert filter_trajectories(everything, 9) == [few_calls, short, long_]
+    assert filter_trajectories(everything, 1) == [few_calls]
+    assert filter_trajectories([wrong, malformed], 1) == []
 
 
 def test_a_hint_that_leaves_no_room_for_a_turn_is_the_end(tmp_path: Path) -> None:
     made = World(tmp_path, operators=("step_hint",))
-    made.spin(question("q"))
+    made.run_flywheel(question("q"))
     repaired = made.lines("rollouts.jsonl")[1]
     made.engine.max_model_len = sum(len(part["token_ids"]) for part in repaired["segments"][:4])
-    made.spin(question("r"))
+    made.run_flywheel(question("r"))
     *_, last = made.lines("rollouts.jsonl")
     assert last["status"] == "truncated_length"
     assert texts(last, made)[-2:] == [(HINT, "hint"), ("", "generator")]
@@ -516,7 +480,7 @@ def test_kept_turns_are_said_again_where_a_second_role_is_asked_too() -> None:
 def test_a_written_answer_is_closed_as_a_sampled_one_is(tmp_path: Path) -> None:
     made = World(tmp_path, operators=("redundant",))
     made.scripts.critic = lambda messages: "Step: 1\nCorrected step:\nAnswer: 42"
-    made.spin(question("easy"))
+    made.run_flywheel(question("easy"))
     *_, last = made.lines("rollouts.jsonl")
     assert texts(last, made) == [("Answer: 42<|im_end|>", "critic")]
     assert (last["answer"], last["status"]) == ("42", "completed")
@@ -526,7 +490,7 @@ def test_a_kept_turn_is_told_what_the_fresh_world_says(tmp_path: Path) -> None:
     made = World(tmp_path, operators=("step_hint",))
     told = iter([Observation("out of bad"), Observation("", done=True, answer="42")])
     made.env.answer = lambda code: next(told)
-    made.spin(question())
+    made.run_flywheel(question())
     *_, last = made.lines("rollouts.jsonl")
     assert texts(last, made) == [(f"Let me see. {WRONG}", "generator")], "it ended there"
     assert last["answer"] == "42"
@@ -548,7 +512,7 @@ def test_the_best_is_right_and_then_cheap() -> None:
 
 def test_records_are_rollouts(tmp_path: Path) -> None:
     made = World(tmp_path, operators=("step_hint",))
-    made.spin(question())
+    made.run_flywheel(question())
     for record in made.lines("sft.jsonl"):
         played = read_rollout(record)
         assert well_formed(played)

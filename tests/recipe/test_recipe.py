@@ -61,7 +61,7 @@ def run(recipe: RecipeConfig, arguments: list[str]) -> None:
 def test_a_judge_may_be_a_model_of_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reference: bool
 ) -> None:
-    """Of those that the stage has under the endpoint's name; `own` is one of kind "engine"."""
+    """Of those that the run has under the endpoint's name; `own` is one of kind "engine"."""
     table = make_recipe(tmp_path).model_dump() | {"learner": {"lora": {"rank": 4}}}
     table["endpoints"] = {"c": table["endpoints"]["c"], "own": {"kind": "engine"}}
     table["measures"] |= {"quality": "judge", "judge": name, "conciseness_judge": name}
@@ -71,8 +71,8 @@ def test_a_judge_may_be_a_model_of_the_engine(
     group = Group(task=TASK, rollouts=[a_rollout(answer="forty-two")])
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: ([group], {}))
     engine = scripted(lambda *_: Turn(f"Correct: no{EOT}"))
-    stage = SimpleNamespace(heldout=[], reward=None, models=models, chat=CHAT)
-    player: Any = SimpleNamespace(sampler=None, engine=engine, model="m", stage=stage)
+    setup = SimpleNamespace(heldout=[], reward=None, models=models, chat=CHAT)
+    player: Any = SimpleNamespace(sampler=None, engine=engine, model="m", setup=setup)
     made = evaluation.evaluate_recipe(recipe, player)
     assert made["measures"]["quality"]["value"] == 1.0
     assert {r.options["reference"] for r in engine.requests} == {reference}
@@ -115,8 +115,8 @@ def leave(recipe: RecipeConfig, part: str, command: list[str]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe sets its stage before its first part; the model here is a name."""
-    ready = SimpleNamespace(stage=MagicMock(), tasks=WordProblemTasks())
+    """A recipe is checked before its first part; the model here is a name."""
+    ready = SimpleNamespace(setup=MagicMock(), tasks=WordProblemTasks())
     monkeypatch.setattr(recipes, "prepare", lambda config: ready)
 
 
@@ -231,12 +231,12 @@ AS_A_COMMAND = 'from agentgrpo import cli; cli.COMMANDS["slow_part"] = ("slow_pa
 PARENT = """
 import pathlib, sys
 from types import SimpleNamespace
-from agentgrpo.command import told
+from agentgrpo.command import report_errors
 from agentgrpo.recipe.parts import Part, run_parts
 from agentgrpo.run.interrupt import interruptible
 
 parts = [Part(name=name, word="slow_part") for name in ("first", "second")]
-with interruptible(), told() as outcome:
+with interruptible(), report_errors() as outcome:
     run_parts(SimpleNamespace(out_dir=pathlib.Path()), parts, ["quickstart"])
 sys.exit(outcome.status)
 """

@@ -46,25 +46,3 @@ def test_a_child_that_the_machine_ended_is_no_verdict() -> None:
         child.compare("$1$", "$1$")
     assert child.compare("$1$", "$1$").equal
     child.stop()
-
-
-def test_what_an_interrupted_comparison_says_is_no_answer_to_the_next() -> None:
-    child = Child()
-    child.compare("$1$", "$1$")
-    process = child._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGSTOP)
-
-    def compare() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        child.compare("$1$", "$1$")
-
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            compare()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    process.send_signal(signal.SIGCONT)
-    assert not child.compare("$1$", "$2$").equal
-    child.stop()

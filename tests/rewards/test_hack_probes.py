@@ -89,11 +89,6 @@ TOLD_APART = [
     ("दिन", "दान", 0, 0),
     ("की", "का", 0, 0),
     ("café", "cafe\u0301", 1, 0),
-    ("Paris", "✔\ufe0f Paris", 1, 0),
-    ("1 Paris", "1\ufe0f\u20e3 Paris", 1, 0),
-    ("Istanbul", "İstanbul", 1, 0),
-    ("محمد", "مُحَمَّد", 1, 0),
-    ("שלום", "שָׁלוֹם", 1, 0),
     (" ".join(map("word{}".format, range(40))), " ".join(map("Word{}.".format, range(40))), 1, 0),
 ]
 

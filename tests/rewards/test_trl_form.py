@@ -251,7 +251,7 @@ def test_a_conversation_is_the_policys_turns_and_what_it_was_told() -> None:
     tool = {"role": "tool", "content": "seen"}
     rollout = Rollout(
         task=task, segments=segments, status=Status.COMPLETED,
-        told=[told([tool], ("find", {"x": 1})), told("[1]")],
+        tool_messages=[told([tool], ("find", {"x": 1})), told("[1]")],
     )  # fmt: skip
     seen: dict[str, Any] = {}
 

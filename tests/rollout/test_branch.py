@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -86,11 +84,6 @@ def test_what_is_not_among_the_likeliest_counts_as_one() -> None:
     (found,) = token_entropies(np.array([[9, 1, 2]], np.int32), np.array([logprobs]))
     expected = -sum(p * math.log(p) for p in (0.1, 0.5, 0.2, 0.2))
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_impossible_tokens_add_nothing() -> None:
-    ids, logprobs = np.array([[1, 1, 2]], np.int32), np.array([[0.0, 0.0, -math.inf]])
-    assert token_entropies(ids, logprobs).tolist() == [0.0]
 
 
 def test_S3_5_a_turns_entropy_is_a_mean_of_its_first_tokens_whatever_its_length() -> None:
@@ -278,18 +271,6 @@ def test_S3_6_a_branch_begins_right_behind_the_tools_answer() -> None:
     env.assert_all_closed_once()
 
 
-def test_a_turn_after_no_tool_does_not_branch() -> None:
-    engine = StubEngine(
-        TOKENIZER,
-        lambda n, prompt: Turn(
-            f"<code>{n}{EOT}" if prompt.count("assistant") < 3 else f"Answer: {n}{EOT}"
-        ),
-    )
-    groups, stats = play(engine, group_size=4, branching={**ALWAYS, "initial": 1})
-    assert stats.branches == 0
-    assert all(r.parent is None for r in checked(groups, 4))
-
-
 @pytest.mark.parametrize(
     ("first", "later", "probability"),
     [(1.0, 1.0, 0.4), (0.0, math.log(len(TOKENIZER)), 0.7), (math.log(len(TOKENIZER)), 0.0, 0.1)],
@@ -354,44 +335,6 @@ def test_a_beams_width_is_how_many_go_on_from_one_point(beam_size: int, at_first
     assert len(first) == at_first
     assert stats.branches == 3 if at_first == 3 else stats.branches >= at_first
     assert len({tuple(r.segments[-1].token_ids) for r in rollouts}) == 4, "each has its own seed"
-
-
-def test_each_of_a_beam_has_its_own_chance() -> None:
-    """Two chances of a third each, in each of many groups with room for both."""
-    count, share = 300, 1 / 3
-    groups, _ = play(
-        conversation(1), num_tasks=count, group_size=3,
-        branching={"initial": 1, "probability": share, "entropy_weight": 0.0, "beam_size": 3},
-    )  # fmt: skip
-    rollouts = [group.rollouts for group in groups]
-    taken = Counter(sum(r.parent == 0 and r.forked_at is not None for r in g) for g in rollouts)
-    for copies, probability in enumerate([(1 - share) ** 2, 2 * share * (1 - share), share**2]):
-        sigma = math.sqrt(count * probability * (1 - probability))
-        assert abs(taken[copies] - count * probability) < 3.5 * sigma, (copies, taken)
-
-
-def test_where_nothing_branches_the_rest_begins_as_soon_as_a_place_is_free_and_all_at_once() -> (
-    None
-):
-    engine = conversation(0)
-    groups, _ = play(engine, group_size=16, branching={**ALWAYS, "initial": 4}, deterministic=True)
-    assert all(r.parent is None for r in checked(groups, 16))
-    # 4 at once, each ended after at most 3 steps and left its 3 places, each taken at that moment
-    begun = Counter(r.submitted_at for r in engine.requests)
-    assert engine.steps <= 3 + 3 + 1
-    assert begun[0] == 4
-
-
-def test_sources_get_equal_shares() -> None:
-    engine = conversation(3)
-    groups, _ = play(engine, group_size=16, branching={**ALWAYS, "initial": 4}, deterministic=True)
-    rollouts = checked(groups, 16)
-
-    def root(index: int) -> int:
-        parent = rollouts[index].parent
-        return index if parent is None else root(parent)
-
-    assert Counter(root(i) for i in range(16)) == {0: 4, 1: 4, 2: 4, 3: 4}
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -483,26 +426,6 @@ def test_what_branched_off_a_rollout_that_is_played_again_has_no_parent(max_live
     env.assert_all_closed_once()
 
 
-def test_a_branch_that_has_ended_has_no_parent_either_once_that_is_played_again() -> None:
-    calls = 0
-
-    def says(number: int, prompt: str) -> Turn:
-        nonlocal calls
-        if number < 2:
-            return Turn(f"<code>{number}</code>")
-        if "<code>1</code>" not in prompt:  # the branch, and rollout 0 when it is played again
-            return Turn(f"Answer: {number}{EOT}")
-        calls += 1
-        return Turn("<code>2</code>" if calls < 5 else "<code>broken machine</code>")
-
-    groups, stats = play(
-        StubEngine(TOKENIZER, says), StubEnv(), group_size=2,
-        branching={**ALWAYS, "initial": 1}, max_retries=1, max_turns=9,
-    )  # fmt: skip
-    assert (stats.branches, stats.retries, calls) == (1, 1, 5)
-    assert [(r.parent, r.forked_at) for r in groups[0].rollouts] == [(None, None)] * 2
-
-
 def test_aepo_decides_when_the_first_of_a_group_has_seen_a_tools_answer() -> None:
     high = math.log(len(TOKENIZER))
     config = {**ALWAYS, "initial": 1, "budget": "aepo", "aepo_beta": 2.0}
@@ -567,17 +490,6 @@ def test_a_branch_keeps_the_base_of_the_rollout_that_it_left() -> None:
     assert 1 in {r.parent for r in checked(groups, 4)}
 
 
-@pytest.mark.parametrize("calls", [0, 1])
-def test_a_group_that_is_under_way_goes_before_those_that_are_not(calls: int) -> None:
-    """With room for one rollout at a time; those begun alone, and branches, in index order."""
-    engine = conversation(calls)
-    size = 2 + (calls == 0)
-    play(engine, num_tasks=2, group_size=size, max_live=1, branching={**ALWAYS, "initial": 1})
-    begun = [int(r.request_id.split(".")[0]) for r in engine.requests]
-    assert begun == sorted(begun)
-    assert set(begun) == set(range(2 * size))
-
-
 def test_a_branch_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("agentgrpo.rollout.limits.time.monotonic", lambda: now)
@@ -590,23 +502,6 @@ def test_a_branch_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, stats = play(
         conversation(1), env, group_size=2, branching={**ALWAYS, "initial": 1}, max_seconds=3.0
     )
-    assert stats.branches == 1
-    assert [r.status for r in checked(groups, 2)] == [Status.COMPLETED] * 2
-
-
-def test_a_branch_that_waits_for_its_place_loses_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-
-    def passes(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    env = StubEnv(on_call=lambda code: passes(1.0), on_finish=lambda: passes(5.0))
-    groups, stats = play(
-        conversation(1), env, group_size=2, max_live=1, max_seconds=3.0,
-        branching={**ALWAYS, "initial": 1},
-    )  # fmt: skip
     assert stats.branches == 1
     assert [r.status for r in checked(groups, 2)] == [Status.COMPLETED] * 2
 

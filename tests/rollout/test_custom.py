@@ -150,7 +150,7 @@ def nan_in_another_row(r: Rollout) -> None:
         (nan, "log-probability is nan or infinite"),
         (nan_in_another_row, "log-probability is nan or infinite"),
         (lambda r: r.closed_rows.append([]), "must begin with a prompt"),
-        (lambda r: r.rewards.update(taste=np.nan), "its reward 'taste' is nan"),
+        (lambda r: r.rewards.update(taste=np.nan), "expected {name: finite number}, got {'taste'"),
         (
             lambda r: r.stats.update(seen=None),
             r"expected {name: finite number}, got {'seen': None}",
@@ -172,11 +172,6 @@ def test_what_cannot_be_trained_on_is_refused_by_name(
 ) -> None:
     with pytest.raises(UserCodeError, match=rf"wrong result: task 't1', rollout 1: .*{message}"):
         sampler(Mine(change)).play(tasks(2), 2, seed=0)
-
-
-def test_spans_to_the_last_token_are_fine() -> None:
-    groups, _ = sampler(Mine(span(0, 6))).play(tasks(1), 1, seed=0)
-    assert groups[0].rollouts[0].span_rewards[0].end == 6
 
 
 def test_spans_may_lie_in_any_row() -> None:
@@ -255,10 +250,6 @@ def test_a_mask_becomes_segments(mask: list[int] | None, runs: list[tuple[int, b
                 -1.0 - at - i for i in range(len(segment.token_ids))
             ]
         at += len(segment.token_ids)
-
-
-def test_an_empty_completion_is_a_prompt_alone() -> None:
-    assert len(rollout_from_tokens(tasks(1)[0], [1], [], []).segments) == 1
 
 
 @pytest.mark.parametrize(("logprobs", "mask"), [([0.0], None), ([0.0] * 2, [1])])

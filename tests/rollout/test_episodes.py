@@ -282,21 +282,6 @@ def test_asynchronous_episodes_of_all_steps_have_one_loop() -> None:
     assert len(loops) == 2
 
 
-@pytest.mark.parametrize("late", ["finish", "close"])
-def test_only_some_of_an_episodes_methods_may_be_coroutines(late: str) -> None:
-    class Mixed(World):
-        async def finish_late(self, answer: str | None) -> Mapping[str, float]:
-            return World.finish(self, answer)
-
-        async def close_late(self) -> None:
-            World.close(self)
-
-    world = Mixed([SAID], {"a": 1.0})
-    setattr(world, late, getattr(world, f"{late}_late"))
-    assert play(world, "x\n", "!done").rewards == {"a": 1.0}
-    assert world.closed == 1
-
-
 @pytest.mark.parametrize("hidden", [("step",), ("step", "finish"), ("step", "finish", "close")])
 def test_what_a_wrapper_hides_is_a_coroutine_is_awaited(hidden: tuple[str, ...]) -> None:
     world = Slow(expected=1)

@@ -13,7 +13,7 @@ import pytest
 from agentgrpo.actions import Action, CallTools, Malformed, RunCode, Say, ToolCall
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import RolloutConfig
-from agentgrpo.rollout.limits import TREATMENTS, Spent, called, treatment_of
+from agentgrpo.rollout.limits import TREATMENTS, RolloutBudget, called, treatment_of
 from agentgrpo.types import Rollout, Status, Task, Treatment
 from tests.playing import CHAT, EOT, TOKENIZER, sampled, says
 from tests.rollout.stubs import StubEnv, Turn
@@ -73,24 +73,24 @@ def test_calls_over_the_limit_are_not_made_and_the_second_ends_the_rollout(
 
 
 def test_the_calls_of_one_turn_are_made_all_or_none() -> None:
-    spent = Spent(RolloutConfig(max_tool_calls=3, max_calls_of={"b": 1}), 0, 99)
+    budget = RolloutBudget(RolloutConfig(max_tool_calls=3, max_calls_of={"b": 1}), 0, 99)
     a, b = ToolCall("a", {}), ToolCall("b", {})
-    assert spent.refuse(CallTools((a, b))) is None
-    said = spent.refuse(CallTools((a, b)))
+    assert budget.refuse(CallTools((a, b))) is None
+    said = budget.refuse(CallTools((a, b)))
     assert said is not None
     assert said.startswith("Error: not run. 0 b calls left, 1 asked for")
-    assert spent.end(0) is None
-    two = spent.refuse(CallTools((a, a)))
+    assert budget.end(0) is None
+    two = budget.refuse(CallTools((a, a)))
     assert two is not None
     assert two.startswith("Error: not run. 1 call left, 2 asked for")
-    assert spent.calls == {"a": 1, "b": 1}
-    assert spent.end(0) is Status.TRUNCATED_CALLS
+    assert budget.calls == {"a": 1, "b": 1}
+    assert budget.end(0) is Status.TRUNCATED_CALLS
 
 
 def test_one_refusal_leaves_the_last_call_to_be_made() -> None:
-    spent = Spent(RolloutConfig(max_tool_calls=1), 0, 99)
-    assert spent.refuse(CallTools((ToolCall("a", {}),) * 2)) is not None
-    assert spent.refuse(RunCode("1")) is None
+    budget = RolloutBudget(RolloutConfig(max_tool_calls=1), 0, 99)
+    assert budget.refuse(CallTools((ToolCall("a", {}),) * 2)) is not None
+    assert budget.refuse(RunCode("1")) is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_one_refusal_leaves_the_last_call_to_be_made() -> None:
 def test_talk_is_not_a_call(action: Action, names: tuple[str, ...]) -> None:
     assert called(action) == names
     if not names:
-        assert Spent(RolloutConfig(max_tool_calls=0), 0, 99).refuse(action) is None
+        assert RolloutBudget(RolloutConfig(max_tool_calls=0), 0, 99).refuse(action) is None
 
 
 BAD = f"<code>1{EOT}"
@@ -298,14 +298,14 @@ def test_a_request_that_the_engine_gave_up_is_the_machines_failure(reason: str) 
 
 
 def test_without_limits_only_the_context_ends_a_rollout() -> None:
-    spent = Spent(RolloutConfig(max_turns=10**6), 5, 100)
-    spent.calls.update({"python": 10**6})
-    spent.malformed = 10**6
-    spent.turns = 10**6 - 1
-    assert spent.end(99) is None
-    assert spent.end(100) is Status.TRUNCATED_LENGTH
-    assert spent.turn_tokens(99) == 1
-    assert math.isfinite(spent.started)
+    budget = RolloutBudget(RolloutConfig(max_turns=10**6), 5, 100)
+    budget.calls.update({"python": 10**6})
+    budget.malformed = 10**6
+    budget.turns = 10**6 - 1
+    assert budget.end(99) is None
+    assert budget.end(100) is Status.TRUNCATED_LENGTH
+    assert budget.turn_tokens(99) == 1
+    assert math.isfinite(budget.started)
 
 
 def test_another_try_draws_anew() -> None:
@@ -317,9 +317,9 @@ def test_another_try_draws_anew() -> None:
 
 
 def test_no_budget_of_tokens_reaches_beyond_the_context() -> None:
-    spent = Spent(RolloutConfig(max_response_tokens=96), 5, 100)
-    assert spent.max_length == 100
-    assert Spent(RolloutConfig(max_response_tokens=94), 5, 100).max_length == 99
-    assert spent.turn_tokens(99) == 1
-    assert (spent.fits(100), spent.fits(101)) == (True, False)
-    assert spent.end(100) is Status.TRUNCATED_LENGTH
+    budget = RolloutBudget(RolloutConfig(max_response_tokens=96), 5, 100)
+    assert budget.max_length == 100
+    assert RolloutBudget(RolloutConfig(max_response_tokens=94), 5, 100).max_length == 99
+    assert budget.turn_tokens(99) == 1
+    assert (budget.fits(100), budget.fits(101)) == (True, False)
+    assert budget.end(100) is Status.TRUNCATED_LENGTH

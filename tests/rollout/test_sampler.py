@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from queue import SimpleQueue
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +20,6 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.rollout import transcript
 from agentgrpo.rollout.decoder import SamplerStats, request_seed
-from agentgrpo.rollout.play import Waiting
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import COUNTS, Completion, Group, Rollout, Status, Task
 from agentgrpo.usercode import UserCodeError
@@ -222,10 +220,6 @@ def test_a_turn_that_was_cut_is_never_executed() -> None:
     assert played.segments[-1].sampled
 
 
-def test_an_answer_that_was_cut_is_none() -> None:
-    assert one(says(Turn("Answer: 12", cut=True))).answer is None
-
-
 def test_the_policy_is_told_that_a_turn_was_malformed_and_may_repair_it() -> None:
     engine = says(f"<code>1{EOT}", "<code>1</code>", f"Answer: 1{EOT}")
     played = one(engine)
@@ -267,15 +261,6 @@ def test_the_context_may_be_filled_to_the_last_token(room: int, status: Status, 
     played = one(engine)
     assert (played.status, played.stats["turns"]) == (status, turns)
     assert [r.max_tokens for r in engine.requests[1:]] == [room] * (turns - 1)
-
-
-@pytest.mark.parametrize(
-    ("max_turns", "status"), [(1, Status.TRUNCATED_TURNS), (2, Status.COMPLETED)]
-)
-def test_the_budget_of_turns(max_turns: int, status: Status) -> None:
-    played = one(says(CODE, f"Answer: 7{EOT}"), max_turns=max_turns)
-    assert played.status is status
-    assert played.stats["turns"] == max_turns
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_by_its_task_and_nothing_is_left_behind() -> None:
@@ -335,33 +320,6 @@ def test_worlds_are_closed_when_the_engine_cannot_drop_what_it_decodes() -> None
     env.assert_all_closed_once()
 
 
-def test_after_a_bug_running_tools_end_and_queued_ones_do_not_begin(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = StubEngine(TOKENIZER, lambda number, _: Turn(f"<code>{number}</code>"))
-    begun, stopping = threading.Event(), threading.Event()
-    waits = Waiting.wait
-
-    def wait(waiting: Waiting) -> None:
-        stopping.set()
-        waits(waiting)
-
-    monkeypatch.setattr(Waiting, "wait", wait)
-
-    def on_call(code: str) -> None:
-        if code == "0":
-            assert begun.wait(PATIENCE_S)
-            raise Bug
-        begun.set()  # an episode that is closed before it is waited for complains
-        assert stopping.wait(PATIENCE_S)
-
-    env = StubEnv(on_call=on_call)
-    with pytest.raises(UserCodeError, match="raised Bug"):
-        play(engine, env, group_size=8, threads=2, deterministic=False)
-    env.assert_all_closed_once()
-    assert len(env.executed) <= 3, "of 8, only those that had a thread when the first one failed"
-
-
 def test_an_episode_that_ends_while_a_bug_stops_the_run_is_closed_once() -> None:
     ending, stopping = threading.Event(), threading.Event()
 
@@ -397,23 +355,6 @@ def test_an_episode_that_does_not_close_keeps_no_other_open_and_is_not_the_error
         "and while it was ended: StubEpisode.close raised Bug: stuck"
     ] * 2
     env.assert_all_closed_once()
-
-
-def test_what_is_played_again_waits_behind_what_has_not_begun() -> None:
-    engine = StubEngine(
-        TOKENIZER, lambda n, _: Turn(f"<code>{n} broken machine</code>" if n == 0 else f"{n}{EOT}")
-    )
-    config = RolloutConfig(max_retries=1)
-    sampler = Sampler(cast(Any, engine), AGENT, StubEnv(), CHAT, config, max_live=1)
-    (group,), stats = sampler.play(tasks(1), 3, seed=5)
-    assert [request.request_id for request in engine.requests] == [
-        "0.0.0",
-        "1.0.0",
-        "2.0.0",
-        "0.1.0",
-    ]
-    assert stats.retries == 1
-    assert all(rollout.status is Status.COMPLETED for rollout in group.rollouts)
 
 
 def test_an_infrastructure_error_ends_one_rollout_only() -> None:
@@ -466,22 +407,6 @@ def test_a_slow_tool_holds_nobody_else_up() -> None:
     assert [r.answer for r in groups[0].rollouts] == ["0", "1"]
 
 
-def test_tools_run_at_the_same_time() -> None:
-    meeting = threading.Barrier(3)
-
-    def on_call(code: str) -> None:
-        meeting.wait(PATIENCE_S)
-
-    engine = StubEngine(
-        TOKENIZER,
-        lambda number, _: Turn(
-            f"<code>{number}</code>" if number < 3 else f"Answer: {number}{EOT}"
-        ),
-    )
-    groups, _ = play(engine, StubEnv(on_call=on_call), group_size=3, deterministic=True)
-    assert all(r.status is Status.COMPLETED for r in groups[0].rollouts)
-
-
 def recorded(seed: int, *, deterministic: bool) -> list[tuple[int, str, bytes]]:
     """The order in which turns are asked for, with tools as slow as `seed` makes them.
 
@@ -526,38 +451,9 @@ def test_tokens_of_prompts_and_those_of_the_cache_are_counted() -> None:
     assert stats.retries == stats.infra_failures == 0
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_time_with_nothing_to_decode_is_idle_time(
-    deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tool takes its time once it is waited for."""
-    waits = threading.Event()
-
-    class Answered(SimpleQueue[int]):
-        def get(self, *how: Any, **more: Any) -> int:
-            waits.set()
-            return super().get(*how, **more)
-
-    def slow(code: str) -> None:
-        assert waits.wait(60)
-        time.sleep(0.1)
-
-    monkeypatch.setattr("agentgrpo.rollout.play.SimpleQueue", Answered)
-    engine = says(CODE, f"Answer: 1{EOT}")
-    _, stats = play(engine, StubEnv(on_call=slow), deterministic=deterministic)
-    assert stats.idle_s >= 0.09
-    assert stats.total_s >= stats.idle_s + stats.decode_s
-
-
 def test_room_for_no_rollout_is_refused() -> None:
     with pytest.raises(ValueError, match="max_live must be at least 1, got 0"):
         Sampler(cast(Any, says()), AGENT, StubEnv(), CHAT, RolloutConfig(), max_live=0)
-
-
-def test_no_tasks_no_groups() -> None:
-    groups, stats = play(says(), StubEnv(), num_tasks=0)
-    assert groups == []
-    assert stats.engine_steps == 0
 
 
 @pytest.mark.parametrize(

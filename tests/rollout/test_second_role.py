@@ -9,10 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.actions import Action, Ask, Heard, InfrastructureError, Observation, Reading, Say
+from agentgrpo.actions import (
+    Action,
+    InfrastructureError,
+    ModelReply,
+    ModelRequest,
+    Observation,
+    Reading,
+    Say,
+)
 from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import BranchConfig
-from agentgrpo.envs.customers import ModelUser, Talk
+from agentgrpo.envs.customers import ModelUser, UserDialogue
 from agentgrpo.rollout.limits import TREATMENTS
 from agentgrpo.types import Rollout, Status, Task, Treatment
 from tests.playing import EOT, given_and_sampled, play, play_all, scripted, task
@@ -22,7 +30,7 @@ from tests.rollout.stubs import Turn
 class Shop:
     """Whatever is said is put to a customer whom the engine plays; rewards and counts follow it."""
 
-    judges = talks = True
+    judges = has_user = True
 
     def __init__(
         self, *, temperature: float = 1.0, max_tokens: int = 40, model: Any = "policy"
@@ -40,14 +48,14 @@ class Shop:
 class ShopEpisode:
     def __init__(self, shop: Shop) -> None:
         words: Any = shop.words
-        self.shop, self.talk = shop, Talk(ModelUser("CUSTOMER", "Hello.", **words))
+        self.shop, self.talk = shop, UserDialogue(ModelUser("CUSTOMER", "Hello.", **words))
 
     def step(self, action: Action) -> Observation:
         self.shop.steps.append(action)
         if isinstance(action, Say):
             return self.talk.say(action.text, satisfied=False)
-        assert isinstance(action, Heard)
-        told = self.talk.heard(action.text)
+        assert isinstance(action, ModelReply)
+        told = self.talk.on_reply(action.text)
         return Observation(
             told.text, done=told.done, rewards={"polite": 0.5}, counts={"heard": 1.0}
         )
@@ -59,7 +67,7 @@ class ShopEpisode:
 
 
 AGENT = ToolAgent(
-    env=SimpleNamespace(tools=lambda task: (), talks=True),
+    env=SimpleNamespace(tools=lambda task: (), has_user=True),
     call_reader=lambda parser: lambda text, tools: Reading(text, (), attempted=False),
 )
 
@@ -155,7 +163,7 @@ def test_branches_repeat_what_was_heard_and_ask_nothing_again() -> None:
     assert child.parent == 0
     assert common(parent, child) == child.forked_at
     asked = sum("CUSTOMER" in str(engine.tokenizer.decode(r.prompt)) for r in engine.requests)
-    heard = [action for action in shop.steps if isinstance(action, Heard)]
+    heard = [action for action in shop.steps if isinstance(action, ModelReply)]
     assert len(heard) == asked + sum(h.text == "customer 1" for h in heard) - 1
     assert child.status is Status.COMPLETED
 
@@ -175,7 +183,7 @@ class Spoken:
     def __init__(self, replies: Any) -> None:
         self.replies, self.asked = iter(replies), []  # type: ignore[var-annotated]
 
-    def __call__(self, ask: Ask) -> str:
+    def __call__(self, ask: ModelRequest) -> str:
         said = next(self.replies)
         if isinstance(said, Exception):
             raise said
@@ -217,6 +225,6 @@ def test_the_engine_is_asked_for_the_weights_that_are_meant(model: Any) -> None:
 def test_thoughts_of_a_customer_are_not_said() -> None:
     user = ModelUser("S", "Hi.", temperature=0.0, max_tokens=5)
     asked = user.reply("Your name?", satisfied=False)
-    assert isinstance(asked, Ask)
-    assert user.heard("<think>\nshould I?\n</think>\n\nAl.") == "Al."
-    assert user.heard("Bye ###TRANSFER###") is None
+    assert isinstance(asked, ModelRequest)
+    assert user.on_reply("<think>\nshould I?\n</think>\n\nAl.") == "Al."
+    assert user.on_reply("Bye ###TRANSFER###") is None

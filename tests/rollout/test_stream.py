@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -22,7 +21,6 @@ from agentgrpo.types import Turn as Account
 from agentgrpo.usercode import UserCodeError
 from tests.models.test_templates import ids_of, judge_of
 from tests.playing import EOT, TOKENIZER, given_and_sampled, tasks
-from tests.tiny import NUMBERED, make_tokenizer
 
 CHAT = ChatTemplate(TOKENIZER)
 
@@ -200,20 +198,6 @@ def test_messages_can_follow_the_turn() -> None:
     messages = [*tasks(1)[0].messages, {"role": "assistant", "content": "Yes!"}]
     rendered = CHAT.prompt_ids([*messages, {"role": "user", "content": "Really?"}])
     assert "".join(text for _, text in parts[:3]) == TOKENIZER.decode(rendered)
-
-
-def test_a_template_that_numbers_messages_is_told_how_many_there_were() -> None:
-    def told(stream: Stream, token: int) -> None:
-        if stream.tag:
-            stream.inject([{"role": "user", "content": "Really?"}])
-
-    tokenizer = make_tokenizer(NUMBERED)
-    engine = Decoding(
-        tokenizer, lambda so_far: f"No{EOT}" if so_far.count("Really") > 1 else "Yes!"
-    )
-    (rollout,) = play(Mine(told, ["!"], ChatTemplate(tokenizer)), engine)
-    text = tokenizer.decode(np.concatenate([s.token_ids for s in rollout.segments]))
-    assert re.findall(r"<.im_start.>user (\d+)", text) == ["1", "3", "5"]
 
 
 def test_text_cannot_follow_a_turn_that_the_policy_closed() -> None:

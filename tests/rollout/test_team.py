@@ -14,7 +14,7 @@ import pytest
 from agentgrpo.config import RolloutConfig
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.rollout.decoder import SamplerStats
-from agentgrpo.rollout.team import Leader, TeamSampler, digest, follow
+from agentgrpo.rollout.team import Leader, TeamSampler, follow
 from agentgrpo.types import Group, Task
 
 SIZE = 3
@@ -164,15 +164,6 @@ def test_a_rank_that_sampled_something_else_stops(odd: str) -> None:
     assert "rank 2 of its engine sampled other tokens than the first" in str(apart)
 
 
-def test_a_digest_is_of_ids_and_tokens() -> None:
-    def done(name: str, *ids: int) -> Any:
-        return SimpleNamespace(request_id=name, token_ids=np.array(ids, np.int32))
-
-    seen = [[], [done("a", 1)], [done("a", 2)], [done("b", 1)], [done("a", 1), done("b", 1)]]
-    assert len({digest(each) for each in seen}) == len(seen)
-    assert digest([done("a", 1)]) == digest([done("a", 1)])
-
-
 def test_vllm_itself_is_out_of_reach() -> None:
     engine: Any = Recorder()
     team: Any = Member(Board(), 0)
@@ -198,7 +189,7 @@ class Sampler:
 
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
-        filters: Mapping[str, float], watch: Any,
+        filters: Mapping[str, float], callback: Any,
     ) -> Any:  # fmt: skip
         self.given = [task.id for task in tasks], group_size, config.temperature, seed, filters
         for task in tasks:

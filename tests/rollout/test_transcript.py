@@ -166,17 +166,6 @@ def _is_what_the_engine_was_sent(rng: random.Random) -> None:
         assert joined == plain, turn
 
 
-def test_buffers_grow_without_losing_a_token() -> None:
-    transcript, expected = Transcript(ids(1)), [1]
-    for turn in range(40):
-        transcript.sample(np.full(97, turn, np.int32), logp(97))
-        expected += [turn] * 97
-    assert transcript.ids.tolist() == expected
-    assert transcript.ids.flags.c_contiguous
-    assert transcript.ids.dtype == np.int32
-    assert len(transcript) == len(expected)
-
-
 def test_a_forked_rollout_counts_once() -> None:
     """Both rows are trained on, as terms of one sample, and the normaliser counts one rollout."""
     transcript = held()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentgrpo.rollout.observe import _shorten
 from agentgrpo.rollout.play import Waiting
-from agentgrpo.rollout.telling import _shorten
 from agentgrpo.types import Rollout, Segment, SpanReward, Status, Task
 
 

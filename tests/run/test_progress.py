@@ -59,10 +59,6 @@ def test_a_resumed_run_compares_with_its_first_evaluation(tmp_path: Path) -> Non
     assert "held-out solved: 0.250 after 0 steps, 0.500 after 12" in said
 
 
-def test_one_evaluation_is_compared_with_nothing() -> None:
-    assert "held-out solved:" not in lines_of((12, 0.844))
-
-
 def test_the_end_names_every_file_a_run_leaves() -> None:
     said = lines_of()
     assert str(Path("run").resolve()) in said
@@ -168,13 +164,6 @@ def test_a_signal_in_the_midst_of_a_line_is_told_of_once_and_the_line_too() -> N
     told, one = sorted(line.split("s  ")[1] for line in terminal.getvalue().splitlines())[::-1]
     assert told.startswith("stopping after this step, then saving;")
     assert one == "one"
-
-
-def test_nothing_is_told_where_nobody_asked() -> None:
-    told: list[str] = []
-    with stop_after_step(told.append) as stopping:
-        assert not stopping()
-    assert told == []
 
 
 def test_a_step_without_any_gradient_says_what_to_change() -> None:

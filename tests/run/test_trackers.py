@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ class FakeService(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
         self.calls: list[tuple[str, Any]] = []
 
     def init(self, **options: Any) -> None:

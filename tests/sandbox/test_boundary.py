@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_names_of_any_bytes(pool: SandboxPool) -> None:
         for text in ("\ud800", "\udcff", "é"):
             sandbox.files.write(text, text)
             assert sandbox.files.read(text, format="bytes") == as_bytes(text)
-            counted = sandbox.commands.start(f"printf %s '{text}' | wc -c").wait()
+            counted: Any = sandbox.commands.run(f"printf %s '{text}' | wc -c")
             assert int(counted.stdout) == len(as_bytes(text))
 
 

@@ -1,15 +1,13 @@
 """The template that E2B's users expect: numpy, pandas and matplotlib, plots and tables."""
 
 import base64
-import os
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
 from agentgrpo.sandbox.api import close_shared_pools
-from agentgrpo.sandbox.templates import DATA, find_template, home_of
+from agentgrpo.sandbox.templates import DATA, find_template
 
 pytestmark = pytest.mark.nsjail
 
@@ -56,34 +54,11 @@ def test_plots_are_png(sandbox: Sandbox) -> None:
         assert all(base64.b64decode(png or "").startswith(b"\x89PNG") for png in pngs)
 
 
-WHERE = """
-import gc, sys, types
-loaded = [module for name, module in sys.modules.items() if name.startswith("pandas")]
-held = [f for m in loaded for f in vars(m).values() if type(f) is types.FunctionType]
-made = [bytes(size) for size in range(16, 470, 16)]
-theirs = [f for f in held if f.__module__.startswith("pandas")]
-old, new = ({id(one) >> 20 for one in what} for what in (theirs, made))
-places = [a for a in old if not old & {a + 1, a + 2, a + 3, a + 4}]
-len(places) <= 3, len(new) <= 4
-"""
-
-
-@pytest.mark.skipif("PYTHONMALLOC" in os.environ, reason="Python has no arenas then")
-@pytest.mark.usefixtures("sandbox")
-def test_what_is_loaded_lies_together_and_what_is_made_lies_apart() -> None:
-    """So that the one is in huge pages, and the other does not have them taken apart."""
-    with Sandbox() as fresh:
-        assert fresh.run_code(WHERE).text == "(True, True)"
-
-
-def test_a_missing_module_names_what_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    site = home_of("pytest")
-    assert site is not None
+def test_a_missing_module_names_what_has_it() -> None:
     with SandboxPool(template=Template(), limits=Limits(), min_idle=0, zygotes=1) as pool:
         with Sandbox(pool=pool) as plain:
             for module, hint in (
                 ("numpy.linalg", 'Sandbox.create("data")'),
-                ("pytest", f"Template(site_dirs=({site!r},))"),
                 ("no_such_module", "sandbox template build"),
             ):
                 error = plain.run_code(f"import {module}").error
@@ -91,13 +66,8 @@ def test_a_missing_module_names_what_has_it(monkeypatch: pytest.MonkeyPatch) -> 
                 assert error.name == "ModuleNotFoundError"
                 assert hint in error.value
                 assert hint in error.traceback
-                other = plain.run_code(f"raise ImportError(\"No module named '{module}'\")").error
-                assert other is not None
-                assert other.value == f"No module named '{module}'"
-            monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as a script has it
-            for said in ("None", "''", "'__main__'", "'..x'", "'agentgrpo'", "'\\ud800'"):
-                raised = f'raise ModuleNotFoundError("No module named {said}")'
-                assert plain.run_code(raised).error, "whatever it says is an observation"
+            raised = "raise ModuleNotFoundError(\"No module named '\\ud800'\")"
+            assert plain.run_code(raised).error, "whatever it says is an observation"
         with pool.acquire() as session:  # what a policy sees is Python's own
             told = session.step("import numpy").error
             assert told is not None

@@ -7,11 +7,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentgrpo import _C
 from agentgrpo.sandbox import (
+    CommandResult,
+    FileNotFoundException,
     HostTools,
     Limits,
     NotSupportedException,
@@ -22,13 +26,15 @@ from agentgrpo.sandbox import (
     StepStatus,
     Template,
 )
+from agentgrpo.sandbox.bare import _is_open
 from agentgrpo.sandbox.channels import process_tree
-from agentgrpo.sandbox.grade import check_output
+from agentgrpo.sandbox.grade import check_output, check_tests
 from agentgrpo.sandbox.hostile.case import within
 from agentgrpo.sandbox.hostile.lifecycle import gone, pids
+from agentgrpo.sandbox.jail import FIRST_UID
+from agentgrpo.sandbox.listener import listener_in
 from agentgrpo.sandbox.zygote import Rung
 
-SYSTEM_PYTHON = "/usr/bin/python3"
 pytestmark = [
     pytest.mark.nsjail,
     pytest.mark.filterwarnings("ignore:sandbox degraded"),
@@ -39,13 +45,7 @@ pytestmark = [
 
 
 def make_pool(limits: Limits | None = None) -> SandboxPool:
-    """Where the interpreter is root's own, the system's is what other users can run."""
-    if os.geteuid() == 0 and not os.path.exists(SYSTEM_PYTHON):
-        pytest.skip(f"no {SYSTEM_PYTHON}")
-    template = Template(python=SYSTEM_PYTHON if os.geteuid() == 0 else "")
-    return SandboxPool(
-        rungs=(), allow_degraded=True, template=template, min_idle=0, zygotes=1, limits=limits
-    )
+    return SandboxPool(rungs=(), allow_degraded=True, min_idle=0, zygotes=1, limits=limits)
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +99,59 @@ def test_a_better_rung_is_taken_where_there_is_one(pool: SandboxPool) -> None:
         assert not allowed.run("1").degraded
 
 
-def test_what_needs_a_jail_is_refused(bare_pool: SandboxPool) -> None:
-    with pytest.raises(NotSupportedException):
-        Sandbox.create(pool=bare_pool)
-    with pytest.raises(NotSupportedException):
-        Sandbox.create(allow_degraded=True)
-    with pytest.raises(NotSupportedException):
-        check_output(bare_pool, "print(1)", "1")
+def test_files_commands_interpreters_and_gradings(bare_pool: SandboxPool) -> None:
+    """As on every rung; but for names that lead out of the one directory that it has."""
+    with Sandbox.create(pool=bare_pool) as sandbox:
+        sandbox.files.write("d/f", "text")
+        assert sandbox.run_code("open('d/f').read()").text == "'text'"
+        assert sandbox.files.read("/home/user/d/f") == "text"
+        assert [entry.name for entry in sandbox.files.list(depth=2)] == ["d", "f"]
+        home = sandbox._session.places.home
+        ran = sandbox.commands.run("pwd; echo $HOME $TMPDIR; id -u; cat d/f")
+        assert isinstance(ran, CommandResult)
+        shown = ran.stdout.split()
+        assert shown[:3] == [home] * 3
+        assert os.geteuid() != 0 or int(shown[3]) >= FIRST_UID
+        assert shown[4] == "text"
+        sandbox.run_code("import os; os.symlink('/etc/passwd', 'out'); os.symlink('..', 'up')")
+        for name in ("/etc/passwd", "../x", f"{home}/../x", "/home/user/../../etc/passwd"):
+            with pytest.raises(NotSupportedException, match="home only"):
+                sandbox.files.read(name)
+        for name in ("out", "up/x"):
+            with pytest.raises(FileNotFoundException):
+                sandbox.files.read(name)
+        sandbox.files.remove("d")
+        assert not sandbox.files.exists("d")
+        assert sandbox.run_code("echo $((6 * 7))", language="bash").logs.stdout == ["42\n"]
+        context = sandbox.create_code_context()
+        assert sandbox.run_code("6 * 7", context=context).text == "42"
+        with pytest.raises(NotSupportedException, match="network"):
+            listener_in(sandbox._session)
+    assert check_output(bare_pool, "print(input())", "1", stdin="1").passed
+    assert check_tests(bare_pool, "def f(x): return x + 1", "assert f(1) == 2").passed
+    assert not check_tests(bare_pool, "def f(x): return x", "assert f(1) == 2").passed
     assert bare_pool.metrics()["live"] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="others have no home that they may not enter")
+def test_an_interpreter_in_a_home_that_only_its_owner_may_enter(tmp_path: Path) -> None:
+    """As of most containers' root: what sessions need of it lies in a place of its own."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "pack.py").write_text("import json\nx = 42")
+    (tmp_path / "site" / "pack.py").chmod(0o600)
+    tmp_path.chmod(0o700)
+    assert not _is_open(str(tmp_path / "site"))
+    template = Template(site_dirs=(str(tmp_path / "site"),))
+    options: dict[str, Any] = {"rungs": (), "allow_degraded": True, "min_idle": 0}
+    with SandboxPool(template=template, **options) as pool, pool.acquire() as session:
+        assert session.step("import pack, decimal, lzma; pack.x").value == "42"
+        code = "subprocess.run([sys.executable, '-c', 'import ssl, sqlite3'])"
+        assert "returncode=0" in (session.step(f"import subprocess, sys; {code}").value or "")
+        refused = session.step(f"open({str(tmp_path / 'site' / 'pack.py')!r})").error
+        assert refused is not None
+        assert refused.name == "PermissionError"
+    with pytest.raises(SandboxUnavailable, match="chmod o\\+x"):
+        SandboxPool(template=Template(mounts=(str(tmp_path / "site"),)), **options).close()
 
 
 def test_state_files_and_programs(bare: Session) -> None:
@@ -166,12 +211,12 @@ def test_other_processes_and_sockets_are_out_of_reach(
             " for go in (lambda: os.kill(p, 9), lambda: os.killpg(p, 9),\n"
             "            lambda: signal.pidfd_send_signal(os.pidfd_open(p), 9),\n"
             "            lambda: os.setpriority(os.PRIO_PROCESS, p, 19),\n"
-            "            lambda: os.sched_setaffinity(p, {0}), lambda: os.setpgid(0, p),\n"
+            "            lambda: os.sched_setaffinity(p, {0}),\n"
             "            lambda: resource.prlimit(p, resource.RLIMIT_NOFILE),\n"
             "            lambda: fcntl.fcntl(0, fcntl.F_SETOWN, p)):\n"
             "  try: go(); got.append(p)\n"
             "  except OSError: pass\n"
-            "for go in (os.setsid, socket.socket, lambda: socket.socket(socket.AF_UNIX)):\n"
+            "for go in (socket.socket, lambda: socket.socket(socket.AF_UNIX)):\n"
             " try: go(); got.append(go)\n"
             " except OSError: pass\ngot"
         )
@@ -244,10 +289,10 @@ def test_config_keys_reach_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_outlives_a_trainer_or_an_init_that_is_killed(victim: str) -> None:
     code = (
         "import time, warnings\nwarnings.simplefilter('ignore')\n"
-        "from agentgrpo.sandbox import SandboxPool, Template\n"
-        f"template = Template(python={SYSTEM_PYTHON if os.geteuid() == 0 else ''!r})\n"
-        "pool = SandboxPool(rungs=(), allow_degraded=True, template=template, min_idle=0)\n"
-        "s = pool.acquire(); s.step('import os\\nif os.fork() == 0:\\n while True: os.getpid()')\n"
+        "from agentgrpo.sandbox import SandboxPool\n"
+        "pool = SandboxPool(rungs=(), allow_degraded=True, min_idle=0)\n"
+        "s = pool.acquire()\n"
+        "s.step('import os\\nif os.fork() == 0:\\n os.setsid()\\n while 1: 0')\n"
         "from agentgrpo.sandbox.channels import process_tree\n"
         "print(*process_tree(s.init_pid), flush=True); time.sleep(100)"
     )

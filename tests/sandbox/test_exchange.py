@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.sandbox.guest.exchange import Malformed, read, spell
+from agentgrpo.sandbox.guest.exchange import Malformed, decode, encode
 
 
 class Graded:
@@ -149,7 +149,7 @@ GOOD_ARRAYS: list[Any] = [
 
 def wire(tree: Any) -> Any:
     """What is read of a tree on the wire."""
-    return read(json.dumps(tree), Graded)
+    return decode(json.dumps(tree), Graded)
 
 
 @pytest.mark.parametrize("tree", MALFORMED, ids=str)
@@ -164,19 +164,19 @@ def test_arrays_are_read_as_they_are_spelled() -> None:
         with pytest.raises(Malformed):
             pytest.fail(f"{tree} is {wire(tree)!r}")
     for tree in GOOD_ARRAYS:
-        assert json.loads(spell(wire(tree), lambda graded: graded.number)) == tree
+        assert json.loads(encode(wire(tree), lambda graded: graded.number)) == tree
 
 
 @pytest.mark.parametrize("tree", GOOD, ids=str)
 def test_what_is_spelled_so_is_read(tree: Any) -> None:
     assert is_data(wire(tree))
-    assert json.loads(spell(wire(tree), lambda graded: graded.number)) == tree
+    assert json.loads(encode(wire(tree), lambda graded: graded.number)) == tree
 
 
 def test_fractions_of_other_integers_cross() -> None:
     np = pytest.importorskip("numpy")
     third = Fraction(np.int64(1), np.int64(3))
-    assert read(spell(third, id), Graded) == Fraction(1, 3)
+    assert decode(encode(third, id), Graded) == Fraction(1, 3)
 
 
 WORDS = ["a", "b", "count", "index", "first count", "a b", "", "_a", "P", "list", "int", "<i4",

@@ -169,8 +169,8 @@ class Fuzz:
             (1, Files.close, files.close),
             (4, Commands.run, lambda: commands.run(a(*COMMANDS), timeout=a(0.05), **self.some(
                 **{**cmd, **listeners, "background": a}))),
-            (6, Commands.start, lambda: self.handles.append(
-                commands.start(a(*COMMANDS), **self.some(**cmd)))),
+            (6, Commands.run, lambda: self.handles.append(
+                commands.run(a(*COMMANDS), background=True, **self.some(**cmd)))),
             (9, Commands.list, commands.list),
             (9, Commands.kill, lambda: commands.kill(a(3, 4))),
             (9, Commands.send_stdin, lambda: commands.send_stdin(a(3, 4), a("x"))),
@@ -199,7 +199,7 @@ class Fuzz:
                 env=env))),
             (30, Session.cell, lambda: session.cell(code(), **self.some(
                 timeout_s=timeout, env=env, listener=a))),
-            (2, Session.offer, lambda: session.offer(a(HOST.begin()))),
+            (2, Session.attach_host_tools, lambda: session.attach_host_tools(a(HOST.begin()))),
             (40, Fuzz.forge, self.forge),
             (20, Session.ask, lambda: session.ask([a(b"[]", b"x" * 10**6)], timeout())),
             (20, Session.push, lambda: session.push(code(), timeout())),
@@ -257,7 +257,7 @@ def fuzz() -> Iterator[Fuzz]:
         playing.close()
 
 
-INTERNAL = {"begin", "expire", "end_for_memory", "end_for_time", "healthy", "seconds_left",
+INTERNAL = {"begin", "expire", "end_by", "healthy", "seconds_left",
             "cpu_seconds"}  # fmt: skip
 """Of Session, for the pool and the watchdog."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from agentgrpo.sandbox import Limits, Sandbox, SandboxBusy, SandboxPool, Template
 from agentgrpo.sandbox.grade import check_all, check_output, check_tests, names_of
-from agentgrpo.sandbox.guest.exchange import spell
+from agentgrpo.sandbox.guest.exchange import encode
 
 pytestmark = pytest.mark.nsjail
 
@@ -463,7 +463,7 @@ def test_an_answer_is_carried_as_it_is(pool: SandboxPool) -> None:
             assert peak < 28 << 20
     with pool.acquire() as session:
         session.step("import json; json.dumps = lambda *a, **k: 'e' * (40 << 20)")
-        told, answer = session.ask([spell(("call_name", "len", ([],)), id).encode()], 60.0)
+        told, answer = session.ask([encode(("call_name", "len", ([],)), id).encode()], 60.0)
         assert (told.status, answer) == ("output_limit", [])
 
 

@@ -243,7 +243,7 @@ def test_a_forked_child_waits_for_no_thread_that_is_not_there() -> None:
                 lock.release()
         with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
             with Sandbox.create(pool=pool) as sandbox:
-                handle, console = sandbox.commands.start("cat"), Console(session)
+                handle, console = sandbox.commands.run("cat", background=True), Console(session)
                 sandbox.create_code_context(language="bash")
                 of = [o for o in gc.get_objects() if isinstance(o, Owned) or
                       o in (pool, session, sandbox, sandbox.commands, handle.program)]

@@ -1,10 +1,6 @@
 """The host's functions wherever code runs: sandboxes, consoles, loops of steps."""
 
 import asyncio
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
-from urllib.request import urlopen
 
 import pytest
 
@@ -85,35 +81,6 @@ def test_joined_output_is_cut_like_one(first: str, then: str, keep: int) -> None
         return Stream(data[:keep], data[keep:][-keep:], len(data))
 
     assert joined(cut(first), cut(then), keep) == cut(first + then)
-
-
-# --- a search that needs the network
-
-
-@pytest.mark.slow
-def test_a_search_of_the_web(pool: SandboxPool) -> None:
-    class Web(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(f"pages about {self.path[1:]}".encode())
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-
-        def web_search(query: str, top_n: int = 3) -> list[str]:
-            """Search the web."""
-            with urlopen(f"http://127.0.0.1:{server.server_port}/{query}") as page:
-                return [page.read().decode()] * top_n
-
-        with Sandbox.create(pool=pool, host_tools=[web_search]) as sandbox:
-            found = sandbox.run_code("[page.upper() for page in web_search('otters', top_n=2)]")
-            assert found.text == "['PAGES ABOUT OTTERS', 'PAGES ABOUT OTTERS']"
-            reach = "import urllib.request\nurllib.request.urlopen('http://127.0.0.1:%d/')"
-            assert sandbox.run_code(reach % server.server_port).error is not None, "no network"
-        server.shutdown()
 
 
 def test_a_session_without_functions_is_stepped_as_before(

@@ -70,7 +70,7 @@ def test_a_step_whose_time_ends_in_a_call_has_timed_out_however_it_goes_on(
             assert session.host is not None
             none: Any = ()
             arguments = StepArguments(none, none, b"", 1, limit, 0.3, 9, 9, 9, None)
-            step = HostCallStep(session, session.host, arguments, session.limits)
+            step = HostCallStep(session, session.host, arguments)
 
             def part(number: int, *fields: bytes) -> RawStep:
                 told = encode(number, [*fields])[4:]
@@ -142,9 +142,7 @@ def test_the_same_arguments_have_the_same_answer(
     for _ in range(2):
         host = shared.begin()
         with pool.acquire(host=host) as session:
-            values.append(
-                session.step("number(1), number(1, 2), number(b=2, a=1), number(1)").value
-            )
+            values.append(session.step("number(1), number(1, 2), number(1, 2), number(1)").value)
         assert host.calls == 4, "those that the cache answers count too"
     assert len(seen) == calls
     assert (values[0] == values[1]) == (cached == "run")
@@ -185,19 +183,17 @@ def test_recall_says_whether_all_of_it_was_asked_for(cached: str) -> None:
     host = tools(cached=cached).begin()
     for asked, whole in (([b"[[1],{}]"], True), ([], False), ([b"[[3],{}]"], False),
                          ([b"[[1],{}]"] * 2, False)):  # fmt: skip
-        host.recall([call])
+        host.replay_answers([call])
         for data in asked:
             answer(host, "add", data)
-        assert host.recall(None) is whole
-        assert host.recall(None), "it is said once"
+        assert host.replay_answers(None) is whole
+        assert host.replay_answers(None), "it is said once"
     used = host.calls
-    host.recall([call, call])
-    answer(host, "add", b"[[1],{}]")
-    host.recall_again()
+    host.replay_answers([call, call])
     for _ in range(2):
         assert answer(host, "add", b"[[1],{}]") == call
-    assert host.recall(None)
-    assert (host.calls, seen) == (used + 2, []), "counted once"
+    assert host.replay_answers(None)
+    assert (host.calls, seen) == (used + 2, [])
     answer(host, "add", b"[[1],{}]")
     assert seen == [(1, 1)] * (cached == "no"), "what was recalled is in the cache"
 

@@ -95,6 +95,14 @@ def test_whole_suite_as_nobody(place: Path) -> None:
     assert all(any(reason in line for reason in known) for line in skipped), skipped
 
 
+SPREAD = (
+    "import os, time\nfor _ in range(8):\n"
+    " if os.fork() == 0: x = b'x' * (60 << 20); time.sleep(30); os._exit(0)\n"
+    "time.sleep(30)"
+)
+"""More than a session may use, in processes that each may."""
+
+
 def test_degraded_as_nobody(place: Path) -> None:
     if _C.sandbox_landlock_version() == 0:
         pytest.skip("no Landlock in this kernel")
@@ -111,10 +119,11 @@ def test_degraded_as_nobody(place: Path) -> None:
         "               f'import os; os.kill({b.init_pid}, 9)', 'open(\"/etc/passwd\")'):\n"
         "   print(b.step(code).error.name)\n"
         "  print(b.step('6 * 7').value, b.step('1').degraded, a.step('open(\"f\").read()').value)\n"
+        f"  print(b.step({SPREAD!r}, 40).status, a.step('1').value)\n"
     )
     done = as_nobody(place, "-c", code)
     denied = ["PermissionError"] * 3 + ["OSError"] * 2 + ["PermissionError"]
-    assert done.stdout.splitlines() == [*denied, "42 True 'x'"], done
+    assert done.stdout.splitlines() == [*denied, "42 True 'x'", "oom 1"], done
 
 
 def test_directories_that_may_not_be_changed_are_removed(place: Path) -> None:

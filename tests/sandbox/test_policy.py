@@ -338,3 +338,5 @@ def test_without_namespaces_no_call_reaches_another_process() -> None:
     known = policy.system_calls("x86_64")
     for name in policy.OTHER_PROCESSES.split():
         assert decide(program, arch, known[name]) == denied(errno.ENOSYS), name
+    for name in policy.LEAVE_THE_GROUP:
+        assert decide(program, arch, known[name]) == denied(0), name

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable, Session, StepStatus
-from agentgrpo.sandbox.guest.exchange import spell
+from agentgrpo.sandbox.guest.exchange import encode
 from agentgrpo.sandbox.hostile.case import ERROR, EXIT, TIMEOUT, play
 from agentgrpo.sandbox.hostile.lifecycle import pids
 from agentgrpo.sandbox.hostile.verdicts import NEVER_ENDS
@@ -152,6 +152,6 @@ def test_an_answer_in_pieces_has_one_deadline() -> None:
     with SandboxPool(limits=limits, min_idle=0, zygotes=1) as pool, pool.acquire() as session:
         session.step(NEVER_ENDS.replace("SIZE", "1024").replace("PAUSE", "0"))
         started = time.monotonic()
-        told, _ = session.ask([spell(("call_name", "f", (1,)), id).encode()], 0.3)
+        told, _ = session.ask([encode(("call_name", "f", (1,)), id).encode()], 0.3)
         assert told.status in (StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED)
         assert time.monotonic() - started < 30

@@ -2,10 +2,8 @@
 
 import ctypes
 import mmap
-import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,6 @@ from agentgrpo.sandbox import (
     Limits,
     NotFoundException,
     Sandbox,
-    SandboxException,
     SandboxPool,
     SandboxUnavailable,
     Template,
@@ -86,24 +83,6 @@ def test_failed_build_leaves_the_old_template(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="pip could not install"):
         build_template("mine", requirements=missing)
     assert find_template("mine").env == {"A": "1"}
-
-
-def test_packages_are_installed_by_the_interpreter_that_uses_them(tmp_path: Path) -> None:
-    requirements, python = tmp_path / "requirements.txt", tmp_path / "python"
-    requirements.write_text("numpy\n")
-    options: dict[str, Any] = {"requirements": requirements, "python": str(python)}
-    with pytest.raises(ValueError, match="python: expected an interpreter"):
-        build_template("mine", **options)
-    script = '#!/bin/sh\n[ "$1" = -VV ] && echo 3.{} && exit\nprintf "%s\\n" "$@" > "$6/asked"\n'
-    for version in (98, 99):
-        python.write_text(script.format(version))
-        python.chmod(0o755)
-        built, fresh = build_template("mine", **options)
-        assert fresh, "of another version"
-        assert not build_template("mine", **options)[1]
-        asked = Path(built.site_dirs[0], "asked").read_text().split()
-        assert asked[:3] == ["-m", "pip", "install"]
-        assert asked[-1] == str(requirements)
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a/b", "python", ".hidden"])
@@ -185,18 +164,6 @@ def test_what_is_preloaded_lies_in_huge_pages(tmp_path: Path) -> None:
         huge = next(line for line in rollup.splitlines() if line.startswith("AnonHugePages:"))
         assert int(huge.split()[1]) >= 20 << 10
         assert session.step("import bulky; len(bulky.kept)").value == "40000"
-
-
-def test_no_directory_is_called_like_a_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("HOME", "XDG_CACHE_HOME", "AGENTGRPO_TEMPLATES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # of a user without a name
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SandboxException, match="set AGENTGRPO_TEMPLATES"):
-        build_template("mine")
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_interpreter_that_a_sessions_own_directory_would_cover_is_refused() -> None:

@@ -53,6 +53,7 @@ def write_run(
             rollout={"reward": reward + offset, "decode_s": 2.0, "status_completed": 1.0},
             learner={"loss": 0.1 / (step + 1), "seconds": 1.0, "grad_norm": 0.5},
             engine={"max_dlogp": 1e-5},
+            time={"playing_s": 2.0},
         )
     log.rollouts(steps, [heldout(n, offset) for n in range(3)], split="heldout")
     log.write(steps, eval={"solved": 0.75, "reward": 0.75 + offset})

@@ -5,16 +5,13 @@ Without a Chromium these are skipped, loudly; `make view-test` fails instead.
 
 from __future__ import annotations
 
-import io
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from agentgrpo.view.collect import STREAMS, read_run
 from agentgrpo.view.page import make_page
@@ -119,7 +116,7 @@ def test_seconds_of_a_step_and_its_evaluation_add_up(browser: Browser, page: Pat
         "{ step: 0, 'eval/solved': 0, 'time/playing_s': 5, 'time/starting_s': 9 },"
         "{ step: 0, 'rollout/reward': 0, 'time/playing_s': 1 },"
         "{ step: 1, 'eval/solved': 0, 'time/playing_s': 2, 'time/starting_s': 9 }] }, 0);"
-        "return timeLines([{ label: '', runs: [run] }]).map((line) => line.points); })()"
+        "return timeLines([run]).map((line) => line.points); })()"
     )
     (points,) = points
     assert points == [{"x": 0, "y": 5}, {"x": 1, "y": 3}]
@@ -298,105 +295,27 @@ def test_two_runs_are_compared(browser: Browser, pair: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def six(folder: Path) -> Path:
-    """Two settings, three seeds each, whose rewards are 0.1 apart."""
+def three(folder: Path) -> Path:
+    """Runs of two settings, whose rewards are 0.1 apart."""
     runs = [
-        read_run(write_run(folder / f"{heat}_{n}", temperature=heat, seed=n, offset=n / 10 + more))
-        for heat, more in ((1.0, 0.0), (0.5, 0.5))
-        for n in range(3)
+        read_run(write_run(folder / f"run{n}", temperature=heat, seed=n, offset=n / 10))
+        for n, heat in enumerate((1.0, 1.0, 0.5))
     ]
-    path = folder / "six.html"
+    path = folder / "three.html"
     path.write_text(make_page(runs))
     return path
 
 
-REWARD = "document.querySelector('.chart')"
-
-
-def test_repetitions_are_a_mean_and_a_band(browser: Browser, six: Path) -> None:
-    browser.open(six)
-    assert texts(browser, ".toggle") == [
-        "temperature 1.0 · mean of 3 runs", "temperature 0.5 · mean of 3 runs",
-    ]  # fmt: skip
-    legend = "temperature 1.0 training|temperature 1.0 held out"
-    assert "|".join(texts(browser, ".chart:first-child .legend > span")).startswith(legend)
-    count = f"['.band', '.line'].map((kind) => {REWARD}.querySelectorAll(kind).length)"
-    assert browser.ask(count) == [4, 4]
-    browser.ask(f"{REWARD}.querySelector('svg').focus()")
-    browser.press("ArrowRight")
-    browser.press("ArrowRight")
-    said = "after 1 step: temperature 1.0 training 0.700 (0.600 to 0.800, 3 runs) · "
-    assert texts(browser, ".chart .reading")[0].startswith(said)
-    browser.ask("document.querySelectorAll('.toggle')[1].click()")
-    assert browser.ask(count) == [2, 2]
-    browser.ask("document.querySelector('.tools input[type=checkbox]').click()")
-    assert browser.ask(count) == [2, 8], "a mean and three runs, in training and held out"
-    browser.ask(CHOOSE.format(control="select", value="none"))
-    assert browser.ask(count) == [0, 8]
-
-
-CHOOSE = """(() => {{ const e = document.querySelector('.tools {control}'); e.value = '{value}';
-  e.dispatchEvent(new Event(e.type === 'range' ? 'input' : 'change')); }})()"""
-
-
-def test_smoothing_leaves_the_raw_curve_behind_it(browser: Browser, page: Path) -> None:
-    browser.open(page)
-    drawn = "[...document.querySelectorAll('.chart')].find((c) => c.textContent.includes('Loss'))"
-    paths = f"[...{drawn}.querySelectorAll('.line')].map((line) => line.getAttribute('d'))"
-    (raw,) = browser.ask(paths)
-    browser.ask(CHOOSE.format(control="input[type=range]", value="0.5"))
-    kept, smooth = browser.ask(paths)
-    assert kept == raw != smooth
-    assert texts(browser, ".tools output") == ["0.5"]
-
-
-def exported(browser: Browser, folder: Path, name: str, button: str) -> bytes:
-    """The file that a button makes the browser save."""
-    browser.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
-    browser.ask(f"{button}.click()")
-    deadline = time.monotonic() + 30
-    while not (folder / name).exists():
-        assert time.monotonic() < deadline, list(folder.iterdir())
-        time.sleep(0.02)
-    return (folder / name).read_bytes()
-
-
-def test_numbers_and_pictures_leave_the_page(browser: Browser, six: Path, tmp_path: Path) -> None:
-    """By the page's own buttons, under its policy that lets nothing be loaded."""
-    browser.open(six)
-    csv, png = (f"{REWARD}.querySelectorAll('.exports button')[{n}]" for n in (0, 1))
-    rows = exported(browser, tmp_path, "reward.csv", csv).decode().splitlines()
-    assert rows[0].startswith("step,temperature 1.0 training,temperature 1.0 training low,")
-    assert rows[2].startswith("1,0.7")
-    rows = (
-        exported(
-            browser, tmp_path, "6-runs.csv", "document.querySelector('.tools > button:last-child')"
-        )
-        .decode()
-        .splitlines()
-    )
-    assert any(row.startswith("temperature 0.5,0.5_2,2,rollout/reward,2,1.3") for row in rows)
-    picture = exported(browser, tmp_path, "reward.png", png)
-    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
-    image = Image.open(io.BytesIO(picture)).convert("RGB")
-    assert image.width == 3 * 340
-    found = {colour: n for n, colour in image.getcolors(1 << 24) or []}
-    for colour in ((0x2F, 0x6F, 0xD6), (0xC4, 0x66, 0x0A)):
-        assert found[colour] > 1000, "the curve of each group"
-    assert max(found, key=lambda colour: found[colour]) == (255, 255, 255)
-    browser.requested.clear()  # of what it made itself
-
-
-def test_a_phone_shows_all_of_it(browser: Browser, six: Path) -> None:
+def test_a_phone_shows_all_of_it(browser: Browser, three: Path) -> None:
     """390 pixels wide: nothing is wider, and the wide tables move below their first column."""
     phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     browser.call("Emulation.setDeviceMetricsOverride", **phone)
     try:
         for view in ("graphs", "steps", "rollouts", "differences", "settings"):
-            browser.open(six, f"#{view}")
+            browser.open(three, f"#{view}")
             assert browser.ask("document.documentElement.scrollWidth") == 390, view
             assert browser.ask("document.querySelector('main').scrollWidth") <= 390, view
-        browser.open(six, "#steps")
+        browser.open(three, "#steps")
         first, last = browser.ask(
             "(() => { const box = document.querySelector('.scroll'); box.scrollLeft = 1e6;"
             "const row = [...box.querySelectorAll('tbody tr:first-child td')];"
@@ -410,15 +329,18 @@ def test_a_phone_shows_all_of_it(browser: Browser, six: Path) -> None:
         browser.call("Emulation.clearDeviceMetricsOverride")
 
 
-def test_any_two_of_several_runs_are_compared(browser: Browser, six: Path) -> None:
-    browser.open(six, "#differences")
+def test_any_two_of_several_runs_are_compared(browser: Browser, three: Path) -> None:
+    browser.open(three)
+    legend = texts(browser, ".chart:first-child .legend > span")
+    assert legend == [f"run{n} {kind}" for n in range(3) for kind in ("training", "held out")]
+    browser.open(three, "#differences")
     head, heat, seed = texts(browser, "section:first-child tr")
-    assert head == "setting1.0_01.0_11.0_20.5_00.5_10.5_2"
-    assert (heat, seed) == ("rollout.temperature1110.50.50.5", "seed012012")
-    assert "3 tasks: 1.0_1 earned more on 1" in texts(browser, "section p")[1]
-    browser.ask("(() => { const e = document.querySelectorAll('section select')[1]; e.value = '5';"
+    assert head == "settingrun0run1run2"
+    assert (heat, seed) == ("rollout.temperature110.5", "seed012")
+    assert "3 tasks: run1 earned more on 1" in texts(browser, "section p")[1]
+    browser.ask("(() => { const e = document.querySelectorAll('section select')[1]; e.value = '2';"
                 "e.dispatchEvent(new Event('change')); })()")  # fmt: skip
-    assert "3 tasks: 0.5_2 earned more on 1" in texts(browser, "section p")[1]
+    assert "3 tasks: run2 earned more on 1" in texts(browser, "section p")[1]
     browser.ask("document.querySelector('tbody tr[tabindex]').click()")
     browser.wait("document.querySelectorAll('.pair .detail[data-shown]').length === 2")
 

@@ -2,8 +2,8 @@
 
 As JSON in ASCII. None, bool, float, str and small ints are JSON's own (Infinity and NaN as Python
 writes them), everything else is ``[kind, ...]``. What is of no such type, exactly, stays where it
-is; a number stands for it. ``read()`` makes nothing but these types, whatever it is given: types
-and shapes of all parts are those that ``spell()`` writes, exactly, before anything is made of them.
+is; a number stands for it. ``decode()`` makes nothing but these types, whatever it is given: types
+and shapes of all parts are those that ``encode()`` writes, exactly, before anything is made.
 A judge reads numbers of numpy as Python's and arrays as float64, complex128 and int64: of a narrow
 type they would have the judge's own numbers cast down to it (``float16("inf") == 10**6``).
 
@@ -58,7 +58,7 @@ class Malformed(Exception):
     """It is not of the form above."""
 
 
-def spell(value: Any, number_of: Callable[[Any], int]) -> str:
+def encode(value: Any, number_of: Callable[[Any], int]) -> str:
     """A value as it crosses. number_of() says what stands for whatever is no data, or is nested
     more than DEEPEST deep; or it raises.
     """
@@ -111,11 +111,11 @@ def _taken(value: Any, kind: type) -> tuple[str, tuple[Any, ...]] | None:
     return None
 
 
-def read(text: str, object_of: Callable[[int], Any], widen: bool = False) -> Any:
+def decode(text: str, object_of: Callable[[int], Any], widen: bool = False) -> Any:
     """The value that was spelled. object_of() says what a number stands for; widen: as a judge.
 
     Raises:
-        Malformed: it was not spelled by spell().
+        Malformed: it was not spelled by encode().
     """
     try:
         return _value(json.loads(text), object_of, widen)
@@ -224,8 +224,8 @@ class ObjectServer:
         try:
             if "__proceed__" in self._namespace:
                 return str(self._namespace["__proceed__"](text))
-            what, *args = read(text, self._objects.__getitem__)
-            return spell(("value", (PLAIN.get(what) or getattr(self, what))(*args)), self._number)
+            what, *args = decode(text, self._objects.__getitem__)
+            return encode(("value", (PLAIN.get(what) or getattr(self, what))(*args)), self._number)
         except BaseException as error:
             return self._raised(error)
 
@@ -236,9 +236,9 @@ class ObjectServer:
         except BaseException:
             text = "<unprintable>"
         try:
-            return spell(("raise", [type(error).__name__, *names], error.args, text), self._number)
+            return encode(("raise", [type(error).__name__, *names], error.args, text), self._number)
         except BaseException:
-            return spell(("raise", [*names], (text,), text), self._number)
+            return encode(("raise", [*names], (text,), text), self._number)
 
     def find(self, expression: str) -> Any:
         """What an expression means there."""

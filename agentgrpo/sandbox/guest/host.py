@@ -15,8 +15,8 @@ from typing import Any
 from load import isolated  # type: ignore[import-not-found]
 
 data = isolated("data")
-spell, read = data["spell"], data["read"]
-NotData = data["NotData"]
+encode, decode = data["encode"], data["decode"]
+EncodeError = data["EncodeError"]
 NEVER = (StopIteration, StopAsyncIteration)
 """Of what a function raised: would end something else than the call."""
 
@@ -24,12 +24,8 @@ NEVER = (StopIteration, StopAsyncIteration)
 class Calls:
     """The functions that a session may call.
 
-    Args:
-        interpreter: repl.Interpreter.
-        put: sends the fields of an answer to the step that runs.
-        take: the fields of the next request.
-        most_asked: bytes of the arguments of a call.
-        most_told: bytes of what it returns.
+    put() sends the fields of an answer to the step that runs, take() gives those of the next
+    request; the last two are bytes of the arguments and of the answer of a call.
     """
 
     def __init__(
@@ -61,15 +57,15 @@ class Calls:
         if getpid() != self.interpreter.pid:
             raise RuntimeError(f"{name}(): only the session's own process can call the host")
         try:
-            asked = spell([[*args], kwargs], self.most_asked)
-        except NotData as error:
+            asked = encode([[*args], kwargs], self.most_asked)
+        except EncodeError as error:
             raise TypeError(f"{name}(): its arguments cannot be passed: {error}") from None
         with self.lock:
             if not self.open:
                 raise RuntimeError(f"{name}(): the host can be called while a step runs only")
             kind, *told = self.exchange([b"call", name.encode(), asked])
         if kind == b"returned":
-            return read(told[0], self.most_told)
+            return decode(told[0], self.most_told)
         raise raised(told[0].decode(), told[1].decode())
 
     def exchange(self, fields: list[bytes]) -> list[bytes]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any
 
-from exchange import Malformed, read, spell  # type: ignore[import-not-found]
+from exchange import Malformed, decode, encode  # type: ignore[import-not-found]
 
 questions: queue.Queue[str] = queue.Queue()
 replies: queue.Queue[str] = queue.Queue()
@@ -39,12 +39,12 @@ def ask(what: str, *args: Any) -> Any:
     """What the graded session answers to a question; raises what it raised there."""
     global changes
     changes += what in ("call", "set_attribute", "set_item", "delete_item", "next")
-    question = spell((what, *args), number_of)
+    question = encode((what, *args), number_of)
     with turn:
         questions.put(question)
         reply = replies.get()
     try:
-        match read(reply, graded, widen=True):
+        match decode(reply, graded, widen=True):
             case ("value", value):
                 return value
             case ("raise", [str(), *_] as names, tuple() as given, str() as text):
@@ -115,7 +115,7 @@ class RemoteObject:
         if self._changes != changes:
             object.__setattr__(self, "_changes", changes)
             self._seen.clear()
-        key = (what, spell(args, number_of))
+        key = (what, encode(args, number_of))
         if key not in self._seen:
             self._seen[key] = ask(what, self, *args)
         return self._seen[key]

@@ -4,36 +4,51 @@ A home directory that only root may enter (an interpreter under /root, say) cann
 jail's unprivileged user. So each source is bound first, by root, to a directory that everybody may
 enter, in a mount namespace that only nsjail will see: nothing is left on the machine afterwards.
 
-Usage: launch.py EXTENSION PLAN, where PLAN is a JSON file
+Usage: launch.py PLAN, a JSON file
 {"stage": DIR, "binds": [[source, name], ...], "argv": [...], "env": {...}}.
 """
 
+import ctypes
 import json
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(__file__))
-import load  # type: ignore[import-not-found]
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
+CLONE_NEWNS = 0x20000
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def succeed(failed: int, target: str = "") -> None:
+    """Raise OSError if a call of libc has failed."""
+    if failed:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), target or None)
+
+
+def mount(source: str | None, target: str, flags: int) -> None:
+    """Mount: bind source, change how target is shared, or put a small tmpfs on it."""
+    kind, options = ("tmpfs", "mode=0755,size=1m") if flags & MS_NODEV else (None, None)
+    texts = [text and os.fsencode(text) for text in (source, target, kind)]
+    succeed(libc.mount(*texts, ctypes.c_ulong(flags), options and options.encode()), target)
 
 
 def main() -> None:
     """Bind the plan's sources where the jail's user can reach them, then become nsjail."""
     os.umask(0o022)  # nsjail's mount points are root's, and the jail's user has to enter them
-    extension_path, plan_path = sys.argv[1:]
-    extension = load.extension(extension_path)
-    with open(plan_path) as file:
+    with open(sys.argv[1]) as file:
         plan = json.load(file)
-    extension.sandbox_unshare_mounts()
+    succeed(libc.unshare(CLONE_NEWNS))
+    mount(None, "/", MS_REC | MS_PRIVATE)
     # opened before the stage is mounted, which hides whatever lies beneath it
     sources = [os.open(source, os.O_PATH) for source, _ in plan["binds"]]
-    extension.sandbox_mount(None, plan["stage"])
+    mount("tmpfs", plan["stage"], MS_NOSUID | MS_NODEV)
     for fd, (source, name) in zip(sources, plan["binds"], strict=True):
         target = os.path.join(plan["stage"], name)
         if os.path.isdir(source):
             os.mkdir(target, 0o755)
         else:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
-        extension.sandbox_mount(f"/proc/self/fd/{fd}", target)
+        mount(f"/proc/self/fd/{fd}", target, MS_BIND | MS_REC)
         os.close(fd)
     os.execve(plan["argv"][0], plan["argv"], plan["env"])
 

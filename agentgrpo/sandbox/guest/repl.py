@@ -323,7 +323,7 @@ def prepare(environment: dict[str, str], value_bytes: int, traceback_bytes: int)
     return interpreter
 
 
-def rehearse() -> None:
+def warm_up_bytecode() -> None:
     """Run a few cells of ours, in the zygote: what Python does only the first times (specialize
     byte code, fill caches) is then done once, and not in pages that every session has to copy.
     """

@@ -52,7 +52,7 @@ def tools() -> HostTools:
 
 def offered(session: Session) -> bool:
     """A step of a row: the session has the functions."""
-    return session.offer(tools().begin()).status is OK
+    return session.attach_host_tools(tools().begin()).status is OK
 
 
 def safe(_: object = None) -> bool:

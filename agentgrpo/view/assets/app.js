@@ -1,6 +1,6 @@
 // Views, address, keys, theme.
 
-const app = { runs: [], groups: [], lists: [], details: [], view: "graphs", slot: 0 };
+const app = { runs: [], lists: [], details: [], view: "graphs", slot: 0 };
 const main = $("#main");
 
 const views = () => ({ graphs: "Graphs", steps: "Steps", rollouts: "Rollouts", ...(app.runs.length > 1 ? { differences: "Differences" } : {}), settings: "Settings" });
@@ -40,7 +40,7 @@ function route() {
   $("#which").hidden = app.runs.length < 2 || app.view !== "rollouts";
   $("#run").value = String(app.slot);
   tabs();
-  if (app.view === "graphs") drawOverview(app.groups, main);
+  if (app.view === "graphs") drawOverview(app.runs, main);
   if (app.view === "settings") drawSettings();
   if (app.view === "differences") drawDifferences(app.runs, main, (pair, rollouts) => drawPair(pair, rollouts, main, route));
   if (app.view === "steps") drawSteps(app.runs, main, (run, step) => {
@@ -88,8 +88,6 @@ function flipTheme() {
 async function start() {
   const slots = $$("script[id^=run]:not([id*=chunk])").length;
   for (let slot = 0; slot < slots; slot++) app.runs.push(await Run.open(slot));
-  const groups = JSON.parse(new TextDecoder().decode(await unpacked("groups")));
-  app.groups = groups.map(({ label, runs }, place) => ({ label, runs: runs.map((slot) => app.runs[slot]), colour: colourOf(place) }));
   $("#name").textContent = app.runs.length > 2 ? `${app.runs.length} runs` : app.runs.map((run) => run.name).join(" against ");
   $("#run").replaceChildren(...app.runs.map((run) => h("option", { value: run.slot }, run.name)));
   $("#run").addEventListener("change", (event) => { location.hash = `rollouts/${event.target.value}`; });

@@ -1,4 +1,4 @@
-// Line charts as SVG: two axes, bands, a crosshair that the mouse and the arrow keys move, a reading below.
+// Line charts as SVG: two axes, a crosshair that the mouse and the arrow keys move, a reading below.
 
 const BOX = { width: 340, height: 170, left: 44, right: 8, top: 8, bottom: 20 };
 
@@ -21,60 +21,62 @@ function range(values, log) {
   return [low, high > marks.at(-1) + step * 1e-9 ? marks.at(-1) + step : high];
 }
 
-// lines: [{label, points: [{x, y, low, high, runs}], colour, dash, kind}]; low to high is a band, which not every line has.
-// kind: "single", one of the runs behind a mean; "raw", what was smoothed, which is neither read nor exported.
+// lines: [{label, points: [{x, y}], colour, dash}]
 function chart(title, lines, { log = false, note = "" } = {}) {
-  lines = lines.map((line) => ({ ...line, points: line.points.filter((p) => !log || p.y > 0) })).filter((line) => line.points.length);
+  lines = lines.map((line) => ({ ...line, points: line.points.filter((p) => !log || p.y > 0) }))
+    .filter((line) => line.points.length);
   if (!lines.length) return null;
-  const named = lines.filter((line) => !line.kind), read = lines.filter((line) => line.kind !== "raw");
   const xs = [...new Set(lines.flatMap((line) => line.points.map((p) => p.x)))].sort((a, b) => a - b);
   const [x0, x1] = [xs[0], xs.at(-1) === xs[0] ? xs[0] + 1 : xs.at(-1)];
-  const seen = lines.flatMap((line) => line.points.flatMap((p) => [p.y, p.low ?? p.y, p.high ?? p.y]));
-  const [y0, y1] = range(log ? seen.filter((y) => y > 0) : seen, log);
+  const [y0, y1] = range(lines.flatMap((line) => line.points.map((p) => p.y)), log);
   const flat = (y) => (log ? Math.log10(Math.max(y, y0)) : y);
-  const px = (x) => BOX.left + ((x - x0) / (x1 - x0)) * (BOX.width - BOX.left - BOX.right);
-  const py = (y) => BOX.height - BOX.bottom - ((flat(y) - flat(y0)) / (flat(y1) - flat(y0))) * (BOX.height - BOX.top - BOX.bottom);
-  const at = (x, y) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`;
-  const marks = log ? Array.from({ length: Math.round(Math.log10(y1 / y0)) + 1 }, (_, i) => y0 * 10 ** i) : ticks(y0, y1, 4);
+  const [wide, high] = [BOX.width - BOX.left - BOX.right, BOX.height - BOX.top - BOX.bottom];
+  const px = (x) => BOX.left + ((x - x0) / (x1 - x0)) * wide;
+  const py = (y) => BOX.height - BOX.bottom - ((flat(y) - flat(y0)) / (flat(y1) - flat(y0))) * high;
+  const at = ({ x, y }) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`;
+  const marks = log
+    ? Array.from({ length: Math.round(Math.log10(y1 / y0)) + 1 }, (_, i) => y0 * 10 ** i)
+    : ticks(y0, y1, 4);
   const cross = s("line", { class: "cross", y1: BOX.top, y2: BOX.height - BOX.bottom, visibility: "hidden" });
-  const dots = read.map((line) => s("circle", { r: 3.2, fill: line.colour, visibility: "hidden" }));
+  const dots = lines.map((line) => s("circle", { r: 3.2, fill: line.colour, visibility: "hidden" }));
   const reading = h("div", { class: "reading quiet", "aria-live": "off" }, note);
-  const band = ({ points, colour }) => {
-    const wide = points.filter((p) => p.low !== undefined);
-    const edge = [...wide.map((p) => at(p.x, p.high)), ...wide.reverse().map((p) => at(p.x, p.low))];
-    return wide.length > 1 && s("path", { class: "band", d: `M${edge.join("L")}Z`, fill: colour, "fill-opacity": 0.17 });
-  };
-  const figure = s("svg", { viewBox: `0 0 ${BOX.width} ${BOX.height}`, role: "img", tabindex: 0, "aria-label": `${title}: ${named.map((l) => `${l.label} from ${number(l.points[0].y)} to ${number(l.points.at(-1).y)}`).join(", ")}` },
+  const ends = ({ label, points }) => `${label} from ${number(points[0].y)} to ${number(points.at(-1).y)}`;
+  const look = { role: "img", tabindex: 0, "aria-label": `${title}: ${lines.map(ends).join(", ")}` };
+  const figure = s("svg", { viewBox: `0 0 ${BOX.width} ${BOX.height}`, ...look },
     marks.map((y) => [
       s("line", { class: "grid", x1: BOX.left, x2: BOX.width - BOX.right, y1: py(y), y2: py(y) }),
       s("text", { x: BOX.left - 5, y: py(y) + 3.5, "text-anchor": "end" }, short(y)),
     ]),
-    ticks(x0, x1, 5).filter(Number.isInteger).map((x) => s("text", { x: px(x), y: BOX.height - 5, "text-anchor": "middle" }, number(x))),
-    lines.map(band),
-    lines.map(({ points, colour, dash, kind }) => points.length === 1
+    ticks(x0, x1, 5).filter(Number.isInteger)
+      .map((x) => s("text", { x: px(x), y: BOX.height - 5, "text-anchor": "middle" }, number(x))),
+    lines.map(({ points, colour, dash }) => points.length === 1
       ? s("circle", { cx: px(points[0].x), cy: py(points[0].y), r: 3, fill: colour })
-      : s("path", { class: "line", d: "M" + points.map((p) => at(p.x, p.y)).join("L"), fill: "none", stroke: colour, "stroke-width": kind ? 1 : 1.8, "stroke-opacity": { raw: 0.3, single: 0.55 }[kind], "stroke-dasharray": dash ? "5 3" : null, "vector-effect": "non-scaling-stroke" })),
+      : s("path", { class: "line", d: "M" + points.map(at).join("L"), fill: "none", stroke: colour,
+        "stroke-width": 1.8, "stroke-dasharray": dash ? "5 3" : null, "vector-effect": "non-scaling-stroke" })),
     cross, dots);
   let place = -1;
   const show = (wanted) => {
     place = Math.max(0, Math.min(xs.length - 1, wanted));
     const x = xs[place];
     cross.setAttribute("x1", px(x)); cross.setAttribute("x2", px(x)); cross.setAttribute("visibility", "visible");
-    const said = read.map((line, i) => {
+    const said = lines.map((line, i) => {
       const point = line.points.find((p) => p.x === x);
       dots[i].setAttribute("visibility", point ? "visible" : "hidden");
       if (!point) return null;
       dots[i].setAttribute("cx", px(x)); dots[i].setAttribute("cy", py(point.y));
-      const spread = [point.low !== undefined && `${number(point.low)} to ${number(point.high)}`, point.runs && plural(point.runs, "run")].filter(Boolean);
-      return `${line.label} ${number(point.y)}${spread.length ? ` (${spread.join(", ")})` : ""}`;
+      return `${line.label} ${number(point.y)}`;
     });
     reading.textContent = `after ${plural(x, "step")}: ${said.filter(Boolean).join(" · ")}`;
   };
-  const leave = () => { for (const part of [cross, ...dots]) part.setAttribute("visibility", "hidden"); reading.textContent = note; };
+  const leave = () => {
+    for (const part of [cross, ...dots]) part.setAttribute("visibility", "hidden");
+    reading.textContent = note;
+  };
   figure.addEventListener("pointermove", (event) => {
     const box = figure.getBoundingClientRect();
-    const x = x0 + (((event.clientX - box.left) / box.width) * BOX.width - BOX.left) / (BOX.width - BOX.left - BOX.right) * (x1 - x0);
-    show(xs.reduce((best, candidate, i) => (Math.abs(candidate - x) < Math.abs(xs[best] - x) ? i : best), 0));
+    const x = x0 + ((((event.clientX - box.left) / box.width) * BOX.width - BOX.left) / wide) * (x1 - x0);
+    const nearer = (best, candidate, i) => (Math.abs(candidate - x) < Math.abs(xs[best] - x) ? i : best);
+    show(xs.reduce(nearer, 0));
   });
   figure.addEventListener("pointerleave", leave);
   figure.addEventListener("blur", leave);
@@ -83,9 +85,7 @@ function chart(title, lines, { log = false, note = "" } = {}) {
     show(place + (event.key === "ArrowLeft" ? -1 : 1));
     event.preventDefault();
   });
-  const legend = h("span", { class: "legend" }, named.map((line) => h("span", {}, h("i", { class: line.dash ? "dash" : "", style: `--k: ${line.colour}` }), line.label)));
-  const exports = h("span", { class: "exports" },
-    h("button", { type: "button", title: "the numbers of this graph", onclick: () => save(title, "csv", new Blob([csvOfLines(read)], { type: "text/csv" })) }, "CSV"),
-    h("button", { type: "button", title: "this graph as a picture", onclick: () => painted(title, legend, figure).toBlob((blob) => save(title, "png", blob)) }, "PNG"));
-  return h("section", { class: "card chart" }, h("header", {}, h("h3", {}, title), exports), legend, figure, reading);
+  const legend = lines.map((line) => h("span", {},
+    h("i", { class: line.dash ? "dash" : "", style: `--k: ${line.colour}` }), line.label));
+  return h("section", { class: "card chart" }, h("h3", {}, title), h("span", { class: "legend" }, legend), figure, reading);
 }

@@ -3,47 +3,46 @@
 const COLOURS = ["a", "b", "c", "d", "e", "f", "g", "h"].map((name) => `var(--${name})`);
 const colourOf = (place) => COLOURS[place] ?? `oklch(62% 0.14 ${(place * 137.5) % 360})`;
 const GRAPHS = [
-  ["Reward", [["rollout/reward", "training"], ["eval/reward", "held out"]], { note: "mean of all attempts; held-out tasks are never trained on" }],
-  ["Solved, share of rollouts", [["rollout/solved", "training"], ["eval/solved", "held out"]], { note: "attempts that solved their task" }],
-  ["Groups of a step", [["rollout/groups", "played"], ["rollout/live_groups", "with a gradient"]], { note: "attempts at one task that all earned the same teach nothing" }],
-  ["Sampled tokens a rollout", [["rollout/sampled_tokens", "training"], ["eval/sampled_tokens", "held out"]], { note: "how much the policy writes" }],
-  ["Tool use a rollout", [["rollout/tool_calls", "calls"], ["rollout/tool_errors", "failed"]], { note: "calls of tools and runs of code" }],
-  ["Entropy of the policy, nats", [["learner/entropy_mean", "entropy"]], { note: "how undecided it is; 0: it always says the same" }],
+  ["Reward", [["rollout/reward", "training"], ["eval/reward", "held out"]],
+    { note: "mean of all attempts; held-out tasks are never trained on" }],
+  ["Solved, share of rollouts", [["rollout/solved", "training"], ["eval/solved", "held out"]],
+    { note: "attempts that solved their task" }],
+  ["Groups of a step", [["rollout/groups", "played"], ["rollout/live_groups", "with a gradient"]],
+    { note: "attempts at one task that all earned the same teach nothing" }],
+  ["Sampled tokens a rollout", [["rollout/sampled_tokens", "training"], ["eval/sampled_tokens", "held out"]],
+    { note: "how much the policy writes" }],
+  ["Tool use a rollout", [["rollout/tool_calls", "calls"], ["rollout/tool_errors", "failed"]],
+    { note: "calls of tools and runs of code" }],
+  ["Entropy of the policy, nats", [["learner/entropy_mean", "entropy"]],
+    { note: "how undecided it is; 0: it always says the same" }],
   ["Loss", [["learner/loss", "loss"]], { note: "moves about 0: learning shows in the reward" }],
-  ["Gradient norm", [["learner/grad_norm", "before clipping"]], { note: "longer ones are cut to learner.max_grad_norm" }],
-  ["Sampler against learner, largest |Δ logp|", [["engine/max_dlogp", "after the update"], ["learner/sampler_gap_max", "on the rollouts"]], { log: true, note: "proof that the sampled policy is the trained one: small" }],
+  ["Gradient norm", [["learner/grad_norm", "before clipping"]],
+    { note: "longer ones are cut to learner.max_grad_norm" }],
+  ["Sampler against learner, largest |Δ logp|",
+    [["engine/max_dlogp", "after the update"], ["learner/sampler_gap_max", "on the rollouts"]],
+    { log: true, note: "proof that the sampled policy is the trained one: small" }],
 ];
 
-// What the reader has chosen: how curves are smoothed, what is said of repetitions, and which groups are not drawn.
-const look = { weight: 0, band: "range", single: false, hidden: new Set() };
-const BANDS = { range: "lowest to highest", deviation: "± one standard deviation", none: "no band" };
-
-// A line per group and metric; groups differ by colour where there are several, metrics by dashes then.
-function lines(groups, metrics, prepared = (points) => points) {
-  const several = groups.length > 1;
-  return groups.filter((group) => !look.hidden.has(group)).flatMap((group) => metrics.flatMap(([name, label], m) => {
-    const style = { colour: several ? group.colour : COLOURS[m], dash: several && m > 0 };
-    const called = (who) => (several ? `${who} ${metrics.length > 1 ? label : ""}`.trim() : label);
-    const series = group.runs.map((run) => ({ run, points: prepared(run.series(name)) })).filter(({ points }) => points.length);
-    const drawn = series.map(({ points }) => smoothed(points, look.weight));
-    const raw = look.weight > 0 && { ...style, label: "", kind: "raw", points: combined(series.map(({ points }) => points), "none") };
-    if (drawn.length < 2) return [raw, { ...style, label: called(group.label), points: drawn[0] ?? [] }];
-    return [
-      look.single ? series.map(({ run }, i) => ({ ...style, label: `${run.name} ${label}`, kind: "single", points: drawn[i] })) : raw,
-      { ...style, label: called(group.label), points: combined(drawn, look.band) },
-    ];
-  })).flat().filter(Boolean);
+// A line per run and metric; runs differ by colour where there are several, metrics by dashes then.
+function lines(runs, metrics, prepared = (points) => points) {
+  const several = runs.length > 1;
+  return runs.flatMap((run) => metrics.map(([name, label], m) => ({
+    label: several ? `${run.name} ${metrics.length > 1 ? label : ""}`.trim() : label,
+    points: prepared(run.series(name)),
+    colour: several ? colourOf(run.slot) : COLOURS[m],
+    dash: several && m > 0,
+  })));
 }
 
-function timeLines(groups) {
-  const [run] = groups[0].runs;
-  const parts = run.metricNames().filter((name) => /^time\/.*_s$/.test(name) && !/\/(step|total|starting)_s$/.test(name))
+function timeLines(runs) {
+  const [run] = runs;
+  const parts = run.metricNames()
+    .filter((name) => /^time\/.*_s$/.test(name) && !/\/(step|total|starting)_s$/.test(name))
     .filter((name) => run.series(name).length > 1); // not what happens once
   const spent = (name) => run.series(name).reduce((sum, point) => sum + point.y, 0);
   parts.sort((a, b) => spent(b) - spent(a)); // the longest are shown
-  const metrics = parts.length ? parts.map((name) => [name, words(name.slice(5, -2))])
-    : [["rollout/decode_s", "decoding"], ["rollout/idle_s", "waiting for tools"], ["learner/seconds", "learning"]];
-  return lines(groups, metrics.slice(0, groups.length > 1 ? 2 : 4), summed);
+  const metrics = parts.map((name) => [name, words(name.slice(5, -2))]);
+  return lines(runs, metrics.slice(0, runs.length > 1 ? 2 : 4), summed);
 }
 
 // A step and the evaluation after it are two rows; their seconds add up.
@@ -69,51 +68,37 @@ function facts(run) {
   ];
 }
 
-function drawFacts(groups) {
-  const rows = groups.flatMap((group) => group.runs.map((run) => ({ group, run, known: facts(run) })));
+function drawFacts(runs) {
+  const rows = runs.map((run) => [run, facts(run)]);
   if (rows.length === 1) {
-    return h("div", { class: "facts" }, rows[0].known.map(([name, value, before]) => h("div", { class: "fact" }, h("b", {}, value), h("span", { class: "quiet" }, before ? `${name}, ${before} before` : name))));
+    return h("div", { class: "facts" }, rows[0][1].map(([name, value, before]) => h("div", { class: "fact" },
+      h("b", {}, value), h("span", { class: "quiet" }, before ? `${name}, ${before} before` : name))));
   }
+  const heads = ["run", "seed", ...rows[0][1].map(([name]) => name)];
   return h("section", { class: "card" }, h("div", { class: "scroll" }, h("table", {},
-    h("thead", {}, h("tr", {}, ["run", "seed", ...rows[0].known.map(([name]) => name)].map((name) => h("th", {}, name)))),
-    h("tbody", {}, rows.map(({ group, run, known }) => h("tr", {},
-      h("td", {}, h("i", { class: "key", style: `--k: ${group.colour}` }), run.name), h("td", {}, number(run.config.seed)),
+    h("thead", {}, h("tr", {}, heads.map((name) => h("th", {}, name)))),
+    h("tbody", {}, rows.map(([run, known]) => h("tr", {},
+      h("td", {}, h("i", { class: "key", style: `--k: ${colourOf(run.slot)}` }), run.name),
+      h("td", {}, number(run.config.seed)),
       known.map(([, value, before]) => h("td", {}, before ? `${before} → ${value}` : value))))))));
 }
 
-// Smoothing, bands, which groups are drawn. changed() draws the graphs again.
-function drawTools(groups, changed) {
-  const repeated = groups.some((group) => group.runs.length > 1);
-  const weight = h("output", {}, short(look.weight));
-  const smoothing = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: look.weight, "aria-label": "Smoothing", title: "exponential moving average: the weight of what was before", oninput: (event) => { look.weight = Number(event.target.value); weight.textContent = short(look.weight); changed(); } });
-  const shown = (group) => h("button", { type: "button", class: "toggle", "aria-pressed": String(!look.hidden.has(group)), title: "show or hide", onclick: (event) => {
-    if (!look.hidden.delete(group)) look.hidden.add(group);
-    event.currentTarget.setAttribute("aria-pressed", String(!look.hidden.has(group)));
-    changed();
-  } }, h("i", { class: "key", style: `--k: ${group.colour}` }), group.label, group.runs.length > 1 && h("span", { class: "quiet" }, ` · mean of ${group.runs.length} runs`));
-  return h("div", { class: "tools" },
-    groups.length > 1 && groups.map(shown),
-    h("label", {}, "smoothing ", smoothing, weight),
-    repeated && h("label", {}, "band ", h("select", { onchange: (event) => { look.band = event.target.value; changed(); } }, Object.entries(BANDS).map(([value, label]) => h("option", { value, selected: value === look.band }, label)))),
-    repeated && h("label", {}, h("input", { type: "checkbox", checked: look.single, onchange: (event) => { look.single = event.target.checked; changed(); } }), " each run"),
-    h("button", { type: "button", title: "every number of every run, one a row", onclick: () => save($("#name").textContent, "csv", new Blob([csvOfRuns(groups)], { type: "text/csv" })) }, "All numbers as CSV"));
-}
-
-function drawOverview(groups, main) {
+function drawOverview(runs, main) {
   const seen = new Set(GRAPHS.flatMap(([, metrics]) => metrics.map(([name]) => name)));
-  const runs = groups.flatMap((group) => group.runs);
   const others = [...new Set(runs.flatMap((run) => run.metricNames()))].filter((name) => !seen.has(name));
-  const charts = h("div", { class: "charts" }), more = h("div", { class: "charts" });
-  const filter = h("input", { type: "search", placeholder: "filter by name", "aria-label": "Filter the other metrics", oninput: () => drawMore() });
-  const details = h("details", { ontoggle: () => drawMore() }, h("summary", {}, `${others.length} more metrics`), h("p", {}, filter), more);
-  const drawMore = () => more.replaceChildren(...(details.open ? others.filter((name) => name.includes(filter.value)) : []).map((name) => chart(name, lines(groups, [[name, name.split("/").at(-1)]]))).filter(Boolean));
-  const draw = () => {
-    charts.replaceChildren(...[...GRAPHS.map(([title, metrics, options]) => chart(title, lines(groups, metrics), options)),
-      chart("Seconds of a step", timeLines(groups), { note: "the parts that took longest" })].filter(Boolean));
-    drawMore();
+  const more = h("div", { class: "charts" });
+  const filter = h("input", { type: "search", placeholder: "filter by name",
+    "aria-label": "Filter the other metrics", oninput: () => drawMore() });
+  const details = h("details", { ontoggle: () => drawMore() },
+    h("summary", {}, `${others.length} more metrics`), h("p", {}, filter), more);
+  const drawMore = () => {
+    const wanted = details.open ? others.filter((name) => name.includes(filter.value)) : [];
+    const made = wanted.map((name) => chart(name, lines(runs, [[name, name.split("/").at(-1)]])));
+    more.replaceChildren(...made.filter(Boolean));
   };
-  draw();
-  main.replaceChildren(h("div", { class: "page" }, drawFacts(groups), drawTools(groups, draw), charts, details));
+  const charts = GRAPHS.map(([title, metrics, options]) => chart(title, lines(runs, metrics), options));
+  const times = chart("Seconds of a step", timeLines(runs), { note: "the parts that took longest" });
+  main.replaceChildren(h("div", { class: "page" }, drawFacts(runs), h("div", { class: "charts" }, charts, times), details));
 }
 
 const COLUMNS = [

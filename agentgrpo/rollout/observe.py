@@ -22,7 +22,7 @@ from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.checked import checked_answer
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.rollout.live import Live
+from agentgrpo.rollout.live import RunningRollout
 from agentgrpo.types import Int32, Rollout, SpanReward, Status, Task
 from agentgrpo.usercode import WrongResult
 
@@ -84,7 +84,7 @@ def _listed(given: Any, what: str) -> list[Any]:
     return [*given]
 
 
-def count(live: Live, observation: Observation) -> None:
+def count(live: RunningRollout, observation: Observation) -> None:
     """Add what the policy's last action cost and earned, the latter credited to its turn."""
     rollout, transcript = live.rollout, live.transcript
     rollout.stats["tool_errors"] += observation.failed
@@ -96,8 +96,8 @@ def count(live: Live, observation: Observation) -> None:
     ]
 
 
-def tell(
-    live: Live, action: Action, observation: Observation, *,
+def append_observation(
+    live: RunningRollout, action: Action, observation: Observation, *,
     agent: Agent, chat: ChatTemplate, config: RolloutConfig,
 ) -> Status | None:  # fmt: skip
     """Append what the policy is told, if there is room for it; how the rollout ends if not."""
@@ -112,15 +112,19 @@ def tell(
     end = _append(live, said, agent, chat, config)
     if end is None:
         calls = action.calls + action.refused if isinstance(action, CallTools) else ()
-        live.rollout.told.append(([(call.name, call.arguments) for call in calls], said))
+        live.rollout.tool_messages.append(([(call.name, call.arguments) for call in calls], said))
     return end
 
 
 def _append(
-    live: Live, said: str | list[Message], agent: Agent, chat: ChatTemplate, config: RolloutConfig
+    live: RunningRollout,
+    said: str | list[Message],
+    agent: Agent,
+    chat: ChatTemplate,
+    config: RolloutConfig,
 ) -> Status | None:
     texts = [said] if isinstance(said, str) else [m.get("content") for m in said]
-    if any(isinstance(t, str) and chat.exceeds(t, live.spent.max_length) for t in texts):
+    if any(isinstance(t, str) and chat.exceeds(t, live.budget.max_length) for t in texts):
         return Status.TRUNCATED_LENGTH  # whatever the agent made of what was cut
     last_id = int(live.transcript.ids[-1])
     if isinstance(said, str):
@@ -136,13 +140,15 @@ def _append(
         )
         ids = _with_prefill(ids, begun, chat)
         live.roles += ["assistant", *(message["role"] for message in said)]
-    if not live.spent.fits(len(live.transcript) + len(ids)):
+    if not live.budget.fits(len(live.transcript) + len(ids)):
         return Status.TRUNCATED_LENGTH
     live.transcript.give(ids)
     return None
 
 
-def _render(live: Live, said: list[Message], agent: Agent, chat: ChatTemplate) -> Status | None:
+def _render(
+    live: RunningRollout, said: list[Message], agent: Agent, chat: ChatTemplate
+) -> Status | None:
     """Render the whole conversation for the next turn and make the rollout's rows follow."""
     rollout, transcript = live.rollout, live.transcript
     said, begun = _prefill_of(said)
@@ -151,7 +157,7 @@ def _render(live: Live, said: list[Message], agent: Agent, chat: ChatTemplate) -
     prompt = chat.prompt_ids(live.messages, agent.tools(rollout.task))
     message_start = len(prompt)
     prompt = _with_prefill(prompt, begun, chat)
-    if not live.spent.fits(len(prompt)):
+    if not live.budget.fits(len(prompt)):
         return Status.TRUNCATED_LENGTH
     num_sampled = len(transcript.turn)
     drift = transcript.rerender(prompt)
@@ -164,7 +170,7 @@ def _render(live: Live, said: list[Message], agent: Agent, chat: ChatTemplate) -
     return None
 
 
-def _shorten(live: Live, kept: int) -> None:
+def _shorten(live: RunningRollout, kept: int) -> None:
     """Credit what the last turn earned to what is left of it, not to what replaces it."""
     end = _closed(live.rollout) + live.transcript.turn_start + max(1, kept)
     live.rollout.span_rewards = [

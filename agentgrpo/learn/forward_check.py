@@ -17,7 +17,6 @@ from torch import nn
 
 from agentgrpo import parallel
 from agentgrpo.learn import recurrent
-from agentgrpo.learn.attention import TREE, Tree
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.machine.memory import out_of_memory
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
@@ -29,7 +28,7 @@ WITHIN, WITHIN_16_BIT = 1e-3, 0.3
 """Nats that half of the tokens may be apart, of which experts and rounding move a few further."""
 
 
-class Trial:
+class ForwardCheck:
     """What the model itself gives the tokens; to be made before its attention is replaced."""
 
     def __init__(self, model: Any) -> None:
@@ -70,7 +69,7 @@ class Trial:
         """
         if self._wanted is None:
             return None
-        shares = scorer.rows is None and scorer.device.type != "cuda"
+        shares = scorer.unpacked_reason is None and scorer.device.type != "cuda"
         (batch,) = pack_tree([self._group], max_tokens=1 << 10, share_prefixes=shares)
         gap, failed = float("inf"), ""
         try:
@@ -89,27 +88,6 @@ class Trial:
 
 
 @torch.no_grad()
-def foreseen(model: Any) -> str | None:
-    """Why a model must see every rollout alone, as far as one without storage tells; else None.
-
-    Raises:
-        ValueError: it cannot be trained.
-    """
-    if why := why_rows(model):
-        return why
-    model.to("meta").set_attn_implementation(TREE)
-    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    tree = Tree(np.full(2, 2, np.int32), np.arange(2, dtype=np.int32), "meta")
-    try:
-        decoder_of(model)(input_ids=ids, position_ids=ids, use_cache=False, tree=tree)
-    except ValueError as error:  # of attention's that is not handed the tree
-        return str(error)
-    except RuntimeError:  # of those that look at numbers
-        pass
-    return None
-
-
-@torch.no_grad()
 def _plain(model: Any, rollout: Rollout) -> Any:
     """Log-probabilities of its sampled tokens by the model's own forward pass."""
     ids = torch.from_numpy(rollout.token_ids.astype(np.int64)).to(model.device)
@@ -122,12 +100,8 @@ MASKED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 """Kinds of layers (config.layer_types) whose tokens see exactly what the tree lets them see."""
 
 
-def why_rows(model: Any) -> str | None:
-    """Why this model must see every rollout alone; None if it can take packed trees.
-
-    Raises:
-        ValueError: as of decoder_of().
-    """
+def why_not_packed(model: Any) -> str | None:
+    """Why this model must see every rollout alone; None if it can take packed trees."""
     decoder_of(model)
     config = model.config.get_text_config()
     kinds = list(getattr(config, "layer_types", None) or ())
@@ -154,11 +128,7 @@ def why_rows(model: Any) -> str | None:
 
 
 def decoder_of(model: Any) -> Any:
-    """The part of a causal language model below its head.
-
-    Raises:
-        ValueError: transformers does not tell it apart.
-    """
+    """The part of a causal language model below its head."""
     decoder = model.get_decoder()
     if decoder is model or not hasattr(decoder, "config"):
         raise ValueError(
@@ -169,11 +139,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def layers_of(model: Any) -> Sequence[nn.Module]:
-    """Those of a model's decoder, whatever it calls them.
-
-    Raises:
-        ValueError: it has no list of them.
-    """
+    """Those of a model's decoder, whatever it calls them."""
     decoder = decoder_of(model)
     count = model.config.get_text_config().num_hidden_layers
     parts = dict(decoder.named_children())
