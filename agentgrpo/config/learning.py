@@ -28,6 +28,8 @@ class RewardConfig(Section):
     match and token F1), none, or your own `module:function`. auto: numeric, or none where the
     environment judges by itself or `functions` has one in TRL's form (then without `format`, if it
     is not set)."""
+    answer: PositiveNumber = 1.0
+    """Weight of a right final answer."""
     format: NotNegativeNumber = 0.1
     """Weight of having acted without an error and then answered in the asked form."""
     strict: bool = False

@@ -115,19 +115,7 @@ class ModelUser:
 
 
 class UserSimulators:
-    """Makes the customers of an environment's episodes, as its options say.
-
-    Args:
-        mode: `silent`, one of `played`, or `module:Class` of a User called with the task's spec.
-        silent: the mode in which nobody talks.
-        played: which of "scripted" and "model" the environment has; with "model", `reference` and
-            `endpoint:NAME` too.
-        models: who may be asked, by name.
-        max_tokens: of one turn of a model, which is greedy.
-
-    Raises:
-        ValueError: an argument is none of these; names the option.
-    """
+    """Makes the customers of an environment's episodes, as its options say."""
 
     def __init__(
         self, mode: str, silent: str, played: Sequence[str],

@@ -15,7 +15,7 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.customers import ScriptedUser, User, UserDialogue, UserSimulators
 from agentgrpo.envs.runner import LOOP, checked_episode
 from agentgrpo.types import Task
-from agentgrpo.usercode import waited
+from agentgrpo.usercode import run_sync
 
 PERSON = (
     "You are a person who talks with an assistant about a request of yours. Say one line at a "
@@ -25,15 +25,7 @@ PERSON = (
 
 
 class DialogueEnv:
-    """An environment whose tasks come from a user who can be talked with; all else is its own.
-
-    Args:
-        inner: the environment.
-        users: who they are.
-        mode: what `users` was made of: "scripted" leaves when everything is said.
-        reads: the column `user` of a task's spec; a user of one's own reads the spec.
-        max_replies: of a rollout. What is said after that ends it.
-    """
+    """An environment whose tasks come from a user who can be talked with; all else is its own."""
 
     has_user = True
 
@@ -113,4 +105,4 @@ class DialogueEpisode:
         """Say it to the user, or carry it out."""
         if self._is_users(action):
             return self._answered(action)
-        return cast(Observation, waited(self._episode.step(action), LOOP))
+        return cast(Observation, run_sync(self._episode.step(action), LOOP))

@@ -33,13 +33,7 @@ GRADERS = 4
 
 
 class GradingPool:
-    """Sandboxes for grading alone: no rollout holds one, so that grading never waits long.
-
-    Args:
-        like: the pool whose limits and template they have,
-        template: or another template,
-        memory_mib: and at least this much memory.
-    """
+    """Sandboxes for grading alone: no rollout holds one, so that grading never waits long."""
 
     def __init__(
         self, like: SandboxPool, *, template: Template | None = None, memory_mib: int = 0

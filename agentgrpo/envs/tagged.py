@@ -56,8 +56,8 @@ class TaggedEnv(Search):
         for name, limit in limits.items():
             if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
                 raise ValueError(f"max_{name}: expected a number of at least 0, got {limit!r}")
-        given = {"models": models, "retrievers": retrievers, "load_encoder": load_encoder}
-        super().__init__(**(search or {}), **given)
+        options: dict[str, Any] = {**(search or {})}
+        super().__init__(**options, models=models, retrievers=retrievers, load_encoder=load_encoder)
         self.limits = limits
         self._python = PythonEnv(pool, timeout_s, host_tools=host_tools)
 

@@ -35,17 +35,7 @@ from agentgrpo.usercode import UserCodeError, tell
 
 
 class ProgramSampler(AnySampler):
-    """See AnySampler.
-
-    Args:
-        engine: awake while playing.
-        agent: says what the program is.
-        launcher: starts it, of launch.launcher_of(); None: the environment's episodes are it.
-        env: gives rewards of its own at the end, if it has any.
-        chat: the model's template.
-        config: of the run's rollouts.
-        max_live: programs that run at once.
-    """
+    """See AnySampler."""
 
     def __init__(
         self, engine: Decoder, agent: ProgramAgent, launcher: Launcher | None, env: Environment,

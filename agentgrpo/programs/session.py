@@ -75,15 +75,7 @@ def call_id(*of: str | int) -> str:
 
 @dataclass(eq=False)
 class Session:
-    """A rollout's, for as long as its program runs.
-
-    Args:
-        key: the rollout's own, by which clients name it.
-        chat, config: of the run.
-        max_model_len: of the engine.
-        read_calls: the reader of tool calls of the model's family.
-        ask: takes a turn to the engine's thread.
-    """
+    """A rollout's, for as long as its program runs."""
 
     key: str
     chat: ChatTemplate
