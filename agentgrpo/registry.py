@@ -54,7 +54,7 @@ from agentgrpo.rewards.scoring import reward_function
 from agentgrpo.rewards.trl import is_trl_form
 from agentgrpo.rollout.custom import RolloutSampler
 from agentgrpo.sandbox import HostBudget, HostTools, SandboxInfraError
-from agentgrpo.usercode import UserCodeError, calling
+from agentgrpo.usercode import UserCodeError, user_call
 
 AGENTS = {
     "code": "agentgrpo.agents.code:CodeAgent",
@@ -455,7 +455,7 @@ def _made(
     options = checked_options(section, kind, config.options)
     asked = parameters_of(factory)
     try:
-        with calling(factory, f"{section}.kind: {factory.__name__}"):
+        with user_call(factory, f"{section}.kind: {factory.__name__}"):
             return factory(**{name: given[name] for name in given if name in asked}, **options)
     except UserCodeError as error:
         name, colon, _ = str(error.__cause__).partition(":")
@@ -473,7 +473,7 @@ def _made(
 def _require(made: Any, protocol: type, *, key: str, name: str) -> None:
     """That it has what a protocol has, and its methods take what they will be given."""
     asked = {n: one for n, one in vars(protocol).items() if not n.startswith("_")}
-    with calling(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
+    with user_call(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
         has = {attr: getattr(made, attr) for attr in asked if hasattr(made, attr)}
     if missing := [attr for attr in asked if attr not in has]:
         raise ValueError(f"{key}: {name!r} lacks {', '.join(missing)}; see agents/base.py, envs/")
@@ -594,7 +594,7 @@ def load_sampler(config: RolloutConfig, chat: ChatTemplate) -> RolloutSampler:
         ValueError: as of sampler_class(), or what the class makes has no rollout().
     """
     made = sampler_class(config.sampler)
-    with calling(made, "rollout.sampler"):
+    with user_call(made, "rollout.sampler"):
         user = made(chat, config)
     if not callable(getattr(user, "rollout", None)):
         raise ValueError(f"rollout.sampler: {config.sampler!r} has no method rollout()")

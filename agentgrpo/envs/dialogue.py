@@ -15,7 +15,7 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.customers import ScriptedUser, User, UserDialogue, UserSimulators
 from agentgrpo.envs.runner import LOOP, checked_episode
 from agentgrpo.types import Task
-from agentgrpo.usercode import waited
+from agentgrpo.usercode import run_sync
 
 PERSON = (
     "You are a person who talks with an assistant about a request of yours. Say one line at a "
@@ -106,4 +106,4 @@ class DialogueEpisode:
         """Say it to the user, or carry it out."""
         if self._is_users(action):
             return self._answered(action)
-        return cast(Observation, waited(self._episode.step(action), LOOP))
+        return cast(Observation, run_sync(self._episode.step(action), LOOP))

@@ -25,11 +25,11 @@ from agentgrpo.usercode import (
     CallTimeout,
     UserCodeError,
     WrongResult,
-    calling,
+    describe_error,
     event_loop,
     name_of,
-    said_of,
-    waited,
+    run_sync,
+    user_call,
     within,
 )
 
@@ -133,7 +133,7 @@ def networks_fault(called: Any) -> Iterator[None]:
             raise InfrastructureError(str(error)) from error
         raise
     except (TimeoutError, ConnectionError) as error:  # of a shipped one
-        raise InfrastructureError(f"{name_of(called)} {said_of(error)}") from error
+        raise InfrastructureError(f"{name_of(called)} {describe_error(error)}") from error
 
 
 class Abandoned(InfrastructureError):
@@ -166,14 +166,14 @@ class _Work:
         error = result = None
         try:
             with self._named(limit_s=self._limit_s, late=late):
-                result = self._read(waited(function(*args), LOOP, self._limit_s))
+                result = self._read(run_sync(function(*args), LOOP, self._limit_s))
         except BaseException as raised:
             error = raised
         in_time = self._end(result, error)
         if in_time:
             places.release()
         if self._is_left(in_time, error) and function != _finish:
-            waited(self._episode.close(), LOOP)
+            run_sync(self._episode.close(), LOOP)
 
     async def wait(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
         """Await a coroutine of this function. What keeps the loop for itself ends the command."""
@@ -188,8 +188,8 @@ class _Work:
 
     @contextlib.contextmanager
     def _named(self, **limit: Any) -> Iterator[None]:
-        user_call = calling(self._called, task=self._task, rollout=self._rollout, **limit)
-        with networks_fault(self._called), user_call:
+        call = user_call(self._called, task=self._task, rollout=self._rollout, **limit)
+        with networks_fault(self._called), call:
             yield
 
     def _is_left(self, in_time: bool, error: BaseException | None) -> bool:
@@ -221,7 +221,7 @@ def _recalled(episode: Any, actions: Sequence[tuple[Action, Any]]) -> Iterator[A
 
 
 def _replay(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
-    return [waited(episode.step(action), LOOP) for action in _recalled(episode, actions)]
+    return [run_sync(episode.step(action), LOOP) for action in _recalled(episode, actions)]
 
 
 async def _replay_async(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
@@ -230,9 +230,9 @@ async def _replay_async(episode: Any, actions: Sequence[tuple[Action, Any]]) -> 
 
 def _finish(episode: Any, answer: str | None) -> Any:
     try:
-        return waited(episode.finish(answer), LOOP)
+        return run_sync(episode.finish(answer), LOOP)
     finally:
-        waited(episode.close(), LOOP)
+        run_sync(episode.close(), LOOP)
 
 
 async def _finish_async(episode: Any, answer: str | None) -> Any:

@@ -38,7 +38,7 @@ from agentgrpo.sandbox.errors import SandboxNotFoundException
 from agentgrpo.sandbox.listener import PORT, listener_in
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.types import Task
-from agentgrpo.usercode import event_loop, said_of, tell, where_of
+from agentgrpo.usercode import describe_error, error_location, event_loop, tell
 
 QUIET = {
     "NO_PROXY": "*",
@@ -185,8 +185,8 @@ class Awaited:
         except asyncio.CancelledError as error:
             return Outcome(None, "was cancelled", error, program_fault=True)
         except BaseException as error:
-            where = where_of(error, self._function)
-            said = f"{said_of(error)}{f' (at {where})' if where else ''}"
+            where = error_location(error, self._function)
+            said = f"{describe_error(error)}{f' (at {where})' if where else ''}"
             return Outcome(None, said, error, program_fault=True)
         return Outcome(_as_answer(answer))
 
