@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.actions import Action, ModelReply, ModelRequest, Observation, Reading, Say
+from agentgrpo.actions import ModelRequest, Observation, Reading, Say
 from agentgrpo.config import (
     BranchConfig,
     EngineConfig,
-    EnvConfig,
     TrainConfig,
-    UserConfig,
 )
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.proof.status import status_faults
-from agentgrpo.registry import make_agent, make_env, require_names, with_user
+from agentgrpo.registry import make_agent, make_env, require_names
 from agentgrpo.rewards.trl import conversation
 from agentgrpo.rewards.view import RolloutView
 from agentgrpo.run.atomic import write_lines
@@ -283,52 +280,13 @@ def test_branches_hear_what_was_heard() -> None:
     assert child.status is Status.COMPLETED
 
 
-class Judge:
-    """An environment that asks the engine by itself and has things that others look for."""
-
-    answers = ("tools",)
-    judges = True
-
-    def tools(self, task: Any) -> Any:
-        return ()
-
-    def reset(self, task: Any) -> JudgeEpisode:
-        return JudgeEpisode()
-
-
-class JudgeEpisode:
-    environment = "mine"
-
-    def __init__(self) -> None:
-        self.closed = 0
-
-    def step(self, action: Action) -> Observation:
-        if isinstance(action, ModelReply):
-            return Observation(f"verdict: {action.text}")
-        return Observation("", ask=ModelRequest(({"role": "user", "content": "?"},)))
-
-    async def finish(self, answer: str | None) -> Mapping[str, float]:
-        await asyncio.sleep(0)
-        return {"solved": 1.0}
-
-    def close(self) -> None:
-        self.closed += 1
-
-
 def test_all_else_is_the_environments_own() -> None:
-    """What its episode asked of the engine is its own too, also after a talk with the user."""
-    env: Any = with_user(Judge(), EnvConfig(user=UserConfig(mode=f"{__name__}:Asking")))
-    assert (env.judges, env.answers, env.has_user) == (True, ("tools",), True)
-    assert not hasattr(env, "begin")
+    _, env = parts(*KINDS["tools of a class"][:2])
+    assert (env.judges, env.answers, env.has_user) == (False, ("tools",), True)
     episode = env.reset(TASK)
-    assert (episode.environment, hasattr(episode, "recall")) == ("mine", False)
-    assert episode.step(Say(ASK)).ask is not None
-    assert episode.step(ModelReply("hm")).text == "hm"
-    assert episode.step(object()).ask is not None
-    assert episode.step(ModelReply("yes")).text == "verdict: yes"
-    worlds = EpisodeRunner(1)
-    assert worlds.finish(episode, None).result() == {"solved": 1.0}
-    assert episode._episode.closed == 1
+    assert isinstance(episode.environment, Station)
+    assert not hasattr(episode, "recall")
+    assert EpisodeRunner(1).finish(episode, None).result() == {}
 
 
 @pytest.mark.parametrize(
