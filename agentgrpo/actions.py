@@ -84,20 +84,6 @@ class ModelReply:
 Action = RunCode | CallTools | Say | Finish | Malformed | ModelReply
 
 
-def answer_in(text: str, prefix: str) -> str | None:
-    """What follows the prefix, stripped; None if it is not there. A tag ends at its end tag.
-
-    >>> answer_in("so Answer: 4", "Answer:"), answer_in("<answer>4</answer>.", "<answer>")
-    ('4', '4')
-    >>> answer_in(" all of it ", ""), answer_in("4", "Answer:")
-    ('all of it', None)
-    """
-    _, found, answer = text.partition(prefix) if prefix else ("", "all", text)
-    if prefix.startswith("<") and prefix.endswith(">"):
-        answer = answer.partition(f"</{prefix[1:]}")[0]
-    return answer.strip() if found else None
-
-
 SUBMIT = "submit_final_answer"
 """What code calls to hand in its answer, at a console."""
 

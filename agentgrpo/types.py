@@ -8,7 +8,6 @@ token on.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -110,32 +109,6 @@ class SpanReward:
     """Tokens [start, end) of the rollout's rows, the prompt's counted."""
     name: str
     value: float
-
-
-def as_number(value: Any) -> float | None:
-    """A finite number that somebody's code gave, as a float; None: it is none.
-
-    Python's and numpy's numbers, and arrays and tensors of no dimension.
-
-    >>> as_number(np.float32(0.5)), as_number(np.array(2)), as_number("2"), as_number(math.nan)
-    (0.5, 2.0, None, None)
-    """
-    if isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
-        return None
-    try:
-        number = float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def named_numbers(values: Any) -> dict[str, float] | None:
-    """Finite numbers by name that somebody's code gave, as floats; None: they are no such thing."""
-    if not isinstance(values, Mapping):
-        return None
-    numbers = {name: as_number(value) for name, value in values.items()}
-    made = {n: x for n, x in numbers.items() if x is not None and isinstance(n, str)}
-    return made if len(made) == len(numbers) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Calls of code that is not ours: what it raises, and how long it may take, is said in one way.
 
 The environments, agents, samplers, reward functions and modules that a config names run in this
-process. Every call of one is made within calling(): whatever it raises, sys.exit() included,
+process. Every call of one is made within user_call(): whatever it raises, sys.exit() included,
 becomes a UserCodeError that names it, the line, the task and the rollout. A thread looks at the
 calls that have not come back: it says what is being waited for, and ends what takes longer than its
 limit.
@@ -17,6 +17,7 @@ import contextlib
 import faulthandler
 import functools
 import inspect
+import math
 import os
 import site
 import sys
@@ -24,7 +25,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,7 +87,7 @@ class CallTimeout(TimeoutError):
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One that has not come back; see calling()."""
+    """One that has not come back; see user_call()."""
 
     called: Any
     what: str
@@ -123,7 +124,7 @@ _calls: dict[Call, None] = {}
 
 
 @contextlib.contextmanager
-def calling(
+def user_call(
     called: Any, what: str = "", *, task: str | None = None, rollout: int | None = None,
     limit_s: float | None = None, late: Callable[[str], None] | None = None,
 ) -> Iterator[None]:  # fmt: skip
@@ -153,7 +154,7 @@ def calling(
         error.rollout = rollout if error.rollout is None else error.rollout
         raise
     except BaseException as error:
-        where, said = where_of(error, called), said_of(error)
+        where, said = error_location(error, called), describe_error(error)
         if where is None and isinstance(error, Exception) and not isinstance(error, CallTimeout):
             error.add_note(f"in {call.what}{_place(task, rollout)}")  # a bug of ours
             raise
@@ -173,7 +174,7 @@ def name_of(called: Any) -> str:
     return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{name}"
 
 
-def said_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What an error is, in one line: "raised KeyError: 'x'"."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r:.80})"
@@ -190,7 +191,7 @@ def said_of(error: BaseException) -> str:
     return f"raised {type(error).__name__}{text and ': '}{text}"
 
 
-def where_of(error: BaseException, called: Any) -> str | None:
+def error_location(error: BaseException, called: Any) -> str | None:
     """File and line to look at for an error: the last that is the user's.
 
     Args:
@@ -284,7 +285,7 @@ def event_loop(name: str) -> asyncio.AbstractEventLoop:
         return _loops[name]
 
 
-def waited(value: Any, name: str, limit_s: float | None = None) -> Any:
+def run_sync(value: Any, name: str, limit_s: float | None = None) -> Any:
     """What a function has given; where that is to be awaited, what it comes to. For threads.
 
     A coroutine function that an ordinary wrapper (functools.wraps) wraps looks like any other
@@ -342,3 +343,29 @@ def tell(line: str) -> None:
     """A line on stderr, for whoever reads it: nobody, if its terminal or pipe is closed."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number that somebody's code gave, as a float; None: it is none.
+
+    Python's and numpy's numbers, and arrays and tensors of no dimension.
+
+    >>> as_number(2), as_number("2"), as_number(math.nan)
+    (2.0, None, None)
+    """
+    if isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
+        return None
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def named_numbers(values: Any) -> dict[str, float] | None:
+    """Finite numbers by name that somebody's code gave, as floats; None: they are no such thing."""
+    if not isinstance(values, Mapping):
+        return None
+    numbers = {name: as_number(value) for name, value in values.items()}
+    made = {n: x for n, x in numbers.items() if x is not None and isinstance(n, str)}
+    return made if len(made) == len(numbers) else None

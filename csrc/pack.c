@@ -3,9 +3,11 @@
  *
  * This file reads and checks the arrays and owns the memory; the work itself runs without the GIL.
  */
-#include "tokens.h"
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
 
 #include <math.h>
+#include <stdint.h>
 #include <string.h>
 
 #include "methods.h"
@@ -33,6 +35,90 @@ typedef struct {
     int32_t num_rows, num_paths, num_bins, max_tokens;
     int drop_zero, share, whole;
 } Plan;
+
+/* Marks a function that is compiled for wide vectors too; the loader takes what the machine has. */
+#if defined(__x86_64__) && defined(__gnu_linux__)
+#define WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define WIDE
+#endif
+
+/* The index of the first negative id, or n. */
+static Py_ssize_t
+first_negative(const int32_t *ids, Py_ssize_t n)
+{
+    int32_t all = 0; /* a pass without branches first, which the compiler vectorises */
+    for (Py_ssize_t i = 0; i < n; i++) {
+        all |= ids[i];
+    }
+    Py_ssize_t i = all < 0 ? 0 : n;
+    while (i < n && ids[i] >= 0) {
+        i++;
+    }
+    return i;
+}
+
+/* The index of the first element that is nan or infinite, or n. */
+static Py_ssize_t
+first_not_finite(const float *logp, Py_ssize_t n)
+{
+    const uint32_t exponent = 0x7f800000; /* all ones in nan and infinity */
+    uint32_t found = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, logp + i, sizeof bits);
+        found |= (bits & exponent) == exponent;
+    }
+    Py_ssize_t i = found ? 0 : n;
+    while (i < n && isfinite(logp[i])) {
+        i++;
+    }
+    return i;
+}
+
+/* Returns what is wrong with view, or NULL. */
+static const char *
+fault(const Py_buffer *view, char format)
+{
+    if (view->ndim != 1) {
+        return "not 1-d";
+    }
+    /* both types are four bytes long; another ABI may spell them otherwise */
+    if (view->itemsize != 4 || view->format[0] != format || view->format[1] != '\0') {
+        return "of another type";
+    }
+    if (view->shape[0] > 1 && view->strides[0] != view->itemsize) {
+        return "not contiguous";
+    }
+    return view->shape[0] > INT32_MAX ? "longer than 2**31 - 1" : NULL;
+}
+
+/* Fills view with obj's 1-d contiguous memory of format 'i' (int32) or 'f' (float32). Returns 0, or
+ * -1 with an exception that begins with name, and view not held. At most INT32_MAX elements.
+ */
+static int
+get_buffer(PyObject *obj, char format, Py_buffer *view, const char *name)
+{
+    const int has_buffer = PyObject_CheckBuffer(obj);
+    if (has_buffer && PyObject_GetBuffer(obj, view, PyBUF_FORMAT | PyBUF_STRIDES) < 0) {
+        return -1;
+    }
+    const char *why = has_buffer ? fault(view, format) : NULL;
+    if (has_buffer && why == NULL) {
+        return 0;
+    }
+    const char *expected = format == 'i' ? "int32" : "float32";
+    if (!has_buffer) {
+        PyErr_Format(PyExc_TypeError, "%s: expected a 1-d %s array, got %R", name, expected,
+                     (PyObject *)Py_TYPE(obj));
+        return -1;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "%s: expected a contiguous 1-d %s array, got one that is %s (%d-d, format '%s')",
+                 name, expected, why, view->ndim, view->format);
+    PyBuffer_Release(view);
+    return -1;
+}
 
 static void
 release(Plan *plan)
@@ -65,7 +151,7 @@ static int
 get_arrays(Plan *plan, PyObject *const *args)
 {
     for (int i = 0; i < NUM_ARRAYS; i++) {
-        if (tokens_get_buffer(args[i], formats[i], &plan->arrays[i], names[i]) < 0) {
+        if (get_buffer(args[i], formats[i], &plan->arrays[i], names[i]) < 0) {
             return -1;
         }
     }
@@ -149,12 +235,11 @@ get_segment(const Plan *plan, Py_ssize_t i, int32_t r, int32_t s, Segment *segme
     return 0;
 }
 
-TOKENS_WIDE static int
+WIDE static int
 check_values(const Segment *segment, int32_t r, int32_t s)
 {
-    const Py_ssize_t size = segment->size, id = tokens_first_negative(segment->ids, size);
-    const Py_ssize_t logp =
-        segment->logp == NULL ? size : tokens_first_not_finite(segment->logp, size);
+    const Py_ssize_t size = segment->size, id = first_negative(segment->ids, size);
+    const Py_ssize_t logp = segment->logp == NULL ? size : first_not_finite(segment->logp, size);
     if (id == size && logp == size) {
         return 0;
     }

@@ -10,8 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tokens.h"
-
 /* --- sorting -------------------------------------------------------------------------------- */
 
 /* A place in a path, moving forward only. */
@@ -30,6 +28,18 @@ advance(Cursor *at, int32_t count)
     }
 }
 
+/* How many leading elements a and b share, n at most. */
+static int32_t
+first_difference(const int32_t *a, const int32_t *b, int32_t n)
+{
+    for (int32_t i = 0; i < n; i++) {
+        if (a[i] != b[i]) {
+            return i;
+        }
+    }
+    return n;
+}
+
 /* The length of the common prefix of a and b, of which `known` tokens are known already. */
 static int32_t
 shared_length(const Path *a, const Path *b, int32_t known)
@@ -43,7 +53,7 @@ shared_length(const Path *a, const Path *b, int32_t known)
         step = p_left < q_left ? p_left : q_left;
         step = step < end - known ? step : end - known;
         const int32_t *x = p.segment->ids + p.offset, *y = q.segment->ids + q.offset;
-        const int32_t same = x == y ? step : tokens_first_difference(x, y, step);
+        const int32_t same = x == y ? step : first_difference(x, y, step);
         if (same < step) {
             return known + same;
         }

@@ -62,7 +62,7 @@ class ReplAgent(TextAgent):
 
     def __post_init__(self) -> None:
         if self.system_prompt is None:
-            self.system_prompt = PROMPT + TALK if self.talks else PROMPT
+            self.system_prompt = PROMPT + TALK if self.has_user else PROMPT
         self.system_prompt = with_functions(self.system_prompt, self.host_tools)
 
     @property
@@ -85,7 +85,7 @@ class ReplAgent(TextAgent):
         Finish(answer=None)
         """
         line, newline, _ = text.removeprefix(" ").partition("\n")
-        if self.talks and line.startswith(f"{ASK}("):
+        if self.has_user and line.startswith(f"{ASK}("):
             asked = _asked(line)
             return Malformed(NOT_ASKED) if asked is None else Say(asked)
         if not newline and not line.strip():

@@ -20,7 +20,6 @@ from agentgrpo.actions import (
     Observation,
     Say,
     Schema,
-    answer_in,
 )
 from agentgrpo.types import Task
 
@@ -43,12 +42,26 @@ THOUGHTS = re.compile(r"\A\s*<think>.*?</think>|\A.*?</think>(?!['\")\]]|`(?!``)
 has the tag in a text of its own is none."""
 
 
+def answer_in(text: str, prefix: str) -> str | None:
+    """What follows the prefix, stripped; None if it is not there. A tag ends at its end tag.
+
+    >>> answer_in("so Answer: 4", "Answer:"), answer_in("<answer>4</answer>.", "<answer>")
+    ('4', '4')
+    >>> answer_in(" all of it ", ""), answer_in("4", "Answer:")
+    ('all of it', None)
+    """
+    _, found, answer = text.partition(prefix) if prefix else ("", "all", text)
+    if prefix.startswith("<") and prefix.endswith(">"):
+        answer = answer.partition(f"</{prefix[1:]}")[0]
+    return answer.strip() if found else None
+
+
 @dataclass(kw_only=True, eq=False)
 class TextAgent:
     """What every shipped agent begins with: a prompt and worked examples, no tools, no prefill.
 
     Args:
-        env: what it acts in. If that `talks`, it answers what is said.
+        env: what it acts in. If that has a user, it answers what is said.
         system_prompt: what the policy is told first; "" is nothing, None what the agent says of
             itself.
         shots: worked examples, each a list of messages, shown before the task.
@@ -64,15 +77,15 @@ class TextAgent:
     shots: Shots = ()
 
     @property
-    def talks(self) -> bool:
+    def has_user(self) -> bool:
         """Whether there is a user to talk with."""
-        return bool(getattr(self.env, "talks", False))
+        return bool(getattr(self.env, "has_user", False))
 
     def talk(self, *acts: str) -> str:
         """What the prompt says of the user, if there is one; `acts` are for somebody else."""
         without = " or ".join(filter(None, acts))
         said = f" What you write without {without} is said to the user, who may reply."
-        return said if self.talks else ""
+        return said if self.has_user else ""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -103,7 +116,7 @@ class TextAgent:
         >>> TextAgent().said("4", "4")
         Finish(answer='4')
         """
-        if not self.talks:
+        if not self.has_user:
             return Finish(answer)
         return Say(THOUGHTS.sub("", text, count=1).strip(), answer)
 

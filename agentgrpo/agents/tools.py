@@ -40,7 +40,7 @@ class ToolAgent(FormAgent):
     is said to them. A turn in which one call cannot be read carries out none.
 
     Args:
-        env: whose tools can be called; if it `talks`, it answers what is said.
+        env: whose tools can be called; if it has a user, it answers what is said.
         call_reader: from a parser's name to what reads the calls of a turn.
         system_prompt: what the policy is told first; a task's own system message joins it.
         observation_role: role of the message that carries a tool's answer.

@@ -59,7 +59,7 @@ class Environment(Protocol):
     """Makes episodes.
 
     What else one may have is looked up by name: `tools(task)`, `tasks(split)`, `begin(task)`,
-    `judges`, `talks`, `close()`; and `answers`, what its episodes take: "code", "lines" of a
+    `judges`, `has_user`, `close()`; and `answers`, what its episodes take: "code", "lines" of a
     console, "tools", "search" (an agent's `acts` are compared with it, where both say).
     """
 

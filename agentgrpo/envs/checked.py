@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from agentgrpo.actions import Observation
-from agentgrpo.types import Status, named_numbers
-from agentgrpo.usercode import WrongResult
+from agentgrpo.types import Status
+from agentgrpo.usercode import WrongResult, named_numbers
 
 PLAYED = ("turns", "said", "asked", "asked_tokens")
 """What the sampler alone counts: no environment adds to it."""

@@ -31,7 +31,7 @@ from agentgrpo.envs.base import Episode
 from agentgrpo.envs.tools import tool_schema
 from agentgrpo.types import Task
 
-HANGS_UP = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
+STOP_MARKERS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
 """What the benchmarks' customers write when they end the talk."""
 PLAYED_BY = {"model": "policy", "reference": "reference"}
 """Modes in which a model is the customer, and which; besides `endpoint:NAME`."""
@@ -61,7 +61,7 @@ class User(Protocol):
             satisfied: the task's goal is reached.
         """
 
-    def heard(self, text: str) -> str | None:
+    def on_reply(self, text: str) -> str | None:
         """After a ModelRequest, and only then: what the engine said; returns a text or None."""
 
 
@@ -84,7 +84,7 @@ class ScriptedUser:
             return None
         return "Yes, please go ahead."
 
-    def heard(self, text: str) -> str | None:
+    def on_reply(self, text: str) -> str | None:
         """Never called: a script asks nobody."""
         raise TypeError("a scripted customer asked nothing")
 
@@ -93,47 +93,33 @@ class ModelUser:
     """A customer whom a model plays. What it says is never trained on."""
 
     def __init__(
-        self, system: str, opening: str, *, temperature: float, max_tokens: int,
-        model: Model = "policy",
-    ) -> None:  # fmt: skip
+        self, system: str, opening: str, *, max_tokens: int, model: Model = "policy"
+    ) -> None:
         self._messages: list[Message] = [
             {"role": "system", "content": system},
             {"role": "user", "content": GREETING},
             {"role": "assistant", "content": opening},
         ]
-        self._temperature, self._max_tokens, self._model = temperature, max_tokens, model
+        self._max_tokens, self._model = max_tokens, model
 
     def reply(self, said: str, *, satisfied: bool) -> ModelRequest:
         """The talk so far, as the customer sees it: the agent is their user."""
         self._messages.append({"role": "user", "content": said})
-        return ModelRequest(tuple(self._messages), self._max_tokens, self._temperature, self._model)
+        return ModelRequest(tuple(self._messages), self._max_tokens, 0.0, self._model)
 
-    def heard(self, text: str) -> str | None:
+    def on_reply(self, text: str) -> str | None:
         """What the customer says, without its thoughts; None where they end the talk."""
         said = text.rpartition("</think>")[2].strip()
         self._messages.append({"role": "assistant", "content": said})
-        return None if any(mark in said for mark in HANGS_UP) else said
+        return None if any(mark in said for mark in STOP_MARKERS) else said
 
 
-class Customers:
-    """Makes the customers of an environment's episodes, as its options say.
-
-    Args:
-        mode: `silent`, one of `played`, or `module:Class` of a User called with the task's spec.
-        silent: the mode in which nobody talks.
-        played: which of "scripted" and "model" the environment has; with "model", `reference` and
-            `endpoint:NAME` too.
-        temperature: of a model; 0 is greedy.
-        max_tokens: of one turn of a model.
-        models: who may be asked, by name.
-
-    Raises:
-        ValueError: an argument is none of these; names the option.
-    """
+class UserSimulators:
+    """Makes the customers of an environment's episodes, as its options say."""
 
     def __init__(
-        self, mode: str, silent: str, played: Sequence[str], temperature: float, max_tokens: int,
-        models: Mapping[str, Model] = MODELS,
+        self, mode: str, silent: str, played: Sequence[str],
+        models: Mapping[str, Model] = MODELS, max_tokens: int = 256,
     ) -> None:  # fmt: skip
         kind, colon, endpoint = mode.partition(":")
         others = ("reference", "endpoint:NAME") if "model" in played else ()
@@ -144,12 +130,8 @@ class Customers:
         if name is not None and name not in models:
             known = f"no endpoint {name!r}; there are: {', '.join(models)}"
             raise ValueError(f"mode: {NO_REFERENCE if name == 'reference' else known}")
-        if temperature < 0:
-            raise ValueError(f"customer_temperature: expected 0 or more, got {temperature}")
-        if max_tokens < 1:
-            raise ValueError(f"customer_tokens: expected at least 1, got {max_tokens}")
         self.talk = mode != silent
-        self._mode, self._temperature, self._max_tokens = mode, temperature, max_tokens
+        self._mode, self._max_tokens = mode, max_tokens
         self._model = None if name is None else models[name]
         own = colon and name is None
         self._own = load_callable(mode, key="env.options.mode") if own else None
@@ -162,13 +144,11 @@ class Customers:
             return ScriptedUser(pieces)
         if self._model is None:
             return None
-        return ModelUser(
-            system, str(task.messages[-1]["content"]), temperature=self._temperature,
-            max_tokens=self._max_tokens, model=self._model,
-        )  # fmt: skip
+        opening = str(task.messages[-1]["content"])
+        return ModelUser(system, opening, max_tokens=self._max_tokens, model=self._model)
 
 
-class Talk:
+class UserDialogue:
     """What a step of an episode does with its customer, and what was said to them."""
 
     def __init__(self, user: User | None) -> None:
@@ -184,10 +164,10 @@ class Talk:
         self.said.append(text)
         return self._told(self.user.reply(text, satisfied=satisfied))
 
-    def heard(self, text: str) -> Observation:
+    def on_reply(self, text: str) -> Observation:
         """Go on with what the engine said in the customer's place."""
         assert self.user is not None
-        return self._told(self.user.heard(text))
+        return self._told(self.user.on_reply(text))
 
     def has_said(self, wanted: Sequence[str], *more: str) -> bool:
         """Whether each of the texts was said to the customer so far or in `more`."""
@@ -201,15 +181,15 @@ class Talk:
         return Observation("", done=True) if reply is None else Observation(reply)
 
 
-class CaseEnv:
+class SupportEnv:
     """An environment whose tasks are customers' cases."""
 
     answers = ("tools",)
     judges = True
 
-    def __init__(self, customers: Customers, schemas: Sequence[Schema], policy: str) -> None:
-        self.customers, self.talks, self.policy = customers, customers.talk, policy
-        self.schemas = (*schemas, *(() if self.talks else (DONE_SCHEMA,)))
+    def __init__(self, customers: UserSimulators, schemas: Sequence[Schema], policy: str) -> None:
+        self.customers, self.has_user, self.policy = customers, customers.talk, policy
+        self.schemas = (*schemas, *(() if self.has_user else (DONE_SCHEMA,)))
         self._gold: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -219,7 +199,9 @@ class CaseEnv:
 
     def messages(self, ticket: str, opening: str) -> tuple[Message, ...]:
         """A task's: the policy, and the case as a ticket or the customer's first words."""
-        system, first = (TALK, opening) if self.talks else (ALONE, f"<ticket>\n{ticket}\n</ticket>")
+        system, first = (
+            (TALK, opening) if self.has_user else (ALONE, f"<ticket>\n{ticket}\n</ticket>")
+        )
         return (
             {"role": "system", "content": f"{system}\n<policy>\n{self.policy}\n</policy>"},
             {"role": "user", "content": first},
@@ -233,14 +215,14 @@ class CaseEnv:
             return self._gold[key]
 
 
-class Case(Episode):
+class SupportEpisode(Episode):
     """One customer's case: the agent calls tools or talks, until somebody ends it."""
 
     ends: tuple[str, ...] = ()
     """Tools whose call ends the case, besides `done` where nobody listens."""
 
     def __init__(self, user: User | None) -> None:
-        self.talk = Talk(user)
+        self.talk = UserDialogue(user)
         self._done = False
 
     @abstractmethod
@@ -256,7 +238,7 @@ class Case(Episode):
         if isinstance(action, Say):
             return self.talk.say(action.text, satisfied=self.reward(action.text) == 1.0)
         if isinstance(action, ModelReply):
-            return self.talk.heard(action.text)
+            return self.talk.on_reply(action.text)
         if not isinstance(action, CallTools):
             raise TypeError(f"{type(self).__name__} answers tool calls and messages, got {action}")
         texts, errors = [], 0

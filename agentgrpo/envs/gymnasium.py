@@ -57,7 +57,7 @@ class GymnasiumEnv:
         require_apart(seed, HELDOUT_SEED, num_tasks, key="num_tasks")
         self._id, self._kwargs, self._seed = id, dict(kwargs or {}), seed
         self._num_tasks, self._rules = num_tasks, rules
-        self.talks = act_by == "reply"
+        self.has_user = act_by == "reply"
         world = self.make()
         self.actions = _action_names(world.action_space, actions)
         world.close()
@@ -79,7 +79,7 @@ class GymnasiumEnv:
 
     def tools(self, task: Task) -> Sequence[Schema]:
         """The tool `act`, or none where the policy acts by what it says."""
-        return () if self.talks else (self.tool.schema,)
+        return () if self.has_user else (self.tool.schema,)
 
     def tasks(self, split: str) -> list[Task]:
         """One task per seed."""

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from agentgrpo.actions import MODELS, Model, ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
-from agentgrpo.envs.customers import Case, CaseEnv, Customers, User
+from agentgrpo.envs.customers import SupportEnv, SupportEpisode, User, UserSimulators
 from agentgrpo.extras import import_optional
 from agentgrpo.types import Task
 
@@ -30,7 +30,7 @@ DOMAINS = ("telecom", "retail", "airline")
 SPLITS = {"train": "train", "heldout": "test"}
 
 
-class Tau2Env(CaseEnv):
+class Tau2Env(SupportEnv):
     """Episodes of one domain.
 
     Args:
@@ -41,8 +41,6 @@ class Tau2Env(CaseEnv):
         evaluation: "all" of the task's reward basis; "env": only DB and ENV_ASSERTION, as some
             published numbers are (doing nothing then solves 8 of the 74 and 12 of the 40 telecom
             tasks, instead of none).
-        customer_temperature: of a model; 0 is greedy.
-        customer_tokens: of a model, in one turn.
         models: who may be asked, by name.
 
     Raises:
@@ -54,8 +52,6 @@ class Tau2Env(CaseEnv):
         domain: str = "telecom",
         mode: str | None = None,
         evaluation: Literal["all", "env"] = "all",
-        customer_temperature: float = 0.0,
-        customer_tokens: int = 256,
         models: Mapping[str, Model] = MODELS,
     ) -> None:
         if evaluation not in ("all", "env"):
@@ -69,7 +65,7 @@ class Tau2Env(CaseEnv):
         # a telecom customer acts with tools of their own, which a model here has not
         played = ("scripted",) if domain == "telecom" else ("scripted", "model")
         mode = mode or alone
-        customers = Customers(mode, alone, played, customer_temperature, customer_tokens, models)
+        customers = UserSimulators(mode, alone, played, models)
         logging.getLogger("tau2").setLevel(logging.ERROR)
         self._upstream = _upstream(domain)
         self.solo = mode == "solo"
@@ -144,7 +140,7 @@ class Tau2Env(CaseEnv):
         return changed_records(tables_of(world.tools.db), tables_of(self.base)), user
 
 
-class Tau2Episode(Case):
+class Tau2Episode(SupportEpisode):
     """One customer's case."""
 
     def __init__(self, env: Tau2Env, task: Any, world: Any, user: User | None) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from agentgrpo.actions import MODELS, Model, ToolCall
 from agentgrpo.envs.copied import changed_records, copied_on_write
-from agentgrpo.envs.customers import Case, CaseEnv, Customers, User
+from agentgrpo.envs.customers import SupportEnv, SupportEpisode, User, UserSimulators
 from agentgrpo.types import Task
 
 SPLITS = {"retail": ("train", "test", "dev"), "airline": ("test",)}
@@ -43,7 +43,7 @@ CUSTOMER = (
 )
 
 
-class TauBenchEnv(CaseEnv):
+class TauBenchEnv(SupportEnv):
     """Episodes of one domain.
 
     Args:
@@ -51,8 +51,6 @@ class TauBenchEnv(CaseEnv):
         mode: "scripted", "ticket", `module:Class` of a User that is called with the task's spec, or
             a model: "model", the policy; "reference", without its adapter; `endpoint:NAME`.
         heldout: the split that data.heldout = "env" means; retail has test and dev.
-        customer_temperature: of a model; 0 is greedy.
-        customer_tokens: of a model, in one turn.
         models: who may be asked, by name.
 
     Raises:
@@ -65,8 +63,6 @@ class TauBenchEnv(CaseEnv):
         mode: str = "scripted",
         *,
         heldout: str = "test",
-        customer_temperature: float = 0.0,
-        customer_tokens: int = 256,
         models: Mapping[str, Model] = MODELS,
     ) -> None:
         if domain not in SPLITS:
@@ -74,7 +70,7 @@ class TauBenchEnv(CaseEnv):
         if heldout not in SPLITS[domain]:
             raise ValueError(f"heldout: {domain} has {', '.join(SPLITS[domain])}, no {heldout!r}")
         played = ("scripted", "model")
-        customers = Customers(mode, "ticket", played, customer_temperature, customer_tokens, models)
+        customers = UserSimulators(mode, "ticket", played, models)
         self.domain, self._heldout = domain, heldout
         with _modules(domain) as module:
             self.base: dict[str, Any] = module("data").load_data()
@@ -131,7 +127,7 @@ class TauBenchEnv(CaseEnv):
         return said, said.startswith("Error")
 
 
-class TauBenchEpisode(Case):
+class TauBenchEpisode(SupportEpisode):
     """One customer's case."""
 
     ends = (TRANSFER,)

@@ -33,8 +33,8 @@ from typing import Any
 
 from agentgrpo.rewards.rewards import ask
 from agentgrpo.rewards.view import RolloutView
-from agentgrpo.types import Rollout, as_number
-from agentgrpo.usercode import WrongResult
+from agentgrpo.types import Rollout
+from agentgrpo.usercode import WrongResult, as_number
 
 GIVEN = (
     "prompts", "completions", "completion_ids", "environments", "trainer_state", "log_extra",

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import os
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,6 @@ TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
 HOST_LEAF = "agentgrpo-host"
 V2_CONTROLLERS = ("memory", "pids")
 CPU_PERIOD_US = 100_000
-STALE_S = 0.2
-"""How long the next owner waits for what a killed one has left to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +163,6 @@ class ControlGroup:
     def counts(self) -> tuple[int, int]:
         """Processes that the memory limit has killed since the group was made, and processes and
         threads in it now, those included that nobody has waited for.
-
-        Raises:
-            OSError: they cannot be read.
         """
         killed = os.pread(self._events, 512, 0).partition(b"\noom_kill ")[2].split(b"\n", 1)[0]
         return int(killed or 0), int(os.pread(self._count, 32, 0))
@@ -212,11 +206,7 @@ class ControlGroup:
 
 
 class Cgroups:
-    """The groups of one pool, beneath a directory named after this process.
-
-    Raises:
-        CgroupsUnavailable: this process may not make groups, with the reason.
-    """
+    """The groups of one pool, beneath a directory named after this process."""
 
     def __init__(
         self, memory_bytes: int, processes: int, cpus: float = 2.0, all_cpus: float | None = None
@@ -309,12 +299,7 @@ class Cgroups:
 
 
 def _delegate(group: Path) -> str:
-    """Let the groups beneath have limits (v2). Returns why they have none of processors, if so.
-
-    Raises:
-        CgroupsUnavailable: the controllers were not delegated to us.
-        OSError: we may not.
-    """
+    """Let the groups beneath have limits (v2). Returns why they have none of processors, if so."""
     there = (group / "cgroup.controllers").read_text().split()
     if missing := [name for name in V2_CONTROLLERS if name not in there]:
         raise CgroupsUnavailable(f"{group} was not given the controllers {' and '.join(missing)}")
@@ -393,12 +378,6 @@ def stale_of(parent: Path) -> Iterator[Path]:
 
 
 def remove_stale(parent: Path) -> None:
-    """Remove the groups of owners that no longer run. Their sessions end with them, which takes the
-    kernel a moment.
-    """
-    deadline = time.monotonic() + STALE_S
-    while (left := list(stale_of(parent))) and time.monotonic() < deadline:
-        for path in left:
-            _remove_tree(path)
-        if any(map(os.path.exists, left)):
-            time.sleep(0.01)
+    """Remove the groups of owners that no longer run, once their sessions have ended with them."""
+    for path in stale_of(parent):
+        _remove_tree(path)

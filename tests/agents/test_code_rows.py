@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import AgentConfig, RewardConfig, RolloutConfig, SandboxConfig, TrainConfig
+from agentgrpo.config import AgentConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.registry import make_agent, make_env, make_reward
 from agentgrpo.rewards.rewards import score
@@ -155,39 +155,6 @@ def test_S0_5_sandboxes_of_different_rollouts_work_at_the_same_time(pool: Sandbo
     engine = scripted(lambda n, _: Turn(f"<code>{n} * 10</code>" if n < 8 else DONE))
     (group,) = play_all(AGENT, Around(pool, met), engine, [task()], 8)
     assert [outputs(r) for r in group] == [[str(n * 10)] for n in range(8)]
-
-
-@pytest.mark.nsjail
-def test_S0_5_no_more_work_at_once_than_there_are_places(pool: SandboxPool) -> None:
-    """32 rollouts in 16 places: all 16 are taken at some time, and never more."""
-    most = Counted()
-    sleep = "<code>pass</code>"
-    engine: Any = scripted(lambda n, prompt: Turn(DONE if "(no output)" in prompt else sleep))
-    (group,) = generate(
-        [task()], engine, AGENT, 32, env=Around(pool, most.during), tokenizer=TOKENIZER,
-        max_live=16, config=RolloutConfig(max_turn_tokens=100),
-    )  # fmt: skip
-    assert [r.stats["tool_errors"] for r in group.rollouts] == [0.0] * 32
-    assert most.highest == 16
-
-
-class Counted:
-    """How many are at work at once, and the highest of it."""
-
-    def __init__(self) -> None:
-        self.lock, self.now, self.highest = threading.Lock(), 0, 0
-        self.meeting = threading.Barrier(16)
-
-    def during(self, work: Any) -> Any:
-        with self.lock:
-            self.now += 1
-            self.highest = max(self.highest, self.now)
-        try:
-            self.meeting.wait(60)
-            return work()
-        finally:
-            with self.lock:
-                self.now -= 1
 
 
 @pytest.mark.nsjail

@@ -88,8 +88,8 @@ def hermes() -> ReadCalls:
     return tool_call_reader("hermes", TOKENIZER)
 
 
-def agent(read: ReadCalls, *, talks: bool = False, **config: Any) -> ToolAgent:
-    env = SimpleNamespace(tools=ENV.tools, talks=talks)
+def agent(read: ReadCalls, *, has_user: bool = False, **config: Any) -> ToolAgent:
+    env = SimpleNamespace(tools=ENV.tools, has_user=has_user)
     made = ToolAgent(env=env, call_reader=lambda parser: read, **config)
     made.tools(task())
     return made
@@ -191,14 +191,14 @@ def test_S2_6_what_no_tokenizer_takes_stops_nothing(hermes: ReadCalls) -> None:
 def test_S2_5_a_call_that_the_budget_cut_is_not_made(hermes: ReadCalls) -> None:
     """Nor is half of it said to anybody, nor an end put to it that nobody sampled."""
     said = call("add", a=1)
-    for text, talks in ((said, False), (said[:20], True), ("Let me see", True)):
-        treatment: Any = {"truncated_length": "mask"} if talks else {}
+    for text, has_user in ((said, False), (said[:20], True), ("Let me see", True)):
+        treatment: Any = {"truncated_length": "mask"} if has_user else {}
         turn = Turn(text, cut=True)
-        played = play(agent(hermes, talks=talks), ENV, turn, treatment=treatment)
+        played = play(agent(hermes, has_user=has_user), ENV, turn, treatment=treatment)
         assert (played.status, played.stats["tool_calls"]) == (Status.TRUNCATED_LENGTH, 0)
         assert played.answer is None
         assert given_and_sampled(played)[1:] == [(True, text)]
-        assert played.trained is not talks
+        assert played.trained is not has_user
         assert played.scored
 
 
@@ -220,7 +220,7 @@ def test_an_environment_that_answers_too_few_calls_is_named(hermes: ReadCalls) -
 
 
 def test_where_somebody_listens_a_reply_is_said_to_them(hermes: ReadCalls) -> None:
-    talker = agent(hermes, talks=True)
+    talker = agent(hermes, has_user=True)
     assert talker.parse("<think>Who?</think>Hello?", TASK) == Say("Hello?", "Hello?")
     assert talker.parse(call("add", a=1), TASK) == ADD
 

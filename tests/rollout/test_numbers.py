@@ -12,8 +12,8 @@ import torch
 
 from agentgrpo.rewards.rewards import score
 from agentgrpo.rollout.custom import rollout_from_tokens
-from agentgrpo.types import Group, as_number
-from agentgrpo.usercode import UserCodeError
+from agentgrpo.types import Group
+from agentgrpo.usercode import UserCodeError, as_number
 from tests.playing import tasks
 
 NUMBERS = [

@@ -20,7 +20,7 @@ from agentgrpo.actions import (
 )
 from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import BranchConfig
-from agentgrpo.envs.customers import ModelUser, Talk
+from agentgrpo.envs.customers import ModelUser, UserDialogue
 from agentgrpo.rollout.limits import TREATMENTS
 from agentgrpo.types import Rollout, Status, Task, Treatment
 from tests.playing import EOT, given_and_sampled, play, play_all, scripted, task
@@ -30,7 +30,7 @@ from tests.rollout.stubs import Turn
 class Shop:
     """Whatever is said is put to a customer whom the engine plays; rewards and counts follow it."""
 
-    judges = talks = True
+    judges = has_user = True
 
     def __init__(
         self, *, temperature: float = 1.0, max_tokens: int = 40, model: Any = "policy"
@@ -48,14 +48,14 @@ class Shop:
 class ShopEpisode:
     def __init__(self, shop: Shop) -> None:
         words: Any = shop.words
-        self.shop, self.talk = shop, Talk(ModelUser("CUSTOMER", "Hello.", **words))
+        self.shop, self.talk = shop, UserDialogue(ModelUser("CUSTOMER", "Hello.", **words))
 
     def step(self, action: Action) -> Observation:
         self.shop.steps.append(action)
         if isinstance(action, Say):
             return self.talk.say(action.text, satisfied=False)
         assert isinstance(action, ModelReply)
-        told = self.talk.heard(action.text)
+        told = self.talk.on_reply(action.text)
         return Observation(
             told.text, done=told.done, rewards={"polite": 0.5}, counts={"heard": 1.0}
         )
@@ -67,7 +67,7 @@ class ShopEpisode:
 
 
 AGENT = ToolAgent(
-    env=SimpleNamespace(tools=lambda task: (), talks=True),
+    env=SimpleNamespace(tools=lambda task: (), has_user=True),
     call_reader=lambda parser: lambda text, tools: Reading(text, (), attempted=False),
 )
 
@@ -223,8 +223,8 @@ def test_the_engine_is_asked_for_the_weights_that_are_meant(model: Any) -> None:
 
 
 def test_thoughts_of_a_customer_are_not_said() -> None:
-    user = ModelUser("S", "Hi.", temperature=0.0, max_tokens=5)
+    user = ModelUser("S", "Hi.", max_tokens=5)
     asked = user.reply("Your name?", satisfied=False)
     assert isinstance(asked, ModelRequest)
-    assert user.heard("<think>\nshould I?\n</think>\n\nAl.") == "Al."
-    assert user.heard("Bye ###TRANSFER###") is None
+    assert user.on_reply("<think>\nshould I?\n</think>\n\nAl.") == "Al."
+    assert user.on_reply("Bye ###TRANSFER###") is None

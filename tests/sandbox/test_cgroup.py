@@ -5,7 +5,6 @@ them, so that delegation, moving, attaching and clearing up are the kernel's, an
 files are not.
 """
 
-import contextlib
 import errno
 import os
 import subprocess
@@ -119,30 +118,6 @@ def test_controllers_that_were_not_delegated_are_named(delegated: tuple[Path, st
         pytest.skip("this v2 tree has memory and pids")
     shown = run_in(own, "memory", code)
     assert shown == [f"{own} was not given the controllers memory and pids", "[]"]
-
-
-def test_why_processors_are_not_bounded_is_told(
-    delegated: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, controller = delegated
-    code = """
-        write = cgroup._write
-        def refusing(path, value):
-            if value == "+cpu":
-                raise OSError(22, "Invalid argument", str(path))
-            write(path, value)
-        cgroup._write = refusing
-        with SandboxPool(min_idle=0, zygotes=1) as pool: print(pool.describe()["processors"])
-    """
-    why = f"{own} was not given the controller cpu"
-    if "cpu" in (own / "cgroup.controllers").read_text().split():
-        why = f"{own}/cgroup.subtree_control: Invalid argument"
-    assert run_in(own, controller, code) == [f"niceness; {why}"]
-    mounted = {key: path for key, path in cgroup._mounted().items() if key != "cpu"}
-    monkeypatch.setattr(cgroup, "_mounted", lambda: mounted)
-    with contextlib.closing(Cgroups(1 << 28, 9)) as groups:
-        told = "no cgroup file system with cpu is mounted"
-        assert groups.version == 2 or groups.cpu_missing == told
 
 
 def test_no_groups_for_a_user_who_may_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

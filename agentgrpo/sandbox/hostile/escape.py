@@ -224,9 +224,6 @@ row("The times of the machine's devices cannot be set", refused(
     "import os"))
 row("The name of a control group says nothing of the machine",
     ("{line.split(':')[2] for line in open('/proc/self/cgroup')}", "{'/\\n'}"), needs=a_proc)
-row("Nobody is told which pages of a shared file are in memory", refused(
-    ["os.preadv(fd, [bytearray(9)], 0, os.RWF_NOWAIT)"],
-    "import os; fd = os.open(os.__file__, os.O_RDONLY)"))
 row("/proc shows processes and nothing of the machine",
     ("import os; sorted(p for p in os.listdir('/proc') if not p.isdigit())",
      ("['self', 'thread-self']", "[]")))
