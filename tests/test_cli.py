@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -181,25 +179,6 @@ def test_init_asks_for_answers_that_somebody_reads(
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"question": "a", "tests": "t"}\n' * 2)
     assert init.main(["m/m", "rows.jsonl", *overrides.split()]) == (2 if asked else 0)
-
-
-@pytest.mark.parametrize(
-    ("answer", "more", "kind"),
-    [
-        ("pear", (), "text"),
-        ("12 pears", (), "auto"),
-        (["12", "twelve"], (), "text"),
-        ("pear", ("reward.kind=math",), "math"),
-        ("pear", ("env.kind=unit_tests",), "auto"),
-    ],
-)
-def test_init_compares_answers_that_are_no_numbers_as_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, more: tuple[str, ...], kind: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text((json.dumps({"question": "a", "answer": answer}) + "\n") * 2)
-    assert init.main(["m/m", "rows.jsonl", *more]) == 0
-    assert load_config("train.toml").reward.kind == kind
 
 
 def test_init_takes_the_tasks_of_an_environment(

@@ -51,7 +51,7 @@ def test_kinds_bounds_and_defaults_are_in_the_page() -> None:
         "| `sleep_level` | 1 or 2 | `1` |",
         '| `weights` | "auto" or "shared" or "copy" | `"auto"` |',
         "| `timeout_s` | number > 0, ≤ 3600 | `5.0` |",
-        "| `levels` | list of: whole number ≥ 1, ≤ 4 | `[1, 2]` |",
+        "| `levels` | list of: whole number ≥ 1, ≤ 2 | `[1, 2]` |",
         "## [rollout]",
     ):
         assert row in page

@@ -6,8 +6,6 @@ action nor an answer (Say), and their reply is a chat message of the role user.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -15,8 +13,9 @@ from typing import Any, cast
 from agentgrpo.actions import Action, ModelReply, Observation, Say
 from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.customers import ScriptedUser, User, UserDialogue, UserSimulators
-from agentgrpo.envs.runner import checked_episode
+from agentgrpo.envs.runner import LOOP, checked_episode
 from agentgrpo.types import Task
+from agentgrpo.usercode import run_sync
 
 PERSON = (
     "You are a person who talks with an assistant about a request of yours. Say one line at a "
@@ -26,24 +25,15 @@ PERSON = (
 
 
 class DialogueEnv:
-    """An environment whose tasks come from a user who can be talked with; all else is its own.
-
-    Args:
-        inner: the environment.
-        users: who they are.
-        mode: what `users` was made of: "scripted" leaves when everything is said.
-        column: of a task's spec, what the user says or knows; None: the user reads the spec.
-        max_replies: of a rollout. What is said after that ends it.
-    """
+    """An environment whose tasks come from a user who can be talked with; all else is its own."""
 
     has_user = True
 
     def __init__(
-        self, inner: Environment, users: UserSimulators, mode: str, column: str | None,
-        max_replies: int,
-    ) -> None:  # fmt: skip
+        self, inner: Environment, users: UserSimulators, mode: str, reads: bool, max_replies: int
+    ) -> None:
         self.inner, self.max_replies = inner, max_replies
-        self._users, self._mode, self._column = users, mode, column
+        self._users, self._mode, self._reads = users, mode, reads
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -57,14 +47,14 @@ class DialogueEnv:
 
     def texts_of(self, task: Task) -> Sequence[str]:
         """What the task's column says of the user; errors as of user_of()."""
-        if self._column is None:
+        if not self._reads:
             return ()
-        given = task.spec.get(self._column)
+        given = task.spec.get("user")
         texts = [given] if isinstance(given, str) else given
         if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
             raise ValueError(
-                f"env.user.column {self._column!r}: expected what the user of task {task.id!r} "
-                f"says, a text or a list of texts, got {given!r:.80}"
+                f"column 'user': expected what the user of task {task.id!r} says, a text or a list "
+                f"of texts, got {given!r:.80}"
             )
         return texts
 
@@ -72,13 +62,11 @@ class DialogueEnv:
         """An episode of the environment's, with a user of its own."""
         user = self.user_of(task)
         episode = checked_episode(self.inner.reset(task))
-        waits = inspect.iscoroutinefunction(episode.step)
-        kind = AsyncDialogueEpisode if waits else DialogueEpisode
-        return cast(AnyEpisode, kind(episode, user, self.max_replies))
+        return cast(AnyEpisode, DialogueEpisode(episode, user, self.max_replies))
 
 
-class _Dialogue:
-    """What both kinds of episode share; what is not here is the environment's episode's."""
+class DialogueEpisode:
+    """An episode and its user; what is not here is the environment's episode's."""
 
     def __init__(self, episode: AnyEpisode, user: User, max_replies: int) -> None:
         self._episode: Any = episode
@@ -113,22 +101,8 @@ class _Dialogue:
         self._left -= 1
         return told
 
-
-class DialogueEpisode(_Dialogue):
-    """Beside an episode that blocks."""
-
     def step(self, action: Action) -> Observation:
         """Say it to the user, or carry it out."""
         if self._is_users(action):
             return self._answered(action)
-        return cast(Observation, self._episode.step(action))
-
-
-class AsyncDialogueEpisode(_Dialogue):
-    """Beside an asynchronous episode; a user may block."""
-
-    async def step(self, action: Action) -> Observation:
-        """Say it to the user, or carry it out."""
-        if self._is_users(action):
-            return await asyncio.to_thread(self._answered, action)
-        return cast(Observation, await self._episode.step(action))
+        return cast(Observation, run_sync(self._episode.step(action), LOOP))

@@ -189,33 +189,21 @@ class Sandbox(ProcessBound):
         if host_tools and not isinstance(host_tools, HostTools):
             host_tools = HostTools(host_tools)
         host = host_tools.begin() if isinstance(host_tools, HostTools) else None
-        self._session = pool.acquire(env=envs, host=host)
-        try:
-            self._begin(pool, timeout, envs or {}, metadata or {})
-        except BaseException:
-            self._session.close()
-            raise
-
-    def _begin(
-        self,
-        pool: SandboxPool,
-        timeout: float,
-        envs: Mapping[str, str],
-        metadata: Mapping[str, str],
-    ) -> None:
         self.sandbox_id = uuid.uuid4().hex[:20]
         self._template = pool.template
-        self._metadata, self._started = dict(metadata), time.time()
-        self._env = {**self._session.places.environment(pool.template), **envs}
-        self.files = self._session.files()
-        output_max = self._session.limits.output_max_mib * MIB
-        self.commands = Commands(self._channels, self._env, output_max)
+        self._metadata, self._started = dict(metadata or {}), time.time()
         self._contexts: dict[str, tuple[Context, Session]] = {}
-        self._count = 0
-        self._lock = threading.RLock()
+        self._lock, self._closed, self._count = threading.RLock(), False, 0
         self._timer: threading.Timer | None = None
-        self._closed = False
-        self.set_timeout(timeout)
+        self._session = session = pool.acquire(env=envs, host=host)
+        self._env = {**session.places.environment(pool.template), **(envs or {})}
+        self.commands = Commands(self._channels, self._env, session.limits.output_max_mib * MIB)
+        try:
+            self.files = session.files()
+            self.set_timeout(timeout)
+        except BaseException:
+            session.close()
+            raise
         _live[self.sandbox_id] = self
 
     @classmethod

@@ -98,6 +98,8 @@ class _AsyncCommands(_Awaitable):
         except asyncio.CancelledError:
             _waiters.submit(handle._plain.kill)
             raise
+        finally:
+            _waiters.submit(self._plain.list)  # lets go of it
 
 
 class AsyncSandbox:

@@ -205,18 +205,16 @@ class Files(ProcessBound):
         if depth < 1:
             raise InvalidArgumentException(f"depth must be at least 1, got {depth}")
         found = self._entries(path)
-        level = found.copy()
-        while depth > 1 and level and len(found) < MAX_ENTRIES:
-            depth, above, level = depth - 1, level, []
-            for entry in above:
-                if entry.type is FileType.DIR and len(found) + len(level) < MAX_ENTRIES:
-                    try:
-                        level += self._entries(entry.path)
-                    except (SandboxNotFoundException, SandboxInfraError):
-                        raise
-                    except SandboxException:
-                        continue
-            found += level
+        top = os.path.normpath(self._full(path)).rstrip("/").count("/")
+        for entry in found:  # which grows meanwhile
+            deeper = entry.path.count("/") - top < depth and len(found) < MAX_ENTRIES
+            if deeper and entry.type is FileType.DIR:
+                try:
+                    found += self._entries(entry.path)
+                except (SandboxNotFoundException, SandboxInfraError):
+                    raise
+                except SandboxException:
+                    continue
         return found[:MAX_ENTRIES]
 
     def _entries(self, path: str) -> builtins.list[EntryInfo]:

@@ -87,13 +87,13 @@ def _check_output(
         python = [places.interpreter, "-s", "-S", "-X", "utf8", "main.py"]
         command, path = f"exec {shlex.join(python)}", os.pathsep.join(places.site_dirs)
         started: Any = sandbox.commands.run(command, True, {"PYTHONPATH": path}, stdin=True)
-        clock = _Clock(timeout_s, sandbox._session)
+        clock = VerdictClock(timeout_s, sandbox._session)
         started.program.offer_stdin(as_bytes(stdin))
         verdict = _judge_program(started.program, expected, clock)
         return verdict, clock.spent()
 
 
-def _judge_program(program: Program, expected: str, clock: "_Clock") -> Verdict:
+def _judge_program(program: Program, expected: str, clock: "VerdictClock") -> Verdict:
     while not program.wait(clock.pause()):
         if clock.is_over():
             return Verdict(False, f"still running after {clock.said}")
@@ -108,7 +108,7 @@ def _judge_program(program: Program, expected: str, clock: "_Clock") -> Verdict:
     return Verdict(True)
 
 
-class _Clock:
+class VerdictClock:
     """The time of a verdict: CPU seconds of its sessions, which a busy machine makes no more. Code
     that only waits has WALL times as many by the wall.
     """
@@ -203,7 +203,7 @@ def check_tests(
     modules, names = names_of(tests, names)
     graded, judge = pool.acquire_pair()
     with graded, judge:
-        clock = _Clock(timeout_s, graded, judge)
+        clock = VerdictClock(timeout_s, graded, judge)
         with clock.running():
             loaded = graded.step(code, clock.seconds())
             if loaded.status is not StepStatus.OK:
@@ -212,7 +212,7 @@ def check_tests(
             return _begin(judge, tests, clock) or _relay(graded, judge, clock)
 
 
-def _begin(judge: Session, tests: str, clock: _Clock) -> Verdict | None:
+def _begin(judge: Session, tests: str, clock: VerdictClock) -> Verdict | None:
     """Start the tests, of any size."""
     what = "the tests could not be started"
     begun = judge.step(START)
@@ -242,7 +242,7 @@ def _failed_judge(step: StepResult, what: str) -> Verdict:
     return replace(verdict, reason=f"{verdict.reason}; {MORE_MEMORY}", infra_error=True)
 
 
-def _relay(graded: Session, judge: Session, clock: _Clock) -> Verdict:
+def _relay(graded: Session, judge: Session, clock: VerdictClock) -> Verdict:
     """Carry the judge's questions to the graded session and its answers back, unread."""
     answer: list[bytes] = []
     while True:

@@ -1,7 +1,6 @@
 """A pool of sessions: the part of the sandbox that the trainer talks to."""
 
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -94,7 +93,6 @@ class SandboxPool(ProcessBound):
         self._wanted = threading.Event()
         self._closed = False
         self._counts = {"acquired": 0, "from_idle": 0, "waited": 0, "live": 0}
-        self._waited_s = 0.0
         self._watchdog: MemoryWatchdog | None = None
         if self._spawner.cgroups is None:
             self._watchdog = MemoryWatchdog(self.limits.memory_mib, self._copy_of_live)
@@ -188,7 +186,6 @@ class SandboxPool(ProcessBound):
     def _admit(self, timeout_s: float) -> None:
         if self._closed:
             raise SandboxException(CLOSED)
-        started = time.monotonic()
         if not self._free.acquire(blocking=False):
             with self._lock:
                 self._counts["waited"] += 1
@@ -200,7 +197,6 @@ class SandboxPool(ProcessBound):
         with self._lock:
             self._counts["acquired"] += 1
             self._counts["live"] += 1
-            self._waited_s += time.monotonic() - started
 
     def _leave(self) -> None:
         with self._lock:
@@ -274,12 +270,10 @@ class SandboxPool(ProcessBound):
                 self._idle.append(session)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, and the mean time acquire() waited for a place, in seconds."""
-        acquired = self._counts["acquired"]
+        """Counts since the start, and of sessions now."""
         return {
             **self._counts,
             "idle": len(self._idle),
-            "mean_wait_s": self._waited_s / acquired if acquired else 0.0,
             "zygote_restarts": self._spawner.restarts,
         }
 

@@ -72,8 +72,6 @@ class StepResult:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     """CPU time of the interpreter during the step, that of its children not included."""
-    max_rss_kib: int | None = None
-    """Peak resident memory of the interpreter, if it has ended."""
     max_memory_kib: int | None = None
     """Peak memory charged to the session, if the memory limit was met and there is a cgroup."""
     processes_left: int | None = None

@@ -24,8 +24,7 @@ from agentgrpo.envs.mcp import McpEnv
 from agentgrpo.envs.reasoning_gym import ReasoningGymEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.search import SearchEnv
-from agentgrpo.sandbox import SandboxPool, Session
-from agentgrpo.sandbox.result import StepResult, StepStatus
+from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Task
 from tests.playing import task, wrapped
 
@@ -204,19 +203,11 @@ def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
     spelled = f"lambdify((), 'builtins.eval')()({letters})"
     board = [row.split() for row in first["n_queens"]["valid_answers"][0].splitlines()]
     for dataset, answers in {
-        "countdown": [
-            touch,
-            forged,
-            "9**9**9**9",
-            "().__class__",
-            "eval('1+1')",
-            "S('open(0)')",
-            spelled,
-        ],
+        "countdown": [touch, forged, "9**9**9**9", "().__class__", "S('open(0)')", spelled],
         "n_queens": [touch, "open(0)", f"list({board})"],
         "prime_factorization": ["none", "2" * (1 << 20)],
     }.items():
-        env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=1, verify_timeout_s=1.0)
+        env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=1)
         # one set of sandboxes for all: what starts takes seconds
         env.graders = chains.graders
         (given,) = env.tasks("train")
@@ -264,89 +255,57 @@ def test_questions_of_reasoning_gym_are_those_that_it_judges(
 
 
 @pytest.mark.nsjail
-@pytest.mark.parametrize(
-    ("dataset", "config", "said"),
-    [
-        (
-            "countdown",
-            {"min_target": 10**9, "max_target": 10**9},
-            "dataset 'countdown': no questions 0 to 2 .*Failed to generate valid expression",
-        ),
-        ("chain_sum", {}, "dataset 'chain_sum': no questions 0 to 2 .*over 1 steps"),
-    ],
-)
-def test_a_dataset_of_reasoning_gym_without_questions_is_said(
-    chains: ReasoningGymEnv, monkeypatch: pytest.MonkeyPatch, dataset: str, config: Any, said: str
-) -> None:
-    env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=2, config=config)
+def test_a_dataset_of_reasoning_gym_without_questions_is_said(chains: ReasoningGymEnv) -> None:
+    far = {"min_target": 10**9, "max_target": 10**9}
+    env = ReasoningGymEnv(chains.pool, 1.0, dataset="countdown", size=2, config=far)
     env.graders = chains.graders
-    if not config:
-        ended = StepResult(status=StepStatus.TIMEOUT_KILLED, detail="over 1 steps")
-        monkeypatch.setattr(Session, "ask", lambda *_: (ended, []))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=r"'countdown': no questions 0 to 2 .*Failed to gen"):
         env.tasks("train")
 
 
+SPELLED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "simple_integration": ({}, ["Integral({integrand}, {variable})", "{integrand}"], []),
+    "intermediate_integration": (
+        {"problem_type_weights": [0, 0, 1, 0, 0, 0, 0, 0]},
+        ["Integral({integrand}, x)", "Integral({integrand}, x, evaluate=False) + C"],
+        ["atan(1) + {answer}"],
+    ),
+    "polynomial_multiplication": (
+        {}, ["{polynomial_expr}", "Poly({polynomial_expr})"], ["0 + {answer}"],
+    ),
+    "countdown": (
+        {},
+        [
+            "({sum})*log(log(E)) + {target}.E0", "({sum})*0x0 + 0x{target:x}",
+            "{target:_}e0 # {numbers}", "0x{target:x} # {numbers}",
+            "({sum})*(log(E) - log(E)) + factorial(ceiling(pi))", "({sum})//1 + 0_0",
+            "({expression})**1_0",
+        ],
+        ["( {answer} )", "{answer}."],
+    ),
+    "puzzle24": (
+        {},
+        [
+            "({sum})*log(log(E)) + factorial(ceiling(pi))", "({sum})*0x0 + 0x18",
+            "0x18 # {numbers}", "6*4*1*1", "9*5/(1 + 3)*2", "9 + 3*5 + 1/2", "9 + 3*5/1**2",
+        ],
+        ["( {answer} )", "9+5*1*3"],
+    ),
+    "complex_arithmetic": ({}, ["nan", "NaN+nanj", "1e999"], ["({answer})"]),
+    "coin_flip": ({}, ["0", "1e300", "1/2"], ["2/2", "1.00001"]),
+    "game_of_life_halting": ({}, ["False", "yes", "0", "False or True"], [" true ", "True."]),
+}  # fmt: skip
+
+
 @pytest.mark.nsjail
-@pytest.mark.parametrize(
-    ("dataset", "config", "wrong", "right"),
-    [
-        ("simple_integration", {}, ["Integral({integrand}, {variable})", "{integrand}"], []),
-        (
-            "intermediate_integration",
-            {"problem_type_weights": [0, 0, 1, 0, 0, 0, 0, 0]},
-            ["Integral({integrand}, x)", "Integral({integrand}, x, evaluate=False) + C"],
-            ["atan(1) + {answer}"],
-        ),
-        (
-            "polynomial_multiplication",
-            {},
-            ["{polynomial_expr}", "Poly({polynomial_expr})", "PurePoly({polynomial_expr})"],
-            ["0 + {answer}"],
-        ),
-        (
-            "countdown",
-            {},
-            [
-                "({sum})*log(log(E)) + {target}.E0",
-                "({sum})*0x0 + 0x{target:x}",
-                "{target:_}e0 # {numbers}",
-                "0x{target:x} # {numbers}",
-                "({sum})*(log(E) - log(E)) + factorial(ceiling(pi))",
-                "({sum})//1 + 0_0",
-                "({expression})**1_0",
-            ],
-            ["( {answer} )", "{answer}."],
-        ),
-        (
-            "puzzle24",
-            {},
-            [
-                "({sum})*log(log(E)) + factorial(ceiling(pi))",
-                "({sum})*0x0 + 0x18",
-                "0x18 # {numbers}",
-                "6*4*1*1",
-                "9*5/(1 + 3)*2",
-                "9 + 3*5 + 1/2",
-                "9 + 3*5/1**2",
-            ],
-            ["( {answer} )", "9+5*1*3"],
-        ),
-        ("complex_arithmetic", {}, ["nan", "NaN+nanj", "1e999"], ["({answer})"]),
-        ("coin_flip", {}, ["0", "1e300", "1/2"], ["2/2", "1.00001"]),
-        ("game_of_life_halting", {}, ["False", "yes", "0", "False or True"], [" true ", "True."]),
-    ],
-)
-def test_reasoning_gym_pays_no_question_said_again(
-    chains: ReasoningGymEnv, dataset: str, config: Any, wrong: list[str], right: list[str]
-) -> None:
+@pytest.mark.parametrize("dataset", SPELLED)
+def test_reasoning_gym_pays_no_question_said_again(chains: ReasoningGymEnv, dataset: str) -> None:
     """Nor numbers that were not given, however they are spelled, nor what it takes for any."""
     import reasoning_gym
     import sympy
 
-    env = ReasoningGymEnv(
-        chains.pool, 1.0, dataset=dataset, size=1, config=config, verify_timeout_s=30.0
-    )
+    config, wrong, right = SPELLED[dataset]
+    env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=1, config=config)
     env.graders = chains.graders
     (given,) = env.tasks("train")
     entry = reasoning_gym.create_dataset(dataset, size=1, seed=0, **config)[0]
@@ -367,7 +326,7 @@ def test_reasoning_gym_pays_no_question_said_again(
 
 @pytest.fixture(scope="module")
 def graded(pool: SandboxPool) -> Iterator[UnitTestEnv]:
-    env = UnitTestEnv(pool, 2.0, test_timeout_s=10.0)
+    env = UnitTestEnv(pool, 2.0)
     yield env
     env.close()
 
@@ -572,21 +531,6 @@ def test_a_files_tasks_begin_with_what_reset_says(tmp_path: Path) -> None:
     assert plain[0].messages[0]["content"] == "Reach 7."
 
 
-class Late(Counter):
-    """Only its reward is a coroutine."""
-
-    async def get_reward(self) -> float:  # type: ignore[override]
-        return 0.5
-
-
-def test_a_factory_may_be_a_function_and_its_reward_a_coroutine() -> None:
-    env = FactoryEnv(lambda: Late())
-    assert env.judges
-    runner = EpisodeRunner(1)
-    episode = env.reset(task(start=1))
-    assert runner.finish(episode, None).result(9) == {"environment": 0.5}
-
-
 class Wrapped(Counter):
     """Its coroutine functions are wrapped, as by anybody's retry or timing."""
 
@@ -660,37 +604,6 @@ def test_what_a_factory_may_not_do_is_said() -> None:
         FactoryEnv(Slow).tasks("train")
 
 
-def test_trl_environments_run_as_they_are() -> None:
-    """The shape that TRL documents: no annotations of ours, a docstring per tool, get_reward."""
-    source = '''
-class Guess:
-    def __init__(self):
-        self.secret, self.reward = None, 0.0
-    def reset(self, **kwargs) -> str | None:
-        self.secret, self.reward = kwargs["secret"], 0.0
-        return "Guess a number."
-    def guess(self, number: int) -> str:
-        """
-        Guess the number.
-
-        Args:
-            number: The number to guess.
-        """
-        self.reward = float(number == self.secret)
-        return "correct" if self.reward else "wrong"
-    def get_reward(self):
-        return self.reward
-'''
-    names: dict[str, Any] = {}
-    exec(source, names)
-    env = FactoryEnv(names["Guess"])
-    made = env.task("x", {"question": "Play.", "secret": 4})
-    assert made.messages[0]["content"] == "Play.\n\nGuess a number."
-    episode: Any = env.reset(made)
-    assert [episode.step(call("guess", number=n)).text for n in (3, 4)] == ["wrong", "correct"]
-    assert episode.finish(None) == {"environment": 1.0}
-
-
 # the Model Context Protocol
 
 SERVER = '''
@@ -752,15 +665,13 @@ def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> Non
 
 
 @pytest.mark.slow
-def test_a_program_that_is_no_server_is_refused(mcp: McpEnv) -> None:
+def test_a_program_that_is_no_server_is_refused() -> None:
     with pytest.raises(ValueError, match=r"command .*: no MCP server answered"):
-        McpEnv(sys.executable, ["-c", "print('hello')"], call_timeout_s=20)
-    with pytest.raises(ValueError, match="only: the server has no tool 'x'"):
-        McpEnv(mcp.parameters.command, mcp.parameters.args, only=["x"])
+        McpEnv(sys.executable, ["-c", "print('hello')"])
 
 
 RAW_SERVER = """
-import json, os, sys, time
+import json, sys
 
 NAMES = ["wrong", "text", "link", "both", "image", "data", "null", "internal", "params"]
 BLOCKS = {
@@ -770,12 +681,6 @@ BLOCKS = {
     "image": [{"type": "image", "data": "aGk=", "mimeType": "i/p"}],
     "null": None,
 }
-if sys.argv[1] == "hangs" and os.path.exists(sys.argv[2]):
-    open(sys.argv[2], "w").write(str(os.getpid()))
-    time.sleep(3600)
-if sys.argv[1] == "hangs":
-    open(sys.argv[2], "w").close()
-
 def listed(cursor):
     start = int(cursor or 0)
     tools = [{"name": name, "inputSchema": {"type": "object"}} for name in NAMES[start : start + 4]]
@@ -809,13 +714,9 @@ for line in sys.stdin:
 """
 
 
-def raw(how: str = "", *more: str, **options: Any) -> McpEnv:
-    pytest.importorskip("mcp")
-    return McpEnv(sys.executable, ["-c", RAW_SERVER, how, *more], **options)
-
-
 def test_a_servers_every_answer_is_told_and_none_ends_the_run() -> None:
-    env = raw()
+    pytest.importorskip("mcp")
+    env = McpEnv(sys.executable, ["-c", RAW_SERVER])
     names = [schema["function"]["name"] for schema in env.tools(task())]
     assert names == ["wrong", "text", "link", "both", "image", "data", "null", "internal", "params"]
     runner, episode = EpisodeRunner(1), env.reset(task())
@@ -832,20 +733,3 @@ def test_a_servers_every_answer_is_told_and_none_ends_the_run() -> None:
     assert shown["internal"].startswith("MCPError: ")
     assert shown["params"].startswith("BadArguments: ")
     assert told.counts == {"tool_exception": 3.0, "bad_arguments": 1.0}
-
-
-@pytest.mark.parametrize("limit_s", [1.0, None])
-def test_a_server_that_hangs_as_it_starts_is_ended(tmp_path: Path, limit_s: float | None) -> None:
-    """By the limit of the run, or by its own."""
-    env = raw("hangs", str(tmp_path / "pid"), call_timeout_s=30.0)
-    env.timeout_s = 30.0 if limit_s else 1.0
-    runner, episode = EpisodeRunner(1, limit_s), env.reset(task())
-    with pytest.raises(InfrastructureError):
-        runner.step(episode, call("text")).result(60)
-    if limit_s is None:  # else the runner closes it
-        runner.close(episode).result(60)
-    pid, patience = (tmp_path / "pid").read_text(), time.monotonic() + 60.0
-    assert pid
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < patience
-        time.sleep(0.05)

@@ -54,33 +54,28 @@ def program(use: Callable[[Any], Any]) -> Callable[..., Any]:
     return play
 
 
-async def items(c: Any) -> str:
-    """Responses, all items sent back."""
-    sent: list[Any] = [{"role": "user", "content": c.q}]
-    while True:
-        said = await c.openai.responses.create(model="policy", input=sent, tools=[FLAT])
-        sent += said.output
-        calls = [item for item in said.output if item.type == "function_call"]
-        if not calls:
-            return str(said.output_text)
-        sent += [
-            {"type": "function_call_output", "call_id": i.call_id, "output": "3"} for i in calls
-        ]
+def items(*, dumped: bool) -> Callable[[Any], Any]:
+    """Responses, all items sent back: as they are, or by the helper of streams and dumped."""
 
+    async def use(c: Any) -> str:
+        sent: list[Any] = [{"role": "user", "content": c.q}]
+        while True:
+            asked = {"model": "policy", "input": sent, "tools": [FLAT]}
+            if dumped:
+                async with c.openai.responses.stream(**asked) as stream:
+                    said = await stream.get_final_response()
+                sent += [item.model_dump(exclude={"parsed_arguments"}) for item in said.output]
+            else:
+                said = await c.openai.responses.create(**asked)
+                sent += said.output
+            calls = [item for item in said.output if item.type == "function_call"]
+            if not calls:
+                return str(said.output_text)
+            sent += [
+                {"type": "function_call_output", "call_id": i.call_id, "output": "3"} for i in calls
+            ]
 
-async def dumped(c: Any) -> str:
-    """Responses by the helper of streams, its items dumped."""
-    sent: list[Any] = [{"role": "user", "content": c.q}]
-    while True:
-        async with c.openai.responses.stream(model="policy", input=sent, tools=[FLAT]) as stream:
-            said = await stream.get_final_response()
-        sent += [item.model_dump(exclude={"parsed_arguments"}) for item in said.output]
-        calls = [item for item in said.output if item.type == "function_call"]
-        if not calls:
-            return str(said.output_text)
-        sent += [
-            {"type": "function_call_output", "call_id": i.call_id, "output": "3"} for i in calls
-        ]
+    return use
 
 
 async def previous(c: Any) -> str:
@@ -103,33 +98,25 @@ def results(said: Any) -> list[Any]:
     return [{"type": "tool_result", "tool_use_id": c.id, "content": "3"} for c in calls]
 
 
-async def blocks(c: Any) -> str:
-    """Anthropic's messages."""
-    sent: list[Any] = [{"role": "user", "content": c.q}]
-    while True:
-        said = await c.anthropic.messages.create(
-            model="policy", messages=sent, tools=[BLOCK], max_tokens=99
-        )
-        sent.append({"role": "assistant", "content": said.content})
-        if not results(said):
-            assert said.stop_reason == "end_turn"
-            return str(said.content[0].text)
-        assert said.stop_reason == "tool_use"
-        sent.append({"role": "user", "content": results(said)})
+def blocks(*, streamed: bool) -> Callable[[Any], Any]:
+    """Anthropic's messages, plain or by the helper of streams."""
 
+    async def use(c: Any) -> str:
+        sent: list[Any] = [{"role": "user", "content": c.q}]
+        while True:
+            asked = {"model": "policy", "messages": sent, "tools": [BLOCK], "max_tokens": 99}
+            if streamed:
+                async with c.anthropic.messages.stream(**asked) as stream:
+                    said = await stream.get_final_message()
+            else:
+                said = await c.anthropic.messages.create(**asked)
+            sent.append({"role": "assistant", "content": said.content})
+            assert said.stop_reason == ("tool_use" if results(said) else "end_turn")
+            if not results(said):
+                return str(said.content[0].text)
+            sent.append({"role": "user", "content": results(said)})
 
-async def streamed(c: Any) -> str:
-    """Anthropic's, by the helper of streams."""
-    sent: list[Any] = [{"role": "user", "content": c.q}]
-    while True:
-        async with c.anthropic.messages.stream(
-            model="policy", messages=sent, tools=[BLOCK], max_tokens=99
-        ) as stream:
-            said = await stream.get_final_message()
-        sent.append({"role": "assistant", "content": said.content})
-        if not results(said):
-            return str(said.content[0].text)
-        sent.append({"role": "user", "content": results(said)})
+    return use
 
 
 async def mixed(c: Any) -> str:
@@ -162,10 +149,13 @@ async def mixed(c: Any) -> str:
     return str(last.content[0].text)
 
 
-USES = [items, dumped, previous, blocks, streamed, mixed]
+USES = {
+    "items": items(dumped=False), "items dumped": items(dumped=True), "previous": previous,
+    "blocks": blocks(streamed=False), "blocks streamed": blocks(streamed=True), "mixed": mixed,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_conversation_goes_on_by_every_protocol(use: Any) -> None:
     """One row; each turn whole, as it was sampled; what is given between is the template's."""
     rollout = alone(program(use), says_tools)

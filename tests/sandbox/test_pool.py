@@ -79,7 +79,6 @@ def test_waiting_acquire_gets_the_place_of_a_closed_session() -> None:
         with pool.acquire(timeout_s=30) as second:
             assert second.step("1").value == "1"
         assert pool.metrics()["waited"] == 2
-        assert pool.metrics()["mean_wait_s"] > 0
 
 
 def test_session_that_ends_by_itself_frees_its_place() -> None:
