@@ -140,7 +140,7 @@ class Owned:
             os.close(fd)
 
 
-class Keeper(Protocol):
+class Supervisor(Protocol):
     """What keeps sessions alive from outside: a zygote and its jail."""
 
     def failure(self) -> str:
@@ -153,15 +153,15 @@ class Channels(Owned):
     Args:
         init: pidfd of what to kill to be rid of it: PID 1 of a session.
         interpreter: pidfd of the process that runs the untrusted code.
-        keeper: who knows whether the host's side is well.
+        supervisor: who knows whether the host's side is well.
         owner: user id that files and pipes of the session are given to; None if this process is
             not root and has no choice.
         places: where the session finds things.
     """
 
     __slots__ = (
-        "err", "init", "interpreter", "keeper", "out", "owner", "places", "request", "response",
-        "status",
+        "err", "init", "interpreter", "out", "owner", "places", "request", "response", "status",
+        "supervisor",
     )  # fmt: skip
 
     def __init__(
@@ -174,14 +174,14 @@ class Channels(Owned):
         init: int,
         interpreter: int,
         *,
-        keeper: Keeper,
+        supervisor: Supervisor,
         owner: int | None,
         places: Places,
     ) -> None:
         super().__init__(request, response, out, err, status, init, interpreter)
         self.request, self.response, self.out, self.err = request, response, out, err
         self.status, self.init, self.interpreter = status, init, interpreter
-        self.keeper, self.owner, self.places = keeper, owner, places
+        self.supervisor, self.owner, self.places = supervisor, owner, places
 
     def heard(self, fd: int) -> bool:
         """Whether one of its descriptors is ready(); True once they are closed."""
@@ -217,10 +217,10 @@ class Root(Owned):
     and names would lead to what lay beneath them, which other sessions have lain upon as well.
     """
 
-    __slots__ = ("_keeper", "_pidfd", "directory", "owner", "places")
+    __slots__ = ("_pidfd", "_supervisor", "directory", "owner", "places")
 
     def __init__(self, channels: Channels, pid: int) -> None:
-        self._keeper, self.places = channels.keeper, channels.places
+        self._supervisor, self.places = channels.supervisor, channels.places
         held: list[int] = []
         with contextlib.ExitStack() as made:
 
@@ -268,13 +268,13 @@ class Root(Owned):
             raise self._over()
 
     def _over(self) -> SandboxException:
-        failure = self._keeper.failure()
+        failure = self._supervisor.failure()
         if failure:
             return SandboxInfraError(failure)
         return SandboxNotFoundException("the session is over")
 
 
-class Ends:
+class SessionPipes:
     """Both ends of the pipes and the status socket of a process to be; closes what is not taken."""
 
     def __init__(self, owner: int | None = None) -> None:
@@ -315,11 +315,13 @@ class Ends:
         """Once sent: so that the end of the other side shows as end of file here."""
         self._close(self._theirs)
 
-    def detach(self, init: int, interpreter: int, keeper: Keeper, places: Places) -> Channels:
+    def detach(
+        self, init: int, interpreter: int, supervisor: Supervisor, places: Places
+    ) -> Channels:
         """Hand our ends to the caller."""
         ours = (*self._mine, self.status.detach(), init, interpreter)
         self._mine.clear()
-        return Channels(*ours, keeper=keeper, owner=self._owner, places=places)
+        return Channels(*ours, supervisor=supervisor, owner=self._owner, places=places)
 
     def __enter__(self) -> Self:
         return self

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from agentgrpo.sandbox.boundary import as_bytes
 from agentgrpo.sandbox.channels import (
     Channels,
-    Ends,
     NoReport,
+    SessionPipes,
     SetupFailed,
     await_ready,
     pid_of,
@@ -78,22 +78,26 @@ def launch(
         SandboxInfraError: the machine failed.
     """
     try:
-        with open(os.devnull, "rb") as nothing, session.borrowed(), Ends(session.owner) as ends:
+        with (
+            open(os.devnull, "rb") as nothing,
+            session.borrowed(),
+            SessionPipes(session.owner) as pipes,
+        ):
             null = nothing.fileno()
-            status, request, response, out, err = ends.theirs
+            status, request, response, out, err = pipes.theirs
             plain = (status, request, out, err)
             fds = (status, null, out, err, request, response) if speaks else plain
             send_order(session, fds, argv, env, directory)
-            ends.close_theirs()
-            (pidfd,) = await_ready(ends.status, 1)
+            pipes.close_theirs()
+            (pidfd,) = await_ready(pipes.status, 1)
             try:
                 again = os.dup(pidfd)
             except OSError:
                 os.close(pidfd)
                 raise
-            return ends.detach(pidfd, again, session.keeper, session.places)
+            return pipes.detach(pidfd, again, session.supervisor, session.places)
     except (SetupFailed, NoReport) as error:
-        if failure := session.keeper.failure():
+        if failure := session.supervisor.failure():
             raise SandboxInfraError(failure) from error
         if isinstance(error, SetupFailed) and error.errno == errno.EAGAIN:
             raise SandboxException("the session has as many processes as it may") from error
@@ -213,7 +217,7 @@ class Program:
         except ConnectionResetError:  # its end, with an order left unread
             message = b""
         if len(message) != REPORT.size:
-            self.machine_failed = self._channels.keeper.failure()
+            self.machine_failed = self._channels.supervisor.failure()
             self.error = self.machine_failed or self.error or "the session ended"
             self.exit_code = -1
             return
@@ -224,7 +228,7 @@ class Program:
         if os.WIFSIGNALED(how):
             self.signal = os.WTERMSIG(how)
             self.exit_code = 128 + self.signal
-            self.machine_failed = self._channels.keeper.failure()
+            self.machine_failed = self._channels.supervisor.failure()
         else:
             self.exit_code = os.WEXITSTATUS(how)
 

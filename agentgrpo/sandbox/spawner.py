@@ -104,13 +104,13 @@ class Spawner:
         self.python_version = ""
         self.nsjail = ""
         try:
-            self.rung = self._climb(rungs)
+            self.rung = self._select_rung(rungs)
             self._zygotes += [self._start() for _ in range(zygotes - len(self._zygotes))]
         except BaseException:
             self.close()
             raise
 
-    def _climb(self, rungs: Sequence[Rung]) -> Rung:
+    def _select_rung(self, rungs: Sequence[Rung]) -> Rung:
         for rung in rungs:
             if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
                 self.failures[rung] = "needs root"

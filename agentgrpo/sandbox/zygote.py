@@ -20,7 +20,7 @@ from typing import IO, Any
 from agentgrpo import _C
 from agentgrpo.sandbox import bare, policy
 from agentgrpo.sandbox.cgroup import ControlGroup, owner_name, stale_of
-from agentgrpo.sandbox.channels import Channels, Ends, await_ready, process_tree, ready
+from agentgrpo.sandbox.channels import Channels, SessionPipes, await_ready, process_tree, ready
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.guest import wire
 from agentgrpo.sandbox.jail import (
@@ -90,7 +90,7 @@ def _settings(
             limits.niceness,
         ],
         "mode": MODES[rung],
-        "filter": policy.build(alone=rung is not Rung.BARE, shared_memory=not bounded).hex(),
+        "filter": policy.build(namespaced=rung is not Rung.BARE, shared_memory=not bounded).hex(),
         "value_bytes": limits.value_kib << 10,
         "traceback_bytes": limits.traceback_kib << 10,
     }
@@ -241,19 +241,19 @@ class Zygote:
         if self.rung is Rung.BARE:
             home = bare.make_home(self._scratch, number, uid)
             places = replace(places, home=home, tmp=home)
-        with Ends(uid if os.geteuid() == 0 else None) as ends:
+        with SessionPipes(uid if os.geteuid() == 0 else None) as pipes:
             with contextlib.ExitStack() as opened:
                 groups = opened.enter_context(group.attaching()) if group is not None else []
                 asked = [b"%d %d" % (uid, number)]
                 try:
-                    socket.send_fds(self._host, asked, [*ends.theirs, *groups])
+                    socket.send_fds(self._host, asked, [*pipes.theirs, *groups])
                 except OSError as error:
                     raise SandboxInfraError(
                         f"the zygote is gone ({error}): {self.log()}"
                     ) from error
-            ends.close_theirs()
-            init, interpreter = await_ready(ends.status, 2)
-            channels = ends.detach(init, interpreter, self, places)
+            pipes.close_theirs()
+            init, interpreter = await_ready(pipes.status, 2)
+            channels = pipes.detach(init, interpreter, self, places)
             return channels, partial(self._clear_up, number)
 
     def _next_uid(self) -> int:
@@ -265,7 +265,7 @@ class Zygote:
             bare.remove(os.path.join(self._scratch, str(number)))
 
     def failure(self) -> str:
-        """What of it has failed, so that its sessions ended; "" if nothing has (channels.Keeper).
+        """What of it has failed, so that its sessions ended; "" if nothing has.
 
         Its socket is closed before the kernel kills its sessions, so that its end is known by then.
         """
