@@ -27,8 +27,8 @@ from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import (
-    flat,
-    locked,
+    flatten,
+    lock_run_dir,
     require_same_run,
     whole_checkpoint,
 )
@@ -154,7 +154,7 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         OSError: the model or a data file cannot be read.
     """
     with contextlib.ExitStack() as undo:
-        lock = undo.enter_context(locked(config.out_dir, ranks=True))
+        lock = undo.enter_context(lock_run_dir(config.out_dir, ranks=True))
         ready = prepare(config, draw=draw)
         undo.callback(ready.setup.close)
         log = _restored_log(config, ready)
@@ -254,7 +254,7 @@ def _with_learner(
         progress.say(f"learner: prefixes {chosen['prefixes']}")
     chosen_reward = decided(config.reward, judged=judged(setup.env))
     # before anything is recorded: records without it are taken for somebody else's
-    log.describe(
+    log.write_run_json(
         config=config.model_dump(mode="json"),
         model=player.model,
         base=named_base(config.model),
@@ -318,13 +318,13 @@ def _restored_log(config: TrainConfig, ready: Ready) -> RunLog:
     """The run's records and the position in its data, as the checkpoint remembers them."""
     resumed = ready.resumed
     step = 0 if resumed is None else checkpoint.step_of(resumed)
-    settings = flat(config.model_dump(mode="json"))
+    settings = flatten(config.model_dump(mode="json"))
     log = RunLog(config.out_dir, open_trackers(config.trackers, config.out_dir, settings, step))
     if resumed is None:
-        log.cut_back({})
+        log.truncate_to({})
         return log
     path = resumed / checkpoint.STATE
     state = checkpoint.read_state(path, "tasks", "log_offsets", mmap=True)
     ready.tasks.load_state_dict(state["tasks"])
-    log.cut_back(state["log_offsets"])
+    log.truncate_to(state["log_offsets"])
     return log

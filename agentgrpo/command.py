@@ -13,12 +13,12 @@ from agentgrpo.config.arguments import config_parser
 from agentgrpo.config.other_trainers import known_elsewhere
 from agentgrpo.config.read import Config, load_config_of
 from agentgrpo.engine.agreement import Disagreement
-from agentgrpo.files import in_words
+from agentgrpo.files import format_os_error
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.run.folder import newest_saved
 from agentgrpo.run.interrupt import die_with_parent, interruptible
 from agentgrpo.sandbox import SandboxUnavailable
-from agentgrpo.usercode import UserCodeError, said_of, tell, where_of
+from agentgrpo.usercode import UserCodeError, describe_error, error_location, tell
 
 Begin = Callable[[], None]
 """Told by a command that its work begins: what stops it from then on is no fault of the call."""
@@ -69,14 +69,14 @@ def report_errors() -> Iterator[Outcome]:
         outcome.status, said = 1, f"error: {str(error) or 'out of memory'}"
     except (ValueError, OSError, SandboxUnavailable) as error:
         outcome.status = 1
-        said = f"error: {in_words(error) if isinstance(error, OSError) else error}"
+        said = f"error: {format_os_error(error) if isinstance(error, OSError) else error}"
         if not outcome.begun:
             outcome.status, outcome.then = 2, lambda: ""
     except KeyboardInterrupt:
         outcome.status, said = 130, "interrupted"
     except SystemExit as error:  # nothing of ours raises it: it must not end a run without a word
-        where = where_of(error, None)
-        outcome.status, said = 3, f"error: code of yours {said_of(error)} (at {where})"
+        where = error_location(error, None)
+        outcome.status, said = 3, f"error: code of yours {describe_error(error)} (at {where})"
     except Stopped as error:
         outcome.status, said = error.status, f"error: {error}"
     else:

@@ -42,7 +42,7 @@ SUFFIXES = {
 """Of files; what follows the last dot of "Qwen2.5-0.5B" is none."""
 
 
-def missing(path: Path) -> str:
+def not_found(path: Path) -> str:
     """That there is no such file or directory."""
     return f"{path}: no such file or directory"
 
@@ -59,7 +59,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         with path.open("rb") as file:
             yield file
     except OSError as error:
-        raise type(error)(in_words(error, path)) from None
+        raise type(error)(format_os_error(error, path)) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
     except ValueError as error:
@@ -67,7 +67,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         raise ValueError(said if said.startswith(str(path)) else f"{path}: {said}") from error
 
 
-def in_words(error: OSError, path: Path | None = None) -> str:
+def format_os_error(error: OSError, path: Path | None = None) -> str:
     """What stopped the machine, with the file."""
     name = path or error.filename
     if error.strerror is None or name is None:
@@ -81,7 +81,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise type(error)(in_words(error, path)) from error
+        raise type(error)(format_os_error(error, path)) from error
 
 
 def require_output(path: Path) -> None:
@@ -140,7 +140,7 @@ def _nested(error: Exception) -> object:
 # -- checksums -------------------------------------------------------------------------------------
 
 
-def seal(folder: Path) -> None:
+def write_checksums(folder: Path) -> None:
     """Bring all of a folder's files to the disk, and write what they hold, as checksums, beside.
 
     Files are hashed beside one another while they are written to the disk.
@@ -157,7 +157,7 @@ def seal(folder: Path) -> None:
     flush_folder(folder)
 
 
-def require_as_sealed(folder: Path, *, ours: bool = True) -> None:
+def verify_checksums(folder: Path, *, ours: bool = True) -> None:
     """That a folder's files hold what was written, where their checksums say what that is.
 
     Args:

@@ -54,7 +54,7 @@ from agentgrpo.rewards.scoring import reward_function
 from agentgrpo.rewards.trl import is_trl_form
 from agentgrpo.rollout.custom import RolloutSampler
 from agentgrpo.sandbox import HostBudget, HostTools, SandboxInfraError
-from agentgrpo.usercode import UserCodeError, calling
+from agentgrpo.usercode import UserCodeError, user_call
 
 AGENTS = {
     "code": "agentgrpo.agents.code:CodeAgent",
@@ -350,8 +350,7 @@ def with_user(
             f"env.user.mode: env.kind {config.kind!r} has somebody to talk with already, "
             f"got {user.mode!r}; leave it at 'nobody'"
         )
-    column = user.column if user.reads_column else None
-    made = DialogueEnv(env, users, user.mode, column, user.max_replies)
+    made = DialogueEnv(env, users, user.mode, user.reads_column, user.max_replies)
     return cast(Environment, made)
 
 
@@ -360,7 +359,7 @@ def _require_user(config: TrainConfig) -> None:
     named: dict[str, Model] = dict.fromkeys((*OWN_MODELS, *config.endpoints), "policy")
     if users_of(user, named) and user.reads_column and config.data.train == "word_problems":
         raise ValueError(
-            f"env.user.mode {user.mode!r} reads the data's column {user.column!r}, and data.train "
+            f"env.user.mode {user.mode!r} reads the data's column 'user', and data.train "
             "'word_problems' has no columns: name a file, or a user of your own"
         )
 
@@ -372,10 +371,7 @@ def users_of(config: UserConfig, models: Mapping[str, Model] = MODELS) -> UserSi
         ValueError: there is no such mode, class or function; names the key.
     """
     try:
-        made = UserSimulators(
-            config.mode, "nobody", ("scripted", "model"), config.temperature, config.max_tokens,
-            models,
-        )  # fmt: skip
+        made = UserSimulators(config.mode, "nobody", ("scripted", "model"), models, max_tokens=64)
     except ValueError as error:
         raise ValueError(f"env.user.{str(error).removeprefix('env.options.')}") from None
     return made if made.talk else None
@@ -455,7 +451,7 @@ def _made(
     options = checked_options(section, kind, config.options)
     asked = parameters_of(factory)
     try:
-        with calling(factory, f"{section}.kind: {factory.__name__}"):
+        with user_call(factory, f"{section}.kind: {factory.__name__}"):
             return factory(**{name: given[name] for name in given if name in asked}, **options)
     except UserCodeError as error:
         name, colon, _ = str(error.__cause__).partition(":")
@@ -473,7 +469,7 @@ def _made(
 def _require(made: Any, protocol: type, *, key: str, name: str) -> None:
     """That it has what a protocol has, and its methods take what they will be given."""
     asked = {n: one for n, one in vars(protocol).items() if not n.startswith("_")}
-    with calling(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
+    with user_call(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
         has = {attr: getattr(made, attr) for attr in asked if hasattr(made, attr)}
     if missing := [attr for attr in asked if attr not in has]:
         raise ValueError(f"{key}: {name!r} lacks {', '.join(missing)}; see agents/base.py, envs/")
@@ -594,7 +590,7 @@ def load_sampler(config: RolloutConfig, chat: ChatTemplate) -> RolloutSampler:
         ValueError: as of sampler_class(), or what the class makes has no rollout().
     """
     made = sampler_class(config.sampler)
-    with calling(made, "rollout.sampler"):
+    with user_call(made, "rollout.sampler"):
         user = made(chat, config)
     if not callable(getattr(user, "rollout", None)):
         raise ValueError(f"rollout.sampler: {config.sampler!r} has no method rollout()")

@@ -60,7 +60,7 @@ from agentgrpo.run.records import require_recordable
 from agentgrpo.run.trackers import require as require_trackers
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.types import Task
-from agentgrpo.usercode import calling
+from agentgrpo.usercode import user_call
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class RunSetup:
 
 def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
     """Tokens of a task before the policy's first."""
-    return len(prompt_of(agent, chat, task, functools.partial(calling, task=task.id))[0])
+    return len(prompt_of(agent, chat, task, functools.partial(user_call, task=task.id))[0])
 
 
 def prepare_run(
@@ -268,7 +268,7 @@ def close_env(env: Environment) -> None:
     """Let an environment that holds anything give it back."""
     close = getattr(env, "close", None)
     if close is not None:
-        with calling(close):
+        with user_call(close):
             close()
 
 
@@ -283,7 +283,7 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
     mark = "observation-7f3a"
     calls = "tools" in getattr(agent, "acts", ())
     action = CallTools((ToolCall("x", {}),)) if calls else RunCode("")
-    with calling(agent.observe):
+    with user_call(agent.observe):
         told = said_by(agent, action, Observation(mark))
         if isinstance(told, str):
             return
@@ -297,7 +297,7 @@ def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
 
 def _check_prompt(agent: Agent, chat: ChatTemplate, task: Task) -> None:
     """The policy is told what it must keep to, and of its tools."""
-    users = functools.partial(calling, task=task.id)
+    users = functools.partial(user_call, task=task.id)
     prompt, _, messages, schemas = prompt_of(agent, chat, task, users)
     shown = chat.tokenizer.decode(prompt)
     for message in messages:

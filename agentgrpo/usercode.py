@@ -1,7 +1,7 @@
 """Calls of code that is not ours: what it raises, and how long it may take, is said in one way.
 
 The environments, agents, samplers, reward functions and modules that a config names run in this
-process. Every call of one is made within calling(): whatever it raises, sys.exit() included,
+process. Every call of one is made within user_call(): whatever it raises, sys.exit() included,
 becomes a UserCodeError that names it, the line, the task and the rollout. A thread looks at the
 calls that have not come back: it says what is being waited for, and ends what takes longer than its
 limit.
@@ -87,7 +87,7 @@ class CallTimeout(TimeoutError):
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One that has not come back; see calling()."""
+    """One that has not come back; see user_call()."""
 
     called: Any
     what: str
@@ -124,7 +124,7 @@ _calls: dict[Call, None] = {}
 
 
 @contextlib.contextmanager
-def calling(
+def user_call(
     called: Any, what: str = "", *, task: str | None = None, rollout: int | None = None,
     limit_s: float | None = None, late: Callable[[str], None] | None = None,
 ) -> Iterator[None]:  # fmt: skip
@@ -154,7 +154,7 @@ def calling(
         error.rollout = rollout if error.rollout is None else error.rollout
         raise
     except BaseException as error:
-        where, said = where_of(error, called), said_of(error)
+        where, said = error_location(error, called), describe_error(error)
         if where is None and isinstance(error, Exception) and not isinstance(error, CallTimeout):
             error.add_note(f"in {call.what}{_place(task, rollout)}")  # a bug of ours
             raise
@@ -174,7 +174,7 @@ def name_of(called: Any) -> str:
     return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{name}"
 
 
-def said_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What an error is, in one line: "raised KeyError: 'x'"."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r:.80})"
@@ -191,7 +191,7 @@ def said_of(error: BaseException) -> str:
     return f"raised {type(error).__name__}{text and ': '}{text}"
 
 
-def where_of(error: BaseException, called: Any) -> str | None:
+def error_location(error: BaseException, called: Any) -> str | None:
     """File and line to look at for an error: the last that is the user's.
 
     Args:
@@ -285,7 +285,7 @@ def event_loop(name: str) -> asyncio.AbstractEventLoop:
         return _loops[name]
 
 
-def waited(value: Any, name: str, limit_s: float | None = None) -> Any:
+def run_sync(value: Any, name: str, limit_s: float | None = None) -> Any:
     """What a function has given; where that is to be awaited, what it comes to. For threads.
 
     A coroutine function that an ordinary wrapper (functools.wraps) wraps looks like any other

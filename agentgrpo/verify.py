@@ -27,7 +27,7 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import validate
 from agentgrpo.engine.agreement import outliers_of, widest_gap
-from agentgrpo.files import CHECKSUMS, read_table, require_as_sealed
+from agentgrpo.files import CHECKSUMS, read_table, verify_checksums
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.losses import reads_whole_rollouts
 from agentgrpo.learn.updates import plan_updates
@@ -146,7 +146,7 @@ def _checkpoint_faults(run: Path) -> Iterator[str]:
     """That the checkpoints are there as they were saved."""
     for folder in sorted(run.glob(SAVED)):
         try:
-            require_as_sealed(folder)
+            verify_checksums(folder)
         except (ValueError, OSError) as error:
             yield f"{folder.name}: {error}"
         if not (folder / CHECKSUMS).is_file():

@@ -147,7 +147,7 @@ run_program(char *text, const char *end, const struct sandbox_order *order, cons
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    if (getppid() == 1) { /* without namespaces nothing leaves the group, see leave() */
+    if (getppid() == 1) { /* without namespaces nothing leaves the group, see terminate_session() */
         setsid();
     }
     if (parse_order(text, end, order, &directory, arguments, environment) < 0) {
@@ -196,7 +196,7 @@ start_program(char *text, const char *end, const struct sandbox_order *order, co
 /* The end of the session. PID 1 takes its namespace with it, by the kernel; without a namespace
  * (MODE_BARE) everything is in one process group, which no process of it can leave. */
 static void
-leave(int code)
+terminate_session(int code)
 {
     if (getpid() != 1) {
         kill(0, SIGKILL);
@@ -205,7 +205,7 @@ leave(int code)
 }
 
 static void
-obey(const struct sandbox_bounds *bounds)
+handle_order(const struct sandbox_bounds *bounds)
 {
     static char text[ORDER_BYTES];
     struct sandbox_order order;
@@ -224,11 +224,11 @@ obey(const struct sandbox_bounds *bounds)
         return;
     }
     if (count <= 0) { /* the host closed its end or died: so does everything in here */
-        leave(0);
+        terminate_session(0);
     }
     struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
     if (rights == NULL || count < (ssize_t)sizeof order) {
-        leave(SANDBOX_EXIT_SETUP);
+        terminate_session(SANDBOX_EXIT_SETUP);
     }
     int fds[6];
     const int num_fds = (int)((rights->cmsg_len - CMSG_LEN(0)) / sizeof(int));
@@ -256,7 +256,7 @@ reap(pid_t interpreter)
                          used.ru_utime.tv_usec + used.ru_stime.tv_usec;
         if (pid == interpreter) {
             sandbox_report(CONTROL, &message, NULL, 0);
-            leave(0);
+            terminate_session(0);
         }
         for (int i = 0; i < MAX_CHILDREN; i++) {
             if (children[i].pid == pid) {
@@ -292,14 +292,14 @@ sandbox_run_init(int control_fd, pid_t interpreter, const struct sandbox_bounds 
                                {.fd = CONTROL, .events = POLLIN}};
     for (int more = 1;;) { /* setting SIGCHLD above has discarded that of an early end */
         if (poll(watched, 2, more ? 0 : -1) < 0 && errno != EINTR) {
-            leave(SANDBOX_EXIT_SETUP);
+            terminate_session(SANDBOX_EXIT_SETUP);
         }
         struct signalfd_siginfo info;
         while (read(signals, &info, sizeof info) > 0) {
         }
         more = reap(interpreter);
         if (watched[1].revents != 0) {
-            obey(bounds);
+            handle_order(bounds);
         }
     }
 }

@@ -90,7 +90,7 @@ enter_user_namespace(const struct session_spec *spec)
  * user while it clones. Its /proc/self stays its own, and it still ends with nsjail: the kernel
  * takes both away with the user. Returns 0, or -1 with errno. */
 static int
-become(unsigned int uid)
+set_effective_user(unsigned int uid)
 {
     if (uid == geteuid()) {
         return 0;
@@ -132,10 +132,12 @@ raise_loopback(const struct session_spec *spec)
         refuse(spec, SANDBOX_SETUP_NETWORK);
     }
     close(fd);
-    /* What a socket holds is counted as these at most (watchdog.py). Not where a container runtime
-     * shows /proc/sys read-only. */
-    write_file("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992");
-    write_file("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992");
+    if (spec->cgroups[0] < 0) {
+        /* What a socket holds is counted as these at most (watchdog.py). Not where a container
+         * runtime shows /proc/sys read-only. */
+        write_file("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992");
+        write_file("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992");
+    }
 }
 
 static void
@@ -314,7 +316,7 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
     }
     const unsigned int zygote = geteuid();
-    if (spec.mode == MODE_USERNS && become(spec.uid) < 0) {
+    if (spec.mode == MODE_USERNS && set_effective_user(spec.uid) < 0) {
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     PyOS_BeforeFork();
@@ -325,7 +327,7 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
     if (pid != 0) {
         const int error = errno;
         PyOS_AfterFork_Parent();
-        if (spec.mode == MODE_USERNS && become(zygote) < 0) {
+        if (spec.mode == MODE_USERNS && set_effective_user(zygote) < 0) {
             return PyErr_SetFromErrno(PyExc_OSError);
         }
         if (pid < 0) {

@@ -135,7 +135,7 @@ step_fail(struct step *step, int error)
 
 /* Passes output on. A listener that raises is not called again; the step goes on to its end. */
 static void
-tell_listener(struct step *step, int stream, const char *data, Py_ssize_t count)
+call_listener(struct step *step, int stream, const char *data, Py_ssize_t count)
 {
     PyEval_RestoreThread(step->waiting);
     PyObject *answer = PyObject_CallFunction(step->listener, "iy#", stream, data, count);
@@ -157,7 +157,7 @@ drain_stream(struct step *step, int channel, struct capture *into, uint64_t at_m
         if (count > 0) {
             capture_bytes(into, chunk, (size_t)count);
             if (step->listener != NULL && into != &step->background) {
-                tell_listener(step, channel - OUT, chunk, count);
+                call_listener(step, channel - OUT, chunk, count);
             }
             seen += (uint64_t)count;
         } else if (count == 0 || errno != EAGAIN) {
@@ -340,7 +340,7 @@ handle_signals(struct step *step)
 
 /* Waits up to left seconds for something to arrive, and takes it. */
 static void
-look(struct step *step, double left)
+poll_once(struct step *step, double left)
 {
     struct pollfd polled[NUM_CHANNELS];
     for (int i = 0; i < NUM_CHANNELS; i++) {
@@ -371,7 +371,7 @@ look(struct step *step, double left)
 static void
 step_expire(struct step *step)
 {
-    look(step, 0);
+    poll_once(step, 0);
     if (step->ending != RUNNING) {
         return;
     }
@@ -460,7 +460,7 @@ run_step(PyObject *Py_UNUSED(module), PyObject *args)
         if (left <= 0) {
             step_expire(&step);
         } else {
-            look(&step, left);
+            poll_once(&step, left);
         }
     }
     PyEval_RestoreThread(step.waiting);

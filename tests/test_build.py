@@ -18,7 +18,7 @@ from agentgrpo.config import EngineConfig, TrainConfig
 from agentgrpo.machine import hardware, packages
 from agentgrpo.models.models import check_model
 from agentgrpo.registry import make_reward
-from agentgrpo.run.folder import locked, require_same_run
+from agentgrpo.run.folder import lock_run_dir, require_same_run
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
 from agentgrpo.stage import RunSetup
@@ -194,20 +194,20 @@ def test_a_run_goes_on_with_what_it_is_told_to_lower_and_with_nothing_else(tmp_p
 def test_a_folder_is_a_runs_until_its_file_is_closed(tmp_path: Path) -> None:
     """Also when all else that was to be undone, had build() failed, is let go of."""
     with contextlib.ExitStack() as undo:
-        lock = undo.enter_context(locked(tmp_path))
+        lock = undo.enter_context(lock_run_dir(tmp_path))
         undo.pop_all()
     with pytest.raises(ValueError, match="is in use by another run"):
-        locked(tmp_path)
+        lock_run_dir(tmp_path)
     lock.close()
-    locked(tmp_path).close()
+    lock_run_dir(tmp_path).close()
 
 
 def test_ranks_share_the_lock_of_work_that_is_divided_among_them_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with locked(tmp_path, ranks=True):
+    with lock_run_dir(tmp_path, ranks=True):
         monkeypatch.setenv("RANK", "1")
-        locked(tmp_path, ranks=True).close()
+        lock_run_dir(tmp_path, ranks=True).close()
     with pytest.raises(ValueError, match="one process, got 2: start it without torchrun"):
-        locked(tmp_path)
+        lock_run_dir(tmp_path)

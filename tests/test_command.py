@@ -18,7 +18,7 @@ from agentgrpo.command import Begin, Stopped
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.machine.memory import OutOfMemory
 from agentgrpo.recipe.parts import command
-from agentgrpo.run.folder import locked
+from agentgrpo.run.folder import lock_run_dir
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.usercode import UserCodeError
 
@@ -173,7 +173,7 @@ def test_one_process_alone_works_in_a_folder(
     module = importlib.import_module(f"agentgrpo.{COMMANDS[arguments][0]}")
     data = [f"sft.data={__file__}"] if arguments.startswith("sft") else []
     given = [*arguments.split()[1:], f"out_dir={tmp_path}", *data]
-    with locked(tmp_path / ALONE[arguments]):
+    with lock_run_dir(tmp_path / ALONE[arguments]):
         assert module.main(given) == 2
         assert "is in use by another run" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -17,7 +17,7 @@ import pytest
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
-from agentgrpo.files import seal
+from agentgrpo.files import write_checksums
 from agentgrpo.machine import hardware, packages
 from agentgrpo.machine.footprint import GIB, room_checks
 from agentgrpo.run import checkpoint
@@ -88,7 +88,7 @@ def test_a_dry_run_says_what_is_left_of_a_run(
     saved = tmp_path / "run" / "checkpoints" / "step_000003"
     shutil.copytree(tiny_model, saved)
     (saved / checkpoint.STATE).write_text("of a learner")
-    seal(saved)
+    write_checksums(saved)
     _, out, _ = dry_run("steps=4")
     assert f"out_dir    {tmp_path / 'run'}: continues from checkpoints/step_000003" in out
     _, out, _ = dry_run("steps=3")

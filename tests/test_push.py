@@ -149,7 +149,7 @@ def write_run(folder: Path, *overrides: str, steps: int = 4, adapter: bool = Fal
     config = a_config("steps=4", "data.heldout=rows.jsonl",
                       f"out_dir={folder}", *overrides)  # fmt: skip
     log = RunLog(folder)
-    log.describe(
+    log.write_run_json(
         config=config.model_dump(mode="json"),
         base=config.model,
         model=str(folder / "cache" / "m"),

@@ -15,7 +15,7 @@ import pytest
 import agentgrpo
 from agentgrpo import usercode
 from agentgrpo.command import report_errors
-from agentgrpo.usercode import UserCodeError, calling, within
+from agentgrpo.usercode import UserCodeError, user_call, within
 
 PACKAGE = Path(agentgrpo.__file__).parent
 
@@ -60,7 +60,7 @@ def test_where_no_command_ends_a_call_its_limit_is_said_once_and_it_is_waited_fo
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A notebook, or a thread of somebody else's program."""
-    with calling(hangs, "f", limit_s=50.0):
+    with user_call(hangs, "f", limit_s=50.0):
         (call,) = usercode._calls
         for seconds, said in ((26, "waiting for f (at "), (6, ""), (20, "error: f has not come")):
             call.since -= seconds
@@ -75,7 +75,7 @@ def test_a_coroutine_that_is_late_is_cancelled_and_its_line_is_said() -> None:
         await asyncio.sleep(1000)  # here
 
     async def ours() -> None:
-        with calling(waits):
+        with user_call(waits):
             await within(0.01, waits())
 
     here = next(n for n, line in enumerate(inspect.getsourcelines(waits)[0]) if "# here" in line)

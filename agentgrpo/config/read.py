@@ -24,7 +24,7 @@ from agentgrpo.config import FILTERS, Section, TrainConfig
 from agentgrpo.config.other_trainers import known_elsewhere
 from agentgrpo.config.used_by import RECIPE_SECTIONS, require_used
 from agentgrpo.files import expanded, read_toml
-from agentgrpo.usercode import calling
+from agentgrpo.usercode import user_call
 
 Config = TypeVar("Config", bound=TrainConfig)
 T = TypeVar("T")
@@ -221,7 +221,7 @@ def _explained(error: pydantic.ValidationError, kind: type[Section], of: str) ->
             yield (
                 f"rollout.{leaf} is no setting: the sampler would renormalise over the tokens that "
                 "are left, the learner does not, and every importance ratio would be biased; only "
-                f"temperature is exact (evaluation.{leaf} is allowed)"
+                f"temperature is exact (evaluation.top_p and top_k are allowed)"
             )
         elif "extra_forbidden" in kinds and where in RECIPE_SECTIONS:
             yield f"[{where}] is a section of a recipe, which is run by `agentgrpo recipe`"
@@ -327,7 +327,7 @@ def load_callable(name: str, *, key: str) -> Callable[..., Any]:
             f"{key}: expected 'module:function' (a module is its file's name without .py), "
             f"got {name!r}"
         )
-    with calling(None, f"{key}: the module {module_name!r}"):
+    with user_call(None, f"{key}: the module {module_name!r}"):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:

@@ -16,7 +16,7 @@ from typing import Any
 from agentgrpo.data.hub import hub_rows, is_from_hub
 from agentgrpo.data.tasks import RowTasks
 from agentgrpo.extras import import_optional
-from agentgrpo.files import missing, opened, read_table
+from agentgrpo.files import not_found, opened, read_table
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.types import Task
 
@@ -95,7 +95,7 @@ def _numbered(name: str, rows: Iterable[Any]) -> Rows:
 
 def _reader(path: Path) -> Callable[[Path], Rows]:
     if not path.exists():
-        raise FileNotFoundError(missing(path))
+        raise FileNotFoundError(not_found(path))
     if path.is_dir():
         return _saved_dataset
     if path.suffix == ".parquet":

@@ -16,7 +16,7 @@ from agentgrpo.data.hub import is_from_hub
 from agentgrpo.data.tasks import RowTasks, Tasks, WordProblemTasks
 from agentgrpo.envs.base import Environment
 from agentgrpo.types import Task
-from agentgrpo.usercode import WrongResult, calling
+from agentgrpo.usercode import WrongResult, user_call
 
 NAMES = ("word_problems", "env", "split")
 
@@ -27,10 +27,10 @@ def training_tasks(
     """The stream that a run trains on, without what data.heldout = "split" sets aside."""
     require_read(config)
     if config.train == "word_problems":
-        return WordProblemTasks(levels=config.levels, promote_at=config.promote_at, seed=seed)
+        return WordProblemTasks(levels=config.levels, seed=seed)
     rows = rows_of(config, "train", env, answers=answers, seed=seed)
     if config.heldout_source == "split":
-        return rows.split(config.num_heldout, config.split_seed)[1]
+        return rows.split(config.num_heldout)[1]
     return rows
 
 
@@ -44,7 +44,7 @@ def heldout_tasks(
         return list(islice(source, config.num_heldout))
     if config.heldout_source == "split":
         rows = rows_of(config, "train", env, answers=answers)
-        return rows.split(config.num_heldout, config.split_seed)[0]
+        return rows.split(config.num_heldout)[0]
     return rows_of(config, "heldout", env, answers=answers).rows[: config.num_heldout]
 
 
@@ -96,7 +96,7 @@ def rows_of(
 
 
 def _begun(begin: Callable[[Task], Any], task: Task) -> Task:
-    with calling(begin, task=task.id):
+    with user_call(begin, task=task.id):
         made = begin(task)
         if not isinstance(made, Task):
             raise WrongResult(f"expected a Task, got {made!r:.80}")
@@ -110,7 +110,7 @@ def _of_env(env: Environment | None, split: str) -> Sequence[Task]:
             f"data.{split}: 'env', but the environment ({type(env).__name__}) has no tasks of its "
             "own; name a file"
         )
-    with calling(give):
+    with user_call(give):
         given = give(split)
         if isinstance(given, str | bytes) or not isinstance(given, Iterable):
             raise WrongResult(f"expected tasks, got {given!r:.80}")

@@ -21,12 +21,6 @@ class DiskCache:
 
     The first answer that is kept is everybody's, also of who asked at the same time: whoever plays
     the same rollouts again is told the same. Only answers are kept, never that there was none.
-
-    Args:
-        path: of the file, which is made if there is none.
-
-    Raises:
-        ValueError: it is no such file, or cannot be written to.
     """
 
     def __init__(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.customers import ScriptedUser, User, UserDialogue, UserSimulators
 from agentgrpo.envs.runner import LOOP, checked_episode
 from agentgrpo.types import Task
-from agentgrpo.usercode import waited
+from agentgrpo.usercode import run_sync
 
 PERSON = (
     "You are a person who talks with an assistant about a request of yours. Say one line at a "
@@ -25,24 +25,15 @@ PERSON = (
 
 
 class DialogueEnv:
-    """An environment whose tasks come from a user who can be talked with; all else is its own.
-
-    Args:
-        inner: the environment.
-        users: who they are.
-        mode: what `users` was made of: "scripted" leaves when everything is said.
-        column: of a task's spec, what the user says or knows; None: the user reads the spec.
-        max_replies: of a rollout. What is said after that ends it.
-    """
+    """An environment whose tasks come from a user who can be talked with; all else is its own."""
 
     has_user = True
 
     def __init__(
-        self, inner: Environment, users: UserSimulators, mode: str, column: str | None,
-        max_replies: int,
-    ) -> None:  # fmt: skip
+        self, inner: Environment, users: UserSimulators, mode: str, reads: bool, max_replies: int
+    ) -> None:
         self.inner, self.max_replies = inner, max_replies
-        self._users, self._mode, self._column = users, mode, column
+        self._users, self._mode, self._reads = users, mode, reads
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -56,14 +47,14 @@ class DialogueEnv:
 
     def texts_of(self, task: Task) -> Sequence[str]:
         """What the task's column says of the user; errors as of user_of()."""
-        if self._column is None:
+        if not self._reads:
             return ()
-        given = task.spec.get(self._column)
+        given = task.spec.get("user")
         texts = [given] if isinstance(given, str) else given
         if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
             raise ValueError(
-                f"env.user.column {self._column!r}: expected what the user of task {task.id!r} "
-                f"says, a text or a list of texts, got {given!r:.80}"
+                f"column 'user': expected what the user of task {task.id!r} says, a text or a list "
+                f"of texts, got {given!r:.80}"
             )
         return texts
 
@@ -114,4 +105,4 @@ class DialogueEpisode:
         """Say it to the user, or carry it out."""
         if self._is_users(action):
             return self._answered(action)
-        return cast(Observation, waited(self._episode.step(action), LOOP))
+        return cast(Observation, run_sync(self._episode.step(action), LOOP))

@@ -22,7 +22,7 @@ from agentgrpo.envs.base import Episode
 from agentgrpo.envs.runner import LOOP
 from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
 from agentgrpo.types import Task
-from agentgrpo.usercode import as_number, waited
+from agentgrpo.usercode import as_number, run_sync
 
 NOT_TOOLS = ("reset", "get_reward", "close", "tasks")
 
@@ -121,7 +121,7 @@ class FactoryEpisode(Episode):
 
     def _call(self, name: str) -> Any:
         """A method of the instance, if it has one."""
-        return waited(getattr(self.environment, name, dict)(), LOOP)
+        return run_sync(getattr(self.environment, name, dict)(), LOOP)
 
     def step(self, action: Action) -> Observation:
         """Call the methods of a turn in their order, until one ends the episode."""

@@ -25,11 +25,11 @@ from agentgrpo.usercode import (
     CallTimeout,
     UserCodeError,
     WrongResult,
-    calling,
+    describe_error,
     event_loop,
     name_of,
-    said_of,
-    waited,
+    run_sync,
+    user_call,
     within,
 )
 
@@ -42,10 +42,7 @@ Of = tuple[str | None, int | None]
 class EpisodeRunner:
     """Starts what episodes do and hands out its future; who has begun something waits for it.
 
-    Args:
-        max_threads: blocking steps that may run at once; others wait their turn. Coroutines have
-            no such limit.
-        limit_s: seconds that one call of an episode may take; None: any.
+    Of blocking steps max_threads run at once; one call may take limit_s seconds, None: any.
     """
 
     def __init__(self, max_threads: int, limit_s: float | None = None) -> None:
@@ -61,10 +58,7 @@ class EpisodeRunner:
     ) -> Future[list[Observation]]:
         """Begin to carry out actions one after another, as they were in another episode.
 
-        Args:
-            episode: a fresh one. With a method recall() it is first told what comes with an action.
-            actions: each with the memory of its observation.
-            of: task and rollout.
+        Each comes with the memory of its observation, which recall(), if there is one, is told.
         """
         run = _replay_async if _is_async(episode.step) else _replay
         return self._start(
@@ -139,7 +133,7 @@ def networks_fault(called: Any) -> Iterator[None]:
             raise InfrastructureError(str(error)) from error
         raise
     except (TimeoutError, ConnectionError) as error:  # of a shipped one
-        raise InfrastructureError(f"{name_of(called)} {said_of(error)}") from error
+        raise InfrastructureError(f"{name_of(called)} {describe_error(error)}") from error
 
 
 class Abandoned(InfrastructureError):
@@ -172,14 +166,14 @@ class _Work:
         error = result = None
         try:
             with self._named(limit_s=self._limit_s, late=late):
-                result = self._read(waited(function(*args), LOOP, self._limit_s))
+                result = self._read(run_sync(function(*args), LOOP, self._limit_s))
         except BaseException as raised:
             error = raised
         in_time = self._end(result, error)
         if in_time:
             places.release()
         if self._is_left(in_time, error) and function != _finish:
-            waited(self._episode.close(), LOOP)
+            run_sync(self._episode.close(), LOOP)
 
     async def wait(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
         """Await a coroutine of this function. What keeps the loop for itself ends the command."""
@@ -194,8 +188,8 @@ class _Work:
 
     @contextlib.contextmanager
     def _named(self, **limit: Any) -> Iterator[None]:
-        user_call = calling(self._called, task=self._task, rollout=self._rollout, **limit)
-        with networks_fault(self._called), user_call:
+        call = user_call(self._called, task=self._task, rollout=self._rollout, **limit)
+        with networks_fault(self._called), call:
             yield
 
     def _is_left(self, in_time: bool, error: BaseException | None) -> bool:
@@ -227,7 +221,7 @@ def _recalled(episode: Any, actions: Sequence[tuple[Action, Any]]) -> Iterator[A
 
 
 def _replay(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
-    return [waited(episode.step(action), LOOP) for action in _recalled(episode, actions)]
+    return [run_sync(episode.step(action), LOOP) for action in _recalled(episode, actions)]
 
 
 async def _replay_async(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
@@ -236,9 +230,9 @@ async def _replay_async(episode: Any, actions: Sequence[tuple[Action, Any]]) -> 
 
 def _finish(episode: Any, answer: str | None) -> Any:
     try:
-        return waited(episode.finish(answer), LOOP)
+        return run_sync(episode.finish(answer), LOOP)
     finally:
-        waited(episode.close(), LOOP)
+        run_sync(episode.close(), LOOP)
 
 
 async def _finish_async(episode: Any, answer: str | None) -> Any:

@@ -24,7 +24,7 @@ from agentgrpo.config.read import load_callable
 from agentgrpo.envs.base import AsyncEpisode, Episode
 from agentgrpo.envs.runner import LOOP, settled
 from agentgrpo.types import Task
-from agentgrpo.usercode import waited
+from agentgrpo.usercode import run_sync
 
 Function = Callable[..., Any]
 
@@ -113,7 +113,7 @@ class Toolset:
     def call(self, call: ToolCall) -> Answer:
         """Make a call; only what is the machine's fault is raised."""
         try:
-            return Answer(show(waited(self._bound(call)(), LOOP)))
+            return Answer(show(run_sync(self._bound(call)(), LOOP)))
         except Exception as error:  # the user's function: what it raises is its answer
             return _failed(error)
 

@@ -28,7 +28,7 @@ from agentgrpo.actions import Action, InfrastructureError, Observation
 from agentgrpo.envs.base import AsyncEpisode
 from agentgrpo.extras import import_optional
 from agentgrpo.types import Task
-from agentgrpo.usercode import calling, event_loop, tell, where_of
+from agentgrpo.usercode import error_location, event_loop, tell, user_call
 
 KEY = "x-agentgrpo-key"
 """The header of a client's config, never sent, that holds a rollout's key."""
@@ -269,7 +269,7 @@ def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
     """The environment, its roles at home on this machine."""
     from verifiers.v1 import AgentConfig, default_harness_id, env_config_type, load_environment
 
-    with calling(None, f"env.options.load: {load!r}"):
+    with user_call(None, f"env.options.load: {load!r}"):
         try:
             kind = env_config_type(load, settings.get("id", ""))
             own = default_harness_id(load)
@@ -284,7 +284,7 @@ def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
             whole = {**settings, "taskset": {**args, "id": load}}
             env = load_environment(kind.model_validate(whole))
         except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
-            if where_of(error, _load):  # in code of the user's
+            if error_location(error, _load):  # in code of the user's
                 raise
             why = f" ({error.__cause__})" if isinstance(error, ModuleNotFoundError) else ""
             raise ValueError(f"load: {load!r}: {error}{why}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.config import LoraConfig, TrainConfig
-from agentgrpo.files import expanded, looks_like_path, read_table, require_as_sealed
+from agentgrpo.files import expanded, looks_like_path, read_table, verify_checksums
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.kinds import kinds_of, router_coef, unsupported
 from agentgrpo.models.liger import why_plain
@@ -88,7 +88,7 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
                 read_table(path)
         if not any(path.suffix in WEIGHTS for path in folder.iterdir()):
             raise ValueError(f"model {model!r}: the directory holds no {' or '.join(WEIGHTS)}")
-        require_as_sealed(folder, ours=False)
+        verify_checksums(folder, ours=False)
         return model
     if folder.exists():
         raise ValueError(f"model {model!r}: a file, expected a directory")
@@ -140,7 +140,7 @@ def saved_adapter(model: str) -> SavedAdapter | None:
         return None
     if not (folder / ADAPTER_TENSORS).is_file():
         raise ValueError(f"model {model!r}: the adapter's {ADAPTER_TENSORS} is missing")
-    require_as_sealed(folder, ours=False)
+    verify_checksums(folder, ours=False)
     config = read_table(folder / ADAPTER_CONFIG)
     for key in ("base_model_name_or_path", "r", "lora_alpha"):
         if not config.get(key):

@@ -341,11 +341,7 @@ async def begun(request: Any, session: Session, api: Api) -> Pending:
 
 @contextlib.asynccontextmanager
 async def body_of(request: Any, session: Session) -> AsyncIterator[bytes]:
-    """The body of a request, which counts among what the rollout sends at once until it is read.
-
-    Raises:
-        BadRequest: it is too large, or does not come to its end; or the rollout sends too much.
-    """
+    """The body of a request, which counts among what the rollout sends at once until it is read."""
     too_large = BadRequest(f"a request may have {BODY_MIB} MiB", "too_large")
     told = request.headers.get("content-length", "0")
     if not told.isdigit() or int(told) > BODY_MIB << 20:

@@ -38,7 +38,7 @@ from agentgrpo.sandbox.errors import SandboxNotFoundException
 from agentgrpo.sandbox.listener import PORT, listener_in
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.types import Task
-from agentgrpo.usercode import event_loop, said_of, tell, where_of
+from agentgrpo.usercode import describe_error, error_location, event_loop, tell
 
 QUIET = {
     "NO_PROXY": "*",
@@ -82,7 +82,7 @@ class Outcome:
     """What went wrong, if something did: the end of its traceback."""
     error: BaseException | None = None
     """Where it was raised in this process."""
-    own: bool = False
+    program_fault: bool = False
     """It failed of itself: an exception of Python's that nothing caught, or a start that failed. A
     signal, a limit or an answer that cannot be read may be what the policy's code has done."""
 
@@ -183,11 +183,11 @@ class Awaited:
         except InfrastructureError:
             raise
         except asyncio.CancelledError as error:
-            return Outcome(None, "was cancelled", error, own=True)
+            return Outcome(None, "was cancelled", error, program_fault=True)
         except BaseException as error:
-            where = where_of(error, self._function)
-            said = f"{said_of(error)}{f' (at {where})' if where else ''}"
-            return Outcome(None, said, error, own=True)
+            where = error_location(error, self._function)
+            said = f"{describe_error(error)}{f' (at {where})' if where else ''}"
+            return Outcome(None, said, error, program_fault=True)
         return Outcome(_as_answer(answer))
 
 
@@ -256,7 +256,7 @@ class Process:
             except OSError as error:
                 if error.errno in SHORT:
                     raise
-                return Outcome(None, f"did not start: {error}", own=True)
+                return Outcome(None, f"did not start: {error}", program_fault=True)
 
             def end() -> None:
                 with contextlib.suppress(ProcessLookupError):
@@ -293,16 +293,7 @@ def _tail(file: int) -> str:
 
 
 class Sandboxed:
-    """A command in a session: no network but the endpoint, which it finds on its own loopback.
-
-    Args:
-        pool: of sessions.
-        command: the program and its arguments; `python` runs in the session's own interpreter, so
-            that what its template has imported costs nothing.
-        files: what is copied to its home.
-        env: variables besides those of the endpoint.
-        timeout_s: seconds that it may take.
-    """
+    """A command in a session: no network but the endpoint, which it finds on its own loopback."""
 
     def __init__(
         self, pool: SandboxPool, command: Sequence[str], files: Sequence[Path],
@@ -343,7 +334,7 @@ class Sandboxed:
         said, wrong = answer or (last_line(done.stdout), "")
         if done.error is not None:  # nothing of that name, or no room for a process
             full = done.error.name in NO_ROOM
-            return Outcome(said, f"{done.error.name}: {done.error.value}", own=not full)
+            return Outcome(said, f"{done.error.name}: {done.error.value}", program_fault=not full)
         if done.status is not StepStatus.OK:
             if done.status is StepStatus.OUTPUT_LIMIT:  # what was printed last is not known
                 said = None
@@ -374,7 +365,7 @@ def _exited(code: str, stderr: str, answer: str | None, wrong: str) -> Outcome:
     last = stderr.rpartition("\n")[2]
     own = code in NOT_FOUND or (RAISED.search(stderr) and not last.startswith(NO_ROOM))
     told = f"exited with {code}: {stderr[-TAIL:]}"
-    return Outcome(answer, told, own=code.isdecimal() and bool(own))
+    return Outcome(answer, told, program_fault=code.isdecimal() and bool(own))
 
 
 def _inside(path: Path) -> list[tuple[str, Path]]:

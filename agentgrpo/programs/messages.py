@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator
@@ -56,18 +57,9 @@ class Message:
     """Which call a tool's message answers."""
     name: str = ""
 
-    @property
+    @cached_property
     def key(self) -> Hashable:
-        """Equal for messages that mean the same; what clients leave out (reasoning) is no part.
-
-        Made once, and without functools.cached_property, whose lock is one for all messages.
-        """
-        made: Hashable = self.__dict__.get("_key")
-        if made is None:
-            made = self.__dict__["_key"] = self._make_key()
-        return made
-
-    def _make_key(self) -> Hashable:
+        """Equal for messages that mean the same; what clients leave out (reasoning) is no part."""
         calls = tuple(call.key for call in self.calls)
         name = "" if self.role == "tool" else self.name  # filled in from the call, or made up
         return self.role, self.content, calls, self.call_id, name

@@ -35,17 +35,7 @@ from agentgrpo.usercode import UserCodeError, tell
 
 
 class ProgramSampler(AnySampler):
-    """See AnySampler.
-
-    Args:
-        engine: awake while playing.
-        agent: says what the program is.
-        launcher: starts it, of launch.launcher_of(); None: the environment's episodes are it.
-        env: gives rewards of its own at the end, if it has any.
-        chat: the model's template.
-        config: of the run's rollouts.
-        max_live: programs that run at once.
-    """
+    """See AnySampler."""
 
     def __init__(
         self, engine: Decoder, agent: ProgramAgent, launcher: Launcher | None, env: Environment,
@@ -240,7 +230,7 @@ class _Play:
             wanted.told(InfrastructureError("the rollout is over"))
             return
         live.asked = live.asked or time.perf_counter()
-        seed = self.groups.seed(index, live.attempt, *wanted.place)
+        seed = self.groups.seed(index, live.attempt, *wanted.seed_key)
         self.asked += 1
         request_id = f"{index}.{self.asked}"
         filters = {**self.filters, **wanted.sampling}
@@ -376,12 +366,12 @@ class _Play:
     def _require_some_ran(self) -> None:
         """A program that fails of itself in every rollout is no policy's fault.
 
-        What the policy's code may have done to it (Outcome.own) is told, and ends nothing.
+        What the policy's code may have done to it (no program_fault) is told, and ends nothing.
         """
         if not self.failures:
             return
         first = self.failures[0]
-        if sum(outcome.own for outcome in self.failures) >= len(self.groups.played) > 1:
+        if sum(outcome.program_fault for outcome in self.failures) >= len(self.groups.played) > 1:
             raise UserCodeError("agent.kind 'program'", first.failed) from first.error
         failed = f"{len(self.failures)} of {len(self.groups.played)} programs failed"
         tell(f"{failed}; the first {first.failed}")

@@ -207,11 +207,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 def parse_body(
     kind: type[Kind], body: Mapping[str, Any], ignored: Collection[str], refused: Collection[str]
 ) -> Kind:
-    """A request's body, checked.
-
-    Raises:
-        BadRequest: a key is unknown, not offered, or has the wrong form; names it.
-    """
+    """A request's body, checked."""
     for name in refused:
         if body.get(name) not in (None, False, "", []):  # {} asks for it
             raise BadRequest(f"{name}: is not offered", param=name)

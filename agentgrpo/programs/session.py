@@ -42,7 +42,7 @@ class SampleRequest:
     token_ids: Int32
     max_tokens: int
     stop: tuple[str, ...]
-    place: tuple[str, int]
+    seed_key: tuple[str, int]
     """Hash of the prompt, and how many turns had it before: what the seed is made of."""
     sampling: Mapping[str, Any]
     """In place of the run's, by the names of Engine.add_request(); empty in training."""
@@ -55,7 +55,7 @@ class Pending:
 
     asked: TurnRequest
     prompt: Prompt
-    place: tuple[str, int]
+    seed_key: tuple[str, int]
     """As of SampleRequest."""
     budget: int
     """Tokens that the run allows the turn."""
@@ -75,15 +75,7 @@ def call_id(*of: str | int) -> str:
 
 @dataclass(eq=False)
 class Session:
-    """A rollout's, for as long as its program runs.
-
-    Args:
-        key: the rollout's own, by which clients name it.
-        chat, config: of the run.
-        max_model_len: of the engine.
-        read_calls: the reader of tool calls of the model's family.
-        ask: takes a turn to the engine's thread.
-    """
+    """A rollout's, for as long as its program runs."""
 
     key: str
     chat: ChatTemplate
@@ -92,7 +84,7 @@ class Session:
     read_calls: ReadCalls
     ask: Callable[[SampleRequest], None]
     honor_overrides: bool = False
-    """Whether what bends the distribution is obeyed: in an evaluation."""
+    """Whether what bends the distribution is honored: in an evaluation."""
     ended_by: Status | None = None
     """Why the policy says nothing more, if that is so."""
     refused: Status | None = None
@@ -179,11 +171,11 @@ class Session:
         sampling = self._sampling(asked)
         most = budget if asked.max_tokens is None else min(budget, asked.max_tokens)
         name = token_hash(prompt.token_ids)
-        place = name, self._prompts[name]
+        seed_key = name, self._prompts[name]
         turn: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._ask(prompt, most, asked.stop, place, sampling, turn)
+        self._ask(prompt, most, asked.stop, seed_key, sampling, turn)
         self._prompts[name] += 1
-        made = self._latest[digest] = Pending(asked, prompt, place, budget, turn)
+        made = self._latest[digest] = Pending(asked, prompt, seed_key, budget, turn)
         self._pending.append(made)
         return made
 
@@ -197,17 +189,17 @@ class Session:
                     f"{dict(options)}, got { {name: value} }", param="chat_template_kwargs",
                 )  # fmt: skip
         ignored = {name for name, value in asked.overrides.items() if options.get(name) != value}
-        obeyed = {}
+        honored = {}
         if self.honor_overrides or asked.frozen:
-            obeyed, ignored = dict(asked.sampling), ignored - {*HONORED}
+            honored, ignored = dict(asked.sampling), ignored - {*HONORED}
             grammar = getattr(self.read_calls, "grammar", None)
             if "tool_choice" in ignored and grammar and asked.tools:
                 tag = grammar(asked.tools, asked.overrides["tool_choice"])
                 if tag is not None:  # this family's calls have a grammar
-                    obeyed["structured_outputs"] = {"structural_tag": tag}
+                    honored["structured_outputs"] = {"structural_tag": tag}
                     ignored.remove("tool_choice")
         self.stats.update(f"{UNENFORCED}{name}" for name in ignored)
-        return obeyed
+        return honored
 
     def _budget(self, length: int, *, frozen: bool) -> int:
         """Tokens of a turn behind so many; ends the rollout's turns if there are none."""
@@ -239,7 +231,7 @@ class Session:
         )  # fmt: skip
 
     def _ask(
-        self, prompt: Prompt, most: int, stop: tuple[str, ...], place: tuple[str, int],
+        self, prompt: Prompt, most: int, stop: tuple[str, ...], seed_key: tuple[str, int],
         sampling: Mapping[str, Any], turn: asyncio.Future[Completion],
     ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
@@ -258,7 +250,7 @@ class Session:
 
         self.ask(
             SampleRequest(
-                token_ids=prompt.token_ids, max_tokens=most, stop=stop, place=place,
+                token_ids=prompt.token_ids, max_tokens=most, stop=stop, seed_key=seed_key,
                 sampling=sampling, told=hand_over,
             )
         )  # fmt: skip
@@ -328,7 +320,7 @@ class Session:
             self.stats["malformed"] += reading.attempted or bool(found)
             return Message("assistant", text), ()
         calls = tuple(
-            Call(call_id(*pending.place, number), function, arguments)
+            Call(call_id(*pending.seed_key, number), function, arguments)
             for number, (function, arguments) in enumerate(found)
         )
         given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())

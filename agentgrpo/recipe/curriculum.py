@@ -41,7 +41,7 @@ from agentgrpo.recipe.pareto import contrast, select_groups
 from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import append_lines, whole_lines, write_json
-from agentgrpo.run.folder import locked
+from agentgrpo.run.folder import lock_run_dir
 from agentgrpo.run.records import read_rollout, read_rollouts, rollout_record
 from agentgrpo.sandbox.doctor import Check
 from agentgrpo.types import Group
@@ -265,7 +265,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | N
         stage, _, what = args.part.partition(".")
         part = {"select": select_part, "train": train_part}[what]
         return part(recipe, int(stage), begin)
-    with contextlib.nullcontext() if args.dry_run else locked(recipe.out_dir):
+    with contextlib.nullcontext() if args.dry_run else lock_run_dir(recipe.out_dir):
         config = recipe.of_run(model=start_model(recipe, 0))
         ready = prepare(config)
         with contextlib.closing(ready.setup):
@@ -283,7 +283,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | N
 def select_part(recipe: RecipeConfig, stage: int, begin: Begin) -> None:
     """Play a stage's candidates and select, in this process."""
     config = recipe.of_run(model=start_model(recipe, stage))
-    with locked(folder_of(recipe, stage)), contextlib.closing(build_player(config)) as player:
+    with lock_run_dir(folder_of(recipe, stage)), contextlib.closing(build_player(config)) as player:
         tasks = player.setup.training_tasks(config)
         begin()
         select(recipe, stage, player, tasks)

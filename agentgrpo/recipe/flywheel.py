@@ -54,7 +54,7 @@ from agentgrpo.recipe.operators import (
 from agentgrpo.recipe.parts import command, require_same_work
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.run.atomic import append_lines, read_lines, whole_lines, write_json, write_lines
-from agentgrpo.run.folder import locked, require_folder
+from agentgrpo.run.folder import lock_run_dir, require_folder
 from agentgrpo.run.progress import Progress
 from agentgrpo.stage import RunSetup, prepare_run
 from agentgrpo.types import Task
@@ -302,7 +302,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     check(recipe)
     with contextlib.ExitStack() as undo:
         if not args.dry_run:
-            undo.enter_context(locked(recipe.out_dir / "flywheel"))
+            undo.enter_context(lock_run_dir(recipe.out_dir / "flywheel"))
         setup = prepare_run(recipe, trained=False)
         undo.callback(setup.close)
         tasks = questions_of(recipe, setup.training_tasks(recipe), write=not args.dry_run)

@@ -21,7 +21,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.config.used_by import uses
 from agentgrpo.files import read_table
 from agentgrpo.run.atomic import write_json
-from agentgrpo.run.folder import MAY_CHANGE, flat, newest_saved, require_same_settings
+from agentgrpo.run.folder import MAY_CHANGE, flatten, newest_saved, require_same_settings
 from agentgrpo.run.interrupt import run_child
 
 
@@ -66,7 +66,7 @@ def require_same_work(
             f"out_dir {str(recipe.out_dir)!r} holds work without settings/{path.name}: choose "
             "another out_dir"
         )
-    table = flat(recipe.model_dump(mode="json"))
+    table = flatten(recipe.model_dump(mode="json"))
     now = {key: value for key, value in table.items() if uses(command, key)} | {**data}
     require_same_settings(path, now, MAY_CHANGE.union(may_change), begun=begun, write=write)
 

@@ -31,7 +31,7 @@ from agentgrpo.recipe import curriculum, flywheel, sft
 from agentgrpo.recipe.curriculum import folder_of, start_model
 from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
 from agentgrpo.run.atomic import numbered_rows, write_json, write_text
-from agentgrpo.run.folder import locked
+from agentgrpo.run.folder import lock_run_dir
 
 SAVED = ("recipe.json", *flywheel.SAVED, *sft.SAVED, *curriculum.SAVED)
 """What it continues from."""
@@ -79,7 +79,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
         raise ValueError("curriculum.start: a recipe's stages start from 'sft', got 'model'")
     flywheel.check(recipe)
     sft.settings_of(recipe)
-    with contextlib.nullcontext() if args.dry_run else locked(recipe.out_dir):
+    with contextlib.nullcontext() if args.dry_run else lock_run_dir(recipe.out_dir):
         ready = prepare(recipe)
         with contextlib.closing(ready.setup):
             require_same_work(recipe, "recipe", SAVED, write=not args.dry_run)

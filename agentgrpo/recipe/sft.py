@@ -31,7 +31,7 @@ from agentgrpo.command import Begin
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
 from agentgrpo.data.files import named
-from agentgrpo.files import missing
+from agentgrpo.files import not_found
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.machine.footprint import room_checks
 from agentgrpo.machine.packages import require
@@ -41,8 +41,8 @@ from agentgrpo.plan import line, plan
 from agentgrpo.recipe.parts import command, require_same_work
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
-from agentgrpo.run.folder import locked, require_same_run, whole_checkpoint
-from agentgrpo.run.metrics import Head, RunLog
+from agentgrpo.run.folder import lock_run_dir, require_same_run, whole_checkpoint
+from agentgrpo.run.metrics import FileTail, RunLog
 from agentgrpo.run.records import read_rollout
 from agentgrpo.stage import prepare_run
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
@@ -266,7 +266,7 @@ def data_of(recipe: RecipeConfig) -> Path:
     if data.exists():
         return data
     remedy = "; `agentgrpo flywheel CONFIG` writes it, or set sft.data=FILE"
-    raise FileNotFoundError(f"sft.data: {missing(data)}{remedy if data == made else ''}")
+    raise FileNotFoundError(f"sft.data: {not_found(data)}{remedy if data == made else ''}")
 
 
 def steps_of(sft: SftConfig, examples: int) -> int:
@@ -279,7 +279,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     config, sft, path = settings_of(recipe), recipe.sft, data_of(recipe)
     with contextlib.ExitStack() as undo:
         if not args.dry_run:
-            undo.enter_context(locked(config.out_dir))
+            undo.enter_context(lock_run_dir(config.out_dir))
         require_same_run(config)
         resumed = whole_checkpoint(config)
         setup = prepare_run(config, model=str(resumed) if resumed else None)
@@ -301,12 +301,12 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
             return
         learner = make_learner(setup.model, config, steps, adapter=setup.adapter)
         log, say = RunLog(config.out_dir), setup.progress.say
-        offsets: dict[str, Head] = {}
+        offsets: dict[str, FileTail] = {}
         if resumed is not None:
             offsets = learner.load_state(resumed / checkpoint.STATE)["log_offsets"]
             say(f"resumed from {resumed}, after {learner.step_count} steps")
-        log.cut_back(offsets)
-        log.describe(
+        log.truncate_to(offsets)
+        log.write_run_json(
             config=config.model_dump(mode="json"), base=named_base(config.model),
             learner=learner.describe(),
             sft={"examples": len(examples), **sft.model_dump(mode="json")},

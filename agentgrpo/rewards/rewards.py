@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,10 +35,10 @@ from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 from agentgrpo.usercode import (
     UserCodeError,
     WrongResult,
-    calling,
     event_loop,
     name_of,
     named_numbers,
+    user_call,
     within,
 )
 
@@ -105,12 +105,12 @@ async def ask(
 ) -> Made:  # fmt: skip
     """What a reward function, a coroutine or not, says of a rollout, or of a group."""
     what = what or f"the reward {name_of(function)}"
-    with calling(function, what, task=task, rollout=index, limit_s=limit_s):
+    with user_call(function, what, task=task, rollout=index, limit_s=limit_s):
         value = function()
         if not inspect.isawaitable(value):
             return read(value)
     longest = limit_s and 2 * limit_s  # of one that keeps the loop for itself
-    with calling(function, what, task=task, rollout=index, limit_s=longest):
+    with user_call(function, what, task=task, rollout=index, limit_s=longest):
         return read(await within(limit_s, value))
 
 
@@ -229,10 +229,7 @@ def with_costs(reward: Reward, config: RewardConfig) -> Reward:
     if not any(rates.values()):
         return reward
 
-    @functools.wraps(reward)
-    async def costed(rollout: Rollout) -> dict[str, float]:
-        parts = reward(rollout)
-        given = _given(await parts if inspect.isawaitable(parts) else parts)
+    def with_cost(given: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
         used = rollout.stats.get
         spent = {
             "tool_cost": rollout.num_calls,
@@ -244,6 +241,14 @@ def with_costs(reward: Reward, config: RewardConfig) -> Reward:
             part: rollout.weighted(part, rate, -spent[part]) for part, rate in rates.items() if rate
         }
         return {**given, **costs}
+
+    @functools.wraps(reward)
+    def costed(rollout: Rollout) -> Any:
+        parts = reward(rollout)
+        return later(parts, rollout) if inspect.isawaitable(parts) else with_cost(parts, rollout)
+
+    async def later(parts: Any, rollout: Rollout) -> dict[str, float]:
+        return with_cost(await parts, rollout)
 
     return costed
 

@@ -44,7 +44,14 @@ from agentgrpo.rewards.rewards import Reward, ask, score_async
 from agentgrpo.rewards.trl import is_trl_form, require_columns, values_of_group
 from agentgrpo.rewards.view import BUILT_IN, Decode, RolloutView
 from agentgrpo.types import Group, Rollout, SpanReward, Status, Task
-from agentgrpo.usercode import UserCodeError, WrongResult, as_number, calling, event_loop, said_of
+from agentgrpo.usercode import (
+    UserCodeError,
+    WrongResult,
+    as_number,
+    describe_error,
+    event_loop,
+    user_call,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +180,7 @@ class Scoring:
             if value is None:
                 rollout.not_applicable.append(function.name)
                 return {}
-            with calling(function.call, function.said, task=task, rollout=index):
+            with user_call(function.call, function.said, task=task, rollout=index):
                 return read(value)
 
         try:
@@ -195,7 +202,9 @@ class Scoring:
                 parts = await parts_of(function, place)
             except Exception as error:
                 if not isinstance(error, UserCodeError):  # a shipped one
-                    failed = UserCodeError(function.said, said_of(error), task=task, rollout=index)
+                    failed = UserCodeError(
+                        function.said, describe_error(error), task=task, rollout=index
+                    )
                 else:  # of a group it is every rollout's
                     failed = UserCodeError(
                         error.what, error.said, error.where, task=task, rollout=index

@@ -26,7 +26,7 @@ from agentgrpo.rollout.decoder import PlayCallback, SamplerStats
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task
-from agentgrpo.usercode import WrongResult, as_number, calling
+from agentgrpo.usercode import WrongResult, as_number, user_call
 
 if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine
@@ -87,7 +87,7 @@ class CustomSampler(AnySampler):
             filters=filters,
         )
         try:
-            with calling(self._user.rollout):
+            with user_call(self._user.rollout):
                 played = self._user.rollout(self._engine, tasks, group_size, params)
                 groups = self._groups(played, tasks, group_size)
         except BaseException:  # raised on, an interrupt too; else the engine could not go to sleep

@@ -12,7 +12,7 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import checked_episode, networks_fault
 from agentgrpo.rollout.decoder import Decoder, PlayCallback, SamplerStats, request_seed
 from agentgrpo.types import Completion, Group, Rollout, Task
-from agentgrpo.usercode import calling
+from agentgrpo.usercode import user_call
 
 
 class Groups:
@@ -72,7 +72,7 @@ class Groups:
         """Within this a function of the agent's or the environment's is called."""
         task, rollout = self.of(index)
         limit = self._config.call_timeout_s
-        return calling(function, task=task, rollout=rollout, limit_s=limit)
+        return user_call(function, task=task, rollout=rollout, limit_s=limit)
 
     def reset(self, index: int) -> AnyEpisode:
         """A new episode for a rollout."""

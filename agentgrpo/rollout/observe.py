@@ -27,7 +27,7 @@ from agentgrpo.types import Int32, Rollout, SpanReward, Status, Task
 from agentgrpo.usercode import WrongResult
 
 Users = Callable[[Any], AbstractContextManager[Any]]
-"""Of a function of an agent's: within what it is called (usercode.calling)."""
+"""Of a function of an agent's: within what it is called (usercode.user_call)."""
 
 
 def prompt_of(

@@ -24,7 +24,7 @@ from agentgrpo.models.encoding import ids_from_list
 from agentgrpo.rollout.custom import RolloutParams, rollout_from_tokens
 from agentgrpo.rollout.decoder import request_seed
 from agentgrpo.types import Completion, Int32, Rollout, Status, Task
-from agentgrpo.usercode import WrongResult, as_number, calling
+from agentgrpo.usercode import WrongResult, as_number, user_call
 
 if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine
@@ -127,7 +127,7 @@ class RolloutFuncSampler:
         trainer = RolloutTrainer(engine, self._chat, params, args)
         repeated = [task for task in tasks for _ in range(n)]
         prompts = [[dict(message) for message in task.messages] for task in repeated]
-        with calling(self._function):
+        with user_call(self._function):
             returned = self._function(prompts, trainer)
             if not isinstance(returned, Mapping):
                 raise WrongResult(f"expected a dict of lists, got {returned!r:.80}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from agentgrpo.files import CHECKSUMS, flush_folder, opened, require_as_sealed, seal
+from agentgrpo.files import CHECKSUMS, flush_folder, opened, verify_checksums, write_checksums
 
 STATE = "agentgrpo_state.pt"
 """Optimizer, data position, log offsets: what a model directory does not hold."""
@@ -50,7 +50,7 @@ def require_whole(checkpoint: Path, *, adapter: bool, remedy: str = REMEDY) -> N
             f"{checkpoint} is no whole checkpoint: {', '.join(missing)} missing or empty; {remedy}"
         )
     try:
-        require_as_sealed(checkpoint)
+        verify_checksums(checkpoint)
     except (ValueError, OSError) as error:
         raise ValueError(f"{error}; {remedy}") from None
 
@@ -104,7 +104,7 @@ def save(out_dir: Path, step: int, write: Callable[[Path], None], *, keep: int) 
     partial.mkdir(parents=True)
     try:
         write(partial)
-        seal(partial)
+        write_checksums(partial)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         # safetensors and torch have errors of their own for a full disk

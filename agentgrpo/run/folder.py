@@ -11,12 +11,12 @@ from typing import IO, Any
 
 from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
-from agentgrpo.files import in_words, read_table
+from agentgrpo.files import format_os_error, read_table
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_json
 
 
-def locked(out_dir: Path, *, ranks: bool = False) -> IO[str]:
+def lock_run_dir(out_dir: Path, *, ranks: bool = False) -> IO[str]:
     """Make out_dir this run's, until the file is closed.
 
     Args:
@@ -57,7 +57,7 @@ def require_folder(out_dir: Path, key: str = "out_dir") -> None:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=there))
     except OSError as error:
-        said = in_words(error, there)
+        said = format_os_error(error, there)
         raise ValueError(f"{key} {str(out_dir)!r}: no folder can be made in {said}") from None
 
 
@@ -82,8 +82,8 @@ def require_same_run(config: TrainConfig) -> None:
         raise ValueError(f"{described}: not that of a training run: no config")
     # what it knew no setting of was as it is by default
     least = TrainConfig(model=config.model, out_dir=config.out_dir)
-    then = flat(least.model_dump(mode="json")) | flat(about["config"])
-    now = flat(config.model_dump(mode="json", include={*TrainConfig.model_fields}))
+    then = flatten(least.model_dump(mode="json")) | flatten(about["config"])
+    now = flatten(config.model_dump(mode="json", include={*TrainConfig.model_fields}))
     _require_same(f"out_dir {str(config.out_dir)!r} holds a run with", then, now, MAY_CHANGE)
 
 
@@ -109,12 +109,12 @@ def _require_same(
             )
 
 
-def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}."""
     settings: dict[str, Any] = {}
     for key, value in table.items():
-        inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        settings.update(inner)
+        nested = isinstance(value, dict)
+        settings |= flatten(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return settings
 
 

@@ -31,7 +31,7 @@ HASHES = ("previous_hash", "rollouts_hash")
 """What a line of metrics.jsonl holds besides the step and numbers."""
 
 
-class Head(TypedDict):
+class FileTail(TypedDict):
     """Where a file of records ends."""
 
     bytes: int
@@ -44,17 +44,17 @@ def line_hash(line: bytes) -> str:
     return hashlib.blake2b(line, digest_size=16).hexdigest()
 
 
-EMPTY = Head(bytes=0, hash=line_hash(b""))
+EMPTY = FileTail(bytes=0, hash=line_hash(b""))
 
 
-def head_of(path: Path, size: int | None = None) -> Head:
+def tail_of(path: Path, size: int | None = None) -> FileTail:
     """Where a file ends, or its first `size` bytes do."""
     last, read = b"", 0
     if path.exists():
         with path.open("rb") as file:
             while (size is None or read < size) and (line := file.readline()):
                 last, read = line, read + len(line)
-    return Head(bytes=read, hash=line_hash(last))
+    return FileTail(bytes=read, hash=line_hash(last))
 
 
 class RunLog:
@@ -64,9 +64,9 @@ class RunLog:
         self._out_dir = out_dir
         self._trackers = trackers
         out_dir.mkdir(parents=True, exist_ok=True)
-        self._heads: dict[str, Head] = {}
+        self._heads: dict[str, FileTail] = {}
         if parallel.rank() == 0:
-            self._heads = {name: head_of(out_dir / name) for name in FILES}
+            self._heads = {name: tail_of(out_dir / name) for name in FILES}
 
     def write(self, step: int, **areas: Metrics) -> Metrics:
         """One line of metrics.jsonl: the step and `area/name: value` for all, which it returns."""
@@ -105,14 +105,14 @@ class RunLog:
             ),
         )
 
-    def describe(self, **record: Any) -> None:
+    def write_run_json(self, **record: Any) -> None:
         """Write run.json: the resolved config, what was chosen, and the versions."""
         if parallel.rank() > 0:
             return
         described = {**record, "records": self._heads}
         write_text(self._out_dir / "run.json", json.dumps(described, indent=1, default=str) + "\n")
 
-    def offsets(self) -> dict[str, Head]:
+    def offsets(self) -> dict[str, FileTail]:
         """Where the files end, after all of it has reached the disk; empty on other ranks."""
         self.require_there()
         for name in self._heads:
@@ -122,7 +122,7 @@ class RunLog:
                     os.fsync(file.fileno())
         return dict(self._heads)
 
-    def cut_back(self, offsets: Mapping[str, Head]) -> None:
+    def truncate_to(self, offsets: Mapping[str, FileTail]) -> None:
         """Drop what was written after `offsets` were taken.
 
         Raises:
@@ -137,7 +137,7 @@ class RunLog:
                     f"{path}: {f'{size:,} bytes are left' if size else 'it is gone or empty'}; "
                     f"when the checkpoint was saved it had {kept['bytes']:,}. {REMEDY}"
                 )
-            if head_of(path, kept["bytes"]) != kept:
+            if tail_of(path, kept["bytes"]) != kept:
                 raise ValueError(
                     f"{path}: its line that ends at byte {kept['bytes']:,} is not the one that the "
                     f"checkpoint was saved after. {REMEDY}"
@@ -175,4 +175,4 @@ class RunLog:
                 head = self._heads[name]
                 line = json.dumps({**row, "previous_hash": head["hash"]}).encode() + b"\n"
                 file.write(line)
-                self._heads[name] = Head(bytes=head["bytes"] + len(line), hash=line_hash(line))
+                self._heads[name] = FileTail(bytes=head["bytes"] + len(line), hash=line_hash(line))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from agentgrpo import extras, parallel
 from agentgrpo.types import Metrics
-from agentgrpo.usercode import said_of, tell
+from agentgrpo.usercode import describe_error, tell
 
 PROJECT = "agentgrpo"
 
@@ -98,8 +98,8 @@ class Kept:
             self._fails = True
             if not failed:
                 tell(
-                    f"trackers: {self._name!r} {said_of(error)} ({when}); the run goes on, its "
-                    "numbers are in metrics.jsonl"
+                    f"trackers: {self._name!r} {describe_error(error)} ({when}); the run goes on, "
+                    "its numbers are in metrics.jsonl"
                 )
 
 

@@ -30,28 +30,22 @@ UNUSED = ("site-packages", "dist-packages", "test", "config-*", "*.a")
 _copying, _copies = threading.Lock(), set[str]()
 
 
-def places(template: Template, home: str = "") -> Places:
-    """Where a session with that home finds things."""
+def places(template: Template) -> Places:
+    """Where sessions find things; each has a home of its own."""
     interpreter = reachable(template.interpreter)
     is_copy = interpreter != template.interpreter
     return Places(
         interpreter,
         tuple(map(reachable, template.site_dirs)),
         reachable(GUEST),
-        home,
-        tmp=home,
+        home="",
         own_root=False,
         libraries=str(Path(interpreter).parents[1] / "lib") if is_copy else "",
     )
 
 
 def readable_paths(template: Template) -> list[str]:
-    """What sessions may read and execute.
-
-    Raises:
-        SandboxUnavailable: their users may not enter a directory above a mount, which has to be
-            where it is.
-    """
+    """What sessions may read and execute."""
     own = [reachable(path, UNUSED) for path in template.interpreter_paths]
     own += map(reachable, (*template.site_dirs, GUEST, str(_C.__file__)))
     for mount in template.mounts:
@@ -64,11 +58,7 @@ def readable_paths(template: Template) -> list[str]:
 
 
 def command(template: Template, scratch: str) -> list[str]:
-    """The zygote's command line.
-
-    Raises:
-        SandboxUnavailable: nothing would keep sessions from this user's files and processes.
-    """
+    """The zygote's command line."""
     if os.geteuid() != 0 and _C.sandbox_landlock_version() == 0:
         raise SandboxUnavailable(
             "this kernel has no Landlock, and this user is not root: sessions could read and "

@@ -163,9 +163,6 @@ class ControlGroup:
     def counts(self) -> tuple[int, int]:
         """Processes that the memory limit has killed since the group was made, and processes and
         threads in it now, those included that nobody has waited for.
-
-        Raises:
-            OSError: they cannot be read.
         """
         killed = os.pread(self._events, 512, 0).partition(b"\noom_kill ")[2].split(b"\n", 1)[0]
         return int(killed or 0), int(os.pread(self._count, 32, 0))
@@ -209,11 +206,7 @@ class ControlGroup:
 
 
 class Cgroups:
-    """The groups of one pool, beneath a directory named after this process.
-
-    Raises:
-        CgroupsUnavailable: this process may not make groups, with the reason.
-    """
+    """The groups of one pool, beneath a directory named after this process."""
 
     def __init__(
         self, memory_bytes: int, processes: int, cpus: float = 2.0, all_cpus: float | None = None
@@ -306,12 +299,7 @@ class Cgroups:
 
 
 def _delegate(group: Path) -> str:
-    """Let the groups beneath have limits (v2). Returns why they have none of processors, if so.
-
-    Raises:
-        CgroupsUnavailable: the controllers were not delegated to us.
-        OSError: we may not.
-    """
+    """Let the groups beneath have limits (v2). Returns why they have none of processors, if so."""
     there = (group / "cgroup.controllers").read_text().split()
     if missing := [name for name in V2_CONTROLLERS if name not in there]:
         raise CgroupsUnavailable(f"{group} was not given the controllers {' and '.join(missing)}")

@@ -51,11 +51,7 @@ def pid_of(pidfd: int) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process; none if it has ended.
-
-    Raises:
-        OSError: no descriptors are left to look.
-    """
+    """The children of a process; none if it has ended."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -64,11 +60,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def process_tree(root: int) -> list[int]:
-    """A process and all its descendants. Orphans of a session are its init's children.
-
-    Raises:
-        OSError: no descriptors are left to look.
-    """
+    """A process and all its descendants. Orphans of a session are its init's children."""
     found = [root]
     for pid in found:
         found += children_of(pid)
@@ -127,11 +119,7 @@ class Owned:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[Self]:
-        """borrow() and give_back().
-
-        Raises:
-            SandboxNotFoundException: they are closed.
-        """
+        """borrow() and give_back()."""
         if not self.borrow():
             raise SandboxNotFoundException("it is over and was closed")
         try:
@@ -152,7 +140,7 @@ class Owned:
             os.close(fd)
 
 
-class Keeper(Protocol):
+class Supervisor(Protocol):
     """What keeps sessions alive from outside: a zygote and its jail."""
 
     def failure(self) -> str:
@@ -165,15 +153,15 @@ class Channels(Owned):
     Args:
         init: pidfd of what to kill to be rid of it: PID 1 of a session.
         interpreter: pidfd of the process that runs the untrusted code.
-        keeper: who knows whether the host's side is well.
+        supervisor: who knows whether the host's side is well.
         owner: user id that files and pipes of the session are given to; None if this process is
             not root and has no choice.
         places: where the session finds things.
     """
 
     __slots__ = (
-        "err", "init", "interpreter", "keeper", "out", "owner", "places", "request", "response",
-        "status",
+        "err", "init", "interpreter", "out", "owner", "places", "request", "response", "status",
+        "supervisor",
     )  # fmt: skip
 
     def __init__(
@@ -186,14 +174,14 @@ class Channels(Owned):
         init: int,
         interpreter: int,
         *,
-        keeper: Keeper,
+        supervisor: Supervisor,
         owner: int | None,
         places: Places,
     ) -> None:
         super().__init__(request, response, out, err, status, init, interpreter)
         self.request, self.response, self.out, self.err = request, response, out, err
         self.status, self.init, self.interpreter = status, init, interpreter
-        self.keeper, self.owner, self.places = keeper, owner, places
+        self.supervisor, self.owner, self.places = supervisor, owner, places
 
     def heard(self, fd: int) -> bool:
         """Whether one of its descriptors is ready(); True once they are closed."""
@@ -227,20 +215,12 @@ class Root(Owned):
 
     It holds the session's mount namespace: without, its mounts would be gone with its last process,
     and names would lead to what lay beneath them, which other sessions have lain upon as well.
-
-    Args:
-        channels: of the session, borrowed by the caller.
-        pid: of its interpreter.
-
-    Raises:
-        SandboxNotFoundException: the session is over.
-        SandboxInfraError: the machine has failed, and ended it.
     """
 
-    __slots__ = ("_keeper", "_pidfd", "directory", "owner", "places")
+    __slots__ = ("_pidfd", "_supervisor", "directory", "owner", "places")
 
     def __init__(self, channels: Channels, pid: int) -> None:
-        self._keeper, self.places = channels.keeper, channels.places
+        self._supervisor, self.places = channels.supervisor, channels.places
         held: list[int] = []
         with contextlib.ExitStack() as made:
 
@@ -268,11 +248,7 @@ class Root(Owned):
         super().__init__(self._pidfd, self.directory, *held)
 
     def path_of(self, name: str) -> str:
-        """A name of a file as the session's code finds it; a relative one starts at its home.
-
-        Raises:
-            NotSupportedException: it lies in no directory of the session's.
-        """
+        """A name of a file as the session's code finds it; a relative one starts at its home."""
         places = self.places
         if not places.own_root and Path(name).is_relative_to(HOME):
             name = os.path.relpath(name, HOME)
@@ -292,22 +268,14 @@ class Root(Owned):
             raise self._over()
 
     def _over(self) -> SandboxException:
-        failure = self._keeper.failure()
+        failure = self._supervisor.failure()
         if failure:
             return SandboxInfraError(failure)
         return SandboxNotFoundException("the session is over")
 
 
-class Ends:
-    """Both ends of the pipes and the status socket of a process to be; closes what is not taken.
-
-    Args:
-        owner: user id that the output pipes are given to, so that the code may open /dev/stdout;
-            None leaves them.
-
-    Raises:
-        SandboxInfraError: out of descriptors.
-    """
+class SessionPipes:
+    """Both ends of the pipes and the status socket of a process to be; closes what is not taken."""
 
     def __init__(self, owner: int | None = None) -> None:
         self._owner = owner
@@ -347,11 +315,13 @@ class Ends:
         """Once sent: so that the end of the other side shows as end of file here."""
         self._close(self._theirs)
 
-    def detach(self, init: int, interpreter: int, keeper: Keeper, places: Places) -> Channels:
+    def detach(
+        self, init: int, interpreter: int, supervisor: Supervisor, places: Places
+    ) -> Channels:
         """Hand our ends to the caller."""
         ours = (*self._mine, self.status.detach(), init, interpreter)
         self._mine.clear()
-        return Channels(*ours, keeper=keeper, owner=self._owner, places=places)
+        return Channels(*ours, supervisor=supervisor, owner=self._owner, places=places)
 
     def __enter__(self) -> Self:
         return self
@@ -363,16 +333,7 @@ class Ends:
 
 
 def await_ready(status: socket.socket, num_fds: int) -> list[int]:
-    """The pidfds of PID 1 and PID 2, or of one program, once init has started them.
-
-    Args:
-        status: our end.
-        num_fds: how many there are to be.
-
-    Raises:
-        SetupFailed: at the step it names.
-        NoReport: not a word came.
-    """
+    """The pidfds of PID 1 and PID 2, or of one program, once init has started them."""
     if not ready(status.fileno(), READY_TIMEOUT_S * 1e3):
         raise NoReport("a new process did not report in time")
     try:

@@ -81,7 +81,7 @@ def _failed(rung: Rung, text: str) -> Check:
 
 def _rungs() -> Iterator[Check]:
     """Try every rung for real."""
-    for rung in LADDER:
+    for rung in (*LADDER, Rung.BARE):
         try:
             spawner = Spawner(Template(), Limits(), zygotes=1, rungs=[rung])
             spawner.close()
@@ -131,7 +131,7 @@ def examine() -> tuple[list[Check], Rung | None]:
     rung = None
     if all(check.ok for check in checks):
         rungs = list(_rungs())
-        rung = next((Rung(check.name) for check in rungs if check.ok), None)
+        rung = next((rung for rung in LADDER for one in rungs if one.ok and one.name == rung), None)
         checks += rungs
     return [*checks, *_helpful()], rung
 

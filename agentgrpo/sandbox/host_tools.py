@@ -25,7 +25,7 @@ from agentgrpo.sandbox.errors import InvalidArgumentException, SandboxInfraError
 from agentgrpo.sandbox.guest.data import EncodeError, decode, encode
 from agentgrpo.sandbox.guest.wire import Malformed
 from agentgrpo.sandbox.limits import require_positive
-from agentgrpo.usercode import waited
+from agentgrpo.usercode import run_sync
 
 Function = Callable[..., Any]
 Cached = Literal["no", "rollout", "run"]
@@ -279,7 +279,7 @@ class HostTools:
     def _outcome(self, tool: HostTool, arguments: Any) -> tuple[str, tuple[str | bytes, ...]]:
         try:
             args, kwargs = tool.check(*arguments)
-            value = waited(tool.function(*args, **kwargs), LOOP, self.budget.call_s + 1.0)
+            value = run_sync(tool.function(*args, **kwargs), LOOP, self.budget.call_s + 1.0)
         except self.machine_errors as error:
             return "failed", (f"{tool.name}(): {printable(str(error)[:MAX_TEXT])}",)
         except BaseException as error:  # SystemExit too: it is the call's, and ends nothing here

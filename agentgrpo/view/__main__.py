@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from agentgrpo.config.arguments import parser_of
-from agentgrpo.files import missing, require_output
+from agentgrpo.files import not_found, require_output
 from agentgrpo.view.collect import read_run
 from agentgrpo.view.page import make_page
 
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     output = args.output or first / ("view.html" if len(args.runs) == 1 else "compare.html")
     try:
         if gone := [path for path in args.runs if not path.exists()]:
-            raise FileNotFoundError(missing(gone[0]))
+            raise FileNotFoundError(not_found(gone[0]))
         require_output(output)
         several = len(args.runs) > 1
         runs = [

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from agentgrpo.files import read_table
 from agentgrpo.run.atomic import numbered_rows
-from agentgrpo.run.folder import flat
+from agentgrpo.run.folder import flatten
 from agentgrpo.run.metrics import HASHES
 from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Float32, Int32, Rollout, Segment
@@ -98,8 +98,8 @@ def read_run(folder: Path, name: str | None = None, *, rollouts: bool = True) ->
         for _, row in _lines(metrics)
     ]
     facts = {
-        "config": flat(described.get("config", {})),
-        "facts": flat({k: v for k, v in described.items() if k != "config"}),
+        "config": flatten(described.get("config", {})),
+        "facts": flatten({k: v for k, v in described.items() if k != "config"}),
         "metrics": metrics_rows,
     }
     tokenizer = find_tokenizer(_tokenizer_places(folder, described))

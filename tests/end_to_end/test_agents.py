@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ from agentgrpo.types import Rollout, Status
 from tests.end_to_end.test_learning import learned
 from tests.playing import task
 from tests.rollout.stubs import StubEnv
-from tests.rollout.test_second_role import AGENT as TALKER
-from tests.rollout.test_second_role import Shop
 
 TOOLS = ToolEnv([calculate])
 BUDGET = RolloutConfig(max_turns=3, max_turn_tokens=24, max_observation_tokens=32)
@@ -92,38 +89,6 @@ def test_every_agent_plays_with_a_real_engine_and_sandbox(
         )
     if kind in ("code", "inline"):
         assert sum(r.stats["tool_calls"] + r.stats["malformed"] for r in group.rollouts) > 0
-
-
-class Talkative(ToolAgent):
-    """Its random turns seldom end by themselves."""
-
-    stop = tuple(string.ascii_lowercase)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_engine_plays_agent_and_customer(
-    engine: Engine, tokenizer: Any, deterministic: bool
-) -> None:
-    """The random model in both roles, batched together: tokens of the one are not the other's."""
-    talker = Talkative(env=TALKER.env, call_reader=TALKER.call_reader)
-    shop = Shop(temperature=1.0, max_tokens=8)
-    budget = RolloutConfig(
-        max_turns=2, max_turn_tokens=24, max_observation_tokens=16, deterministic=deterministic
-    )
-    groups = [
-        generate([task("Hi")], engine, talker, 6, env=shop, tokenizer=tokenizer, config=budget)[0]
-        for _ in range(2)
-    ]
-    for rollout in groups[0].rollouts:
-        assert rollout.status is not Status.INFRA_ERROR, rollout.error
-        sampled = sum(len(s.token_ids) for s in rollout.segments if s.logprobs is not None)
-        assert sampled == sum(t.sampled_tokens for t in rollout.turns) == rollout.num_sampled
-        assert rollout.stats.get("asked_tokens", 0.0) <= 8 * rollout.stats.get("asked", 0.0)
-    assert sum(r.stats.get("asked", 0.0) for r in groups[0].rollouts) > 0
-    if deterministic:
-        one, two = ([r.token_ids.tolist() for r in g.rollouts] for g in groups)
-        assert one == two
-    assert engine.num_in_flight == 0
 
 
 def calls(rollout: Rollout) -> dict[str, float]:

@@ -18,7 +18,7 @@ from agentgrpo import verify
 from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.run.metrics import HASHES
 from agentgrpo.run.records import read_rollout
-from agentgrpo.types import Rollout, Status
+from agentgrpo.types import Rollout
 from agentgrpo.view.collect import STREAMS, read_run
 from tests import tiny
 from tests.given import TASK
@@ -90,12 +90,12 @@ KILLED_AT_THE_SECOND_CHECKPOINT = """
 import os, signal, sys
 from agentgrpo.run import checkpoint
 from agentgrpo.train import main
-seal = checkpoint.seal
+write_checksums = checkpoint.write_checksums
 def sealed(folder):
     if folder.name.endswith("2"):
         os.kill(os.getpid(), signal.SIGKILL)
-    seal(folder)
-checkpoint.seal = sealed
+    write_checksums(folder)
+checkpoint.write_checksums = sealed
 sys.exit(main(sys.argv[1:]))
 """
 """A run that is killed in the middle of writing it."""
@@ -182,13 +182,6 @@ class TestWholeRun:
         assert all(row["learner/sampler_gap_max"] <= 1e-4 for row in steps)
         assert [row["step"] for row in rows if "eval/solved" in row] == [0, 3, STEPS]
 
-    def test_the_reference_follows_the_policy(self, whole_run: tuple[Path, str]) -> None:
-        """Every second update it is the policy again."""
-        rows = read_lines(whole_run[0] / "metrics.jsonl")
-        kl = [row["learner/ref_kl"] for row in rows if "learner/loss" in row]
-        assert kl[::2] == pytest.approx([0, 0], abs=1e-6)
-        assert min(kl[1::2]) > 1e-5
-
     def test_its_records_are_what_the_engine_saw(
         self, whole_run: tuple[Path, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -213,14 +206,6 @@ class TestWholeRun:
                     np.testing.assert_allclose(logp, segment.logprobs, atol=1e-4)
                     assert (entropy > -1e-4).all()
         assert read_run(whole_run[0]).index["recorded"] == sorted(STREAMS), "the page can show it"
-
-    def test_they_say_where_the_time_of_a_rollout_went(self, whole_run: tuple[Path, str]) -> None:
-        for rollout in rollouts(whole_run[0], "train"):
-            parts = {"queue_s", "generate_s", "own_s", "finish_s"}
-            acted = {"tools_s"} if rollout.stats["tool_calls"] else set()
-            assert rollout.timings.keys() == parts | acted
-            assert all(seconds >= 0 for seconds in rollout.timings.values())
-            assert rollout.timings["generate_s"] > 0
 
     def test_the_time_of_a_step_adds_up(self, whole_run: tuple[Path, str]) -> None:
         rows = [r for r in read_lines(whole_run[0] / "metrics.jsonl") if "time/total_s" in r]
@@ -249,14 +234,6 @@ class TestWholeRun:
                     assert f"user\n{total}<|im_end|>" in seen
                     ran += 1
         assert ran > 10
-
-    def test_rollouts_carry_reward_status_and_advantage(self, whole_run: tuple[Path, str]) -> None:
-        trained = list(rollouts(whole_run[0], "train"))
-        assert len(trained) >= STEPS * 3 * 4
-        assert {r.status for r in trained} <= set(Status) - {Status.INFRA_ERROR}
-        assert len({r.reward for r in trained}) > 1
-        assert any(r.advantage > 0 for r in trained)
-        assert any(r.advantage < 0 for r in trained)
 
     def test_the_checkpoint_is_the_trained_policy(self, whole_run: tuple[Path, str]) -> None:
         """Plain transformers gives what the last evaluation sampled the same log-probabilities."""

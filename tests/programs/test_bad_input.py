@@ -6,11 +6,9 @@ Each plays beside a rollout that asks as it should, and asks once itself in the 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import logging
 import socket
-import struct
 import threading
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
@@ -152,44 +150,6 @@ def test_it_is_told_and_nobody_else_notices(
     assert [len(r.turns) for r in rollouts][1:] == [1]
     assert not caplog.records
     assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def test_a_stream_whose_client_left_is_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Asyncio warns of the fifth write to a connection that is known to be lost."""
-    clients: list[socket.socket] = []
-
-    def events(_: Any, usage: bool) -> Any:
-        yield "1"
-        while clients:  # on the endpoint's thread, so that it is between two writes
-            client = clients.pop()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            client.close()
-        yield from map(str, range(2, 30))
-
-    chat = dataclasses.replace(endpoint.APIS[CHAT_PATH], to_stream=events)
-    monkeypatch.setitem(endpoint.APIS, CHAT_PATH, chat)
-
-    async def program(client: Any, o: Any) -> str:
-        url = urlsplit(str(client.base_url))
-        cut = socket.create_connection(("127.0.0.1", url.port or 0))
-        clients.append(cut)
-        cut.sendall(Raw(0, client.api_key).whole(STREAM))
-        while clients:
-            await asyncio.sleep(0.01)
-        reader, writer = await asyncio.open_connection("127.0.0.1", url.port)
-        writer.write(Raw(0, client.api_key).whole(STREAM))
-        await reader.readuntil(b"data: 29")  # or it leaves a stream that has not begun
-        writer.close()
-        return str((await o.ask(GOOD["messages"])).choices[0].message.content)
-
-    with caplog.at_level(logging.WARNING):
-        groups, _ = played(asking(program), lambda *_: turn("fine"))
-    (rollout,) = groups[0].rollouts
-    assert rollout.answer == "fine"
-    assert len(rollout.turns) == 3, "who cuts a stream and asks again is not given the same turn"
-    assert not caplog.records
 
 
 def test_a_large_request_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

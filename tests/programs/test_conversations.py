@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -230,22 +228,3 @@ def test_the_name_of_a_tool_is_that_of_its_call() -> None:
     )
     assert [m.role for m in read] == ["system", "assistant", "tool"]
     assert (read[2].name, read[2].content) == ("f", "3")
-
-
-def test_a_large_message_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even another one's key, which is read on the endpoint's own loop."""
-    entered, read = threading.Event(), threading.Event()
-
-    def slow(text: str) -> Any:
-        entered.set()
-        return read.wait(20)
-
-    monkeypatch.setattr("agentgrpo.programs.messages.json_key", slow)
-    large = Message("assistant", calls=(Call("c", "f", "[1]"),))
-    with ThreadPoolExecutor(2) as threads:
-        waits = threads.submit(lambda: large.key)
-        assert entered.wait(20)
-        other = threads.submit(lambda: Message("user", "hi").key)
-        assert other.result(20) is not None
-        assert not waits.done()
-        read.set()

@@ -151,20 +151,6 @@ def test_a_daemon_that_holds_the_output_holds_nothing_up(tmp_path: Path) -> None
     assert (rollout.answer, rollout.status) == ("done", Status.COMPLETED)
 
 
-@pytest.mark.slow
-@pytest.mark.nsjail
-@pytest.mark.parametrize("made", ["os.mkfifo('answer.txt')", "os.mkdir('answer.txt')"])
-def test_an_answer_that_is_no_file_is_the_programs_doing(
-    tmp_path: Path, jails: SandboxPool, made: str
-) -> None:
-    file = tmp_path / "agent.py"
-    file.write_text(PROGRAM.replace("{ending}", made))
-    launcher = Sandboxed(jails, ["python", "agent.py"], [file], {}, 60.0)
-    rollout = alone(launcher, lambda *_: turn("x"))
-    assert (rollout.answer, rollout.status) == (None, Status.COMPLETED)
-    assert rollout.stats["program_failed"] == 1
-
-
 ATTACKS = {
     "[os.remove(f) for f in os.listdir() if f != 'kept']": ("noise", 0.0),
     "import shutil; shutil.rmtree(os.getcwd())": ("noise", 0.0),
@@ -249,6 +235,7 @@ LIMITS = {
     "held = []\nwhile True: held.append(bytearray(1 << 26))": False,
     "os.kill(os.getppid(), 9)": False,
     "open('answer.txt', 'w').close(); os.chmod('answer.txt', 0)": False,
+    "os.mkfifo('answer.txt')": False,
     OWN: True,
 }
 

@@ -173,7 +173,9 @@ def record(
     engine = Engine(TOKENIZER, says, config.engine.max_model_len)
     agent, env = CodeAgent(system_prompt="S"), StubEnv(answer=answer)
     log, learner = RunLog(folder), Learner(config)
-    log.describe(config=config.model_dump(mode="json"), learner={"device": "cpu"}, vocab_size=VOCAB)
+    log.write_run_json(
+        config=config.model_dump(mode="json"), learner={"device": "cpu"}, vocab_size=VOCAB
+    )
     scoring = Scoring(
         make_reward(config.reward), config.reward, TOKENIZER.decode, total_steps=config.steps
     )

@@ -402,11 +402,11 @@ def test_the_chain_goes_on_where_a_resumed_run_cut_it(files: Files, tmp_path: Pa
     log.write(3, eval={"solved": 1.0})
     assert verify.verify_run(tmp_path).faults
     again = RunLog(tmp_path)
-    again.cut_back(kept)
+    again.truncate_to(kept)
     assert verify.verify_run(tmp_path).faults == []
     assert {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in NAMES} == whole
     *before, last = whole["metrics"].splitlines(keepends=True)
     edited = last.replace(b'"eval/rollouts": 3', b'"eval/rollouts": 4')
     (tmp_path / "metrics.jsonl").write_bytes(b"".join([*before, edited]))
     with pytest.raises(ValueError, match="is not the one that the checkpoint was saved after"):
-        again.cut_back(kept)
+        again.truncate_to(kept)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentgrpo.files import CHECKSUMS, read_json, read_toml, require_as_sealed, seal
+from agentgrpo.files import CHECKSUMS, read_json, read_toml, verify_checksums, write_checksums
 from agentgrpo.run import checkpoint
 
 
@@ -184,7 +184,7 @@ def test_a_foreign_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path, adapte
     names = ADAPTER if adapter else WHOLE
     for name in names:
         write_part(tmp_path / name)
-    seal(tmp_path)
+    write_checksums(tmp_path)
     checkpoint.require_whole(tmp_path, adapter=adapter)
     for name in sorted(names):
         (tmp_path / name).unlink()
@@ -195,7 +195,7 @@ def test_a_foreign_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path, adapte
     (tmp_path / CHECKSUMS).unlink()
     with pytest.raises(ValueError, match=f"{CHECKSUMS} missing or empty; move the che"):
         checkpoint.require_whole(tmp_path, adapter=adapter)
-    seal(tmp_path)
+    write_checksums(tmp_path)
     (tmp_path / checkpoint.STATE).write_text("")
     with pytest.raises(ValueError, match=f"{checkpoint.STATE} missing or empty"):
         checkpoint.require_whole(tmp_path, adapter=adapter)
@@ -209,7 +209,7 @@ def test_weights_that_were_cut_short_are_told_before_a_model_is_loaded(
 ) -> None:
     for name in WHOLE:
         write_part(tmp_path / name)
-    seal(tmp_path)
+    write_checksums(tmp_path)
     path = tmp_path / "model-00001-of-00002.safetensors"
     assert checkpoint.shapes_in(path) == {"w": (3, 4), "b": (5,)}
     path.write_bytes(path.read_bytes()[:kept])
@@ -248,9 +248,9 @@ def test_one_flipped_bit_is_found_in_each_file_at_each_end_and_between(tmp_path:
 
 def test_what_others_have_published_with_a_model_is_not_read(tmp_path: Path) -> None:
     (tmp_path / CHECKSUMS).write_text(f"{'0' * 64}  config.json\n")
-    require_as_sealed(tmp_path, ours=False)
+    verify_checksums(tmp_path, ours=False)
     with pytest.raises(ValueError, match="is not as it was written"):
-        require_as_sealed(tmp_path)
+        verify_checksums(tmp_path)
 
 
 def test_the_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:

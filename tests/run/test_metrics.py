@@ -101,7 +101,7 @@ def test_what_came_after_the_offsets_is_cut(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "half')
     log = RunLog(tmp_path)
-    log.cut_back(offsets)
+    log.truncate_to(offsets)
     assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
     log.write(1, a={"x": 2.5})
     assert numbers(tmp_path)[-1] == {"step": 1, "a/x": 2.5}
@@ -109,9 +109,9 @@ def test_what_came_after_the_offsets_is_cut(tmp_path: Path) -> None:
 
 def test_without_a_checkpoint_everything_is_cut(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
-    log.cut_back({})
+    log.truncate_to({})
     log.write(0, a={"x": 1.0})
-    log.cut_back({})
+    log.truncate_to({})
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
@@ -123,7 +123,7 @@ def test_a_record_shorter_than_its_checkpoint_is_not_padded(tmp_path: Path) -> N
     for left, said in ((b"", "it is gone or empty"), (b"{}\n", "3 bytes are left")):
         path.write_bytes(left)
         with pytest.raises(ValueError, match=rf"{said}; .* had 1\d\d\. Put back .*; or move"):
-            log.cut_back(offsets)
+            log.truncate_to(offsets)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
@@ -150,7 +150,7 @@ def test_records_that_somebody_removes_or_changes_meanwhile_end_the_run(
 
 
 def test_run_json_takes_paths(tmp_path: Path) -> None:
-    RunLog(tmp_path).describe(config={"out_dir": Path("x")}, model="m")
+    RunLog(tmp_path).write_run_json(config={"out_dir": Path("x")}, model="m")
     described = json.loads((tmp_path / "run.json").read_text())
     assert described.pop("records").keys() == {"metrics.jsonl", "rollouts.jsonl"}
     assert described == {"config": {"out_dir": "x"}, "model": "m"}

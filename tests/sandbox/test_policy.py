@@ -55,7 +55,7 @@ MACHINES = pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_exactly_the_named_calls_are_allowed(machine: str) -> None:
     program, arch = policy.build(machine), policy.AUDIT_ARCH[machine]
     known = policy.system_calls(machine)
-    by_argument = policy._filters(machine, alone=True, shared_memory=True)
+    by_argument = policy._filters(machine, namespaced=True, shared_memory=True)
     filtered = {known[name] for name in by_argument if name in known}
     for number in range(600):
         answer = decide(program, arch, number)
@@ -319,10 +319,12 @@ def test_unknown_machine_is_refused() -> None:
         policy.build("riscv64")
 
 
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("namespaced", [True, False])
 @MACHINES
-def test_limits_may_be_asked_for_and_core_dumps_not_switched_on(machine: str, alone: bool) -> None:
-    program, arch = policy.build(machine, alone=alone), policy.AUDIT_ARCH[machine]
+def test_limits_may_be_asked_for_and_core_dumps_not_switched_on(
+    machine: str, namespaced: bool
+) -> None:
+    program, arch = policy.build(machine, namespaced=namespaced), policy.AUDIT_ARCH[machine]
     number = policy.system_calls(machine)["prlimit64"]
     core, files, somewhere = policy.RLIMIT_CORE, 7, 0x7F00_1234_5678
     assert decide(program, arch, number, 0, core, 0, somewhere) == ALLOW
@@ -330,11 +332,11 @@ def test_limits_may_be_asked_for_and_core_dumps_not_switched_on(machine: str, al
     assert decide(program, arch, number, 0, core, 1 << 32, 0) == denied(0)
     assert decide(program, arch, number, 0, files, somewhere, 0) == ALLOW
     other = decide(program, arch, number, 2, files, 0, somewhere)
-    assert other == (ALLOW if alone else denied(errno.EPERM))
+    assert other == (ALLOW if namespaced else denied(errno.EPERM))
 
 
 def test_without_namespaces_no_call_reaches_another_process() -> None:
-    program, arch = policy.build("x86_64", alone=False), policy.AUDIT_ARCH["x86_64"]
+    program, arch = policy.build("x86_64", namespaced=False), policy.AUDIT_ARCH["x86_64"]
     known = policy.system_calls("x86_64")
     for name in policy.OTHER_PROCESSES.split():
         assert decide(program, arch, known[name]) == denied(errno.ENOSYS), name

@@ -29,7 +29,7 @@ def write_run(
 ) -> Path:
     """A run of `steps` steps whose tokens are text of the tiny tokenizer; returns its folder."""
     log = RunLog(folder)
-    log.describe(
+    log.write_run_json(
         config={
             "steps": steps,
             "model": "tiny",
@@ -108,7 +108,7 @@ def play(name: str, said: Sequence[str], seen: Sequence[str], *, answer: str | N
 def write_program(folder: Path) -> Path:
     """A run of one rollout of a program: a conversation, one beside it, and a second try."""
     log = RunLog(folder)
-    log.describe(config={"agent": {"kind": "program"}}, model=str(folder / "model"))
+    log.write_run_json(config={"agent": {"kind": "program"}}, model=str(folder / "model"))
     tiny.make_tokenizer().save_pretrained(folder / "model")
     rollout = play("main", ["plan", "act", "done"], ["go on", "and?"], answer="2")
     main = rollout.segments

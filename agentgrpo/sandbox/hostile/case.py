@@ -81,11 +81,7 @@ def on_pool(attack: Callable[[SandboxPool], None]) -> Callable[[SandboxPool], No
 
 
 class Table:
-    """The rows of one group.
-
-    Args:
-        module: ``__name__`` of the module they stand in.
-    """
+    """The rows of one group."""
 
     def __init__(self, module: str) -> None:
         self._group = module.rpartition(".")[2]
@@ -97,14 +93,7 @@ class Table:
         needs: Callable[[Session], None] | None = None,
         alone: bool = False,
     ) -> None:
-        """One case.
-
-        Args:
-            name: states the property.
-            steps: fields of Step; or a function of the session, which has to hold.
-            needs: raises Skip where the case does not apply.
-            alone: see Case.
-        """
+        """One case."""
         attack = partial(_play, steps, needs)
         CASES.append(Case(name, self._group, attack, alone))
 
