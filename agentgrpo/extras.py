@@ -49,8 +49,9 @@ def require_installed(module: str, why: str) -> None:
 
 def import_optional(module: str, why: str) -> Any:
     """A module, imported; ValueError if it is not there or does not import, with what needs it."""
-    require_installed(module.partition(".")[0], why)
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        if error.name and error.name.partition(".")[0] == module.partition(".")[0]:
+            raise ValueError(f"{why}: {install_hint(module)}") from error
         raise ValueError(f"{why}: {module} does not import: {error}") from error

@@ -350,8 +350,7 @@ def with_user(
             f"env.user.mode: env.kind {config.kind!r} has somebody to talk with already, "
             f"got {user.mode!r}; leave it at 'nobody'"
         )
-    column = user.column if user.reads_column else None
-    made = DialogueEnv(env, users, user.mode, column, user.max_replies)
+    made = DialogueEnv(env, users, user.mode, user.reads_column, user.max_replies)
     return cast(Environment, made)
 
 
@@ -360,7 +359,7 @@ def _require_user(config: TrainConfig) -> None:
     named: dict[str, Model] = dict.fromkeys((*OWN_MODELS, *config.endpoints), "policy")
     if users_of(user, named) and user.reads_column and config.data.train == "word_problems":
         raise ValueError(
-            f"env.user.mode {user.mode!r} reads the data's column {user.column!r}, and data.train "
+            f"env.user.mode {user.mode!r} reads the data's column 'user', and data.train "
             "'word_problems' has no columns: name a file, or a user of your own"
         )
 
@@ -372,10 +371,7 @@ def users_of(config: UserConfig, models: Mapping[str, Model] = MODELS) -> UserSi
         ValueError: there is no such mode, class or function; names the key.
     """
     try:
-        made = UserSimulators(
-            config.mode, "nobody", ("scripted", "model"), config.temperature, config.max_tokens,
-            models,
-        )  # fmt: skip
+        made = UserSimulators(config.mode, "nobody", ("scripted", "model"), models, max_tokens=64)
     except ValueError as error:
         raise ValueError(f"env.user.{str(error).removeprefix('env.options.')}") from None
     return made if made.talk else None

@@ -120,16 +120,25 @@ def as_markdown() -> str:
     for name, keys in itertools.groupby(whole, lambda setting: setting.section):
         title = f"[{name}]" if name else "The run"
         lines += ["", f"## {title}", "", inspect.cleandoc(about[name]), "", *_table(keys)]
+        shown: dict[str, list[Setting]] = {}
         for kind in KINDS.get(name, ()):
-            lines += ["", f"### [{name}.options] of `{kind}`", "", *_kind_page(name, kind)]
+            lines += ["", f"### [{name}.options] of `{kind}`", "", *_kind_page(name, kind, shown)]
     return "\n".join(lines) + "\n"
 
 
-def _kind_page(section: str, kind: str) -> list[str]:
+def _kind_page(section: str, kind: str, shown: dict[str, list[Setting]]) -> list[str]:
+    """A kind's options: in words those that another has just so, by that one's name."""
     factory = class_of(section, kind)
-    first = inspect.cleandoc(sys.modules[factory.__module__].__doc__ or "").split("\n\n")[0]
-    rows = list(options(section, kind))
-    return [first, "", *(_table(rows) if rows else ["None."])]
+    lines = [inspect.cleandoc(sys.modules[factory.__module__].__doc__ or "").split("\n\n")[0], ""]
+    left = list(options(section, kind))
+    for other, theirs in shown.items():
+        if same := [f"`{row.key}`" for row in left if row in theirs]:
+            lines += [f"As of `{other}`: {', '.join(same)}.", ""]
+            left = [row for row in left if row not in theirs]
+    shown[kind] = left
+    if left:
+        return [*lines, *_table(left)]
+    return lines[:-1] if len(lines) > 2 else [*lines, "None."]
 
 
 def _table(rows: Iterable[Setting]) -> Iterator[str]:

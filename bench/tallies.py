@@ -61,8 +61,9 @@ class TalliesEnv(TaggedEnv):
 
     def __init__(self, pool: SandboxPool, timeout_s: float, *, max_calls: int = 6) -> None:
         super().__init__(
-            pool, timeout_s, corpus=almanac.corpus(), max_calls=max_calls, top_k=3, max_chars=200
-        )
+            pool, timeout_s, max_calls=max_calls,
+            search={"corpus": almanac.corpus(), "top_k": 3, "max_chars": 200},
+        )  # fmt: skip
 
     def tasks(self, split: str) -> list[Task]:
         """All tasks of a split, the four kinds in turn."""

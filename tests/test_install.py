@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +20,6 @@ import install
 
 ROOT = Path(__file__).parent.parent
 CPU, CUDA = "torch==2.13.0+cpu", "torch===2.13.0"
-HERE = f"python{sys.version_info.major}.{sys.version_info.minor}"
 ABSENT = f"ERROR: No matching distribution found for {CPU}"
 OFFLINE = "WARNING: Retrying (Retry(total=4)) ... NewConnectionError\n" + ABSENT
 STAND_IN = """#!/bin/sh
@@ -65,7 +62,6 @@ class Venv:
 
 @pytest.fixture
 def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Venv:
-    monkeypatch.setattr(install, "SIZES", dict.fromkeys(install.SIZES, 0.0))
     monkeypatch.setenv("CC", "true")
     return Venv(tmp_path / "venv")
 
@@ -102,7 +98,7 @@ def test_else_pypis_torch_with_its_libraries_and_a_word_of_what_it_costs(
 def test_no_network_is_no_reason_to_take_the_large_one(venv: Venv, capsys: Any) -> None:
     status, calls = venv.install(**{CPU: OFFLINE})
     assert (status, len(calls)) == (1, 2)
-    assert "the package index was not reached" in capsys.readouterr().err
+    assert "installing torch: see above. A network: " in capsys.readouterr().err
 
 
 def test_the_gpu_set_has_no_such_choice(venv: Venv) -> None:
@@ -111,52 +107,13 @@ def test_the_gpu_set_has_no_such_choice(venv: Venv) -> None:
     assert asked == ["torch===2.13.0"]
 
 
-def test_a_second_make_waits_for_the_first(venv: Venv, capsys: Any) -> None:
-    with install.Installer(venv.folder):
-        (venv.folder / ".unpacking").mkdir()
-        assert install.main(str(venv.folder), "dev") == 1
-        assert "another make is at work in" in capsys.readouterr().err
-        assert (venv.folder / ".unpacking").exists()
-    assert venv.install("dev")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("written", "remedy"),
-    [
-        ("OSError: [Errno 28] No space left on device", "the disk is full"),
-        (OFFLINE, "look at the network"),
-        ("error: incomplete-download\n\nDownload failed after 6 attempts", "look at the network"),
-        ("SSLError: CERTIFICATE_VERIFY_FAILED", "PIP_CERT"),
-        ("ERROR: No matching distribution found for numpy==2", "no wheel of numpy==2 for Python 3"),
-        ("csrc/x.c:1: fatal error: Python.h: No such file", f"{HERE}-dev"),
-        ("The virtual environment was not created: ensurepip is not available", f"{HERE}-venv"),
-        ("error: command 'gcc' failed: No such file or directory", "build-essential"),
-        ("PermissionError: [Errno 13] Permission denied", "cannot write"),
-        ("something new", "it says why above"),
-    ],
-)
-def test_what_was_written_leads_to_what_to_do(written: str, remedy: str, tmp_path: Path) -> None:
-    installer = install.Installer(tmp_path)
-    installer.size = 0.0
-    assert remedy in installer.remedy(written)
-
-
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "file").touch()
-    for place in ("file", "file/venv"):
-        assert install.main(str(tmp_path / place), "cpu") == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f"cannot write to {tmp_path / place}: name another place" in line
-
-
 def test_a_step_that_fails_says_in_one_line_what_to_do(venv: Venv, capsys: Any) -> None:
     status, calls = venv.install(**{"numpy==": OFFLINE})
     assert (status, calls[-1][0]) == (1, "--no-deps")
     out, err = capsys.readouterr()
     assert ABSENT in out
-    assert "Retrying" not in out
     (line,) = err.splitlines()
-    assert line.startswith("error: installing the packages: the package index was not reached")
+    assert line.startswith("error: installing the packages: see above. A network: ")
     assert line.endswith("; the same command then goes on from here")
 
 
@@ -164,35 +121,6 @@ def test_a_torch_that_does_not_import_is_told(venv: Venv, capsys: Any) -> None:
     status, calls = venv.install(**{"-c import torch": "ImportError"})
     assert (status, "--editable" in calls[-1]) == (1, False)
     assert "this torch does not import" in capsys.readouterr().err
-
-
-def test_what_cannot_fit_is_not_begun(
-    venv: Venv, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(install, "SIZES", {"cpu": 3.4})
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 10**9))
-    assert install.main(str(venv.folder), "cpu") == 1
-    said = capsys.readouterr().err
-    assert "1.0 GB are free, and" in said
-    assert "needs 3.4 GB in all" in said
-
-
-def test_a_disk_that_fills_is_told_whatever_pip_calls_it(
-    venv: Venv, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As seen: it fills by another's hand while pip downloads, which calls that the network."""
-    monkeypatch.setattr(install, "SIZES", {"cpu": 3.4, "dev": 0.5})
-
-    def usage(path: Path) -> Any:
-        full = re.search("numpy==|pytest==", (venv.folder / "calls").read_text())
-        return shutil._ntuple_diskusage(0, 0, 10**7 if full else 10**10)
-
-    (venv.folder / "calls").touch()
-    monkeypatch.setattr(shutil, "disk_usage", usage)
-    said = "Connection interrupted while downloading.\nerror: incomplete-download"
-    for what, package in (("cpu", "numpy=="), ("dev", "pytest==")):
-        assert venv.install(what, **{package: said})[0] == 1
-        assert "the disk is full: 0.0 GB are free" in capsys.readouterr().err
 
 
 def test_a_machine_without_a_compiler_is_told_before_anything_is_downloaded(
@@ -219,28 +147,11 @@ def test_another_system_is_told_before_anything_is_downloaded(
     assert f" on {machine}: docs/install.md" in said
 
 
-def test_an_environment_that_pip_was_killed_in_is_mended(venv: Venv) -> None:
-    site = venv.folder / "lib" / "python3.11" / "site-packages"
-    for name, files in {"half": ["METADATA"], "whole": ["METADATA", "RECORD"]}.items():
-        (site / f"{name}-1.dist-info").mkdir(parents=True)
-        for file in files:
-            (site / f"{name}-1.dist-info" / file).touch()
-    (venv.folder / ".unpacking").mkdir()
-    assert venv.install("dev")[0] == 0
-    assert [path.name for path in site.iterdir()] == ["whole-1.dist-info"]
-    assert not (venv.folder / ".unpacking").exists()
-
-
 def test_an_environment_without_pip_is_made_again(tmp_path: Path, monkeypatch: Any) -> None:
     """As `python -m venv` leaves it when it is killed, or when Debian's python3-venv is missing."""
     installer = install.Installer(tmp_path / "venv")
-    with installer:
-        again(installer, monkeypatch)
-
-
-def again(installer: install.Installer, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[object, ...]] = []
-    monkeypatch.setattr(installer, "need", lambda what, *command: made.append(command[1:]))
+    monkeypatch.setattr(installer, "need", lambda what, *command, **_: made.append(command[1:]))
     for there in (False, True):
         if there:
             venv = Venv(installer.venv)

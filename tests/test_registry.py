@@ -237,7 +237,6 @@ def test_wrong_names_and_options_are_refused_by_their_key(
             ["data.train=a.jsonl", "data.levels=[1]"],
             "data.levels: .* without data.train",
         ),
-        (["data.train=a.jsonl", "data.promote_at=0.5"], "data.promote_at: .* without data.train"),
         (
             ["data.heldout=env", "data.heldout_levels=[1]"],
             "heldout_levels: .* without data.held",

@@ -124,9 +124,7 @@ class LearnerConfig(Section):
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-6
     """At its highest."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """From learning_rate after the warm-up to final_learning_rate after the last step."""
-    final_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """After the last step, if it decays."""
+    """From learning_rate after the warm-up to 0 after the last step."""
     warmup_steps: NotNegative = 0
     """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -170,7 +168,7 @@ class LearnerConfig(Section):
         left = max(0.0, 1 - done)
         if self.decay == "cosine":
             left = 0.5 * (1 - math.cos(math.pi * left))
-        return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * left
+        return self.learning_rate * left
 
 
 class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, says pydantic alone

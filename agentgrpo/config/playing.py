@@ -11,12 +11,10 @@ from pydantic import Field
 from agentgrpo.config.section import (
     NotNegative,
     NotNegativeNumber,
-    Number,
     PathOrName,
     Positive,
     PositiveNumber,
     Section,
-    Seed,
     UserPath,
     is_set,
 )
@@ -94,18 +92,12 @@ class UserConfig(Section):
     """Whom the policy can talk with, in any environment (envs/dialogue.py, docs/agents.md)."""
 
     mode: str = "nobody"
-    """nobody; scripted: says what the task's column holds, text by text, then leaves; model: the
-    engine plays who knows it; reference: it does without its adapter; endpoint:NAME: another model
-    does; or your own `module:Class` or function, which makes a user
-    (envs/customers.py: User) of a task's spec."""
-    column: str = "user"
-    """Column of the data: what the user says or knows, a text or a list of texts."""
+    """nobody; scripted: says what the data's column `user` holds, text by text, then leaves; model:
+    the engine plays who knows it; reference: it does without its adapter; endpoint:NAME: another
+    model does; or your own `module:Class` or function, which makes a user (envs/customers.py: User)
+    of a task's spec."""
     max_replies: Positive = 8
     """Of a rollout. What is said to the user after that ends it, as if they left."""
-    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """Of a model's words; 0 is greedy."""
-    max_tokens: Positive = 64
-    """Of one reply of a model."""
 
     @property
     def reads_column(self) -> bool:
@@ -124,15 +116,9 @@ class EnvConfig(Section):
     user: UserConfig = UserConfig()
 
 
-FILTERS: dict[str, float] = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""What cuts or bends the sampled distribution, by vLLM's names, with the values that do nothing."""
+FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+           "frequency_penalty")  # fmt: skip
+"""What cuts or bends the sampled distribution, by vLLM's names: no settings of training."""
 
 
 OWN_MODELS = ("policy", "reference")
@@ -250,9 +236,6 @@ class RolloutConfig(Section):
     template_options: dict[str, Any] = {}
     """What the model's chat template is given besides messages and tools: { enable_thinking =
     false }."""
-    fork_threshold: Positive = 1024
-    """With history "render": from so many differing tokens at the end of a turn on, its row is
-    closed and trained on as it is, and the rewritten one is another."""
     max_tool_calls: NotNegative | None = None
     """Tool calls of a rollout. One too many is refused, the policy is told once; the next ends it.
     None: no limit but that of turns."""
@@ -321,7 +304,7 @@ class RolloutConfig(Section):
 class EvaluationConfig(Section):
     """How held-out tasks are played (evaluate.py). Nothing here is trained on.
 
-    top_p, top_k, min_p and penalties change the distribution in ways that the loss does not
+    top_p and top_k change the distribution in ways that the loss does not
     account for: a sampled token's log-probability is then one of a renormalised distribution, off
     by up to -log(top_p) from what the learner computes. So they are for evaluation only.
     """
@@ -332,20 +315,12 @@ class EvaluationConfig(Section):
     """Sample from the most likely tokens that have this much probability together."""
     top_k: NotNegative = 0
     """0: all tokens."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Leave out tokens below this share of the most likely one's probability."""
-    repetition_penalty: PositiveNumber = 1.0
-    """Above 1: tokens that came before, prompt included, become less likely."""
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Taken off the logit of a token that has been sampled."""
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Taken off the logit of a token for each time it has been sampled."""
 
     @property
     def filters(self) -> dict[str, float]:
         """Those that do something, by vLLM's names."""
-        values = {name: getattr(self, name) for name in FILTERS}
-        return {name: value for name, value in values.items() if value != FILTERS[name]}
+        values = {"top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in values.items() if is_set(self, name)}
 
 
 class HostBudgetConfig(Section):
@@ -358,14 +333,6 @@ class HostBudgetConfig(Section):
     call_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Wall-clock seconds of one call. The step's own sandbox.timeout_s goes on meanwhile, and ends
     it too."""
-    seconds: PositiveNumber = 120.0
-    """Wall-clock seconds of all calls of a rollout."""
-    argument_kib: Annotated[int, Field(ge=1, le=16384)] = 64
-    """Size of the arguments of one call."""
-    answer_kib: Annotated[int, Field(ge=1, le=16384)] = 256
-    """Size of what one call returns."""
-    total_kib: Positive = 8192
-    """Size of arguments and answers of a rollout together."""
 
 
 class SandboxConfig(Section):
@@ -416,7 +383,7 @@ class DataConfig(Section):
     directory that Hugging Face's `save_to_disk` wrote; or `owner/name`, a dataset of the hub, from
     its cache where it is there (HF_HOME, HF_HUB_OFFLINE). What looks like a path is none."""
     heldout: PathOrName = "auto"
-    """As `train`; or `split`: num_heldout rows of the training file, chosen by split_seed; no row
+    """As `train`; or `split`: num_heldout rows of the training file, always the same; no row
     that asks what one of them does is trained on. auto: a `split` of a training file or dataset,
     else the same source as `train`."""
     split: str = "train"
@@ -427,8 +394,6 @@ class DataConfig(Section):
     """Which of a hub's dataset's subsets; None: the one that it has."""
     num_heldout: Positive = 64
     """Held-out tasks per evaluation, always the same ones."""
-    split_seed: Seed = 0
-    """Another seed, another held-out `split`."""
     question: str = "question"
     """Column of a file that holds the question: text, or a list of chat messages."""
     answer: str = "answer"
@@ -442,8 +407,6 @@ class DataConfig(Section):
     engine.max_model_len is an error."""
     levels: Annotated[tuple[Annotated[int, Field(ge=1, le=2)], ...], Field(min_length=1)] = (1, 2)
     """Difficulty of the training tasks, easier ones first; for word_problems only."""
-    promote_at: Number = 0.7
-    """Mean reward of the newest level's last 32 groups at which the next level joins."""
     heldout_levels: Annotated[
         tuple[Annotated[int, Field(ge=1, le=2)], ...], Field(min_length=1)
     ] = (1, 2)

@@ -221,7 +221,7 @@ def _explained(error: pydantic.ValidationError, kind: type[Section], of: str) ->
             yield (
                 f"rollout.{leaf} is no setting: the sampler would renormalise over the tokens that "
                 "are left, the learner does not, and every importance ratio would be biased; only "
-                f"temperature is exact (evaluation.{leaf} is allowed)"
+                f"temperature is exact (evaluation.top_p and top_k are allowed)"
             )
         elif "extra_forbidden" in kinds and where in RECIPE_SECTIONS:
             yield f"[{where}] is a section of a recipe, which is run by `agentgrpo recipe`"

@@ -211,7 +211,7 @@ class RecipeConfig(TrainConfig):
         """
         table = self.model_dump(include=set(TrainConfig.model_fields), exclude_unset=True)
         if not self.evaluation.temperature:  # `agentgrpo evaluate` alone reads these
-            for key in ("top_p", "top_k", "min_p"):
+            for key in ("top_p", "top_k"):
                 table.get("evaluation", {}).pop(key, None)
         for dotted, value in changes.items():
             *parents, leaf = dotted.split(".")

@@ -27,10 +27,10 @@ def training_tasks(
     """The stream that a run trains on, without what data.heldout = "split" sets aside."""
     require_read(config)
     if config.train == "word_problems":
-        return WordProblemTasks(levels=config.levels, promote_at=config.promote_at, seed=seed)
+        return WordProblemTasks(levels=config.levels, seed=seed)
     rows = rows_of(config, "train", env, answers=answers, seed=seed)
     if config.heldout_source == "split":
-        return rows.split(config.num_heldout, config.split_seed)[1]
+        return rows.split(config.num_heldout)[1]
     return rows
 
 
@@ -44,7 +44,7 @@ def heldout_tasks(
         return list(islice(source, config.num_heldout))
     if config.heldout_source == "split":
         rows = rows_of(config, "train", env, answers=answers)
-        return rows.split(config.num_heldout, config.split_seed)[0]
+        return rows.split(config.num_heldout)[0]
     return rows_of(config, "heldout", env, answers=answers).rows[: config.num_heldout]
 
 

@@ -179,7 +179,7 @@ class RowTasks(Tasks):
         kept = [task for task in self.rows if keep(task)]
         return RowTasks(kept, source=self.source, seed=self.seed)
 
-    def split(self, count: int, seed: int) -> tuple[list[Task], RowTasks]:
+    def split(self, count: int, seed: int = 0) -> tuple[list[Task], RowTasks]:
         """`count` tasks set aside, a function of the rows and the seed alone, and the others.
 
         No task of the others asks what one set aside does: repetitions of those are left out. Where

@@ -93,20 +93,19 @@ class ModelUser:
     """A customer whom a model plays. What it says is never trained on."""
 
     def __init__(
-        self, system: str, opening: str, *, temperature: float, max_tokens: int,
-        model: Model = "policy",
-    ) -> None:  # fmt: skip
+        self, system: str, opening: str, *, max_tokens: int, model: Model = "policy"
+    ) -> None:
         self._messages: list[Message] = [
             {"role": "system", "content": system},
             {"role": "user", "content": GREETING},
             {"role": "assistant", "content": opening},
         ]
-        self._temperature, self._max_tokens, self._model = temperature, max_tokens, model
+        self._max_tokens, self._model = max_tokens, model
 
     def reply(self, said: str, *, satisfied: bool) -> ModelRequest:
         """The talk so far, as the customer sees it: the agent is their user."""
         self._messages.append({"role": "user", "content": said})
-        return ModelRequest(tuple(self._messages), self._max_tokens, self._temperature, self._model)
+        return ModelRequest(tuple(self._messages), self._max_tokens, 0.0, self._model)
 
     def on_reply(self, text: str) -> str | None:
         """What the customer says, without its thoughts; None where they end the talk."""
@@ -119,8 +118,8 @@ class UserSimulators:
     """Makes the customers of an environment's episodes, as its options say."""
 
     def __init__(
-        self, mode: str, silent: str, played: Sequence[str], temperature: float, max_tokens: int,
-        models: Mapping[str, Model] = MODELS,
+        self, mode: str, silent: str, played: Sequence[str],
+        models: Mapping[str, Model] = MODELS, max_tokens: int = 256,
     ) -> None:  # fmt: skip
         kind, colon, endpoint = mode.partition(":")
         others = ("reference", "endpoint:NAME") if "model" in played else ()
@@ -131,12 +130,8 @@ class UserSimulators:
         if name is not None and name not in models:
             known = f"no endpoint {name!r}; there are: {', '.join(models)}"
             raise ValueError(f"mode: {NO_REFERENCE if name == 'reference' else known}")
-        if temperature < 0:
-            raise ValueError(f"customer_temperature: expected 0 or more, got {temperature}")
-        if max_tokens < 1:
-            raise ValueError(f"customer_tokens: expected at least 1, got {max_tokens}")
         self.talk = mode != silent
-        self._mode, self._temperature, self._max_tokens = mode, temperature, max_tokens
+        self._mode, self._max_tokens = mode, max_tokens
         self._model = None if name is None else models[name]
         own = colon and name is None
         self._own = load_callable(mode, key="env.options.mode") if own else None
@@ -149,10 +144,8 @@ class UserSimulators:
             return ScriptedUser(pieces)
         if self._model is None:
             return None
-        return ModelUser(
-            system, str(task.messages[-1]["content"]), temperature=self._temperature,
-            max_tokens=self._max_tokens, model=self._model,
-        )  # fmt: skip
+        opening = str(task.messages[-1]["content"])
+        return ModelUser(system, opening, max_tokens=self._max_tokens, model=self._model)
 
 
 class UserDialogue:

@@ -30,11 +30,10 @@ class DialogueEnv:
     has_user = True
 
     def __init__(
-        self, inner: Environment, users: UserSimulators, mode: str, column: str | None,
-        max_replies: int,
-    ) -> None:  # fmt: skip
+        self, inner: Environment, users: UserSimulators, mode: str, reads: bool, max_replies: int
+    ) -> None:
         self.inner, self.max_replies = inner, max_replies
-        self._users, self._mode, self._column = users, mode, column
+        self._users, self._mode, self._reads = users, mode, reads
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -48,14 +47,14 @@ class DialogueEnv:
 
     def texts_of(self, task: Task) -> Sequence[str]:
         """What the task's column says of the user; errors as of user_of()."""
-        if self._column is None:
+        if not self._reads:
             return ()
-        given = task.spec.get(self._column)
+        given = task.spec.get("user")
         texts = [given] if isinstance(given, str) else given
         if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
             raise ValueError(
-                f"env.user.column {self._column!r}: expected what the user of task {task.id!r} "
-                f"says, a text or a list of texts, got {given!r:.80}"
+                f"column 'user': expected what the user of task {task.id!r} says, a text or a list "
+                f"of texts, got {given!r:.80}"
             )
         return texts
 

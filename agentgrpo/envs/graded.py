@@ -76,14 +76,17 @@ def partial_credit(share: float) -> dict[str, float]:
     return {"solved": float(share >= 1.0), "partial": share if share < 1.0 else 0.0}
 
 
+TESTS_TIMEOUT_S = 10.0
+"""Seconds of a processor for all tests of an answer, or five times as many by the wall; of
+programs, while they run."""
+
+
 class UnitTestEnv(PythonEnv):
     """Episodes of PythonEnv whose answer is a program.
 
     Args:
         pool: where the policy's own code runs.
         timeout_s: of one of its steps.
-        test_timeout_s: seconds of a processor for all tests of an answer, or five times as many
-            by the wall; of programs, while they run.
         host_tools: as for PythonEnv; tests have none.
     """
 
@@ -94,13 +97,9 @@ class UnitTestEnv(PythonEnv):
         pool: SandboxPool,
         timeout_s: float,
         *,
-        test_timeout_s: float = 10.0,
         host_tools: HostTools | None = None,
     ) -> None:
         super().__init__(pool, timeout_s, host_tools=host_tools)
-        if not test_timeout_s > 0:
-            raise ValueError(f"test_timeout_s: expected more than 0, got {test_timeout_s}")
-        self.test_timeout_s = test_timeout_s
         self.graders = GradingPool(pool)
 
     def reset(self, task: Task) -> UnitTestEpisode:
@@ -147,7 +146,7 @@ class UnitTestEpisode(PythonEpisode):
         return partial_credit(sum(verdict.passed for verdict in verdicts) / len(verdicts))
 
     def _grade(self, code: str) -> list[Verdict]:
-        pool, limit, spec = self._env.graders.pool(), self._env.test_timeout_s, self._spec
+        pool, limit, spec = self._env.graders.pool(), TESTS_TIMEOUT_S, self._spec
         with as_infra_error():
             if spec.get("tests") is not None:
                 names = spec.get("names")

@@ -24,15 +24,15 @@ class McpEnv:
         command: the executable that starts it.
         args: its arguments.
         env: further environment variables.
-        only: names of the tools to show; None: all.
-        call_timeout_s: of one call, where an answer that takes longer is an error for the policy;
-            and of the server's start.
 
     Raises:
-        ValueError: the server does not start or has no such tool, or the package is missing.
+        ValueError: the server does not start, or the package is missing.
     """
 
     answers = ("tools",)
+    timeout_s = 30.0
+    """Of one call, where an answer that takes longer is an error for the policy; and of the
+    server's start."""
 
     def __init__(
         self,
@@ -40,14 +40,11 @@ class McpEnv:
         args: Sequence[str] = (),
         *,
         env: Mapping[str, str] | None = None,
-        only: Sequence[str] | None = None,
-        call_timeout_s: float = 30.0,
     ) -> None:
         given = dict(env) if env is not None else None
         self.parameters = import_optional("mcp", "env.kind = 'mcp'").StdioServerParameters(
             command=command, args=list(args), env=given
         )
-        self.timeout_s = call_timeout_s
         try:
             found = asyncio.run(self._list())
         except Exception as error:  # whatever a program may do that is no such server
@@ -56,10 +53,7 @@ class McpEnv:
             tool.name: tool_schema(tool.name, tool.description or "", tool.input_schema)
             for tool in found
         }
-        missing = [name for name in only or () if name not in schemas]
-        if missing:
-            raise ValueError(f"only: the server has no tool {missing[0]!r}, but {sorted(schemas)}")
-        self.schemas: tuple[Schema, ...] = tuple(schemas[name] for name in only or schemas)
+        self.schemas: tuple[Schema, ...] = tuple(schemas.values())
 
     async def _list(self) -> list[Any]:
         from mcp import Client

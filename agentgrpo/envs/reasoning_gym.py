@@ -33,6 +33,10 @@ SAID = {"size": "env.options.size", "seed": "the run's own seed"}
 """Where arguments of create_dataset are set that each split has of its own."""
 
 
+VERIFY_TIMEOUT_S = 10.0
+"""Wall-clock seconds of judging an answer; one that takes longer is wrong."""
+
+
 class ReasoningGymEnv(PythonEnv):
     """Tasks of one of its datasets.
 
@@ -43,8 +47,6 @@ class ReasoningGymEnv(PythonEnv):
         size: tasks of a split.
         config: further arguments of reasoning_gym.create_dataset, besides size and seed.
         seed: of the training tasks; held-out ones have another.
-        verify_timeout_s: seconds of a processor for judging an answer, or five times as many by
-            the wall; one that takes longer is wrong.
         host_tools: as for PythonEnv.
 
     Raises:
@@ -62,17 +64,14 @@ class ReasoningGymEnv(PythonEnv):
         size: int = 256,
         config: Mapping[str, Any] | None = None,
         seed: int = 0,
-        verify_timeout_s: float = 10.0,
         host_tools: HostTools | None = None,
     ) -> None:
         super().__init__(pool, timeout_s, host_tools=host_tools)
         reasoning_gym = import_optional("reasoning_gym", "env.kind = 'reasoning_gym'")
-        if not verify_timeout_s > 0:
-            raise ValueError(f"verify_timeout_s: expected more than 0, got {verify_timeout_s}")
         for key in {"size", "seed"} & (config or {}).keys():
             raise ValueError(f"config.{key}: would be that of both splits; it is {SAID[key]}")
         require_apart(seed, HELDOUT_SEED + seed, size, key="size")
-        self._name, self._timeout_s = dataset, verify_timeout_s
+        self._name, self._timeout_s = dataset, VERIFY_TIMEOUT_S
         self._options = {
             split: {**(config or {}), "size": size, "seed": first + seed}
             for split, first in (("train", 0), ("heldout", HELDOUT_SEED))

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pydantic
+from typing_extensions import TypedDict
 
 from agentgrpo.actions import Action, Observation, Schema
 from agentgrpo.config.section import Positive, Section, UserPath
@@ -97,6 +98,20 @@ class Summary(Section):
         if "\0" not in shown:
             raise ValueError("expected {texts} in it")
         return prompt
+
+
+class SearchOptions(TypedDict, total=False):
+    """What a search is given, as of Search."""
+
+    __pydantic_config__ = pydantic.ConfigDict(extra="forbid")  # type: ignore[misc]
+    corpus: Corpus
+    dense: Dense
+    retriever: str
+    pages: bool
+    summary: Summary
+    cache: Path
+    top_k: int
+    max_chars: int
 
 
 class Search:

@@ -5,12 +5,14 @@ What a call beyond a limit is told says so; nothing is made up in the policy's n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from agentgrpo.actions import Action, CallTools, Observation
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
-from agentgrpo.envs.search import Search, SearchEpisode
+from agentgrpo.envs.search import Search, SearchEpisode, SearchOptions
 from agentgrpo.sandbox import HostTools, SandboxPool
 from agentgrpo.types import Task
 
@@ -25,7 +27,10 @@ class TaggedEnv(Search):
         max_search: searches of a rollout.
         max_calls: both together.
         host_tools: as for PythonEnv.
-        search: what Search takes.
+        search: what it finds texts in, by the options of env.kind = "search".
+        models: the run's, by name.
+        retrievers: the run's, by name.
+        load_encoder: from folder and pooling to what encodes.
 
     Raises:
         FileNotFoundError, ValueError: as Search; or a limit is negative.
@@ -42,13 +47,17 @@ class TaggedEnv(Search):
         max_search: int = 6,
         max_calls: int = 6,
         host_tools: HostTools | None = None,
-        **search: Any,
+        search: SearchOptions | None = None,
+        models: Mapping[str, Any] = MappingProxyType({}),
+        retrievers: Mapping[str, Any] = MappingProxyType({}),
+        load_encoder: Callable[[Path, str], Any] | None = None,
     ) -> None:
         limits = {"python": max_python, "search": max_search, "calls": max_calls}
         for name, limit in limits.items():
             if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
                 raise ValueError(f"max_{name}: expected a number of at least 0, got {limit!r}")
-        super().__init__(**search)
+        options: dict[str, Any] = {**(search or {})}
+        super().__init__(**options, models=models, retrievers=retrievers, load_encoder=load_encoder)
         self.limits = limits
         self._python = PythonEnv(pool, timeout_s, host_tools=host_tools)
 

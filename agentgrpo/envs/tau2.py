@@ -41,8 +41,6 @@ class Tau2Env(SupportEnv):
         evaluation: "all" of the task's reward basis; "env": only DB and ENV_ASSERTION, as some
             published numbers are (doing nothing then solves 8 of the 74 and 12 of the 40 telecom
             tasks, instead of none).
-        customer_temperature: of a model; 0 is greedy.
-        customer_tokens: of a model, in one turn.
         models: who may be asked, by name.
 
     Raises:
@@ -54,8 +52,6 @@ class Tau2Env(SupportEnv):
         domain: str = "telecom",
         mode: str | None = None,
         evaluation: Literal["all", "env"] = "all",
-        customer_temperature: float = 0.0,
-        customer_tokens: int = 256,
         models: Mapping[str, Model] = MODELS,
     ) -> None:
         if evaluation not in ("all", "env"):
@@ -69,9 +65,7 @@ class Tau2Env(SupportEnv):
         # a telecom customer acts with tools of their own, which a model here has not
         played = ("scripted",) if domain == "telecom" else ("scripted", "model")
         mode = mode or alone
-        customers = UserSimulators(
-            mode, alone, played, customer_temperature, customer_tokens, models
-        )
+        customers = UserSimulators(mode, alone, played, models)
         logging.getLogger("tau2").setLevel(logging.ERROR)
         self._upstream = _upstream(domain)
         self.solo = mode == "solo"

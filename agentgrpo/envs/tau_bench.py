@@ -51,8 +51,6 @@ class TauBenchEnv(SupportEnv):
         mode: "scripted", "ticket", `module:Class` of a User that is called with the task's spec, or
             a model: "model", the policy; "reference", without its adapter; `endpoint:NAME`.
         heldout: the split that data.heldout = "env" means; retail has test and dev.
-        customer_temperature: of a model; 0 is greedy.
-        customer_tokens: of a model, in one turn.
         models: who may be asked, by name.
 
     Raises:
@@ -65,8 +63,6 @@ class TauBenchEnv(SupportEnv):
         mode: str = "scripted",
         *,
         heldout: str = "test",
-        customer_temperature: float = 0.0,
-        customer_tokens: int = 256,
         models: Mapping[str, Model] = MODELS,
     ) -> None:
         if domain not in SPLITS:
@@ -74,9 +70,7 @@ class TauBenchEnv(SupportEnv):
         if heldout not in SPLITS[domain]:
             raise ValueError(f"heldout: {domain} has {', '.join(SPLITS[domain])}, no {heldout!r}")
         played = ("scripted", "model")
-        customers = UserSimulators(
-            mode, "ticket", played, customer_temperature, customer_tokens, models
-        )
+        customers = UserSimulators(mode, "ticket", played, models)
         self.domain, self._heldout = domain, heldout
         with _modules(domain) as module:
             self.base: dict[str, Any] = module("data").load_data()

@@ -50,7 +50,7 @@ class RunningRollout:
         pending: QueuedRollout, task: Task, config: RolloutConfig, limit: int,
     ) -> RunningRollout:  # fmt: skip
         """One that begins alone, whose episode is yet to be made; `limit`: the engine's."""
-        transcript = Transcript(prompt, fork_threshold=config.fork_threshold)
+        transcript = Transcript(prompt)
         rollout = Rollout(
             task=task,
             segments=transcript.segments,

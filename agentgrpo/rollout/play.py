@@ -420,10 +420,9 @@ class Play:
         chances = [self._draw(index, f"branch {copy}") for copy in range(config.beam_size - 1)]
         copies = sum(chance < probability * 2**63 for chance in chances)
         live.consecutive = live.consecutive + 1 if copies else 0
-        threshold = self._config.fork_threshold
         for new in reversed(self._groups.indices(task, plan.fork(member, copies))):
             self.stats.branches += 1
-            so_far = Transcript.of(live.rollout.segments, fork_threshold=threshold)
+            so_far = Transcript.of(live.rollout.segments)
             self._queue.appendleft(QueuedRollout(index=new, fork=live.fork(member, so_far)))
 
     # --- the world's answers

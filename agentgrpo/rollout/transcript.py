@@ -31,14 +31,19 @@ class Drift(StrEnum):
     FORK = "fork"
 
 
-def classify(held: Int32, prompt: Int32, turn_start: int, fork_threshold: int) -> tuple[Drift, int]:
+FORK_FROM = 1024
+"""From so many differing tokens at the end of a turn on, its row is closed and trained on as it is,
+and the rewritten one is another."""
+
+
+def classify(held: Int32, prompt: Int32, turn_start: int, fork_from: int) -> tuple[Drift, int]:
     """What to do about a prompt, and how many tokens it shares with what is held.
 
     Args:
         held: the current ids, prompts and turns.
         prompt: the ids to be sent to the engine next.
         turn_start: where in held the last sampled turn begins.
-        fork_threshold: this many differing tokens at the end of held are too many to realign.
+        fork_from: so many differing tokens at the end of held are too many to realign.
 
     >>> ten = np.arange(1, 11, dtype=np.int32)
     >>> classify(ten, np.array([*ten, 11], np.int32), 5, 1024)
@@ -54,7 +59,7 @@ def classify(held: Int32, prompt: Int32, turn_start: int, fork_threshold: int) -
     drift = len(held) - shared
     if drift == 0:
         return Drift.CLEAN, shared
-    if shared >= turn_start and drift < fork_threshold:
+    if shared >= turn_start and drift < fork_from:
         return Drift.REALIGN, shared
     return Drift.FORK, shared
 
@@ -62,8 +67,7 @@ def classify(held: Int32, prompt: Int32, turn_start: int, fork_threshold: int) -
 class Transcript:
     """Rows of tokens that grow, as segments and as the int32 ids that the engine is sent."""
 
-    def __init__(self, prompt: Int32, *, fork_threshold: int = 1024) -> None:
-        self._fork_threshold = fork_threshold
+    def __init__(self, prompt: Int32) -> None:
         self.closed_rows: list[list[Segment]] = []
         """Rows that ended in a FORK, oldest first."""
         self.replaced: list[int] = []
@@ -80,9 +84,9 @@ class Transcript:
         """Where the last sampled turn begins; where the prompt ends, if there is none."""
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], *, fork_threshold: int = 1024) -> Transcript:
+    def of(cls, segments: Sequence[Segment]) -> Transcript:
         """The transcript whose current row is these segments."""
-        transcript = cls(segments[0].token_ids, fork_threshold=fork_threshold)
+        transcript = cls(segments[0].token_ids)
         transcript.segments = list(segments[:1])
         for segment in segments[1:]:
             if segment.sampled:
@@ -117,7 +121,7 @@ class Transcript:
 
         After a REALIGN, `replaced` has the sampled ids that the row lost.
         """
-        drift, shared = classify(self.ids, prompt, self.turn_start, self._fork_threshold)
+        drift, shared = classify(self.ids, prompt, self.turn_start, FORK_FROM)
         if drift is Drift.FORK:
             self.closed_rows.append(self.segments)
             self.replaced = []

@@ -71,7 +71,9 @@ def test_S3_1_results_are_given_within_the_message_and_never_trained(
     pool: SandboxPool, corpus: Path
 ) -> None:
     turns = ["<think>Hm.</think><search>engine</search>", "<python>print(6 * 7)</python>", END]
-    played = play(AGENT, TaggedEnv(pool, 5.0, corpus=corpus, top_k=1), *turns, given=TASK)
+    played = play(
+        AGENT, TaggedEnv(pool, 5.0, search={"corpus": corpus, "top_k": 1}), *turns, given=TASK
+    )
     assert given_and_sampled(played)[1:] == [
         (True, turns[0]),
         (False, " <result>\n[1] Engine\nThe engine was built by Ada.\n</result>"),
@@ -97,7 +99,9 @@ def test_S3_1_a_limit_is_told_and_nothing_is_made_up(
 ) -> None:
     call = "<python>1</python>" if "max_python" in limits else "<search>engine</search>"
     turns = [call, call, END]
-    played = play(AGENT, TaggedEnv(pool, 5.0, corpus=corpus, **limits), *turns, given=TASK)
+    played = play(
+        AGENT, TaggedEnv(pool, 5.0, search={"corpus": corpus}, **limits), *turns, given=TASK
+    )
     told = [text for sampled, text in given_and_sampled(played)[1:] if not sampled]
     assert len(told) == 2
     assert said not in told[0]
@@ -122,7 +126,7 @@ def test_S3_2_the_best_texts_come_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.nsjail
 def test_S3_2_search_is_local_bounded_and_repeats(pool: SandboxPool, corpus: Path) -> None:
-    env = TaggedEnv(pool, 5.0, corpus=corpus, top_k=1, max_chars=20)
+    env = TaggedEnv(pool, 5.0, search={"corpus": corpus, "top_k": 1, "max_chars": 20})
     ask = CallTools((ToolCall("search", {"query": "tomato?"}),))
     episode = env.reset(TASK)
     first, again = episode.step(ask), episode.step(ask)
@@ -154,7 +158,9 @@ def test_S3_3_python_shows_its_last_value_and_its_errors(pool: SandboxPool) -> N
 def test_S3_17_a_document_is_not_taken_for_the_policy(pool: SandboxPool, corpus: Path) -> None:
     """Tags, boxes and words of failure in a result change no count, no answer and no mask."""
     turns = ["<search>spam</search>", "<think>Odd.</think><search>engine</search>", END]
-    played = play(AGENT, TaggedEnv(pool, 5.0, corpus=corpus, top_k=1), *turns, given=TASK)
+    played = play(
+        AGENT, TaggedEnv(pool, 5.0, search={"corpus": corpus, "top_k": 1}), *turns, given=TASK
+    )
     assert played.answer == "Ada"
     assert (played.stats["tool_calls"], played.stats["tool_errors"]) == (2, 0)
     told = given_and_sampled(played)[2][1]
@@ -167,7 +173,9 @@ def test_S3_17_a_document_is_not_taken_for_the_policy(pool: SandboxPool, corpus:
     assert "<\u200b/search>" in told
     assert [text for sampled, text in given_and_sampled(played)[1:] if sampled] == turns
     plain = ["<search>tomato</search>", *turns[1:]]
-    harmless = play(AGENT, TaggedEnv(pool, 5.0, corpus=corpus, top_k=1), *plain, given=TASK)
+    harmless = play(
+        AGENT, TaggedEnv(pool, 5.0, search={"corpus": corpus, "top_k": 1}), *plain, given=TASK
+    )
     assert played.stats == harmless.stats
     asked = Task(id="t", messages=(), spec={"answer": "Ada"})
     for rollout in (played, harmless):

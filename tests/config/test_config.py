@@ -263,10 +263,6 @@ def test_a_rollout_may_sample_all_its_turns() -> None:
     [
         "top_p=0.9",
         "top_k=5",
-        "min_p=0.1",
-        "repetition_penalty=1.1",
-        "presence_penalty=0.5",
-        "frequency_penalty=-0.5",
     ],
 )
 def test_what_bends_the_distribution_is_for_evaluation_only(override: str) -> None:

@@ -20,13 +20,7 @@ BRANCH = "rollout.branching."
             "learner.lora.rank above 0",
             "learner.lora.rank=4",
         ),
-        (
-            "learner.final_learning_rate=1e-7",
-            'learner.decay = "linear" or "cosine"',
-            "learner.decay=cosine",
-        ),
         ("reward.decay_sigmas=false", "reward.sigma_tool or", "reward.sigma_length=0.5"),
-        ("rollout.fork_threshold=9", 'rollout.history = "render"', "rollout.history=render"),
         ("rollout.max_refills=2", "rollout.refill_below above 0", "rollout.refill_below=2"),
         *(
             (f"{BRANCH}{other}", f"{BRANCH}initial above 0", f"{BRANCH}initial=2")
@@ -43,13 +37,12 @@ BRANCH = "rollout.branching."
         ),
         *(
             (f"evaluation.{one}", "evaluation.temperature above 0", "evaluation.temperature=0.5")
-            for one in ("top_p=0.9", "top_k=3", "min_p=0.1")
+            for one in ("top_p=0.9", "top_k=3")
         ),
         *(
             (f"data.{one}", "a file as data.train or data.heldout", "data.train=a.jsonl")
             for one in ("question=q", "answer=a", "id=i", 'columns=["c"]')
         ),
-        ("data.split_seed=3", 'data.heldout = "split"', "data.train=a.jsonl"),
         ("reward.on_error=raise", "reward.functions", 'reward.functions=["brevity"]'),
         ("loss.kl_estimator=k2", "loss.beta above 0", "loss.beta=0.1"),
         ("loss.use_bias_correction_kl=false", "loss.beta above 0", "loss.beta=0.1"),

@@ -97,9 +97,9 @@ def test_what_does_not_fit_is_refused_by_name(sections: dict[str, Any], said: st
 
 
 def test_what_evaluate_alone_samples_from_is_left_out_of_a_recipes_runs() -> None:
-    whole = make(measures={"temperature": 0.6}, evaluation={"top_p": 0.9, "presence_penalty": 0.1})
-    assert whole.evaluation.filters == {"top_p": 0.9, "presence_penalty": 0.1}
-    assert whole.of_run().evaluation.filters == {"presence_penalty": 0.1}
+    whole = make(measures={"temperature": 0.6}, evaluation={"top_p": 0.9, "top_k": 5})
+    assert whole.evaluation.filters == {"top_p": 0.9, "top_k": 5}
+    assert whole.of_run().evaluation.filters == {}
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,6 @@ def test_a_split_is_the_same_for_all_and_nothing_is_in_both(jsonl: str) -> None:
     assert held.isdisjoint(t.id for t in train.rows)
     assert len(train) == 14
     assert held == {t.id for t in heldout_tasks(config)}
-    other = config.model_copy(update={"split_seed": 1})
-    assert held != {t.id for t in heldout_tasks(other)}
     with pytest.raises(ValueError, match=r"rows\.jsonl .*: 20 tasks that differ, of which 20"):
         heldout_tasks(config.model_copy(update={"num_heldout": 20}))
 

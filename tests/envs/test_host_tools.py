@@ -255,8 +255,7 @@ def test_a_config_that_cannot_be_meant_is_refused(config: list[str], message: st
 
 
 def test_the_settings_reach_the_functions() -> None:
-    given = {"calls": 1, "calls_per_step": 2, "call_s": 3.0, "seconds": 4.0, "argument_kib": 5,
-             "answer_kib": 6, "total_kib": 7}  # fmt: skip
+    given = {"calls": 1, "calls_per_step": 2, "call_s": 3.0}
     config = load_config(
         "quickstart",
         overrides("sandbox.host_cache=run",

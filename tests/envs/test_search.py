@@ -241,7 +241,7 @@ def test_a_branch_is_told_what_was_found_and_nobody_is_asked_again(
     port: int, pool: SandboxPool
 ) -> None:
     """Whatever the retriever would say now: it answers otherwise every time."""
-    env = TaggedEnv(pool, 5.0, retriever="wiki", retrievers={"wiki": retriever(port)})
+    env = TaggedEnv(pool, 5.0, search={"retriever": "wiki"}, retrievers={"wiki": retriever(port)})
     turns = ["<search>vary</search>", "<python>1</python>"]
     engine = scripted(lambda n, _: Turn(turns[n] if n < 2 else f"<answer>{n}</answer>"))
     branch = {"initial": 1, "probability": 1.0, "entropy_weight": 0.0}

@@ -174,12 +174,12 @@ class Grumpy:
 
 
 def test_the_engine_plays_the_customer_by_the_benchmarks_guidelines() -> None:
-    env = Tau2Env("retail", mode="model", customer_temperature=0.5, customer_tokens=7)
+    env = Tau2Env("retail", mode="model")
     task = env.tasks("train")[0]
     episode = env.reset(task)
     ask = episode.step(Say("What is your name?")).ask
     assert ask is not None
-    assert (ask.temperature, ask.max_tokens) == (0.5, 7)
+    assert (ask.temperature, ask.max_tokens) == (0.0, 256)
     system, *talk = ask.messages
     assert "###STOP###" in system["content"], "tau2's own words for its simulated users"
     assert "<scenario>\nInstructions:\n\tDomain: retail" in system["content"]
@@ -199,7 +199,7 @@ def no_calls(text: str, tools: Any) -> Reading:
 
 
 def test_agent_and_customer_share_an_engine_and_only_the_agent_is_trained_on() -> None:
-    env = Tau2Env("airline", mode="model", customer_tokens=50)
+    env = Tau2Env("airline", mode="model")
     agent = ToolAgent(env=env, call_reader=lambda parser: no_calls)
 
     def speak(number: int, prompt: str) -> Turn:
@@ -238,7 +238,6 @@ def text_of(engine: Any, request: Any) -> str:
     [
         ({"domain": "banking"}, "domain: expected telecom, retail, airline"),
         ({"domain": "telecom", "mode": "model"}, "mode: expected solo, scripted or"),
-        ({"customer_temperature": -1}, "customer_temperature: expected 0 or more"),
         ({"evaluation": "x"}, "evaluation: expected 'all' or 'env'"),
     ],
 )

@@ -219,7 +219,6 @@ def test_a_ticket_needs_no_customer(shop: Path) -> None:
         ({"mode": "reference"}, r"mode: 'reference' is the model without .*learner\.lora\.rank"),
         ({"mode": "endpoint:big"}, "mode: no endpoint 'big'; there are: policy"),
         ({"heldout": "base"}, "heldout: retail has train, test, dev, no 'base'"),
-        ({"customer_tokens": 0}, "customer_tokens: expected at least 1"),
     ],
 )
 def test_other_settings_are_refused(shop: Path, options: Any, message: str) -> None:

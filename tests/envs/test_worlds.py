@@ -24,8 +24,7 @@ from agentgrpo.envs.mcp import McpEnv
 from agentgrpo.envs.reasoning_gym import ReasoningGymEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.search import SearchEnv
-from agentgrpo.sandbox import SandboxPool, Session
-from agentgrpo.sandbox.result import StepResult, StepStatus
+from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Task
 from tests.playing import task, wrapped
 
@@ -208,7 +207,7 @@ def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
         "n_queens": [touch, "open(0)", f"list({board})"],
         "prime_factorization": ["none", "2" * (1 << 20)],
     }.items():
-        env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=1, verify_timeout_s=1.0)
+        env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=1)
         # one set of sandboxes for all: what starts takes seconds
         env.graders = chains.graders
         (given,) = env.tasks("train")
@@ -256,26 +255,11 @@ def test_questions_of_reasoning_gym_are_those_that_it_judges(
 
 
 @pytest.mark.nsjail
-@pytest.mark.parametrize(
-    ("dataset", "config", "said"),
-    [
-        (
-            "countdown",
-            {"min_target": 10**9, "max_target": 10**9},
-            "dataset 'countdown': no questions 0 to 2 .*Failed to generate valid expression",
-        ),
-        ("chain_sum", {}, "dataset 'chain_sum': no questions 0 to 2 .*over 1 steps"),
-    ],
-)
-def test_a_dataset_of_reasoning_gym_without_questions_is_said(
-    chains: ReasoningGymEnv, monkeypatch: pytest.MonkeyPatch, dataset: str, config: Any, said: str
-) -> None:
-    env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=2, config=config)
+def test_a_dataset_of_reasoning_gym_without_questions_is_said(chains: ReasoningGymEnv) -> None:
+    far = {"min_target": 10**9, "max_target": 10**9}
+    env = ReasoningGymEnv(chains.pool, 1.0, dataset="countdown", size=2, config=far)
     env.graders = chains.graders
-    if not config:
-        ended = StepResult(status=StepStatus.TIMEOUT_KILLED, detail="over 1 steps")
-        monkeypatch.setattr(Session, "ask", lambda *_: (ended, []))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=r"'countdown': no questions 0 to 2 .*Failed to gen"):
         env.tasks("train")
 
 
@@ -321,9 +305,7 @@ def test_reasoning_gym_pays_no_question_said_again(chains: ReasoningGymEnv, data
     import sympy
 
     config, wrong, right = SPELLED[dataset]
-    env = ReasoningGymEnv(
-        chains.pool, 1.0, dataset=dataset, size=1, config=config, verify_timeout_s=30.0
-    )
+    env = ReasoningGymEnv(chains.pool, 1.0, dataset=dataset, size=1, config=config)
     env.graders = chains.graders
     (given,) = env.tasks("train")
     entry = reasoning_gym.create_dataset(dataset, size=1, seed=0, **config)[0]
@@ -344,7 +326,7 @@ def test_reasoning_gym_pays_no_question_said_again(chains: ReasoningGymEnv, data
 
 @pytest.fixture(scope="module")
 def graded(pool: SandboxPool) -> Iterator[UnitTestEnv]:
-    env = UnitTestEnv(pool, 2.0, test_timeout_s=10.0)
+    env = UnitTestEnv(pool, 2.0)
     yield env
     env.close()
 
@@ -549,21 +531,6 @@ def test_a_files_tasks_begin_with_what_reset_says(tmp_path: Path) -> None:
     assert plain[0].messages[0]["content"] == "Reach 7."
 
 
-class Late(Counter):
-    """Only its reward is a coroutine."""
-
-    async def get_reward(self) -> float:  # type: ignore[override]
-        return 0.5
-
-
-def test_a_factory_may_be_a_function_and_its_reward_a_coroutine() -> None:
-    env = FactoryEnv(lambda: Late())
-    assert env.judges
-    runner = EpisodeRunner(1)
-    episode = env.reset(task(start=1))
-    assert runner.finish(episode, None).result(9) == {"environment": 0.5}
-
-
 class Wrapped(Counter):
     """Its coroutine functions are wrapped, as by anybody's retry or timing."""
 
@@ -637,37 +604,6 @@ def test_what_a_factory_may_not_do_is_said() -> None:
         FactoryEnv(Slow).tasks("train")
 
 
-def test_trl_environments_run_as_they_are() -> None:
-    """The shape that TRL documents: no annotations of ours, a docstring per tool, get_reward."""
-    source = '''
-class Guess:
-    def __init__(self):
-        self.secret, self.reward = None, 0.0
-    def reset(self, **kwargs) -> str | None:
-        self.secret, self.reward = kwargs["secret"], 0.0
-        return "Guess a number."
-    def guess(self, number: int) -> str:
-        """
-        Guess the number.
-
-        Args:
-            number: The number to guess.
-        """
-        self.reward = float(number == self.secret)
-        return "correct" if self.reward else "wrong"
-    def get_reward(self):
-        return self.reward
-'''
-    names: dict[str, Any] = {}
-    exec(source, names)
-    env = FactoryEnv(names["Guess"])
-    made = env.task("x", {"question": "Play.", "secret": 4})
-    assert made.messages[0]["content"] == "Play.\n\nGuess a number."
-    episode: Any = env.reset(made)
-    assert [episode.step(call("guess", number=n)).text for n in (3, 4)] == ["wrong", "correct"]
-    assert episode.finish(None) == {"environment": 1.0}
-
-
 # the Model Context Protocol
 
 SERVER = '''
@@ -729,11 +665,9 @@ def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> Non
 
 
 @pytest.mark.slow
-def test_a_program_that_is_no_server_is_refused(mcp: McpEnv) -> None:
+def test_a_program_that_is_no_server_is_refused() -> None:
     with pytest.raises(ValueError, match=r"command .*: no MCP server answered"):
-        McpEnv(sys.executable, ["-c", "print('hello')"], call_timeout_s=20)
-    with pytest.raises(ValueError, match="only: the server has no tool 'x'"):
-        McpEnv(mcp.parameters.command, mcp.parameters.args, only=["x"])
+        McpEnv(sys.executable, ["-c", "print('hello')"])
 
 
 RAW_SERVER = """

@@ -87,10 +87,9 @@ def test_batches_of_16_bit_add_up_in_float32(
     ("options", "rates"),
     [
         ({"decay": "constant"}, [1.0] * 5),
-        ({"decay": "linear", "final_learning_rate": 0.2}, [1.0, 0.8, 0.6, 0.4, 0.2]),
+        ({"decay": "linear"}, [1.0, 0.75, 0.5, 0.25, 0.0]),
         ({"decay": "cosine"}, [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125), 0.0]),
-        ({"decay": "cosine", "final_learning_rate": 0.5, "warmup_steps": 2},
-         [0.5, 1.0, 1.0, 0.75, 0.5]),
+        ({"decay": "cosine", "warmup_steps": 2}, [0.5, 1.0, 1.0, 0.5, 0.0]),
         ({"decay": "linear", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0]),
     ],
 )  # fmt: skip
@@ -103,9 +102,7 @@ def test_a_step_is_of_its_own_settings(
     make_learner: Callable[..., Learner], groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The schedule's learning rate, the clipping asked for, only live updates, their tokens."""
-    learner = make_learner(
-        decay="linear", learning_rate=0.5, final_learning_rate=0.1, max_grad_norm=0.25
-    )
+    learner = make_learner(decay="linear", learning_rate=0.5, max_grad_norm=0.25)
     seen: list[Any] = []
     step = learner._optimizer.step
 
@@ -117,8 +114,8 @@ def test_a_step_is_of_its_own_settings(
     (update,) = plan_updates(groups, run_config(DAPO), step=0)
     learner.step([])
     metrics = learner.step([replace(update, batches=[]), update])
-    assert seen == [(0.25, pytest.approx(0.4))]
-    assert metrics["learning_rate"] == pytest.approx(0.4)
+    assert seen == [(0.25, pytest.approx(0.375))]
+    assert metrics["learning_rate"] == pytest.approx(0.375)
     assert metrics["updates"] == 1
     assert metrics["packed_tokens"] == sum(len(b.input_ids_T) for b in update.batches)
     assert learner.step_count == 2

@@ -47,7 +47,7 @@ def make_recipe(
             "model": "start",
             "out_dir": folder,
             "seed": 3,
-            "data": {"levels": [1], "promote_at": 0.5, "heldout_levels": [2]},
+            "data": {"levels": [1], "heldout_levels": [2]},
             "curriculum": {
                 "stages": 2, "candidates": 10, "group_size": 4, "select": 4, "chunk": 3,
                 **steps,

@@ -324,7 +324,7 @@ WORLDS = {
         {"kind": "text", "tool_cost": 0.1}, SEARCH,
     ),
     "tagged": World(
-        lambda of: TaggedEnv(of("pool"), 2.0, corpus=searched(of), max_calls=2),
+        lambda of: TaggedEnv(of("pool"), 2.0, search={"corpus": searched(of)}, max_calls=2),
         lambda _: TagAgent(), SUM, {"kind": "numeric", **BARE}, TAGGED, turns=4,
     ),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.proof.tokens import rollout_faults
+from agentgrpo.rollout import transcript
 from agentgrpo.rollout.decoder import SamplerStats, request_seed
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import COUNTS, Completion, Group, Rollout, Status, Task
@@ -465,15 +466,17 @@ def test_room_for_no_rollout_is_refused() -> None:
     ids=["clean", "realign", "fork"],
 )
 def test_prompts_that_are_rendered_anew_are_followed_and_proven(
-    template: str | None, threshold: int, drifts: dict[str, float]
-) -> None:
+    template: str | None, threshold: int, drifts: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """The engine gets the template's own rendering; what it sampled and still sees is trained."""
+    monkeypatch.setattr(transcript, "FORK_FROM", threshold)
     tokenizer = make_tokenizer(template) if template else TOKENIZER
     turns = [f"<think>so</think><code>{n}</code>{EOT}" for n in range(2)] + [f"Answer: 1{EOT}"]
     engine = says(*turns, tokenizer=tokenizer)
     config = RolloutConfig(
         max_turns=3, max_turn_tokens=200, max_observation_tokens=200,
-        history="render", fork_threshold=threshold,
+        history="render",
     )  # fmt: skip
     sampler = Sampler(cast(Any, engine), AGENT, StubEnv(), ChatTemplate(tokenizer), config)
     groups, _ = sampler.play(tasks(1), 1, seed=5)
@@ -524,16 +527,17 @@ def test_a_template_that_numbers_messages_is_told_how_many_there_were() -> None:
 
 @pytest.mark.parametrize("threshold", [1024, 5], ids=["realign", "fork"])
 @pytest.mark.parametrize("max_turns", [1, 3])
-def test_what_a_turn_earned_stays_with_what_is_left_of_it(threshold: int, max_turns: int) -> None:
+def test_what_a_turn_earned_stays_with_what_is_left_of_it(
+    threshold: int, max_turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not with the turns that come in place of the thoughts it loses, nor beyond the last token."""
+    monkeypatch.setattr(transcript, "FORK_FROM", threshold)
     tokenizer = make_tokenizer(THINKING)
     thought = "<think>" + "so " * 60 + "</think>"
     turns = [f"{thought}<code>{n}</code>{EOT}" for n in range(2)] + [f"Answer: 1{EOT}"]
     env = StubEnv(answer=lambda code: Observation(code, rewards={"step": 1.0 + float(code)}))
     engine = says(*turns, tokenizer=tokenizer)
-    config = RolloutConfig(
-        max_turns=max_turns, max_turn_tokens=400, history="render", fork_threshold=threshold
-    )
+    config = RolloutConfig(max_turns=max_turns, max_turn_tokens=400, history="render")
     sampler = Sampler(cast(Any, engine), AGENT, env, ChatTemplate(tokenizer), config)
     groups, _ = sampler.play(tasks(1), 1, seed=5)
     (rollout,) = groups[0].rollouts

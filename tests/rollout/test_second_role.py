@@ -223,7 +223,7 @@ def test_the_engine_is_asked_for_the_weights_that_are_meant(model: Any) -> None:
 
 
 def test_thoughts_of_a_customer_are_not_said() -> None:
-    user = ModelUser("S", "Hi.", temperature=0.0, max_tokens=5)
+    user = ModelUser("S", "Hi.", max_tokens=5)
     asked = user.reply("Your name?", satisfied=False)
     assert isinstance(asked, ModelRequest)
     assert user.on_reply("<think>\nshould I?\n</think>\n\nAl.") == "Al."

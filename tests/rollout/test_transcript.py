@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agentgrpo.learn.losses import token_weights
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.rollout import transcript as transcripts
 from agentgrpo.rollout.transcript import Drift, Transcript, classify
 from agentgrpo.types import Float32, Group, Int32, Rollout, Status
 from tests.given import TASK
@@ -129,7 +130,13 @@ def test_a_fork_closes_the_row_and_begins_with_the_whole_prompt() -> None:
 def test_a_row_is_always_what_the_engine_was_sent(seed: int) -> None:
     """Against plain lists: ids equal the prompt, and every sampled id is kept in one row."""
     rng = random.Random(seed)
-    transcript = Transcript(ids(0), fork_threshold=rng.choice([1, 3, 1024]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transcripts, "FORK_FROM", rng.choice([1, 3, 1024]))
+        _is_what_the_engine_was_sent(rng)
+
+
+def _is_what_the_engine_was_sent(rng: random.Random) -> None:
+    transcript = Transcript(ids(0))
     plain, sampled_at = [0], [0]
     for turn in range(rng.randint(1, 6)):
         sampled = [rng.randint(1, 3) for _ in range(rng.randint(1, 4))]
