@@ -503,10 +503,12 @@ def varlen_by_definition(
 def test_a_kernel_without_grouped_queries_gets_a_head_of_keys_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch 2.11's has no argument for them."""
+    """Torch 2.11's has no argument for them."""
 
-    def of_2_11(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int,
-                max_k: int, *, scale: float | None, window_size: tuple[int, int]) -> Tensor:  # fmt: skip
+    def of_2_11(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+        scale: float | None, window_size: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
         assert q.shape[1] == k.shape[1] == v.shape[1]
         return varlen_by_definition(
             q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, enable_gqa=False,
