@@ -163,7 +163,9 @@ def how_it_ended(
     if ending == Ending.EXITED:
         result.exit_code = os.WEXITSTATUS(how)
         return StepStatus.EXIT, f"the interpreter ended with exit code {result.exit_code}"
-    if ending == Ending.LOST and result.oom_kills:
+    if (
+        ending in (Ending.LOST, Ending.PROTOCOL) and result.oom_kills
+    ):  # its pipes close before it ends
         return memory
     if ending == Ending.LOST:
         result.signal = signal.SIGKILL

@@ -90,12 +90,12 @@ KILLED_AT_THE_SECOND_CHECKPOINT = """
 import os, signal, sys
 from agentgrpo.run import checkpoint
 from agentgrpo.train import main
-seal = checkpoint.seal
+write_checksums = checkpoint.write_checksums
 def sealed(folder):
     if folder.name.endswith("2"):
         os.kill(os.getpid(), signal.SIGKILL)
-    seal(folder)
-checkpoint.seal = sealed
+    write_checksums(folder)
+checkpoint.write_checksums = sealed
 sys.exit(main(sys.argv[1:]))
 """
 """A run that is killed in the middle of writing it."""

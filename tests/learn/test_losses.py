@@ -91,6 +91,10 @@ def test_the_kernels_options_are_keys_of_the_same_default() -> None:
         assert LossConfig.model_fields[field.name].description, field.name
 
 
+def with_loss(options: dict[str, Any]) -> TrainConfig:
+    return TrainConfig.model_validate({"model": "m", "out_dir": "o", "loss": options})
+
+
 def test_what_a_config_says_arrives_in_the_kernels() -> None:
     common: dict[str, Any] = {
         "normaliser": "sequence_sum", "beta": 0.1, "kl_estimator": "k2",
@@ -114,7 +118,7 @@ def test_what_a_config_says_arrives_in_the_kernels() -> None:
         for key in special.keys() - own.keys():
             needed = {need: special[need] for need in loss.needs}
             with pytest.raises(ValueError, match=rf"loss\.{key}: "):
-                LossConfig(loss_type=loss_type, **{**needed, key: special[key]})
+                with_loss({"loss_type": loss_type, **needed, key: special[key]})
     names = {*special, *common, "loss_type", "importance_sampling_level"}
     assert {field.name for field in fields(Objective)} == names
 
@@ -138,7 +142,7 @@ def test_options_that_do_not_go_together_name_the_key(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        LossConfig(**options)
+        with_loss(options)
 
 
 # A loss of one's own.

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -395,15 +396,17 @@ class TestLifecycle:
                 kept = [Other() for _ in range(50)]
                 api._live.update({str(id(one)): one for one in kept})  # type: ignore[misc]
 
-        done = threading.Event()
+        done, before = threading.Event(), sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
         thread = threading.Thread(target=churn)
         thread.start()
         try:
-            for _ in range(3000):
+            for _ in range(1000):
                 Sandbox.list()
         finally:
             done.set()
             thread.join()
+            sys.setswitchinterval(before)
 
     def test_info(self, pool: SandboxPool) -> None:
         with Sandbox.create(pool=pool, metadata={"run": "7"}, timeout=60) as made:
