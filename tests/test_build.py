@@ -12,16 +12,16 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo import build
-from agentgrpo.build import Ready, prepare, start_engine
 from agentgrpo.config import EngineConfig, TrainConfig
 from agentgrpo.machine import hardware, packages
 from agentgrpo.models.models import check_model
-from agentgrpo.registry import make_reward
 from agentgrpo.run.folder import lock_run_dir, require_same_run
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import RunSetup
+from agentgrpo.setup import build
+from agentgrpo.setup.build import Ready, prepare, start_engine
+from agentgrpo.setup.registry import make_reward
+from agentgrpo.setup.stage import RunSetup
 
 
 def config(model: Path, **sections: Any) -> TrainConfig:

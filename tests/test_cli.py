@@ -41,7 +41,7 @@ def test_every_command_has_a_main_and_a_help(word: str, capsys: pytest.CaptureFi
 
 
 NO_COMMANDS = {
-    "agentgrpo.settings": "for contributors: docs/config.md",
+    "agentgrpo.setup.settings": "for contributors: docs/config.md",
     "agentgrpo.kernels.objective": "for contributors: the table in docs/losses.md",
     "agentgrpo.rewards.formulas": "a process that compares formulas, which a reward starts",
     "agentgrpo.examples.server": "an example, started by an environment",

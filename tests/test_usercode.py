@@ -14,7 +14,7 @@ import pytest
 
 import agentgrpo
 from agentgrpo import usercode
-from agentgrpo.command import report_errors
+from agentgrpo.setup.command import report_errors
 from agentgrpo.usercode import UserCodeError, user_call, within
 
 PACKAGE = Path(agentgrpo.__file__).parent

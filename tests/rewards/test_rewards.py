@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.registry import load_reward
 from agentgrpo.rewards.answers import expected_numbers, last_number, only_number
 from agentgrpo.rewards.rewards import NumericReward, score, try_reward
+from agentgrpo.setup.registry import load_reward
 from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
 from agentgrpo.usercode import UserCodeError
 from tests.given import TASK, a_rollout
