@@ -105,9 +105,9 @@ def as_markdown() -> str:
     lines = [
         "# Settings",
         "",
-        "Made from `agentgrpo/config/` and the classes of agents and environments by",
-        "`python -m agentgrpo.setup.settings > docs/config.md`: change them there. A config file is",
-        'TOML and holds what differs from the defaults, or from another file: `extends = "quickstart"`,',
+        "Made from `agentgrpo/config/` and the classes of agents and environments: change them",
+        "there, then `python -m agentgrpo.setup.settings > docs/config.md`. A config file is TOML",
+        'and holds what differs from the defaults, or from another file: `extends = "quickstart"`,',
         "or a path from its own folder. Tables are merged, but for `options` where another `kind`",
         "is named. On the command line a setting is `section.key=value`, and the same holds. A key",
         "that does not exist is refused, and the nearest one named; so is a value of another type:",
