@@ -350,7 +350,7 @@ def _on_cuda(
 
     bounds = tree.bounds
     longest = max(run.end - run.start for run in tree.runs)
-    groups = {"enable_gqa": True} if _takes_groups(varlen_attn) else {}
+    groups: dict[str, Any] = {"enable_gqa": True} if _takes_groups(varlen_attn) else {}
     if not groups:
         key, value = _expanded(query, key, value)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
