@@ -121,6 +121,8 @@ def _copied(path: str, unused: tuple[str, ...]) -> str:
 
 def _link(source: str, target: str) -> None:
     """Another name of a file; a copy where it is on another file system, or not for everybody."""
+    if os.path.exists(target):  # of another copy: this package in the directory of a template's
+        return
     mode = os.stat(source).st_mode
     if mode & stat.S_IROTH:
         try:

@@ -101,7 +101,7 @@ clock_gettime:228:113 clock_getres:229:114 getrandom:318:278
 )
 """What for, who pays for what is allocated and where that is bounded, and the calls."""
 
-OTHER_PROCESSES = "kill tkill tgkill pidfd_open setpriority sched_setaffinity socket"
+OTHER_PROCESSES = "kill tkill tgkill pidfd_open setpriority sched_setaffinity socket connect bind"
 """Calls that reach beyond the caller's process where no namespace bounds them."""
 LEAVE_THE_GROUP = ("setsid", "setpgid")
 """Without namespaces they only seem to: the group is what ends with its session."""
@@ -260,6 +260,12 @@ def _socket() -> list[Instruction]:
     return [_argument(0), *_one_of([AF_UNIX], [_ALLOW]), *families, _deny(errno.EAFNOSUPPORT)]
 
 
+def _connected_pairs() -> list[Instruction]:
+    """Of socketpair: none that sends to whatever address it names (datagrams)."""
+    connected = _one_of([1, 5], _option("socketpair"))  # SOCK_STREAM, SOCK_SEQPACKET
+    return [_argument(1), (AND, 0, 0, 0xF), *connected, _deny(errno.EPROTONOSUPPORT)]
+
+
 def _socket_options() -> list[Instruction]:
     levels: list[Instruction] = []
     for level, options in SOCKET_OPTIONS.items():
@@ -321,6 +327,7 @@ def _filters(
         "setrlimit": _unless(0, [RLIMIT_CORE], 0),
         "prlimit64": _limits(namespaced=namespaced),
         **({} if namespaced else {name: [_deny(0)] for name in LEAVE_THE_GROUP}),
+        **({} if namespaced else {"socketpair": _connected_pairs()}),
     }
 
 

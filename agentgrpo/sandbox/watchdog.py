@@ -36,9 +36,9 @@ PAGE_KIB = os.sysconf("SC_PAGESIZE") >> 10
 
 def _a_thread(pid: int) -> str:
     """A thread of a process that runs: it outlives its main one, of which the kernel says nothing
-    then.
+    then. Of one that is being reaped there may be none: a path that is not there.
     """
-    return f"/proc/{pid}/task/{max(os.listdir(f'/proc/{pid}/task'), key=int)}"
+    return f"/proc/{pid}/task/{max(os.listdir(f'/proc/{pid}/task'), key=int, default='-')}"
 
 
 def private_kib(pid: int) -> int:

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +28,7 @@ from agentgrpo.sandbox import (
     StepStatus,
     Template,
 )
-from agentgrpo.sandbox.bare import _is_open
+from agentgrpo.sandbox.bare import _is_open, reachable
 from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.grade import check_output, check_tests
 from agentgrpo.sandbox.hostile.case import within
@@ -303,3 +305,44 @@ def test_nothing_outlives_a_trainer_or_an_init_that_is_killed(victim: str) -> No
         os.kill(owner.pid if victim == "trainer" else tree[0], signal.SIGKILL)
         assert all(gone(pid) for pid in tree)
         owner.kill()
+
+
+def test_pairs_of_sockets_reach_nobody_outside(bare: Session) -> None:
+    """A datagram socket would: it sends to any address."""
+    code = (
+        "import os, socket\n"
+        "def refused(kind, way):\n"
+        " try: a, b = socket.socketpair(socket.AF_UNIX, kind); way(a)\n"
+        " except OSError as error: return error.errno\n"
+        "ways = [lambda a: a.sendto(b'x', path), lambda a: a.connect(path),\n"
+        " lambda a: a.bind('s')]\n"
+        "kinds = [socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, 3]\n"
+    )
+    with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX, 2) as outside:
+        os.chmod(place, 0o755)
+        path = f"{place}/socket"
+        outside.bind(path)
+        os.chmod(path, 0o666)
+        outside.setblocking(False)
+        result = bare.step(f"path = {path!r}\n{code}[refused(k, w) for k in kinds for w in ways]")
+        assert result.error is None, result
+        with pytest.raises(BlockingIOError):
+            outside.recv(1)
+    pair = "a, b = socket.socketpair(); a.send(b'hi'); b.recv(2)"
+    assert bare.step(f"import socket; {pair}").value == "b'hi'"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's sessions are other users")
+@pytest.mark.parametrize("package_first", [True, False])
+def test_this_package_may_lie_in_a_directory_of_the_template(
+    tmp_path: Path, package_first: bool
+) -> None:
+    """Of a home that only root may enter."""
+    tmp_path.chmod(0o700)
+    package = tmp_path / "site" / "package"
+    package.mkdir(parents=True)
+    (package / "file").write_text("x")
+    paths = [str(package), str(package / "file"), str(tmp_path / "site")]
+    copies = [reachable(path) for path in (paths if package_first else paths[::-1])]
+    assert sum(map(os.path.isfile, copies)) == 1
+    assert _is_open(copies[0])

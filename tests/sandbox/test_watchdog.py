@@ -229,6 +229,12 @@ def test_proportional_memory_is_what_the_kernel_says() -> None:
     assert process_tree(os.getpid())[0] == os.getpid()
 
 
+def test_a_process_that_is_being_reaped_has_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look in a thousand at processes that end at once is at such a one."""
+    monkeypatch.setattr(os, "listdir", lambda _: [])
+    assert proportional_kib(os.getpid()) == private_kib(os.getpid()) == 0
+
+
 def test_watching_ends_with_the_pool(groupless: SandboxPool) -> None:
     assert groupless._watchdog is not None
     assert groupless._watchdog._thread.is_alive()
