@@ -12,11 +12,20 @@ from typing import Annotated, Any
 
 import pydantic
 from pydantic import Field
+from pydantic_core import PydanticCustomError
 
 from agentgrpo.files import expanded
 
-PathOrName = Annotated[str, pydantic.AfterValidator(expanded)]
-UserPath = Annotated[Path, pydantic.AfterValidator(Path.expanduser)]
+
+def _not_empty(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():  # of a path it would be where one is
+        raise PydanticCustomError("empty_path", "expected a path")
+    return value
+
+
+NotEmpty = pydantic.BeforeValidator(_not_empty)
+PathOrName = Annotated[str, NotEmpty, pydantic.AfterValidator(expanded)]
+UserPath = Annotated[Path, NotEmpty, pydantic.AfterValidator(Path.expanduser)]
 Positive = Annotated[int, Field(ge=1, le=10**7)]
 NotNegative = Annotated[int, Field(ge=0, le=10**7)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]

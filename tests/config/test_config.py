@@ -86,6 +86,8 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
         ("steps.more=1", "steps is not a section"),
         ("=3", "override '=3': a name is empty"),
         ("data.=3", "override 'data.=3': a name is empty"),
+        ("out_dir=", "config key out_dir: expected a path, got ''"),
+        ("data.train=", "config key data.train: expected a path, got ''"),
         ("data.heldout=1000", "key data.heldout: Input should be a valid string, got 1000"),
     ],
 )

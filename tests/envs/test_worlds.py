@@ -392,6 +392,7 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
         "~~~ python\nf = 1\n~~~",
         "````python\nf = 1\n'''\n```\n'''\n````",
         "In ```python fences, not ``` alone:\n```python\nf = 1\n```",
+        "So: ```Python\nf = 1\n```\n**It prints** ```\n1\n```",
         "f = 1",
         "```\nf = 1\n```\n```\n",
         "```python\nf = 1",
@@ -426,7 +427,8 @@ def test_a_block_that_uses_the_program_is_not_it() -> None:
 
 
 def test_fences_without_end_take_no_time() -> None:
-    for answer in ("```x\n" * 100_000, "`" * 500_000, "```" + " " * 500_000 + "`"):
+    spaced, inline = "```" + " " * 500_000 + "`", "a ```x " * 80_000
+    for answer in ("```x\n" * 100_000, "`" * 500_000, spaced, inline):
         started = time.process_time()
         program_in(answer)
         assert time.process_time() - started < 5
