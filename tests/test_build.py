@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo import build
-from agentgrpo.build import Ready, prepare
 from agentgrpo.config import TrainConfig
 from agentgrpo.machine import hardware, packages
 from agentgrpo.models.models import check_model
-from agentgrpo.registry import make_reward
 from agentgrpo.run.folder import lock_run_dir, require_same_run
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
+from agentgrpo.setup import build
+from agentgrpo.setup.build import Ready, prepare
+from agentgrpo.setup.registry import make_reward
 
 
 def config(model: Path, **sections: Any) -> TrainConfig:

@@ -17,10 +17,10 @@ import pytest
 from agentgrpo import cli
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import all_keys, load_config, shipped_configs
-from agentgrpo.registry import KINDS
 from agentgrpo.rewards.view import RolloutView
 from agentgrpo.sandbox.hostile import CASES
-from agentgrpo.settings import options
+from agentgrpo.setup.registry import KINDS
+from agentgrpo.setup.settings import options
 from agentgrpo.types import Rollout
 from bench.pages import with_made
 from tests import house

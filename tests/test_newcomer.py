@@ -133,7 +133,7 @@ def test_a_model_that_cannot_be_trained_is_told_before_vllm_is_started(
         raise ValueError("a model of type 'qwen3' cannot be trained")
 
     monkeypatch.setattr("agentgrpo.learn.forward_check.why_not_packed", why_not_packed)
-    monkeypatch.setattr("agentgrpo.build.start_engine", None)
+    monkeypatch.setattr("agentgrpo.setup.build.start_engine", None)
     status, _, err = dry_run(dry=dry)
     assert (status, err) == (2, "error: a model of type 'qwen3' cannot be trained\n")
 

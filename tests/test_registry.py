@@ -16,7 +16,10 @@ from agentgrpo.config.read import load_config
 from agentgrpo.engine.endpoints import ScriptedEndpoint
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.init import with_overrides
-from agentgrpo.registry import (
+from agentgrpo.rewards.rewards import score
+from agentgrpo.sandbox import Limits
+from agentgrpo.sandbox.template import Template
+from agentgrpo.setup.registry import (
     AGENTS,
     ENVIRONMENTS,
     KINDS,
@@ -29,10 +32,7 @@ from agentgrpo.registry import (
     options_of,
     require_names,
 )
-from agentgrpo.rewards.rewards import score
-from agentgrpo.sandbox import Limits
-from agentgrpo.sandbox.template import Template
-from agentgrpo.stage import models_of, prepare_run
+from agentgrpo.setup.stage import models_of, prepare_run
 from agentgrpo.types import Group, Task
 from agentgrpo.usercode import UserCodeError
 from tests.given import a_config
@@ -297,7 +297,7 @@ def test_names_and_options_are_read_before_anything_is_opened_or_written(
     def opened(*_: Any) -> None:
         raise AssertionError("the sandbox was opened")
 
-    monkeypatch.setattr("agentgrpo.stage.open_sandbox", opened)
+    monkeypatch.setattr("agentgrpo.setup.stage.open_sandbox", opened)
     with pytest.raises(ValueError, match=f"^{said}"):
         prepare_run(a_config(override))
 

@@ -10,7 +10,7 @@ import pytest
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
-from agentgrpo.settings import Setting, as_markdown, as_toml, settings, toml
+from agentgrpo.setup.settings import Setting, as_markdown, as_toml, settings, toml
 
 ROOT = Path(__file__).parents[1]
 NAMES = [f"{setting.section}.{setting.key}".lstrip(".") for setting in settings()]
@@ -38,7 +38,7 @@ def test_every_key_of_the_config_is_there() -> None:
 
 
 def test_the_page_is_the_codes() -> None:
-    """After a change: `python -m agentgrpo.settings > docs/config.md`."""
+    """After a change: `python -m agentgrpo.setup.settings > docs/config.md`."""
     assert (ROOT / "docs" / "config.md").read_text() == as_markdown()
 
 

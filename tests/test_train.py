@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import agentgrpo.train
-from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig
 from agentgrpo.engine.agreement import Disagreement, Probes
 from agentgrpo.learn.updates import Update
 from agentgrpo.loop import train
 from agentgrpo.run.callbacks import Callback
+from agentgrpo.setup.build import Parts
 from agentgrpo.train import main
 from agentgrpo.trainer import Trainer
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task

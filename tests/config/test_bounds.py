@@ -17,7 +17,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import training_tasks
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.learn.losses import objective_of
-from agentgrpo.registry import (
+from agentgrpo.setup.registry import (
     KINDS,
     checked_option,
     checked_options,

@@ -11,7 +11,7 @@ from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
 from agentgrpo.config.read import load_config, load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.config.used_by import RECIPE_SECTIONS
-from agentgrpo.settings import settings
+from agentgrpo.setup.settings import settings
 from tests import given
 from tests.given import a_config
 
