@@ -14,12 +14,12 @@ from agentgrpo.config import (
     TrainConfig,
 )
 from agentgrpo.proof.status import status_faults
-from agentgrpo.registry import make_agent, make_env, require_names
 from agentgrpo.rewards.trl import conversation
 from agentgrpo.rewards.view import RolloutView
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.sandbox import SandboxPool
-from agentgrpo.stage import prepare_run
+from agentgrpo.setup.registry import make_agent, make_env, require_names
+from agentgrpo.setup.stage import prepare_run
 from agentgrpo.types import Status
 from tests.playing import (
     CHAT,

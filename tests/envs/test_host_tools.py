@@ -14,7 +14,6 @@ from agentgrpo.envs.console import ConsoleEnv
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.tagged import TaggedEnv
-from agentgrpo.registry import host_tools_of, make_agent, make_env, make_reward, require_names
 from agentgrpo.rewards.rewards import score
 from agentgrpo.rollout.branch import Step
 from agentgrpo.sandbox import (
@@ -24,6 +23,7 @@ from agentgrpo.sandbox import (
     Limits,
     SandboxPool,
 )
+from agentgrpo.setup.registry import host_tools_of, make_agent, make_env, make_reward, require_names
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})

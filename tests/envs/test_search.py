@@ -21,10 +21,10 @@ from agentgrpo.engine.endpoints import Retriever, make_endpoint, make_retriever
 from agentgrpo.envs.search import Dense, SearchEnv, Summary
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.models.encoder import Encoder
-from agentgrpo.registry import make_env
 from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.sandbox import SandboxPool
-from agentgrpo.stage import models_of
+from agentgrpo.setup.registry import make_env
+from agentgrpo.setup.stage import models_of
 from tests import tiny, warm
 from tests.playing import sampled, scripted, shown, task
 from tests.rollout.stubs import Turn

@@ -16,8 +16,8 @@ from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.envs.verifiers import VerifiersEnv
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.proof.tokens import rollout_faults
-from agentgrpo.registry import make_agent, make_env, make_reward
 from agentgrpo.rewards.scoring import Scoring
+from agentgrpo.setup.registry import make_agent, make_env, make_reward
 from agentgrpo.types import Group, Rollout, Status
 from agentgrpo.usercode import UserCodeError
 from tests.playing import CHAT, TOKENIZER, scripted

@@ -31,9 +31,9 @@ from agentgrpo.recipe.curriculum import (
     steps_of,
     training_config,
 )
-from agentgrpo.registry import make_env
 from agentgrpo.run.progress import Progress
 from agentgrpo.sandbox import SandboxPool
+from agentgrpo.setup.registry import make_env
 from agentgrpo.types import Group, Task
 from tests.given import a_rollout, scored_by
 

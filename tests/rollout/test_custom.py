@@ -13,7 +13,6 @@ import pytest
 from agentgrpo.config import RolloutConfig
 from agentgrpo.evaluate import summarize
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.registry import load_sampler
 from agentgrpo.rollout.custom import CustomSampler, RolloutParams, rollout_from_tokens
 from agentgrpo.rollout.trl import (
     RolloutFuncSampler,
@@ -21,6 +20,7 @@ from agentgrpo.rollout.trl import (
     generate_rollout_completions,
 )
 from agentgrpo.run.progress import Progress
+from agentgrpo.setup.registry import load_sampler
 from agentgrpo.types import COUNTS, Rollout, Segment, SpanReward, Status, Task, Treatment
 from agentgrpo.usercode import UserCodeError
 from tests.playing import EOT, TOKENIZER, tasks
