@@ -71,9 +71,9 @@ def _main(arguments: list[str] | None) -> int:
         print(usage(), flush=True)  # noqa: T201
         return 0
     if word == "--version":
-        from agentgrpo import __version__
+        from importlib.metadata import version
 
-        print(__version__)  # noqa: T201
+        print(version("agentgrpo"))  # noqa: T201
         return 0
     if word not in COMMANDS:
         import difflib
@@ -99,3 +99,7 @@ def _main(arguments: list[str] | None) -> int:
             raise
         print(f"error: agentgrpo {word}: {said}", file=sys.stderr)  # noqa: T201
         return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from agentgrpo import parallel
-from agentgrpo.build import Parts
 from agentgrpo.config import TrainConfig
 from agentgrpo.evaluate import Scored, logged, summarize
 from agentgrpo.learn.advantages import assign_advantages, has_gradient, why_dead
+from agentgrpo.setup.build import Parts
 from agentgrpo.types import Group, Metrics, Task
 
 Round = tuple[Sequence[Task], int]

@@ -24,8 +24,8 @@ from agentgrpo.data.hub import is_from_hub
 from agentgrpo.data.sources import rows_of
 from agentgrpo.files import require_output
 from agentgrpo.models.models import resolve_model
-from agentgrpo.registry import checked_options, env_kind, judges, needs_answers
-from agentgrpo.settings import as_toml, settings
+from agentgrpo.setup.registry import checked_options, env_kind, judges, needs_answers
+from agentgrpo.setup.settings import as_toml, settings
 
 HEAD = """\
 # Made by `agentgrpo init`. What is commented out is at its default; docs/config.md has it all.

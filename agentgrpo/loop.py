@@ -9,14 +9,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from agentgrpo import parallel
-from agentgrpo.build import Parts
 from agentgrpo.collect import collect
-from agentgrpo.command import next_time
 from agentgrpo.config import TrainConfig
 from agentgrpo.engine.agreement import check_agreement
 from agentgrpo.evaluate import evaluate
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.run import checkpoint
+from agentgrpo.setup.build import Parts
+from agentgrpo.setup.command import next_time
 from agentgrpo.types import Group, Metrics
 
 SAVED = (checkpoint.SAVED,)

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.command import report_errors
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.models.models import ADAPTER_CONFIG
 from agentgrpo.proof.chain import Chain
 from agentgrpo.run import checkpoint
-from agentgrpo.settings import toml
+from agentgrpo.setup.command import report_errors
+from agentgrpo.setup.settings import toml
 
 KINDS = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Endings of a checkpoint's files that are published."""

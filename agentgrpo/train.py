@@ -14,11 +14,11 @@ import argparse
 import contextlib
 from collections.abc import Callable
 
-from agentgrpo.build import Parts, build, prepare
-from agentgrpo.command import Begin, command
 from agentgrpo.config import TrainConfig
 from agentgrpo.loop import SAVED
-from agentgrpo.plan import of_steps, of_training, plan
+from agentgrpo.setup.build import Parts, build, prepare
+from agentgrpo.setup.command import Begin, command
+from agentgrpo.setup.plan import of_steps, of_training, plan
 from agentgrpo.trainer import Trainer
 
 

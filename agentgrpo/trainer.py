@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentgrpo import parallel
-from agentgrpo.build import Parts, build
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of, name_of
 from agentgrpo.loop import engine_awake, play_heldout, train
@@ -18,6 +17,7 @@ from agentgrpo.rollout.sampler import as_task
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.interrupt import stop_after_step
+from agentgrpo.setup.build import Parts, build
 from agentgrpo.types import Metrics, Task
 
 RewardFunction = Callable[..., Any] | str

@@ -44,10 +44,10 @@ from agentgrpo.proof.metrics import learner_faults, line_faults, played, step_su
 from agentgrpo.proof.schema import schema_faults
 from agentgrpo.proof.status import status_faults, treatment_faults
 from agentgrpo.proof.tokens import gaps_of, rollout_faults
-from agentgrpo.registry import judges, make_reward
 from agentgrpo.rewards.rewards import Reward
 from agentgrpo.run.checkpoint import SAVED
 from agentgrpo.run.records import read_rollout
+from agentgrpo.setup.registry import judges, make_reward
 from agentgrpo.types import (
     Float32,
     Group,

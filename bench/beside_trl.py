@@ -118,7 +118,7 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
     from agentgrpo.evaluate import summarize
     from agentgrpo.learn.policy import freeze_all_but
     from agentgrpo.rollout.sampler import Sampler
-    from agentgrpo.stage import prepare_run
+    from agentgrpo.setup.stage import prepare_run
 
     setup = prepare_run(config)
     count, size = config.rollout.tasks_per_step, config.rollout.group_size

@@ -202,7 +202,7 @@ def starts() -> dict[str, list[float]]:
     from agentgrpo.envs.answer import AnswerEnv
     from agentgrpo.programs.launch import Sandboxed
     from agentgrpo.programs.play import ProgramSampler
-    from agentgrpo.stage import open_sandbox
+    from agentgrpo.setup.stage import open_sandbox
     from tests.playing import CHAT, EOT, scripted, tasks
     from tests.rollout.stubs import Turn
 

@@ -122,7 +122,7 @@ def plain_transformers_score(name: str, checkpoint: Path, overrides: Sequence[st
     from agentgrpo.config.read import load_config
     from agentgrpo.evaluate import evaluate
     from agentgrpo.rollout.sampler import Sampler
-    from agentgrpo.stage import prepare_run
+    from agentgrpo.setup.stage import prepare_run
 
     config = load_config(name, overrides)
     decoder = TransformersDecoder(checkpoint, config.engine.max_model_len)

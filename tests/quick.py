@@ -11,12 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import agentgrpo.build
 import agentgrpo.loop
+import agentgrpo.setup.build
 from agentgrpo import cli
-from agentgrpo.build import Parts, Player, Ready, _sampler
 from agentgrpo.config import TrainConfig
-from agentgrpo.stage import RunSetup
+from agentgrpo.setup.build import Parts, Player, Ready, _sampler
+from agentgrpo.setup.stage import RunSetup
 from agentgrpo.types import Metrics
 from tests.playing import EOT
 from tests.rollout.stubs import StubEngine, Turn
@@ -80,16 +80,16 @@ def with_learner(config: TrainConfig, player: Player, ready: Ready, log: Any, lo
 
 
 STAND_INS = {
-    "agentgrpo.build.start_engine": start_engine,
-    "agentgrpo.build._with_learner": with_learner,
+    "agentgrpo.setup.build.start_engine": start_engine,
+    "agentgrpo.setup.build._with_learner": with_learner,
     "agentgrpo.loop.check_agreement": lambda *_, **__: {"max_dlogp": 0.0},
 }
 
 
 def main(arguments: list[str]) -> int:
     """A command, in a process of its own."""
-    agentgrpo.build.start_engine = start_engine
-    agentgrpo.build._with_learner = with_learner
+    agentgrpo.setup.build.start_engine = start_engine
+    agentgrpo.setup.build._with_learner = with_learner
     agentgrpo.loop.check_agreement = STAND_INS["agentgrpo.loop.check_agreement"]  # type: ignore[assignment, attr-defined]
     return cli.main(arguments)
 

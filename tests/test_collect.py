@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.build import Parts
 from agentgrpo.collect import collect
 from agentgrpo.config import RewardConfig, RolloutConfig
 from agentgrpo.envs.checked import OWN_NUMBERS
 from agentgrpo.measures.report import report
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.setup.build import Parts
 from agentgrpo.types import Group, Rollout, Task
 from agentgrpo.usercode import UserCodeError
 from tests.given import a_config

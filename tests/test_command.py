@@ -14,12 +14,12 @@ import pytest
 
 from agentgrpo import cli
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.command import Begin, Stopped
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.machine.memory import OutOfMemory
 from agentgrpo.recipe.parts import command
 from agentgrpo.run.folder import lock_run_dir
 from agentgrpo.sandbox import SandboxUnavailable
+from agentgrpo.setup.command import Begin, Stopped
 from agentgrpo.usercode import UserCodeError
 
 ANEW = "Nothing was saved: the same command starts from the beginning."

@@ -27,11 +27,11 @@ from agentgrpo.data.sources import training_tasks
 from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.objective import LossType, Objective
 from agentgrpo.kernels.reduce import term_weights
-from agentgrpo.registry import make_agent, make_env, make_reward
 from agentgrpo.rewards.rewards import score
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rewards.view import BUILT_IN
 from agentgrpo.sandbox import Sandbox, SandboxPool
+from agentgrpo.setup.registry import make_agent, make_env, make_reward
 from agentgrpo.types import Group, SpanReward, Task
 from tests import tiny
 from tests.given import TASK, a_config, a_rollout
@@ -394,7 +394,7 @@ def test_playing_without_training(code: str, tmp_path: Path, tiny_model: Path) -
         "[rollout]\nmax_turns = 1\nmax_turn_tokens = 4\n"
     )
     assert '"quickstart"' in code
-    assert code.index("\nprepare_environment()") < code.index("from agentgrpo.build")
+    assert code.index("\nprepare_environment()") < code.index("from agentgrpo.setup.build")
     script = tmp_path / "script.py"
     script.write_text(code.replace('"quickstart"', repr(str(config))))
     ran = run(str(script))

@@ -70,19 +70,11 @@ WINGS = {
     "audit": "types engine proof",
     "data": "types files extras usercode config run envs",
     "view": "types files config run models",
-    "registry": (
-        "types files extras usercode config actions machine rewards agents "
-        "envs models engine rollout sandbox"
-    ),
 }
 """Wing: the wings that it may import, besides itself. What is not named may import all above it."""
 TOP = [
     *(
-        "settings",
-        "stage",
-        "build",
-        "plan",
-        "command",
+        "setup",
         "push",
         "evaluate",
         "collect",
@@ -95,7 +87,6 @@ TOP = [
 ]
 """Assembly and commands, each of which may import the wings and what stands before it."""
 ALLOWED = {wing: {wing, "cli", *may.split()} for wing, may in WINGS.items()}
-ALLOWED["cli"] |= {"__version__"}
 ALLOWED |= {module: {*WINGS, *TOP[: TOP.index(module) + 1], "__version__"} for module in TOP}
 OURS = [p for p in python_files("agentgrpo") if "kernels" not in p.parts]
 

@@ -27,8 +27,8 @@ from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.losses import token_weights
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.registry import load_sampler
 from agentgrpo.rollout.custom import CustomSampler, RolloutParams, rollout_from_tokens
+from agentgrpo.setup.registry import load_sampler
 from agentgrpo.types import Group, Rollout, SpanReward, Task
 from tests import isolation, rows
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play_all, scripted, tasks

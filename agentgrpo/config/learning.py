@@ -106,11 +106,7 @@ class LoraConfig(Section):
 
 
 def room_for_adapters(rank: int) -> int:
-    """The rank that the sampler has room for; 0: it has none.
-
-    Raises:
-        ValueError: vLLM has no room for such adapters.
-    """
+    """The rank that the sampler has room for; 0: it has none."""
     if rank > LORA_RANKS[-1]:
         raise ValueError(
             f"learner.lora.rank: vLLM serves adapters up to rank {LORA_RANKS[-1]}, got {rank}"

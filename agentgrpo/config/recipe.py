@@ -192,11 +192,7 @@ class RecipeConfig(TrainConfig):
         return self
 
     def require_sessions(self) -> None:
-        """The flywheel has sandbox sessions enough; settings that it never reads are not judged.
-
-        Raises:
-            ValueError: it could come to wait for sessions that it holds itself.
-        """
+        """The flywheel has sandbox sessions enough; settings that it never reads are not judged."""
         if 3 * self.flywheel.concurrency > self.sandbox.max_live:
             raise ValueError(
                 f"flywheel.concurrency: {self.flywheel.concurrency} questions play up to three "
@@ -204,11 +200,7 @@ class RecipeConfig(TrainConfig):
             )
 
     def of_run(self, **changes: Any) -> TrainConfig:
-        """The settings of one training run of the recipe, `section.key` changed as given.
-
-        Raises:
-            ValueError: a change is not valid.
-        """
+        """The settings of one training run of the recipe, `section.key` changed as given."""
         table = self.model_dump(include=set(TrainConfig.model_fields), exclude_unset=True)
         if not self.evaluation.temperature:  # `agentgrpo evaluate` alone reads these
             for key in ("top_p", "top_k"):

@@ -93,19 +93,20 @@ class ModelUser:
     """A customer whom a model plays. What it says is never trained on."""
 
     def __init__(
-        self, system: str, opening: str, *, max_tokens: int, model: Model = "policy"
-    ) -> None:
+        self, system: str, opening: str, *, max_tokens: int, temperature: float = 0.0,
+        model: Model = "policy",
+    ) -> None:  # fmt: skip
         self._messages: list[Message] = [
             {"role": "system", "content": system},
             {"role": "user", "content": GREETING},
             {"role": "assistant", "content": opening},
         ]
-        self._max_tokens, self._model = max_tokens, model
+        self._temperature, self._max_tokens, self._model = temperature, max_tokens, model
 
     def reply(self, said: str, *, satisfied: bool) -> ModelRequest:
         """The talk so far, as the customer sees it: the agent is their user."""
         self._messages.append({"role": "user", "content": said})
-        return ModelRequest(tuple(self._messages), self._max_tokens, 0.0, self._model)
+        return ModelRequest(tuple(self._messages), self._max_tokens, self._temperature, self._model)
 
     def on_reply(self, text: str) -> str | None:
         """What the customer says, without its thoughts; None where they end the talk."""

@@ -18,6 +18,7 @@ Layers that carry a state are in recurrent.py; which models cannot share prefixe
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -349,9 +350,12 @@ def _on_cuda(
 
     bounds = tree.bounds
     longest = max(run.end - run.start for run in tree.runs)
+    groups: dict[str, Any] = {"enable_gqa": True} if _takes_groups(varlen_attn) else {}
+    if not groups:
+        key, value = _expanded(query, key, value)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     packed = varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, scale=scaling, enable_gqa=True,
+        q, k, v, bounds, bounds, longest, longest, scale=scaling, **groups,
         window_size=(-1 if window is None else window - 1, 0),
     )  # fmt: skip
     assert isinstance(packed, Tensor)
@@ -362,6 +366,11 @@ def _flash_takes(query: Tensor, value: Tensor) -> bool:
     """Whether torch's FlashAttention (flash_api.cpp) has heads of such a width and numbers."""
     width = query.shape[-1]
     return query.dtype in FLASH and width == value.shape[-1] <= 256 and width % 8 == 0
+
+
+def _takes_groups(kernel: Callable[..., Any]) -> bool:
+    """Whether it computes grouped queries itself: torch 2.13's can be told to, 2.11's cannot."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _expanded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,9 +37,6 @@ def explained(doing: str, remedy: Callable[[], str]) -> Iterator[None]:
     Args:
         doing: what memory is needed for inside, as "learning".
         remedy: what to change; called when what had been allocated inside is released.
-
-    Raises:
-        OutOfMemory: instead of the allocator's error, on a GPU or on the host.
     """
     try:
         yield

@@ -28,15 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo import train
-from agentgrpo.build import Player, build, build_player, prepare
-from agentgrpo.command import Begin
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import RowTasks, Tasks, digest_of, repr_of
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import kind_of
 from agentgrpo.measures.quality import Quality, quality_by
-from agentgrpo.plan import line, of_training, plan
 from agentgrpo.recipe.pareto import contrast, select_groups
 from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
 from agentgrpo.run import checkpoint
@@ -44,6 +41,9 @@ from agentgrpo.run.atomic import append_lines, whole_lines, write_json
 from agentgrpo.run.folder import lock_run_dir
 from agentgrpo.run.records import read_rollout, read_rollouts, rollout_record
 from agentgrpo.sandbox.doctor import Check
+from agentgrpo.setup.build import Player, build, build_player, prepare
+from agentgrpo.setup.command import Begin
+from agentgrpo.setup.plan import line, of_training, plan
 from agentgrpo.types import Group
 
 SAVED = ("stage_*/pool.jsonl", f"stage_*/rl/{checkpoint.SAVED}")

@@ -21,8 +21,6 @@ from typing import Any
 from rich.console import Console
 
 from agentgrpo import parallel
-from agentgrpo.build import Player, build_player
-from agentgrpo.command import Begin
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import EngineLoop, endpoint_of
 from agentgrpo.evaluate import evaluate
@@ -30,12 +28,14 @@ from agentgrpo.files import read_table
 from agentgrpo.measures.measures import measure_tasks
 from agentgrpo.measures.quality import conciseness, quality_by
 from agentgrpo.measures.report import markdown, markdown_of_comparison, report, rows_of
-from agentgrpo.plan import of_playing, plan
 from agentgrpo.recipe.parts import command
 from agentgrpo.run.atomic import write_json, write_text
 from agentgrpo.run.folder import require_folder
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import prepare_run
+from agentgrpo.setup.build import Player, build_player
+from agentgrpo.setup.command import Begin
+from agentgrpo.setup.plan import of_playing, plan
+from agentgrpo.setup.stage import prepare_run
 from agentgrpo.types import Rollout
 
 

@@ -35,15 +35,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.build import start_engine
-from agentgrpo.command import Begin
 from agentgrpo.config import BranchConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.endpoints import Endpoint, EngineLoop, endpoint_of
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.measures.quality import Quality, quality_by
-from agentgrpo.plan import line, of_playing, plan
 from agentgrpo.recipe.operators import (
     FOR_RIGHT,
     FOR_WRONG,
@@ -56,7 +53,10 @@ from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.run.atomic import append_lines, read_lines, whole_lines, write_json, write_lines
 from agentgrpo.run.folder import lock_run_dir, require_folder
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import RunSetup, prepare_run
+from agentgrpo.setup.build import start_engine
+from agentgrpo.setup.command import Begin
+from agentgrpo.setup.plan import line, of_playing, plan
+from agentgrpo.setup.stage import RunSetup, prepare_run
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:

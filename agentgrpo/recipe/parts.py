@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from agentgrpo.command import Stopped
-from agentgrpo.command import command as run_command
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.config.used_by import uses
 from agentgrpo.files import read_table
 from agentgrpo.run.atomic import write_json
 from agentgrpo.run.folder import MAY_CHANGE, flatten, newest_saved, require_same_settings
 from agentgrpo.run.interrupt import run_child
+from agentgrpo.setup.command import Stopped
+from agentgrpo.setup.command import command as run_command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,4 +99,4 @@ def run_parts(
 
 
 command = partial(run_command, kind=RecipeConfig)
-"""One command of a recipe, as agentgrpo.command has it."""
+"""One command of a recipe, as agentgrpo.setup.command has it."""

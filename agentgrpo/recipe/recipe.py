@@ -21,17 +21,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.build import prepare
-from agentgrpo.command import Begin
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.files import read_table
 from agentgrpo.measures.report import markdown_of_comparison, table_of
-from agentgrpo.plan import line, of_training, plan
 from agentgrpo.recipe import curriculum, flywheel, sft
 from agentgrpo.recipe.curriculum import folder_of, start_model
 from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
 from agentgrpo.run.atomic import numbered_rows, write_json, write_text
 from agentgrpo.run.folder import lock_run_dir
+from agentgrpo.setup.build import prepare
+from agentgrpo.setup.command import Begin
+from agentgrpo.setup.plan import line, of_training, plan
 
 SAVED = ("recipe.json", *flywheel.SAVED, *sft.SAVED, *curriculum.SAVED)
 """What it continues from."""

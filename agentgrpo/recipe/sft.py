@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentgrpo.agents.base import Agent
-from agentgrpo.command import Begin
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
 from agentgrpo.data.files import named
@@ -37,14 +36,15 @@ from agentgrpo.machine.footprint import room_checks
 from agentgrpo.machine.packages import require
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.models import SavedAdapter, named_base
-from agentgrpo.plan import line, plan
 from agentgrpo.recipe.parts import command, require_same_work
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import lock_run_dir, require_same_run, whole_checkpoint
 from agentgrpo.run.metrics import FileTail, RunLog
 from agentgrpo.run.records import read_rollout
-from agentgrpo.stage import prepare_run
+from agentgrpo.setup.command import Begin
+from agentgrpo.setup.plan import line, plan
+from agentgrpo.setup.stage import prepare_run
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:  # it imports torch, which a faulty config does without

@@ -1,8 +1,8 @@
 r"""Whether answers are the same: as numbers, as mathematics, as words. Rewards and measures ask.
 
 The numbers in a text are read as data sets write them: 1,234 is 1234, 12.0 is 12, a leading minus
-counts unless it joins two numbers (the 3 in 10-3 is 3), 3/4 and \frac{3}{4} are 0.75, and the
-exponent of a unit is none. Comparison is exact, in decimals and fractions.
+counts unless it joins two numbers (the 3 in 10-3 is 3), 3/4 and \frac{3}{4} are 0.75, 1 1/2 is 1.5,
+and the exponent of a unit is none. Comparison is exact, in decimals and fractions.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ ONE = r"""
 NUMBER = re.compile(
     rf"""
     (?P<sign> (?<! [\w)\]] ) - (?: \\?\$ )? )?  # after a word or bracket, an operator
+    (?: (?<! [\w.,/] ) (?P<whole> \d{{1,9}} ) [ ] (?= \d{{1,9}}/\d{{1,9}} (?! [\d.,/]*\d ) ) )?
     (?P<over> {ONE} ) (?: / (?P<under> {ONE} ) )?+
     (?! ² )
     """,
@@ -37,6 +38,7 @@ NUMBER = re.compile(
 """Takes time linear in the text: a policy may say anything."""
 SPELLINGS = (
     (re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})"), ","),  # 1{,}234, 1\,234
+    (re.compile(r"(?<=\d) ?\\[dt]?frac(?=\{\d)"), r" \\frac"),  # 1\frac{1}{2}
     (re.compile(r"\\[dt]?frac\{(-?[\d.,]{1,99})\}\{([\d.,]{1,99})\}"), r"\1/\2"),
     (re.compile(r"\^\{?-?\d+\}?"), "²"),  # it is no number, nor is what has it: cm^2, 2^10
 )
@@ -98,7 +100,10 @@ def _number(found: re.Match[str]) -> Number:
     if found["under"] is None:
         return over
     under = Decimal(found["under"].replace(",", ""))
-    return Fraction(over) / Fraction(under) if under and len(found[0]) < 100 else under
+    if not under or len(found[0]) >= 100:
+        return under
+    whole = Fraction(sign + (found["whole"] or "0"))
+    return whole + Fraction(over) / Fraction(under)
 
 
 def expected_numbers(task: Task) -> list[Number]:

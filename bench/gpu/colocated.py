@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 from agentgrpo.machine.runtime import prepare_environment
 
 if TYPE_CHECKING:
-    from agentgrpo.build import Parts
     from agentgrpo.config import TrainConfig
+    from agentgrpo.setup.build import Parts
 
 NAME = "gpu_colocated"
 MAPPED = 3
@@ -159,7 +159,7 @@ def cycle(config: TrainConfig, parts: Parts, seen: Seen, step: int) -> None:
 
 def measure(config: TrainConfig, cycles: int, record: Callable[..., None]) -> None:
     """Build the parts once and run the cycles."""
-    from agentgrpo.build import build
+    from agentgrpo.setup.build import build
 
     parts = build(config)
     try:

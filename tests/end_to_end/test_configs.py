@@ -30,7 +30,7 @@ from agentgrpo.recipe.recipe import parts_of
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import prepare_run, prompt_length
+from agentgrpo.setup.stage import prepare_run, prompt_length
 from agentgrpo.types import Status
 from agentgrpo.usercode import event_loop
 from bench import real_tau_bench
@@ -247,7 +247,7 @@ SAYS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model only stands in for the configs' own, which are deeper and longer."""
-    monkeypatch.setattr("agentgrpo.stage.check_model", lambda config, model, **how: None)
+    monkeypatch.setattr("agentgrpo.setup.stage.check_model", lambda config, model, **how: None)
 
 
 @pytest.mark.nsjail

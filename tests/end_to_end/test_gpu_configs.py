@@ -15,9 +15,9 @@ import pytest
 from agentgrpo.config.read import load_config, shipped_configs
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import ALLOCATORS, GIB, footprint, shapes_of
-from agentgrpo.plan import of_playing, plan
 from agentgrpo.run.progress import Progress
-from agentgrpo.stage import prepare_run
+from agentgrpo.setup.plan import of_playing, plan
+from agentgrpo.setup.stage import prepare_run
 from tests import qwen3, tiny
 
 NAMES = sorted(name for name in shipped_configs() if name.startswith("qwen3_"))

@@ -15,8 +15,8 @@ from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.config import RewardConfig
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.envs.verifiers import VerifiersEnv
-from agentgrpo.registry import make_reward
 from agentgrpo.rewards.rewards import score
+from agentgrpo.setup.registry import make_reward
 from agentgrpo.types import Group
 from tests.envs.test_verifiers import play as play_verifiers
 from tests.playing import EOT, play, shown

@@ -500,6 +500,32 @@ def varlen_by_definition(
     return torch.cat(parts)
 
 
+def test_a_kernel_without_grouped_queries_gets_a_head_of_keys_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch 2.11's has no argument for them."""
+
+    def of_2_11(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+        scale: float | None, window_size: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        return varlen_by_definition(
+            q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, enable_gqa=False,
+            window_size=window_size,
+        )  # fmt: skip
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_2_11)
+    batch = large_batch(share=False)
+    tree = Tree(batch.tout_T, batch.positions_T, "cpu")
+    torch.manual_seed(0)
+    query = torch.randn(1, 6, len(batch.tout_T), 16).bfloat16()
+    key, value = torch.randn(2, 1, 2, len(batch.tout_T), 16).bfloat16()
+    cuda = _on_cuda(query, key, value, None, None, None, tree)
+    cpu, _ = tree_attention(torch.nn.Module(), query, key, value, None, tree=tree)
+    torch.testing.assert_close(cuda, cpu, rtol=3e-2, atol=3e-2)
+
+
 FLASHED = {(16, 16), (256, 256)}
 
 

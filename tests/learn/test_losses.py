@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo.build import build, prepare
 from agentgrpo.config import LossConfig, TrainConfig
 from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.objective import (
@@ -26,6 +25,7 @@ from agentgrpo.kernels.objective import (
 from agentgrpo.kernels.reduce import term_weights
 from agentgrpo.learn.losses import mismatch_metrics, token_weights
 from agentgrpo.learn.updates import plan_updates
+from agentgrpo.setup.build import build, prepare
 from agentgrpo.types import Group, Status, Treatment
 from tests.given import a_group
 from tests.kernels.oracles import ORACLES

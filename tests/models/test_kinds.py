@@ -13,7 +13,7 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.models import kinds
 from agentgrpo.models.kinds import kinds_in, kinds_of, unsupported
 from agentgrpo.models.models import check_model
-from agentgrpo.plan import _learning
+from agentgrpo.setup.plan import _learning
 from bench.models import FAMILIES, PAGE, config_of, newest, table
 from bench.pages import with_made
 

@@ -14,7 +14,7 @@ from agentgrpo.machine import hardware
 from agentgrpo.models import liger
 from agentgrpo.models.liger import COMPARED, why_plain
 from agentgrpo.models.models import check_model
-from agentgrpo.plan import _learning
+from agentgrpo.setup.plan import _learning
 from bench.models import config_of
 from tests import qwen3
 

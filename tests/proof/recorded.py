@@ -28,12 +28,12 @@ from agentgrpo.engine.agreement import Probes
 from agentgrpo.learn.step_record import ScoredBatch, StepRecord
 from agentgrpo.learn.updates import Update
 from agentgrpo.loop import train
-from agentgrpo.registry import make_reward
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
+from agentgrpo.setup.registry import make_reward
 from agentgrpo.types import Completion, Float32, Int32, Task
 from tests.playing import CHAT, EOT, TOKENIZER
 from tests.rollout.stubs import StubEngine, StubEnv, Turn

@@ -30,7 +30,7 @@ from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import read_rollout
-from agentgrpo.stage import models_of
+from agentgrpo.setup.stage import models_of
 from agentgrpo.types import Rollout, Task
 from tests.given import a_rollout, scored_by
 from tests.playing import CHAT, TOKENIZER

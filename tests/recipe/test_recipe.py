@@ -16,14 +16,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from agentgrpo.command import Stopped
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import WordProblemTasks
 from agentgrpo.measures.report import report
 from agentgrpo.recipe import evaluate as evaluation
 from agentgrpo.recipe import parts
 from agentgrpo.recipe import recipe as recipes
-from agentgrpo.stage import models_of
+from agentgrpo.setup.command import Stopped
+from agentgrpo.setup.stage import models_of
 from agentgrpo.types import Group
 from tests.given import TASK, a_rollout
 from tests.measures.test_measures import rows
@@ -231,7 +231,7 @@ AS_A_COMMAND = 'from agentgrpo import cli; cli.COMMANDS["slow_part"] = ("slow_pa
 PARENT = """
 import pathlib, sys
 from types import SimpleNamespace
-from agentgrpo.command import report_errors
+from agentgrpo.setup.command import report_errors
 from agentgrpo.recipe.parts import Part, run_parts
 from agentgrpo.run.interrupt import interruptible
 

@@ -33,10 +33,10 @@ from agentgrpo.envs.search import SearchEnv
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.envs.tau2 import Tau2Env
 from agentgrpo.envs.tools import ToolEnv
-from agentgrpo.registry import ENVIRONMENTS, REWARDS, make_reward
 from agentgrpo.rewards.rewards import score
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.sandbox import SandboxPool
+from agentgrpo.setup.registry import ENVIRONMENTS, REWARDS, make_reward
 from agentgrpo.types import Group, Rollout, Task
 from tests.given import a_rollout
 from tests.playing import EOT, play, task

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.registry import load_reward
 from agentgrpo.rewards.answers import expected_numbers, last_number, only_number
 from agentgrpo.rewards.rewards import NumericReward, score, try_reward
+from agentgrpo.setup.registry import load_reward
 from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
 from agentgrpo.usercode import UserCodeError
 from tests.given import TASK, a_rollout
@@ -65,6 +65,8 @@ def played(answer: str | None, *, expected: Any = 36, **stats: float) -> Rollout
         ("2^10 = 1024", "1024"),
         ("3/4", "0.75"),
         ("-3/4", "-0.75"),
+        ("1 1/2", "1.5"),
+        (r"-1\frac{1}{2}", "-1.5"),
         (r"-\dfrac{3}{4}", "-0.75"),
         ("12/25/2024", "2024"),
         ("5/0", "0"),

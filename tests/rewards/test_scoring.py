@@ -17,7 +17,7 @@ from agentgrpo.config import LossConfig, RewardConfig, TrainConfig
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.rewards.scoring import Scoring, reward_function
 from agentgrpo.rewards.view import RolloutView
-from agentgrpo.stage import make_scoring
+from agentgrpo.setup.stage import make_scoring
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
 from agentgrpo.usercode import UserCodeError
 from tests.given import a_rollout

@@ -23,10 +23,10 @@ import torch
 from agentgrpo.config import LossConfig, RewardConfig
 from agentgrpo.learn.advantages import assign_advantages, reward_parts
 from agentgrpo.proof.advantages import advantage_faults
-from agentgrpo.registry import load_reward, make_reward, needs_answers
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rewards.trl import arguments_for, is_trl_form
 from agentgrpo.rewards.view import RolloutView
+from agentgrpo.setup.registry import load_reward, make_reward, needs_answers
 from agentgrpo.types import Group, Rollout, Status, Task
 from agentgrpo.usercode import UserCodeError
 from tests.given import a_config

@@ -12,13 +12,13 @@ import pytest
 
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.registry import load_sampler
 from agentgrpo.rollout.custom import CustomSampler, RolloutParams, rollout_from_tokens
 from agentgrpo.rollout.trl import (
     RolloutFuncSampler,
     RolloutTrainer,
     generate_rollout_completions,
 )
+from agentgrpo.setup.registry import load_sampler
 from agentgrpo.types import COUNTS, Rollout, Segment, SpanReward, Status, Task, Treatment
 from agentgrpo.usercode import UserCodeError
 from tests.playing import EOT, TOKENIZER, tasks

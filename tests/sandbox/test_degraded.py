@@ -274,8 +274,8 @@ def test_deep_directories_are_removed(bare_pool: SandboxPool) -> None:
 
 
 def test_config_keys_reach_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentgrpo import stage
     from agentgrpo.config import SandboxConfig
+    from agentgrpo.setup import stage
 
     given: dict[str, object] = {}
     monkeypatch.setattr(stage, "SandboxPool", lambda **options: given.update(options))

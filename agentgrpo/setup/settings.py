@@ -1,7 +1,7 @@
 """The settings as text: docs/config.md, and configs that explain themselves.
 
 Sections are documented in config/, the options of agents and environments by their classes.
-`python -m agentgrpo.settings > docs/config.md` writes the page again; a test compares them.
+`python -m agentgrpo.setup.settings > docs/config.md` writes the page again; a test compares them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from typing_extensions import is_typeddict
 
 from agentgrpo.config import EndpointConfig, Section, TrainConfig
-from agentgrpo.registry import KINDS, class_of, options_of
+from agentgrpo.setup.registry import KINDS, class_of, options_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ def as_markdown() -> str:
     lines = [
         "# Settings",
         "",
-        "Made from `agentgrpo/config/` and the classes of agents and environments by",
-        "`python -m agentgrpo.settings > docs/config.md`: change them there. A config file is TOML",
+        "Made from `agentgrpo/config/` and the classes of agents and environments: change them",
+        "there, then `python -m agentgrpo.setup.settings > docs/config.md`. A config file is TOML",
         'and holds what differs from the defaults, or from another file: `extends = "quickstart"`,',
         "or a path from its own folder. Tables are merged, but for `options` where another `kind`",
         "is named. On the command line a setting is `section.key=value`, and the same holds. A key",

@@ -2,7 +2,8 @@
 
 A shipped kind of agent or environment is a line in a table here; a user's is `module:Class`. Either
 is a class whose keyword arguments are `agent.options` and `env.options`, documented in its own
-docstring. What a run has, it is given if it asks for it by name (`GIVEN`).
+docstring. What a run has, it is given if it asks for it by name (`GIVEN`). What is wrong is a
+ValueError that names its key.
 """
 
 from __future__ import annotations
@@ -159,11 +160,7 @@ def options_of(section: str, factory: Factory) -> list[Option]:
 
 
 def class_of(section: str, kind: str) -> Factory:
-    """The class that `agent.kind` or `env.kind` names.
-
-    Raises:
-        ValueError: there is no such kind or class; names the key.
-    """
+    """The class that `agent.kind` or `env.kind` names."""
     key, also = f"{section}.kind", ("auto",) if section == "env" else ()
     name = resolve_name(kind, KINDS[section], key=key, own="module:Class", also=also)
     return load_callable(name, key=key) if isinstance(name, str) else name
@@ -177,12 +174,7 @@ def env_kind(config: TrainConfig) -> str:
 
 
 def checked_options(section: str, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a kind, each as its class's annotation reads it.
-
-    Raises:
-        ValueError: the class does not take one, needs one that is missing, or one has the wrong
-            type or is out of range; names the key, what was expected and what came.
-    """
+    """The options of a kind, each as its class's annotation reads it."""
     factory, key = class_of(section, kind), f"{section}.options"
     known = {option.name: option for option in options_of(section, factory)}
     takes_all = "**" in parameters_of(factory)
@@ -205,11 +197,7 @@ def checked_options(section: str, kind: str, options: Mapping[str, Any]) -> dict
 
 
 def checked_option(key: str, annotation: Any, value: Any) -> Any:
-    """A value as an annotation reads it, which converts no types; "none" where None may be.
-
-    Raises:
-        ValueError: it has the wrong type or is out of range; names the key.
-    """
+    """A value as an annotation reads it, which converts no types; "none" where None may be."""
     if value == "none" and type(None) in get_args(annotation):
         return None
     settings = pydantic.ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
@@ -228,11 +216,7 @@ def checked_option(key: str, annotation: Any, value: Any) -> Any:
 
 
 def require_names(config: TrainConfig) -> None:
-    """That everything the config names exists, takes its options, and fits the rest.
-
-    Raises:
-        ValueError: something does not; names the key.
-    """
+    """That everything the config names exists, takes its options, and fits the rest."""
     checked_options("agent", config.agent.kind, config.agent.options)
     checked_options("env", env_kind(config), config.env.options)
     _require_fit(config)
@@ -256,11 +240,7 @@ def require_names(config: TrainConfig) -> None:
 
 
 def judges(config: TrainConfig) -> bool | None:
-    """Whether the environment judges by itself; None: its class does not tell, or is not there yet.
-
-    Raises:
-        ValueError: there is no such shipped kind; names the key.
-    """
+    """Whether the environment judges by itself; None: its class does not tell, or is not there."""
     kind = env_kind(config)
     try:
         made = class_of("env", kind)
@@ -294,11 +274,7 @@ def decided(reward: RewardConfig, *, judged: bool) -> RewardConfig:
 
 
 def asks_for_pool(config: TrainConfig) -> bool:
-    """Whether the environment or the agent of a run is given the sandbox: others run no code.
-
-    Raises:
-        ValueError: there is no such kind or class; names the key.
-    """
+    """Whether the environment or the agent of a run is given the sandbox: others run no code."""
     agents = getattr(class_of("agent", config.agent.kind), "asks_for_pool", None)
     asked = agents is not None and agents(config.agent.options)
     return asked or "pool" in parameters_of(class_of("env", env_kind(config)))
@@ -311,9 +287,6 @@ def make_env(config: TrainConfig, pool: Any, models: Mapping[str, Model] = MODEL
         config: of the run.
         pool: the sandbox, for environments that run code; None if asks_for_pool() says no.
         models: who may be asked to speak in a second role.
-
-    Raises:
-        ValueError: there is no such kind or class, or its options are wrong; names the key.
     """
     given = {
         "pool": pool,
@@ -337,11 +310,7 @@ def make_env(config: TrainConfig, pool: Any, models: Mapping[str, Model] = MODEL
 def with_user(
     env: Environment, config: EnvConfig, models: Mapping[str, Model] = MODELS
 ) -> Environment:
-    """The environment, and whom env.user puts there.
-
-    Raises:
-        ValueError: there is no such user, or the environment has one of its own; names the key.
-    """
+    """The environment, and whom env.user puts there."""
     users, user = users_of(config.user, models), config.user
     if users is None:
         return env
@@ -365,11 +334,7 @@ def _require_user(config: TrainConfig) -> None:
 
 
 def users_of(config: UserConfig, models: Mapping[str, Model] = MODELS) -> UserSimulators | None:
-    """What env.user names; None: nobody.
-
-    Raises:
-        ValueError: there is no such mode, class or function; names the key.
-    """
+    """What env.user names; None: nobody."""
     try:
         made = UserSimulators(config.mode, "nobody", ("scripted", "model"), models, max_tokens=64)
     except ValueError as error:
@@ -378,11 +343,7 @@ def users_of(config: UserConfig, models: Mapping[str, Model] = MODELS) -> UserSi
 
 
 def no_reader(parser: str) -> ReadCalls:
-    """In place of the engine's readers of tool calls, where there is no engine.
-
-    Raises:
-        ValueError: always.
-    """
+    """In place of the engine's readers of tool calls, where there is no engine."""
     raise ValueError(f"parser: {parser!r} is one of the engine's, and there is no engine here")
 
 
@@ -399,10 +360,6 @@ def make_agent(
         env: what it will act in; its tools are the agent's.
         call_reader: from a parser's name to the engine's reader of tool calls.
         pool: the sandbox, as of make_env().
-
-    Raises:
-        ValueError: there is no such kind or class, its options are wrong, or the environment does
-            not answer what it does; names the key.
     """
     _require_fit(config, env)
     script = config.sandbox.tools
@@ -487,11 +444,7 @@ def _require(made: Any, protocol: type, *, key: str, name: str) -> None:
 
 
 def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] | None:
-    """The class of `reward.kind`; None: a function of the user's own, see load_reward().
-
-    Raises:
-        ValueError: there is no such kind or function, or its library is missing; names the key.
-    """
+    """The class of `reward.kind`; None: a function of the user's own, see load_reward()."""
     kind = decided(config, judged=judged).kind
     if config.strict and kind != "numeric":
         raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
@@ -502,11 +455,7 @@ def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] 
 
 
 def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
-    """What a rollout is worth besides what the environment gives it.
-
-    Raises:
-        ValueError: as of reward_kind().
-    """
+    """What a rollout is worth besides what the environment gives it."""
     config = decided(config, judged=judged(env))
     shipped = reward_kind(config, judged=judged(env))
     if shipped is None:
@@ -517,12 +466,7 @@ def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
 
 
 def host_tools_of(config: SandboxConfig) -> HostTools | None:
-    """What sandbox.host_tools names; None if there is nothing.
-
-    Raises:
-        ValueError: there is no such module or function, or it cannot be called from code; names the
-            key.
-    """
+    """What sandbox.host_tools names; None if there is nothing."""
     if not config.host_tools:
         return None
     functions = [load_callable(name, key="sandbox.host_tools") for name in config.host_tools]
@@ -538,11 +482,7 @@ def host_tools_of(config: SandboxConfig) -> HostTools | None:
 
 
 def script_of(path: Path | None) -> str:
-    """The source of sandbox.tools.
-
-    Raises:
-        ValueError: there is no such file, or it is not Python.
-    """
+    """The source of sandbox.tools."""
     if path is None:
         return ""
     try:
@@ -554,13 +494,7 @@ def script_of(path: Path | None) -> str:
 
 
 def load_reward(name: str) -> Reward:
-    """The user's own reward, from `module:function`.
-
-    Raises:
-        ValueError: the name has another shape, there is no such module or function, or it is not
-            callable.
-        UserCodeError: the module cannot be imported.
-    """
+    """The user's own reward, from `module:function`."""
     function = load_callable(name, key="reward.kind")
     if is_trl_form(function):
         raise ValueError(
@@ -570,11 +504,7 @@ def load_reward(name: str) -> Reward:
 
 
 def sampler_class(name: str) -> Callable[[ChatTemplate, RolloutConfig], Any]:
-    """What `rollout.sampler` names: a class of the user's own, or what calls a TRL rollout_func.
-
-    Raises:
-        ValueError: there is no such class or function; names the key.
-    """
+    """What `rollout.sampler` names: a class of the user's own, or what calls a TRL rollout_func."""
     kind, _, function = name.partition(":")
     if kind == "rollout_func":
         from agentgrpo.rollout.trl import RolloutFuncSampler
@@ -584,11 +514,7 @@ def sampler_class(name: str) -> Callable[[ChatTemplate, RolloutConfig], Any]:
 
 
 def load_sampler(config: RolloutConfig, chat: ChatTemplate) -> RolloutSampler:
-    """What `rollout.sampler` names, made.
-
-    Raises:
-        ValueError: as of sampler_class(), or what the class makes has no rollout().
-    """
+    """What `rollout.sampler` names, made."""
     made = sampler_class(config.sampler)
     with user_call(made, "rollout.sampler"):
         user = made(chat, config)

@@ -20,7 +20,6 @@ from agentgrpo.machine.memory import explained
 from agentgrpo.machine.packages import installed, require
 from agentgrpo.models.models import named_base, resolve_model
 from agentgrpo.programs.play import ProgramSampler
-from agentgrpo.registry import decided, judged
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
@@ -35,7 +34,8 @@ from agentgrpo.run.folder import (
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.trackers import open_trackers
-from agentgrpo.stage import RunSetup, prepare_run
+from agentgrpo.setup.registry import decided, judged
+from agentgrpo.setup.stage import RunSetup, prepare_run
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly

@@ -21,7 +21,7 @@ from agentgrpo.models.liger import why_plain
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import newest_saved
 from agentgrpo.sandbox.doctor import Check
-from agentgrpo.stage import RunSetup, prompt_length
+from agentgrpo.setup.stage import RunSetup, prompt_length
 from agentgrpo.types import Task
 
 NUM_LOOKED_AT = 256

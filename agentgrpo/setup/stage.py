@@ -39,7 +39,15 @@ from agentgrpo.models.models import (
     saved_adapter,
 )
 from agentgrpo.programs.launch import Launcher, launcher_of
-from agentgrpo.registry import (
+from agentgrpo.rewards.rewards import try_reward
+from agentgrpo.rewards.scoring import Scoring
+from agentgrpo.rollout.custom import RolloutSampler
+from agentgrpo.rollout.observe import prompt_of, said_by
+from agentgrpo.run.progress import Progress
+from agentgrpo.run.records import require_recordable
+from agentgrpo.run.trackers import require as require_trackers
+from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
+from agentgrpo.setup.registry import (
     asks_for_pool,
     judged,
     load_sampler,
@@ -51,14 +59,6 @@ from agentgrpo.registry import (
     reward_kind,
     script_of,
 )
-from agentgrpo.rewards.rewards import try_reward
-from agentgrpo.rewards.scoring import Scoring
-from agentgrpo.rollout.custom import RolloutSampler
-from agentgrpo.rollout.observe import prompt_of, said_by
-from agentgrpo.run.progress import Progress
-from agentgrpo.run.records import require_recordable
-from agentgrpo.run.trackers import require as require_trackers
-from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.types import Task
 from agentgrpo.usercode import user_call
 

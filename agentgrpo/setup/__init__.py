@@ -1,0 +1,1 @@
+"""What comes before a run: its settings read, checked, planned, and its parts built."""
