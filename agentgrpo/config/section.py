@@ -57,8 +57,8 @@ Need = tuple[str, str, Callable[[Any], object]]
 """Keys with spaces between, what they need in words, and whether a config has it."""
 
 
-def forbid_unused(config: Any, needs: Iterable[Need]) -> None:
-    """Refuse keys that are set and would do nothing.
+def forbid_unused(config: Any, needs: Iterable[Need], section: str = "") -> None:
+    """Refuse keys that are set and would do nothing; `section`, with its dot, is config's own.
 
     Raises:
         ValueError: one has another value than its default, and lacks what it needs.
@@ -67,7 +67,7 @@ def forbid_unused(config: Any, needs: Iterable[Need]) -> None:
         for key in keys.split():
             if is_set(config, key) and not holds(config):
                 value = attrgetter(key)(config)
-                raise ValueError(f"{key}: {value!r} does nothing without {need}")
+                raise ValueError(f"{section}{key}: {value!r} does nothing without {need}")
 
 
 def is_set(config: Any, key: str) -> bool:
