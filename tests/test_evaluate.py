@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
-
 import pytest
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.evaluate import evaluate, summarize
+from agentgrpo.evaluate import summarize
 from agentgrpo.types import Group, Status, Task
-from tests.given import a_rollout, scored_by
+from tests.given import a_rollout
 
 TASK = Task(id="t", messages=(), spec={})
 
@@ -81,19 +78,3 @@ def test_of_broken_rollouts_only_their_number_is_known() -> None:
     half = Group(task=TASK, rollouts=[a_rollout(), a_rollout(status=Status.INFRA_ERROR)])
     assert summarize([half])["infra_errors"] == 1
     assert summarize([]) == {"rollouts": 0, "infra_errors": 0}
-
-
-def test_each_task_is_played_once_greedily_and_scored() -> None:
-    class FakeSampler:
-        def play(
-            self, tasks: Sequence[Task], group_size: int, *, seed: int, temperature: float,
-            filters: Mapping[str, float], callback: Any,
-        ) -> tuple[list[Group], None]:  # fmt: skip
-            assert (group_size, seed, temperature, filters) == (1, 7, 0.0, {})
-            return [Group(task=t, rollouts=[a_rollout(answer=t.id)]) for t in tasks], None
-
-    tasks = [Task(id=name, messages=(), spec={}) for name in "abc"]
-    reward = scored_by(lambda r: {"answer": float(r.answer == "b")})
-    groups, metrics = evaluate(cast("Any", FakeSampler()), tasks, reward, seed=7)
-    assert [group.rollouts[0].reward for group in groups] == [0.0, 1.0, 0.0]
-    assert metrics["solved"] == pytest.approx(1 / 3)

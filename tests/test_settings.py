@@ -42,21 +42,6 @@ def test_the_page_is_the_codes() -> None:
     assert (ROOT / "docs" / "config.md").read_text() == as_markdown()
 
 
-def test_kinds_bounds_and_defaults_are_in_the_page() -> None:
-    page = as_markdown()
-    assert "<factory>" not in page
-    for row in (
-        "| `model` | text | must be given |",
-        "| `group_size` | whole number ≥ 2, ≤ 1000000 | `8` |",
-        "| `sleep_level` | 1 or 2 | `1` |",
-        '| `weights` | "auto" or "shared" or "copy" | `"auto"` |',
-        "| `timeout_s` | number > 0, ≤ 3600 | `5.0` |",
-        "| `levels` | list of: whole number ≥ 1, ≤ 2 | `[1, 2]` |",
-        "## [rollout]",
-    ):
-        assert row in page
-
-
 def test_a_commented_config_holds_what_was_set_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     values = {"model": 'a "quoted" name', "out_dir": tmp_path, "rollout.group_size": 4}

@@ -289,13 +289,6 @@ def test_S2_13_refilling_while_too_few_groups_carry_a_gradient(
     assert sampled["decode_s"] == 1.0 * rounds
 
 
-def test_a_run_that_is_asked_to_stop_finishes_its_step_and_saves() -> None:
-    fake = FakeRun()
-    train(config("steps=9"), fake.parts(), lambda: fake.step_count == 2)
-    assert fake.step_count == 2
-    assert fake.calls[-2:] == ["log 1 rollout+learner+engine+time", "save 2"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_after_the_step_and_returns_130(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -354,18 +347,6 @@ def test_a_run_that_ends_well_returns_0(monkeypatch: pytest.MonkeyPatch) -> None
     assert fake.calls[-1] == "close"
 
 
-def test_disagreement_returns_3_and_says_why(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fake = FakeRun()
-    fake.gap = 0.5
-    assert run_main(monkeypatch, fake) == 3
-    assert fake.calls[-1] == "close"
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: sampler and learner disagree after the weight update")
-
-
 def test_the_parts_are_closed_after_a_bug_too(monkeypatch: pytest.MonkeyPatch) -> None:
     class Bug(Exception):
         pass
@@ -380,46 +361,21 @@ def test_the_parts_are_closed_after_a_bug_too(monkeypatch: pytest.MonkeyPatch) -
     assert fake.calls[-1] == "close"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nosuch"], "error: config 'nosuch' is neither a file nor the name of a shipped config"),
-        (
-            ["quickstart", "lerner.max_tokens=9"],
-            "error: unknown config key lerner",
-        ),
-        (["quickstart", "steps=0"], "error: config key steps: "),
-    ],
-)
-def test_a_wrong_config_stops_with_one_line_before_any_model_is_loaded(
-    arguments: list[str], message: str
-) -> None:
+def test_a_wrong_config_stops_with_one_line_before_any_model_is_loaded() -> None:
     program = (
         "import sys\nfrom agentgrpo.train import main\nstatus = main(sys.argv[1:])\n"
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)\nsys.exit(status)"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, "-c", program, "quickstart", "steps=0"],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent.parent,
         check=False,
     )
     (line,) = ran.stderr.splitlines()
-    assert message in line
+    assert "error: config key steps: " in line
     assert (ran.returncode, ran.stdout) == (2, "")
-
-
-@pytest.mark.parametrize("functions", [[len], []])
-def test_a_weight_too_many_is_named(functions: list[Any]) -> None:
-    said = rf"^reward_weights: expected {len(functions)}, as many as reward_funcs, got 2"
-    with pytest.raises(ValueError, match=said):
-        Trainer(config(), reward_funcs=functions, reward_weights=[1.0, 2.0])
-
-
-def test_two_reward_functions_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^reward_funcs: expected different names, got .*len, "):
-        Trainer(config(), reward_funcs=[len, len])
 
 
 @pytest.mark.parametrize(
@@ -431,7 +387,6 @@ def test_two_reward_functions_of_one_name_are_refused() -> None:
          {"json:loads": 1.0, "builtins:len": 1.0, "length": 1.0}),
         ({"reward_funcs": (len, max), "reward_weights": (2.0, 3.0)},
          {"builtins:len": 2.0, "builtins:max": 3.0}),
-        ({"reward_funcs": len, "reward_weights": np.float32(2)}, {"builtins:len": 2.0}),
         ({"reward_funcs": len, "reward_weights": np.array(2.0)}, {"builtins:len": 2.0}),
     ],
 )  # fmt: skip
@@ -449,9 +404,14 @@ def test_reward_functions_and_callbacks_may_be_one_or_several(
         ({"reward_funcs": {"json:loads": 1.0}}, "reward_funcs: expected a function or 'module:fun"),
         ({"callbacks": Callback}, "callbacks: expected agentgrpo.Callback, got <class"),
         ({"callbacks": [len]}, "callbacks: expected agentgrpo.Callback, got <built-in function l"),
+        ({"reward_funcs": [len], "reward_weights": [1.0, 2.0]}, "reward_weights: expected 1, as"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights: expected 0, as many as reward_funcs, go"),
+        ({"reward_funcs": [len, len]}, "reward_funcs: expected different names, got .*len, "),
     ],
 )
-def test_what_is_no_function_or_callback_is_named(given: dict[str, Any], said: str) -> None:
+def test_functions_weights_and_callbacks_that_do_not_fit_are_named(
+    given: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=f"^{said}"):
         Trainer(config(), make=lambda _: FakeRun().parts(), **given)
 

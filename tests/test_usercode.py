@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 
 import agentgrpo
 from agentgrpo import usercode
-from agentgrpo.setup.command import report_errors
 from agentgrpo.usercode import UserCodeError, user_call, within
 
 PACKAGE = Path(agentgrpo.__file__).parent
@@ -91,20 +89,3 @@ def test_a_timeout_of_the_users_own_is_no_limit_of_ours() -> None:
 
     with pytest.raises(TimeoutError, match="mine"):
         asyncio.run(within(100, raises()))
-
-
-def test_a_command_ends_as_it_would_where_nobody_can_be_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w", closefd=False) as nobody:
-        monkeypatch.setattr(sys, "stderr", nobody)
-        with report_errors() as outcome:
-            int("by hand")
-        monkeypatch.undo()
-        assert outcome.status == 2
-        with pytest.raises(BrokenPipeError):
-            nobody.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), write)
-    os.close(write)

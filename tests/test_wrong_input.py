@@ -18,7 +18,6 @@ import pytest
 
 from agentgrpo import cli
 from agentgrpo.files import CHECKSUMS
-from agentgrpo.recipe import parts
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import write_json, write_lines
 from tests import tiny
@@ -104,27 +103,6 @@ ALL = ("train c.toml", "sft recipe.toml", "flywheel recipe.toml", "curriculum re
 """What reads a config; all do the same before anything is loaded."""
 
 
-BEGUN = {"flywheel recipe.toml": "flywheel/buffer.jsonl", ALL[3]: "stage_0/pool.jsonl",
-         ALL[4]: "stage_1/rl/checkpoints/step_000002"}  # fmt: skip
-"""What each has written when it is stopped in the middle."""
-
-
-@pytest.mark.parametrize("command", BEGUN)
-def test_a_dry_run_says_what_the_command_would_continue_from(
-    place: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "newest_saved", lambda *_: None)  # whose it is, is not asked here
-    out_dir = place / "begun" / command.partition(" ")[0]
-    for said in ("new", f"continues from {BEGUN[command]}"):
-        status = cli.main([*command.split(), f"out_dir={out_dir}", "--dry-run"])
-        told = capsys.readouterr()
-        assert (status, told.err) == (0, "")
-        assert f"out_dir    {out_dir}: {said}\n" in told.out + "\n"
-        saved = out_dir / BEGUN[command]
-        saved.parent.mkdir(parents=True, exist_ok=True)
-        saved.touch()
-
-
 @pytest.mark.parametrize(
     ("option", "wanted"),
     [
@@ -156,8 +134,6 @@ def test_every_command_has_a_dry_run_that_writes_nothing(
 
 PATHS = {
     "train {c} --dry-run model=./nosuch": "model './nosuch': no such directory",
-    "train {c} --dry-run model=~/nosuch/model": "/nosuch/model': no such directory",
-    "train {c} --dry-run model=models/a.gguf": "model 'models/a.gguf': no such directory",
     "train {c} --dry-run model={here}/model/config.json": "config.json': a file, expected a dir",
     "train {c} --dry-run model={here}": "the directory holds no config.json",
     "train {c} --dry-run model=some/--model": "no such directory, and no hub name",
@@ -165,10 +141,8 @@ PATHS = {
     "train {c} --dry-run model=package:nosuchpackage": "'nosuchpackage' is not installed; try: ",
     "train {c} --dry-run model=bare": "'bare'",
     "train ./nosuch.toml": "config './nosuch.toml' is neither a file nor",
-    "train quickstat": "did you mean quickstart?",
     "train {here}": "{here}: is a directory",
     "train {c} --dry-run data.train=./nosuch.jsonl": "data.train: nosuch.jsonl: no such file",
-    "train {c} --dry-run data.heldout=/nosuch.jsonl": "data.heldout: /nosuch.jsonl: no such file",
     "train {c} --dry-run sandbox.tools=nosuch.py": "sandbox.tools: nosuch.py: no such file",
     "train {c} --dry-run sandbox.template=nosuch": "sandbox.template: ",
     "train {c} --dry-run out_dir={here}/rows.jsonl/run": "rows.jsonl: not a directory",
@@ -178,14 +152,10 @@ PATHS = {
     "sft unmade.toml --dry-run": "sft.jsonl: no such file or directory"
     "; `agentgrpo flywheel CONFIG` writes it, or set sft.data=FILE",
     "init model rows.jsonl -o no/c.toml": "--output no/c.toml: expected a file in a directory that",
-    "init model rows.jsonl -o {here}": "--output {here}: expected a file in a directory that is",
-    "sft {r} --dry-run sft.data={here}": "{here}: is a directory",
     "evaluate {r} --dry-run --report x --compare nosuch.json": "nosuch.json: no such file",
     "curriculum {r} --dry-run curriculum.start=sft": "stage 0 starts from the last checkpoint in",
     "verify {here}/nosuch": "nosuch",
     "view {here}/nosuch": "nosuch",
-    "init {here}/nosuch rows.jsonl": "model '{here}/nosuch': no such directory",
-    "init model nosuch.jsonl": "nosuch.jsonl: no such file",
 }  # fmt: skip
 
 
@@ -330,7 +300,6 @@ UNREAD = {
     "flywheel recipe.toml loss={{beta=0.1}}": "loss.beta: `agentgrpo flywheel` does not use it",
     "recipe recipe.toml steps=3": "steps: `agentgrpo recipe` does not use it",
     "train c.toml sft.epochs=1": "[sft] is a section of a recipe",
-    "sft recipe.toml stps=3": "unknown config key stps; did you mean steps?",
 }
 
 
@@ -385,8 +354,6 @@ ABSURD = {
     "train c.toml engine.max_model_len=100000 learner.max_tokens=100000": "must be at most 1024",
     "train c.toml engine.tensor_parallel_size=64": "start it with torchrun",
     "train c.toml learner.lora.rank=256": "learner.lora.rank must be at most 64",
-    "train c.toml learner.trained_layers=99": "learner.trained_layers must be at most 2, got 99",
-    "train c.toml steps=1000000000000": "config key steps: Input should be less than or equal to",
     "train c.toml data.num_heldout=5000000": "cannot be held out; lower data.num_heldout",
     "flywheel recipe.toml flywheel.tasks=500": "500 are asked for, and the data has 16",
 }

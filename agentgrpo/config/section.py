@@ -12,11 +12,20 @@ from typing import Annotated, Any
 
 import pydantic
 from pydantic import Field
+from pydantic_core import PydanticCustomError
 
 from agentgrpo.files import expanded
 
-PathOrName = Annotated[str, pydantic.AfterValidator(expanded)]
-UserPath = Annotated[Path, pydantic.AfterValidator(Path.expanduser)]
+
+def _not_empty(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():  # of a path it would be where one is
+        raise PydanticCustomError("empty_path", "expected a path")
+    return value
+
+
+NotEmpty = pydantic.BeforeValidator(_not_empty)
+PathOrName = Annotated[str, NotEmpty, pydantic.AfterValidator(expanded)]
+UserPath = Annotated[Path, NotEmpty, pydantic.AfterValidator(Path.expanduser)]
 Positive = Annotated[int, Field(ge=1, le=10**7)]
 NotNegative = Annotated[int, Field(ge=0, le=10**7)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -48,8 +57,8 @@ Need = tuple[str, str, Callable[[Any], object]]
 """Keys with spaces between, what they need in words, and whether a config has it."""
 
 
-def forbid_unused(config: Any, needs: Iterable[Need]) -> None:
-    """Refuse keys that are set and would do nothing.
+def forbid_unused(config: Any, needs: Iterable[Need], section: str = "") -> None:
+    """Refuse keys that are set and would do nothing; `section`, with its dot, is config's own.
 
     Raises:
         ValueError: one has another value than its default, and lacks what it needs.
@@ -58,7 +67,7 @@ def forbid_unused(config: Any, needs: Iterable[Need]) -> None:
         for key in keys.split():
             if is_set(config, key) and not holds(config):
                 value = attrgetter(key)(config)
-                raise ValueError(f"{key}: {value!r} does nothing without {need}")
+                raise ValueError(f"{section}{key}: {value!r} does nothing without {need}")
 
 
 def is_set(config: Any, key: str) -> bool:

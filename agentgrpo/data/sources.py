@@ -61,6 +61,7 @@ def require_read(config: DataConfig) -> None:
             ("heldout_split", f"data.heldout {hub}", lambda _: heldout),
             ("subset", f"data.train or data.heldout {hub}", lambda _: train or heldout),
         ),
+        section="data.",
     )
 
 

@@ -22,11 +22,12 @@ from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Task
 
 BLOCK = re.compile(
-    r"^[ \t]*+(?:(?:[-*+>]|\d+\.)[ \t]++)?(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[^\s`]*+)"
+    r"^(?:[ \t]*+(?:(?:[-*+>]|\d+\.)[ \t]++)?|[^\n`]*+(?=```(?i:py|python|)[ \t\r]*+$))"
+    r"(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[^\s`]*+)"
     r"[^\n`]*+\n(?P<text>.*?)(?:^[ \t]*+(?P=fence)|(?P=fence)[ \t\r]*+$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""A fenced block; one that is not closed ends with the answer."""
+"""A fenced block, of Python behind words too; one that is not closed ends with the answer."""
 PYTHON = re.compile(r"\{?\.?py(?:thon)?[\d.]*\}?", re.IGNORECASE)
 """Python, as fences name it: py, Python3.11, {.python}."""
 GRADERS = 4

@@ -1,8 +1,9 @@
 r"""Whether answers are the same: as numbers, as mathematics, as words. Rewards and measures ask.
 
-The numbers in a text are read as data sets write them: 1,234 is 1234, 12.0 is 12, a leading minus
-counts unless it joins two numbers (the 3 in 10-3 is 3), 3/4 and \frac{3}{4} are 0.75, 1 1/2 is 1.5,
-and the exponent of a unit is none. Comparison is exact, in decimals and fractions.
+The numbers in a text are read as data sets write them: 1,234 and 1_234 are 1234, 12.0 is 12, a
+leading minus counts unless it joins two numbers (the 3 in 10-3 is 3), 3/4 and \frac{3}{4} are 0.75,
+1 1/2 is 1.5, 3 \times 10^6 is 3e6, and the exponent of a unit is none. Comparison is exact, in
+decimals and fractions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from agentgrpo.types import Task
 
 ONE = r"""
     (?> (?: (?<! [\w.] ) (?<! \d, ) \d{1,3} (?:,\d{3})+ (?! ,?\d )  # 1,234,567; begun once: linear
-          | (?<! [\w.] ) \d+
+          | (?<! [\w.] ) \d+ (?:_\d+)*                             # 1234 or 1_234
           | (?<! [\w.] ) (?= \.\d )                                # .5
         )
         (?: \.\d+ )?
@@ -28,7 +29,7 @@ ONE = r"""
 """
 NUMBER = re.compile(
     rf"""
-    (?P<sign> (?<! [\w)\]] ) - (?: \\?\$ )? )?  # after a word or bracket, an operator
+    (?P<sign> (?<! [\w)\]] ) - (?: \\?[$€£] )? )?  # after a word or bracket, an operator
     (?: (?<! [\w.,/] ) (?P<whole> \d{{1,9}} ) [ ] (?= \d{{1,9}}/\d{{1,9}} (?! [\d.,/]*\d ) ) )?
     (?P<over> {ONE} ) (?: / (?P<under> {ONE} ) )?+
     (?! ² )
@@ -40,7 +41,9 @@ SPELLINGS = (
     (re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})"), ","),  # 1{,}234, 1\,234
     (re.compile(r"(?<=\d) ?\\[dt]?frac(?=\{\d)"), r" \\frac"),  # 1\frac{1}{2}
     (re.compile(r"\\[dt]?frac\{(-?[\d.,]{1,99})\}\{([\d.,]{1,99})\}"), r"\1/\2"),
-    (re.compile(r"\^\{?-?\d+\}?"), "²"),  # it is no number, nor is what has it: cm^2, 2^10
+    (re.compile(r" ?(?:\\times|\\cdot|[\xd7*\xb7\u22c5]) ?10\^\{?(-?\d{1,4})\}?(?!\d)"), r"e\1"),
+    (re.compile(r"(?<![\w.)}])10\^\{?(-?\d{1,4})\}?+(?!\w)"), r"1e\1"),
+    (re.compile(r"\^\{?-?\d+\}?|[⁰¹³⁴-⁹]"), "²"),  # it is no number, nor is what has it: cm^2, 2^10
 )
 """How LaTeX writes what NUMBER reads."""
 
@@ -87,7 +90,7 @@ def only_number(text: str) -> Number | None:
 
 
 def _spelled(text: str) -> str:
-    text = text.replace("\N{MINUS SIGN}", "-")
+    text = text.replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-")
     for spelling, plain in SPELLINGS:
         text = spelling.sub(plain, text)
     return text

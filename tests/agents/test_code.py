@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agentgrpo.actions import Action, Finish, Malformed, Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
@@ -13,7 +11,6 @@ from agentgrpo.types import Task
 from tests.given import TASK
 
 AGENT = CodeAgent()
-PIECES = ("<code>", "</code>", "Answer:", " 4 ", "print(1)", "\n", "<code", "code>", "answer:")
 
 
 @pytest.mark.parametrize(
@@ -45,22 +42,6 @@ PIECES = ("<code>", "</code>", "Answer:", " 4 ", "print(1)", "\n", "<code", "cod
 )
 def test_what_a_turn_means(text: str, action: Action) -> None:
     assert AGENT.parse(text, TASK) == action
-
-
-@given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
-def test_only_code_between_an_open_and_a_later_close_tag_is_run(text: str) -> None:
-    first_open = text.find("<code>")
-    closed = first_open >= 0 and text.find("</code>", first_open + len("<code>")) >= 0
-    action = AGENT.parse(text, TASK)
-    assert isinstance(action, RunCode) == closed
-    if isinstance(action, RunCode):
-        assert action.code.strip("\n") == action.code
-        assert f"<code>{action.code}</code>" in text.replace("\n", "") or "\n" in text
-        assert "</code>" not in action.code
-    if isinstance(action, Finish):
-        assert "<code>" not in text
-        assert "</code>" not in text
-        assert (action.answer is None) == ("Answer:" not in text)
 
 
 def test_tags_and_answer_are_the_users() -> None:

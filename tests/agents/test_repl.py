@@ -255,13 +255,6 @@ def test_a_dead_interpreter_is_replaced_and_the_policy_is_told(pool: SandboxPool
     )
 
 
-def test_invented_output_is_the_policys_own_text(pool: SandboxPool) -> None:
-    """A policy that writes a prompt and output itself types it, and is trained on it."""
-    typed = play(AGENT, ConsoleEnv(pool, 5.0), ">>> 1\n", f"{SUBMIT}\n")
-    assert "SyntaxError" in shown(typed)
-    assert given_and_sampled(typed)[1] == (True, ">>> 1\n")
-
-
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [({"sintax": 1.0}, "expected ok, error, syntax"), ({"ok": "1"}, "line_rewards.ok: .*number")],

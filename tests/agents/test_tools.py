@@ -433,20 +433,13 @@ def test_coroutines_of_a_turn_run_at_once_and_answer_in_order(hermes: ReadCalls)
     assert f"tool\n1{EOT}\n<|im_start|>tool\n2{EOT}\n<|im_start|>tool\n4{EOT}" in shown(played)
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_tool_that_a_wrapper_hides_is_a_coroutine_is_awaited(
-    hermes: ReadCalls, others: int
-) -> None:
+def test_a_tool_that_a_wrapper_hides_is_a_coroutine_is_awaited(hermes: ReadCalls) -> None:
     async def later(n: int) -> int:
         """One more."""
         await asyncio.sleep(0)
         return n + 1
 
-    async def other() -> str:
-        """So that all of a turn's calls are made at once."""
-        return "other"
-
-    env = ToolEnv([wrapped(later), *[other] * others])
+    env = ToolEnv([wrapped(later)])
     made = ToolAgent(env=env, call_reader=lambda parser: hermes)
     played = play(made, env, f"{call('later', n=2)}{EOT}", f"ok{EOT}")
     assert f"tool\n3{EOT}" in shown(played)

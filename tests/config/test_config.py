@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import pytest
 
 from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
@@ -24,15 +23,6 @@ def toml(tmp_path: Path) -> Path:
     path = tmp_path / "c.toml"
     path.write_text(LEAST)
     return path
-
-
-def test_a_file_holds_only_what_differs_from_the_defaults(toml: Path) -> None:
-    toml.write_text(LEAST + "[loss]\nbeta = 0.1\n")
-    config = load_config(toml)
-    assert config.loss.beta == 0.1
-    assert config.model_dump(exclude={"loss"}) == TrainConfig(
-        model="m", out_dir=Path("o")
-    ).model_dump(exclude={"loss"})
 
 
 @pytest.mark.parametrize(
@@ -65,10 +55,7 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
     [
         ("lerner.learning_rat=1", "key lerner.learning_rat; did you mean learner.learning_rate?"),
         ("learner.lr_rate=1", "learner.lr_rate; did you mean learner.learning_rate?"),
-        ("loss.batea=1", "unknown key.*did you mean loss.beta?"),
-        ("rollout.max_turn=1", "did you mean rollout.max_turns?"),
         ("zzzzqqqq=1", "unknown config key zzzzqqqq$"),
-        ("zzzz.qqqq=2", "unknown config key zzzz.qqqq$"),
         ("group_size=3", "unknown config key group_size; did you mean rollout.group_size?"),
         ("learner.group_size=3", "key learner.group_size; did you mean rollout.group_size?"),
         ("learner.lora.rnk=1", "did you mean learner.lora.rank?"),
@@ -85,12 +72,13 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
         ("steps", "override 'steps': expected section.key=value"),
         ("steps.more=1", "steps is not a section"),
         ("=3", "override '=3': a name is empty"),
-        ("data.=3", "override 'data.=3': a name is empty"),
+        ("out_dir=", "config key out_dir: expected a path, got ''"),
+        ("data.train=", "config key data.train: expected a path, got ''"),
         ("data.heldout=1000", "key data.heldout: Input should be a valid string, got 1000"),
     ],
 )
 def test_a_wrong_override_is_refused_by_its_name(override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("unknown key", "unknown config key")):
+    with pytest.raises(ValueError, match=message):
         a_config("steps=3", override)
 
 
@@ -203,32 +191,14 @@ def test_what_cannot_be_extended_is_named(toml: Path, base: str, message: str) -
         load_config(toml)
 
 
-def test_a_file_that_is_not_toml_is_named(toml: Path) -> None:
-    toml.write_text("model = \n")
-    with pytest.raises(ValueError, match=r"c\.toml: not valid TOML: .*line 1"):
-        load_config(toml)
-
-
 @pytest.mark.parametrize("name", shipped_configs())
 def test_shipped_configs_load_by_name(name: str) -> None:
     by_path = load_config_of(RecipeConfig, shipped_configs()[name])
     assert load_config_of(RecipeConfig, name) == by_path
 
 
-def test_there_is_a_quickstart() -> None:
-    config = load_config("quickstart")
-    assert config.on("cpu").rollout.deterministic is True
-    assert config.agent.options["shots"]
-
-
-def test_a_config_cannot_be_changed() -> None:
-    with pytest.raises(pydantic.ValidationError, match="frozen"):
-        a_config().steps = 3
-
-
-def test_a_resolved_config_can_be_read_again() -> None:
-    config = a_config("rollout.max_turns=5")
-    assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+def test_the_quickstart_is_deterministic_on_a_cpu() -> None:
+    assert load_config("quickstart").on("cpu").rollout.deterministic is True
 
 
 @pytest.mark.parametrize(
@@ -280,23 +250,11 @@ def test_a_section_that_is_no_table_is_named(section: str, value: str) -> None:
         a_config(f"{section}={value}")
 
 
-def test_an_evaluation_is_greedy_and_unfiltered_if_not_told_otherwise() -> None:
-    config = a_config()
-    assert config.evaluation.temperature == 0.0
-    assert config.evaluation.filters == {}
-
-
 @pytest.mark.parametrize("treatment", ["train", "mask"])
 def test_a_broken_machine_can_neither_teach_nor_be_compared_with(treatment: str) -> None:
     with pytest.raises(ValueError, match=r"infra_error must be 'drop' or 'retry'.*the machine"):
         a_config(f'rollout.treatment={{infra_error="{treatment}"}}')
     a_config('rollout.treatment={infra_error="drop", timed_out="mask"}')
-
-
-@pytest.mark.parametrize("override", ['{oops="mask"}', '{completed="oops"}'])
-def test_treatments_and_statuses_must_exist(override: str) -> None:
-    with pytest.raises(ValueError, match=r"rollout\.treatment"):
-        a_config(f"rollout.treatment={override}")
 
 
 def test_a_group_cannot_begin_with_all_its_rollouts_and_branch() -> None:

@@ -366,36 +366,3 @@ class Mine:
     assert (report.faults, report.unaccounted) == ([], 0)
     rows = [row for row in read_lines(tmp_path / "run" / "metrics.jsonl") if "learner/loss" in row]
     assert all(row["learner/sampler_gap_max"] <= 1e-4 for row in rows)
-
-
-@pytest.mark.nsjail
-def test_who_does_not_act_talks_with_a_user(model: Path, tmp_path: Path) -> None:
-    """Trained on, evaluated, proven and shown as any run."""
-    (tmp_path / "users.py").write_text("""
-class Helper:
-    def __init__(self, spec):
-        self.sum = spec["answer"]
-
-    def reply(self, said, *, satisfied):
-        return f"It is {self.sum}."
-
-def weather(city: str) -> str:
-    "Now."
-    return "rain"
-""")
-    config = write_config(tmp_path, model)
-    for name, count in (("train", 20), ("heldout", 4)):
-        rows = [row | {"user": ["Seattle"]} for row in tiny.sums(count, seed=len(name))]
-        write_lines(tmp_path / f"{name}.jsonl", rows)
-    mine = [
-        "agent.kind=inline", "agent.options.system_prompt=S",
-        "env.kind=tools", 'env.options.tools=["users:weather"]',
-        "env.user.mode=users:Helper", "env.user.max_replies=1", "reward.kind=numeric",
-    ]  # fmt: skip
-    status, _, err = finish(start(config, *mine, "steps=2", PYTHONPATH=str(tmp_path)))
-    assert status == 0, err
-    for split in ("train", "heldout"):
-        assert any("said" in r.stats for r in rollouts(tmp_path / "run", split)), split
-    report = verify.verify_run(tmp_path / "run")
-    assert (report.faults, report.unaccounted) == ([], 0)
-    assert read_run(tmp_path / "run").index["rollouts"]

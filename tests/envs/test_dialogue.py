@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agentgrpo.actions import ModelRequest, Observation, Reading, Say
 from agentgrpo.config import (
-    BranchConfig,
     EngineConfig,
     TrainConfig,
 )
-from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.proof.status import status_faults
 from agentgrpo.rewards.trl import conversation
 from agentgrpo.rewards.view import RolloutView
@@ -27,10 +24,8 @@ from agentgrpo.types import Status
 from tests.playing import (
     CHAT,
     EOT,
-    TOKENIZER,
     given_and_sampled,
     play,
-    play_all,
     scripted,
     shown,
     task,
@@ -259,36 +254,6 @@ def test_a_user_leaves_when_all_is_said_or_the_budget_is_spent(
     assert "one" in shown(played)
 
 
-def test_branches_hear_what_was_heard() -> None:
-    """A user's replies are repeated with the actions of the rollout that a branch leaves."""
-
-    def policy(number: int, prompt: str) -> Turn:
-        if "USER" in prompt:
-            return Turn(f"heard {number}{EOT}" if ASK in prompt else f"bye{EOT}")
-        return Turn(f"Thanks.{EOT}" if "heard" in prompt else f"{ASK}{EOT}", entropy=number)
-
-    agent, env = parts(*KINDS["inline"][:2], mode=f"{__name__}:Asking")
-    branching = BranchConfig(initial=1, probability=1.0)
-    engine = scripted(policy)
-    (group,) = play_all(agent, env, engine, [TASK], 2, branching=branching, temperature=1.0)
-    parent, child = group
-    assert child.parent == 0
-    shared = child.forked_at
-    assert shared is not None
-    assert np.array_equal(parent.token_ids[:shared], child.token_ids[:shared])
-    assert "heard" in TOKENIZER.decode(child.token_ids[:shared])
-    assert child.status is Status.COMPLETED
-
-
-def test_all_else_is_the_environments_own() -> None:
-    _, env = parts(*KINDS["tools of a class"][:2])
-    assert (env.judges, env.answers, env.has_user) == (False, ("tools",), True)
-    episode = env.reset(TASK)
-    assert isinstance(episode.environment, Station)
-    assert not hasattr(episode, "recall")
-    assert EpisodeRunner(1).finish(episode, None).result() == {}
-
-
 @pytest.mark.parametrize(
     ("line", "means"),
     [
@@ -341,10 +306,3 @@ def test_rows_that_do_not_say_what_their_user_says_are_refused_before_a_model_is
     said = r"column 'user': .*rows\.jsonl:1' says.* got 3"
     with pytest.raises(ValueError, match=said):
         prepare_run(made).training_tasks(made)
-
-
-@pytest.mark.parametrize("given", [None, ["a", 4]])
-def test_a_task_that_does_not_say_what_its_user_says_is_refused(given: Any) -> None:
-    _, env = parts(*KINDS["inline"][:2])
-    with pytest.raises(ValueError, match=r"column 'user': expected .* of task 't' says"):
-        env.reset(task("Q", user=given))

@@ -232,7 +232,6 @@ def test_they_are_not_shown_where_nothing_is() -> None:
     ("config", "message"),
     [
         (["sandbox.host_tools=['no.such:f']"], "sandbox.host_tools: no module 'no'"),
-        (["sandbox.host_tools=['os:nothing']"], "sandbox.host_tools: .* has no 'nothing'"),
         (["sandbox.host_tools=['builtins:print']"], "sandbox.host_tools: 'print' is a name of"),
         (overrides("env.kind=tools", "agent.kind=tools",
                    "env.options={tools=['agentgrpo.envs.calculator:calculate']}",
@@ -243,10 +242,8 @@ def test_they_are_not_shown_where_nothing_is() -> None:
          "sandbox.tools: .* does nothing without an env.kind that runs code"),
         (["sandbox.host_cache=run"], "sandbox.host_cache: 'run' does nothing without sandbox.host"),
         (["sandbox.host_budget.calls=3"], "sandbox.host_budget: .* does nothing without"),
-        (overrides("sandbox.host_budget.calls=0"), "sandbox.host_budget.calls"),
         (["reward.cost_per_cpu_s=1"], "reward.cost_per_cpu_s 1.0 and rollout.deterministic 'cpu'"),
         (["reward.cost_per_wall_s=1", "rollout.deterministic=true"], "does not repeat"),
-        (["reward.cost_per_mib=-1"], "reward.cost_per_mib"),
     ],
 )  # fmt: skip
 def test_a_config_that_cannot_be_meant_is_refused(config: list[str], message: str) -> None:

@@ -174,22 +174,3 @@ def test_stateless_steps_know_nothing_of_each_other(env: PythonEnv) -> None:
         assert env.pool.metrics()["live"] == 0
     finally:
         played.close()
-
-
-@pytest.mark.nsjail
-def test_a_shell_that_the_session_lets_not_start_is_an_observation(env: PythonEnv) -> None:
-    fill = "import os, signal\nwhile True:\n try:\n  if os.fork() == 0: signal.pause()\n"
-    hunt = (
-        "import os\nif os.fork() == 0:\n me = os.getpid()\n while True:\n"
-        "  for pid in range(3, 300):\n   try: pid == me or os.kill(pid, 9)\n"
-        "   except OSError: pass"
-    )
-    for code in (f"{fill} except OSError: break", hunt, "import os; os._exit(3)"):
-        played = env.reset(TASK)
-        try:
-            played.step(RunCode(code))
-            for _ in range(3):
-                told = played.step(RunCode("echo $((6 * 7))", "bash"))
-                assert told.failed or told.text == "42", told
-        finally:
-            played.close()

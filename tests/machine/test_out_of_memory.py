@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import re
-import resource
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,23 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-import agentgrpo.train
-from agentgrpo.config import EngineConfig, LearnerConfig
+from agentgrpo.config import EngineConfig
 from agentgrpo.engine.engine import Engine, State
-from agentgrpo.engine.start import oom_hint_engine
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.preflight import oom_hint_learner
-from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import GIB
 from agentgrpo.machine.memory import OutOfMemory, explained
 from agentgrpo.run.atomic import write_lines
 from tests import tiny
 from tests.learn.given import learner_on
 from tests.learn.test_preflight import Machine
-from tests.test_train import FakeRun
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 
 def hosts() -> None:
@@ -111,11 +103,6 @@ def test_while_learning_the_number_that_fits_is_found(room: int, says: str) -> N
     assert "fewer learner.trained_layers, learner.gradient_checkpointing" in said
 
 
-def test_for_vllm_the_cache_and_the_rollouts_at_once_are_named() -> None:
-    said = oom_hint_engine(EngineConfig())
-    assert "a lower engine.kv_cache_gib (it is 0.5) or engine.max_num_seqs (128)" in said
-
-
 def test_an_engine_without_weights_says_what_its_cache_needs_less_of() -> None:
     """After level 2 of sleep the cache wakes by itself, when the weights are there."""
     empty = Engine.__new__(Engine)
@@ -176,43 +163,6 @@ def test_the_learner_says_what_fits(
     assert learner.step_count == 0
 
 
-def test_a_run_ends_with_one_line_and_can_be_continued(
-    engine: Engine,
-    tiny_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class Short(FakeRun):
-        def step(self, updates: Any) -> Any:
-            return short_of_memory(engine, tiny_model, cuda).step([])
-
-    short = Short()
-    monkeypatch.setattr(agentgrpo.train, "build", lambda _: short.parts())
-    assert agentgrpo.train.main(["quickstart", f"out_dir={tmp_path}"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: out of memory while learning: learner.max_tokens is 2048, and")
-    assert said.endswith("Nothing was saved: the same command starts from the beginning.\n")
-    assert said.count("\n") == 1
-    assert short.calls[-1] == "close"
-
-
-def test_so_it_does_where_nobody_explains_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Python's own memory, between the engine and the learner."""
-
-    class Short(FakeRun):
-        def feedback(self, groups: Any) -> None:
-            raise MemoryError
-
-    monkeypatch.setattr(agentgrpo.train, "build", lambda _: Short().parts())
-    assert agentgrpo.train.main(["quickstart", f"out_dir={tmp_path}"]) == 1
-    assert capsys.readouterr().err == (
-        "error: out of memory. Nothing was saved: the same command starts from the beginning.\n"
-    )
-
-
 STARVED = """
 import resource, sys
 from agentgrpo.machine.runtime import prepare_environment
@@ -254,62 +204,3 @@ def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_pa
         r"free now, .*\(.*allocate memory.*\)\n",
         ran.stderr,
     ), ran.stderr
-
-
-@contextlib.contextmanager
-def room_for(more: int) -> Iterator[None]:
-    """This process may map so many bytes more."""
-    gc.unfreeze()
-    gc.collect()  # what other tests left, else it is given back in between and is room as well
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    taken = hardware.kib_of("/proc/self/status")["VmSize"] * 1024
-    resource.setrlimit(resource.RLIMIT_AS, (taken + more, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-@pytest.mark.slow
-def test_a_learner_that_finds_no_memory_says_what_fits(request: pytest.FixtureRequest) -> None:
-    """In a process of its own: oneDNN makes no kernel any more that it once had no memory for."""
-    if "AGENTGRPO_STARVED" not in os.environ:
-        ran = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-n0", request.node.nodeid], cwd=ROOT,
-            env={**os.environ, "AGENTGRPO_STARVED": "1"}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stdout
-        return
-    engine, tiny_model = map(request.getfixturevalue, ("engine", "tiny_model"))
-    learner = learner_on(engine, tiny_model, LearnerConfig(max_tokens=2**13))
-    learner.dry_pass(2**7)  # what oneDNN makes once
-    with (
-        room_for(GIB // 16),
-        pytest.raises(OutOfMemory) as caught,
-        explained("learning", lambda: oom_hint_learner(learner, 2**13)),
-    ):
-        learner.dry_pass(2**13)
-    said = re.match(
-        r"out of memory while learning: learner\.max_tokens is 8192, and (\d+) tokens do; fewer "
-        r"learner\.trained_layers.*\(.*allocate memory.*\)$",
-        str(caught.value),
-    )
-    assert said, caught.value
-    fits = int(said[1])
-    assert 128 <= fits < 2**13
-    with room_for(GIB // 16 + 2**24):  # what the heap has lost meanwhile between its pieces
-        learner.dry_pass(fits)
-
-
-def test_the_page_has_every_kind() -> None:
-    for message in (
-        "room for vLLM",
-        "out of memory while learning",
-        "out of memory while generating",
-        "out of memory while waking the engine",
-        "out of memory while starting vLLM",
-        "out of memory while making the learner",
-        "does not fit in memory",
-        "Killed",
-    ):
-        assert re.search(rf"`[^`]*{message}[^`]*`", PAGE), message

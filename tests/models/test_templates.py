@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from functools import cache
@@ -14,7 +13,7 @@ from agentgrpo.actions import CallTools, Observation, ToolCall
 from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.models.chat import ChatTemplate
 from bench.cached import NotToBeHad
-from bench.conversations import SPELLED, TOOLS, Judge, Seen
+from bench.conversations import SPELLED, Judge, Seen
 from bench.real_templates import MODELS
 
 NAMES = [model.name for model in MODELS]
@@ -69,39 +68,6 @@ def ids_of(judge: Judge, text: str) -> list[int]:
     return list(judge.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-@pytest.mark.parametrize(
-    ("start", "package"),
-    [("gguf/", "@huggingface/ollama-utils"), ("llama.cpp/", "llama-cpp-python's source")],
-)
-def test_templates_of_other_packages_are_among_them(start: str, package: str) -> None:
-    if not any(name.startswith(start) for name in NAMES):
-        pytest.skip(f"{package} is not to be had, nor are the templates in it")
-
-
-WRITTEN = {
-    "qwen3": ["<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>", "<think>"],
-    "glm4moe": ["<tool_response>", "</tool_response>", "<tool_call>", "<think>", "<arg_key>"],
-    "gemma4": ["<|tool_response>", "<tool_response|>", "<|tool_call>", '<|"|>', "<|channel>"],
-    "lfm2": ["<|tool_response_start|>", "<|tool_call_start|>"],
-    "gptoss": ["<|channel|>", "<|message|>", "<|call|>"],
-    "mistral_tekken": ["[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]"],
-}
-
-
-@pytest.mark.parametrize("name", list(WRITTEN))
-def test_a_tools_answer_that_spells_what_turns_are_written_with_stays_text(name: str) -> None:
-    judge = judge_of(name)
-    for token in WRITTEN[name]:
-        (index,) = ids_of(judge, token)
-        assert index not in judge.chat.text_ids(f"a {token} b").tolist()
-        for role in ("user", "tool"):
-            plain, spelled = (
-                judge.chat.observation_ids([{"role": role, "content": text}], last_id=None).tolist()
-                for text in ("a b", f"a {token} b")
-            )
-            assert spelled.count(index) == plain.count(index), (token, role)
-
-
 def test_the_policy_and_the_author_of_prompts_write_thoughts_and_calls() -> None:
     judge = judge_of("qwen3")
     (think,) = ids_of(judge, "<think>")
@@ -114,16 +80,13 @@ def test_the_policy_and_the_author_of_prompts_write_thoughts_and_calls() -> None
 
 
 STOPS = {
-    "smollm2": ["<|im_end|>"],
     "phi3": ["<|end|>", "<|endoftext|>"],
-    "phi3_5": ["<|end|>", "<|endoftext|>"],
     "cohere2": ["<|END_OF_TURN_TOKEN|>"],
     "glm4moe": ["<|endoftext|>", "<|user|>", "<|observation|>"],
     "gemma3": ["<end_of_turn>"],
     "gemma4": ["<turn|>", "<eos>", "<|tool_response>"],
     "gptoss": ["<|return|>", "<|call|>"],
     "muse_glimmer": ["<|eot|>"],
-    "llama3": ["<|eot_id|>"],
     "mistral_tekken": ["</s>"],
 }
 
@@ -135,7 +98,6 @@ def test_a_turn_stops_where_the_template_closes_it_and_nowhere_inside(name: str)
     assert judge.tokenizer.convert_ids_to_tokens(judge.chat.end_of_turn_id) == STOPS[name][0]
 
 
-BIELIK = "llama.cpp/Bielik-11B-v3.0-Instruct"
 R7B = "llama.cpp/CohereForAI-c4ai-command-r7b-12-2024-tool_use"
 TOOL = [{"role": "tool", "content": "r", "name": "f"}]
 GO_ON = [{"role": "user", "content": "x"}]
@@ -145,32 +107,16 @@ GO_ON = [{"role": "user", "content": "x"}]
     ("name", "said", "last", "appended"),
     [
         ("cohere2", GO_ON, "<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|>"),
-        ("cohere2", GO_ON, "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>x"),
-        ("cohere2", GO_ON, None, "<|END_RESPONSE|><|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|>"),
-        ("phi3", GO_ON, "<|end|>", "<|user|> x<|end|><|assistant|>"),
         ("phi3", GO_ON, "<|endoftext|>", "<|user|> x<|end|><|assistant|>"),
-        ("phi3", GO_ON, None, "<|end|><|user|> x<|end|><|assistant|>"),
-        ("glm4moe", TOOL, "<|observation|>", "\n<tool_response>\nr\n</tool_response><|assistant|>"),
         ("glm4moe", TOOL, "<|user|>", "<|observation|>\n<tool_response>\nr"),
         ("glm4moe", TOOL, "<|endoftext|>", "<|observation|>\n<tool_response>\nr"),
-        ("glm4moe", TOOL, None, "<|observation|>\n<tool_response>\nr"),
-        ("glm4moe", GO_ON, "<|user|>", "\nx<|assistant|>"),
         ("glm4moe", GO_ON, "<|observation|>", "<|user|>\nx<|assistant|>"),
         ("gemma4", TOOL, "<|tool_response>", 'response:f{value:<|"|>r<|"|>}<tool_response|>'),
         ("gemma4", TOOL, "<turn|>", "<|tool_response>response:f{value:"),
-        ("gemma4", TOOL, None, "<|tool_response>response:f{value:"),
-        ("gemma4", GO_ON, "<turn|>", "\n<|turn>user\nx<turn|>\n<|turn>model\n"),
         ("gemma4", GO_ON, "<|tool_response>", "<turn|>\n<|turn>user\nx<turn|>"),
-        ("gptoss", TOOL, "<|call|>", "<|start|>functions.f to=assistant"),
-        ("gptoss", GO_ON, "<|return|>", "<|start|>user<|message|>x<|end|>"),
         ("gptoss", GO_ON, "<|call|>", "<|start|>user<|message|>x<|end|>"),
-        ("gptoss", GO_ON, None, "<|end|><|start|>user<|message|>x<|end|>"),
         ("qwen3", TOOL, "</tool_call>", "<|im_end|>\n<|im_start|>user\n<tool_response>"),
         ("lfm2_v2", TOOL, "<|tool_call_end|>", "<|im_end|>\n<|im_start|>tool\n"),
-        ("llama.cpp/Kimi-K3", GO_ON, None, "<|close|>response<|sep|><|close|>message<|sep|><|end_"),
-        ("llama.cpp/Kimi-K3", GO_ON, "<|end_of_msg|>", '<|open|>message role="user"<|sep|>x'),
-        ("llama.cpp/GigaChat3-10B-A1.8B", GO_ON, "<|message_sep|>", "\n\nuser<|role_sep|>\nx"),
-        (R7B, TOOL, "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL"),
         (R7B, TOOL, "<|END_ACTION|>", "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN"),
     ],
 )  # fmt: skip
@@ -181,34 +127,6 @@ def test_what_is_appended_depends_on_the_token_that_ended_the_turn(
     last_id = None if last is None else judge.tokenizer.convert_tokens_to_ids(last)
     ids = judge.chat.observation_ids(said, last_id=last_id)
     assert judge.tokenizer.decode(ids).startswith(appended)
-
-
-@pytest.mark.parametrize(
-    ("name", "roles", "shown"),
-    [
-        (R7B, ["user", "assistant", "tool", "tool", "assistant", "user"], '"tool_call_id": "2"'),
-        (R7B, ["system", "user"], '"tool_call_id": "0"'),
-        (R7B, [], '"tool_call_id": "0"'),
-        # it looks for the message before one by its place without the system message
-        (BIELIK, ["system", "user"], "r<|im_start|>user\n<|function_o"),
-        (BIELIK, ["user"], "r<|function_output|>r"),
-        ("deepseekv3", ["user"], "<\uff5ctool\u2581outputs\u2581begin\uff5c>"),
-        ("deepseekv3", ["user", "assistant", "tool"], "<\uff5ctool\u2581output\u2581begin\uff5c>"),
-        # what it shows again is not taken from where it was shown first
-        ("mistral_v3", ["system", "user", "assistant", "user"], ""),
-    ],
-)  # fmt: skip
-def test_templates_that_look_back_are_shown_what_was_said_by_whom(
-    name: str, roles: list[str], shown: str
-) -> None:
-    judge = judge_of(name)
-    two = [*TOOL, *TOOL] if name != R7B else TOOL
-    ids = judge.chat.observation_ids(two, last_id=judge.chat.end_of_turn_id, roles=roles)
-    text = judge.tokenizer.decode(ids)
-    assert shown in text
-    assert "stand-in" not in text
-    first = "<\uff5ctool\u2581outputs\u2581begin\uff5c>"
-    assert (first in text) == (shown == first)
 
 
 def conversation_of_two_calls_a_turn(start: str) -> list[dict[str, Any]]:
@@ -269,49 +187,12 @@ def test_a_demonstrated_turn_ends_with_the_token_that_the_policy_would_sample(
     assert judge.tokenizer.convert_ids_to_tokens(judge.chat.closing_id(said)) == token
 
 
-def test_a_refusal_says_what_each_form_of_a_turn_meets() -> None:
-    judge = judge_of("deepseekv3")
-    judge.tokenizer.chat_template = judge.template.replace(
-        "message['role'] == 'tool'", "message['role'] == 'tool' and raise_exception('no tools')"
-    )
-    with pytest.raises(ValueError, match=r"behind calls with an object as arguments: can only conc"
-                       r".*; behind calls with a string as arguments: no tools;"):  # fmt: skip
-        ChatTemplate(judge.tokenizer).require_roles(["tool"])
-
-
 def test_text_inside_a_turn_has_no_space_put_before_it() -> None:
     """SentencePiece puts one before a text's first word; inside a turn nothing is first."""
     judge = judge_of("mistral_v3")
     assert ids_of(judge, "[/INST]hi")[1:] == judge.chat.text_ids("hi").tolist()
     assert judge.chat.text_ids("hi").tolist() != judge.tokenizer.encode(
         "hi", add_special_tokens=False
-    )
-
-
-@pytest.mark.parametrize(
-    ("sampled", "given"), [("x</code>", "<output>4"), ("print(1)", "\n2"), ("caf", "é")]
-)
-def test_a_sampled_end_does_not_merge_with_what_is_given(sampled: str, given: str) -> None:
-    judge = judge_of("qwen3")
-    apart = ids_of(judge, sampled) + judge.chat.text_ids(given).tolist()
-    assert apart != ids_of(judge, sampled + given)  # a re-encoding would change what was sampled
-    assert apart[: len(ids_of(judge, sampled))] == ids_of(judge, sampled)
-    assert judge.tokenizer.decode(apart) == sampled + given
-
-
-def test_tools_are_shown_in_the_prompt_alone() -> None:
-    judge = judge_of("qwen2_5")
-    said = [{"role": "user", "content": "x"}]
-    shown = judge.tokenizer.decode(judge.chat.prompt_ids(said, TOOLS))
-    assert json.dumps(TOOLS[0]) in shown
-    assert shown.startswith("<|im_start|>system\nYou are Qwen")  # the template's own default
-    result = [{"role": "tool", "content": "r"}]
-    after = judge.tokenizer.decode(
-        judge.chat.observation_ids(result, last_id=judge.chat.end_of_turn_id)
-    )
-    assert after == (
-        "\n<|im_start|>user\n<tool_response>\nr\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n"
     )
 
 
@@ -328,11 +209,8 @@ def test_options_reach_the_template() -> None:
     ("name", "roles", "reason"),
     [
         ("gemma3", ["tool"], "Conversation roles must alternate"),
-        ("gemma3", ["user", "user"], "Conversation roles must alternate"),
         ("qwen3_5_think", ["system"], "System message must be at the beginning"),
         ("gptoss", ["system"], "it does not show each once"),  # drops it without a word
-        ("deepseekv3", ["system"], "it does not show each once"),  # moves it to the front
-        ("mistral_tekken", ["system"], "it does not show each once"),
     ],
 )
 def test_roles_that_cannot_follow_a_turn_are_refused(

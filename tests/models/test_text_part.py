@@ -15,8 +15,7 @@ from transformers import AutoModelForImageTextToText
 from agentgrpo.config import EngineConfig, LearnerConfig
 from agentgrpo.learn.policy import Policy, load_model
 from agentgrpo.machine.footprint import shapes_in
-from agentgrpo.models.kinds import kinds_of
-from agentgrpo.models.text_part import TEXT_PARTS, text_name
+from agentgrpo.models.text_part import text_name
 from bench.models import IMAGES, write_model
 
 KEPT = LearnerConfig(gradient_checkpointing=False)
@@ -37,10 +36,6 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 def policy_of(folder: Path) -> Policy:
     model = load_model(folder, device="cpu", dtype="float32")
     return Policy(model, KEPT, weights="own")
-
-
-def test_such_checkpoints_are_known(whole: Path) -> None:
-    assert kinds_of(str(whole)).model_type in TEXT_PARTS
 
 
 def test_the_language_model_is_the_one_inside(whole: Path) -> None:

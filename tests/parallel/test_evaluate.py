@@ -80,11 +80,3 @@ def test_two_ranks_report_what_one_does(tmp_path: Path, agent_model: Path) -> No
     for name in ("per_task", "kinds", "measures", "reward", "solved", "sampled_tokens"):
         assert written[2][name] == written[1][name], name
     assert shown[2]["measures"] == shown[1]["measures"]
-
-
-@pytest.mark.slow
-def test_a_damaged_config_is_told_before_the_ranks_meet(tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text("modle = 1")
-    ran = run_ranks(2, "-m", "agentgrpo", "evaluate", str(tmp_path / "c.toml"))
-    assert ran.returncode != 0
-    assert "unknown config key modle; did you mean model?" in ran.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,39 +118,9 @@ def blocks(*, streamed: bool) -> Callable[[Any], Any]:
     return use
 
 
-async def mixed(c: Any) -> str:
-    """Each turn by another protocol."""
-    sent: list[Any] = [{"role": "user", "content": c.q}]
-    chat = await c.openai.chat.completions.create(model="policy", messages=sent, tools=[ADD])
-    first = chat.choices[0].message
-    (call,) = first.tool_calls
-    told = {"type": "function_call", "call_id": call.id, **call.function.model_dump()}
-    back = {"type": "function_call_output", "call_id": call.id, "output": "3"}
-    history = [*sent, {"role": "assistant", "content": first.content}, told, back]
-    second = await c.openai.responses.create(model="policy", input=history, tools=[FLAT])
-    text, other = second.output
-
-    def use(one: Any, name: str) -> Any:
-        given = {"type": "tool_use", "id": name, "name": "add", "input": json.loads(one.arguments)}
-        return {"type": "tool_result", "tool_use_id": name, "content": "3"}, given
-
-    (one, a), (two, b) = use(call.function, call.id), use(other, other.call_id)
-    text_1 = {"type": "text", "text": first.content}
-    text_2 = {"type": "text", "text": text.content[0].text}
-    last = await c.anthropic.messages.create(
-        model="policy", max_tokens=99, tools=[BLOCK],
-        messages=[
-            *sent,
-            {"role": "assistant", "content": [text_1, a]}, {"role": "user", "content": [one]},
-            {"role": "assistant", "content": [text_2, b]}, {"role": "user", "content": [two]},
-        ],
-    )  # fmt: skip
-    return str(last.content[0].text)
-
-
 USES = {
     "items": items(dumped=False), "items dumped": items(dumped=True), "previous": previous,
-    "blocks": blocks(streamed=False), "blocks streamed": blocks(streamed=True), "mixed": mixed,
+    "blocks": blocks(streamed=False), "blocks streamed": blocks(streamed=True),
 }  # fmt: skip
 
 
@@ -265,62 +234,39 @@ WRONG: list[tuple[str, str, Any, str]] = [
     (CHATS, "model", "gpt-9", "expected 'policy' or 'policy:frozen', got 'gpt-9'"),
     (CHATS, "bananas", 1, "there is no such parameter"),
     (CHATS, "messages", [], "at least 1 item"),
-    (CHATS, "messages", "x", "expected a valid list, got 'x'"),
     (CHATS, "messages[0].role", [{"role": "alien", "content": "x"}], "expected 'system'"),
-    (CHATS, "messages[0].role", [{"content": "x"}], "Field required"),
     (CHATS, "messages[0].content", IMAGE, "only text is understood, got [{'type': 'image'}]"),
     (CHATS, "n", 2, "expected 1, got 2"),
-    (CHATS, "stream", "yes", "expected a valid boolean, got 'yes'"),
     (CHATS, "max_tokens", 0, "greater than or equal to 1, got 0"),
-    (CHATS, "stop[0]", [1], "expected a valid string, got 1"),
-    (CHATS, "temperature", "hot", "expected a valid number, got 'hot'"),
     (CHATS, "temperature", 2.1, "less than or equal to 2, got 2.1"),
     (CHATS, "temperature", 10**400, "expected a valid number"),
-    (CHATS, "top_p", True, "expected a valid number, got True"),
     (CHATS, "top_p", 0, "greater than 0, got 0"),
-    (CHATS, "top_k", 2.5, "expected a valid integer, got 2.5"),
     (CHATS, "top_k", 2**31, "less than or equal to"),
     (CHATS, "min_p", -0.1, "greater than or equal to 0"),
     (CHATS, "presence_penalty", -3, "greater than or equal to -2"),
     (CHATS, "frequency_penalty", 3, "less than or equal to 2"),
     (CHATS, "repetition_penalty", 1e-40, "greater than or equal to 0.01"),
     (CHATS, "logprobs", True, "is not offered"),
-    (CHATS, "top_logprobs", 2, "is not offered"),
-    (CHATS, "web_search_options", {}, "is not offered"),
     (CHATS, "modalities[1]", ["text", "audio"], "expected 'text', got 'audio'"),
-    (CHATS, "tools[0].function", [{"type": "function"}], "Field required"),
-    (CHATS, "tools[0].type", [{**ADD, "type": "x"}], "expected 'function', got 'x'"),
-    (CHATS, "tools[0].function.parameters", [{"function": {"name": "f", "parameters": []}}],
-     "expected a valid dictionary, got []"),
     (CHATS, "tool_choice", NAMED, "none of the tools is 'sub'"),
-    (CHATS, "tool_choice", {"type": "function"}, "expected 'none', 'auto'"),
     (CHATS, "response_format", {"type": "xml"}, "expected the type text"),
-    (CHATS, "response_format", {"type": "json_schema"}, "expected the type text"),
-    (CHATS, "chat_template_kwargs", [], "expected a valid dictionary"),
     (CHATS, "structured_outputs", {}, "at least 1 item"),
     (RESPONSES, "input", [], "at least 1 item"),
-    (RESPONSES, "input[0]", [3], "expected a valid dictionary"),
     (RESPONSES, "input[0].type", [{"type": "image"}], "got 'image'"),
     (RESPONSES, "input[0].role", [{"role": "x"}], "expected 'system'"),
     (RESPONSES, "input[0]", [{"content": "x"}], "a message has a role"),
     (RESPONSES, "input[0]", [{"type": "function_call"}], "a function_call has a name"),
     (RESPONSES, "max_output_tokens", 0, "greater than or equal to 1"),
-    (RESPONSES, "tools[0].type", [{"type": "web_search"}], "expected 'function'"),
     (RESPONSES, "previous_response_id", "resp_9", "'resp_9' not found"),
     (RESPONSES, "background", True, "is not offered"),
     (RESPONSES, "include", ["message.output_text.logprobs"], "is not offered"),
-    (RESPONSES, "reasoning", "low", "expected a valid dictionary"),
-    (BLOCKS, "messages", [], "at least 1 item"),
     (BLOCKS, "messages", [{"role": "assistant", "content": "x"}], "begin an answer is not offered"),
     (BLOCKS, "messages[0].content[0].type", IMAGE, "expected 'text'"),
     (BLOCKS, "messages[0]", [{"role": "user", "content": [{"type": "tool_use"}]}],
      "user has no block of type tool_use"),
-    (BLOCKS, "max_tokens", None, "expected a valid integer"),
-    (BLOCKS, "stop_sequences", "x", "expected a valid list"),
     (BLOCKS, "tools[0].type", [{"type": "bash_1"}], "expected 'custom'"),
     (BLOCKS, "tool_choice.type", {"type": []}, "expected 'auto'"),
     (BLOCKS, "tool_choice", {"type": "tool", "name": "x"}, "none of the tools is 'x'"),
-    (BLOCKS, "container", "c", "is not offered"),
     (BLOCKS, "thread", {"type": "create"}, "is not offered"),
 ]  # fmt: skip
 
@@ -341,9 +287,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (CHATS, {"model": "gpt-9"}, 404, "model: expected 'policy'"),
     (CHATS, {"user": "x" * (9 << 20)}, 413, "a request may have 8 MiB"),
     (RESPONSES, {"previous_response_id": "resp_9"}, 400, "'resp_9' not found"),
-    (RESPONSES, {"model": "gpt-9"}, 404, "model: expected 'policy'"),
     ("/v1/embeddings", {}, 404, "POST /v1/embeddings is not offered"),
-    ("/v1/completions", {}, 404, "POST /v1/completions is not offered"),
     (BLOCKS, {"stop_sequences": [1]}, 400, "stop_sequences[0]: expected a valid string, got 1"),
     (BLOCKS, {"model": "claude"}, 404, "model: expected 'policy'"),
     (BLOCKS, {"messages": [{"role": "user", "content": "x" * 4000}]}, 400, "prompt is too long"),

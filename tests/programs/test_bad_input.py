@@ -76,53 +76,27 @@ Attack = Callable[[Raw], Coroutine[Any, Any, int]]
 STREAM = json.dumps({**GOOD, "stream": True}).encode()
 PART, MIB = b"10000\r\n" + b" " * 0x10000 + b"\r\n", 1 << 20
 ATTACKS: dict[str, tuple[Attack, int | tuple[int, ...]]] = {
-    "no HTTP": (lambda raw: raw.send(b"\x00\xff\x16\x03\x01 hello\r\n\r\n"), CLOSED),
     "half a JSON": (lambda raw: raw.send(raw.whole(b'{"model": ')), 400),
     "nested deeply": (lambda raw: raw.send(raw.whole(b"[" * 99_999)), 400),
-    "messages nested almost too deeply": (
-        lambda raw: raw.send(
-            raw.whole(b'{"model":"policy","messages":[' + b"[" * 960 + b"]" * 960 + b"]}")
-        ),
-        400,
-    ),
     "half of a surrogate pair": (
         lambda raw: raw.send(raw.whole(json.dumps({**GOOD, "\ud800": 1}).encode())), 400,
     ),
     "no UTF-8": (lambda raw: raw.send(raw.whole(b'{"model": "\xff\xfe"}')), 400),
-    "a path that is no text": (
-        lambda raw: raw.send(raw.head(0).replace(b"/v1", b"/\xff\xfe")), CLOSED,
-    ),
     "50 MB": (lambda raw: raw.send(raw.head(50 * MIB), *[b" " * MIB] * 50), CLOSED),
     "50 MB in chunks": (
         lambda raw: raw.send(raw.head(None, Transfer_Encoding="chunked"), *[PART] * 800), CLOSED,
     ),
-    "a length that is none": (lambda raw: raw.send(raw.head("-1")), CLOSED),
     "less than it says": (lambda raw: raw.send(raw.head(100), b"{", cut=False), 408),
     "a body without end": (
         lambda raw: raw.send(raw.head(10_000), *[b" "] * 99, every_s=0.02), (0, 408),
     ),
     "a head of 9 MB": (lambda raw: raw.send(b"GET /", *[b"x" * MIB] * 9), CLOSED),
-    "trailers of 90 MB": (
-        lambda raw: raw.send(
-            raw.head(None, Transfer_Encoding="chunked"), b"0\r\n", *[b"x: " + b"y" * MIB] * 90
-        ),
-        (*CLOSED, 408),
-    ),
-    "a web socket": (
-        lambda raw: raw.send(
-            raw.head(0, Upgrade="websocket", Connection="Upgrade", Sec_WebSocket_Version="13")
-        ),
-        (0, 400),
-    ),
     "a stream that nobody reads": (lambda raw: raw.send(raw.whole(STREAM), read=False), 0),
     "a stream that is cut": (lambda raw: raw.send(raw.whole(STREAM), cut=True), 0),
-    "many at once on one line": (
-        lambda raw: raw.send(raw.head(0, "/v1/models").replace(b"POST", b"GET") * 300), 200,
-    ),
 }  # fmt: skip
 
 
-WITHOUT_END = ("less than it says", "a body without end", "trailers of 90 MB")
+WITHOUT_END = ("less than it says", "a body without end")
 
 
 @pytest.mark.parametrize("name", ATTACKS)

@@ -8,10 +8,8 @@ Texts of over 1,500 characters are shortened there.
 from __future__ import annotations
 
 import json
-import random
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +51,10 @@ FORKED = {
 
 
 class Replay:
-    """A case whose requests are made one by one, of conversations that others may share."""
+    """A case whose requests are made one by one."""
 
-    def __init__(self, talks: Conversations, case: Mapping[str, Any], tag: int) -> None:
-        named = re.sub("call_([A-Z])", rf"call_{tag}_\1", json.dumps(case))  # ids differ
-        self.talks, self.case, self.tag = talks, json.loads(named), tag
+    def __init__(self, case: Mapping[str, Any]) -> None:
+        self.talks, self.case = Conversations(CHAT), case
         self.turns: list[Int32] = []
         self._last: Any = None
 
@@ -70,7 +67,7 @@ class Replay:
         name = body.get("previous_response_id") or "_"
         read = APIS[request["path"]].read(body, {name.partition("_")[2]: self._last})
         prompt = self.talks.prompt(read.messages, read.tools)
-        ids = np.array([9 + self.tag, 9 + len(self.turns), CHAT.end_of_turn_id], np.int32)
+        ids = np.array([9 + len(self.turns), CHAT.end_of_turn_id], np.int32)
         row = self.talks.answered(prompt, completed(prompt.token_ids, ids), 99)
         answer = said(request["answered"])
         self.talks.said(prompt, row, answer)
@@ -89,35 +86,15 @@ def rows_of(case: Mapping[str, Any]) -> int:
     return FORKED.get((case["client"], case["case"]), 1)
 
 
-def whole(replays: Sequence[Replay]) -> None:
-    """Every sampled token is in one row, as it was sampled."""
-    rows = [row.transcript.segments for row in replays[0].talks.rows]
-    found = Counter(s.token_ids.tobytes() for row in rows for s in row if s.sampled)
-    assert found == Counter(ids.tobytes() for replay in replays for ids in replay.turns)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['client']} {c['case']}")
 def test_an_answer_that_a_client_keeps_is_gone_on_from(case: Mapping[str, Any]) -> None:
-    replay = Replay(Conversations(CHAT), case, 0)
+    replay = Replay(case)
     while replay.ask():
         pass
     assert len(replay.talks.rows) == rows_of(case)
-    whole([replay])
-
-
-def test_clients_of_one_rollout_do_not_disturb_each_other() -> None:
-    """Three recorded clients at once, in one tree, in any order of their requests."""
-    calling = [c for c in CASES if all(r["answered"].get("tool_calls") for r in c["requests"][:1])]
-    for seed in range(100):
-        rng, talks = random.Random(seed), Conversations(CHAT)
-        mine = [Replay(talks, case, tag) for tag, case in enumerate(rng.choices(calling, k=3))]
-        going = list(mine)
-        while going:
-            one = rng.choice(going)
-            if not one.ask():
-                going.remove(one)
-        assert len(talks.rows) == sum(rows_of(replay.case) for replay in mine)
-        whole(mine)
+    rows = [row.transcript.segments for row in replay.talks.rows]
+    found = Counter(s.token_ids.tobytes() for row in rows for s in row if s.sampled)
+    assert found == Counter(map(bytes, replay.turns)), "each in one row, as it was sampled"
 
 
 @pytest.mark.slow

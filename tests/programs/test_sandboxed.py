@@ -37,7 +37,6 @@ ENDINGS = [
     ('print(f"Answer: {said}")', "Answer: x", 0.0),
     ('open("answer.txt", "w").write(said + "!"); print("not this")', "x!", 0.0),
     ('print("so"); sys.exit(3)', "so", 1.0),
-    (r'print("one\u2028and\x0cthe same")', "one\u2028and\x0cthe same", 0.0),
     ('raise SystemExit("why")', "noise", 1.0),
     ("import helper; print(helper.NAME)", "beside", 0.0),
     ('open("answer.txt", "w").write("kept"); os._exit(7)', "kept", 1.0),
@@ -47,7 +46,6 @@ ENDINGS = [
         "threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()",
         "late", 0.0,
     ),
-    ("import atexit; atexit.register(print, 'at exit')", "at exit", 0.0),
     (
         "import multiprocessing\n"
         "with multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1, 2]))",
@@ -157,7 +155,6 @@ ATTACKS = {
     "os.mkfifo('.stdout'); os.mkfifo('.stderr')": ("noise", 0.0),
     "open('.stdout', 'w').write('mine'); os.chmod('.', 0o500)": ("noise", 0.0),
     "os.mkfifo('answer.txt')": (None, 1.0),
-    "os.mkdir('answer.txt')": (None, 1.0),
     "os.symlink('answer.txt', 'answer.txt')": (None, 1.0),
     "os.symlink('/proc/self/mem', 'answer.txt')": (None, 1.0),
 }
@@ -206,8 +203,6 @@ FAILED = {
     "import nosuch": True,
     "os.execvp('sh', ['sh', '-c', 'nosuch-program'])": True,
     "os.execv(sys.executable, ['python', 'nosuch.py'])": True,
-    "os.execv(sys.executable, ['python', '-m', 'nosuch'])": True,
-    "os.execv(sys.executable, ['python', '-c', 'a b'])": True,
     "os.kill(os.getpid(), 9)": False,
     "raise MemoryError": False,
     "sys.exit(3)": False,
@@ -234,7 +229,6 @@ LIMITS = {
     "while True: os.write(1, b'x' * 65536)": False,
     "held = []\nwhile True: held.append(bytearray(1 << 26))": False,
     "os.kill(os.getppid(), 9)": False,
-    "open('answer.txt', 'w').close(); os.chmod('answer.txt', 0)": False,
     "os.mkfifo('answer.txt')": False,
     OWN: True,
 }

@@ -407,26 +407,6 @@ def test_a_critic_that_does_not_answer_makes_nothing_and_says_so(tmp_path: Path)
     assert summary["failed_by_the_machine"] == 0
 
 
-def test_without_a_verdict_a_question_begins_again_next_time(tmp_path: Path) -> None:
-    """Neither right nor wrong: it leaves no trajectory, and its work is not called done."""
-    replies = ["", "", "", "Incorrect"]
-    made = World(tmp_path, operators=("reflection",), rounds=0, reflector="policy")
-    made.scripts.judge = lambda messages: replies.pop(0)
-    table = made.recipe.model_dump()
-    table["endpoints"] = {
-        name: {"kind": "script", "function": f"scripts_of_the_test:{name}"}
-        for name in ("judge", "critic")
-    }
-    table["measures"] |= {"quality": "judge", "judge": "judge"}
-    made.recipe = RecipeConfig.model_validate(table)
-    assert made.run_flywheel(question("hard"))["failed_by_the_machine"] == 1
-    assert made.lines("rollouts.jsonl") == []
-    assert any("neither Correct nor Incorrect" in said for said in made.said)
-    assert made.run_flywheel(question("hard"))["failed_by_the_machine"] == 0
-    (record,) = made.lines("rollouts.jsonl")
-    assert record["flywheel"]["right"] is False
-
-
 def record_of(tokens: int, calls: int, *, right: bool = True, valid: bool = True) -> dict[str, Any]:
     segments = [{"token_ids": [0] * 50}, {"token_ids": list(range(tokens))}]
     made = {"authors": [None, "generator"], "right": right, "valid": valid}

@@ -20,7 +20,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import WordProblemTasks
 from agentgrpo.measures.report import report
 from agentgrpo.recipe import evaluate as evaluation
-from agentgrpo.recipe import flywheel, parts
+from agentgrpo.recipe import parts
 from agentgrpo.recipe import recipe as recipes
 from agentgrpo.setup.command import Stopped
 from agentgrpo.setup.stage import models_of
@@ -294,22 +294,6 @@ def test_the_report_says_what_was_gained_and_by_whom(
     assert "| l | 0.000, 0.000, 1.000 | -, -, - | 1.000," in capsys.readouterr().out
 
 
-def test_work_without_its_settings_is_refused(tmp_path: Path) -> None:
-    """Nobody knows with which it was begun. But a recipe may begin where its parts have alone."""
-    recipe = make_recipe(tmp_path)
-    for command, saved in (("flywheel", flywheel.SAVED), ("recipe", recipes.SAVED)):
-        path = recipe.out_dir / saved[0]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        with pytest.raises(ValueError, match=rf"holds work without settings/{command}\.json"):
-            parts.require_same_work(recipe, command, saved, write=True)
-    (recipe.out_dir / "settings").mkdir()
-    (recipe.out_dir / "settings" / "sft.json").touch()
-    with pytest.raises(ValueError, match=r"holds work without settings/flywheel\.json: choose"):
-        parts.require_same_work(recipe, "flywheel", flywheel.SAVED, write=True)
-    parts.require_same_work(recipe, "recipe", recipes.SAVED, write=True)
-
-
 def test_other_settings_and_other_starts_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,20 +306,3 @@ def test_other_settings_and_other_starts_are_refused(
         run(make_recipe(tmp_path, select=5), ["r.toml"])
     with pytest.raises(ValueError, match=r"curriculum\.start: .* 'sft', got 'model'"):
         run(make_recipe(tmp_path, start="model"), ["r.toml"])
-
-
-def test_an_evaluation_whose_report_cannot_be_written_had_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = tmp_path / "report"
-    monkeypatch.setattr(evaluation, "build_player", MagicMock())
-
-    def evaluated(*_: object) -> dict[str, str]:
-        report.write_text("somebody's")
-        return {"model": "m"}
-
-    monkeypatch.setattr(evaluation, "evaluate_recipe", evaluated)
-    assert evaluation.main(["quickstart", "--report", str(report)]) == 1
-    assert capsys.readouterr().err.startswith(f"error: {report}: file exists")
-    assert evaluation.main(["quickstart", "--report", str(report)]) == 2
-    assert "not a directory" in capsys.readouterr().err

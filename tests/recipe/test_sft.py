@@ -190,8 +190,6 @@ def test_fine_tuning_may_have_a_learning_rate_of_its_own(tmp_path: Path, tiny_mo
     own = recipe(tmp_path, tiny_model, learning_rate=3e-3)
     assert settings_of(own).learner.learning_rate == 3e-3
     assert own.of_run().learner.learning_rate == 1e-2
-    with pytest.raises(ValueError, match=r"sft\.learning_rate\s+Input should be greater than 0"):
-        recipe(tmp_path, tiny_model, learning_rate=0)
 
 
 def test_S3_14_the_loss_is_cross_entropy_with_masked_labels(

@@ -54,6 +54,12 @@ def played(answer: str | None, *, expected: Any = 36, **stats: float) -> Rollout
         ("#### 72", "72"),
         ("-$5", "-5"),
         (r"-\$1,000", "-1000"),
+        ("-€5", "-5"),
+        ("\N{EN DASH}5", "-5"),
+        ("1_000", "1000"),
+        (r"3 \times 10^{6}", "3000000"),
+        (r"1.5 \cdot 10^6", "1500000"),
+        ("about 10^6 of them", "1000000"),
         ("from $3-$5", "5"),
         (r"\boxed{1{,}234}", "1234"),
         (r"1\,234\,567", "1234567"),
@@ -80,8 +86,8 @@ def test_the_last_number_is_read_as_people_write_it(text: str, number: str) -> N
 
 def test_where_there_is_no_number_none_is_read() -> None:
     texts = ["", "none", "nan", "inf", "x2", "v1.2", "\N{SUPERSCRIPT TWO}", "2^10", "5²", "s^-2"]
-    texts += ["10^4m"]
-    assert [last_number(text) for text in texts] == [None] * 11
+    texts += ["10^4m", "12³", "10⁴"]
+    assert [last_number(text) for text in texts] == [None] * 13
     strict = ["36 pens", "it is 36", "36 36", "12*3", "36..", "", f"1e{10**30}"]
     strict += ["12/25/2024", "5/0", "1/2/3"]
     assert [only_number(text) for text in strict] == [None] * 10
@@ -135,7 +141,7 @@ def test_what_is_read_of_a_long_text_takes_time_linear_in_it() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@given(st.integers(-(10**30), 10**30), st.sampled_from(["{}", "{:,}", "{}.0", " {}. "]))
+@given(st.integers(-(10**30), 10**30), st.sampled_from(["{}", "{:,}", "{:_}", "{}.0", " {}. "]))
 def test_every_way_to_write_a_whole_number_reads_back(value: int, form: str) -> None:
     text = form.format(value)
     assert last_number(f"so it is {text}") == value

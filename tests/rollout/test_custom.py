@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from agentgrpo.config import RolloutConfig
-from agentgrpo.evaluate import summarize
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.custom import CustomSampler, RolloutParams, rollout_from_tokens
 from agentgrpo.rollout.trl import (
@@ -19,7 +18,6 @@ from agentgrpo.rollout.trl import (
     RolloutTrainer,
     generate_rollout_completions,
 )
-from agentgrpo.run.progress import Progress
 from agentgrpo.setup.registry import load_sampler
 from agentgrpo.types import COUNTS, Rollout, Segment, SpanReward, Status, Task, Treatment
 from agentgrpo.usercode import UserCodeError
@@ -116,16 +114,10 @@ def test_what_it_does_not_count_is_counted_for_it() -> None:
         last.stats = {"tool_calls": 4.0, "searches": 2.0}
         last.segments += [Segment(np.array([4], np.int32)), last.segments[1]]
 
-    groups, stats = sampler(Mine(counts)).play(tasks(1), 2, seed=0)
+    groups, _ = sampler(Mine(counts)).play(tasks(1), 2, seed=0)
     first, last = (rollout.stats for rollout in groups[0].rollouts)
     assert first == {**dict.fromkeys(COUNTS, 0.0), "turns": 1.0}
     assert last == {**dict.fromkeys(COUNTS, 0.0), "turns": 2.0, "tool_calls": 4.0, "searches": 2.0}
-    shown, told = Progress(1), {**summarize(groups), **stats.metrics()}
-    learned = {"seconds": 1.0, "packed_tokens": 1.0}
-    shown.evaluated(0, summarize(groups))
-    shown.begin_step()
-    step = {**told, "groups": 1, "live_groups": 1}
-    shown.step_done(0, step, learned, {"max_dlogp": 0.0}, {"total_s": 1.0})
 
 
 def span(start: int, end: int, value: float = 1.0) -> Callable[[Rollout], None]:
@@ -136,19 +128,12 @@ def nan(r: Rollout) -> None:
     r.segments.append(Segment(np.array([3], np.int32), np.array([np.nan], np.float32)))
 
 
-def nan_in_another_row(r: Rollout) -> None:
-    good = list(r.segments)
-    nan(r)
-    r.closed_rows, r.segments = [r.segments], good
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda r: setattr(r, "task", tasks(9)[8]), "is of task 't8'"),
         (lambda r: r.segments.pop(0), "must begin with a prompt"),
         (nan, "log-probability is nan or infinite"),
-        (nan_in_another_row, "log-probability is nan or infinite"),
         (lambda r: r.closed_rows.append([]), "must begin with a prompt"),
         (lambda r: r.rewards.update(taste=np.nan), "expected {name: finite number}, got {'taste'"),
         (
@@ -183,43 +168,38 @@ def test_spans_may_lie_in_any_row() -> None:
     assert groups[0].rollouts[0].reward == 1.0
 
 
-def test_one_rollout_in_two_places_is_refused() -> None:
-    class Lazy(Mine):
-        def rollout(self, *args: Any) -> list[list[Rollout]]:
-            return [[own[0]] * len(own) for own in super().rollout(*args)]
-
-    with pytest.raises(UserCodeError, match="task 't0', rollout 1: is returned twice"):
-        sampler(Lazy()).play(tasks(1), 2, seed=0)
+def ask(engine: Any) -> None:
+    engine.add_request("a", np.array([1], np.int32), max_tokens=9, temperature=1.0)
 
 
-def test_a_wrong_number_of_rollouts_is_refused() -> None:
-    class Short(Mine):
-        def rollout(self, *args: Any) -> list[list[Rollout]]:
-            played = super().rollout(*args)
-            played[0].pop()
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda _, played: played[0].pop(), r"expected 2 lists of 2 rollouts, got lists of \[1, 2"),
+        (lambda engine, _: ask(engine), "1 requests are still in flight"),
+        (
+            lambda _, played: played[0].__setitem__(1, played[0][0]),
+            "task 't0', rollout 1: is returned twice",
+        ),
+    ],
+)
+def test_groups_that_are_not_whole_or_not_done_are_refused(
+    spoil: Callable[[Any, Any], None], message: str
+) -> None:
+    class Spoilt(Mine):
+        def rollout(self, engine: Any, *args: Any) -> list[list[Rollout]]:
+            played = super().rollout(engine, *args)
+            spoil(engine, played)
             return played
 
-    with pytest.raises(
-        UserCodeError, match=r"expected 2 lists of 2 rollouts, got lists of \[1, 2\]"
-    ):
-        sampler(Short()).play(tasks(2), 2, seed=0)
-
-
-def test_requests_left_behind_are_refused() -> None:
-    class Leaves(Mine):
-        def rollout(self, engine: Any, *args: Any) -> list[list[Rollout]]:
-            ids = np.array([1], np.int32)
-            engine.add_request("a", ids, max_tokens=9, temperature=1.0)
-            return super().rollout(engine, *args)
-
-    with pytest.raises(UserCodeError, match="1 requests are still in flight"):
-        sampler(Leaves()).play(tasks(1), 1, seed=0)
+    with pytest.raises(UserCodeError, match=message):
+        sampler(Spoilt()).play(tasks(2), 2, seed=0)
 
 
 def test_a_bug_in_it_leaves_nothing_in_flight() -> None:
     class Buggy(Mine):
         def rollout(self, engine: Any, *args: Any) -> list[list[Rollout]]:
-            engine.add_request("a", np.array([1], np.int32), max_tokens=9, temperature=1.0)
+            ask(engine)
             raise ZeroDivisionError
 
     served = engine()

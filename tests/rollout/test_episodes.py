@@ -172,45 +172,14 @@ def test_a_broken_machine_leaves_no_reward(where: str) -> None:
     assert world.closed == 1
 
 
-@dataclass
-class Away(EchoAgent):
-    """Asks a server in one of its methods; at first that is away."""
-
-    where: str = ""
-    left: int = 1
-
-    def _asks(self, where: str) -> None:
-        self.left -= self.where == where
-        if self.where == where and self.left >= 0:
-            raise InfrastructureError("away")
-
-    def tools(self, task: Task) -> Sequence[Any]:
-        self._asks("tools")
-        return super().tools(task)
-
-    def messages(self, task: Task) -> list[Message]:
-        self._asks("messages")
-        return super().messages(task)
-
-    def prefill(self, task: Task) -> str:
-        self._asks("prefill")
-        return super().prefill(task)
-
-    def parse(self, text: str, task: Task) -> Action:
-        self._asks("parse")
-        return super().parse(text, task)
-
-    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        self._asks("observe")
-        return super().observe(action, observation)
-
-
 @pytest.mark.parametrize("left", [1, 9])
 @pytest.mark.parametrize("where", ["tools", "messages", "prefill", "parse", "observe"])
 def test_a_machine_that_fails_an_agent_breaks_its_rollout_alone(where: str, left: int) -> None:
-    world = World([SAID] * 9)
+    """An agent asks a server in one of its methods; at first that is away."""
+    world, agent, away = World([SAID] * 9), EchoAgent(), [InfrastructureError("away")] * left
+    asks = getattr(agent, where)
+    setattr(agent, where, lambda *given: raised(away.pop()) if away else asks(*given))
     engine = scripted(lambda _, prompt: Turn(f"!{EOT}" if prompt.endswith("s") else "one\n"))
-    agent = Away(where=where, left=left)
     groups, stats = sampled(engine, agent, world, [TASK], 2, max_retries=1)
     broken = [r.error for r in groups[0].rollouts if r.status is Status.INFRA_ERROR]
     assert broken == ["away"] * (2 if left == 9 else 0)
@@ -306,20 +275,6 @@ def test_S2_12_sixty_four_blocking_episodes_wait_together() -> None:
     assert [r.status for group in groups for r in group.rollouts] == [Status.COMPLETED] * 64
 
 
-def test_a_bug_in_a_coroutine_stops_the_run_and_closes_every_episode() -> None:
-    @dataclass
-    class Buggy(SlowEpisode):
-        async def step(self, action: Action) -> Observation:
-            await asyncio.sleep(0.01)
-            raise ZeroDivisionError
-
-    world = Slow(expected=9)
-    world.reset = lambda task: Buggy(world)  # type: ignore[method-assign]
-    with pytest.raises(UserCodeError, match=r"Buggy\.step raised ZeroDivisionError"):
-        play(world, "x\n")
-    assert world.closed == 1
-
-
 @dataclass
 class Acting(EchoAgent):
     """Whose every turn is this action."""
@@ -348,11 +303,6 @@ class Acting(EchoAgent):
             EchoAgent(),
             r"World.step gave .*: expected \{name: finite number\}, got \{'a': nan\}",
         ),
-        (
-            World([Observation("s", counts=cast(Any, {"a": None}))]),
-            EchoAgent(),
-            r"World.step gave .*: expected \{name: finite number\}, got \{'a': None\}",
-        ),
         *(
             (
                 World([Observation("s", counts={name: 7})]),
@@ -376,7 +326,6 @@ class Acting(EchoAgent):
             EchoAgent(),
             r"World.finish gave .*: expected \{name: finite n.*1\.0",
         ),
-        (World([SAID], {"a": math.inf}), EchoAgent(), "World.finish gave .*inf"),
         (World(), Acting(), "Acting.parse gave .*: expected an action of actions.py, got None"),
         (
             World([SAID]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from tests.rollout.stubs import StubEnv, Turn
 
 AGENT = CodeAgent(system_prompt="S")
 TASK = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})
-PATIENCE_S = 60
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
 
 
@@ -85,12 +83,6 @@ def test_the_calls_of_one_turn_are_made_all_or_none() -> None:
     assert two.startswith("Error: not run. 1 call left, 2 asked for")
     assert budget.calls == {"a": 1, "b": 1}
     assert budget.end(0) is Status.TRUNCATED_CALLS
-
-
-def test_one_refusal_leaves_the_last_call_to_be_made() -> None:
-    budget = RolloutBudget(RolloutConfig(max_tool_calls=1), 0, 99)
-    assert budget.refuse(CallTools((ToolCall("a", {}),) * 2)) is not None
-    assert budget.refuse(RunCode("1")) is None
 
 
 @pytest.mark.parametrize(
@@ -159,7 +151,7 @@ def test_the_response_never_exceeds_its_tokens(limit: int, status: Status, lengt
 TEXT = "".join(chr(ord("0") + i % 75) for i in range(200))
 
 
-@pytest.mark.parametrize("limit", [0, 1, 30, 60, 199, 200, 201])
+@pytest.mark.parametrize("limit", [0, 1, 30, 60, 115, 199, 200, 201])
 @pytest.mark.parametrize("keep", ["ends", "head", "tail"])
 def test_a_long_answer_is_cut_in_tokens_and_says_so(keep: Any, limit: int) -> None:
     cut = CHAT.clip(TEXT, limit, keep)
@@ -295,17 +287,6 @@ def test_a_request_that_the_engine_gave_up_is_the_machines_failure(reason: str) 
     assert played.error == f"the engine gave a request up: finish_reason {reason!r}"
     assert not any(s.sampled for s in played.segments)
     assert play(Turn(DONE, finish_reason=reason), DONE, max_retries=1).status is Status.COMPLETED
-
-
-def test_without_limits_only_the_context_ends_a_rollout() -> None:
-    budget = RolloutBudget(RolloutConfig(max_turns=10**6), 5, 100)
-    budget.calls.update({"python": 10**6})
-    budget.malformed = 10**6
-    budget.turns = 10**6 - 1
-    assert budget.end(99) is None
-    assert budget.end(100) is Status.TRUNCATED_LENGTH
-    assert budget.turn_tokens(99) == 1
-    assert math.isfinite(budget.started)
 
 
 def test_another_try_draws_anew() -> None:

@@ -124,13 +124,6 @@ def test_the_example_answers_calls_within_a_thought() -> None:
     assert [turn.finish_reason for turn in rollout.turns] == ["stop"] * 3
 
 
-def test_a_closing_tag_alone_is_no_answer() -> None:
-    user: Any = ThinkingCalls(CHAT, RolloutConfig(max_turns=5, max_turn_tokens=90))
-    user.config = RolloutConfig()
-    (rollout,) = play(user, Decoding(TOKENIZER, lambda _: "42</answer>"))
-    assert (rollout.status, rollout.answer) == (Status.COMPLETED, None)
-
-
 def test_its_arguments_are_literals() -> None:
     user = ThinkingCalls(CHAT, RolloutConfig())
     assert user.call('calculate("6*7")') == ("fn_results", "42")
@@ -145,28 +138,6 @@ def test_every_token_is_seen_as_it_is_decoded() -> None:
     assert [step for step, _ in seen] == [1, 2, 3, 4]
     assert [token for _, token in seen] == rollout.segments[1].token_ids.tolist()
     assert (rollout.status, rollout.answer) == (Status.COMPLETED, None)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "mistral_v3"])
-def test_a_tag_that_ends_inside_a_token_stops_with_it(name: str) -> None:
-    """Of `</fn>` and a newline, Qwen's vocabulary makes a token of the last two characters."""
-    judge = judge_of(name)
-    seen = []
-
-    def told(stream: Stream, token: int) -> None:
-        if stream.tag:
-            seen.append((stream.tag, stream.text))
-            stream.finish("done")
-
-    engine = Decoding(judge.tokenizer, lambda _: "é <fn>f(1)</fn>\n\nmore")
-    (rollout,) = play(Mine(told, ["</fn>"], chat=judge.chat), engine)
-    whole = engine.tokenizer.encode("é <fn>f(1)</fn>\n\nmore", add_special_tokens=False)
-    sampled = rollout.segments[-1].token_ids.tolist()
-    assert sampled == whole[: len(sampled)]
-    ((tag, text),) = seen
-    assert tag == "</fn>"
-    assert text.strip() == "é <fn>f(1)</fn>"
-    assert "</fn>" not in judge.tokenizer.decode(sampled[:-1])
 
 
 def test_what_was_put_in_completes_no_tag() -> None:
@@ -301,16 +272,6 @@ def test_an_id_beyond_the_tokenizer_is_no_end_of_the_run() -> None:
     _, tail = streams._scan(a, b"")
     assert streams._scan(b, tail)[0] == "ab"
     assert streams._scan(10**6, tail) == ("", b"")
-
-
-def test_what_it_raises_ends_the_call_and_leaves_nothing_behind() -> None:
-    def told(stream: Stream, token: int) -> None:
-        raise KeyError("mine")
-
-    engine = Decoding(TOKENIZER, lambda _: "ab")
-    with pytest.raises(UserCodeError, match="raised KeyError: 'mine"):
-        play(Mine(told), engine, n=2)
-    assert engine.num_in_flight == 0
 
 
 def test_a_prompt_without_room_is_named() -> None:

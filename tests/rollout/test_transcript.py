@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from agentgrpo.learn.losses import token_weights
 from agentgrpo.learn.packing import pack_tree
-from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout import transcript as transcripts
 from agentgrpo.rollout.transcript import Drift, Transcript, classify
 from agentgrpo.types import Float32, Group, Int32, Rollout, Status
 from tests.given import TASK
-from tests.tiny import THINKING, make_tokenizer
 
 
 def ids(*values: int) -> Int32:
@@ -69,15 +67,6 @@ def held() -> Transcript:
     return transcript
 
 
-def test_a_clean_prompt_appends_unsampled_tokens() -> None:
-    transcript = held()
-    assert transcript.rerender(ids(*range(1, 12))) is Drift.CLEAN
-    assert transcript.ids.tolist() == list(range(1, 12))
-    assert mask(transcript) == [0] * 5 + [1] * 5 + [0]
-    assert logprobs(transcript) == [0] * 5 + [-1, -2, -3, -4, -5, 0]
-    assert transcript.closed_rows == []
-
-
 def test_a_realigned_turn_keeps_its_beginning_in_the_loss() -> None:
     transcript = held()
     assert transcript.rerender(ids(*range(1, 8), 99, 100)) is Drift.REALIGN
@@ -103,16 +92,6 @@ def test_a_turn_that_is_replaced_as_a_whole_is_still_one() -> None:
     ]  # fmt: skip
     assert transcript.rerender(ids(7)) is Drift.FORK
     assert transcript.replaced == []
-
-
-def test_a_transcript_of_segments_goes_on_where_they_end() -> None:
-    transcript = held()
-    transcript.give(np.arange(3000, dtype=np.int32))
-    again = Transcript.of(transcript.segments)
-    assert again.ids.tolist() == transcript.ids.tolist()
-    assert again.turn_start == transcript.turn_start == 5
-    assert again.segments == transcript.segments
-    assert len(Transcript(np.arange(1500, dtype=np.int32)).ids) == 1500
 
 
 def test_a_fork_closes_the_row_and_begins_with_the_whole_prompt() -> None:
@@ -189,20 +168,3 @@ def test_a_forked_rollout_counts_once() -> None:
     assert terms == [(0, 6, 0), *[(1, i, 0) for i in (6, 7, 8, 9, 10)], (1, 60, 1), (1, 61, 1)]
     assert batch.weight_N.sum() == pytest.approx(1.0)
     assert batch.advantage_N[batch.sample_N == 1].tolist() == [2.0] * 7
-
-
-def test_a_template_that_drops_thoughts_forks_and_one_that_does_not_is_clean() -> None:
-    said = [{"role": "user", "content": "6*7?"}]
-    turn = "<think>hm</think>42"
-    then = [*said, {"role": "assistant", "content": turn}, {"role": "user", "content": "sure?"}]
-    for template, expected in ((THINKING, Drift.REALIGN), (None, Drift.CLEAN)):
-        tokenizer = make_tokenizer(template) if template else make_tokenizer()
-        chat = ChatTemplate(tokenizer)
-        transcript = Transcript(chat.prompt_ids(said))
-        sampled = ids(*tokenizer.encode(turn, add_special_tokens=False), chat.end_of_turn_id)
-        transcript.sample(sampled, logp(len(sampled)))
-        assert transcript.rerender(chat.prompt_ids(then)) is expected
-        assert transcript.ids.tolist() == chat.prompt_ids(then).tolist()
-        last = [*then, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "ok"}]
-        transcript.sample(ids(*tokenizer.encode("yes"), chat.end_of_turn_id), logp(4))
-        assert transcript.rerender(chat.prompt_ids(last)) is Drift.CLEAN

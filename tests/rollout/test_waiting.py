@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,20 +9,7 @@ import numpy as np
 import pytest
 
 from agentgrpo.rollout.observe import _shorten
-from agentgrpo.rollout.play import Waiting
 from agentgrpo.types import Rollout, Segment, SpanReward, Status, Task
-
-
-@pytest.mark.parametrize("block", [False, True])
-def test_all_that_were_answered_are_taken_at_once(block: bool) -> None:
-    waiting = Waiting(together=False)
-    futures: list[Future[int]] = [Future() for _ in range(3)]
-    for index, future in enumerate(futures):
-        waiting.add(index, future, lambda *_: None)
-    for index in (2, 0):
-        futures[index].set_result(index)
-    assert [index for index, *_ in waiting.take(block=block)] == [2, 0]
-    assert not list(waiting.take(block=False))
 
 
 @pytest.mark.parametrize(("kept", "end"), [(2, 12), (1, 11), (0, 11)])

@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,11 +22,9 @@ from agentgrpo.sandbox import (
     Result,
     Sandbox,
     SandboxException,
-    SandboxInfraError,
     SandboxNotFoundException,
     SandboxPool,
     TimeoutException,
-    api,
 )
 from agentgrpo.sandbox.commands import CommandHandle
 from agentgrpo.sandbox.execution import CommandResult, ExecutionError
@@ -72,10 +68,6 @@ def roots() -> int:
     return sum(os.path.realpath(f"/proc/self/fd/{fd}") == "/" for fd in fds)
 
 
-def fail(_: OutputMessage) -> None:
-    raise RuntimeError("in the callback")
-
-
 BASH, JS = {"language": "bash"}, {"language": "js"}
 ENVIRONMENT = "import os; os.environ.get('GREETING'), os.environ.get('CALL')"
 GREETING = 'it\'s "quoted"; $x'
@@ -84,8 +76,6 @@ GREETING = 'it\'s "quoted"; $x'
 CELLS: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
     "state is kept": [("x = 1; print('hi')", {}, ["hi\n"]), ("x += 1; x", {}, "2")],
     "an error is returned": [("undefined", {}, ("NameError", "name 'undefined' is not defined"))],
-    "a callback that raises does so after the step": [
-        ("x = 5\nprint(1)\nprint(2)", {"on_stdout": fail}, RuntimeError), ("x", {}, "5")],
     "environment of sandbox and call": [
         (ENVIRONMENT, {"envs": {"CALL": "'; import os #"}}, repr((GREETING, "'; import os #"))),
         (ENVIRONMENT, {}, repr((GREETING, None)))],
@@ -101,23 +91,11 @@ CELLS: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
         ('set -eu; echo "$GREETING $A"', {**BASH, "envs": {"A": GREETING, "GREETING": "b"}},
          [f"b {GREETING}\n"]),
         ('echo "$GREETING ${A-none}"', BASH, [GREETING + " none\n"]),
-        ("env | grep -c ^GREETING=", BASH, ["1\n"]),
-        # whatever the shell is set to: variables that cannot be put back, functions of that name
-        ("set -exo posix; readonly B=1; C() { echo function; }", BASH, None),
-        ('unset A; cd /tmp; echo "$B $cell"',
-         {**BASH, "envs": {"A": "1", "B": "2", "C": "3", "cell": "4"}}, ["1 4\n"]),
-        ('C; echo "${A-none} ${cell-none} $PWD ${_agentgrpo_before-none}"', BASH,
-         ["function\nnone none /tmp none\n"])],
+        ("env | grep -c ^GREETING=", BASH, ["1\n"])],
     "environment of a call of javascript": [
         ("process.env.GREETING + process.env.A", {**JS, "envs": {"A": "1", "GREETING": "b"}},
          "'b1'"),
-        ("[process.env.GREETING.length, process.env.A]", JS, f"[ {len(GREETING)}, undefined ]"),
-        ("process.env.constructor", {**JS, "envs": {"constructor": "x"}}, "'x'"),
-        ("typeof process.env.constructor", JS, "'function'"),
-        ("process.env = Object.freeze({}); 1", JS, "1"),
-        ("2", {**JS, "envs": {"A": "1"}},
-         ("TypeError", "Cannot add property A, object is not extensible")),
-        ("3", JS, "3")],
+        ("[process.env.GREETING.length, process.env.A]", JS, f"[ {len(GREETING)}, undefined ]")],
     "the status of bash is an error": [("false", BASH, ("ExitStatus", "1"))],
     "a timeout ends bash": [
         ("sleep 100", {**BASH, "timeout": 0.2}, TimeoutException), ("echo new", BASH, ["new\n"])],
@@ -271,18 +249,6 @@ class TestCommands:
         sandbox.run_code("import sys; sys.modules.clear()")
         assert start(sandbox, "echo ok").wait().stdout == "ok\n"
 
-    def test_no_process_left_is_not_the_machines_fault(self, sandbox: Sandbox) -> None:
-        sandbox.run_code(
-            "import threading\nlock = threading.Lock(); lock.acquire()\n"
-            "try:\n while True: threading.Thread(target=lock.acquire).start()\n"
-            "except RuntimeError: pass"
-        )
-        for go in (lambda: sandbox.commands.run("true"), lambda: sandbox.run_code("1", "bash")):
-            with pytest.raises(SandboxException, match="as many processes") as raised:
-                go()
-            assert not isinstance(raised.value, SandboxInfraError)
-        assert sandbox.run_code("6 * 7").text == "42"
-
 
 class TestFiles:
     def test_write_read_and_code_sees_it(self, sandbox: Sandbox) -> None:
@@ -310,14 +276,6 @@ class TestFiles:
         sandbox.files.remove("top")
         assert [entry.name for entry in sandbox.files.list()] == ["kept"]
         assert sandbox.files.get_info("kept").mode == 0o500
-
-    def test_times_that_no_calendar_has(self, sandbox: Sandbox) -> None:
-        for seconds, year in ((2**55, 9999), (-(2**55), 1970)):
-            code = f"open('t', 'w').close(); import os; os.utime('t', ({seconds}, {seconds}))"
-            sandbox.run_code(code)
-            if sandbox.run_code("int(os.stat('t').st_mtime)").text == str(seconds):
-                assert sandbox.files.get_info("t").modified_time.year == year
-                assert [entry.modified_time.year for entry in sandbox.files.list()] == [year]
 
     def test_missing(self, sandbox: Sandbox) -> None:
         for act in (sandbox.files.read, sandbox.files.remove, sandbox.files.get_info):
@@ -386,27 +344,6 @@ class TestLifecycle:
         for act in (lambda: sandbox.run_code("1"), lambda: sandbox.set_timeout(9)):
             with pytest.raises(SandboxNotFoundException):
                 act()
-
-    def test_the_list_is_made_while_others_come_and_go(self, pool: SandboxPool) -> None:
-        class Other:
-            is_running = staticmethod(lambda: False)
-
-        def churn() -> None:
-            while not done.is_set():
-                kept = [Other() for _ in range(50)]
-                api._live.update({str(id(one)): one for one in kept})  # type: ignore[misc]
-
-        done, before = threading.Event(), sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        thread = threading.Thread(target=churn)
-        thread.start()
-        try:
-            for _ in range(1000):
-                Sandbox.list()
-        finally:
-            done.set()
-            thread.join()
-            sys.setswitchinterval(before)
 
     def test_info(self, pool: SandboxPool) -> None:
         with Sandbox.create(pool=pool, metadata={"run": "7"}, timeout=60) as made:
@@ -480,6 +417,8 @@ class TestLifecycle:
             ticking = asyncio.create_task(tick())
             async with await AsyncSandbox.create(pool=pool) as sandbox:
                 command = await sandbox.commands.run("sleep 0.5; echo done", background=True)
+                await sandbox.files.write("f", "kept")
+                assert await sandbox.files.read("f") == "kept"
                 before = len(ticks)
                 assert (await command.wait(on_stdout=hear)).stdout == "done\n"
                 assert len(ticks) - before > 5
@@ -521,15 +460,3 @@ class TestLifecycle:
         with SandboxPool(min_idle=0, zygotes=1) as pool:
             asyncio.run(work(pool))
             assert within(lambda: pool.metrics()["live"] == 0)
-
-    def test_async(self, pool: SandboxPool) -> None:
-        async def work(i: int) -> str | None:
-            async with await AsyncSandbox.create(pool=pool) as sandbox:
-                await sandbox.files.write("f", str(i))
-                await sandbox.commands.run("echo -n 0 >> f")
-                return (await sandbox.run_code("int(open('f').read())")).text
-
-        async def all_of_them() -> list[str | None]:
-            return await asyncio.gather(*(work(i) for i in range(1, 9)))
-
-        assert asyncio.run(all_of_them()) == [f"{i}0" for i in range(1, 9)]

@@ -173,12 +173,6 @@ def test_what_is_spelled_so_is_read(tree: Any) -> None:
     assert json.loads(encode(wire(tree), lambda graded: graded.number)) == tree
 
 
-def test_fractions_of_other_integers_cross() -> None:
-    np = pytest.importorskip("numpy")
-    third = Fraction(np.int64(1), np.int64(3))
-    assert decode(encode(third, id), Graded) == Fraction(1, 3)
-
-
 WORDS = ["a", "b", "count", "index", "first count", "a b", "", "_a", "P", "list", "int", "<i4",
          "|b1", "|O", "1", "00", "01000000", "ff02", "0x1", "a,b", "1e5", "sNaN",
     "\uff43ount"]  # fmt: skip

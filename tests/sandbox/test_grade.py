@@ -1,8 +1,6 @@
 """What tries to look right without being right does not pass."""
 
-import symtable
 import threading
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ import pytest
 
 from agentgrpo.sandbox import Limits, Sandbox, SandboxBusy, SandboxPool, Template
 from agentgrpo.sandbox.grade import check_all, check_output, check_tests, names_of
-from agentgrpo.sandbox.guest.exchange import encode
 
 pytestmark = pytest.mark.nsjail
 
@@ -293,17 +290,6 @@ def test_the_judge_judges(pool: SandboxPool, kind: str) -> None:
         assert not verdict.infra_error
 
 
-def test_what_only_contains_is_asked_by_a_name(pool: SandboxPool) -> None:
-    for more in ("", " def __getitem__(s, i): return i\n"):
-        code = f"class Even:\n{more} def __contains__(s, x): return x % 2 == 0"
-        names = {"Even": "Even", "has": "lambda a, b: b in a"}
-        verdict = check_tests(pool, code, "assert 2 in Even()")
-        assert "__contains__ is not asked" in verdict.reason
-        assert "'has': 'lambda a, b: b in a'" in verdict.reason
-        tests = "assert has(Even(), 2) is True and has(Even(), 3) is False"
-        assert check_tests(pool, code, tests, names=names).passed
-
-
 def test_tests_say_what_they_test(pool: SandboxPool) -> None:
     code = "class N: pass\ndef f(x): return type(x)"
     with pytest.raises(ValueError, match="'tests' use f, N and define none"):
@@ -320,20 +306,8 @@ def test_tests_say_what_they_test(pool: SandboxPool) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_no_warning_refuses_tests_and_each_text_is_read_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read, table = [], symtable.symtable
-
-    def reading(text: str, *more: str) -> symtable.SymbolTable:
-        read.append(text)
-        return table(text, *more)
-
-    monkeypatch.setattr(symtable, "symtable", reading)
-    tests = r"assert f(1) is 1 and f(2) == '\d'"
-    for _ in range(2):
-        assert names_of(tests, None) == ([], {"f": "f"})
-    assert read == [tests]
+def test_no_warning_refuses_tests() -> None:
+    assert names_of(r"assert f(1) is 1 and f(2) == '\d'", None) == ([], {"f": "f"})
 
 
 def test_tests_may_be_longer_than_code() -> None:
@@ -447,24 +421,6 @@ def f(x):
             verdict = check_tests(pool, code, tests, timeout_s=60.0)
             assert (verdict.passed, verdict.infra_error) == (fits, not fits), verdict
     assert "remedy: a larger limits.memory_mib" in verdict.reason
-
-
-def test_an_answer_is_carried_as_it_is(pool: SandboxPool) -> None:
-    """Whatever its bytes are: what the host holds of it is as large as it is, not its text."""
-    forged = "import json; json.dumps = lambda *a, **k: '[' + 'e' * (24 << 20) + '\\ud800'\n"
-    right = "def f(x): return 'e' * (24 << 20)"
-    with SandboxPool(limits=Limits(memory_mib=512), min_idle=0, zygotes=1) as large:
-        for code, passes in ((forged + right, False), (right, True)):
-            tracemalloc.start()
-            verdict = check_tests(large, code, "assert len(f(1)) == 24 << 20", timeout_s=60.0)
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-            assert verdict.passed is passes, verdict
-            assert peak < 28 << 20
-    with pool.acquire() as session:
-        session.step("import json; json.dumps = lambda *a, **k: 'e' * (40 << 20)")
-        told, answer = session.ask([encode(("call_name", "len", ([],)), id).encode()], 60.0)
-        assert (told.status, answer) == ("output_limit", [])
 
 
 NARROW = {

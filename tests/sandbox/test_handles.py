@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -17,10 +16,8 @@ import pytest
 from agentgrpo import _C
 from agentgrpo.sandbox import (
     CommandExitException,
-    CommandResult,
     Sandbox,
     SandboxException,
-    SandboxInfraError,
     SandboxNotFoundException,
     SandboxPool,
 )
@@ -169,61 +166,6 @@ def test_a_step_within_a_step_of_the_same_session_is_refused(pool: SandboxPool) 
     assert refused
 
 
-def test_where_descriptors_end_a_command_says_so_and_keeps_none(pool: SandboxPool) -> None:
-    """At every number of them that may be left."""
-    with Sandbox.create(pool=pool) as sandbox:
-        sandbox.commands.run("true")
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        endings: list[type] = []
-        before = len(os.listdir("/proc/self/fd"))
-        for left in range(30):
-            top = max(map(int, os.listdir("/proc/self/fd")))
-            fill = [os.dup(0)]
-            while fill[-1] <= top:
-                fill.append(os.dup(0))
-            resource.setrlimit(resource.RLIMIT_NOFILE, (fill[-1] + 1 + left, hard))
-            try:
-                endings.append(type(sandbox.commands.run("true")))
-            except SandboxException as error:
-                endings.append(type(error))
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-                for fd in fill:
-                    os.close(fd)
-        assert set(endings) == {CommandResult, SandboxInfraError}
-        # pools of other tests may have made a session meanwhile: two descriptors
-        kept = len(os.listdir("/proc/self/fd")) - before
-        assert kept < endings.count(SandboxInfraError)
-
-
-def test_a_forked_child_ends_nothing_of_its_parents() -> None:
-    code = textwrap.dedent(
-        """
-        import os, sys
-        from agentgrpo.sandbox import Sandbox, SandboxException, SandboxPool
-        with SandboxPool(min_idle=1, zygotes=1) as pool, pool.acquire() as session:
-            shared = Sandbox.create()
-            shared.files.write("f", "x")
-            child = os.fork()
-            if child == 0:
-                session.close()
-                shared.kill()
-                pool.close()
-                try:
-                    pool.acquire()
-                except SandboxException as error:
-                    print("belongs" in str(error), flush=True)
-                sys.exit()  # atexit, and the blocks around, as any child that just ends
-            os.waitpid(child, 0)
-            print(session.step("6 * 7").value, pool.acquire().step("6 * 7").value)
-            print(shared.run_code("6 * 7").text, shared.files.read("f"))
-            shared.kill()
-        """
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "42", "42", "42", "x"], done
-
-
 def test_a_forked_child_waits_for_no_thread_that_is_not_there() -> None:
     """Whoever holds a lock in the parent when it forks; each of them is found, and held."""
     code = textwrap.dedent(
@@ -309,7 +251,7 @@ def test_ctrl_c_does_not_wait_for_the_end_of_a_step() -> None:
 
 
 def test_interleavings_of_create_kill_wait_read_and_send() -> None:
-    """Each sandbox's file and environment hold its own number: whatever else is read is another's.
+    """Each sandbox's file and output hold its own number: whatever else is read is another's.
 
     What took the numbers of the closed: pipes of this process, into which nothing may be written.
     """
@@ -329,7 +271,7 @@ def test_interleavings_of_create_kill_wait_read_and_send() -> None:
                 before[1].kill()
 
         def act(dice: random.Random, name: str, sandbox: Sandbox, handle: CommandHandle) -> None:
-            match dice.randrange(8):
+            match dice.randrange(7):
                 case 0:
                     sandbox.kill()
                 case 1:
@@ -345,12 +287,6 @@ def test_interleavings_of_create_kill_wait_read_and_send() -> None:
                     if sandbox.files.read("name") != name:
                         wrong.append("file")
                 case 5:
-                    if sandbox.run_code("import os; os.environ['NAME']").text not in (
-                        repr(name),
-                        None,
-                    ):
-                        wrong.append("environment")
-                case 6:
                     sandbox.set_timeout(dice.uniform(0.001, 0.02))
                 case _:
                     keep: list[int] = []

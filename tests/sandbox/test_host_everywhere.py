@@ -1,20 +1,15 @@
 """The host's functions wherever code runs: sandboxes, consoles, loops of steps."""
 
-import asyncio
-
 import pytest
 
 from agentgrpo.sandbox import (
-    AsyncSandbox,
     Console,
-    Limits,
     Sandbox,
     SandboxPool,
-    Session,
 )
 from agentgrpo.sandbox.calls import joined
 from agentgrpo.sandbox.outcome import Stream
-from tests.sandbox.hosted import add, later, tools
+from tests.sandbox.hosted import add, tools
 
 pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
 
@@ -32,15 +27,6 @@ def test_in_a_sandbox_alone_and_its_contexts(pool: SandboxPool) -> None:
         code = "print('a')\nadd(1)\nprint('b')"
         sandbox.run_code(code, on_stdout=lambda message: heard.append(message.line))
         assert "".join(heard) == "a\nb\n"
-
-
-@pytest.mark.slow
-def test_for_asyncio(pool: SandboxPool) -> None:
-    async def play() -> str | None:
-        async with await AsyncSandbox.create(pool=pool, host_tools=[later]) as sandbox:
-            return (await sandbox.run_code("later(0.01)")).text
-
-    assert asyncio.run(play()) == "'late'"
 
 
 def test_in_a_console(pool: SandboxPool) -> None:
@@ -63,15 +49,6 @@ def test_output_around_calls_is_one_output(pool: SandboxPool, size: int) -> None
         assert session.step(flood).status == "output_limit", "the limit is that of all parts"
 
 
-@pytest.mark.slow
-def test_what_is_printed_during_a_call_is_of_the_step(pool: SandboxPool) -> None:
-    code = ("import threading\nt = threading.Timer(0.1, print, ('during',))\n"
-            "t.start(); later(0.5); t.join()")  # fmt: skip
-    with pool.acquire(host=tools().begin()) as session:
-        result = session.step(code)
-        assert (result.stdout, result.background) == ("during\n", "")
-
-
 @pytest.mark.parametrize("first", ["", "ab", "abcdefgh", "abcdefghijklmnop"])
 @pytest.mark.parametrize("then", ["", "12", "12345678", "1234567890123456"])
 @pytest.mark.parametrize("keep", [1, 3, 7, 30])
@@ -81,15 +58,3 @@ def test_joined_output_is_cut_like_one(first: str, then: str, keep: int) -> None
         return Stream(data[:keep], data[keep:][-keep:], len(data))
 
     assert joined(cut(first), cut(then), keep) == cut(first + then)
-
-
-def test_a_session_without_functions_is_stepped_as_before(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Session, "_run_in_parts", None)
-    assert session.step("1").value == "1"
-    assert session.step("'add' in globals()").value == "False"
-
-
-def test_the_grace_is_what_the_docs_say() -> None:
-    assert Limits().grace_s == 0.3

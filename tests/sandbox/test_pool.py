@@ -1,6 +1,5 @@
 """Pools: admission, prewarming, deaths of zygotes and of the whole trainer."""
 
-import errno
 import os
 import signal
 import subprocess
@@ -20,7 +19,6 @@ from agentgrpo.sandbox import (
     SandboxBusy,
     SandboxException,
     SandboxPool,
-    SandboxUnavailable,
     StepStatus,
     Template,
 )
@@ -30,7 +28,6 @@ from agentgrpo.sandbox.cgroup import (
     ControlGroup,
     _mounted,
     owner_name,
-    remove_stale,
     stale_of,
 )
 from agentgrpo.sandbox.channels import children_of
@@ -87,20 +84,6 @@ def test_session_that_ends_by_itself_frees_its_place() -> None:
         pool.acquire(timeout_s=5).close()
 
 
-def test_dead_zygote_is_replaced_and_its_sessions_are_infra_errors() -> None:
-    with SandboxPool(min_idle=0, zygotes=1) as pool:
-        session = pool.acquire()
-        zygote = pool._spawner._zygotes[0]
-        _, interpreter = pids(session)
-        os.kill(zygote.pid, signal.SIGKILL)
-        assert gone(interpreter)
-        result = session.step("1", 5)
-        assert (result.status, result.state_lost) == (StepStatus.INFRA_ERROR, True)
-        with pool.acquire() as fresh:
-            assert fresh.step("1").value == "1"
-        assert pool.metrics()["zygote_restarts"] == 1
-
-
 def traces_of_zygotes(groups: int = 0) -> tuple[int, int, int]:
     """Descriptors, children (zombies too) and scratch directories of this process; two descriptors
     of each control group aside.
@@ -127,18 +110,6 @@ def test_dead_zygotes_leave_nothing_behind() -> None:
         assert len(traces) == 1, traces
         assert pool.metrics()["zygote_restarts"] == 3
         assert session.step("1").status is StepStatus.INFRA_ERROR
-
-
-def test_a_session_that_cannot_be_looked_at_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(pidfd: int) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    SandboxPool(min_idle=0, zygotes=1).close()
-    before = traces_of_zygotes()
-    monkeypatch.setattr("agentgrpo.sandbox.session.pid_of", refuse)
-    with pytest.raises(SandboxUnavailable, match="Too many open files"):
-        SandboxPool(min_idle=0, zygotes=1).close()
-    assert traces_of_zygotes() == before
 
 
 def test_who_waits_for_a_pool_that_closes_is_told() -> None:
@@ -319,18 +290,6 @@ def test_a_trainer_in_another_container_is_left_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
     assert not list(stale_of(tmp_path))
     other.communicate(b"\n")
-
-
-def test_stale_control_groups_are_removed_and_live_ones_kept() -> None:
-    groups = _mounted()
-    if "pids" not in groups or not os.access(groups["pids"], os.W_OK):
-        pytest.skip("no writable v1 pids hierarchy")
-    ended = subprocess.Popen(["/bin/true"])
-    ended.wait()
-    stale = groups["pids"] / f"{owner_name(ended.pid)}123.abc"
-    (stale / "1").mkdir(parents=True)
-    remove_stale(groups["pids"])
-    assert not stale.exists()
 
 
 def test_version_2_groups_speak_the_files_of_version_2(tmp_path: Path) -> None:

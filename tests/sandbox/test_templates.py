@@ -91,12 +91,6 @@ def test_names_are_checked(name: str) -> None:
         build_template(name)
 
 
-def test_unknown_name_lists_the_known() -> None:
-    build_template("known")
-    with pytest.raises(NotFoundException, match="known"):
-        find_template("unknown")
-
-
 def test_setup_that_fails_is_found_at_once() -> None:
     with pytest.raises(SandboxUnavailable, match="ZeroDivisionError"):
         SandboxPool(template=Template(setup="1 / 0"), min_idle=0)
