@@ -25,6 +25,10 @@ from agentgrpo.sandbox.zygote import LADDER, Rung
 
 CLOCK_S = 1.0
 """How late a session may be ended whose time is over."""
+DEGRADED = (
+    "sandbox degraded to 'bare': this machine makes no namespaces, so code is isolated less. "
+    "SECURITY.md says what holds, `agentgrpo sandbox doctor` what is missing"
+)
 
 
 def _require(rungs: Sequence[Rung], max_live: int, min_idle: int, zygotes: int) -> None:
@@ -85,7 +89,7 @@ class SandboxPool(ProcessBound):
         )
         self.degraded = self._spawner.rung is Rung.BARE
         if self.degraded:
-            warnings.warn(f"sandbox degraded: {self._spawner.failures_text()}", stacklevel=2)
+            warnings.warn(DEGRADED, stacklevel=2)
         self._free = threading.Semaphore(max_live)
         self._lock, self._pairing = threading.Lock(), threading.Lock()
         self._live: set[Session] = set()

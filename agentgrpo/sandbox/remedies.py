@@ -9,9 +9,9 @@ from agentgrpo.sandbox.errors import SandboxUnavailable, printable
 from agentgrpo.sandbox.jail import find_nsjail
 
 CONTAINER = (
-    "this container forbids new namespaces; run it with --security-opt seccomp=unconfined "
-    "--security-opt apparmor=unconfined --security-opt systempaths=unconfined (Kubernetes: "
-    "seccompProfile Unconfined, procMount Unmasked), or with --cap-add SYS_ADMIN"
+    "this container forbids new namespaces; run it with --cap-add SYS_ADMIN, or with "
+    "--security-opt seccomp=unconfined\n    --security-opt apparmor=unconfined --security-opt "
+    "systempaths=unconfined (Kubernetes: seccompProfile Unconfined, procMount Unmasked)"
 )
 APPARMOR = (
     "AppArmor restricts user namespaces. Allow them for nsjail and what it starts: echo 'abi "
@@ -28,11 +28,9 @@ CGROUP_CONTAINER = (
     "-v /sys/fs/cgroup:/sys/fs/cgroup:rw"
 )
 OTHERWISE = (
-    "Where nothing of this can be changed, as in a container that is lent: "
-    "sandbox.allow_degraded=true (SandboxPool(allow_degraded=True)) runs code without namespaces. "
-    "A filter of system calls, limits, and Landlock or a user of its own for each session remain; "
-    "SECURITY.md has what holds then, and every result says so. A run needs no sandbox whose "
-    "env.kind runs no code: tools, mcp, search, ..."
+    "Where that cannot be changed: sandbox.allow_degraded=true (SandboxPool(allow_degraded=True)) "
+    "runs code without namespaces.\nA filter of system calls, limits, and Landlock or a user of "
+    "its own for each session remain: SECURITY.md has what holds then."
 )
 MORE_FILES = "this process may open too few files; ulimit -n 65536"
 WITHOUT = "; until then a watchdog adds up the memory of each session every 50 ms"

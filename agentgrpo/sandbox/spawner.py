@@ -126,16 +126,20 @@ class Spawner:
         raise SandboxUnavailable(
             f"this machine cannot isolate untrusted code, so none will be run:\n"
             f"{self.failures_text()}\n"
-            "`agentgrpo sandbox doctor` looks at this machine in detail."
-            + ("" if Rung.BARE in rungs else f" {OTHERWISE}")
+            + ("" if Rung.BARE in rungs else f"{OTHERWISE}\n")
+            + "`agentgrpo sandbox doctor` looks at this machine in detail."
         )
 
     def failures_text(self) -> str:
-        """Why each rung that was tried did not do, with its remedy."""
-        return "\n".join(
-            f"  {rung}: {why}" + (f"\n  remedy: {cure}" if (cure := remedy(why)) else "")
-            for rung, why in self.failures.items()
-        )
+        """Why the rungs that were tried did not do, each reason once, with its remedy."""
+        rungs: dict[str, list[str]] = {}
+        for rung, why in self.failures.items():
+            rungs.setdefault(why, []).append(rung)
+        lines = []
+        for why, tried in rungs.items():
+            lines.append(f"  {', '.join(tried)}: {why}")
+            lines += [f"  remedy: {cure}"] if (cure := remedy(why)) else []
+        return "\n".join(lines)
 
     def _works(self) -> bool:
         """Whether self.rung isolates; if not, self.failures has the reason."""

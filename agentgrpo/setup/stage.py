@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import sysconfig
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -232,7 +233,10 @@ def _check_fit(setup: RunSetup, config: TrainConfig) -> None:
 
 def _sandbox_told_of(config: SandboxConfig, progress: Progress) -> SandboxPool:
     progress.say("sandbox: checking that this machine can isolate code")
-    pool = open_sandbox(config)
+    with warnings.catch_warnings(record=True) as said:  # in a line of the run instead
+        pool = open_sandbox(config)
+    for warning in said:
+        progress.say(f"WARNING: {warning.message}")
     jail = pool.describe()
     progress.say(f"sandbox: {jail['rung']}, memory limit: {jail['memory_limit']}")
     progress.watch("sandbox", functools.partial(_busy, pool))

@@ -53,4 +53,7 @@ def main() -> None:
     os.execve(plan["argv"][0], plan["argv"], plan["env"])
 
 
-main()
+try:
+    main()
+except OSError as failed_call:
+    sys.exit(f"the jail's files could not be placed: {failed_call.strerror}")
