@@ -2,27 +2,29 @@
 # Before each commit: `make fast`. Before a release: `make check`, and `make mutants` for what changed.
 PYTHON ?= python3
 VENV   ?= .venv
-PY     := $(VENV)/bin/python
-# the set of packages: gpu where nvidia-smi finds one, else cpu; SET=cpu leaves a GPU alone
-FOUND  := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
-SET    ?= $(FOUND)
-BASE   := $(VENV)/.installed-$(SET)
-DEV    := $(VENV)/.installed-dev
+# the set of packages, cpu or gpu: each in a folder of its own. The GPU set has never trained on a card
+SET    ?= cpu
+ENV    := $(VENV)$(if $(filter gpu,$(SET)),-gpu)
+PY     := $(ENV)/bin/python
+BASE   := $(ENV)/.installed
+DEV    := $(ENV)/.installed-dev
 EXT    := agentgrpo/_C.abi3.so
 # processes of the tests, each with an engine of its own: a GPU has room for one
 JOBS   ?= $(if $(filter gpu,$(SET)),0,2)
 TEST   := AGENTGRPO_PACKAGES_REQUIRED=1 $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-NAME_cpu  := CPU
-NAME_gpu  := GPU
-OTHER_cpu := gpu
-OTHER_gpu := cpu
-
 .PHONY: quickstart recipe-demo fast test view-test check mutants warnings lint types asan fuzz bench clean
 
+ifeq ($(SET),gpu)
+quickstart:
+	@$(MAKE) --no-print-directory $(BASE) || { echo "== the CPU set instead"; exec $(MAKE) --no-print-directory quickstart SET=cpu; }; \
+	test ! -e $(BASE) || $(PY) -m agentgrpo train quickstart $(ARGS)
+else
 quickstart: $(BASE) $(EXT)
+	@nvidia-smi -L >/dev/null 2>&1 && echo "== this machine has a GPU, and this is the CPU set: make quickstart SET=gpu tries the other" || true
 	@echo "== training: SmolLM2-135M learns to solve word problems by writing Python"
 	@$(PY) -m agentgrpo train quickstart $(ARGS)
+endif
 
 recipe-demo: $(BASE) $(EXT)
 	@echo "== a recipe: SmolLM2-135M learns to compute and to search, with one call each"
@@ -58,13 +60,13 @@ fuzz: $(DEV) $(EXT)
 
 lint: $(DEV)
 	@echo "== lint"
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run -Werror csrc/*.c csrc/*.h
+	$(ENV)/bin/ruff check .
+	$(ENV)/bin/ruff format --check .
+	$(ENV)/bin/clang-format --dry-run -Werror csrc/*.c csrc/*.h
 
 types: $(DEV)
 	@echo "== types"
-	$(VENV)/bin/mypy
+	$(ENV)/bin/mypy
 
 asan: $(DEV)
 	@echo "== C extension under AddressSanitizer and UBSan"
@@ -74,10 +76,9 @@ bench: $(DEV) $(EXT)
 	$(PY) -m bench.$(NAME) $(ARGS)
 
 # Old Pythons cannot read install.py
-INSTALL := @command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON); Python 3.11 or newer is needed: make PYTHON=/PLACE/python3.12 ..."; exit 1; }; $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, %s is %s: make PYTHON=python3.12 ...; docs/install.md says where to get one" % (sys.executable, sys.version.split()[0]))' && $(PYTHON) install.py $(VENV)
+INSTALL := @command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON); Python 3.11 or newer is needed: make PYTHON=/PLACE/python3.12 ..."; exit 1; }; $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, %s is %s: make PYTHON=python3.12 ...; docs/install.md says where to get one" % (sys.executable, sys.version.split()[0]))' && $(PYTHON) install.py $(ENV)
 
 $(BASE): requirements-$(SET).txt setup.py install.py
-	@test ! -e $(VENV)/.installed-$(OTHER_$(SET)) || { echo "error: $(VENV) holds the $(NAME_$(OTHER_$(SET))) set; remove it, or name another folder: make VENV=.venv-$(SET) ..."; exit 1; }
 	$(INSTALL) $(SET)
 	@touch $@
 
@@ -90,4 +91,4 @@ $(EXT): setup.py $(wildcard csrc/*.c csrc/*.h) $(BASE)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info agentgrpo/*.so .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-gpu build dist *.egg-info agentgrpo/*.so .mypy_cache .ruff_cache .pytest_cache

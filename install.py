@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -26,11 +27,15 @@ WORKS = {
     "cpu": ("import torch", "this torch does not import: remove {venv} and repeat"),
     "gpu": (
         "import torch; torch.cuda.init()",
-        "torch cannot use the GPU. This set is of CUDA 13: it needs driver 580 or newer, "
-        "nvidia-smi shows yours. On the CPU instead: remove {venv}, then make SET=cpu quickstart",
+        "torch cannot use the GPU, though nvidia-smi shows one that can be used",
     ),
 }
 """What shows that a set's torch is one for this machine, and what to do if it is not."""
+CARD = ("nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader")
+STEP = ("steps=1", "save_every=1", "rollout.tasks_per_step=2", "rollout.group_size=4",
+        "rollout.refill_below=0", "data.num_heldout=2")  # fmt: skip
+"""The quickstart in small: engine, graphs, shared weights, a learner's step and a checkpoint."""
+STEP_S = 900
 PYTHON = "python{}.{}".format(*sys.version_info)
 COMPILER = (
     f"a C compiler and Python's headers are needed: apt-get install build-essential {PYTHON}-dev "
@@ -111,6 +116,31 @@ class Installer:
             *self.pip("--no-deps", "--no-build-isolation", "--editable", "."),
         )
 
+    def gpu(self) -> None:
+        """The GPU set, where the card can use it; then one small step is tried on it."""
+        try:
+            status, written = self.run(*CARD)
+        except OSError:
+            raise Failed("there is no nvidia-smi, so no GPU that can be used") from None
+        cards = re.findall(r"^(\d+)[\d.]*, ([\d.]+)$", written, re.M)
+        if status or not cards:
+            raise Failed(f"nvidia-smi shows no GPU that can be used: {written.strip()}")
+        if int(cards[0][0]) < 580 or float(cards[0][1]) < 8:
+            raise Failed("driver {} and capability {}: this set is of CUDA 13 and bfloat16, which "
+                         "need driver 580 and capability 8.0".format(*cards[0]))  # fmt: skip
+        self.packages("gpu")
+        self.extension()
+        say("== trying one small step on the GPU, which no one has seen working yet: minutes")
+        step, report = self.venv / "gpu-step", self.venv / "gpu-report.txt"
+        command = (self.python, "-m", "agentgrpo", "train", "quickstart", *STEP, f"out_dir={step}")
+        status, written = self.run("timeout", "--kill-after=30", str(STEP_S), *command)
+        shutil.rmtree(step, ignore_errors=True)
+        if status:
+            say("\n".join(written.splitlines()[-20:]))
+            seen = [self.run("nvidia-smi")[1], self.run(self.python, "-m", "pip", "freeze")[1]]
+            report.write_text("\n".join([written, *seen]))
+            raise Failed(f"the step failed (status {status}). Please report it, with {report}")
+
     def torch(self, version: str) -> None:
         """The CPU build where pip finds it; else PyPI's CUDA build with its declared libraries."""
         status, written = self.run(*self.pip("--no-deps", f"torch=={version}+cpu"))
@@ -176,7 +206,7 @@ def require_compiler() -> None:
 def main(venv: str, what: str) -> int:
     """Do it. Returns the exit status."""
     installer = Installer(Path(venv).absolute())
-    steps = {"dev": installer.dev, "extension": installer.extension}
+    steps = {"gpu": installer.gpu, "dev": installer.dev, "extension": installer.extension}
     try:
         installer.make()
         steps.get(what, lambda: installer.packages(what))()

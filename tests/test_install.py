@@ -61,8 +61,18 @@ class Venv:
 
 
 @pytest.fixture
-def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Venv:
+def card(tmp_path: Path) -> Path:
+    """What nvidia-smi is here: of a card that can be used."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '590.44.01, 9.0'\n")
+    smi.chmod(0o755)
+    return smi
+
+
+@pytest.fixture
+def venv(tmp_path: Path, card: Path, monkeypatch: pytest.MonkeyPatch) -> Venv:
     monkeypatch.setenv("CC", "true")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return Venv(tmp_path / "venv")
 
 
@@ -175,3 +185,36 @@ def test_ctrl_c_is_one_line(venv: Venv) -> None:
         os.killpg(ran.pid, signal.SIGINT)  # as a terminal does
         assert ran.communicate()[1] == "interrupted: the same command goes on from here\n"
         assert ran.returncode == 130
+
+
+@pytest.mark.parametrize(
+    ("shown", "wanted"),
+    [
+        ("", "there is no nvidia-smi"),
+        ("NVIDIA-SMI has failed", "shows no GPU that can be used: NVIDIA-SMI has failed"),
+        ("570.86.10, 9.0", "driver 570 and capability 9.0"),
+        ("590.44.01, 7.5", "driver 590 and capability 7.5"),
+        ("590.44.01, 9.0\n590.44.01, 9.0", ""),
+    ],
+)
+def test_a_gpu_is_asked_before_its_set_is_downloaded(
+    venv: Venv, card: Path, capsys: Any, shown: str, wanted: str
+) -> None:
+    card.write_text(f"#!/bin/sh\necho '{shown}'\n")
+    if not shown:
+        card.unlink()
+    status, calls = venv.install("gpu")
+    assert (status == 0) == (wanted == "")
+    assert bool(calls) == (wanted == "")
+    assert wanted in capsys.readouterr().err
+
+
+def test_a_step_that_fails_on_the_gpu_leaves_a_report(venv: Venv, capsys: Any) -> None:
+    status, _ = venv.install("gpu", **{"train quickstart": "InductorError: no more shared memory"})
+    said = capsys.readouterr()
+    assert status == 1
+    assert "InductorError" in said.out
+    assert "the step failed (status 1)" in said.err
+    report = (venv.folder / "gpu-report.txt").read_text()
+    assert "InductorError" in report
+    assert "590.44.01" in report

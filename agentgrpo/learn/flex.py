@@ -28,6 +28,9 @@ BLOCK = 128
 WIDE = 256
 """Columns of a head, above which torch chooses the same blocks on every card."""
 
+ROOMY = 160 << 10
+"""Shared memory of an SM for which torch's own blocks are made (an A100's); a 4090 has 99 KiB."""
+
 COMPILES = 64
 """Before it is an error. Kinds of layers times two (with and without a gradient) are needed."""
 
@@ -61,7 +64,15 @@ def attend(
         fail_on_recompile_limit_hit=True,
         specialize_float=True,  # scale and soft cap belong to the model
     ):  # fmt: skip
-        return compiled()(query, key, value, mask, scaling, softcap)
+        return compiled()(query, key, value, mask, scaling, softcap, shared_memory(query.device))
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a kernel may have on one SM; without a card as many as an A100 has."""
+    if device.type != "cuda":
+        return ROOMY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @functools.cache
@@ -72,7 +83,7 @@ def compiled() -> Callable[..., Tensor]:
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None,
-    softcap: float | None,
+    softcap: float | None, memory: int,
 ) -> Tensor:  # fmt: skip
     heads = query.shape[1]
     grouped = heads & (heads - 1) == 0  # as transformers does: others get a head of keys each
@@ -80,24 +91,25 @@ def _attend(
         key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     out = flex_attention(
         query, key, value, score_mod=None if softcap is None else _capped(softcap), block_mask=mask,
-        scale=scaling, enable_gqa=grouped, kernel_options=_options(query, value),
+        scale=scaling, enable_gqa=grouped, kernel_options=_options(query, value, memory),
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
 
 
-def _options(query: Tensor, value: Tensor) -> FlexKernelOptions | None:
+def _options(query: Tensor, value: Tensor, memory: int) -> FlexKernelOptions | None:
     """Blocks that fit an SM's shared memory, where torch's own do not: 263 kB of an H100's 232.
 
     A block of queries, one of keys and one of values, and of the gradient in the backward pass: 96
-    and 128 KiB of 32 KiB each, of columns that torch pads to a power of two. More than 512 columns
-    in float32 do not fit: Triton's products need 16 rows.
+    and 128 KiB of 32 KiB each (half as much on a smaller card), of columns that torch pads to a
+    power of two. More than 512 columns in float32 do not fit: Triton's products need 16 rows.
     """
     width = max(query.shape[-1], value.shape[-1])
-    if width <= WIDE:
+    if width <= WIDE and memory >= ROOMY:
         return None
     padded = 1 << (width - 1).bit_length()
-    block = max(16, (32 << 10) // (padded * query.dtype.itemsize))
+    largest = (32 if memory >= ROOMY else 16) << 10
+    block = min(128, max(16, largest // (padded * query.dtype.itemsize)))
     return {
         "num_stages": 1, "BLOCK_M": block, "BLOCK_N": block, "BLOCK_M1": block, "BLOCK_N1": block,
         "BLOCK_M2": block, "BLOCK_N2": block,

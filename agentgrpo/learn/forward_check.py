@@ -17,6 +17,7 @@ from torch import nn
 
 from agentgrpo import parallel
 from agentgrpo.learn import recurrent
+from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.machine.memory import out_of_memory
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
@@ -60,20 +61,19 @@ class ForwardCheck:
         if model._can_set_attn_implementation():
             model.set_attn_implementation(self._attention)
 
-    @torch.no_grad()
     def why_not(self, scorer: Any) -> str | None:
         """How the scorer fails, or differs from the model; None: they agree.
 
-        A tree is tried on a CPU only: on CUDA its kernel would be compiled, for half a minute. On
+        The gradient of one parameter is asked for too: on CUDA a tree's kernels are compiled. On
         several ranks all must call it.
         """
         if self._wanted is None:
             return None
-        shares = scorer.unpacked_reason is None and scorer.device.type != "cuda"
+        shares = scorer.unpacked_reason is None
         (batch,) = pack_tree([self._group], max_tokens=1 << 10, share_prefixes=shares)
         gap, failed = float("inf"), ""
         try:
-            logp = scorer(batch, 1.0).logp_N.double().cpu().numpy()
+            logp = self._pass(scorer, batch)
         except Exception as error:
             if out_of_memory(error):
                 raise
@@ -85,6 +85,16 @@ class ForwardCheck:
         if gap <= self._within:
             return None
         return failed or f"half of its log-probabilities are {gap:.2g} nats or more off"
+
+    @staticmethod
+    def _pass(scorer: Any, batch: PackedBatch) -> Any:
+        """The batch's log-probabilities, once they have been learned from."""
+        with torch.enable_grad():
+            logp = scorer(batch, 1.0).logp_N
+            trained = [p for p in scorer.parameters() if p.requires_grad][:1]
+            if trained:
+                torch.autograd.grad(logp.sum(), trained)
+        return logp.detach().double().cpu().numpy()
 
 
 @torch.no_grad()

@@ -24,21 +24,11 @@ def device_checks() -> Iterator[Check]:
     yield Check("cores", True, str(hardware.cpu_count()))
     gpu = hardware.has_nvidia_gpu()
     if not gpu:
-        yield Check("gpu", True, "none: everything runs on the CPU")
+        idle = ", but vLLM is its build for CPUs" if hardware.shows_nvidia_gpu() else ""
+        found = f"there{idle}" if idle else "none"
+        yield Check("gpu", True, f"{found}: everything runs on the CPU")
         return
-    yield _torch_sees_it()
-
-
-def _torch_sees_it() -> Check:
-    remedy = "the GPU build of torch, and a driver that is new enough for it (nvidia-smi says)"
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        return Check("gpu", False, f"torch does not import: {error}", remedy)
-    if not torch.cuda.is_available():
-        return Check("gpu", False, f"there, but torch {torch.__version__} cannot use it", remedy)
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Check("gpu", True, ", ".join(names))
+    yield packages.gpu_check()
 
 
 def main(arguments: list[str]) -> int:

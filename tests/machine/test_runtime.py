@@ -31,6 +31,7 @@ def test_segments_grow_on_one_card_and_where_nobody_said_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: card)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     for name in ALLOCATOR:
         monkeypatch.setenv(name, "")
