@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import stat
 import sys
+import tempfile
 import warnings
 
 from agentgrpo import parallel
@@ -46,6 +48,8 @@ def prepare_environment() -> None:
 
     What torch reads when it is imported changes speed on a CPU alone: too late is a warning.
     """
+    if not os.access(os.path.expanduser("~"), os.W_OK):  # a container's user without a name
+        os.environ["HOME"] = _home_elsewhere()
     late = "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ
     gpu = hardware.has_nvidia_gpu()
     if late and not gpu:
@@ -65,3 +69,13 @@ def prepare_environment() -> None:
     if not gpu:  # a CUDA build of torch beside a CUDA toolkit says so
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+
+
+def _home_elsewhere() -> str:
+    """A folder of this user's for the caches of all libraries, where the home cannot be written."""
+    folder = os.path.join(tempfile.gettempdir(), f"agentgrpo-home-{os.getuid()}")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ValueError(f"HOME: {folder} is not this user's alone; set HOME to one that is")
+    return folder

@@ -141,8 +141,8 @@ def command(
     args, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         parser.error(_as_a_setting(unknown[0], arguments))
-    prepare_environment()
     with interruptible(), report_errors() as outcome:
+        prepare_environment()
         if args.of_recipe:
             die_with_parent()
         reader = "" if args.of_recipe else name

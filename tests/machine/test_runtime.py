@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -72,3 +74,17 @@ def test_a_card_without_flashinfer_samples(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(SAMPLER, "1")
     prepare_environment()
     assert os.environ[SAMPLER] == "1", "who has it may use it"
+
+
+def test_caches_go_elsewhere_where_the_home_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "HOME": "/proc/none"})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    prepare_environment()
+    home = Path(os.environ["HOME"])
+    assert (home.parent, home.stat().st_mode & 0o777) == (tmp_path, 0o700)
+    home.chmod(0o777)  # as if another user had made it
+    monkeypatch.setenv("HOME", "/proc/none")
+    with pytest.raises(ValueError, match="HOME: .* is not this user's alone"):
+        prepare_environment()
