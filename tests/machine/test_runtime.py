@@ -86,5 +86,5 @@ def test_caches_go_elsewhere_where_the_home_cannot_be_written(
     assert (home.parent, home.stat().st_mode & 0o777) == (tmp_path, 0o700)
     home.chmod(0o777)  # as if another user had made it
     monkeypatch.setenv("HOME", "/proc/none")
-    with pytest.raises(ValueError, match="HOME: .* is not this user's alone"):
+    with pytest.raises(ValueError, match=r"HOME: .* is not this user's alone"):
         prepare_environment()
