@@ -90,7 +90,8 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, name:
         if (value := value_of(chosen, key, setting.default)) != setting.default or key in values
     }
     head = HEAD.format(name=name, out_dir=chosen.out_dir)
-    if asks_for_pool(chosen) and not chosen.sandbox.allow_degraded and examine()[1] is None:
+    runs_code = len(kinds) < 2 or asks_for_pool(chosen)  # an agent or environment not written yet
+    if runs_code and not chosen.sandbox.allow_degraded and examine()[1] is None:
         head += BARE
     return head + as_toml(wanted, kinds)
 

@@ -655,3 +655,11 @@ def test_on_a_cpu_the_layout_of_what_is_given_changes_nothing() -> None:
             grads = torch.autograd.grad(out.transpose(1, 3).pow(2).sum(), leaves)
             results.append((out, *grads))
         assert all(torch.equal(strided, plain) for strided, plain in zip(*results, strict=True))
+
+
+def test_a_tree_whose_gradient_fails_makes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr("agentgrpo.learn.attention._BACKWARD", fails)
+    assert Scorer(make("qwen3")).unpacked_reason == "RuntimeError: out of resource: shared memory"
