@@ -72,7 +72,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes that a kernel may have on one SM; without a card as many as an A100 has."""
     if device.type != "cuda":
         return ROOMY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 @functools.cache
