@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import re
 from typing import Any
@@ -20,15 +22,14 @@ Told = tuple[str, float, bool, bool, dict[str, Any]]
 """Observation, reward, terminated, truncated, info."""
 MOVES = {"left": (-1, 0), "right": (1, 0), "down": (0, -1), "up": (0, 1)}
 SPARE_MOVES = 2
-STARTS = shuffled(
-    (x, y, x + dx, y + dy)
-    for x in range(1, 10)
-    for y in range(1, 10)
-    for dx in (-2, -1, 1, 2)
-    for dy in (-2, -1, 1, 2)
-    if 1 <= x + dx <= 9 and 1 <= y + dy <= 9
-)
-"""Of a walk: where it begins, and where the door is."""
+THINGS = "lamp door well gate tree bell tent boat fire cave rose drum kite barn pond nest"
+HELDOUT_THINGS = 6
+STARTS = [
+    start
+    for things in (THINGS.split()[:HELDOUT_THINGS], THINGS.split()[HELDOUT_THINGS:])
+    for start in shuffled(itertools.product(things, (-2, -1, 1, 2), (-2, -1, 1, 2), (False, True)))
+]
+"""Of a walk: to what, how far right and up it is, whether up is said first."""
 RANGES = shuffled((low, low + size) for low in range(1, 85) for size in range(10, 15))
 """Of a guessing game: the lowest and the highest number, 11 to 15 of them."""
 GUESSES = 4
@@ -41,31 +42,45 @@ def chosen(every: list[Any], seed: int) -> Any:
 
 
 class Walk(gymnasium.Env[str, int]):
-    """To a door one or two steps away in both directions, by at most two moves too many."""
+    """To a thing one or two steps away in both directions, by at most two moves too many.
+
+    A move earns the share of the way that it shortens; one that makes it longer costs as much.
+    """
 
     def __init__(self) -> None:
         self.action_space, self.observation_space = Discrete(len(MOVES)), Text(99)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
         """The start of a seed."""
-        self.x, self.y, *self.door = chosen(STARTS, seed or 0)
-        distance = abs(self.door[0] - self.x) + abs(self.door[1] - self.y)
-        self.left = distance + SPARE_MOVES
+        self.thing, self.right, self.up, self.up_first = chosen(STARTS, seed or 0)
+        self.way = abs(self.right) + abs(self.up)
+        self.left = self.way + SPARE_MOVES
         return self._seen(), {}
 
     def step(self, action: int) -> Told:
         """Move by one."""
         dx, dy = [*MOVES.values()][action]
-        self.x, self.y, self.left = self.x + dx, self.y + dy, self.left - 1
-        there = [self.x, self.y] == self.door
-        return self._seen(), float(there), there, self.left == 0, {}
+        before = abs(self.right) + abs(self.up)
+        self.right, self.up, self.left = self.right - dx, self.up - dy, self.left - 1
+        after = abs(self.right) + abs(self.up)
+        return self._seen(), (before - after) / self.way, after == 0, self.left == 0, {}
 
     def _seen(self) -> str:
-        return f"You: x={self.x} y={self.y}. Door: x={self.door[0]} y={self.door[1]}."
+        parts = [_steps(self.right, "right", "left"), _steps(self.up, "up", "down")]
+        said = ", ".join(filter(None, parts[::-1] if self.up_first else parts))
+        return f"The {self.thing} is {said or 'here'}."
+
+
+def _steps(count: int, ahead: str, back: str) -> str:
+    return f"{abs(count)} {ahead if count > 0 else back}" if count else ""
 
 
 class Guess(gymnasium.Env[str, str]):
-    """A number, which four guesses find if each halves what is left."""
+    """A number, which four guesses find if each halves what is left.
+
+    It is worth 0.5 to find it; the other half is earned by what each guess rules out, in bits.
+    What is ruled out in the worst case is most by the middle.
+    """
 
     def __init__(self) -> None:
         self.action_space, self.observation_space = Text(16), Text(99)
@@ -74,21 +89,26 @@ class Guess(gymnasium.Env[str, str]):
         """The range of a seed, and a number in it."""
         self.low, self.high = chosen(RANGES, seed or 0)
         self.number = random.Random(f"{self.low}-{self.high}").randint(self.low, self.high)
-        self.left = GUESSES
+        self.left, self.bits = GUESSES, self._bits()
         return self._seen(), {}
 
     def step(self, action: str) -> Told:
         """Guess; what is no number, or none of the range, is a guess too."""
         found = re.fullmatch(r"\d{1,3}", action)
         guess = int(action) if found else -1
-        self.left -= 1
+        self.left, before = self.left - 1, self._bits()
         if guess == self.number:
-            return "Right.", 1.0, True, False, {}
-        if self.low <= guess < self.number:
+            self.low = self.high = guess
+        elif self.low <= guess < self.number:
             self.low = guess + 1
         elif self.number < guess <= self.high:
             self.high = guess - 1
-        return self._seen(), 0.0, False, self.left == 0, {}
+        right = guess == self.number
+        earned = 0.5 * right + 0.5 * (before - self._bits()) / self.bits
+        return "Right." if right else self._seen(), earned, right, self.left == 0, {}
+
+    def _bits(self) -> float:
+        return math.log2(self.high - self.low + 1)
 
     def _seen(self) -> str:
         return f"From {self.low} to {self.high}."
