@@ -114,7 +114,9 @@ def row_of(run: Path) -> dict[str, Any]:
     first, last = heldout[min(heldout)], heldout[max(heldout)]
     gained = [id for id, rollout in first.items() if last[id].solved and not rollout.solved]
     shown = next(iter(gained or first))
-    tokenizer = Tokenizer.from_file(str(newest(run) / "tokenizer.json"))
+    saved = newest(run)
+    assert saved is not None, f"{run}: no checkpoint"
+    tokenizer = Tokenizer.from_file(str(saved / "tokenizer.json"))
     return {
         "heldout": [[row["step"], row["eval/solved"]] for row in rows if "eval/solved" in row],
         "train": [round(step["rollout/solved"], 4) for step in steps],

@@ -41,7 +41,7 @@ def chosen(every: list[Any], seed: int) -> Any:
     return every[seed - HELDOUT_SEED] if seed >= HELDOUT_SEED else every[~seed]
 
 
-class Walk(gymnasium.Env[str, int]):
+class Walk(gymnasium.Env[str, Any]):
     """To a thing one or two steps away in both directions, by at most two moves too many.
 
     A move earns the share of the way that it shortens; one that makes it longer costs as much.
@@ -57,7 +57,7 @@ class Walk(gymnasium.Env[str, int]):
         self.left = self.way + SPARE_MOVES
         return self._seen(), {}
 
-    def step(self, action: int) -> Told:
+    def step(self, action: Any) -> Told:
         """Move by one."""
         dx, dy = [*MOVES.values()][action]
         before = abs(self.right) + abs(self.up)
@@ -114,5 +114,7 @@ class Guess(gymnasium.Env[str, str]):
         return f"From {self.low} to {self.high}."
 
 
-gymnasium.register("Walk-v0", entry_point=Walk, disable_env_checker=True)
-gymnasium.register("Guess-v0", entry_point=Guess, disable_env_checker=True)
+for world in (Walk, Guess):
+    gymnasium.register(
+        f"{world.__name__}-v0", f"{__name__}:{world.__name__}", disable_env_checker=True
+    )
