@@ -54,7 +54,7 @@ pack() {
 case ${1:-} in
 pack) pack ;;
 walk) for n in 1 2 3 4 5; do BENCH_OUT="${BENCH_OUT:?a folder}/$n" "$python" -m bench.gpu.stages --walk "$n" || true; done ;;
-[1-5] | */*)
+[1-5] | [a-z]*)
     : "${BENCH_OUT:?a folder for the rows}"
     "$python" bench/gpu/parts.py unpack "$kept/parts" "$kept/site"
     "$python" -m bench.harness || exit 1  # no row without a commit
