@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -145,6 +148,12 @@ def main(arguments: Sequence[str]) -> None:
     prepare_environment()
     with tempfile.TemporaryDirectory() as folder:
         runs = [run_seed(args.config, s, Path(folder) / str(s), args.overrides) for s in args.seeds]
+        if kept := os.environ.get(
+            "BENCH_OUT"
+        ):  # of a machine that is lent: what each step measured
+            for seed, name in itertools.product(args.seeds, ("metrics.jsonl", "run.json")):
+                Path(kept, f"run-{seed}").mkdir(parents=True, exist_ok=True)
+                shutil.copy(Path(folder, str(seed), name), Path(kept, f"run-{seed}", name))
         newest = max((Path(folder) / str(args.seeds[-1]) / "checkpoints").iterdir())
         plain = math.nan
         if not args.no_plain:

@@ -30,7 +30,7 @@ from agentgrpo.learn.publish import Publisher
 from agentgrpo.learn.reference import Reference
 from agentgrpo.learn.step_record import OldLogps, ScoredBatch, StepRecord
 from agentgrpo.learn.updates import Update
-from agentgrpo.machine.memory import explained
+from agentgrpo.machine.memory import explained, trim
 from agentgrpo.models.kinds import router_coef
 from agentgrpo.run import checkpoint
 from agentgrpo.types import Float32, Int32, Metrics
@@ -176,6 +176,7 @@ class Learner:
                     self._reference.follow(self.update_count)
         self.step_count += 1
         self._optimizer.zero_grad()  # the engine's cache needs the room
+        trim()
         metrics: Metrics = {"learning_rate": self._optimizer.lr, "updates": float(len(run.losses))}
         metrics |= run.metrics(self._objective)
         for seen in run.seen():

@@ -25,6 +25,9 @@ GIB = 2**30
 WIDTH = {"float32": 4, "bfloat16": 2}
 ALLOCATORS = 0.8
 """Share of a card that the sums may fill; the rest is for what they leave out."""
+LIBRARIES = int(1.2 * GIB)
+"""Of a process on a CPU: code, and what its libraries keep by shape once a run has settled, after
+some 20 steps. bench/results/long_run.jsonl has such a run."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -47,6 +50,8 @@ class Footprint:
     kv_cache: int
     checkpoint: int
     """On disk: the weights, unless an adapter is trained, and the optimizer's state."""
+    libraries: int
+    """On CUDA not counted: the host's memory."""
     cuda: bool
 
     @property
@@ -54,11 +59,19 @@ class Footprint:
         """The most that is held at once: on CUDA the KV cache is given back while learning."""
         learning = self.gradients + self.activations
         together = (max if self.cuda else int.__add__)(learning, self.kv_cache)
-        return self.weights + self.copies + self.optimizer + together
+        return self.weights + self.copies + self.optimizer + self.libraries + together
 
     def listed(self) -> str:
         """The parts in GiB, as a sum."""
-        names = ("weights", "copies", "gradients", "optimizer", "activations", "kv_cache")
+        names = (
+            "weights",
+            "copies",
+            "gradients",
+            "optimizer",
+            "activations",
+            "kv_cache",
+            "libraries",
+        )
         parts = [(name.replace("kv_", "KV "), getattr(self, name)) for name in names]
         shown = " + ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
         given = ", the KV cache being given back while learning" * (self.cuda and self.kv_cache > 0)
@@ -101,6 +114,7 @@ def footprint(
         activations=_activations(shapes, learner, width, cuda=cuda) if trained else 0,
         kv_cache=sampled * int(config.engine.kv_cache_gib * GIB),
         checkpoint=optimizer + (0 if adapted else weights),
+        libraries=0 if cuda else LIBRARIES,
         cuda=cuda,
     )
 

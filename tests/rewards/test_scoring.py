@@ -163,6 +163,9 @@ def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(
         factors = [2.0 / (1.0 + math.exp(2.0 * share * z)) - 1.0 for z in (-1.0, 1.0)]
         assert told[-1] == pytest.approx(factors), step
     assert (told[0] == told[-1]) == (not decay)
+    alone = a_rollout([[-1.0]], task=task, answer="right")
+    scoring.score([Group(task=task, rollouts=[alone])])
+    assert "answer_efficiency" not in alone.rewards, "an evaluation compares nobody"
 
 
 @pytest.mark.parametrize(("answer", "value"), [("36", 0.5), ("35", 0.0), (None, 0.0)])
