@@ -9,6 +9,7 @@ import pytest
 
 from agentgrpo.config.read import load_config, shipped_configs
 from agentgrpo.data.tasks import normalised_question
+from agentgrpo.envs.gymnasium import HELDOUT_SEED
 from agentgrpo.examples import lessons, worlds
 from bench import curves
 
@@ -31,7 +32,7 @@ def test_no_question_is_asked_twice(env: Any) -> None:
 
 def test_no_world_begins_twice() -> None:
     for world, train in ((worlds.Walk, 192), (worlds.Guess, 192)):
-        seeds = [*range(train), *range(worlds.HELDOUT_SEED, worlds.HELDOUT_SEED + 192)]
+        seeds = [*range(train), *range(HELDOUT_SEED, HELDOUT_SEED + 192)]
         begun = [world().reset(seed=seed)[0] for seed in seeds]
         assert len(set(begun)) == len(begun)
 
