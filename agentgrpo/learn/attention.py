@@ -9,7 +9,6 @@ k <= q < tout[k]. What runs:
 * CUDA: FlexAttention (flex.py) with a BlockMask made from the intervals (flex_blocks of
   packing.py); where nothing is shared, FlashAttention's variable-length kernel, which takes 16-bit
   numbers, and heads of at most 256 whose values are as wide.
-  (Written and checked on CPU as far as it can be: NEVER RUN ON A GPU yet.)
 
 Sliding windows, soft caps and grouped queries are the layer's own arguments and are honoured.
 Layers that carry a state are in recurrent.py; which models cannot share prefixes is in rows.py.
@@ -342,7 +341,6 @@ def _on_cuda(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
     window: int | None, softcap: float | None, tree: Tree,
 ) -> Tensor:  # fmt: skip
-    """NEVER RUN ON A GPU yet."""
     if tree.shared or softcap is not None or not _flash_takes(query, value):
         mask = tree.block_mask(window)
         return flex.attend(query, key, value, mask, scaling, softcap).transpose(1, 2).contiguous()

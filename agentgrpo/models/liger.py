@@ -7,7 +7,8 @@ models is put back: vLLM, the KL's reference and other learners see nothing of i
 not used: the head is ours (kernels/). Whether they can replace a model's layers is told from its
 config.json, so that a dry run says it before anything is loaded.
 
-NEVER RUN ON A GPU yet: in Triton's interpreter the patched layers give the plain ones' gradients.
+On an H100 Qwen3's and Llama's were run (docs/gpu.md); others in Triton's interpreter, where the
+patched layers give the plain ones' gradients.
 """
 
 from __future__ import annotations
