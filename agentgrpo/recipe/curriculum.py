@@ -99,10 +99,7 @@ def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> d
     if stage > 0:
         done = read_table(folder_of(recipe, stage - 1) / "select.json")
         stream.load_state_dict(done["stream"])
-    groups: list[Group] = []
-    for group_chunk in _chunks(recipe, stage, player, stream):
-        stream.feedback(group_chunk)
-        groups += group_chunk
+    groups = [group for some in _chunks(recipe, stage, player, stream) for group in some]
     quality = quality_by("answer", weight=recipe.reward.answer)
     chosen = _selected(recipe, stage, groups, quality)
     seen = [contrast(group, quality) for group in groups]

@@ -6,7 +6,7 @@
     train = "env"
     heldout = "env"
 
-Sums are the word problems of level 1 (data/word_problems.py), questions are of the invented
+Sums are the word problems (data/word_problems.py), questions are of the invented
 almanac (almanac.py). `critic` and `reflector` stand in for a large model in the flywheel: they
 know the solutions of the training tasks, and read and write what operators ask (operators.py).
 """
@@ -56,7 +56,7 @@ def tasks(split: Split) -> list[Task]:
 
 
 def _sum(split: Split, index: int) -> Task:
-    task = word_problems.task(split, 1, index)
+    task = word_problems.task(split, index)
     return dataclasses.replace(task, spec={**task.spec, "kind": "sum"})
 
 
