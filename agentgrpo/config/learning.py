@@ -51,11 +51,10 @@ class RewardConfig(Section):
     """Taken off for every MiB that its code printed or exchanged with sandbox.host_tools."""
     sigma_tool: NotNegativeNumber = 0.0
     """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
-    (rewards/efficiency.py). This one: how much a tool call above the group's mean costs."""
+    (rewards/efficiency.py). This one: how much a tool call above the group's mean costs. Both fall
+    linearly to 0 at the run's last step."""
     sigma_length: NotNegativeNumber = 0.0
     """How much a standard deviation of sampled tokens above the group's mean costs."""
-    decay_sigmas: bool = True
-    """Both sigmas fall linearly to 0 at the run's last step."""
 
     functions: dict[str, Number] = {}
     """More parts, as `module:function` (yours) or a built-in name = weight, or a list of these,

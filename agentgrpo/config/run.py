@@ -41,8 +41,6 @@ def _reads_a_file(config: TrainConfig) -> bool:
 NEEDS: tuple[Need, ...] = (
     ("learner.lora.alpha learner.lora.target_modules",
      "learner.lora.rank above 0", lambda c: c.learner.lora.rank),
-    ("reward.decay_sigmas", "reward.sigma_tool or reward.sigma_length above 0",
-     lambda c: c.reward.sigma_tool + c.reward.sigma_length),
     ("reward.on_error", "reward.functions", lambda c: c.reward.functions),
     ("rollout.max_refills", "rollout.refill_below above 0",
      lambda c: c.rollout.refill_below or not c.rollout.max_refills),

@@ -152,7 +152,7 @@ class Scoring:
         """Reward spending less than one's siblings, where the config says so."""
         c = self._config
         if c.sigma_tool or c.sigma_length:
-            left = decay(step, self._total_steps) if c.decay_sigmas else 1.0
+            left = decay(step, self._total_steps)
             tool, length = c.sigma_tool * left, c.sigma_length * left
             add_efficiency(group, sigma_tool=tool, sigma_length=length)
 

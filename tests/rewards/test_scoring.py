@@ -141,19 +141,14 @@ def test_parts_are_named_and_weighted(
 
 
 @pytest.mark.parametrize("sigma", ["sigma_tool", "sigma_length"])
-@pytest.mark.parametrize(
-    ("decay", "shares"), [(True, [1.0, 0.75, 0.5, 0.25, 0.0]), (False, [1.0] * 5)]
-)
-def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(
-    sigma: str, decay: bool, shares: list[float]
-) -> None:
+def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(sigma: str) -> None:
     """Of what a config makes: at each of five steps the reward is that of so much of its sigma."""
-    settings = {"kind": "text", sigma: 2.0, "decay_sigmas": decay}
+    settings = {"kind": "text", sigma: 2.0}
     made = {"model": "m", "out_dir": "o", "steps": 5, "reward": settings}
     scoring = make_scoring(TrainConfig.model_validate(made), cast(Any, None), CHAT.tokenizer)
     task = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={"answer": "right"})
     told = []
-    for step, share in enumerate(shares):
+    for step, share in enumerate([1.0, 0.75, 0.5, 0.25, 0.0]):
         rollouts = [
             a_rollout([[-1.0] * n], task=task, answer="right", stats={"tool_calls": float(n)})
             for n in (1, 3)
@@ -162,7 +157,6 @@ def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(
         told.append([r.rewards["answer_efficiency"] for r in rollouts])
         factors = [2.0 / (1.0 + math.exp(2.0 * share * z)) - 1.0 for z in (-1.0, 1.0)]
         assert told[-1] == pytest.approx(factors), step
-    assert (told[0] == told[-1]) == (not decay)
     alone = a_rollout([[-1.0]], task=task, answer="right")
     scoring.score([Group(task=task, rollouts=[alone])])
     assert "answer_efficiency" not in alone.rewards, "an evaluation compares nobody"
