@@ -75,11 +75,7 @@ class Endpoint(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ScriptedEndpoint(Endpoint):
-    """A function instead of a model: `reply(messages)` is every reply.
-
-    Raises:
-        TypeError: from complete(): the function returned something else than text.
-    """
+    """A function instead of a model: `reply(messages)` is every reply; TypeError: it is no text."""
 
     reply: Callable[[Sequence[Message]], str]
 

@@ -20,15 +20,10 @@ from agentgrpo.models.models import ADAPTER_TENSORS
 
 
 class Adapter:
-    """A LoRA adapter injected into a transformers model.
+    """A LoRA adapter injected into a transformers model, whose own parameters are frozen.
 
-    Args:
-        model: gets adapted layers in place; its own parameters are frozen.
-        config: rank > 0.
-        saved: a folder that save() wrote, to go on from. None: B = 0, the model as it was.
-
-    Raises:
-        ValueError: peft is missing, or no layer has such a name or only the head has.
+    `saved`: a folder that save() wrote, to go on from; None: B = 0, the model as it was. ValueError
+    where peft is missing, or no layer has such a name or only the head has.
     """
 
     def __init__(self, model: Any, config: LoraConfig, saved: Path | None = None) -> None:

@@ -196,11 +196,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what state_dict() returned, for the same parameters.
-
-        Raises:
-            ValueError: it is of other parameters.
-        """
+        """Restore what state_dict() returned, for the same parameters."""
         adamw, lower = dict(state["adamw"]), self._lower()
         if len(state["masters"]) != len(lower):
             raise ValueError(f"{len(state['masters'])} masters, expected {len(lower)}")
@@ -244,11 +240,7 @@ class MasterAdamW:
 
 
 def make_optimizer(config: LearnerConfig, parameters: Sequence[Tensor]) -> MasterAdamW:
-    """The optimizer that a config asks for.
-
-    Raises:
-        ValueError: adamw_8bit without a GPU, without bitsandbytes or on several ranks.
-    """
+    """The optimizer that a config asks for; ValueError: it is not to be had here."""
     adamw: Any = None
     if config.optimizer == "adamw_8bit":  # NEVER RUN yet: it needs a GPU
         if not torch.cuda.is_available():

@@ -18,14 +18,7 @@ from agentgrpo.learn.policy import Policy, Scorer, load_model
 class Reference:
     """A frozen model, or of an adapter's policy the policy with the matrices that it began with.
 
-    Args:
-        policy: that is trained.
-        loss: sync_ref_model and what belongs to it are read.
-        source: the directory or name that training began with; not read where an adapter is
-            trained.
-
-    Raises:
-        ValueError: there is neither.
+    `source`: the directory or name that training began with; not read where an adapter is trained.
     """
 
     def __init__(self, policy: Policy, loss: LossConfig, source: str | Path | None) -> None:

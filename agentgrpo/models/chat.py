@@ -129,12 +129,7 @@ class ChatTemplate:
     ) -> Int32:
         """The whole conversation so far, up to where the assistant's next turn begins.
 
-        Args:
-            messages: of the conversation.
-            tools: JSON schemas that the template shows the policy.
-
-        Raises:
-            ValueError: the template refuses the messages; the message has its reason.
+        ValueError: the template refuses the messages; the message has its reason.
         """
         pairs = zip(messages, _numbered(messages), strict=True)
         messages = [dict(one) if one.get("tool_call_id") else made for one, made in pairs]
@@ -184,10 +179,8 @@ class ChatTemplate:
     def text_ids(self, text: str, *, own: bool = False) -> Int32:
         """The tokens of text put into an assistant's turn as it is, encoded alone.
 
-        Args:
-            text: what is put there.
-            own: it is the policy's or its author's, who may write the tokens that a turn is
-                written with, such as `<think>`; else it is the world's, and no control token.
+        `own`: it is the policy's or its author's, who may write the tokens that a turn is written
+        with, such as `<think>`; else it is the world's, and no control token.
         """
         (plain,), mark = self._encoder.shield(text, own=[own])
         return self._encoder.encode_behind(plain, mark)

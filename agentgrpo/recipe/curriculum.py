@@ -91,8 +91,7 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
 def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> dict[str, Any]:
     """Play the candidates and write what is selected of them.
 
-    Raises:
-        ValueError: no candidate has both right and wrong rollouts, as selection = "pareto" asks.
+    ValueError: none has both right and wrong rollouts, as selection = "pareto" asks.
     """
     folder = folder_of(recipe, stage)
     folder.mkdir(parents=True, exist_ok=True)

@@ -29,12 +29,7 @@ from agentgrpo.types import Task
 
 
 class ErrandsEnv(TaggedEnv):
-    """TaggedEnv over the almanac, with tasks of its own.
-
-    Args:
-        pool: as TaggedEnv.
-        timeout_s: as TaggedEnv.
-    """
+    """TaggedEnv over the almanac, with tasks of its own."""
 
     def __init__(self, pool: SandboxPool, timeout_s: float) -> None:
         super().__init__(

@@ -93,9 +93,7 @@ class Scoring:
     def score(self, groups: Sequence[Group], *, step: int | None = None) -> None:
         """Set the rewards of every rollout that the machine did not break.
 
-        Args:
-            groups: played.
-            step: of the training; None in an evaluation, where no rollout is compared with others.
+        `step`: of the training; None in an evaluation, where no rollout is compared with others.
         """
         work = self._score(groups, step)
         if self._own_loop is None:

@@ -86,10 +86,8 @@ def stop_after_step(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
 def run_child(command: Sequence[str], stdout: int | None = None) -> tuple[int, bool]:
     """Run a command and wait for it; whoever asks this process to stop asks that one.
 
-    Ctrl-C and the end of the terminal reach both; SIGTERM is passed on.
-
-    Returns:
-        Its status, negative for a signal, and whether somebody has asked to stop.
+    Ctrl-C and the end of the terminal reach both; SIGTERM is passed on. Returns its status,
+    negative for a signal, and whether somebody has asked to stop.
     """
     begun: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []
