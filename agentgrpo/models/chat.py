@@ -482,7 +482,7 @@ def _nine_characters(messages: Sequence[Message]) -> tuple[list[Message], dict[s
         given = part.get(key)
         return {**part, key: made.setdefault(given, next(free))} if given else {**part}
 
-    told = []
+    told: list[Message] = []
     for message in messages:
         one = renamed(message, "tool_call_id")
         if one.get("tool_calls"):
