@@ -105,7 +105,6 @@ class RowTasks(Tasks):
         self._order: tuple[int, list[int]] = (-1, [])  # of the round it was last computed for
 
     def __len__(self) -> int:
-        """How many tasks one round has."""
         return len(self.rows)
 
     def only(self, keep: Callable[[Task], bool]) -> RowTasks:

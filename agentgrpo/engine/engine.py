@@ -356,7 +356,6 @@ class Engine:
             self._drain()
 
     def abort_all(self) -> None:
-        """Drop every request in flight."""
         self.abort(list(self._in_flight))
 
     @property

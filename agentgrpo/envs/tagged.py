@@ -61,7 +61,6 @@ class TaggedEpisode:
         self._recalled: tuple[Any, ...] = ()
 
     def recall(self, memory: Any) -> None:
-        """As PythonEpisode's and SearchEpisode's."""
         self._recalled = (memory,)
 
     def step(self, action: Action) -> Observation:
@@ -75,9 +74,7 @@ class TaggedEpisode:
         return does.step(action)
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """Nothing: what an answer is worth is for the reward to say."""
         return self._python.finish(answer)
 
     def close(self) -> None:
-        """End the interpreter."""
         self._python.close()

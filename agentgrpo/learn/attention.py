@@ -51,7 +51,6 @@ class Run(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Tokens before the run."""
         return sum(end - start for start, end in self.path)
 
 

@@ -47,12 +47,10 @@ class Adapter:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The matrices A and B of every adapted layer."""
         return [p for p in self._peft.parameters() if p.requires_grad]
 
     @property
     def config(self) -> dict[str, Any]:
-        """What adapter_config.json says."""
         described: dict[str, Any] = self._peft.peft_config["default"].to_dict()
         return described
 

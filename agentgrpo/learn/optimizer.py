@@ -75,11 +75,9 @@ class MasterAdamW:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
         return float(self._adamw.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next step."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
 
@@ -123,7 +121,6 @@ class MasterAdamW:
         p.grad = None
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         for index, p in enumerate(self._parameters):
             p.grad = self._sums[index] = None
 

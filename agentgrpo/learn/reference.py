@@ -61,7 +61,6 @@ class Reference:
 
     @torch.no_grad()
     def load(self, state: list[Tensor]) -> None:
-        """Restore what state() gave."""
         if len(state) != len(self._pairs):
             raise ValueError(
                 f"the KL's reference has {len(self._pairs)} parameters, {len(state)} were saved: "

@@ -66,7 +66,6 @@ class SamplerStats:
     """Branches whose replayed tools answered otherwise than before: started again, alone."""
 
     def metrics(self) -> Metrics:
-        """The numbers, by name."""
         return {name: float(value) for name, value in dataclasses.asdict(self).items()}
 
 

@@ -90,7 +90,6 @@ class RunLog:
         return {row["step"]: row["eval/solved"] for row in rows if "eval/solved" in row}
 
     def close(self) -> None:
-        """Let the trackers finish."""
         for tracker in self._trackers:
             tracker.close()
 

@@ -43,7 +43,6 @@ class Outcome:
     """What the same command does next time."""
 
     def begin(self) -> None:
-        """See Begin."""
         self.begun = True
 
 

@@ -88,7 +88,6 @@ class RunSetup:
     """Who may be asked to speak in a second role, or to judge."""
 
     def close(self) -> None:
-        """Stop what the environment holds, and the sandbox."""
         close_env(self.env)
         if self.pool is not None:
             self.pool.close()
