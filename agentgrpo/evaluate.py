@@ -40,10 +40,8 @@ class Scored(PlayCallback):
         return played, stats
 
     def ended(self, group: Group) -> None:
-        """Begin to score it; with reward.overlap = false that waits until all have ended."""
-        future = self._reward.begin(group, step=self._step)
-        if future is not None:
-            self._begun[id(group)] = group, future
+        """Begin to score it."""
+        self._begun[id(group)] = group, self._reward.begin(group, step=self._step)
 
     @property
     def scored(self) -> list[Group]:

@@ -63,11 +63,6 @@ class RewardConfig(Section):
     on_error: Literal["drop", "raise"] = "drop"
     """A function that fails takes its rollout out of the group, and says so; or stops the run."""
 
-    overlap: bool = True
-    """Score a group as soon as its last rollout has ended, beside the run's thread, while others
-    play. false: on the run's thread, after play; for functions that set alarms or else only work
-    there. The rewards are the same."""
-
     @pydantic.field_validator("functions", mode="before")
     @classmethod
     def _each_of_weight_one(cls, functions: Any) -> Any:

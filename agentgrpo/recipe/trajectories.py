@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -164,10 +163,7 @@ class TrajectoryPlayer:
                 )
         rollout.segments = [rollout.segments[0], *(s for turn in turns for s in turn.segments)]
         rollout.turns = []  # the engine's accounts are of turns that are not all its own
-        scored = self._reward.begin(group)
-        if scored is None:  # reward.overlap = false: on the thread that it is for
-            scored = self._loop.call(partial(self._reward.score, [group]))
-        scored.result()
+        self._reward.begin(group).result()
         return Trajectory(turns=tuple(turns), rollout=rollout, operator=operator, parent=parent)
 
 

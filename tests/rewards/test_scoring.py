@@ -263,15 +263,12 @@ def test_an_error_names_task_rollout_and_function(function: str, said: str) -> N
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("kind", [True, False], ids=["kind", "function"])
 @pytest.mark.parametrize("function", LEAVES)
-def test_a_function_that_leaves_ends_the_run_with_a_word(
-    overlap: bool, kind: bool, function: str
-) -> None:
+def test_a_function_that_leaves_ends_the_run_with_a_word(kind: bool, function: str) -> None:
     """It ended the event loop of all rewards, and the run waited for ever."""
     rollouts = [played(), played()]
-    config = RewardConfig(functions={} if kind else {f"mine:{function}": 1.0}, overlap=overlap)
+    config = RewardConfig(functions={} if kind else {f"mine:{function}": 1.0})
     reward: Any = reward_function(f"mine:{function}") if kind else base
     scoring = Scoring(reward, config, decode)
     group = Group(task=rollouts[0].task, rollouts=rollouts)
@@ -280,7 +277,7 @@ def test_a_function_that_leaves_ends_the_run_with_a_word(
     with pytest.raises(UserCodeError, match=named):
         scoring.score([group])
     again = [played()]
-    scoring = Scoring(base, RewardConfig(functions={"mine:half": 1.0}, overlap=overlap), decode)
+    scoring = Scoring(base, RewardConfig(functions={"mine:half": 1.0}), decode)
     scoring.score([Group(task=again[0].task, rollouts=again)])
     assert again[0].rewards["half"] == 0.5, "others are scored as before"
 
