@@ -188,10 +188,15 @@ def say(line: str) -> None:
 
 
 def require_compiler() -> None:
-    """Refuse another system, and one without a C compiler, before anything is downloaded."""
+    """Refuse another system, a read-only clone, and one without a C compiler, before anything is
+    downloaded.
+    """
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         here = f"{platform.system()} on {platform.machine()}"
         raise Failed(f"these packages are for Linux on x86-64, and this is {here}: docs/install.md")
+    if not os.access(ROOT / "agentgrpo", os.W_OK):
+        raise Failed(f"{ROOT} cannot be written to, and the C extension is built in it: git clone "
+                     f"{ROOT} /PLACE, then make there")  # fmt: skip
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     include = sysconfig.get_path("include")
     command = [*shlex.split(compiler), "-fsyntax-only", f"-I{include}", "-x", "c", "-"]

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -23,6 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from agentgrpo.machine.hardware import has_nvidia_gpu
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.types import Int32, Turn
@@ -145,6 +149,12 @@ def main(arguments: Sequence[str]) -> None:
     prepare_environment()
     with tempfile.TemporaryDirectory() as folder:
         runs = [run_seed(args.config, s, Path(folder) / str(s), args.overrides) for s in args.seeds]
+        if kept := os.environ.get(
+            "BENCH_OUT"
+        ):  # of a machine that is lent: what each step measured
+            for seed, name in itertools.product(args.seeds, ("metrics.jsonl", "run.json")):
+                Path(kept, f"run-{seed}").mkdir(parents=True, exist_ok=True)
+                shutil.copy(Path(folder, str(seed), name), Path(kept, f"run-{seed}", name))
         newest = max((Path(folder) / str(args.seeds[-1]) / "checkpoints").iterdir())
         plain = math.nan
         if not args.no_plain:
@@ -153,15 +163,16 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps({"runs": runs, "plain_transformers": plain}, indent=1))
         return
     shape = {"seeds": len(runs)}
+    table = f"gpu_{args.config}" if has_nvidia_gpu() else args.config
     note = " ".join(args.overrides)
     for name in runs[0]:
         unit = "nats" if name == "max_dlogp" else "s" if name in IN_SECONDS else "share"
         values = [run[name] for run in runs]
-        append_row(args.config, name, values, unit=unit, shape=shape, note=f"{note} {values}")
+        append_row(table, name, values, unit=unit, shape=shape, note=f"{note} {values}")
     if args.no_plain:
         return
     append_row(
-        args.config, "heldout_after_plain_transformers", [plain], unit="share", shape={"seeds": 1},
+        table, "heldout_after_plain_transformers", [plain], unit="share", shape={"seeds": 1},
         note=f"the checkpoint of seed {args.seeds[-1]}; in vLLM {runs[-1]['heldout_after']}",
     )  # fmt: skip
 

@@ -143,6 +143,14 @@ def test_a_machine_without_a_compiler_is_told_before_anything_is_downloaded(
         assert "build-essential" in capsys.readouterr().err
 
 
+def test_a_clone_that_cannot_be_written_to_is_told_before_anything_is_downloaded(
+    venv: Venv, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert venv.install() == (1, [])
+    assert "cannot be written to, and the C extension is built in it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64"), ("darwin", "x86_64")]
 )

@@ -61,6 +61,7 @@ class FakeRun:
         self.recorded: list[tuple[int, str, int]] = []
         self.gap = 0.0
         self.num_tasks = 0
+        self.evaluated_at = 0.0
         self.heldout = [Task(id="h", messages=(), spec={})]
 
     # the engine
@@ -99,7 +100,7 @@ class FakeRun:
     ) -> tuple[list[Group], FakeStats]:  # fmt: skip
         self.calls.append("sample" if temperature is None else "evaluate")
         if temperature is not None:
-            assert (temperature, group_size) == (0.0, 1)
+            assert (temperature, group_size) == (self.evaluated_at, 1)
             return [self._group(task, [1.0]) for task in tasks], FakeStats()
         self.seeds.append(seed)
         rewards = self.played.pop(0) if self.played else [LIVE] * len(tasks)
@@ -126,10 +127,6 @@ class FakeRun:
     def next(self, count: int) -> list[Task]:
         self.num_tasks += count
         return [Task(id=f"t{i}", messages=(), spec={}) for i in range(count)]
-
-    def feedback(self, groups: list[Group]) -> None:
-        assert all(r.rewards for group in groups for r in group.rollouts)
-        self.calls.append(f"feedback {len(groups)}")
 
     # records
     def rollouts(self, step: int, groups: list[Group], *, split: str = "train") -> None:
@@ -195,7 +192,7 @@ EVALUATE = [*GENERATE, "evaluate", "sleep"]
 def step_calls(step: int, *more: str) -> list[str]:
     return [
         *GENERATE,
-        *["sample", "sleep", "feedback 2", "learn", f"log {step} rollout+learner+engine+time"],
+        *["sample", "sleep", "learn", f"log {step} rollout+learner+engine+time"],
         *more,
     ]
 
@@ -230,6 +227,26 @@ def test_saves_and_evaluations_come_when_they_are_due() -> None:
         "log 3 eval+time",
         "log 5 eval+time",
     ]
+
+
+def test_evaluations_are_played_as_the_config_says() -> None:
+    fake = FakeRun()
+    fake.evaluated_at = 0.5
+    train(config("evaluation.temperature=0.5"), fake.parts())
+    assert fake.calls.count("evaluate") == 2
+
+
+def test_rollouts_of_a_refused_step_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the learner refused can be looked at."""
+    fake = FakeRun()
+
+    def refuses(updates: Any) -> dict[str, float]:
+        raise ValueError("not finite")
+
+    monkeypatch.setattr(fake, "step", refuses)
+    with pytest.raises(ValueError, match="not finite"):
+        train(config(), fake.parts())
+    assert fake.recorded == [(0, "heldout", 1), (0, "train", 2)]
 
 
 @pytest.mark.parametrize("resumed_at", range(7))
@@ -278,7 +295,6 @@ def test_S2_13_refilling_while_too_few_groups_carry_a_gradient(
     assert fake.calls.count("sample") == rounds
     assert fake.seeds == [settings.seed_of(0, refill) for refill in range(rounds)]
     assert fake.num_tasks == 2 * rounds
-    assert f"feedback {2 * rounds}" in fake.calls
     sampled = next(areas["rollout"] for _, areas in fake.rows if "rollout" in areas)
     assert sampled["groups"] == 2 * rounds
     assert sampled["live_groups"] == sum(live_per_round[:rounds])

@@ -31,7 +31,7 @@ from agentgrpo.learn.reference import Reference
 from agentgrpo.learn.step_record import OldLogps, ScoredBatch, StepRecord
 from agentgrpo.learn.teacher import Teacher
 from agentgrpo.learn.updates import Update
-from agentgrpo.machine.memory import explained
+from agentgrpo.machine.memory import explained, trim
 from agentgrpo.models.kinds import router_coef
 from agentgrpo.run import checkpoint
 from agentgrpo.types import Float32, Int32, Metrics
@@ -103,7 +103,6 @@ class Learner:
         return self._publisher.publish()
 
     def dry_pass(self, num_tokens: int) -> None:
-        """See learn/preflight.py."""
         dry_pass(self.policy, self._optimizer, num_tokens, self._temperature)
 
     def checkpoint_if_auto(self) -> bool:
@@ -189,6 +188,7 @@ class Learner:
                     self._teacher.follow()
         self.step_count += 1
         self._optimizer.zero_grad()  # the engine's cache needs the room
+        trim()
         metrics: Metrics = {"learning_rate": self._optimizer.lr, "updates": float(len(run.losses))}
         metrics |= run.metrics(self._objective) | taught
         for seen in run.seen():
@@ -205,7 +205,6 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """Of the step about to be taken."""
         return self._config.learning_rate_at(self.step_count, self._total_steps)
 
     @torch.no_grad()

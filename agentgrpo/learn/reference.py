@@ -17,10 +17,8 @@ from agentgrpo.learn.policy import Policy, Scorer, load_model
 class Reference:
     """A frozen model, or the policy with copies of its trained parameters, as they began.
 
-    Args:
-        policy: that is trained.
-        source: the model's directory or name; None: the copies.
-        moves: the model will move() where the policy is trained; the copies always may.
+    `source`: the model's directory or name; None: the copies. `moves`: it will move() where the
+    policy is trained; the copies always may.
     """
 
     def __init__(self, policy: Policy, source: str | Path | None, *, moves: bool = False) -> None:
@@ -56,7 +54,6 @@ class Reference:
 
     @torch.no_grad()
     def load(self, state: list[Tensor]) -> None:
-        """Restore what state() gave."""
         if len(state) != len(self._pairs):
             raise ValueError(
                 f"a reference has {len(self._pairs)} parameters, {len(state)} were saved: "

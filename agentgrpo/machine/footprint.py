@@ -26,6 +26,9 @@ GIB = 2**30
 WIDTH = {"float32": 4, "bfloat16": 2}
 ALLOCATORS = 0.8
 """Share of a card that the sums may fill; the rest is for what they leave out."""
+LIBRARIES = int(1.2 * GIB)
+"""Of a process on a CPU: code, and what its libraries keep by shape once a run has settled, after
+some 20 steps. bench/results/long_run.jsonl has such a run."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -49,6 +52,8 @@ class Footprint:
     kv_cache: int
     checkpoint: int
     """On disk: the weights, unless an adapter is trained, and the optimizer's state."""
+    libraries: int
+    """On CUDA not counted: the host's memory."""
     cuda: bool
 
     @property
@@ -56,11 +61,19 @@ class Footprint:
         """The most that is held at once: on CUDA the KV cache is given back while learning."""
         learning = self.gradients + self.activations
         together = (max if self.cuda else int.__add__)(learning, self.kv_cache)
-        return self.weights + self.copies + self.optimizer + together
+        return self.weights + self.copies + self.optimizer + self.libraries + together
 
     def listed(self) -> str:
         """The parts in GiB, as a sum."""
-        names = ("weights", "copies", "gradients", "optimizer", "activations", "kv_cache")
+        names = (
+            "weights",
+            "copies",
+            "gradients",
+            "optimizer",
+            "activations",
+            "kv_cache",
+            "libraries",
+        )
         parts = [(name.replace("kv_", "KV "), getattr(self, name)) for name in names]
         shown = " + ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
         given = ", the KV cache being given back while learning" * (self.cuda and self.kv_cache > 0)
@@ -71,16 +84,9 @@ def footprint(
     config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int = 1, trained: bool = True,
     sampled: bool = True, teacher: Shapes = MappingProxyType({}),
 ) -> Footprint:  # fmt: skip
-    """Memory of one process of a run.
+    """Memory of one process of a run: of each rank, with a learner, or an engine, or both.
 
-    Args:
-        config: of the run.
-        shapes: of the model, from shapes_of() or shapes_in().
-        cuda: a GPU, bfloat16 where the config says auto; else a CPU.
-        ranks: of the run: each has a part of the learner, and an engine or its part of one.
-        trained: there is a learner.
-        sampled: there is an engine.
-        teacher: of the model that teaches.
+    `cuda`: a GPU, bfloat16 where the config says auto; else a CPU. `teacher`: of another model.
     """
     learner = config.learner
     width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
@@ -107,6 +113,7 @@ def footprint(
         activations=_activations(shapes, learner, width, cuda=cuda) if trained else 0,
         kv_cache=sampled * int(config.engine.kv_cache_gib * GIB),
         checkpoint=optimizer + (0 if adapted else weights),
+        libraries=0 if cuda else LIBRARIES,
         cuda=cuda,
     )
 
@@ -151,9 +158,6 @@ def shapes_in(folder: Path) -> Shapes:
     """Of each tensor of a model directory, from its safetensors headers; empty if it has none.
 
     Of a language model with parts for images or sound beside it, its own.
-
-    Raises:
-        ValueError: a file is damaged.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -165,11 +169,7 @@ def shapes_in(folder: Path) -> Shapes:
 
 
 def shapes_of(config: Any) -> Shapes:
-    """Of each tensor of a model, from its transformers config; the model is made without storage.
-
-    Raises:
-        ValueError: transformers has no causal language model of this kind.
-    """
+    """Of each tensor of a model, by its transformers config; the model is made without storage."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -208,13 +208,6 @@ def room_checks(
 
     vLLM would say that it has no room in its own words, after loading the model, or be ended by
     Linux, since a control group's limit is met only where memory is written to.
-
-    Args:
-        config: of the run.
-        model: directory or hub name.
-        trained: not only sampled from.
-        sampled: not only trained: an engine is started.
-        teacher: directory or hub name of another model that is held.
     """
     held = held_by(config, model, trained=trained, sampled=sampled, teacher=teacher)
     card = hardware.gpu_memory_bytes() if held.cuda else None

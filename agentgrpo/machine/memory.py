@@ -6,6 +6,7 @@ Importing this loads no torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import sys
 import traceback
@@ -34,9 +35,7 @@ class OutOfMemory(ValueError):
 def explained(doing: str, remedy: Callable[[], str]) -> Iterator[None]:
     """Turn an error that says that memory ran out into one that says what to do about it.
 
-    Args:
-        doing: what memory is needed for inside, as "learning".
-        remedy: what to change; called when what had been allocated inside is released.
+    `remedy` is called when what had been allocated inside is released.
     """
     try:
         yield
@@ -96,3 +95,9 @@ def release() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
+    trim()
+
+
+def trim() -> None:
+    """Give what glibc keeps of freed blocks back to the machine: its arenas' holes only grow."""
+    ctypes.CDLL(None).malloc_trim(0)

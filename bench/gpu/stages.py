@@ -1,10 +1,10 @@
-"""The suite for cards as a table of stages, and the calls that a card lent for half an hour takes.
+"""The suite for cards as a table of stages, and the calls of a card lent for fifteen minutes.
 
     python -m bench.gpu.stages [--walk] [--limit SECONDS] STAGE|GROUP|CALL ...
 
 A stage is one command in a process of its own, under a limit of its own. Whatever becomes of it is
 a row (gpu_stages: seconds, exit status, the end of its error), and the next one runs. --walk is
-the same on a CPU with tiny sizes: does every stage end, with rows? NEVER RUN ON A GPU yet.
+the same on a CPU with tiny sizes: does every stage end, with rows?
 Standard library and numpy only, and no CUDA context: a stage has the card alone.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import importlib.util
 import io
+import itertools
 import math
 import os
 import signal
@@ -23,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -93,15 +95,15 @@ STAGES = {
     ),
     "tests": Stage(
         # the compiler's own tests need no card; warnings of another machine's plugins fail nothing
-        ("pytest", "-q", "-n", "8", "-W", "default", "-p", "no:benchmark", "tests/kernels",
+        ("pytest", "-q", "-n", "14", "-W", "default", "-p", "no:benchmark", "tests/kernels",
          "--confcutdir=tests/kernels", "--ignore=tests/kernels/test_compile.py"),
         (*TORCH, "pytest", "xdist", "pytest_timeout", "hypothesis"), 110,
         "700 Triton compiles at 1 s on 8 of 16 cores, start 20 s",
         ("-n", "0", "-k", "softcap and torch"),
     ),
     "kernels": Stage(
-        ("bench.gpu.kernels", "--sweep"), TORCH, 145,
-        "13 runs of 12 batches, four ways at 80 to 400 ms; 18 shapes of the sweep at 2 s",
+        ("bench.gpu.kernels", "--sweep", "--repeats", "5"), TORCH, 100,
+        "8 runs of 12 batches, four ways at 80 to 400 ms; 18 shapes of the sweep at 2 s",
         ("--dry-run", "--sweep"),
     ),
     "step/0.6B/full/tools": _step(
@@ -128,7 +130,7 @@ STAGES = {
     "learn/quickstart": Stage(
         ("bench.quickstart", *TEN), (*QUICKSTART, "nsjail"), 150,
         "model 10 s, start 80 s, 10 steps at 4 s, 2 evaluations at 5 s",
-        (*LEARN_WALK, "data.levels=[1]", "--no-plain"),
+        (*LEARN_WALK, "--no-plain"),
     ),
     "learn/calculator": Stage(
         ("bench.quickstart", "--config", "inline", *TEN, "engine.max_model_len=512"),
@@ -161,13 +163,15 @@ STAGES = {
 
 
 CALLS = {
-    "1": ("probe", "values", "tests", "kernels"),  # what is right on the card; what kernels gain
-    "2": ("step/0.6B/full/tools", "step/1.7B/full/tools"),  # the learner's step by layout
-    "3": ("engine/0.6B/graphs", "engine/1.7B/shared"),  # agreement, graphs, fifty cycles
-    "4": ("learn/quickstart", "decode/async-off", "decode/async-on"),  # does it learn
-    "5": ("learn/calculator",),  # the same without a sandbox: may be cut
+    "1": ("probe", "values", "tests"),  # what is right on the card, all three at once
+    "2": ("step/0.6B/full/tools",),  # the learner's step by layout
+    "3": ("engine/0.6B/graphs",),  # agreement, graphs, sleep
+    "4": ("learn/quickstart",),  # does it learn
+    "5": ("kernels",),  # what kernels gain: may be cut
 }
 """What one command on a card that is lent runs (rented.sh), in the order of what comes with it."""
+CHECKS = ("probe", "values", "tests")
+"""Stages that time nothing: those next to each other run at once."""
 NO_ROWS = ("gpu_stages", "memory")
 """Files that say what ran, and not what was measured."""
 OWN = ("tests", "kernels", "step", "colocated", "learn", "trl")
@@ -300,11 +304,17 @@ def main() -> None:
     names = [stage for name in asked.stages for stage in stages_of(name)]
     measured_commit()  # now, not after the first stage
     ends = time.monotonic() + (math.inf if asked.limit is None else asked.limit)
-    failed = []
-    for name in names:
+
+    def ends_well(name: str) -> bool:
         left = min(asked.each, ends - time.monotonic())
-        if not run(name, walk=asked.walk, limit=min(left, 86_400)):
-            failed.append(name)
+        return run(name, walk=asked.walk, limit=min(left, 86_400))
+
+    failed = []
+    for _, some in itertools.groupby(names, lambda name: "checks" if name in CHECKS else name):
+        at_once = list(some)
+        with ThreadPoolExecutor(len(at_once)) as threads:
+            failed += [x for x, well in zip(at_once, threads.map(ends_well, at_once), strict=True)
+                       if not well]  # fmt: skip
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

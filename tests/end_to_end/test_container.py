@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 import install
+from agentgrpo.sandbox.spawner import Spawner
 
 HERE = Path(__file__).parent
 SMALL = (*install.STEP, "eval_every=0")
@@ -52,3 +55,10 @@ def test_your_own_config_is_refused_there_with_what_can_be_done(
     assert len(refused.stderr.splitlines()) <= 8
     for told in ("--cap-add SYS_ADMIN", "sandbox.allow_degraded=true", "sandbox doctor"):
         assert refused.stderr.count(told) == 1
+
+
+def test_each_reason_is_one_line_and_said_once() -> None:
+    why = "the jail did not start\n[W][2026-11-27T01:13:53+0000][26] clone() failed\n[E][x][26] no"
+    failed = cast(Spawner, SimpleNamespace(failures={"one": why, "two": why, "three": "no root"}))
+    shown = Spawner.failures_text(failed)
+    assert shown == "  one, two: the jail did not start; clone() failed; no\n  three: no root"

@@ -13,7 +13,7 @@ def _poisoning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = make(*args, **kwargs)
         if out.is_floating_point() and out.numel() < 1 << 24:
-            out.fill_(float("nan"))
+            out.detach().fill_(float("nan"))
         return out
 
     return poisoned

@@ -56,7 +56,8 @@ def weights(loss_type: str, length: int) -> float:
 def oracle(
     batch: dict[str, Any], options: dict[str, Any], temperature: float = 1.0
 ) -> list[Tensor]:
-    """(loss, d loss / d hidden, d loss / d head)."""
+    """(loss, d loss / d hidden, d loss / d head), computed on the CPU."""
+    batch = {name: x.detach().cpu() for name, x in batch.items()}
     hidden = torch.where(batch["mask"][..., None], batch["hidden"], 0.0).double().requires_grad_()
     head = batch["head"].double().requires_grad_()
     losses = []
@@ -73,7 +74,7 @@ def oracle(
         )  # fmt: skip
         losses.append(sample_loss(sample, options, None, True))
     loss = torch.stack(losses).sum()
-    return [loss.detach(), *torch.autograd.grad(loss, (hidden, head))]
+    return [x.to(DEVICE) for x in (loss.detach(), *torch.autograd.grad(loss, (hidden, head)))]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from agentgrpo.learn.advantages import (
     why_dead,
 )
 from agentgrpo.proof.advantages import advantage_faults
-from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
+from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task, Treatment
 
 TASK = Task(id="t", messages=(), spec={})
 NORMALIZE_THEN_SUM: dict[str, Any] = {"multi_objective_aggregation": "normalize_then_sum"}
@@ -111,6 +111,16 @@ def test_broken_rollouts_leave_the_baseline_and_get_zero() -> None:
     group = make_group([1.0, 100.0, 0.0, 0.0], broken=(1,))
     got = assigned(group, scale_rewards="none")
     assert got == pytest.approx([2 / 3, 0.0, -1 / 3, -1 / 3])
+
+
+@pytest.mark.parametrize("credit", ["rollout", "return_to_go"])
+def test_masked_rollouts_count_in_the_baseline_and_get_zero(credit: str) -> None:
+    group = make_group([1.0, 3.0, 0.0, 0.0])
+    group.rollouts[1].treatment = Treatment.MASK
+    group.rollouts[1].span_rewards = [SpanReward(3, 5, "line", 0.0)]
+    got = assigned(group, scale_rewards="none", span_credit=credit)
+    assert got == [0.0, 0.0, -1.0, -1.0]
+    assert group.rollouts[1].segment_advantages is None
 
 
 def test_the_reward_is_the_sum_of_its_parts() -> None:

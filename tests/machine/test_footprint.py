@@ -16,6 +16,7 @@ from agentgrpo.learn.policy import freeze_all_but
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import (
     GIB,
+    LIBRARIES,
     count,
     footprint,
     room_checks,
@@ -95,7 +96,7 @@ def test_bytes_of_a_parameter_by_hand() -> None:
     assert gpu.activations == 2048 * 2 * (151936 + 28 * 1024)
     cpu = footprint(make_config(), shapes, cuda=False)
     assert (cpu.weights, cpu.optimizer, cpu.gradients) == (4 * n, 8 * n, 4 * n)
-    assert cpu.peak == 16 * n + cpu.activations + GIB // 2
+    assert cpu.peak == 16 * n + cpu.activations + GIB // 2 + LIBRARIES
     assert gpu.peak == 18 * n + head + gpu.activations  # the cache is given back for them
     more = footprint(make_config(engine={"kv_cache_gib": 40}), shapes, cuda=True)
     assert more.peak == 14 * n + 40 * GIB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -21,10 +22,10 @@ from agentgrpo.engine.engine import Engine, State
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.preflight import oom_hint_learner
 from agentgrpo.machine.footprint import GIB
-from agentgrpo.machine.memory import OutOfMemory, explained
+from agentgrpo.machine.memory import OutOfMemory, explained, rss_bytes
 from agentgrpo.run.atomic import write_lines
 from tests import tiny
-from tests.learn.given import learner_on
+from tests.learn.given import Holder, learner_on
 from tests.learn.test_preflight import Machine
 
 ROOT = Path(__file__).parents[2]
@@ -204,3 +205,20 @@ def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_pa
         r"free now, .*\(.*allocate memory.*\)\n",
         ran.stderr,
     ), ran.stderr
+
+
+def test_a_step_gives_freed_memory_back(tmp_path: Path) -> None:
+    """Of 128 MiB in small blocks, all freed but the last: glibc keeps them."""
+    learner = learner_on(Holder(), tiny.make_model_dir(tmp_path / "model"), weights="copy")
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, size = ctypes.c_void_p, 64 << 10
+    blocks = [ctypes.c_void_p(libc.malloc(size)) for _ in range(2048)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:
+        libc.free(block)
+    before = rss_bytes()
+    learner.step([])
+    given_back = before - rss_bytes()
+    libc.free(blocks[-1])
+    assert given_back > 100 << 20
