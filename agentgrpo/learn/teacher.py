@@ -40,15 +40,8 @@ Tell = Callable[[Rollout, Sequence[Rollout]], str]
 
 
 class Teacher:
-    """Scores what the policy sampled.
-
-    Args:
-        config: teacher.model or teacher.feedback is set.
-        policy: that is taught.
-        source: directory or name of the other model.
-        prompt, tell: with feedback; `tell` but for `errors`, which the rollouts hold.
-        temperature: of the rollouts.
-        max_tokens: of one forward pass.
+    """Scores what the policy sampled: another model, `source`; or the policy behind other prompts,
+    which say what `tell` does, or without it the rollouts' own feedback.
     """
 
     def __init__(
