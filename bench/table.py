@@ -147,11 +147,43 @@ LINES = (
     Line(
         "sandbox: memory of a session", "sandbox", "memory of a session (PSS)", shape={"live": 1000}
     ),
+    Line(
+        "H100: quickstart, 10 steps of 384 rollouts, bfloat16: held-out problems solved, greedy",
+        "gpu_quickstart", "heldout_after", "heldout_before", "before",
+    ),
+    Line("H100: the same: a step", "gpu_quickstart", "step_s"),
+    Line("H100: attention over a tree, error of the output", "gpu_probe", "tree: output"),
+    Line(
+        "H100: learner's pass, 2 x 16 rollouts of 3,072 tokens, Qwen3 0.6B's shape: prefix trees",
+        "gpu_step", "0.6B full, tree", "0.6B full, rows varlen", "rows, FlashAttention",
+    ),
+    Line(
+        "H100: the same with Liger's layers", "gpu_step", "0.6B full, tree, Liger",
+        "0.6B full, padded", "padded rows",
+    ),
+    Line(
+        "H100: loss and gradients of 16,384 positions from hidden states of 4,096, all sampled",
+        "gpu_kernels", "from hidden: ours", "roof: three products", "the three bare products",
+        {"H": 4096, "sampled": 16384},
+    ),
+    Line(
+        "H100: the same, one in eight sampled", "gpu_kernels", "from hidden: ours",
+        "from hidden: plain torch", "plain torch", {"H": 4096, "sampled": 2048},
+    ),
+    Line(
+        "H100: logits read by the forward kernel", "gpu_kernels", "from logits: forward read",
+        "roof: copy", "a copy on the card",
+    ),
+    Line(
+        "H100: waking the engine, Qwen3 0.6B's shape, shared weights", "gpu_colocated",
+        "shared: wake_s",
+    ),
+    Line("H100: the same: putting it to sleep", "gpu_colocated", "shared: sleep_s"),
 )  # fmt: skip
 
 
-def newest(line: Line, variant: str) -> dict[str, Any]:
-    """The last row of this kind.
+def newest(line: Line, variant: str, *, beside: bool = False) -> dict[str, Any]:
+    """The last row of this kind; of what it stands beside, which may not have all of its shape.
 
     Raises:
         LookupError: there is none.
@@ -161,7 +193,10 @@ def newest(line: Line, variant: str) -> dict[str, Any]:
         row
         for row in rows
         if row["variant"] == variant
-        and line.shape.items() <= row["shape"].items()
+        and all(
+            row["shape"].get(key, value if beside else None) == value
+            for key, value in line.shape.items()
+        )
         and row["note"].startswith(line.note)
     ]
     if not found:
@@ -191,10 +226,10 @@ def table() -> str:
         ours = newest(line, line.ours)
         beside = ""
         if line.other:
-            other = newest(line, line.other)
+            other = newest(line, line.other, beside=True)
             beside = f"{quantity(other['p50'], other['unit'])} ({line.other_is})"
         here = quantity(ours["p50"], ours["unit"])
-        out.append(f"| {line.what} | {here} | {beside} | {ours['commit']} |")
+        out.append(f"| {line.what} | {here} | {beside} | {ours['commit'][:7]} |")
     return "\n".join(out)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import re
 import shutil
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentgrpo import cli
+from agentgrpo import cli, testing
 from agentgrpo.config import RewardConfig
 from agentgrpo.config.read import load_config
 from agentgrpo.config.recipe import RecipeConfig
@@ -128,6 +129,24 @@ def _kernels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield
     for name in [name for name in sys.modules if name.startswith("agentgrpo_kernels")]:
         del sys.modules[name]
+
+
+@of_page("docs/testing.md", after="# Learning as a test")
+def test_tests_of_learning_call_what_there_is(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each does is in tests/testing; here, that it takes what the page gives it."""
+    called = []
+    for name in testing.__all__:
+        signature = inspect.signature(getattr(testing, name))
+
+        def call(*args: Any, bound: Any = signature.bind, name: str = name, **given: Any) -> None:
+            called.append((name, bound(*args, **given).arguments["config"]))
+
+        monkeypatch.setattr(testing, name, call, raising=False)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    for test in [value for name, value in names.items() if name.startswith("test_")]:
+        test(*inspect.signature(test).parameters)
+    assert sorted(called) == [(name, "letters.toml") for name in sorted(testing.__all__)]
 
 
 @of_page("docs/kernels.md", after="## Plain torch")

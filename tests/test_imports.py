@@ -83,7 +83,7 @@ TOP = [
         "trainer",
         "train",
     ),
-    *("recipe", "examples", "init", "__main__"),
+    *("recipe", "examples", "init", "testing", "__main__"),
 ]
 """Assembly and commands, each of which may import the wings and what stands before it."""
 ALLOWED = {wing: {wing, "cli", *may.split()} for wing, may in WINGS.items()}

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pydantic
 
-from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig
+from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig, TeacherConfig
 from agentgrpo.config.playing import (
     OWN_MODELS,
     AgentConfig,
@@ -41,8 +41,6 @@ def _reads_a_file(config: TrainConfig) -> bool:
 NEEDS: tuple[Need, ...] = (
     ("learner.lora.alpha learner.lora.target_modules",
      "learner.lora.rank above 0", lambda c: c.learner.lora.rank),
-    ("reward.decay_sigmas", "reward.sigma_tool or reward.sigma_length above 0",
-     lambda c: c.reward.sigma_tool + c.reward.sigma_length),
     ("reward.on_error", "reward.functions", lambda c: c.reward.functions),
     ("rollout.max_refills", "rollout.refill_below above 0",
      lambda c: c.rollout.refill_below or not c.rollout.max_refills),
@@ -53,10 +51,6 @@ NEEDS: tuple[Need, ...] = (
     ("env.user.max_replies", "a mode but 'nobody'", lambda c: c.env.user.mode != "nobody"),
     ("sandbox.host_cache sandbox.host_budget", "sandbox.host_tools",
      lambda c: c.sandbox.host_tools),
-    ("data.levels", "data.train = \"word_problems\"",
-     lambda c: c.data.train == "word_problems"),
-    ("data.heldout_levels", "data.heldout = \"word_problems\"",
-     lambda c: c.data.heldout_source == "word_problems"),
     ("data.question data.answer data.id data.columns", "a file as data.train or data.heldout",
      _reads_a_file),
     ("loss.sync_ref_model loss.kl_estimator loss.use_bias_correction_kl", "loss.beta above 0",
@@ -113,6 +107,7 @@ class TrainConfig(Section):
     reward: RewardConfig = RewardConfig()
     learner: LearnerConfig = LearnerConfig()
     loss: LossConfig = LossConfig()
+    teacher: TeacherConfig = TeacherConfig()
 
     def on(self, device: str) -> TrainConfig:
         """What the device decides, decided: rollout.deterministic, engine.async_scheduling."""

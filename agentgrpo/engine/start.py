@@ -20,7 +20,7 @@
 * On CPU a request without an adapter got that of the last slot, index -1, where another request of
   the batch had one. Here its share of every adapter is zero (_without_adapter_none).
 * Shared weights stay out of vLLM's sleeping memory pool on CUDA: the learner works on them while
-  the engine sleeps, so only the KV cache may be unmapped. (Read, not yet run on a GPU.)
+  the engine sleeps, so only the KV cache may be unmapped.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ observation of a seed is the task's question, so that all rollouts of a group st
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -69,12 +70,15 @@ class GymnasiumEnv:
         """A new world of its own."""
         gymnasium = import_optional("gymnasium", "env.kind = 'gymnasium'")
         given = {**self._kwargs}
+        module, _, name = self._id.rpartition(":")
         try:
-            spec = gymnasium.spec(self._id)
+            if module:
+                importlib.import_module(module)
+            spec = gymnasium.spec(name)
             if "ansi" in getattr(_entry(spec), "metadata", {}).get("render_modes", ()):
                 given.setdefault("render_mode", "ansi")
-            return gymnasium.make(self._id, **given)
-        except gymnasium.error.Error as error:
+            return gymnasium.make(name, **given)
+        except (gymnasium.error.Error, ModuleNotFoundError) as error:
             raise ValueError(f"id: {error}") from error
 
     def tools(self, task: Task) -> Sequence[Schema]:
@@ -82,7 +86,6 @@ class GymnasiumEnv:
         return () if self.has_user else (self.tool.schema,)
 
     def tasks(self, split: str) -> list[Task]:
-        """One task per seed."""
         first = HELDOUT_SEED if split == "heldout" else self._seed
         return [self._task(first + i) for i in range(self._num_tasks)]
 
@@ -152,7 +155,6 @@ class GymnasiumEpisode(Episode):
         return Observation(text, done=bool(terminated or truncated), rewards=rewards)
 
     def close(self) -> None:
-        """Close the world."""
         if self._world is not None:
             self._world.close()
 

@@ -6,7 +6,7 @@ return is computed from the expression.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -71,10 +71,18 @@ FUNCTIONS = (
 )  # fmt: skip
 
 
-def rows() -> Iterator[dict[str, str]]:
-    """`question` and hidden `tests` of every function."""
+def rows(numbers: Sequence[int] = ()) -> Iterator[dict[str, str]]:
+    """`question` and hidden `tests` of every function; of those with a number, if these are given.
+
+    Args:
+        numbers: what {k} stands for instead, where it is a number that every test depends on.
+    """
     for function in FUNCTIONS:
-        for k in function.put:
+        put: Sequence[int | str] = function.put
+        if numbers:
+            dependent = isinstance(put[0], int) and function.inputs is not TEXT[1]
+            put = numbers if dependent else ()
+        for k in put:
             name, returns, expression = (text.replace("{k}", str(k)) for text in function[:3])
             question = f"Write a function {name}({function.arguments}) that returns {returns}."
             reference = f"lambda {function.arguments}: {expression}"

@@ -9,7 +9,6 @@ k <= q < tout[k]. What runs:
 * CUDA: FlexAttention (flex.py) with a BlockMask made from the intervals (flex_blocks of
   packing.py); where nothing is shared, FlashAttention's variable-length kernel, which takes 16-bit
   numbers, and heads of at most 256 whose values are as wide.
-  (Written and checked on CPU as far as it can be: NEVER RUN ON A GPU yet.)
 
 Sliding windows, soft caps and grouped queries are the layer's own arguments and are honoured.
 Layers that carry a state are in recurrent.py; which models cannot share prefixes is in rows.py.
@@ -52,7 +51,6 @@ class Run(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Tokens before the run."""
         return sum(end - start for start, end in self.path)
 
 
@@ -88,13 +86,10 @@ class _Block(NamedTuple):
 
 
 class Tree:
-    """What the attention layers of one forward pass must know of a batch.
+    """What the attention layers of one forward pass must know of a batch, see PackedBatch.
 
-    Args:
-        tout_T: see PackedBatch.
-        positions_T: depth of each token.
-        device: where masks are made.
-        there: the same in its memory; None: to be uploaded.
+    `positions_T`: depth of each token. `there`: tout_T in the device's memory; None: to be
+    uploaded.
     """
 
     def __init__(
@@ -210,11 +205,7 @@ def tree_attention(
     tree: Tree | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [1, Hq, T, D], key and value [1, Hkv, T, D].
-
-    Returns:
-        [1, T, Hq, D], and None for the attention weights.
-    """
+    """[1, T, Hq, D], as transformers calls it: query [1, Hq, T, D]; key, value [1, Hkv, T, D]."""
     if tree is None:
         raise ValueError(f"{type(module).__name__} does not pass keyword arguments to attention")
     for name in ("s_aux", "position_bias", "cache"):
@@ -342,7 +333,6 @@ def _on_cuda(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
     window: int | None, softcap: float | None, tree: Tree,
 ) -> Tensor:  # fmt: skip
-    """NEVER RUN ON A GPU yet."""
     if tree.shared or softcap is not None or not _flash_takes(query, value):
         mask = tree.block_mask(window)
         return flex.attend(query, key, value, mask, scaling, softcap).transpose(1, 2).contiguous()

@@ -1,6 +1,6 @@
 """FlexAttention as we compile it: few kernels for all lengths, and never silently uncompiled.
 
-NEVER RUN ON A GPU. A CPU can show how often Dynamo compiles: tests/learn/test_flex_compiles.py.
+bench/gpu/probe.py compares it with the CPU's on a card; a CPU can show how often Dynamo compiles.
 
 transformers' own torch.compile makes a kernel for the first length, then one for any length, then
 one for any number of blocks, and all of them again for layers with and without a gradient and for

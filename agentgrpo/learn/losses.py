@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentgrpo.config import LossConfig
+from agentgrpo.config import LossConfig, TrainConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.kernels.objective import NORMALISERS, LossType, Objective, loss_of, needs_sequences
 from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout
@@ -23,9 +23,8 @@ from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout
 def objective_of(config: LossConfig) -> Objective:
     """The kernels' options of a config, a loss of the user's own loaded and tried.
 
-    Raises:
-        ValueError: there is no such function, it fails on three tokens, or gives no finite loss per
-            token with a gradient; names the key.
+    ValueError: there is no such function, it fails on three tokens, or gives no finite loss per
+    token with a gradient; names the key.
     """
     if ":" not in config.loss_type:
         return config
@@ -74,9 +73,10 @@ def reads_whole_rollouts(config: LossConfig) -> bool:
     return needs_sequences(config, has_sampler_logp=True)
 
 
-def reads_all_tokens(config: LossConfig) -> bool:
+def reads_all_tokens(config: TrainConfig) -> bool:
     """Whether tokens without an advantage move the loss."""
-    return bool(config.beta or config.entropy_coef or config.top_entropy_quantile < 1)
+    loss, teaches = config.loss, config.teacher.teaches
+    return bool(teaches or loss.beta or loss.entropy_coef or loss.top_entropy_quantile < 1)
 
 
 def is_trained(rollout: Rollout) -> bool:
@@ -94,21 +94,16 @@ def token_weights(
 ) -> list[float]:
     """One weight per rollout, in group and rollout order, for each of its sampled tokens.
 
+    0.0 for rollouts that are not trained on.
+
     Args:
         groups: of the update.
-        loss_type: whose normaliser it is; see kernels.objective.NORMALISERS, which
-            kernels.reduce.term_weights takes too.
+        loss_type: whose normaliser it is; see kernels.objective.NORMALISERS.
         max_sampled_tokens: the budget of one rollout, for the normaliser "budget".
         num_samples: B. None: the rollouts of the groups. Those that are masked or sampled nothing
             count, as in TRL; what the machine broke or treatment drops is no sample.
         share_of_tokens: trained tokens of the step, divided by its updates. None: there is this
             update alone.
-
-    Returns:
-        Weights; 0.0 for rollouts that are not trained on.
-
-    Raises:
-        ValueError: an unknown loss_type.
     """
     weight = NORMALISERS[loss_of(loss_type).normaliser]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -124,11 +119,8 @@ def token_weights(
 def mismatch_metrics(gap_N: Float32, sample_N: Int32, objective: Objective) -> Metrics:
     """How far the sampler's policy was from the learner's on the sampled tokens, before any bound.
 
-    Args:
-        gap_N: the learner's log-probability less the sampler's, in nats; not finite where the
-            sampler gave none, which counts as 0.
-        sample_N: whose token it is.
-        objective: at whose level the ratio is taken, and whose bounds it is held against.
+    `gap_N` is the learner's log-probability less the sampler's, in nats; not finite where the
+    sampler gave none, which counts as 0.
 
     Returns:
         `mismatch_ratio_{min,mean,max}` of the raw ratio; `mismatch_modified`: the share of tokens

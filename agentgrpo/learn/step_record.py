@@ -69,6 +69,8 @@ class StepRecord:
         self.parts: list[TermMetrics] = []
         self.gaps: list[Float32] = []
         self._seen: list[ScoredTerms] = []
+        self.advantages: list[tuple[int, Int32, Int32, Float32]] = []
+        """With a teacher: update, sample_N, turn_N and what was trained with, of each batch."""
 
     def saw(self, batch: ScoredBatch) -> None:
         """Remember what the learner made of the terms of an update's batch; waits for it."""
@@ -81,7 +83,6 @@ class StepRecord:
         return [seen for part in parallel.gather(self._seen) for seen in part]
 
     def metrics(self, objective: Objective) -> Metrics:
-        """All ranks' together."""
         metrics = {
             "loss": float(np.mean(self.losses)) if self.losses else 0.0,
             "grad_norm": float(np.mean(self.norms)) if self.norms else 0.0,

@@ -7,7 +7,8 @@ models is put back: vLLM, the KL's reference and other learners see nothing of i
 not used: the head is ours (kernels/). Whether they can replace a model's layers is told from its
 config.json, so that a dry run says it before anything is loaded.
 
-NEVER RUN ON A GPU yet: in Triton's interpreter the patched layers give the plain ones' gradients.
+On an H100 Qwen3's and Llama's were run (docs/gpu.md); others in Triton's interpreter, where the
+patched layers give the plain ones' gradients.
 """
 
 from __future__ import annotations
@@ -95,12 +96,9 @@ ROTATION = "apply_rotary_pos_emb"
 def fuse(model: Any) -> str:
     """Have a model's norms, rotations and MLPs computed by Liger's kernels.
 
-    Args:
-        model: of transformers, causal, on CUDA (or anywhere, in Triton's interpreter). Its modules
-            are changed in place, its parameters are not, and neither are other models.
-
-    Returns:
-        The library's version and how many modules it computes, for the record.
+    Its modules are changed in place (on CUDA, or anywhere in Triton's interpreter), its parameters
+    are not, and neither are other models. Returns the library's version and how many modules it
+    computes.
     """
     if why := unlike(model.config):
         raise ValueError(why)

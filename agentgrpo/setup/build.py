@@ -36,6 +36,7 @@ from agentgrpo.run.progress import Progress
 from agentgrpo.run.trackers import open_trackers
 from agentgrpo.setup.registry import decided, judged
 from agentgrpo.setup.stage import RunSetup, prepare_run
+from agentgrpo.setup.teaching import teacher_of
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly
@@ -123,30 +124,32 @@ class Ready:
 
 
 def prepare(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Ready:
-    """All that a run checks before its engine is started; writes nothing. Close the setup.
-
-    Args and Raises:
-        As build().
-    """
+    """All that a run checks before its engine is started; writes nothing. Close the setup."""
     objective_of(config.loss)
     require_same_run(config)
     resumed = whole_checkpoint(config)
     setup = prepare_run(config, model=None if resumed is None else str(resumed))
     try:
-        require(room_checks(config, setup.model, trained=True), setup.progress.say)
+        room = room_checks(config, setup.model, trained=True, teacher=setup.teacher)
+        require(room, setup.progress.say)
         _require_trainable(setup.model)
+        teacher_of(config, setup)
         return Ready(setup=setup, tasks=draw(setup.training_tasks(config)), resumed=resumed)
     except BaseException:
         setup.close()
         raise
 
 
-def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Parts:
+def build(
+    config: TrainConfig,
+    *,
+    draw: Callable[[Tasks], Tasks] = lambda tasks: tasks,
+    start: Callable[..., Player] | None = None,
+) -> Parts:
     """Make everything a run needs, resumed from the newest checkpoint in out_dir if there is one.
 
-    Args:
-        config: of the run.
-        draw: what is made of the stream of training tasks before it is drawn from.
+    `draw`: what is made of the stream of training tasks before it is drawn from. `start`: instead
+    of start_engine().
 
     Raises:
         ValueError: the config does not fit the data, the model or the machine.
@@ -158,8 +161,9 @@ def build(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks:
         ready = prepare(config, draw=draw)
         undo.callback(ready.setup.close)
         log = _restored_log(config, ready)
-        player = start_engine(config, ready.setup, trained=True)
-        undo.callback(player.engine.shutdown)
+        player = (start or start_engine)(config, ready.setup, trained=True)
+        if start is None:
+            undo.callback(player.engine.shutdown)
         parts = _with_learner(config, player, ready, log, lock)
         undo.pop_all()
     return parts
@@ -197,14 +201,15 @@ def start_engine(config: TrainConfig, setup: RunSetup, *, trained: bool = False)
 
 def _sampler(config: TrainConfig, setup: RunSetup, engine: Engine) -> AnySampler:
     if config.engine.tensor_parallel_size == 1:
-        return _sampler_on(engine, config, setup)
+        return sampler_on(engine, config, setup)
     team = parallel.team_of(config.engine.tensor_parallel_size)
     leader = Leader(engine, team)
-    sampler = _sampler_on(leader, config, setup)
+    sampler = sampler_on(leader, config, setup)
     return TeamSampler(config.rollout, sampler, leader, engine, team)
 
 
-def _sampler_on(engine: Any, config: TrainConfig, setup: RunSetup) -> AnySampler:
+def sampler_on(engine: Any, config: TrainConfig, setup: RunSetup) -> AnySampler:
+    """What plays tasks on this engine, or on another decoder of one process."""
     chat, rollout, live = setup.chat, config.rollout, config.sandbox.max_live
     if setup.user_sampler is not None:
         return CustomSampler(setup.user_sampler, engine, rollout, chat.stop_token_ids)
@@ -218,11 +223,7 @@ def _sampler_on(engine: Any, config: TrainConfig, setup: RunSetup) -> AnySampler
 def build_player(
     config: TrainConfig, *, model: str | None = None, progress: Progress | None = None
 ) -> Player:
-    """Make what it takes to play tasks with `model`, or with config.model, untrained.
-
-    Args and Raises:
-        As prepare_run().
-    """
+    """Make what it takes to play tasks with `model`, or with config.model, untrained."""
     setup = prepare_run(config, model=model, trained=False, progress=progress)
     try:
         return start_engine(config, setup)
@@ -308,6 +309,7 @@ def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learn
             temperature=config.rollout.temperature,
             dlogp_limit=config.engine.agreement_on(player.engine.device),
             reference=resolve_model(config.model) if compared else None,
+            teacher=teacher_of(config, player.setup),
         )
         if resumed is not None:
             learner.load_state(resumed / checkpoint.STATE)

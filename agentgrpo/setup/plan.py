@@ -34,18 +34,14 @@ def plan(
 ) -> str:  # fmt: skip
     """The plan of a run, as lines of `name  text`; what may not work is a WARNING with its remedy.
 
-    Args:
-        config: of the run.
-        setup: everything but the engine, checked.
-        lines: what is played or trained on.
-        trained: else it is only played.
-        sampled: an engine is started.
-        saved: patterns, below out_dir, of what the same command continues from; none: it does not.
+    `lines`: what is played or trained on. `saved`: patterns, below out_dir, of what the same
+    command continues from; none: it does not.
     """
     jail = "not needed: the environment runs no code"
     if setup.jail is not None:
         jail = "{rung}, {memory_limit}, python {python}".format_map(setup.jail)
-    room = [*room_checks(config, setup.model, trained=trained, sampled=sampled)]
+    teacher = setup.teacher if trained else None
+    room = [*room_checks(config, setup.model, trained=trained, sampled=sampled, teacher=teacher)]
     require(room)
     checks = [
         *lines,
@@ -151,6 +147,11 @@ def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Itera
     yield line("prefixes", "trees" if rows is None else f"rows: {rows}")
     if sampled:
         yield line("weights", "shared with vLLM" if why is None else f"copied to vLLM: {why}")
+    if (c := config.teacher).teaches:
+        who = f"{c.model}, held in this process" if c.model else f"the policy, reading {c.feedback}"
+        kept = f" (its average, decay {c.decay:g})" if c.decay else ""
+        cost = "one more forward pass over what a step sampled"
+        yield line("teacher", f"{who}{kept}, weight {c.weight:g}: {cost}")
     device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
     plain = why_plain(config.learner.use_liger_kernel, model_on_meta.config, device)
     fused = "norms, rotations and MLPs of the layers are "

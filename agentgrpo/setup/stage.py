@@ -38,6 +38,7 @@ from agentgrpo.models.models import (
     require_lora_of,
     resolve_model,
     saved_adapter,
+    teacher_model,
 )
 from agentgrpo.programs.launch import Launcher, launcher_of
 from agentgrpo.rewards.rewards import try_reward
@@ -86,9 +87,10 @@ class RunSetup:
     """config.rollout.sampler, if one is named."""
     models: Mapping[str, Model]
     """Who may be asked to speak in a second role, or to judge."""
+    teacher: str | None
+    """The directory or hub name of another model that teaches."""
 
     def close(self) -> None:
-        """Stop what the environment holds, and the sandbox."""
         close_env(self.env)
         if self.pool is not None:
             self.pool.close()
@@ -159,16 +161,9 @@ def prepare_run(
     trained: bool = True,
     progress: Progress | None = None,
 ) -> RunSetup:
-    """Make and check what it takes to play tasks, but the engine.
+    """Make and check what it takes to play tasks, but the engine; errors as of build().
 
-    Args:
-        config: of the run.
-        model: instead of config.model.
-        trained: the model, or an adapter to it, is to be trained.
-        progress: where to say what is done; None: standard output.
-
-    Raises:
-        As build().
+    `model`: instead of config.model. `trained`: it, or an adapter to it, is to be trained.
     """
     progress = progress or Progress(config.steps)
     require_names(config)
@@ -213,6 +208,7 @@ def prepare_run(
             progress=progress,
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
             models=models,
+            teacher=teacher_model(config, chat, progress.say) if trained else None,
         )
         _check_fit(setup, config)
         undo.pop_all()
@@ -248,10 +244,7 @@ def models_of(
 ) -> dict[str, Model]:
     """The models of a run, by the names that customers and judges are asked by.
 
-    Args:
-        config: of the run.
-        adapter: that the model is played with.
-        trained: the model is to be trained; what is not is its own reference.
+    A model that is not to be trained is its own reference.
     """
     models: dict[str, Model] = {"policy": "policy"}
     if adapter is not None or config.learner.lora.rank:

@@ -4,7 +4,7 @@ python -m bench.gpu.decode --async-scheduling true|false [--dry-run] [section.ke
 
 A Qwen3 of random weights; every request is a prompt of its own and samples exactly as many tokens
 as the others. Rows: tokens a second and milliseconds a step, over all steps: those that compute the
-prompts are among them, and the median step is one in which all decode. NEVER RUN ON A GPU yet.
+prompts are among them, and the median step is one in which all decode. Not yet run on a GPU.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ class Batch:
     mask: Tensor
     advantage: Tensor
     logits: Tensor | None = None
+    and_one: Tensor | None = None
+    """The same memory with one position more, as Liger takes it."""
 
     @classmethod
     def random(
@@ -42,6 +44,7 @@ class Batch:
         def normal(*size: int, scale: float = 1.0) -> Tensor:
             return torch.randn(size, generator=gen, device=device, dtype=dtype).mul_(scale)
 
+        whole = normal(positions + 1, vocab, scale=2.0) if logits else None
         order = torch.randperm(positions, generator=gen, device=device)
         return cls(
             hidden=normal(positions, width).requires_grad_(),
@@ -49,12 +52,16 @@ class Batch:
             targets=torch.randint(vocab, (positions,), generator=gen, device=device),
             mask=order < round(positions * share),
             advantage=torch.randn(positions, generator=gen, device=device),
-            logits=normal(positions + 1, vocab, scale=2.0).requires_grad_() if logits else None,
+            logits=None if whole is None else whole[:-1].requires_grad_(),
+            and_one=None if whole is None else whole.detach().requires_grad_(),
         )
 
     @property
     def leaves(self) -> list[Tensor]:
-        return [self.hidden, self.head] if self.logits is None else [self.logits]
+        """A way reads the logits with or without the position more."""
+        if self.logits is None or self.and_one is None:
+            return [self.hidden, self.head]
+        return [self.logits, self.and_one]
 
     def surrogate(self, logp_T: Tensor) -> Tensor:
         """The dapo loss of log-probabilities of every position, masked afterwards."""
@@ -65,7 +72,7 @@ class Batch:
 
 def ours(logits_dtype: torch.dtype | None = None, *, inplace: bool = False) -> Way:
     def way(batch: Batch) -> Tensor:
-        source = batch.hidden if batch.logits is None else batch.logits[:-1]
+        source = batch.hidden if batch.logits is None else batch.logits
         return masked_grpo_loss(
             source, batch.head if batch.logits is None else None, batch.targets, batch.mask,
             batch.advantage, Objective(), sequence=torch.zeros_like(batch.targets),
@@ -76,7 +83,7 @@ def ours(logits_dtype: torch.dtype | None = None, *, inplace: bool = False) -> W
 
 
 def plain(batch: Batch) -> Tensor:
-    logits = batch.hidden @ batch.head.T if batch.logits is None else batch.logits[:-1]
+    logits = batch.hidden @ batch.head.T if batch.logits is None else batch.logits
     logp = logits.float().log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
     return batch.surrogate(logp)
 
@@ -100,11 +107,11 @@ def liger_logits() -> Way:
     peer = import_module("liger_kernel.transformers.grpo_loss").triton_grpo_loss
 
     def way(batch: Batch) -> Tensor:
-        assert batch.logits is not None
+        assert batch.and_one is not None
         mask = batch.mask[None].float().contiguous()
         loss: Tensor = peer(
-            batch.logits[None], None, None, batch.targets[None], batch.advantage.mean()[None], mask,
-            1.0, 0.0, inplace=True, reduce=True,
+            batch.and_one[None], None, None, batch.targets[None],
+            batch.advantage.mean()[None], mask, 1.0, 0.0, inplace=True, reduce=True,
         )[0]  # fmt: skip
         return loss
 

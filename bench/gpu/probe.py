@@ -5,7 +5,6 @@ python -m bench.gpu.probe [--dry-run]
 The same tree through tree_attention() on the CPU in float32 and on the card in bfloat16: branches
 (FlexAttention), rows (FlashAttention's variable-length kernel), a window, a soft cap, 3 query heads
 a key head. Rows: |difference| / |value| of the output and of the three gradients.
-NEVER RUN ON A GPU yet.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 #!/bin/sh
-# A card lent for a quarter of an hour: a bare machine without network, 64 MiB carried with each call. NEVER RUN ON A GPU yet.
+# A card lent for a quarter of an hour: a bare machine without network, 64 MiB carried with each call.
 #   sh bench/gpu/rented.sh pack   here: what such a machine lacks (wheels.txt) into build/rented/parts/1 to 4
 #   sh bench/gpu/rented.sh N      there, N = 1 to 5: unpack what came, then run the stages of call N (stages.py)
 #   sh bench/gpu/rented.sh walk   the calls on a CPU, tiny: does every stage end, with rows?
-# Each call carries agentgrpo/_C.abi3.so and, to the fourth, build/rented/parts/N, and is, in this order and without a pause:
+# Calls 1 to 4 carry build/rented/parts/N and agentgrpo/_C.abi3.so; vLLM is whole with the last part, so send all before call 3.
+# Each is, in this order and without a pause, in a copy without .git:
 #   BENCH_COMMIT=COMMIT BENCH_OUT=FOLDER sh bench/gpu/rented.sh N
 # FOLDER is brought back: add its *.jsonl, but for memory.jsonl, to bench/results. What failed is a row of gpu_stages and goes
 # again by its stage's name instead of N. A machine that is lost takes build/rented with it: send the parts again. Before:

@@ -5,7 +5,7 @@
 #   sh bench/gpu/run.sh --dry-run [PART ...]   the same on a CPU, tiny: does it work?
 # A card that is lent bare for a quarter of an hour: bench/gpu/rented.sh. Each stage ends alone, and BENCH_LIMIT=SECONDS
 # ends one that takes longer. Rows go to BENCH_OUT=FOLDER, else to bench/results. In a copy without .git set
-# BENCH_COMMIT (bench/harness.py). NEVER RUN ON A GPU yet.
+# BENCH_COMMIT (bench/harness.py).
 #   tests      the kernels against their references, on the GPU
 #   kernels    real shapes: checked first, then timed beside peers and the roof
 #              (peers are used if they can be imported: pip install liger-kernel trl verl)

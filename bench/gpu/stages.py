@@ -4,7 +4,7 @@
 
 A stage is one command in a process of its own, under a limit of its own. Whatever becomes of it is
 a row (gpu_stages: seconds, exit status, the end of its error), and the next one runs. --walk is
-the same on a CPU with tiny sizes: does every stage end, with rows? NEVER RUN ON A GPU yet.
+the same on a CPU with tiny sizes: does every stage end, with rows?
 Standard library and numpy only, and no CUDA context: a stage has the card alone.
 """
 
@@ -130,7 +130,7 @@ STAGES = {
     "learn/quickstart": Stage(
         ("bench.quickstart", *TEN), (*QUICKSTART, "nsjail"), 150,
         "model 10 s, start 80 s, 10 steps at 4 s, 2 evaluations at 5 s",
-        (*LEARN_WALK, "data.levels=[1]", "--no-plain"),
+        (*LEARN_WALK, "--no-plain"),
     ),
     "learn/calculator": Stage(
         ("bench.quickstart", "--config", "inline", *TEN, "engine.max_model_len=512"),

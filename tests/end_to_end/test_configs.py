@@ -99,10 +99,28 @@ def types_at_a_console(stage: Stage, play: Any, task: Any) -> None:
 
 
 def walks(stage: Stage, play: Any, task: Any) -> None:
-    right = play(task, '<fn>act("right")</fn>', '<fn>act("right")</fn>')
-    assert right.reward == 1.0
-    assert "(Right)" in observed(stage, right)
-    assert play(task, '<fn>act("down")</fn>').reward == 0.0
+    """Each move earns its share of the way, and costs it in the other direction."""
+    way = re.findall(r"(\d) (\w+)", task.messages[-1]["content"])
+    moves = [f'<fn>act("{word}")</fn>' for count, word in way for _ in range(int(count))]
+    right = play(task, *moves)
+    assert right.reward == pytest.approx(1.0)
+    assert "<fn_results>\nThe " in observed(stage, right)
+    back = {"left": "right", "right": "left", "up": "down", "down": "up"}[way[0][1]]
+    assert play(task, f'<fn>act("{back}")</fn>', EOT).reward == pytest.approx(-1 / len(moves))
+
+
+def halves(stage: Stage, play: Any, task: Any) -> None:
+    low, high = map(int, re.findall(r"\d+", task.messages[-1]["content"]))
+    world = stage.env.make().unwrapped
+    world.reset(seed=task.spec["seed"])
+    guesses = [(low + high) // 2]
+    while guesses[-1] != world.number:
+        low = max(low, guesses[-1] + 1) if guesses[-1] < world.number else low
+        high = min(high, guesses[-1] - 1) if guesses[-1] > world.number else high
+        guesses.append((low + high) // 2)
+    assert len(guesses) <= 4
+    assert play(task, *(f"{guess}{EOT}" for guess in guesses)).reward == pytest.approx(1.0)
+    assert play(task, *[f"none{EOT}"] * 4).reward == 0.0
 
 
 def calls_inline(stage: Stage, play: Any, task: Any) -> None:
@@ -165,7 +183,11 @@ def is_verified(stage: Stage, play: Any, task: Any) -> None:
 def is_graded(stage: Stage, play: Any, task: Any) -> None:
     asked = task.messages[-1]["content"]
     name, arguments = re.findall(r"function (\w+)\((.*?)\)", asked)[0]
-    function = next(f for f in FUNCTIONS if re.fullmatch(f.name.replace("{k}", r"\w+"), name))
+    (function,) = (
+        f
+        for f in FUNCTIONS
+        if f.arguments == arguments and re.fullmatch(f.name.replace("{k}", "[a-z0-9]+"), name)
+    )
     value = function.expression.replace("{k}", name.rpartition("_")[2])
     assert "assert" not in "".join(str(m["content"]) for m in task.messages)
 
@@ -226,8 +248,10 @@ SAYS: dict[str, Any] = {
     "code_format": acts_first,
     "code_search": searches_by_code,
     "console": types_at_a_console,
-    "frozen_lake": walks,
+    "functions": is_graded,
+    "guess": halves,
     "inline": calls_inline,
+    "letters": by_python,
     "mcp": calls_servers_of_its_own,
     "quickstart": by_python,
     "reasoning_gym": is_verified,
@@ -238,6 +262,7 @@ SAYS: dict[str, Any] = {
     "tau_bench": talks_with_a_customer,
     "tools": calls_a_calculator,
     "unit_tests": is_graded,
+    "walk": walks,
     **{f"qwen3_{size}_math": by_python for size in ("0.6b", "1.7b", "4b", "8b")},
     **{f"qwen3_{size}_tools": searches for size in ("0.6b", "1.7b", "4b", "8b")},
 }
@@ -302,8 +327,6 @@ def test_the_length_filter_counts_what_it_leaves_out(
         f"out_dir={tmp_path}/run",
         f"data.train={path}",
         f"data.heldout={path}",
-        "data.levels=[1,2]",
-        "data.heldout_levels=[1,2]",
         "agent.options.system_prompt=S",
         "agent.options.shots=[]",
         "agent.options.observation_role=user",

@@ -88,6 +88,7 @@ def test_seeds_make_tasks_and_splits_share_none() -> None:
     ("options", "message"),
     [
         ({"id": "Nowhere-v0"}, "id: .*Nowhere"),
+        ({"id": "nowhere:Own-v0"}, "id: No module named .nowhere"),
         ({"actions": ["a"]}, "actions: expected 4 names"),
         ({"act_by": "x"}, "act_by: expected 'tool' or 'reply'"),
         ({"num_tasks": 0}, "num_tasks"),

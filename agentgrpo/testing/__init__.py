@@ -1,0 +1,28 @@
+"""For tests of environments, rewards and agents: what learns, what does not pay, what repeats."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from agentgrpo.testing.cheats import assert_no_cheat_pays
+    from agentgrpo.testing.learns import assert_learns
+    from agentgrpo.testing.repeats import assert_repeats
+
+__all__ = ["assert_learns", "assert_no_cheat_pays", "assert_repeats"]
+
+
+def __getattr__(name: str) -> object:
+    """Each when it is asked for: the plugin, which every pytest loads, needs none."""
+    if name not in __all__:
+        raise AttributeError(f"module 'agentgrpo.testing' has no attribute {name!r}")
+    from importlib import import_module
+
+    from agentgrpo.machine.runtime import prepare_environment
+
+    prepare_environment()
+    wing = {
+        "assert_no_cheat_pays": "cheats",
+        "assert_learns": "learns",
+        "assert_repeats": "repeats",
+    }
+    return getattr(import_module(f"agentgrpo.testing.{wing[name]}"), name)

@@ -1,0 +1,280 @@
+"""What is learnt by a model of 135M parameters on two cores, a task for each way of acting.
+
+    python -m bench.curves [TASK ...] [--seeds 0 1 2] [--folder DIR]
+    python -m bench.curves --know-nothing [TASK ...]     what policies get that know nothing
+    python -m bench.curves --write                       docs/curves.md and its pictures
+
+A task is a shipped config. Each of its seeds is a row of bench/results/curves.jsonl; one that has a
+row of the same settings is skipped, so that the same command goes on where it was stopped. What is
+held out is played greedily, and repeats bit by bit however busy the machine is; minutes do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from agentgrpo import examples
+from agentgrpo.config.read import load_config
+from agentgrpo.run.atomic import read_lines
+from agentgrpo.run.checkpoint import newest
+from agentgrpo.run.records import read_rollouts
+from agentgrpo.types import Rollout
+from bench.harness import measured_commit, rows_folder, traced_row
+from bench.pages import with_made
+
+DOCS = Path(__file__).parents[1] / "docs"
+HELDOUT = 128
+
+
+class Lesson(NamedTuple):
+    """A task, and what is known of it."""
+
+    acts: str
+    """How the policy acts."""
+    best: str
+    """What the best policy gets, and why."""
+    changes: tuple[str, ...] = ()
+    """What differs from the shipped config, which is short for those who try it."""
+
+
+SUMS = "1: the expression is in the question"
+LESSONS: Mapping[str, Lesson] = {
+    "quickstart": Lesson("code as action, word problems", SUMS, (f"data.num_heldout={HELDOUT}",)),
+    "letters": Lesson("code as action, letters in words", "1: str.count"),
+    "console": Lesson("lines of a Python console, word problems", SUMS),
+    "tools": Lesson("tool calls in the model's own format, word problems", SUMS),
+    "inline": Lesson("calls within the text, word problems", SUMS),
+    "walk": Lesson("a Gymnasium world of two to six moves", "1: the coordinates are shown"),
+    "functions": Lesson("programs with hidden tests", "1"),
+    "guess": Lesson("a guessing game of four turns", "1: by halving; 0.66 by random guesses"),
+    "program": Lesson(
+        "a program that asks an OpenAI endpoint, word problems", SUMS,
+        (f"data.num_heldout={HELDOUT}",),
+    ),
+}  # fmt: skip
+
+
+def key_of(name: str) -> str:
+    """Names the settings of a task: rows of one key answer one question."""
+    config = load_config(name, LESSONS[name].changes)
+    table = config.model_dump(mode="json", exclude={"out_dir", "seed"})
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:12]
+
+
+def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Train once, in a folder with the files of `agentgrpo init --examples`; what its row holds."""
+    work, out = folder / "files", folder / f"{name}-{seed}"
+    if not work.exists():
+        examples.write(work)
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "-m", "agentgrpo.train", name, *LESSONS[name].changes]
+    root = Path(__file__).parents[1]
+    used, began = _cpu_seconds(), time.perf_counter()
+    subprocess.run(
+        [*command, f"seed={seed}", f"out_dir={out}", "keep_checkpoints=1"],
+        cwd=work, check=True, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    spent = {"seconds": time.perf_counter() - began, "cpu_s": _cpu_seconds() - used}
+    row = {**{key: round(value) for key, value in spent.items()}, **row_of(out)}
+    shutil.rmtree(out / "checkpoints")
+    return row
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def row_of(run: Path) -> dict[str, Any]:
+    """The numbers of a run, and a held-out task's rollouts before and after."""
+    rows = read_lines(run / "metrics.jsonl")
+    steps = [row for row in rows if "learner/loss" in row]
+    played = list(read_rollouts(run / "rollouts.jsonl"))
+    heldout: dict[int, dict[str, Rollout]] = {}
+    for place, rollout in played:
+        if place["split"] == "heldout":
+            heldout.setdefault(place["step"], {})[rollout.task.id] = rollout
+    first, last = heldout[min(heldout)], heldout[max(heldout)]
+    gained = [id for id, rollout in first.items() if last[id].solved and not rollout.solved]
+    shown = next(iter(gained or first))
+    saved = newest(run)
+    assert saved is not None, f"{run}: no checkpoint"
+    tokenizer = Tokenizer.from_file(str(saved / "tokenizer.json"))
+    return {
+        "heldout": [[row["step"], row["eval/solved"]] for row in rows if "eval/solved" in row],
+        "train": [round(step["rollout/solved"], 4) for step in steps],
+        "live_groups": [step["rollout/live_groups"] for step in steps],
+        "solved": {
+            step: "".join(str(int(bool(rollout.solved))) for rollout in of.values())
+            for step, of in heldout.items()
+        },
+        "tokens": sum(rollout.num_sampled for _, rollout in played),
+        "tool_calls": sum(rollout.num_calls for _, rollout in played),
+        "max_dlogp": max(step["engine/max_dlogp"] for step in steps),
+        "shown": [_text(of[shown], tokenizer) for of in (first, last)],
+    }
+
+
+def _text(rollout: Rollout, tokenizer: Tokenizer) -> str:
+    """What was asked, and all that was written and shown behind it; marks of the template go."""
+    _, *after = rollout.segments
+    said = [str(rollout.task.messages[-1]["content"])]
+    return "\n".join([*said, *(tokenizer.decode(s.token_ids.tolist()).strip() for s in after)])
+
+
+def know_nothing(name: str) -> dict[str, float]:
+    """By the name of a policy that knows nothing, the share of held-out tasks that it solves."""
+    from agentgrpo.testing.cheats import play_cheats
+
+    with contextlib.chdir(DOCS):
+        played = play_cheats(load_config(name, LESSONS[name].changes), tasks=HELDOUT)
+    return {policy: round(seen.solved, 4) for policy, seen in played.items()}
+
+
+# -- what the rows say -----------------------------------------------------------------------------
+
+
+def by_task(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:
+    """The rows of each task's newest settings, by seed; -1: what those get that know nothing."""
+    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for name in LESSONS:
+        newest = [row["settings"] for row in rows if row["variant"] == name]
+        for row in rows:
+            if row["variant"] == name and row["settings"] == newest[-1]:
+                found.setdefault(name, {})[row["shape"]["seed"]] = row
+    return found
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a table of all tasks, then a picture and two rollouts of each."""
+    found = by_task(rows)
+    lines = [
+        "| config | how it acts | first weights | after training, by seed | knows nothing "
+        "| best possible | steps | tokens | calls | core minutes | minutes |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, seeds in found.items():
+        runs = [seeds[seed] for seed in sorted(seeds) if seed >= 0]
+        if not runs:
+            continue
+        nothing = seeds.get(-1, {}).get("solved", {})
+        best = max(nothing, key=nothing.__getitem__) if nothing else ""
+        cells = [
+            f"[`{name}`](#{name})", LESSONS[name].acts, f"{runs[0]['heldout'][0][1]:.2f}",
+            ", ".join(f"{run['heldout'][-1][1]:.2f}" for run in runs),
+            f"{nothing[best]:.2f} ({best})" if nothing else "not run",
+            LESSONS[name].best, str(len(runs[0]["train"])), _mean(runs, "tokens"),
+            _mean(runs, "tool_calls"), f"{fmean(run['cpu_s'] for run in runs) / 60:.1f}",
+            f"{fmean(run['seconds'] for run in runs) / 60:.1f}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    for name, seeds in found.items():
+        if 0 in seeds:
+            before, after = seeds[0]["shown"]
+            lines += ["", f"### {name}", "", f"![{name}](curves/{name}.png)", ""]
+            lines += ["Before:", "", "```text", before, "```", "", "After:", ""]
+            lines += ["```text", after, "```"]
+    commits = sorted({row["commit"] for seeds in found.values() for row in seeds.values()})
+    devices = sorted({row["device"] for seeds in found.values() for row in seeds.values()})
+    return "\n".join([*lines, "", f"Commits {', '.join(commits)}; {', '.join(devices)}."])
+
+
+def _mean(runs: Sequence[Mapping[str, Any]], key: str) -> str:
+    return f"{fmean(run[key] for run in runs):,.0f}"
+
+
+def draw(name: str, seeds: Mapping[int, Mapping[str, Any]], path: Path) -> None:
+    """Share solved by step: held out and in training, the mean of the seeds, their range shaded."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    runs = [run for seed, run in seeds.items() if seed >= 0]
+    figure, axis = pyplot.subplots(figsize=(5, 3))
+    train = np.array([run["train"] for run in runs])
+    heldout = np.array([[share for _, share in run["heldout"]] for run in runs])
+    at = [step for step, _ in runs[0]["heldout"]]
+    lines = [("in training, sampled", np.arange(train.shape[1]) + 0.5, train, "#9ab")]
+    lines += [(f"held out ({HELDOUT}), greedy", np.array(at), heldout, "#1f4e79")]
+    for label, steps, shares, colour in lines:
+        axis.plot(steps, shares.mean(0), "o-", color=colour, markersize=3, label=label)
+        axis.fill_between(steps, shares.min(0), shares.max(0), color=colour, alpha=0.25, lw=0)
+    axis.set(ylim=(0, 1.02), xlabel="step", title=f"{name}: share solved, {len(runs)} seeds")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=90, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def _rows() -> list[dict[str, Any]]:
+    path = rows_folder() / "curves.jsonl"
+    return read_lines(path) if path.exists() else []
+
+
+def study(names: Sequence[str], seeds: Sequence[int], work: Callable[..., dict[str, Any]]) -> None:
+    """Write the rows that there are not yet, the first seed of all tasks first."""
+    for seed in seeds:
+        for name in names:
+            key = key_of(name)
+            if (name, key, seed) in {
+                (row["variant"], row["settings"], row["shape"]["seed"]) for row in _rows()
+            }:
+                continue
+            print(f"==== {name}, seed {seed}", flush=True)
+            measured_commit()  # before the work: a row must name its code
+            shape = {"seed": seed, "tasks": HELDOUT}
+            traced_row("curves", name, {"shape": shape, "settings": key, **work(name, seed)})
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run what has no row yet, or show what was seen."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=", ".join(LESSONS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--folder", type=Path, default=None, help="for the runs' files; kept")
+    parser.add_argument("--know-nothing", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args(arguments)
+    names = args.tasks or list(LESSONS)
+    if unknown := set(names) - set(LESSONS):
+        parser.error(f"no such task: {', '.join(sorted(unknown))}")
+    if args.write:
+        rows = _rows()
+        path = DOCS / "curves.md"
+        path.write_text(with_made(path.read_text(), "bench.curves", page(rows)))
+        for name, seeds in by_task(rows).items():
+            draw(name, seeds, DOCS / "curves" / f"{name}.png")
+    elif args.know_nothing:
+        study(names, [-1], lambda name, seed: {"solved": know_nothing(name)})
+    elif args.folder:
+        study(names, args.seeds, lambda name, seed: run(name, seed, args.folder))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            study(names, args.seeds, lambda name, seed: run(name, seed, Path(folder)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

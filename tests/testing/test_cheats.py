@@ -1,0 +1,99 @@
+"""What policies that know nothing are paid, and that what pays them is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo.examples import write
+from agentgrpo.testing import assert_no_cheat_pays
+from agentgrpo.testing.cheats import play_cheats
+from tests import tiny
+
+pytestmark = pytest.mark.nsjail
+CODE = {"system_prompt": "Solve it."}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The tiny one, in a folder with the files that some configs expect."""
+    monkeypatch.setattr("agentgrpo.setup.stage.check_model", lambda config, model, **how: None)
+    write(tmp_path / "files")
+    monkeypatch.chdir(tmp_path / "files")
+    monkeypatch.syspath_prepend(tmp_path / "files")
+    return str(tiny.make_model_dir(tmp_path / "model"))
+
+
+NOTHING_PAYS = (
+    *("quickstart", "letters", "functions", "unit_tests", "console", "tools", "inline", "walk"),
+    *("search", "code_search"),
+)
+
+
+@pytest.mark.parametrize("name", NOTHING_PAYS)
+def test_a_shipped_environment_pays_no_cheat(name: str, model: str) -> None:
+    long: dict[str, Any] = {
+        "engine": {"max_model_len": 100_000},
+        "learner": {"max_tokens": 100_000},
+    }
+    seen = assert_no_cheat_pays(name, tasks=6, model=model, **long)
+    assert len(seen) >= 18, sorted(seen)
+
+
+def anything(rollout: Any) -> dict[str, float]:
+    """Pays every answer."""
+    return {"answer": float(rollout.answer is not None)}
+
+
+def words_of_the_question(rollout: Any) -> dict[str, float]:
+    """Pays an answer that has the right number somewhere."""
+    return {"answer": float(str(rollout.task.spec["answer"]) in (rollout.answer or ""))}
+
+
+def having_run(rollout: Any) -> dict[str, float]:
+    """Pays code, whatever it does."""
+    return {"answer": 0.0, "ran": 0.5 * (rollout.stats["tool_calls"] > 0)}
+
+
+def equal_number(rollout: Any) -> dict[str, float]:
+    """Pays the right number."""
+    return {"answer": float(str(rollout.task.spec["answer"]) == rollout.answer)}
+
+
+@pytest.mark.parametrize(
+    ("reward", "paid"),
+    [
+        ("anything", "echoes the question: solved 100%"),
+        ("words_of_the_question", "recites all answers: solved 100%"),
+        ("having_run", "never answers: solved 0%, reward 0.50"),
+        ("equal_number", ""),
+    ],
+)
+def test_a_reward_that_pays_a_cheat_is_named(reward: str, paid: str, model: str) -> None:
+    said = ""
+    try:
+        assert_no_cheat_pays(
+            "quickstart", tasks=8, model=model, reward={"kind": f"{__name__}:{reward}"}
+        )
+    except AssertionError as error:
+        said = str(error)
+    assert paid in said
+    assert bool(paid) == bool(said)
+
+
+def test_a_constant_may_be_right_as_often_as_its_answer_is(model: str) -> None:
+    seen = play_cheats("letters", tasks=32, model=model)
+    best = seen["most frequent answer"]
+    assert 0.3 < best.solved == best.guessed < 0.7
+    assert seen["echoes the question"].guessed == 0.0
+
+
+def test_the_same_move_over_and_over_is_among_them(model: str) -> None:
+    seen = play_cheats("walk", tasks=8, model=model)
+    assert {f"always act({way})" for way in ("left", "right", "up", "down")} < set(seen)
+    lake = {"id": "FrozenLake-v1", "kwargs": {"desc": ["SFG", "HHH"], "is_slippery": False},
+            "actions": ["left", "down", "right", "up"]}  # fmt: skip
+    with pytest.raises(AssertionError, match=r"always act\(right\): solved 100%"):
+        assert_no_cheat_pays("walk", tasks=4, model=model, env={"options": lake})

@@ -1,0 +1,163 @@
+"""Learning and repeating as tests: decided as documented, in a pytest of its own on one engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentgrpo.run.atomic import write_lines
+from agentgrpo.testing import learns
+from agentgrpo.testing.learns import Learned, tail
+from tests import tiny
+from tests.test_imports import ROOT
+from tests.warm import environment
+
+
+@pytest.mark.parametrize(
+    ("least", "count", "share", "expected"),
+    [(0, 0, 0.5, 1.0), (5, 5, 0.5, 1 / 32), (1, 2, 0.5, 0.75), (3, 2, 0.5, 0.0), (2, 2, 0.1, 0.01)],
+)
+def test_the_tail_of_a_binomial(least: int, count: int, share: float, expected: float) -> None:
+    assert tail(least, count, share) == pytest.approx(expected)
+
+
+def test_a_false_pass_is_as_rare_as_said() -> None:
+    """Of all outcomes under a fair coin, those that pass weigh at most the risk."""
+    for changed in range(1, 65):
+        seen = [Learned(before=0, after=0, tasks=64, gained=g, lost=changed - g, steps=1)
+                for g in range(changed + 1)]  # fmt: skip
+        weight = [tail(g, changed, 0.5) - tail(g + 1, changed, 0.5) for g in range(changed + 1)]
+        passes = sum(w for w, got in zip(weight, seen, strict=True) if got.p_value <= 0.01)
+        assert passes <= 0.01
+
+
+def watched(
+    monkeypatch: pytest.MonkeyPatch, shares: list[int], live: list[float], **of: Any
+) -> tuple[str | None, int | None]:
+    """What a _Watch says of a run, and where it stopped it; so many of 100 tasks at each look."""
+    stops: list[int] = []
+    steps, every = len(live), len(live) // (len(shares) - 1)
+    watch = learns._Watch(of.get("solved"), 0.01, len(shares) - 1)
+    trainer: Any = SimpleNamespace(config=SimpleNamespace(out_dir=Path(), steps=steps))
+    for step in range(steps + 1):
+        trainer.stop = lambda step=step: stops.append(step)
+        if step:
+            watch.on_step_end(trainer, step, {"rollout/live_groups": live[step - 1]})
+        if stops:
+            break
+        if step % every == 0:
+            right = shares[step // every]
+            monkeypatch.setattr(
+                learns, "_heldout", lambda run, at, n=right: {str(i): i < n for i in range(100)}
+            )
+            watch.on_evaluate(trainer, step, {})
+            if stops:
+                break
+    return watch.why, stops[0] if stops else None
+
+
+@pytest.mark.parametrize(
+    ("shares", "live", "solved", "why", "stopped"),
+    [
+        ([40, 45, 60], [3.0] * 4, None, None, None),  # 20 gained, none lost
+        ([40, 60, 60], [3.0] * 4, None, None, 2),  # seen at the first look
+        ([40, 60, 60], [3.0] * 4, 0.9, "learned too little", None),
+        ([40, 60, 84], [3.0] * 4, 0.9, None, None),  # 84 of 100 is not below 0.9 for certain
+        ([40, 40, 45], [3.0] * 4, None, "did not learn", None),  # 5 gained: p = 0.03
+        ([40, 40, 20], [3.0] * 4, None, "did not learn", None),
+        ([40, 40, 40], [0.0] * 4, None, "nothing to learn from: no group of 2 steps", 2),
+        ([40, 40, 60], [0.0, 0.0, 2.0, 2.0], None, "nothing to learn from", 2),
+    ],
+)
+def test_what_is_decided(
+    shares: list[int], live: list[float], solved: float | None, why: str | None,
+    stopped: int | None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    said, at = watched(monkeypatch, shares, live, solved=solved)
+    assert (said or "").startswith(why or "")
+    assert (said is None) == (why is None)
+    assert at == stopped
+
+
+CONFIG = """
+model = "model"
+out_dir = "run"
+steps = 8
+agent.options.system_prompt = "S"
+reward.kind = "my_task:without_code"
+learner = { learning_rate = 1e-3, decay = "linear" }
+engine = { max_model_len = 192, kv_cache_gib = 0.0625 }
+data = { train = "rows.jsonl", heldout = "split", num_heldout = 32 }
+sandbox.max_live = 32
+[rollout]
+tasks_per_step = 6
+max_turns = 2
+max_turn_tokens = 24
+deterministic = true
+"""
+TASK = """
+import random
+
+def without_code(rollout):
+    return {"answer": float(rollout.stats["tool_calls"] == 0)}
+
+def nothing(rollout):
+    return {"answer": 0.0}
+
+def of_chance(rollout):
+    return {"answer": float(random.SystemRandom().random() < 0.5)}
+"""
+TESTS = """
+import pytest
+from agentgrpo.testing import assert_learns, assert_repeats
+from agentgrpo.engine.engine import Engine
+
+made = []
+
+@pytest.fixture(autouse=True)
+def counted(agentgrpo_engine, monkeypatch):
+    init = Engine.__init__
+    monkeypatch.setattr(Engine, "__init__", lambda *a, **k: (made.append(1), init(*a, **k))[1])
+
+def test_it_learns():
+    got = assert_learns("sums.toml", solved=0.9)
+    assert (got.before, got.steps) == (0.0, 4), "the first look is enough"
+
+def test_it_repeats_from_the_same_weights():
+    assert_repeats("sums.toml", steps=1)
+
+def test_what_does_not_repeat_is_named():
+    with pytest.raises(AssertionError, match="line .*: rewards.answer is"):
+        assert_repeats("sums.toml", steps=1, reward={"kind": "my_task:of_chance"})
+
+def test_what_pays_nothing_is_hopeless(tmp_path):
+    with pytest.raises(AssertionError, match="no group of 4 steps carried a gradient") as failed:
+        assert_learns("sums.toml", reward={"kind": "my_task:nothing"}, keep=tmp_path / "kept")
+    assert (tmp_path / "kept" / "view.html").exists()
+    assert str(tmp_path / "kept") in str(failed.value)
+
+def test_a_trainer_of_ones_own(agentgrpo_trainer):
+    assert agentgrpo_trainer("sums.toml").evaluate()["solved"] == 0.0
+    assert len(made) == 1, "one engine for all tests"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.timeout(900)
+def test_tests_of_training_share_an_engine(tmp_path: Path) -> None:
+    tiny.make_agent_dir(tmp_path / "model")
+    write_lines(tmp_path / "rows.jsonl", tiny.sums(120))
+    for name, text in (("sums.toml", CONFIG), ("my_task.py", TASK), ("test_sums.py", TESTS)):
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "agentgrpo.testing.plugin", "test_sums.py"],
+        cwd=tmp_path, env=environment(PYTHONPATH=f"{ROOT}:{tmp_path}"), capture_output=True,
+        text=True, timeout=800, check=False,
+    )  # fmt: skip
+    assert "5 passed" in done.stdout, done.stdout + done.stderr
