@@ -12,11 +12,12 @@ from typing import Any
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of
+from agentgrpo.diagnosis import report
 from agentgrpo.run.atomic import write_text
 from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.records import read_rollouts
 from agentgrpo.testing.engines import trainer_of
-from agentgrpo.types import Metrics, Rollout
+from agentgrpo.types import Metrics
 from agentgrpo.view.collect import read_run
 from agentgrpo.view.page import make_page
 
@@ -108,7 +109,7 @@ def assert_learns(
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     page = folder / "view.html"
     write_text(page, make_page([read_run(folder)]))
-    raise AssertionError(f"{watch.why}\n\n{diagnosis(folder)}\n\nlook at it: {page}")
+    raise AssertionError(f"{watch.why}\n\n{report(folder)}\n\nlook at it: {page}")
 
 
 class _Watch(Callback):
@@ -169,27 +170,3 @@ def _heldout(run: Path, step: int) -> dict[str, bool]:
     if any(rollout.solved is None for rollout in played if rollout.scored):
         raise ValueError("nobody says which rollouts are solved: set reward.solved_at")
     return {rollout.task.id: bool(rollout.solved) for rollout in played if rollout.scored}
-
-
-def diagnosis(run: Path) -> str:
-    """What is seen in a run's rollouts, and two of them to read."""
-    train = [r for place, r in read_rollouts(run / "rollouts.jsonl") if place["split"] == "train"]
-    if not train:
-        return "nothing was trained on"
-    shares = {
-        "rewarded": [r.reward > 0 for r in train],
-        "solved": [bool(r.solved) for r in train],
-        "cut at a limit": [str(r.status).startswith("truncated") for r in train],
-        "malformed": [r.stats.get("malformed", 0) > 0 for r in train],
-    }
-    seen = ", ".join(f"{what} {sum(of) / len(of):.0%}" for what, of in shares.items())
-    worst, best = min(train, key=_reward), max(train, key=_reward)
-    return f"{len(train)} rollouts of training: {seen}" + "".join(
-        f"\n{what} reward {r.reward:.2f}, answer {r.answer!r:.80} to "
-        f"{r.task.messages[-1]['content']!r:.120}"
-        for what, r in (("lowest", worst), ("highest", best))
-    )
-
-
-def _reward(rollout: Rollout) -> float:
-    return rollout.reward
