@@ -65,15 +65,16 @@ class Share:
         late = isinstance(every[0], Seen) and every[0].step >= h.late_from > 0
         weight = (low + (high - low) * share) * (h.unsolved if late else 1.0)
         seen = [item[0] if isinstance(item, list) else item for item in found]
-        one = seen[0].rollout
+        pair = found[0] if isinstance(found[0], list) else found[:1]
+        one, other = seen[0].rollout, pair[-1].rollout.rewards
         kinds = Counter(kind for s in seen if "{kinds}" in self.says for kind in h.errors(s))
         says = self.says.format(
             share=share, said=f"{one.error or one.answer or '':.70}", want=seen[0].expected,
-            part=max(one.rewards, key=lambda k: one.rewards[k], default="of spans"),
+            part=max(one.rewards, key=lambda k: one.rewards[k] - other.get(k, 0), default="spans"),
             kinds="".join(f", {kind}: {n}" for kind, n in kinds.most_common(3)),
         )  # fmt: skip
-        seen = [*found[0]] if isinstance(found[0], list) and len(found[0]) > 1 else seen
-        return Finding(weight, f"{says} ({len(found)} of {len(every)})", self.remedy, seen)
+        shown = pair if len(pair) > 1 else seen
+        return Finding(weight, f"{says} ({len(found)} of {len(every)})", self.remedy, shown)
 
 
 @dataclass(frozen=True)
