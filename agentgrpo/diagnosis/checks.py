@@ -157,7 +157,7 @@ def _still(h: History) -> Finding | None:
             if len(apart) or len(a.token_ids) != len(b.token_ids):
                 break
     noise = mean(h.metric("learner/sampler_gap_mean"))
-    if not h.steps or (mean(changes) > max(1e-3, 3 * noise) if changes else h.rate > 1e-8):
+    if not h.steps or (mean(changes) > max(1e-4, 3 * noise) if changes else h.rate > 1e-8):
         return None
     says = (
         f"log-probabilities of held-out answers moved by {mean(changes):.1e} nats"
@@ -313,7 +313,8 @@ CHECKS: dict[str, Check] = {
     ),
     "rollouts are alike": Share(
         lambda h: [g for g in h.groups if g[0].step <= h.early_until],
-        lambda h, group: len({s.after_prompt for s in group}) <= max(1, len(group) // 4),
+        lambda h, group: len({s.after_prompt for s in group}) <= max(1, len(group) // 4)
+        and (h.number("rollout.temperature", 1) < 0.7 or not all(s.rollout.solved for s in group)),
         0.5, (0.6, 0.95), "in {share:.0%} of the first steps' groups the rollouts are the same",
         "rollout.temperature = 1.0; or harder tasks", 2,
     ),
