@@ -129,7 +129,8 @@ def reward(name: str) -> str:
 
 
 CALCULATOR = (
-    "agent.kind=tools", "env.kind=tools", "env.options.tools=[agentgrpo.envs.calculator:calculate]",
+    "agent.kind=tools", "env.kind=tools",
+    'env.options.tools=["agentgrpo.envs.calculator:calculate"]',
 )  # fmt: skip
 CASES: dict[str, Case] = {
     "rate_1e-9": Case(("does not move",), ["learner.learning_rate=1e-9"]),
@@ -150,7 +151,7 @@ CASES: dict[str, Case] = {
         ["agent.options.open_tag=<run>", "agent.options.close_tag=</run>"],
     ),
     "cold": Case(("rollouts are alike",), ["rollout.temperature=0.02"]),
-    "hot": Case(("sampled too hot",), ["rollout.temperature=3.0"]),
+    "hot": Case(("sampled too hot",), ["rollout.temperature=2.0"]),
     "solved": Case(("too easy",), model="neat"),
     "impossible": Case(("too hard", "pays nothing"), rows="impossible"),
     "wrong_gold": Case(("refuses what is agreed on",), rows="wrong_gold"),

@@ -65,15 +65,16 @@ class Share:
         late = isinstance(every[0], Seen) and every[0].step >= h.late_from > 0
         weight = (low + (high - low) * share) * (h.unsolved if late else 1.0)
         seen = [item[0] if isinstance(item, list) else item for item in found]
-        one = seen[0].rollout
+        pair = found[0] if isinstance(found[0], list) else found[:1]
+        one, other = seen[0].rollout, pair[-1].rollout.rewards
         kinds = Counter(kind for s in seen if "{kinds}" in self.says for kind in h.errors(s))
         says = self.says.format(
             share=share, said=f"{one.error or one.answer or '':.70}", want=seen[0].expected,
-            part=max(one.rewards, key=lambda k: one.rewards[k], default="of spans"),
+            part=max(one.rewards, key=lambda k: one.rewards[k] - other.get(k, 0), default="spans"),
             kinds="".join(f", {kind}: {n}" for kind, n in kinds.most_common(3)),
         )  # fmt: skip
-        seen = [*found[0]] if isinstance(found[0], list) and len(found[0]) > 1 else seen
-        return Finding(weight, f"{says} ({len(found)} of {len(every)})", self.remedy, seen)
+        shown = pair if len(pair) > 1 else seen
+        return Finding(weight, f"{says} ({len(found)} of {len(every)})", self.remedy, shown)
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def _still(h: History) -> Finding | None:
             if len(apart) or len(a.token_ids) != len(b.token_ids):
                 break
     noise = mean(h.metric("learner/sampler_gap_mean"))
-    if not h.steps or (mean(changes) > max(1e-3, 3 * noise) if changes else h.rate > 1e-8):
+    if not h.steps or (mean(changes) > max(1e-4, 3 * noise) if changes else h.rate > 1e-8):
         return None
     says = (
         f"log-probabilities of held-out answers moved by {mean(changes):.1e} nats"
@@ -312,7 +313,8 @@ CHECKS: dict[str, Check] = {
     ),
     "rollouts are alike": Share(
         lambda h: [g for g in h.groups if g[0].step <= h.early_until],
-        lambda h, group: len({s.after_prompt for s in group}) <= max(1, len(group) // 4),
+        lambda h, group: len({s.after_prompt for s in group}) <= max(1, len(group) // 4)
+        and (h.number("rollout.temperature", 1) < 0.7 or not all(s.rollout.solved for s in group)),
         0.5, (0.6, 0.95), "in {share:.0%} of the first steps' groups the rollouts are the same",
         "rollout.temperature = 1.0; or harder tasks", 2,
     ),

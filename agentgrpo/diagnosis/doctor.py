@@ -39,7 +39,9 @@ def report(folder: Path | str) -> str:
     solved = [f"{share:.2f}" for share in dict.fromkeys((*h.solved[:1], *h.solved[-1:]))]
     lines = [f"{folder}: {len(h.steps)} of {steps} steps, {len(h.train):,} rollouts"]
     lines[0] += f", held-out solved {' -> '.join(solved)}" if solved else ""
-    if not found or found[0].weight < NOTE:
+    if not h.train:
+        lines.append("No step is recorded: what stopped it, if something did, it has printed.")
+    elif not found or found[0].weight < NOTE:
         lines.append("Nothing wrong was found.")
     for number, finding in enumerate(found[:MOST], start=1):
         lines += [f"{number}. {finding.name}: {finding.says}", f"   try: {finding.remedy}"]

@@ -59,6 +59,9 @@ class Teacher:
         self._config, self._prompt, self._tell = config, prompt, tell
         self._temperature, self._max_tokens = temperature, max_tokens
         self._policy = policy
+        self._left_out = 0
+        """Turns that it had something to read for, and was not given: too long with it, or in a row
+        that does not begin with the prompt."""
         self.beside = Reference(policy, source) if source or config.decay else None
         """Its weights, where they are not the policy's."""
 
@@ -69,7 +72,7 @@ class Teacher:
         Raises:
             FloatingPointError: it gave a token no probability that is a number.
         """
-        started = time.perf_counter()
+        started, self._left_out = time.perf_counter(), 0
         scorer = (self.beside and self.beside.scorer) or self._policy.scorer
         score = self.beside or (lambda batch, temperature: scorer(batch, temperature).logp_N)
         pairs = [pair for update in updates for pair in self._read(update)]
@@ -93,6 +96,7 @@ class Teacher:
         return {
             "teacher_tokens": float(sum(batch.num_tokens for batch in reading.batches)),
             "teacher_terms": float(sum(batch.num_terms for batch in reading.batches)),
+            "teacher_left_out": float(self._left_out),
             "teacher_s": time.perf_counter() - started,
         }
 
@@ -127,7 +131,10 @@ class Teacher:
                 assert self._prompt is not None
                 read = _behind(self._prompt(own.task, text), rollout, segments)
                 if max(sum(len(s.token_ids) for s in row) for row in read.rows) <= self._max_tokens:
+                    self._left_out += len(segments) - sum(s.sampled for s in read.all_segments)
                     yield read, own
+                else:
+                    self._left_out += len(segments)
 
     def _texts(self, rollout: Rollout, group: Sequence[Rollout]) -> Mapping[str, set[int]]:
         """What it is told, and of which segments' tokens: not what was read before them."""

@@ -241,6 +241,12 @@ def test_a_fault_is_named_first_or_second(name: str, tmp_path: Path) -> None:
     assert any(name in line for line in said)
 
 
+def test_a_finding_names_the_part_that_pays(tmp_path: Path) -> None:
+    change, how = FAULTS["pays something else"]
+    write(tmp_path, change, **how)
+    assert "by 'long' (" in report(tmp_path)
+
+
 def test_a_run_that_was_killed_is_read_as_far_as_it_came(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
