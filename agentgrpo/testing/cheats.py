@@ -253,7 +253,8 @@ def _play(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task], cheat: Ch
         groups, _ = evaluate(sampler, tasks, setup.reward)
     played = [r for group in groups for r in group.rollouts if r.status is not Status.INFRA_ERROR]
     expected = Counter(str(task.spec["answer"]) for task in tasks if "answer" in task.spec)
-    constant = len({rollout.answer for rollout in played}) == 1
+    answers = {rollout.answer for rollout in played}
+    constant = len(answers) == 1 and None not in answers
     return Seen(
         solved=fmean(bool(rollout.solved) for rollout in played),
         reward=fmean(rollout.reward for rollout in played),

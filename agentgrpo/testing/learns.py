@@ -105,10 +105,11 @@ def assert_learns(
             shutil.rmtree(folder)
         assert watch.learned is not None
         return watch.learned
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     page = folder / "view.html"
     write_text(page, make_page([read_run(folder)]))
-    raise AssertionError(f"{watch.why}\n\n{diagnosis(folder)}\n\nlook at it: {page}")
+    said = f"{watch.why}\n\n{diagnosis(folder)}\n\nlook at it: {page}"
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # its tokenizer was for the page
+    raise AssertionError(said)
 
 
 class _Watch(Callback):

@@ -16,6 +16,8 @@ from agentgrpo.testing.engines import trainer_of
 
 CLOCKS = ("_s", "seconds", "timings", "_asleep", "_awake", "_before_sleep")
 """How names end of what no two runs agree on: times, and the memory of the machine."""
+HELDOUT = 8
+"""Tasks that are enough to hold evaluations to it."""
 
 
 def assert_repeats(config: str | Path | TrainConfig, *, steps: int = 2, **settings: Any) -> None:
@@ -34,12 +36,17 @@ def assert_repeats(config: str | Path | TrainConfig, *, steps: int = 2, **settin
         AssertionError: names the file, the row and the key where the second run differs.
         As Trainer.
     """
-    rollout = {**settings.pop("rollout", {}), "deterministic": True}
-    given = {**settings, "steps": steps, "save_every": steps, "rollout": rollout}
+    made = config_of(config, settings)
+    given = {
+        "steps": steps,
+        "save_every": steps,
+        "rollout": {"deterministic": True},
+        "data": {"num_heldout": min(made.data.num_heldout, HELDOUT)},
+    }
     with tempfile.TemporaryDirectory(prefix="agentgrpo-repeats-") as folder:
         runs = [Path(folder) / name for name in ("first", "second")]
         for run in runs:
-            with trainer_of(config_of(config, {**given, "out_dir": str(run)})) as trainer:
+            with trainer_of(config_of(made, {**given, "out_dir": str(run)})) as trainer:
                 trainer.train()
         for name in ("rollouts.jsonl", "metrics.jsonl"):
             first, second = (read_lines(run / name) for run in runs)
