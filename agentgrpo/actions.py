@@ -111,10 +111,7 @@ what copies or compares values, follow some 200; behind those they raise, or nev
 
 
 def shallow(value: Any, depth: int = DEEPEST) -> Any:
-    """The value of JSON's types, if it is nested at most so deep.
-
-    Raises:
-        ValueError: it is nested deeper.
+    """The value of JSON's types; ValueError if it is nested deeper than this.
 
     >>> shallow({"a": [1]})
     {'a': [1]}
@@ -131,9 +128,7 @@ def as_json(value: Any) -> Any:
     """What a policy gave as an argument, as JSON carries it: tuples are lists, keys are text.
 
     Half of a surrogate pair, which nothing that encodes text takes, becomes a question mark.
-
-    Raises:
-        ValueError: JSON cannot carry it, or it is nested more than DEEPEST deep.
+    ValueError: JSON cannot carry it, or it is nested more than DEEPEST deep.
 
     >>> as_json((1, "a", {2: None}))
     [1, 'a', {'2': None}]

@@ -4,8 +4,7 @@ Dynamic sampling (DAPO, arXiv:2503.14476, 3.2) plays more tasks where too few gr
 gradient. A round of more tasks begins as soon as it is known that it is needed: when too few would,
 even if every group that is not scored yet did. So the same rounds are played, of the same tasks and
 with the same seeds, as if each began after the one before had ended. It does begin then where
-rollout.deterministic is set, on several ranks, with a sampler of the user's own and with
-reward.overlap = false.
+rollout.deterministic is set, on several ranks, and with a sampler of the user's own.
 """
 
 from __future__ import annotations

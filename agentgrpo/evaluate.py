@@ -40,10 +40,8 @@ class Scored(PlayCallback):
         return played, stats
 
     def ended(self, group: Group) -> None:
-        """Begin to score it; with reward.overlap = false that waits until all have ended."""
-        future = self._reward.begin(group, step=self._step)
-        if future is not None:
-            self._begun[id(group)] = group, future
+        """Begin to score it."""
+        self._begun[id(group)] = group, self._reward.begin(group, step=self._step)
 
     @property
     def scored(self) -> list[Group]:
@@ -64,10 +62,8 @@ def evaluate(
 ) -> tuple[list[Group], Metrics]:
     """Play each task, once and greedily if not told otherwise, and score it; every rank its share.
 
-    Returns:
-        The groups (of `attempts` rollouts each), and their metrics; `solved` is the share of
-        rollouts that were (Rollout.solved), and left out where nobody says what that is. Rollouts
-        that the machine broke are counted and left out.
+    Returns the groups (of `attempts` rollouts each), and their metrics. `solved` is the share of
+    rollouts that were, left out where nobody says what that is; broken rollouts are counted apart.
     """
     own_seed = seed + parallel.RANK_SEED * parallel.rank()
     played, _ = Scored(reward).play(
@@ -90,9 +86,7 @@ def logged(reward: Scoring) -> Metrics:
 def summarize(groups: Sequence[Group]) -> Metrics:
     """Means over the rollouts of groups that the machine did not break.
 
-    Raises:
-        InfrastructureError: more than half of them were broken, by it or by code of the user's;
-            such numbers would mean nothing. It has the first one's error.
+    InfrastructureError: it, or code of the user's, broke more than half; such numbers mean nothing.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     valid = [rollout for rollout in rollouts if rollout.status is not Status.INFRA_ERROR]

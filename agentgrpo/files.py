@@ -49,12 +49,7 @@ def not_found(path: Path) -> str:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """A file, to be read; what goes wrong inside names it.
-
-    Raises:
-        OSError: it cannot be opened or read.
-        ValueError: it holds what it should not, as a ValueError of the block says.
-    """
+    """A file, to be read; an OSError or ValueError of the block names it."""
     try:
         with path.open("rb") as file:
             yield file
@@ -158,11 +153,9 @@ def write_checksums(folder: Path) -> None:
 
 
 def verify_checksums(folder: Path, *, ours: bool = True) -> None:
-    """That a folder's files hold what was written, where their checksums say what that is.
+    """That a folder's files hold what was written, where there are checksums that say what that is.
 
-    Args:
-        folder: where there are no checksums, there is nothing to compare with.
-        ours: False: those that somebody else has published with a model are not read.
+    Not `ours`: those that somebody else has published with a model are not read.
     """
     path = folder / CHECKSUMS
     if not path.exists():

@@ -43,7 +43,6 @@ def train(
         progress.begin_step()
         with engine_awake(parts) as synced:
             groups, played = collect(config, parts, step)
-        parts.tasks.feedback(groups)
         with progress.phase("packing"):
             shared = learner.shares_prefixes
             updates = plan_updates(groups, config, step=step, share_prefixes=shared)

@@ -145,9 +145,7 @@ def _published(config: Mapping[str, Any]) -> str:
 def upload(repo: str, files: Files, message: str, *, public: bool, exist_ok: bool) -> str:
     """Create the repository and send all files as one commit; returns the commit's address.
 
-    Raises:
-        OSError: no token, no right, no network, the repository is there already, or the hub
-            refused.
+    OSError: no token, no right, no network, the repository is there already, or the hub refused.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 

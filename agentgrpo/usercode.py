@@ -56,14 +56,8 @@ class InfrastructureError(Exception):
 
 
 class UserCodeError(Exception):
-    """Code of the user's has failed.
-
-    Args:
-        what: was called.
-        said: what it did: "raised KeyError: 'x'".
-        where: file and line.
-        task: its id.
-        rollout: its place in its group.
+    """Code of the user's has failed: what was called, what it did ("raised KeyError: 'x'"), and
+    where.
     """
 
     def __init__(
@@ -194,13 +188,9 @@ def describe_error(error: BaseException) -> str:
 def error_location(error: BaseException, called: Any) -> str | None:
     """File and line to look at for an error: the last that is the user's.
 
-    Args:
-        error: caught.
-        called: the function in which it was raised: where the user has no line in the traceback, as
-            with a wrong signature, its own is it. None: a module, which may be an installed one.
-
-    Returns:
-        None where nothing but our own code and libraries that it uses has failed.
+    Where the user has no line in the traceback, as with a wrong signature, that of `called` is it;
+    None there: a module, which may be an installed one. None: nothing but our own code and
+    libraries that it uses has failed.
     """
     if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
         return f"{error.filename}:{error.lineno}"
@@ -245,10 +235,8 @@ def _place(task: str | None, rollout: int | None, where: str | None = None) -> s
 
 
 async def within(limit_s: float | None, value: Awaitable[Made]) -> Made:
-    """What a coroutine of the user's gives.
-
-    Raises:
-        CallTimeout: it was cancelled after limit_s; the traceback ends where it waited.
+    """What a coroutine of the user's gives; CallTimeout after limit_s: its traceback ends where it
+    waited.
     """
     try:
         async with asyncio.timeout(limit_s) as limit:

@@ -56,14 +56,12 @@ class TalliesEnv(TaggedEnv):
     Args:
         pool: as TaggedEnv.
         timeout_s: as TaggedEnv.
-        max_calls: as TaggedEnv.
     """
 
-    def __init__(self, pool: SandboxPool, timeout_s: float, *, max_calls: int = 6) -> None:
+    def __init__(self, pool: SandboxPool, timeout_s: float) -> None:
         super().__init__(
-            pool, timeout_s, max_calls=max_calls,
-            search={"corpus": almanac.corpus(), "top_k": 3, "max_chars": 200},
-        )  # fmt: skip
+            pool, timeout_s, search={"corpus": almanac.corpus(), "top_k": 3, "max_chars": 200}
+        )
 
     def tasks(self, split: str) -> list[Task]:
         """All tasks of a split, the four kinds in turn."""

@@ -90,7 +90,7 @@ def steps_of(number: int, prompt: str) -> Turn:
 
 
 def collected(
-    base: Any, *overrides: str, functions: dict[str, float] | None = None, overlap: bool = True,
+    base: Any, *overrides: str, functions: dict[str, float] | None = None,
     on_step: Any = lambda step: None, sigma_tool: float = 0.0, step: int = 0, **settings: Any,
 ) -> tuple[list[Group], dict[str, float], StubEngine, Stream]:  # fmt: skip
     engine = scripted(steps_of, on_step=on_step)
@@ -99,7 +99,6 @@ def collected(
     reward = RewardConfig(
         functions=functions or {},
         on_error="raise" if functions else "drop",
-        overlap=overlap,
         sigma_tool=sigma_tool,
     )
     scoring = Scoring(base, reward, CHAT.tokenizer.decode, total_steps=3)
@@ -140,7 +139,7 @@ def test_who_plays_decides_what_a_lines_reward_counts_for(monkeypatch: pytest.Mo
 
 
 def test_groups_are_scored_while_others_play() -> None:
-    """On another thread, before the slow group has ended; to the bit what is scored after play."""
+    """On another thread, before the slow group has ended."""
     scored_at: dict[int, int] = {}
 
     def look(step: int) -> None:
@@ -149,25 +148,12 @@ def test_groups_are_scored_while_others_play() -> None:
             time.sleep(0.001)
         scored_at[step] = len(RAN)
 
-    kinds = {"mine:noted": 1.0, "mine:awaited": 1.0}
-    groups, metrics, *_ = collected(live_for("t1"), functions={"mine:noted": 1.0}, on_step=look)
+    collected(live_for("t1"), functions={"mine:noted": 1.0}, on_step=look)
     assert scored_at[40] == 4, "of the two short groups"
     assert {thread for _, thread in RAN} == {"rewards"}
-    RAN.clear()
-    after = collected(live_for("t1"), functions={"mine:noted": 1.0}, overlap=False, on_step=look)
-    assert scored_at[40] == 0
-    assert {thread for _, thread in RAN} == {threading.main_thread().name}
-    assert result(groups) == result(after[0])
-    assert {k: v for k, v in metrics.items() if not k.endswith("_s")} == {
-        k: v for k, v in after[1].items() if not k.endswith("_s")
-    }
-    del kinds["mine:noted"]
-    awaited = [collected(live_for(), functions=kinds, overlap=o)[0] for o in (True, False)]
-    assert result(awaited[0]) == result(awaited[1])
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_what_a_call_costs_falls_from_step_to_step(overlap: bool) -> None:
+def test_what_a_call_costs_falls_from_step_to_step() -> None:
     """One of two siblings calls a tool once, both are right: 2 / (1 + exp(half of the sigma))."""
 
     def right(r: Rollout) -> dict[str, float]:
@@ -175,13 +161,12 @@ def test_what_a_call_costs_falls_from_step_to_step(overlap: bool) -> None:
         return {"answer": 1.0}
 
     for step, sigma in enumerate((2.0, 1.0, 0.0)):
-        groups, *_ = collected(right, overlap=overlap, sigma_tool=2.0, step=step)
+        groups, *_ = collected(right, sigma_tool=2.0, step=step)
         least = min(r.rewards["answer_efficiency"] for group in groups for r in group.rollouts)
         assert least == pytest.approx(2 / (1 + math.exp(sigma / 2)) - 1)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_an_error_of_a_reward_is_said_as_ever(overlap: bool) -> None:
+def test_an_error_of_a_reward_is_said_as_ever() -> None:
     """The first in the groups' order, whichever group ended first."""
 
     def base(rollout: Rollout) -> dict[str, float]:
@@ -190,14 +175,14 @@ def test_an_error_of_a_reward_is_said_as_ever(overlap: bool) -> None:
         return {"answer": 1.0}
 
     with pytest.raises(UserCodeError, match="task t0: no answer"):
-        collected(base, overlap=overlap)
+        collected(base)
     with pytest.raises(
         UserCodeError, match=r"reward function fails raised OSError: .*task 't\d', rollout \d, at"
     ):
-        collected(live_for(), functions={"mine:fails": 1.0}, overlap=overlap)
+        collected(live_for(), functions={"mine:fails": 1.0})
 
 
-BARRIERS: tuple[dict[str, Any], ...] = ({"deterministic": True}, {"overlap": False})
+BARRIERS: tuple[dict[str, Any], ...] = ({"deterministic": True},)
 REFILL = ("rollout.refill_below=3", "rollout.max_refills=2")
 
 

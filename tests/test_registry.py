@@ -204,14 +204,6 @@ def test_wrong_names_and_options_are_refused_by_their_key(
     [
         (["agent.language=bash"], "key agent.language; did you mean agent.options.language?"),
         (["env.corpus=x"], "unknown config key env.corpus; did you mean env.options.corpus?"),
-        (
-            ["data.train=a.jsonl", "data.levels=[1]"],
-            "data.levels: .* without data.train",
-        ),
-        (
-            ["data.heldout=env", "data.heldout_levels=[1]"],
-            "heldout_levels: .* without data.held",
-        ),
         (["data.heldout=split"], "data.heldout: 'word_problems' cannot be split; only a file can"),
     ],
 )

@@ -128,10 +128,6 @@ class FakeRun:
         self.num_tasks += count
         return [Task(id=f"t{i}", messages=(), spec={}) for i in range(count)]
 
-    def feedback(self, groups: list[Group]) -> None:
-        assert all(r.rewards for group in groups for r in group.rollouts)
-        self.calls.append(f"feedback {len(groups)}")
-
     # records
     def rollouts(self, step: int, groups: list[Group], *, split: str = "train") -> None:
         self.recorded.append((step, split, len(groups)))
@@ -196,7 +192,7 @@ EVALUATE = [*GENERATE, "evaluate", "sleep"]
 def step_calls(step: int, *more: str) -> list[str]:
     return [
         *GENERATE,
-        *["sample", "sleep", "feedback 2", "learn", f"log {step} rollout+learner+engine+time"],
+        *["sample", "sleep", "learn", f"log {step} rollout+learner+engine+time"],
         *more,
     ]
 
@@ -299,7 +295,6 @@ def test_S2_13_refilling_while_too_few_groups_carry_a_gradient(
     assert fake.calls.count("sample") == rounds
     assert fake.seeds == [settings.seed_of(0, refill) for refill in range(rounds)]
     assert fake.num_tasks == 2 * rounds
-    assert f"feedback {2 * rounds}" in fake.calls
     sampled = next(areas["rollout"] for _, areas in fake.rows if "rollout" in areas)
     assert sampled["groups"] == 2 * rounds
     assert sampled["live_groups"] == sum(live_per_round[:rounds])

@@ -83,7 +83,6 @@ class ToolAgent(FormAgent):
         return [{"role": "system", "content": joined}, *told[1:]]
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        """The task's tools, for the chat template."""
         tools: Sequence[Schema] = self.env.tools(task)
         return tools
 

@@ -94,7 +94,6 @@ class Audit:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Numbers for a log."""
         return {
             "audit/max_gap": self.max_gap,
             "audit/mean_gap": self.mean_gap,

@@ -51,11 +51,10 @@ class RewardConfig(Section):
     """Taken off for every MiB that its code printed or exchanged with sandbox.host_tools."""
     sigma_tool: NotNegativeNumber = 0.0
     """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
-    (rewards/efficiency.py). This one: how much a tool call above the group's mean costs."""
+    (rewards/efficiency.py). This one: how much a tool call above the group's mean costs. Both fall
+    linearly to 0 at the run's last step."""
     sigma_length: NotNegativeNumber = 0.0
     """How much a standard deviation of sampled tokens above the group's mean costs."""
-    decay_sigmas: bool = True
-    """Both sigmas fall linearly to 0 at the run's last step."""
 
     functions: dict[str, Number] = {}
     """More parts, as `module:function` (yours) or a built-in name = weight, or a list of these,
@@ -63,11 +62,6 @@ class RewardConfig(Section):
     as they are (rewards/trl.py)."""
     on_error: Literal["drop", "raise"] = "drop"
     """A function that fails takes its rollout out of the group, and says so; or stops the run."""
-
-    overlap: bool = True
-    """Score a group as soon as its last rollout has ended, beside the run's thread, while others
-    play. false: on the run's thread, after play; for functions that set alarms or else only work
-    there. The rewards are the same."""
 
     @pydantic.field_validator("functions", mode="before")
     @classmethod

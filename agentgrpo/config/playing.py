@@ -405,12 +405,6 @@ class DataConfig(Section):
     max_prompt_tokens: Positive | None = None
     """Leave longer prompts out, and say how many there were. None: a prompt that leaves no room in
     engine.max_model_len is an error."""
-    levels: Annotated[tuple[Annotated[int, Field(ge=1, le=2)], ...], Field(min_length=1)] = (1, 2)
-    """Difficulty of the training tasks, easier ones first; for word_problems only."""
-    heldout_levels: Annotated[
-        tuple[Annotated[int, Field(ge=1, le=2)], ...], Field(min_length=1)
-    ] = (1, 2)
-    """Difficulty of the generated held-out tasks."""
 
     @pydantic.model_validator(mode="after")
     def _can_be_split(self) -> DataConfig:

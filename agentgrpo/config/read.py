@@ -40,16 +40,8 @@ def load_config_of(
 ) -> Config:
     """Read a TOML file (or a shipped config by its name), then apply `section.key=value` overrides.
 
-    Args:
-        kind: which sections there may be: those of a run (TrainConfig), or more.
-        name_or_path: of the file.
-        overrides: `section.key=value`.
-        command: that must read what is set; "": anything may.
-
-    Raises:
-        ValueError: no such file, not TOML, a circle of files, a key that does not exist (the
-            nearest is named) or that the command does not read, a value of the wrong type or out
-            of range.
+    There may be the sections of `kind`, and of overrides what `command` reads ("": anything). Else
+    a ValueError names the key and the nearest that there is.
     """
     path = _find(name_or_path, Path())
     table, keys = _read(path), list[str]()
@@ -78,15 +70,8 @@ def load_config_of(
 
 
 def validate(kind: type[Config], table: Mapping[str, Any], of: str) -> Config:
-    """The settings that a table holds, each of the type that it is written in: 1 is not true.
-
-    Args:
-        kind: which sections there may be.
-        table: of all settings.
-        of: the file it is from, for the messages.
-
-    Raises:
-        ValueError: as load_config_of(); a line for each key.
+    """The settings that a table of the file `of` holds, each of the type that it is written in: 1
+    is not true. ValueError has a line for each wrong key.
     """
     text = json.dumps(unset(table, kind), default=str)  # lists are tuples in JSON, texts paths
     try:
@@ -109,14 +94,8 @@ def unset(table: Any, kind: Any) -> Any:
 
 
 def config_of(given: str | Path | TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
-    """The settings of a run, from Python.
-
-    Args:
-        given: a file, a shipped config's name or a whole config; None: nothing is set yet.
-        settings: in its place, by section: {"steps": 8, "rollout": {"group_size": 4}}.
-
-    Raises:
-        ValueError: as of load_config_of().
+    """The settings of a run, from Python: a file, a shipped config's name or a whole config (None:
+    nothing), with settings by section in its place: {"steps": 8, "rollout": {"group_size": 4}}.
     """
     table, of = {}, "the call"
     if isinstance(given, TrainConfig):
@@ -284,8 +263,7 @@ def resolve_name(
 ) -> T | Callable[..., Any]:
     """What the setting `key` names: one that is shipped, or the user's own, of the form `own`.
 
-    Raises:
-        ValueError: there is none; names the key, what there is (`also`, too) and the nearest of it.
+    ValueError: there is none; names what there is (`also`, too) and the nearest of it.
     """
     if name in shipped:
         return shipped[name]
@@ -300,8 +278,7 @@ def resolve_name(
 def name_of(function: Callable[..., Any], *, key: str) -> str:
     """By what name load_callable() finds it: that of its module, or of the notebook or script.
 
-    Raises:
-        ValueError: it has none there, as a lambda.
+    ValueError: it has none there, as a lambda.
     """
     for module in (getattr(function, "__module__", None), "__main__"):
         there = vars(sys.modules[module]) if module in sys.modules else {}
@@ -317,9 +294,7 @@ def name_of(function: Callable[..., Any], *, key: str) -> str:
 def load_callable(name: str, *, key: str) -> Callable[..., Any]:
     """What `module:attribute` names; `key` is the setting it came from, for the error message.
 
-    Raises:
-        ValueError: there is no such module, or nothing in it that can be called; names the key.
-        UserCodeError: the module cannot be imported.
+    ValueError: there is none, or it cannot be called. UserCodeError: the module fails.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute.isidentifier()) or module_name.endswith(".py"):

@@ -58,11 +58,7 @@ Need = tuple[str, str, Callable[[Any], object]]
 
 
 def forbid_unused(config: Any, needs: Iterable[Need], section: str = "") -> None:
-    """Refuse keys that are set and would do nothing; `section`, with its dot, is config's own.
-
-    Raises:
-        ValueError: one has another value than its default, and lacks what it needs.
-    """
+    """Refuse keys that are set and lack what they need; `section`, with a dot, is the config's."""
     for keys, need, holds in needs:
         for key in keys.split():
             if is_set(config, key) and not holds(config):

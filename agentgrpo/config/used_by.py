@@ -43,11 +43,7 @@ def uses(command: str, key: str) -> bool:
 
 
 def require_used(command: str, keys: Iterable[str]) -> None:
-    """Refuse settings of a command line that the command does not use.
-
-    Raises:
-        ValueError: it does not use one; names the key, and what does.
-    """
+    """Refuse settings of a command line that the command does not use; names what does."""
     for key in keys:
         if not uses(command, key):
             others = ", ".join(f"`{o}`" for o in USES if o != "recipe" and uses(o, key))

@@ -35,18 +35,8 @@ def read_tasks(
 ) -> RowTasks:
     """The tasks of a file, of a dataset's directory or of a hub's dataset.
 
-    Args:
-        path: `*.jsonl` (blank lines are skipped), `*.parquet`, a directory with a state.json; or
-            `owner/name`, where nothing here is called so (data/hub.py).
-        question: the column of the question: text, or a list of {"role", "content"}.
-        answer: the column of the expected answer.
-        answered: every row must have one. False: the environment knows what is right, or a reward
-            that reads other columns.
-        id: the column of a unique id; None numbers the rows: "name.jsonl:17".
-        columns: which of the others are kept; None: all.
-        subset: of a hub's dataset.
-        split: of a hub's dataset.
-        seed: as for RowTasks.
+    The options are those of DataConfig. `answered`: every row must have an answer; else the
+    environment knows what is right, or a reward that reads other columns.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -22,13 +22,9 @@ def is_from_hub(name: str) -> bool:
 def hub_rows(
     name: str, *, subset: str | None, split: str, columns: Collection[str] | None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a dataset.
+    """The rows of a dataset, `owner/name`; what of `columns` it lacks is missing in all rows.
 
-    Args:
-        name: `owner/name`.
-        subset: of its subsets (which `datasets` calls configs); None: the one there is.
-        split: as `datasets` reads it: "train", "train[:1000]", "train+validation".
-        columns: those to read; None: all. One that it lacks is missing in all rows.
+    `split` is as `datasets` reads it: "train", "train[:1000]", "train+validation".
     """
     datasets = import_optional(
         "datasets", f"{name!r} is no file here, and of a hub it is read by datasets"

@@ -27,7 +27,7 @@ def training_tasks(
     """The stream that a run trains on, without what data.heldout = "split" sets aside."""
     require_read(config)
     if config.train == "word_problems":
-        return WordProblemTasks(levels=config.levels, seed=seed)
+        return WordProblemTasks(seed)
     rows = rows_of(config, "train", env, answers=answers, seed=seed)
     if config.heldout_source == "split":
         return rows.split(config.num_heldout)[1]
@@ -40,8 +40,7 @@ def heldout_tasks(
     """The tasks of every evaluation, in order; arguments and errors as of training_tasks()."""
     require_read(config)
     if config.heldout_source == "word_problems":
-        source = word_problems.generate("heldout", config.heldout_levels)
-        return list(islice(source, config.num_heldout))
+        return list(islice(word_problems.generate("heldout"), config.num_heldout))
     if config.heldout_source == "split":
         rows = rows_of(config, "train", env, answers=answers)
         return rows.split(config.num_heldout)[0]

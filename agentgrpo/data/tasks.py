@@ -2,34 +2,29 @@
 
     tasks = WordProblemTasks(seed=0)
     batch = tasks.next(12)          # 12 tasks
-    tasks.feedback(groups)          # what became of them: the next ones may depend on it
     state = tasks.state_dict()      # plain JSON; a run that loads it gets the same tasks as before
 
-The streams differ in what they draw and in what they learn from feedback.
+What comes next depends on the rows, the seed and how many were drawn.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any
 
 from agentgrpo.data import word_problems
 from agentgrpo.run.records import plain
-from agentgrpo.types import Group, Status, Task
+from agentgrpo.types import Task
 
 
 class Tasks(ABC):
     """A stream of tasks: one after another, from a few numbers."""
 
-    STATE: ClassVar[tuple[str, ...]] = ("drawn",)
-    """Attributes, without their underscore, that decide about the tasks to come; JSON values."""
     _drawn = 0
     """Tasks given so far."""
     steps_before = 0
@@ -43,18 +38,13 @@ class Tasks(ABC):
     def _source(self) -> str:
         """What a saved position belongs to."""
 
-    @abstractmethod
-    def feedback(self, groups: Sequence[Group]) -> None:
-        """Learn what became of tasks that next() gave; called once a step, after the rewards."""
-
     def next(self, count: int) -> list[Task]:
         """The next `count` tasks."""
         return [self._draw() for _ in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
         """All that decides about the tasks to come, as plain JSON values."""
-        state = {name: copy.copy(getattr(self, f"_{name}")) for name in self.STATE}
-        return {"source": self._source(), **state}
+        return {"source": self._source(), "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken, exactly."""
@@ -63,77 +53,21 @@ class Tasks(ABC):
                 f"the saved data position is of: {state['source']}; "
                 f"this run reads: {self._source()}"
             )
-        for name in self.STATE:
-            setattr(self, f"_{name}", copy.copy(state[name]))
+        self._drawn = state["drawn"]
 
 
 class WordProblemTasks(Tasks):
-    """Training word problems, easy first.
+    """Training word problems; another seed, other problems."""
 
-    At first all tasks come from the lowest level. When the last `window` groups of the newest level
-    earned `promote_at` on average, the next level joins: half of the tasks are then of the newest
-    level, the others spread evenly over the easier ones.
-
-    Args:
-        levels: in the order in which they join.
-        promote_at: mean reward of a rollout, in reward units; rollouts that the machine broke do
-            not count.
-        window: groups of the newest level that the mean is taken over, at least 1.
-        seed: another seed, other problems.
-    """
-
-    STATE = ("drawn", "next_index", "open", "recent")
-
-    def __init__(
-        self,
-        *,
-        levels: Sequence[int] = word_problems.LEVELS,
-        promote_at: float = 0.7,
-        window: int = 32,
-        seed: int = 0,
-    ) -> None:
-        if not levels or len(set(levels)) != len(levels):
-            raise ValueError(f"levels: expected different levels, got {list(levels)}")
-        for level in levels:
-            word_problems.wordings("train", level)
-        if window < 1:
-            raise ValueError(f"window: expected at least 1, got {window}")
-        self.levels = tuple(levels)
-        self.promote_at = promote_at
-        self.window = window
+    def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self._next_index = [0] * len(self.levels)
-        self._open = 1  # how many of the levels have joined
-        self._recent: list[float] = []  # mean reward of the newest level's last groups
-
-    @property
-    def newest_level(self) -> int:
-        """The hardest level that has joined."""
-        return self.levels[self._open - 1]
-
-    def feedback(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            rewards = [r.reward for r in group.rollouts if r.status is not Status.INFRA_ERROR]
-            if rewards and group.task.spec["level"] == self.newest_level:
-                self._recent = [*self._recent, fmean(rewards)][-self.window :]
-        ripe = len(self._recent) == self.window and fmean(self._recent) >= self.promote_at
-        if ripe and self._open < len(self.levels):
-            self._open += 1
-            self._recent = []
 
     def _draw(self) -> Task:
-        rng = random.Random(f"{self.seed}/level of task {self._drawn}")
-        easier = self.levels[: self._open - 1]
-        level = rng.choice(easier) if easier and rng.random() < 0.5 else self.newest_level
-        place = self.levels.index(level)
-        index = self._next_index[place]
-        self._next_index[place] += 1
         self._drawn += 1
-        return word_problems.task("train", level, index, self.seed)
+        return word_problems.task("train", self._drawn - 1, self.seed)
 
     def _source(self) -> str:
-        templates = word_problems.fingerprint()
-        return f"word problems {templates}, levels {list(self.levels)}, seed {self.seed}"
+        return f"word problems {word_problems.fingerprint()}, seed {self.seed}"
 
 
 def normalised_question(task: Task) -> str:
@@ -171,7 +105,6 @@ class RowTasks(Tasks):
         self._order: tuple[int, list[int]] = (-1, [])  # of the round it was last computed for
 
     def __len__(self) -> int:
-        """How many tasks one round has."""
         return len(self.rows)
 
     def only(self, keep: Callable[[Task], bool]) -> RowTasks:
@@ -202,9 +135,6 @@ class RowTasks(Tasks):
         others = self.only(lambda task: told(task) not in asked)
         others.left_out = len(self) - len(held) - len(others)
         return held, others
-
-    def feedback(self, groups: Sequence[Group]) -> None:
-        """Nothing: the order does not depend on how the tasks went."""
 
     def _draw(self) -> Task:
         turn, place = divmod(self._drawn, len(self.rows))

@@ -1,16 +1,17 @@
 """Word problems that need computing, made on the spot and without end.
 
-Problem `index` of a level is a pure function of (split, level, seed, index), so a position in the
-stream is one integer. Training and held-out problems share the kinds of computation and nothing
+Problem `index` is a pure function of (split, seed, index), so a position in the stream is one
+integer. Training and held-out problems share the kinds of computation and nothing
 else: wordings, names and things are disjoint (word_problems.toml).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -26,26 +27,19 @@ class Kind:
     """One computation and the ways to ask for it; see word_problems.toml for the fields."""
 
     name: str
-    level: int
     expr: str
     train: tuple[str, ...]
     heldout: tuple[str, ...]
     ranges: dict[str, tuple[int, int]] = field(
         default_factory=lambda: dict.fromkeys("abc", (10, 99))
     )
-    let: dict[str, str] = field(default_factory=dict)
     where: str = "True"
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, tuple[str, ...]]], tuple[Kind, ...]]:
     table = _frozen(tomllib.loads(path.read_text(encoding="utf-8")))
     words = table.pop("words")
-    kinds = (
-        Kind(name=name, level=int(level), **fields)
-        for level, named in table.items()
-        for name, fields in named.items()
-    )
-    return words, tuple(kinds)
+    return words, tuple(Kind(name=name, **fields) for name, fields in table.items())
 
 
 def _frozen(value: Any) -> Any:
@@ -55,51 +49,39 @@ def _frozen(value: Any) -> Any:
 
 
 WORDS, KINDS = _read(Path(__file__).with_name("word_problems.toml"))
-"""By split, the `names` and `things`; and all kinds, by level."""
-LEVELS = tuple(sorted({kind.level for kind in KINDS}))
+"""By split, the `names` and `things`; and all kinds."""
 
 
-def task(split: Split, level: int, index: int, seed: int = 0) -> Task:
-    """Problem number `index`, counted from 0, of a level.
+def task(split: Split, index: int, seed: int = 0) -> Task:
+    """Problem number `index`, counted from 0.
 
-    Every len(wordings(split, level)) consecutive problems, from a multiple of that number on, use
-    each wording once. `spec` holds the integer `answer`, the `expression` it is the value of, the
-    `kind` and the `level`; nothing of it may be shown to the agent.
+    Every len(wordings(split)) consecutive problems, from a multiple of that number on, use each
+    wording once. `spec` holds the integer `answer`, the `expression` it is the value of, and the
+    `kind`; nothing of it may be shown to the agent.
     """
     if index < 0:
         raise ValueError(f"index: expected at least 0, got {index}")
-    choices = wordings(split, level)
+    choices = wordings(split)
     cycle, place = divmod(index, len(choices))
     order = list(range(len(choices)))
-    random.Random(f"{seed}/{split}/{level}/cycle {cycle}").shuffle(order)
+    random.Random(f"{seed}/{split}/1/cycle {cycle}").shuffle(order)
     kind, wording = choices[order[place]]
-    rng = random.Random(f"{seed}/{split}/{level}/problem {index}")
+    rng = random.Random(f"{seed}/{split}/1/problem {index}")
     name, other_name = rng.sample(WORDS[split]["names"], 2)
     words = {"n": name, "m": other_name, "t": rng.choice(WORDS[split]["things"])}
     numbers = _draw_numbers(kind, rng)
     question = wording.format(**words, **numbers)
     expression = kind.expr.format(**numbers)
     return Task(
-        id=f"word/{split}/level{level}/seed{seed}/{index}",
+        id=f"word/{split}/seed{seed}/{index}",
         messages=({"role": "user", "content": question[0].upper() + question[1:]},),
-        spec={
-            "answer": _value(expression),
-            "expression": expression,
-            "kind": kind.name,
-            "level": level,
-        },
+        spec={"answer": _value(expression), "expression": expression, "kind": kind.name},
     )
 
 
-def generate(
-    split: Split, levels: Sequence[int] = LEVELS, seed: int = 0, start: int = 0
-) -> Iterator[Task]:
-    """Problems without end, the levels in turn; `start` skips as many problems."""
-    position = start
-    while True:
-        index, turn = divmod(position, len(levels))
-        yield task(split, levels[turn], index, seed)
-        position += 1
+def generate(split: Split, seed: int = 0) -> Iterator[Task]:
+    """Problems without end."""
+    return (task(split, index, seed) for index in itertools.count())
 
 
 def fingerprint() -> str:
@@ -109,16 +91,13 @@ def fingerprint() -> str:
 
 
 @cache
-def wordings(split: Split, level: int) -> tuple[tuple[Kind, str], ...]:
-    """All ways in which a level's problems are put, each with its kind."""
+def wordings(split: Split) -> tuple[tuple[Kind, str], ...]:
+    """All ways in which problems are put, each with its kind."""
     if split not in ("train", "heldout"):
         raise ValueError(f"split: expected 'train' or 'heldout', got {split!r}")
-    if level not in LEVELS:
-        raise ValueError(f"level: expected one of {list(LEVELS)}, got {level!r}")
     return tuple(
         (kind, wording)
         for kind in KINDS
-        if kind.level == level
         for wording in (kind.train if split == "train" else kind.heldout)
     )
 
@@ -126,8 +105,6 @@ def wordings(split: Split, level: int) -> tuple[tuple[Kind, str], ...]:
 def _draw_numbers(kind: Kind, rng: random.Random) -> dict[str, int]:
     while True:
         numbers = {letter: rng.randint(*bounds) for letter, bounds in kind.ranges.items()}
-        for letter, formula in kind.let.items():
-            numbers[letter] = _value(formula.format(**numbers))
         if _value(kind.where.format(**numbers)):
             return numbers
 

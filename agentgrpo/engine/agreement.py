@@ -73,22 +73,16 @@ def probe_prompts(vocab_size: int) -> Probes:
 def check_agreement(
     engine: Prober, learner: ScoresTokens, probes: Probes, *, threshold: float
 ) -> Metrics:
-    """Compare both sides on the probes.
+    """Compare both sides on the probes, which remember what was seen if it passes.
 
     On several ranks all must call it, and what one of them sees stops all.
-
-    Args:
-        engine: samples the continuations.
-        learner: scores them.
-        probes: from probe_prompts(); remembers what was seen, if it passes.
-        threshold: largest |delta logp| in nats that passes.
 
     Returns:
         `max_dlogp` and `mean_dlogp` in nats.
 
     Raises:
-        Disagreement: above the threshold, or not a number; it says which side has moved since they
-            last agreed. Or the sampler's numbers are of weights before the last update.
+        Disagreement: above the threshold (nats), or not a number; it says which side has moved
+            since they last agreed. Or the sampler's numbers are of weights before the last update.
     """
     seen, cached = [], 0
     for prompt, turn in zip(probes, engine.probe(probes, NEW_TOKENS), strict=True):
@@ -178,11 +172,8 @@ def outliers_of(dtype: str) -> float:
 
 
 def widest_gap(gaps: Sequence[Float32], outliers: float) -> float:
-    """The largest |gap| but for a share of the tokens; not finite if any is, 0.0 without tokens.
-
-    Args:
-        gaps: differences of log-probabilities, in parts.
-        outliers: share of all tokens, those with the widest gaps, that does not count.
+    """The largest |gap| but for a share of the tokens, those with the widest ones; not finite if
+    any is, 0.0 without tokens.
     """
     wide = np.sort(np.abs(np.concatenate(gaps))) if gaps else np.zeros(0, np.float32)
     if not np.isfinite(wide).all():

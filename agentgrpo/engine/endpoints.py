@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from agentgrpo.engine.engine import Engine
 
 Message = Mapping[str, Any]
-Options = dict[str, Any]
-"""Of a request to an engine."""
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 
@@ -75,11 +73,7 @@ class Endpoint(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ScriptedEndpoint(Endpoint):
-    """A function instead of a model: `reply(messages)` is every reply.
-
-    Raises:
-        TypeError: from complete(): the function returned something else than text.
-    """
+    """A function instead of a model: `reply(messages)` is every reply; TypeError: it is no text."""
 
     reply: Callable[[Sequence[Message]], str]
 
@@ -321,8 +315,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._asked: SimpleQueue[tuple[Options | Callable[[], Any], Future[Any]] | None]
-        self._asked = SimpleQueue()
+        self._asked: SimpleQueue[tuple[dict[str, Any], Future[Completion]] | None] = SimpleQueue()
         self._count = 0
         self._failed: BaseException | None = None
 
@@ -336,15 +329,8 @@ class EngineLoop:
 
         The future raises ValueError as add_request does, and whatever ended serve().
         """
-        return self._put({"prompt_ids": prompt_ids, **options})
-
-    def call(self, work: Callable[[], T]) -> Future[T]:
-        """Queue work for the thread that serves, which decodes nothing meanwhile."""
-        return self._put(work)
-
-    def _put(self, asked: Options | Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._asked.put((asked, future))
+        future: Future[Completion] = Future()
+        self._asked.put(({"prompt_ids": prompt_ids, **options}, future))
         if self._failed is not None:
             self._refuse_all()
         return future
@@ -392,9 +378,6 @@ class EngineLoop:
             request_id = f"asked.{self._count}"
             self._count += 1
             try:
-                if callable(options):
-                    future.set_result(options())
-                    continue
                 self._engine.add_request(request_id, **options)
             except ValueError as error:  # of this request alone
                 future.set_exception(error)

@@ -149,13 +149,9 @@ class Engine:
     def set_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
         """Answer every request from now on through this LoRA adapter, instead of the last one.
 
-        Args:
-            tensors: under peft's names; B is scaled in place, so none that is trained.
-            config: what peft's adapter_config.json would say.
-
-        Raises:
-            ValueError: the engine was started without lora_rank, or vLLM has no adapters of this
-                kind, or none for one of the layers.
+        `tensors` are under peft's names, B is scaled in place; `config` is peft's
+        adapter_config.json. ValueError: vLLM has no adapters of this kind, or for one of the
+        layers.
         """
         if not self.lora_rank:
             raise ValueError("the engine was started without lora_rank: it has no adapters")
@@ -189,10 +185,8 @@ class Engine:
         """On CPU, let oneDNN pack the linear weights that no trained tensor shares memory with.
 
         Small batches decode up to four times faster on packed weights. A packed weight is a copy,
-        so only what never changes may be packed; the plain tensors stay where they are.
-
-        Returns:
-            How many layers were packed; 0 on CUDA.
+        so only what never changes may be packed; the plain tensors stay where they are. Returns how
+        many were.
         """
         if self.device != "cpu":
             return 0
@@ -362,7 +356,6 @@ class Engine:
             self._drain()
 
     def abort_all(self) -> None:
-        """Drop every request in flight."""
         self.abort(list(self._in_flight))
 
     @property
@@ -402,8 +395,7 @@ class Engine:
     def wake(self) -> Metrics:
         """Make the engine usable again after sleep(); after level 2, once it has weights again.
 
-        Returns:
-            Memory in GiB before and after the last sleep and now; empty if it was awake.
+        Returns memory in GiB before and after the last sleep and now; empty if it was awake.
         """
         if not self.asleep:
             return {}
@@ -420,8 +412,7 @@ class Engine:
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
         """Forget every cached key and value: they belong to the weights before an update.
 
-        Args:
-            recompute_running: requests in flight keep their tokens and have theirs computed again.
+        `recompute_running`: requests in flight keep their tokens and have theirs computed again.
         """
         self._drain()
         if not self._engine.reset_prefix_cache(reset_running_requests=recompute_running):

@@ -22,14 +22,10 @@ from agentgrpo.types import Completion, Float32, Turn
 class Request:
     """One that is in flight.
 
-    Args:
-        request_id: the caller's.
-        core_id: vLLM's, another each time the caller uses one again: what was scheduled ahead for a
-            request that has ended is never taken for that of the next.
-        prompt_ids: as vLLM was given them.
-        text: vLLM's detokenizer, which finds stop strings; None where there are none to find.
-        top_logprobs, on_token: as in Engine.add_request().
-        shaped: by a grammar, which may leave no token to sample: the request ends as an "error".
+    `core_id` is vLLM's, another each time the caller uses one again: what was scheduled ahead for a
+    request that has ended is never taken for that of the next. `text` is vLLM's detokenizer, which
+    finds stop strings. `shaped`: by a grammar, which may leave no token: the request ends as
+    "error".
     """
 
     request_id: str
@@ -100,17 +96,12 @@ class Request:
 
 
 def token_entropies(token_ids: NDArray[np.int32], logprobs: Float32) -> Float32:
-    """Entropy in nats of each position's distribution, from the log-probabilities of the likeliest.
+    """[T]: entropy in nats of each position's distribution, from the log-probabilities of the
+    likeliest.
 
     Whatever they leave of the probability counts as one further outcome, so the value is a lower
-    bound, exact if all tokens are given.
-
-    Args:
-        token_ids: [T, K], the sampled one and then the likeliest, among which it may stand again.
-        logprobs: [T, K], theirs.
-
-    Returns:
-        [T].
+    bound, exact if all tokens are given. Both are [T, K]: the sampled one and then the likeliest,
+    among which it may stand again.
     """
     logp = logprobs.astype(np.float64)
     p = np.exp(logp)

@@ -12,12 +12,7 @@ from agentgrpo.actions import ReadCalls, Reading, Schema
 
 
 def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
-    """VLLM's own tool parser of a model family, for agents/tools.py.
-
-    Args:
-        parser: its name in vLLM, such as hermes, qwen3_coder, llama3_json, mistral, pythonic.
-        tokenizer: the model's, as transformers loads it.
-    """
+    """VLLM's own tool parser of a model family (hermes, qwen3_coder, ...), for agents/tools.py."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 

@@ -28,11 +28,7 @@ _WRAPPED = ".base_layer"
 
 
 class Slices:
-    """Where in vLLM's tensors a Hugging Face parameter lies.
-
-    Args:
-        sampler: vLLM's model, unquantised.
-    """
+    """Where in the tensors of vLLM's model, unquantised, a Hugging Face parameter lies."""
 
     def __init__(self, sampler: nn.Module) -> None:
         sizes = (getattr(module, "tp_size", None) or 1 for module in sampler.modules())
@@ -111,12 +107,8 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 def views_for(sampler: nn.Module, learner: nn.Module) -> dict[str, Tensor]:
     """Hugging Face name of a parameter or buffer -> the slice of vLLM's tensors that holds it.
 
-    Args:
-        sampler: vLLM's model, unquantised.
-        learner: the transformers model of the same checkpoint; only names and shapes are read.
-
-    Raises:
-        CannotShare: a parameter has no slice of its own shape, or a vLLM weight has no owner.
+    Of the learner only names and shapes are read. CannotShare: a parameter has no slice of its own
+    shape, or a vLLM weight has no owner.
     """
     slices = Slices(sampler)
     views: dict[str, Tensor] = {}
@@ -153,11 +145,6 @@ class InPlaceCopy:
     For what cannot be shared: another dtype, sharded or adapted parameters (taken from an iterator
     a bucket at a time, so that no second whole replica exists), or layouts that only vLLM's own
     loader knows, as this rank's part of a tensor-parallel model.
-
-    Args:
-        sampler: vLLM's model.
-        load: vLLM's loader of Hugging Face named tensors, for those that are no plain slice.
-        bucket_bytes: held at once.
     """
 
     def __init__(

@@ -15,5 +15,4 @@ class AnswerEnv:
     answers: ClassVar[tuple[str, ...]] = ()
 
     def reset(self, task: Task) -> Episode:
-        """Nothing to begin."""
         return NOTHING

@@ -44,11 +44,9 @@ class AsyncEpisode(Protocol):
         """As Episode's."""
 
     async def finish(self, answer: str | None) -> Mapping[str, float]:
-        """As Episode's."""
         return {}
 
     async def close(self) -> None:
-        """As Episode's."""
         return
 
 

@@ -59,5 +59,4 @@ class DiskCache:
             raise InfrastructureError(f"cache {self._path}: {error}") from error
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

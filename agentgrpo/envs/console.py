@@ -67,7 +67,6 @@ class ConsoleEnv:
         self.line_rewards = dict(line_rewards or {})
 
     def reset(self, task: Task) -> ConsoleEpisode:
-        """A terminal without a session yet."""
         return ConsoleEpisode(self)
 
 
@@ -128,7 +127,6 @@ class ConsoleEpisode(SandboxEpisode):
         return self._terminal
 
     def close(self) -> None:
-        """End the session, if there is one."""
         self._terminal = None
         super().close()
 

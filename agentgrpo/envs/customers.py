@@ -159,14 +159,12 @@ class UserDialogue:
         """The customer has ended the talk."""
 
     def say(self, text: str, *, satisfied: bool) -> Observation:
-        """Say something to the customer."""
         if self.user is None:
             return Observation("Error: nobody listens; make a tool call", failed=True)
         self.said.append(text)
         return self._told(self.user.reply(text, satisfied=satisfied))
 
     def on_reply(self, text: str) -> Observation:
-        """Go on with what the engine said in the customer's place."""
         assert self.user is not None
         return self._told(self.user.on_reply(text))
 
@@ -195,7 +193,6 @@ class SupportEnv:
         self._lock = threading.Lock()
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        """The same for every task."""
         return self.schemas
 
     def messages(self, ticket: str, opening: str) -> tuple[Message, ...]:
@@ -235,7 +232,6 @@ class SupportEpisode(Episode):
         """What the case is worth after what was said to the customer so far and `more`."""
 
     def step(self, action: Action) -> Observation:
-        """Call tools, or say something to the customer."""
         if isinstance(action, Say):
             return self.talk.say(action.text, satisfied=self.reward(action.text) == 1.0)
         if isinstance(action, ModelReply):

@@ -59,7 +59,6 @@ class DialogueEnv:
         return texts
 
     def reset(self, task: Task) -> AnyEpisode:
-        """An episode of the environment's, with a user of its own."""
         user = self.user_of(task)
         episode = checked_episode(self.inner.reset(task))
         return cast(AnyEpisode, DialogueEpisode(episode, user, self.max_replies))
@@ -102,7 +101,6 @@ class DialogueEpisode:
         return told
 
     def step(self, action: Action) -> Observation:
-        """Say it to the user, or carry it out."""
         if self._is_users(action):
             return self._answered(action)
         return cast(Observation, run_sync(self._episode.step(action), LOOP))

@@ -56,7 +56,6 @@ class FactoryEnv:
             raise ValueError(f"factory: {factory} has no public methods, so no tools")
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        """The public methods."""
         return self._schemas
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -148,5 +147,4 @@ class FactoryEpisode(Episode):
         return {"environment": number}
 
     def close(self) -> None:
-        """The instance's own close, if it has one."""
         self._call("close")

@@ -61,7 +61,6 @@ class GradingPool:
             return self._pool
 
     def close(self) -> None:
-        """End them."""
         with self._lock:
             if self._pool is not None:
                 self._pool.close()
@@ -104,7 +103,6 @@ class UnitTestEnv(PythonEnv):
         self.graders = GradingPool(pool)
 
     def reset(self, task: Task) -> UnitTestEpisode:
-        """An episode with hidden tests at its end."""
         tests, cases = task.spec.get("tests"), task.spec.get("cases")
         if tests is None and cases is None:
             raise ValueError(f"task {task.id}: its spec has neither 'tests' nor 'cases'")
@@ -123,7 +121,6 @@ class UnitTestEnv(PythonEnv):
         return UnitTestEpisode(self, task)
 
     def close(self) -> None:
-        """End the sandboxes for grading."""
         self.graders.close()
 
 

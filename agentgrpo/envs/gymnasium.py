@@ -86,7 +86,6 @@ class GymnasiumEnv:
         return () if self.has_user else (self.tool.schema,)
 
     def tasks(self, split: str) -> list[Task]:
-        """One task per seed."""
         first = HELDOUT_SEED if split == "heldout" else self._seed
         return [self._task(first + i) for i in range(self._num_tasks)]
 
@@ -156,7 +155,6 @@ class GymnasiumEpisode(Episode):
         return Observation(text, done=bool(terminated or truncated), rewards=rewards)
 
     def close(self) -> None:
-        """Close the world."""
         if self._world is not None:
             self._world.close()
 

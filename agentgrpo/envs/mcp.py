@@ -67,7 +67,6 @@ class McpEnv:
             return found
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        """The server's tools."""
         return self.schemas
 
     def reset(self, task: Task) -> McpEpisode:

@@ -57,7 +57,6 @@ class SandboxEpisode(Episode):
             self._host.replay_answers(memory or ())
 
     def close(self) -> None:
-        """End the session, if there is one."""
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -220,7 +219,6 @@ class PythonEpisode(SandboxEpisode):
         return self._contexts[language]
 
     def close(self) -> None:
-        """End the session and what runs in it."""
         for context in self._contexts.values():
             context.close()
         self._contexts = {}

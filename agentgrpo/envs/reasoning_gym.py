@@ -116,7 +116,6 @@ class ReasoningGymEnv(PythonEnv):
         )
 
     def reset(self, task: Task) -> ReasoningGymEpisode:
-        """An episode of PythonEnv with a verifier at its end."""
         return ReasoningGymEpisode(self, task)
 
     def score(self, task: Task, answer: str | None) -> float:
@@ -135,7 +134,6 @@ class ReasoningGymEnv(PythonEnv):
         return float(told.value) if told.status is StepStatus.OK and told.value else 0.0
 
     def close(self) -> None:
-        """End the sandboxes for judging."""
         self.graders.close()
 
 

@@ -153,7 +153,6 @@ class _Work:
         self._lock = threading.Lock()
 
     def run(self, places: threading.Semaphore, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function, on a thread of its own."""
         places.acquire()
         if not self._future.set_running_or_notify_cancel():
             places.release()

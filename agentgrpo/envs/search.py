@@ -205,7 +205,6 @@ class Search:
         return SearchEpisode(self.toolset, str(task.messages[-1]["content"]))
 
     def close(self) -> None:
-        """Close the file of answers."""
         if self._cache is not None:
             self._cache.close()
 
@@ -274,11 +273,9 @@ class SearchEnv(Search):
             raise ValueError("corpus: expected texts to search, or a retriever")
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        """The same for every task."""
         return self.toolset.schemas
 
     def reset(self, task: Task) -> SearchEpisode:
-        """An episode without a state of its own."""
         return self.episode(task)
 
 
@@ -298,7 +295,6 @@ class SearchEpisode(Episode):
         self._told = memory
 
     def step(self, action: Action) -> Observation:
-        """Search, one call after another."""
         told, self._told = self._told, None
         of = _Step(self._question)
         if told is None:

@@ -149,14 +149,12 @@ class Tau2Episode(SupportEpisode):
         self._calls: list[Any] = []
 
     def call(self, call: ToolCall) -> tuple[str, bool]:
-        """What the world says to it."""
         made = _upstream_call(call.name, dict(call.arguments))
         self._calls.append(made)
         answer = self._world.get_response(made)
         return str(answer.content), bool(answer.error)
 
     def reward(self, *more: str) -> float:
-        """The product over the task's basis."""
         criteria = self._task.evaluation_criteria
         if criteria is None:
             return 1.0

@@ -138,11 +138,9 @@ class TauBenchEpisode(SupportEpisode):
         self._tables = copied_on_write(env.base)
 
     def call(self, call: ToolCall) -> tuple[str, bool]:
-        """What the domain's tool says."""
         return self._env.call(self._tables, call)
 
     def reward(self, *more: str) -> float:
-        """1.0 or 0.0."""
         changed = changed_records(self._tables, self._env.base)
         if changed != self._env.gold(self._place, self._upstream):
             return 0.0

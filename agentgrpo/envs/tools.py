@@ -190,7 +190,6 @@ class ToolEnv:
         self.toolset = Toolset([Tool(tool) for tool in found])
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        """The same for every task."""
         return self.toolset.schemas
 
     def reset(self, task: Task) -> ToolEpisode | AsyncToolEpisode:
@@ -205,7 +204,6 @@ class ToolEpisode(Episode):
         self.toolset = toolset
 
     def step(self, action: Action) -> Observation:
-        """Make the calls of a turn in their order."""
         return observed([self.toolset.call(call) for call in calls_of(action)])
 
 
@@ -216,7 +214,6 @@ class AsyncToolEpisode(AsyncEpisode):
         self.toolset = toolset
 
     async def step(self, action: Action) -> Observation:
-        """Make the calls of a turn at once."""
         return observed(await asyncio.gather(*map(self.toolset.call_async, calls_of(action))))
 
 

@@ -124,7 +124,6 @@ class VerifiersEnv:
         return found
 
     def reset(self, task: Task) -> VerifiersEpisode:
-        """An episode that begins when it is played."""
         split, _, number = task.id.rpartition("/")
         return VerifiersEpisode(self, self._of_split(split)[int(number)])
 
@@ -155,7 +154,6 @@ class VerifiersEnv:
             ready.set_exception(error)
 
     def close(self) -> None:
-        """Stop their servers."""
         served = self._served
         if served is not None:
 

@@ -69,7 +69,7 @@ class Problems(vf.Taskset[Problem, ProblemsConfig]):
                 vf.ToolMessage(tool_call_id="", content=number),
                 vf.AssistantMessage(content=number),
             ]
-        for problem in islice(word_problems.generate(self.config.split, [1]), self.config.size):
+        for problem in islice(word_problems.generate(self.config.split), self.config.size):
             asked = vf.UserMessage(content=problem.messages[-1]["content"])
             data = ProblemData(
                 prompt=[*shots, asked],

@@ -51,7 +51,6 @@ class Run(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Tokens before the run."""
         return sum(end - start for start, end in self.path)
 
 
@@ -87,13 +86,10 @@ class _Block(NamedTuple):
 
 
 class Tree:
-    """What the attention layers of one forward pass must know of a batch.
+    """What the attention layers of one forward pass must know of a batch, see PackedBatch.
 
-    Args:
-        tout_T: see PackedBatch.
-        positions_T: depth of each token.
-        device: where masks are made.
-        there: the same in its memory; None: to be uploaded.
+    `positions_T`: depth of each token. `there`: tout_T in the device's memory; None: to be
+    uploaded.
     """
 
     def __init__(
@@ -209,11 +205,7 @@ def tree_attention(
     tree: Tree | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [1, Hq, T, D], key and value [1, Hkv, T, D].
-
-    Returns:
-        [1, T, Hq, D], and None for the attention weights.
-    """
+    """[1, T, Hq, D], as transformers calls it: query [1, Hq, T, D]; key, value [1, Hkv, T, D]."""
     if tree is None:
         raise ValueError(f"{type(module).__name__} does not pass keyword arguments to attention")
     for name in ("s_aux", "position_bias", "cache"):

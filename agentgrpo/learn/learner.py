@@ -97,7 +97,6 @@ class Learner:
         return self._publisher.publish()
 
     def dry_pass(self, num_tokens: int) -> None:
-        """See learn/preflight.py."""
         dry_pass(self.policy, self._optimizer, num_tokens, self._temperature)
 
     def checkpoint_if_auto(self) -> bool:
@@ -188,7 +187,6 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """Of the step about to be taken."""
         return self._config.learning_rate_at(self.step_count, self._total_steps)
 
     @torch.no_grad()

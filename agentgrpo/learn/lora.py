@@ -20,15 +20,10 @@ from agentgrpo.models.models import ADAPTER_TENSORS
 
 
 class Adapter:
-    """A LoRA adapter injected into a transformers model.
+    """A LoRA adapter injected into a transformers model, whose own parameters are frozen.
 
-    Args:
-        model: gets adapted layers in place; its own parameters are frozen.
-        config: rank > 0.
-        saved: a folder that save() wrote, to go on from. None: B = 0, the model as it was.
-
-    Raises:
-        ValueError: peft is missing, or no layer has such a name or only the head has.
+    `saved`: a folder that save() wrote, to go on from; None: B = 0, the model as it was. ValueError
+    where peft is missing, or no layer has such a name or only the head has.
     """
 
     def __init__(self, model: Any, config: LoraConfig, saved: Path | None = None) -> None:
@@ -52,12 +47,10 @@ class Adapter:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The matrices A and B of every adapted layer."""
         return [p for p in self._peft.parameters() if p.requires_grad]
 
     @property
     def config(self) -> dict[str, Any]:
-        """What adapter_config.json says."""
         described: dict[str, Any] = self._peft.peft_config["default"].to_dict()
         return described
 

@@ -23,9 +23,8 @@ from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout
 def objective_of(config: LossConfig) -> Objective:
     """The kernels' options of a config, a loss of the user's own loaded and tried.
 
-    Raises:
-        ValueError: there is no such function, it fails on three tokens, or gives no finite loss per
-            token with a gradient; names the key.
+    ValueError: there is no such function, it fails on three tokens, or gives no finite loss per
+    token with a gradient; names the key.
     """
     if ":" not in config.loss_type:
         return config
@@ -94,21 +93,16 @@ def token_weights(
 ) -> list[float]:
     """One weight per rollout, in group and rollout order, for each of its sampled tokens.
 
+    0.0 for rollouts that are not trained on.
+
     Args:
         groups: of the update.
-        loss_type: whose normaliser it is; see kernels.objective.NORMALISERS, which
-            kernels.reduce.term_weights takes too.
+        loss_type: whose normaliser it is; see kernels.objective.NORMALISERS.
         max_sampled_tokens: the budget of one rollout, for the normaliser "budget".
         num_samples: B. None: the rollouts of the groups. Those that are masked or sampled nothing
             count, as in TRL; what the machine broke or treatment drops is no sample.
         share_of_tokens: trained tokens of the step, divided by its updates. None: there is this
             update alone.
-
-    Returns:
-        Weights; 0.0 for rollouts that are not trained on.
-
-    Raises:
-        ValueError: an unknown loss_type.
     """
     weight = NORMALISERS[loss_of(loss_type).normaliser]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -124,11 +118,8 @@ def token_weights(
 def mismatch_metrics(gap_N: Float32, sample_N: Int32, objective: Objective) -> Metrics:
     """How far the sampler's policy was from the learner's on the sampled tokens, before any bound.
 
-    Args:
-        gap_N: the learner's log-probability less the sampler's, in nats; not finite where the
-            sampler gave none, which counts as 0.
-        sample_N: whose token it is.
-        objective: at whose level the ratio is taken, and whose bounds it is held against.
+    `gap_N` is the learner's log-probability less the sampler's, in nats; not finite where the
+    sampler gave none, which counts as 0.
 
     Returns:
         `mismatch_ratio_{min,mean,max}` of the raw ratio; `mismatch_modified`: the share of tokens

@@ -75,11 +75,9 @@ class MasterAdamW:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
         return float(self._adamw.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next step."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
 
@@ -123,7 +121,6 @@ class MasterAdamW:
         p.grad = None
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         for index, p in enumerate(self._parameters):
             p.grad = self._sums[index] = None
 
@@ -196,11 +193,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what state_dict() returned, for the same parameters.
-
-        Raises:
-            ValueError: it is of other parameters.
-        """
+        """Restore what state_dict() returned, for the same parameters."""
         adamw, lower = dict(state["adamw"]), self._lower()
         if len(state["masters"]) != len(lower):
             raise ValueError(f"{len(state['masters'])} masters, expected {len(lower)}")
@@ -244,11 +237,7 @@ class MasterAdamW:
 
 
 def make_optimizer(config: LearnerConfig, parameters: Sequence[Tensor]) -> MasterAdamW:
-    """The optimizer that a config asks for.
-
-    Raises:
-        ValueError: adamw_8bit without a GPU, without bitsandbytes or on several ranks.
-    """
+    """The optimizer that a config asks for; ValueError: it is not to be had here."""
     adamw: Any = None
     if config.optimizer == "adamw_8bit":  # NEVER RUN yet: it needs a GPU
         if not torch.cuda.is_available():

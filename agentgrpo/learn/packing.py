@@ -141,14 +141,9 @@ def flex_blocks(
 ) -> FlexBlocks:
     """The block mask of `k <= q < tout_T[k]`, from the intervals instead of from T * T values.
 
-    Equal, bit for bit, to what `create_block_mask` of torch 2.13 computes; with a window a block
-    may count as partly visible of which no pair is.
-
-    Args:
-        tout_T: see PackedBatch.
-        block_size: tokens a side of a block.
-        positions_T: with `window`, the depth of each token.
-        window: also `positions_T[q] - positions_T[k] < window`, as a sliding layer sees.
+    Equal, bit for bit, to what `create_block_mask` of torch 2.13 computes; with a window, as a
+    sliding layer's `positions_T[q] - positions_T[k] < window`, a block may count as partly visible
+    of which no pair is.
 
     Raises:
         ValueError: `tout_T` is not 1-d int32 with t < tout_T[t] <= T, or `block_size` or `window`

@@ -209,15 +209,10 @@ def _passes(lengths: NDArray[np.int64]) -> list[list[int]]:
 class Policy:
     """What is trained: a transformers model, its last layers, or a LoRA adapter to it.
 
-    Args:
-        model: its own parameters are frozen, but for those that are trained; its attention is
-            replaced, adapted layers are put in place, and on several ranks it is sharded.
-        config: what of it is trained.
-        weights: where its parameters lie, for the record.
-        adapter: a checkpoint's folder to take the LoRA adapter from.
-
-    Raises:
-        ValueError: more trained_layers than the model has, or as Adapter's and Scorer's.
+    The model's own parameters are frozen, but for those that are trained; its attention is
+    replaced, adapted layers are put in place (`adapter`: a checkpoint's folder to take them from),
+    and on several ranks it is sharded. `weights`: where its parameters lie, for the record.
+    ValueError: more trained_layers than the model has, or as Adapter's and Scorer's.
     """
 
     def __init__(

@@ -56,16 +56,8 @@ class Sleeper(Protocol):
 def preflight(engine: Sleeper, learner: DryLearner, *, max_tokens: int) -> Metrics:
     """Sleep, learn on a row of max_tokens, wake, publish: all as in a step, but nothing changes.
 
-    Args:
-        engine: awake, with no request in flight; it is left asleep, as between steps.
-        learner: as it will train.
-        max_tokens: learner.max_tokens.
-
-    Returns:
-        Seconds, and memory in GiB after it.
-
-    Raises:
-        DoesNotFit: memory ran out.
+    The engine is awake, with no request in flight; it is left asleep, as between steps. Returns
+    seconds, and memory in GiB after it. DoesNotFit: memory ran out.
     """
     started = time.perf_counter()
     engine.sleep()

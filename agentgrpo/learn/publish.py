@@ -107,8 +107,7 @@ def policy_on(
 ) -> tuple[Policy, Publisher]:
     """The policy, on the engine's own tensors where the two can share them, and its publisher.
 
-    Raises:
-        ValueError: weights="shared" where sharing is impossible, with the reason; or as Policy's.
+    ValueError: weights="shared" where that is impossible, with the reason; or as Policy's.
     """
     if parallel.world_size() > 1:
         if weights == "shared":

@@ -18,14 +18,7 @@ from agentgrpo.learn.policy import Policy, Scorer, load_model
 class Reference:
     """A frozen model, or of an adapter's policy the policy with the matrices that it began with.
 
-    Args:
-        policy: that is trained.
-        loss: sync_ref_model and what belongs to it are read.
-        source: the directory or name that training began with; not read where an adapter is
-            trained.
-
-    Raises:
-        ValueError: there is neither.
+    `source`: the directory or name that training began with; not read where an adapter is trained.
     """
 
     def __init__(self, policy: Policy, loss: LossConfig, source: str | Path | None) -> None:
@@ -68,7 +61,6 @@ class Reference:
 
     @torch.no_grad()
     def load(self, state: list[Tensor]) -> None:
-        """Restore what state() gave."""
         if len(state) != len(self._pairs):
             raise ValueError(
                 f"the KL's reference has {len(self._pairs)} parameters, {len(state)} were saved: "

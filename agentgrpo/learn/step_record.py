@@ -81,7 +81,6 @@ class StepRecord:
         return [seen for part in parallel.gather(self._seen) for seen in part]
 
     def metrics(self, objective: Objective) -> Metrics:
-        """All ranks' together."""
         metrics = {
             "loss": float(np.mean(self.losses)) if self.losses else 0.0,
             "grad_norm": float(np.mean(self.norms)) if self.norms else 0.0,

@@ -58,15 +58,9 @@ def plan_updates(
     """Divide a step's groups among config.loss.num_mini_batches updates and pack each.
 
     Whole groups stay together, so that their prompt is computed once. Which go together is a
-    function of config.seed and step. Rollouts without an advantage are left out where nothing of
-    theirs moves the loss: always, unless there is a KL or an entropy term, or a quantile of all
-    entropies.
-
-    Args:
-        groups: all groups of the step, with advantages.
-        config: of the run.
-        step: counted from 0.
-        share_prefixes: False for models that must see every rollout alone.
+    function of config.seed and step (from 0). Rollouts without an advantage are left out where
+    nothing of theirs moves the loss: always, unless there is a KL or an entropy term, or a quantile
+    of all entropies.
     """
     parts = mini_batches(groups, config, step=step)
     trained = [as_packed(part, config) for part in parts]

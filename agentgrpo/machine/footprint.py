@@ -82,15 +82,9 @@ def footprint(
     config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int = 1, trained: bool = True,
     sampled: bool = True,
 ) -> Footprint:  # fmt: skip
-    """Memory of one process of a run.
+    """Memory of one process of a run: of each rank, with a learner, or an engine, or both.
 
-    Args:
-        config: of the run.
-        shapes: of the model, from shapes_of() or shapes_in().
-        cuda: a GPU, bfloat16 where the config says auto; else a CPU.
-        ranks: of the run: each has a part of the learner, and an engine or its part of one.
-        trained: there is a learner.
-        sampled: there is an engine.
+    `cuda`: a GPU, bfloat16 where the config says auto; else a CPU.
     """
     learner = config.learner
     width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
@@ -159,9 +153,6 @@ def shapes_in(folder: Path) -> Shapes:
     """Of each tensor of a model directory, from its safetensors headers; empty if it has none.
 
     Of a language model with parts for images or sound beside it, its own.
-
-    Raises:
-        ValueError: a file is damaged.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -173,11 +164,7 @@ def shapes_in(folder: Path) -> Shapes:
 
 
 def shapes_of(config: Any) -> Shapes:
-    """Of each tensor of a model, from its transformers config; the model is made without storage.
-
-    Raises:
-        ValueError: transformers has no causal language model of this kind.
-    """
+    """Of each tensor of a model, by its transformers config; the model is made without storage."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -206,12 +193,6 @@ def room_checks(
 
     vLLM would say that it has no room in its own words, after loading the model, or be ended by
     Linux, since a control group's limit is met only where memory is written to.
-
-    Args:
-        config: of the run.
-        model: directory or hub name.
-        trained: not only sampled from.
-        sampled: not only trained: an engine is started.
     """
     held = held_by(config, model, trained=trained, sampled=sampled)
     card = hardware.gpu_memory_bytes() if held.cuda else None

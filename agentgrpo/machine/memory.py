@@ -35,9 +35,7 @@ class OutOfMemory(ValueError):
 def explained(doing: str, remedy: Callable[[], str]) -> Iterator[None]:
     """Turn an error that says that memory ran out into one that says what to do about it.
 
-    Args:
-        doing: what memory is needed for inside, as "learning".
-        remedy: what to change; called when what had been allocated inside is released.
+    `remedy` is called when what had been allocated inside is released.
     """
     try:
         yield

@@ -117,13 +117,9 @@ def measure_tasks(
     concise: Quality | None = None,
     ks: Sequence[int] = (),
 ) -> list[TaskRow]:
-    """One row per group.
+    """One row per group, scored, one per task.
 
-    Args:
-        groups: scored, one per task.
-        quality: of a rollout's answer.
-        concise: 1.0 or 0.0 for a rollout, for the measure `conciseness`.
-        ks: for which pass@k and pass^k are wanted; None for a task with fewer valid rollouts.
+    `ks`: for which pass@k and pass^k are wanted; None for a task with fewer valid rollouts.
     """
     rows = []
     for group in groups:

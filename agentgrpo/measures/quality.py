@@ -95,10 +95,7 @@ def _plain(text: str) -> list[str]:
 def conciseness(judge: Endpoint, text_of: Callable[[Rollout], str], *, votes: int = 10) -> Quality:
     """1.0 unless more than half of the judge's votes call a tool call of the rollout redundant.
 
-    Args:
-        judge: asked `votes` times at temperature 0.6; a tie is concise, no vote no voice.
-        text_of: the rollout as the judge is shown it.
-        votes: at least 1.
+    It is asked `votes` times at temperature 0.6; a tie is concise, no vote no voice.
     """
 
     def concise(rollout: Rollout) -> float:

@@ -20,9 +20,9 @@ the rest is appended.
 
 from __future__ import annotations
 
+import itertools
 import os.path
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -129,12 +129,7 @@ class ChatTemplate:
     ) -> Int32:
         """The whole conversation so far, up to where the assistant's next turn begins.
 
-        Args:
-            messages: of the conversation.
-            tools: JSON schemas that the template shows the policy.
-
-        Raises:
-            ValueError: the template refuses the messages; the message has its reason.
+        ValueError: the template refuses the messages; the message has its reason.
         """
         pairs = zip(messages, _numbered(messages), strict=True)
         messages = [dict(one) if one.get("tool_call_id") else made for one, made in pairs]
@@ -184,10 +179,8 @@ class ChatTemplate:
     def text_ids(self, text: str, *, own: bool = False) -> Int32:
         """The tokens of text put into an assistant's turn as it is, encoded alone.
 
-        Args:
-            text: what is put there.
-            own: it is the policy's or its author's, who may write the tokens that a turn is
-                written with, such as `<think>`; else it is the world's, and no control token.
+        `own`: it is the policy's or its author's, who may write the tokens that a turn is written
+        with, such as `<think>`; else it is the world's, and no control token.
         """
         (plain,), mark = self._encoder.shield(text, own=[own])
         return self._encoder.encode_behind(plain, mark)
@@ -396,22 +389,14 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, prompt: bool
     ) -> str:
-        """The template's text, in which a result is that of the last call with its id.
-
-        Some templates find the call of a result by its id among all calls (Command R7B its number,
-        Solar its name), and a program may give ids again in each turn. Others refuse ids that are
-        not of their form (Mistral's). They are told apart for the template, and written as given.
-        """
+        """The template's text. Ids of calls that it refuses are of Mistral's form for it alone."""
         try:
-            text = self._rendered(messages, tools, prompt=prompt)
-            apart, given = _told_apart(messages, text)
-            if not given:
-                return text
+            return self._rendered(messages, tools, prompt=prompt)
         except jinja2.TemplateError:
-            apart, given = _told_apart(messages, repr(tools), all_of_them=True)
+            renamed, given = _nine_characters(messages)
             if not given:
                 raise
-        text = self._rendered(apart, tools, prompt=prompt)
+        text = self._rendered(renamed, tools, prompt=prompt)
         return _MADE_ID.sub(lambda m: given.get(m[0], m[0]), text)
 
     def _rendered(
@@ -486,56 +471,24 @@ def _past(roles: Sequence[str], form: Form, word: str) -> list[Message]:
 
 
 _MADE_ID = re.compile(r"id[0-9]{7}")
-"""Nine letters and digits: Mistral's templates ask for these."""
 
 
-def _unsaid_ids(messages: Sequence[Message], text: str) -> Iterator[str]:
-    """Ids of calls, each once, that neither the messages nor their text have; read at the first."""
-    said = {*_MADE_ID.findall(repr(messages)), *_MADE_ID.findall(text)}
-    yield from (name for n in range(10**7) if (name := f"id{n:07d}") not in said)
+def _nine_characters(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+    """The messages with other ids of calls, of nine characters; and the given id of each."""
+    said, made = {*_MADE_ID.findall(repr(messages))}, dict[str, str]()
+    free = (name for n in itertools.count() if (name := f"id{n:07d}") not in said)
 
+    def renamed(part: Mapping[str, Any], key: str) -> dict[str, Any]:
+        given = part.get(key)
+        return {**part, key: made.setdefault(given, next(free))} if given else {**part}
 
-def _told_apart(
-    messages: Sequence[Message], text: str, *, all_of_them: bool = False
-) -> tuple[list[Message], dict[str, str]]:
-    """The messages, no id of a call there twice; and the given id for each that was put in.
-
-    It takes time in proportion to the messages, whatever ids a program gives. `text` is the
-    messages as rendered: nothing in it is taken for an id that was put in. `all_of_them`: another
-    is put in for every id.
-    """
-    used: set[str] = set()
-    answered: dict[str, deque[str]] = {}  # a given id: its calls of the last turn
-    given: dict[str, str] = {}
-    unsaid = _unsaid_ids(messages, text)
-
-    def own(name: str) -> str:
-        if name not in used and not all_of_them:
-            used.add(name)
-            return name
-        made = next(unsaid)
-        given[made] = name
-        return made
-
-    told = []
+    told: list[Message] = []
     for message in messages:
-        if message.get("role") != "tool":
-            answered = {}
-            calls = []
-            for call in message.get("tool_calls") or ():
-                if name := call.get("id"):
-                    answered.setdefault(name, deque()).append(own(name))
-                    call = call | {"id": answered[name][-1]}
-                calls.append(call)
-            message = {**message, "tool_calls": calls} if calls else message
-        elif name := message.get("tool_call_id"):
-            if name not in answered:
-                answered[name] = deque([own(name)])
-            calls_left = answered[name]
-            first = calls_left.popleft() if len(calls_left) > 1 else calls_left[0]
-            message = {**message, "tool_call_id": first}
-        told.append(message)
-    return told, given
+        one = renamed(message, "tool_call_id")
+        if one.get("tool_calls"):
+            one["tool_calls"] = [renamed(call, "id") for call in one["tool_calls"]]
+        told.append(one)
+    return told, {name: given for given, name in made.items()}
 
 
 def _turns_before(messages: Sequence[Message], mark: str) -> Iterator[tuple[Form, dict[str, Any]]]:

@@ -21,13 +21,8 @@ BATCH = 32
 class Encoder:
     """A text encoder, on the CPU in float32 (E5 and GTE: "mean"; BGE: "cls"; Qwen3: "last").
 
-    Args:
-        folder: with config.json, the weights and the tokenizer's files. Nothing is downloaded, and
-            no code of the folder's is run.
-        pooling: which of a text's hidden states are its vector: their mean, the first, the last.
-
-    Raises:
-        ValueError: transformers cannot load it; with its words.
+    The folder has config.json, the weights and the tokenizer's files. Nothing is downloaded, and no
+    code of the folder's is run. ValueError: transformers cannot load it; with its words.
     """
 
     def __init__(self, folder: Path, pooling: Pooling = "mean") -> None:

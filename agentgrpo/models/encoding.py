@@ -60,15 +60,10 @@ class TextEncoder:
     def shield(self, *values: Any, own: Sequence[bool] = ()) -> tuple[list[Any], str]:
         """Mark the control spellings in all strings of nested values of JSON types.
 
-        Half of a surrogate pair, which no tokenizer takes, becomes U+FFFD.
-
-        Args:
-            values: what is said.
-            own: of each value, whether it is the policy's own or its author's, who may write all
-                control tokens but the special ones and those spelled `<|...|>`; none are.
-
-        Returns:
-            The values, and the mark that is in them: "" if nothing had to be marked.
+        Half of a surrogate pair, which no tokenizer takes, becomes U+FFFD. `own`: which values are
+        the policy's or its author's, who may write all control tokens but the special ones and
+        those spelled `<|...|>`. Returns the values, and the mark that is in them: "" if nothing had
+        to be marked.
         """
         kinds = [self.framing if mine else self.control for mine in own or [False] * len(values)]
         said = [_mapped(value, _whole) for value in values]

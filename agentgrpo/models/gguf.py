@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import shutil
+import tempfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,25 +51,21 @@ class Metadata(dict[str, Any]):
 
 
 def import_gguf(gguf_path: Path, out_dir: Path) -> None:
-    """Write `out_dir` from `gguf_path`, unless it holds this very file's import.
-
-    Nothing half-written is ever seen under that name.
-    """
+    """Write `out_dir` from `gguf_path`, unless it holds this very file's import."""
     source = {"source": gguf_path.name, "sha256": sha256_of(gguf_path)}
     if _is_import_of(out_dir, source):
         return
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.partial")
-    partial.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=".import-") as made:
+        partial = Path(made) / "model"
+        partial.mkdir()
         _write_model(gguf_path, partial)
         _write_json(partial / MARKER, source)
-        partial.rename(out_dir)
-    except BaseException as error:
-        shutil.rmtree(partial)
-        if isinstance(error, OSError) and _is_import_of(out_dir, source):
-            return  # another process was first
-        raise
+        try:
+            partial.rename(out_dir)
+        except OSError:  # another process may have been first
+            if not _is_import_of(out_dir, source):
+                raise
 
 
 def find_in_package(package: str) -> Path:

@@ -96,12 +96,9 @@ ROTATION = "apply_rotary_pos_emb"
 def fuse(model: Any) -> str:
     """Have a model's norms, rotations and MLPs computed by Liger's kernels.
 
-    Args:
-        model: of transformers, causal, on CUDA (or anywhere, in Triton's interpreter). Its modules
-            are changed in place, its parameters are not, and neither are other models.
-
-    Returns:
-        The library's version and how many modules it computes, for the record.
+    Its modules are changed in place (on CUDA, or anywhere in Triton's interpreter), its parameters
+    are not, and neither are other models. Returns the library's version and how many modules it
+    computes.
     """
     if why := unlike(model.config):
         raise ValueError(why)

@@ -14,13 +14,11 @@ _BYTE_OF |= {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
 
 
 def bytes_of(piece: str, *, byte_level: bool) -> bytes:
-    """The bytes of a piece that is no special token.
+    """The bytes of a piece, as the vocabulary spells it, that is no special token.
 
-    Args:
-        piece: as the vocabulary spells it.
-        byte_level: with one printable character per byte (GPT-2, Qwen, Llama 3, SmolLM2); else as
-            text with a mark for the space and `<0x0A>` for single bytes (SentencePiece: Llama 2,
-            Mistral, Gemma).
+    `byte_level`: with one printable character per byte (GPT-2, Qwen, Llama 3, SmolLM2); else as
+    text with a mark for the space and `<0x0A>` for single bytes (SentencePiece: Llama 2, Mistral,
+    Gemma).
     """
     if byte_level:
         if all(character in _BYTE_OF for character in piece):

@@ -91,7 +91,6 @@ class Conversations:
         self.num_turns = 0
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> Prompt:
-        """What the policy continues."""
         root = json_key(json.dumps(list(tools)))
         for message in messages:
             _ = message.key  # made here, beside the others where that takes long; kept for said()

@@ -139,8 +139,6 @@ class Endpoint:
         self.port: int = self.run(self._start())
 
     def run(self, work: Awaitable[Result]) -> Result:
-        """Do something on the endpoint's thread."""
-
         async def wait() -> Result:
             return await work
 
@@ -148,7 +146,6 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Of the endpoint, without a path."""
         return f"http://127.0.0.1:{self.port}"
 
     def open(self, make: Callable[[str], Session]) -> Session:
@@ -162,8 +159,6 @@ class Endpoint:
         return self.run(work())
 
     def end(self, session: Session) -> None:
-        """Answer nothing more of a session."""
-
         async def work() -> None:
             self._sessions.pop(session.key, None)
             session.close()
@@ -179,8 +174,6 @@ class Endpoint:
         self._loop.call_soon_threadsafe(listening.close)
 
     def close(self) -> None:
-        """Stop listening."""
-
         async def work() -> None:
             self._listening.close()
 

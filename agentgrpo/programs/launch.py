@@ -221,7 +221,6 @@ class Process:
         self._command, self._files, self._env = command, files, env
 
     def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
-        """Start it, on a thread that waits for it."""
         return _Run(lambda run: self._play(run, task, session, endpoint))
 
     def _play(self, run: _Run, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
@@ -309,7 +308,6 @@ class Sandboxed:
         """Of a step that runs the command; its value is the exit code."""
 
     def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
-        """Start it, on a thread that waits for it."""
         return _Run(lambda run: self._play(run, task, session, endpoint))
 
     def _play(self, run: _Run, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
@@ -399,7 +397,6 @@ class _Run:
             self.outcome.set_exception(error)
 
     def ends_by(self, end: Callable[[], None]) -> None:
-        """What stop() calls from now on."""
         self._end = end
         if self._stopped:
             end()

@@ -179,7 +179,6 @@ class ChatMessage(BaseModel):
     name: str | None = None
 
     def read(self) -> Message:
-        """In the one form."""
         role = ROLES.get(self.role, self.role)
         if role != "assistant":
             call_id = self.tool_call_id if role == "tool" else None

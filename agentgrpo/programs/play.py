@@ -49,7 +49,6 @@ class ProgramSampler(AnySampler):
         self._said: set[str] = set()
 
     def close(self) -> None:
-        """Stop listening."""
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None

@@ -91,18 +91,14 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
 def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> dict[str, Any]:
     """Play the candidates and write what is selected of them.
 
-    Raises:
-        ValueError: no candidate has both right and wrong rollouts, as selection = "pareto" asks.
+    ValueError: none has both right and wrong rollouts, as selection = "pareto" asks.
     """
     folder = folder_of(recipe, stage)
     folder.mkdir(parents=True, exist_ok=True)
     if stage > 0:
         done = read_table(folder_of(recipe, stage - 1) / "select.json")
         stream.load_state_dict(done["stream"])
-    groups: list[Group] = []
-    for group_chunk in _chunks(recipe, stage, player, stream):
-        stream.feedback(group_chunk)
-        groups += group_chunk
+    groups = [group for some in _chunks(recipe, stage, player, stream) for group in some]
     quality = quality_by("answer", weight=recipe.reward.answer)
     chosen = _selected(recipe, stage, groups, quality)
     seen = [contrast(group, quality) for group in groups]

@@ -6,7 +6,7 @@
     train = "env"
     heldout = "env"
 
-Sums are the word problems of level 1 (data/word_problems.py), questions are of the invented
+Sums are the word problems (data/word_problems.py), questions are of the invented
 almanac (almanac.py). `critic` and `reflector` stand in for a large model in the flywheel: they
 know the solutions of the training tasks, and read and write what operators ask (operators.py).
 """
@@ -29,19 +29,12 @@ from agentgrpo.types import Task
 
 
 class ErrandsEnv(TaggedEnv):
-    """TaggedEnv over the almanac, with tasks of its own.
+    """TaggedEnv over the almanac, with tasks of its own."""
 
-    Args:
-        pool: as TaggedEnv.
-        timeout_s: as TaggedEnv.
-        max_calls: as TaggedEnv.
-    """
-
-    def __init__(self, pool: SandboxPool, timeout_s: float, *, max_calls: int = 4) -> None:
+    def __init__(self, pool: SandboxPool, timeout_s: float) -> None:
         super().__init__(
-            pool, timeout_s, max_calls=max_calls,
-            search={"corpus": almanac.corpus(), "top_k": 1, "max_chars": 200},
-        )  # fmt: skip
+            pool, timeout_s, search={"corpus": almanac.corpus(), "top_k": 1, "max_chars": 200}
+        )
 
     def tasks(self, split: str) -> list[Task]:
         """All tasks of a split, a sum and a question in turn."""
@@ -56,7 +49,7 @@ def tasks(split: Split) -> list[Task]:
 
 
 def _sum(split: Split, index: int) -> Task:
-    task = word_problems.task(split, 1, index)
+    task = word_problems.task(split, index)
     return dataclasses.replace(task, spec={**task.spec, "kind": "sum"})
 
 

@@ -56,17 +56,11 @@ def select_groups(
     *,
     kind: Callable[[Group], str] = lambda group: "",
 ) -> list[int]:
-    """The `count` questions that teach most.
+    """The indices, ascending, of the `count` questions that teach most; all mixed ones if there are
+    fewer.
 
-    Args:
-        groups: rollouts of each question by the present policy.
-        count: how many are wanted; all mixed ones if there are fewer.
-        correctness: of a rollout, in [0, 1].
-        kind: questions of one kind are compared with each other only, and each kind gets its share
-            of `count` by its number of mixed questions. Default: all are of one kind.
-
-    Returns:
-        Indices into `groups`, ascending; all of them mixed.
+    `correctness` is of a rollout, in [0, 1]. Questions of one `kind` are compared with each other
+    only, and each kind gets its share of `count` by its number of mixed questions.
     """
     if count < 1:
         raise ValueError(f"count: expected at least 1, got {count}")
@@ -84,14 +78,10 @@ def select_groups(
 
 
 def select(points_N2: Points, count: int) -> Int32:
-    """The best `count` of N points by front, the last front by crowding distance.
+    """The best `count` of N points [N, 2], ascending, by front, the last front by crowding
+    distance.
 
-    Args:
-        points_N2: [N, 2] float64, both objectives to be large.
-        count: at least 0; all N if there are fewer.
-
-    Returns:
-        [min(count, N)] int32, ascending. Of equally crowded points of the cut front, the first.
+    Both objectives are to be large. Of equally crowded points of the cut front, the first.
     """
     front_N = fronts(points_N2)
     by_front = np.argsort(front_N, kind="stable")
@@ -106,13 +96,10 @@ def select(points_N2: Points, count: int) -> Int32:
 
 
 def fronts(points_N2: Points) -> Int32:
-    """The non-dominated front that each point is in, 0 being the best.
+    """The non-dominated front that each point [N, 2] is in, 0 being the best.
 
     p dominates q if it is at least as good in both objectives and better in one; equal points are
-    in one front.
-
-    Raises:
-        ValueError: not [N, 2], or a coordinate is not finite.
+    in one front. ValueError: a coordinate is not finite, or there are not two.
     """
     if points_N2.ndim != 2 or points_N2.shape[1] != 2 or not np.isfinite(points_N2).all():
         raise ValueError(f"points: expected finite [N, 2], got shape {points_N2.shape}")

@@ -50,13 +50,9 @@ def require_same_work(
 ) -> None:  # fmt: skip
     """Make what a command has begun in out_dir this recipe's: settings/COMMAND.json says whose.
 
-    Args:
-        recipe: the settings.
-        command: all that it reads must be as it was begun, but for what any run may change.
-        saved: patterns, below out_dir, of what it continues from.
-        may_change: further settings that may be otherwise now.
-        data: what was read, for a setting that names it.
-        write: else they are only compared.
+    All settings that it reads must be as it was begun, but for what any run may change and
+    `may_change`. `saved`: patterns, below out_dir, of what it continues from. `data`: what was
+    read, for a setting that names it. Not `write`: they are only compared.
     """
     path = recipe.out_dir / "settings" / f"{command}.json"
     any_of = "*.json" if command == "recipe" else path.name  # its parts may have begun alone
@@ -76,8 +72,7 @@ def run_parts(
 ) -> dict[str, float]:
     """Run the parts that are left, in order, with these command-line arguments.
 
-    Returns:
-        The seconds that each part has taken, in this call or an earlier one.
+    Returns the seconds that each part has taken, in this call or an earlier one.
     """
     path = recipe.out_dir / "recipe.json"
     seconds: dict[str, float] = read_table(path) if path.exists() else {}

@@ -59,10 +59,8 @@ def read_examples(
 ) -> list[Rollout]:
     """The examples of a file, in order, each with advantage 1.
 
-    Raises:
-        ValueError: a row is bad or too long, nothing is left, or nothing of an example is trained;
-            the message starts with file:line.
-        OSError: the file cannot be read.
+    ValueError: a row is bad or too long, nothing is left, or nothing of an example is trained; the
+    message starts with file:line.
     """
     examples = []
     for number, row in numbered_rows(path):
@@ -123,11 +121,8 @@ def conversation(
 ) -> list[Segment]:
     """A conversation's tokens, as a rollout would hold them; the assistant's are `sampled`.
 
-    Args:
-        messages: at least one before the assistant's first, at least one of the assistant's.
-        chat: as for rollouts.
-        agent: as for rollouts.
-        agent_prompt: put the agent's own prompt in front, and its prefill into the first turn.
+    At least one message before the assistant's first, and one of the assistant's. `agent_prompt`:
+    put the agent's own prompt in front, and its prefill into the first turn.
     """
     head, turns = _turns(messages)
     task = Task(id="conversation", messages=tuple(head), spec={})
@@ -202,8 +197,7 @@ def batch_of(step: int, count: int, batch_size: int, seed: int) -> list[int]:
 def learn(learner: Learner, examples: Sequence[Rollout], config: TrainConfig) -> Metrics:
     """One optimizer step on the examples together.
 
-    Returns:
-        The learner's metrics; `nll` is the mean negative log-likelihood in nats per trained token.
+    Returns the learner's metrics; `nll` is the mean negative log-likelihood in nats per token.
     """
     groups = [Group(task=example.task, rollouts=[example]) for example in examples]
     metrics = learner.step(

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -98,14 +97,8 @@ class Trajectory:
 class TrajectoryPlayer:
     """Plays attempts, from the start or from kept turns. May be used by many threads at once.
 
-    Args:
-        loop: the engine that samples.
-        agent: what turns mean.
-        env: who answers; reset() and episodes are used from the calling thread's attempt only.
-        chat: how messages become tokens.
-        reward: what an attempt is worth.
-        worlds: where episodes run.
-        config: what one attempt may use, kept turns included; history must be "append".
+    `env`: reset() and episodes are used from the calling thread's attempt only. `worlds`: where
+    episodes run. `config`: what one attempt may use, kept turns included; history must be "append".
     """
 
     def __init__(
@@ -141,15 +134,8 @@ class TrajectoryPlayer:
         begin: str = "",
         author: str = "",
     ) -> Trajectory:
-        """An attempt.
-
-        Args:
-            task: what to solve.
-            operator: see Trajectory.
-            parent: see Trajectory.
-            kept: its first turns. What they do is done again.
-            begin: text that the first new turn begins with.
-            author: of `begin`.
+        """An attempt. What its kept turns do is done again; `author` wrote what the next one begins
+        with.
         """
         given = self.chat.text_ids(begin, own=True) if begin else np.zeros(0, np.int32)
         agent = _Listening(self.agent)
@@ -177,10 +163,7 @@ class TrajectoryPlayer:
                 )
         rollout.segments = [rollout.segments[0], *(s for turn in turns for s in turn.segments)]
         rollout.turns = []  # the engine's accounts are of turns that are not all its own
-        scored = self._reward.begin(group)
-        if scored is None:  # reward.overlap = false: on the thread that it is for
-            scored = self._loop.call(partial(self._reward.score, [group]))
-        scored.result()
+        self._reward.begin(group).result()
         return Trajectory(turns=tuple(turns), rollout=rollout, operator=operator, parent=parent)
 
 

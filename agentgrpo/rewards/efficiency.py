@@ -38,12 +38,9 @@ def add_efficiency(
 ) -> None:
     """Add the part `answer_efficiency` to a scored group's rewards, and replace the part `format`.
 
-    The part `format` is -1 of a rollout that is not well_formed(), else 0.
-
-    Args:
-        group: its rollouts scored; those that do not count (Rollout.scored) have no part in means.
-        sigma_tool: how much a call above the group's mean costs; 0: nothing.
-        sigma_length: how much a standard deviation of tokens above the mean costs; 0: nothing.
+    The part `format` is -1 of a rollout that is not well_formed(), else 0. Rollouts that do not
+    count (Rollout.scored) have no part in means. The sigmas: how much a call, or a standard
+    deviation of tokens, above the group's mean costs; 0: nothing.
     """
     for name, sigma in (("sigma_tool", sigma_tool), ("sigma_length", sigma_length)):
         if not sigma >= 0:

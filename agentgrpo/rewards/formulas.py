@@ -59,7 +59,6 @@ class Child:
         self._process: subprocess.Popen[str] | None = None
 
     def compare(self, wanted: str, said: str) -> Comparison:
-        """As the function."""
         try:
             return self._compare(wanted, said)
         except BaseException:  # what an interrupted one still says is no answer to the next

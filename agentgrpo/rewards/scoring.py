@@ -20,16 +20,13 @@ rollout is set to Status.INFRA_ERROR with a message that names task, rollout and
 run stops there (reward.on_error = "raise").
 
 A group is scored as soon as its last rollout has ended, while others play: on one thread beside the
-run's, and one group after another but for what is awaited. reward.overlap = false scores on the
-run's own thread, after all have ended: for functions that only work there, as those that set alarms
-(math_verify.parse does, unless parsing_timeout is None).
+run's, and one group after another but for what is awaited. Alarms cannot be set there:
+math_verify.parse does, unless parsing_timeout is None.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -85,28 +82,13 @@ class Scoring:
         names = [function.name for function in self._functions]
         if len(set(names)) < len(names):
             raise ValueError(f"reward.functions: two of one name among {', '.join(names)}")
-        self._own_loop: asyncio.Runner | None = None
-        if not config.overlap:  # one for all steps: clients keep their connections
-            self._own_loop = asyncio.Runner()
-            weakref.finalize(self, self._own_loop.close)
 
     def score(self, groups: Sequence[Group], *, step: int | None = None) -> None:
         """Set the rewards of every rollout that the machine did not break.
 
-        Args:
-            groups: played.
-            step: of the training; None in an evaluation, where no rollout is compared with others.
+        `step`: of the training; None in an evaluation, where no rollout is compared with others.
         """
-        work = self._score(groups, step)
-        if self._own_loop is None:
-            in_background(work).result()
-            return
-        loop = self._own_loop.get_loop()
-        task = loop.create_task(work)
-        while not task.done():  # sys.exit() in a task of theirs stops it: who waits is told
-            with contextlib.suppress(SystemExit):
-                loop.run_until_complete(task)
-        task.result()
+        in_background(self._score(groups, step)).result()
 
     def require_columns(self, task: Task, *, environments: bool) -> None:
         """That there is what functions in TRL's form ask for: columns of the task, environments."""
@@ -124,9 +106,9 @@ class Scoring:
         taken, self._logged = dict(self._logged), defaultdict(list)
         return taken
 
-    def begin(self, group: Group, *, step: int | None = None) -> Future[None] | None:
-        """Begin to score a group in the background; None with reward.overlap = false."""
-        return None if self._own_loop is not None else in_background(self._score([group], step))
+    def begin(self, group: Group, *, step: int | None = None) -> Future[None]:
+        """Begin to score a group in the background."""
+        return in_background(self._score([group], step))
 
     async def _score(self, groups: Sequence[Group], step: int | None) -> None:
         sound = [
@@ -152,7 +134,7 @@ class Scoring:
         """Reward spending less than one's siblings, where the config says so."""
         c = self._config
         if c.sigma_tool or c.sigma_length:
-            left = decay(step, self._total_steps) if c.decay_sigmas else 1.0
+            left = decay(step, self._total_steps)
             tool, length = c.sigma_tool * left, c.sigma_length * left
             add_efficiency(group, sigma_tool=tool, sigma_length=length)
 

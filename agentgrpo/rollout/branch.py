@@ -33,12 +33,7 @@ def turn_entropy(entropies: Float32, config: BranchConfig, vocab_size: int) -> f
 
 
 def branch_probability(delta: float, config: BranchConfig, consecutive: int = 0) -> float:
-    """Of branching where the entropy has grown by delta.
-
-    Args:
-        delta: H - H0, as shares of ln(vocabulary).
-        config: probability p, entropy_weight w, consecutive_penalty.
-        consecutive: branchings in a row that led here.
+    """Of branching where the entropy has grown by delta (H - H0, as shares of ln(vocabulary)).
 
     >>> branch_probability(0.5, BranchConfig(probability=0.5, entropy_weight=0.2))
     0.6

@@ -66,19 +66,14 @@ class SamplerStats:
     """Branches whose replayed tools answered otherwise than before: started again, alone."""
 
     def metrics(self) -> Metrics:
-        """The numbers, by name."""
         return {name: float(value) for name, value in dataclasses.asdict(self).items()}
 
 
 def request_seed(seed: int, *place: int | str) -> int:
     """The seed of one thing that is drawn: another at each place, the same in every repetition.
 
-    Args:
-        seed: of the call, itself a function of run and step (TrainConfig.seed_of).
-        place: task, rollout, try, turn, and what is drawn.
-
-    Returns:
-        63 bits.
+    `seed`: of the call, itself a function of run and step (TrainConfig.seed_of). `place`: task,
+    rollout, try, turn, and what is drawn.
     """
     named = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
     return int.from_bytes(named, "little") >> 1

@@ -75,7 +75,6 @@ class Groups:
         return user_call(function, task=task, rollout=rollout, limit_s=limit)
 
     def reset(self, index: int) -> AnyEpisode:
-        """A new episode for a rollout."""
         with networks_fault(self._env.reset), self.users(index, self._env.reset):
             return checked_episode(self._env.reset(self.task(index)))
 

@@ -50,13 +50,7 @@ def called(action: Action) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class RolloutBudget:
-    """What one rollout has used so far. Tokens are counted by the caller, who holds them.
-
-    Args:
-        config: the limits.
-        prompt_length: tokens of the prompt.
-        max_model_len: tokens of prompt and all, which no limit of the config exceeds.
-    """
+    """What one rollout has used so far. Tokens are counted by the caller, who holds them."""
 
     config: RolloutConfig
     prompt_length: int

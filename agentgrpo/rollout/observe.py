@@ -33,10 +33,8 @@ Users = Callable[[Any], AbstractContextManager[Any]]
 def prompt_of(
     agent: Agent, chat: ChatTemplate, task: Task, users: Users
 ) -> tuple[Int32, int, list[Message], Sequence[Schema]]:
-    """A task before the policy's first token.
-
-    Returns:
-        Its ids; how many of them are before the policy's message; the messages; the tools shown.
+    """A task before the policy's first token: its ids, how many of them are before the policy's
+    message, the messages, and the tools shown.
     """
     with users(agent.tools):
         tools = _listed(agent.tools(task), "tools")

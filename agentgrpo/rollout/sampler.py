@@ -83,13 +83,9 @@ class AnySampler(ABC):
 class Sampler(AnySampler):
     """Plays every task group_size times with one agent in one environment.
 
-    Args:
-        engine: awake while playing.
-        agent, env, chat: what turns mean, who answers, how messages become tokens.
-        config: budgets, temperature, branching.
-        max_live: rollouts played at once; the others wait for one to end. At most as many as there
-            are sandbox sessions: a rollout keeps its session until it ends.
-        max_tool_threads: blocking worlds that may work at once; asynchronous ones have no limit.
+    The engine is awake while playing. Of rollouts `max_live` are played at once, at most as many as
+    there are sandbox sessions: a rollout keeps its session until it ends. `max_tool_threads`
+    blocking worlds may work at once; asynchronous ones have no limit.
     """
 
     def __init__(

@@ -54,11 +54,9 @@ class Leader:
 
     @property
     def num_in_flight(self) -> int:
-        """As the engine's."""
         return self._engine.num_in_flight
 
     def add_request(self, request_id: str, prompt_ids: Int32, **options: Any) -> None:
-        """As the engine's."""
         if options.get("on_token") is not None:  # the others would not stop where it does
             raise ValueError("on_token: needs engine.tensor_parallel_size = 1")
         if "filters" in options:
@@ -66,22 +64,18 @@ class Leader:
         self._do("add_request", request_id, prompt_ids, **options)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """As the engine's."""
         self._do("abort", list(request_ids))
 
     def abort_all(self) -> None:
-        """As the engine's."""
         self._do("abort_all")
 
     def step(self) -> list[Completion]:
-        """As the engine's."""
         self._tell(goes_on=True)
         done = self._engine.step()
         self._seen = digest(done)
         return done
 
     def finish(self) -> None:
-        """Let the others go."""
         self._tell(goes_on=False)
         self._seen = 0
 
@@ -120,7 +114,6 @@ class TeamSampler(AnySampler):
         self._sampler, self._leader, self._engine, self._team = sampler, leader, engine, team
 
     def close(self) -> None:
-        """As the sampler's."""
         self._sampler.close()
 
     def _play(

@@ -39,11 +39,8 @@ and the rewritten one is another."""
 def classify(held: Int32, prompt: Int32, turn_start: int, fork_from: int) -> tuple[Drift, int]:
     """What to do about a prompt, and how many tokens it shares with what is held.
 
-    Args:
-        held: the current ids, prompts and turns.
-        prompt: the ids to be sent to the engine next.
-        turn_start: where in held the last sampled turn begins.
-        fork_from: so many differing tokens at the end of held are too many to realign.
+    `turn_start`: where in held the last sampled turn begins. So many differing tokens as
+    `fork_from` at the end of held are too many to realign.
 
     >>> ten = np.arange(1, 11, dtype=np.int32)
     >>> classify(ten, np.array([*ten, 11], np.int32), 5, 1024)

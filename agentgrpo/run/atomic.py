@@ -39,9 +39,7 @@ def read_lines(path: Path) -> list[Any]:
 def numbered_rows(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]]:
     """The rows of a JSON-lines file with the numbers of their lines, from 1; blank ones are none.
 
-    Args:
-        path: of the file.
-        growing: a last line without its end is being written, and left out.
+    `growing`: a last line without its end is being written, and left out.
     """
     with opened(path) as lines:
         for number, line in enumerate(lines, start=1):

@@ -32,10 +32,8 @@ def newest(out_dir: Path) -> Path | None:
 def require_whole(checkpoint: Path, *, adapter: bool, remedy: str = REMEDY) -> None:
     """Refuse what is named like a checkpoint and is none, before anything is loaded from it.
 
-    All of it is read, and held against the checksums that it was saved with.
-
-    Raises:
-        ValueError: naming the files that are missing, empty or changed, and what can be done.
+    All of it is read, and held against the checksums that it was saved with. ValueError names the
+    files that are missing, empty or changed, and what can be done.
     """
     wanted = ("adapter_config.json", "adapter_model.safetensors") if adapter else ("config.json",)
     missing = [
@@ -91,9 +89,7 @@ def folder_of(out_dir: Path, step: int) -> Path:
 def save(out_dir: Path, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
     """Write a checkpoint through write(folder) and drop all but the newest `keep`.
 
-    Raises:
-        OSError: it could not be written, for example because the disk is full; older checkpoints
-            are untouched.
+    OSError: it could not be written; older checkpoints are untouched.
     """
     final = folder_of(out_dir, step)
     partial = final.with_name(f".partial-{final.name}")

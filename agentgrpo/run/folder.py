@@ -19,9 +19,7 @@ from agentgrpo.run.atomic import write_json
 def lock_run_dir(out_dir: Path, *, ranks: bool = False) -> IO[str]:
     """Make out_dir this run's, until the file is closed.
 
-    Args:
-        out_dir: made if it is not there.
-        ranks: the work is divided among them; those but 0 get a file that locks nothing.
+    `ranks`: the work is divided among them; those but 0 get a file that locks nothing.
     """
     if parallel.world_size() > 1 and not ranks:
         raise ValueError(

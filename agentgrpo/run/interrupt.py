@@ -86,10 +86,8 @@ def stop_after_step(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
 def run_child(command: Sequence[str], stdout: int | None = None) -> tuple[int, bool]:
     """Run a command and wait for it; whoever asks this process to stop asks that one.
 
-    Ctrl-C and the end of the terminal reach both; SIGTERM is passed on.
-
-    Returns:
-        Its status, negative for a signal, and whether somebody has asked to stop.
+    Ctrl-C and the end of the terminal reach both; SIGTERM is passed on. Returns its status,
+    negative for a signal, and whether somebody has asked to stop.
     """
     begun: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []
@@ -145,26 +143,14 @@ def _handled(on_signal: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _before_fork() -> None:
-    """What the user's code forks, as the workers of a Pool, has none of this: signals end it. One
-    that comes before it has let go of the handlers waits.
-    """
-    _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-
-def _after_fork() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masked.before)
-
-
 def _in_child() -> None:
+    """What the user's code forks, as the workers of a Pool, has none of this: signals end it."""
     for number in SIGNALS:
         if getattr(signal.getsignal(number), "__module__", None) == __name__:
             signal.signal(number, signal.SIG_DFL)
-    _after_fork()
 
 
-_masked = threading.local()
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _let_go_of_terminal() -> None:

@@ -90,7 +90,6 @@ class RunLog:
         return {row["step"]: row["eval/solved"] for row in rows if "eval/solved" in row}
 
     def close(self) -> None:
-        """Let the trackers finish."""
         for tracker in self._trackers:
             tracker.close()
 
@@ -125,9 +124,8 @@ class RunLog:
     def truncate_to(self, offsets: Mapping[str, FileTail]) -> None:
         """Drop what was written after `offsets` were taken.
 
-        Raises:
-            ValueError: a record is shorter than it was then, or was changed since, so the run's
-                history is not what the checkpoint followed from.
+        ValueError: a record is shorter than it was then, or was changed since, so the run's history
+        is not what the checkpoint followed from.
         """
         for name in self._heads:
             path, kept = self._out_dir / name, offsets.get(name, EMPTY)

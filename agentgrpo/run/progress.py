@@ -99,7 +99,6 @@ class Progress:
             self.say("  (tasks that are sometimes solved teach: docs/troubleshooting.md)")
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
-        """The line of an evaluation."""
         told = "solved" if "solved" in metrics else "reward"  # where nobody says what is solved
         if told == "solved":
             self._solved[step] = metrics["solved"]

@@ -126,11 +126,7 @@ class Ready:
 
 
 def prepare(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Ready:
-    """All that a run checks before its engine is started; writes nothing. Close the setup.
-
-    Args and Raises:
-        As build().
-    """
+    """All that a run checks before its engine is started; writes nothing. Close the setup."""
     objective_of(config.loss)
     require_same_run(config)
     resumed = whole_checkpoint(config)
@@ -152,10 +148,8 @@ def build(
 ) -> Parts:
     """Make everything a run needs, resumed from the newest checkpoint in out_dir if there is one.
 
-    Args:
-        config: of the run.
-        draw: what is made of the stream of training tasks before it is drawn from.
-        start: instead of start_engine().
+    `draw`: what is made of the stream of training tasks before it is drawn from. `start`: instead
+    of start_engine().
 
     Raises:
         ValueError: the config does not fit the data, the model or the machine.
@@ -229,11 +223,7 @@ def sampler_on(engine: Any, config: TrainConfig, setup: RunSetup) -> AnySampler:
 def build_player(
     config: TrainConfig, *, model: str | None = None, progress: Progress | None = None
 ) -> Player:
-    """Make what it takes to play tasks with `model`, or with config.model, untrained.
-
-    Args and Raises:
-        As prepare_run().
-    """
+    """Make what it takes to play tasks with `model`, or with config.model, untrained."""
     setup = prepare_run(config, model=model, trained=False, progress=progress)
     try:
         return start_engine(config, setup)

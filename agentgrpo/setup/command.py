@@ -43,7 +43,6 @@ class Outcome:
     """What the same command does next time."""
 
     def begin(self) -> None:
-        """See Begin."""
         self.begun = True
 
 
@@ -115,19 +114,10 @@ def command(
 ) -> int:
     """Parse the command line, read the config, run; say in one line what stops it.
 
-    Args:
-        name: behind `agentgrpo`.
-        description: for `--help`.
-        arguments: of the command line.
-        run: given the settings and the parsed arguments, makes all checks; prints the plan and
-            ends there if arguments.dry_run; else makes what the work needs, calls `begin`, works.
-            May return an exit status.
-        options: adds options of its own to the parser.
-        kind: which sections the config may have.
-        saved: patterns, below out_dir, of what the same command continues from.
-
-    Returns:
-        The exit status: that of the work, or as report_errors() has it.
+    `run` is given the settings and the parsed arguments, and makes all checks. It prints the plan
+    and ends there if arguments.dry_run; else it makes what the work needs, calls `begin`, works,
+    and may return an exit status. `options` adds options of its own to the parser. `saved`:
+    patterns, below out_dir, of what the same command continues from. Returns the exit status.
     """
     parser = config_parser(name, description)
     parser.add_argument(

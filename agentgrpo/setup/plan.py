@@ -34,13 +34,8 @@ def plan(
 ) -> str:  # fmt: skip
     """The plan of a run, as lines of `name  text`; what may not work is a WARNING with its remedy.
 
-    Args:
-        config: of the run.
-        setup: everything but the engine, checked.
-        lines: what is played or trained on.
-        trained: else it is only played.
-        sampled: an engine is started.
-        saved: patterns, below out_dir, of what the same command continues from; none: it does not.
+    `lines`: what is played or trained on. `saved`: patterns, below out_dir, of what the same
+    command continues from; none: it does not.
     """
     jail = "not needed: the environment runs no code"
     if setup.jail is not None:

@@ -281,13 +281,7 @@ def asks_for_pool(config: TrainConfig) -> bool:
 
 
 def make_env(config: TrainConfig, pool: Any, models: Mapping[str, Model] = MODELS) -> Environment:
-    """The environment of a run.
-
-    Args:
-        config: of the run.
-        pool: the sandbox, for environments that run code; None if asks_for_pool() says no.
-        models: who may be asked to speak in a second role.
-    """
+    """The environment of a run; the pool is None if asks_for_pool() says no."""
     given = {
         "pool": pool,
         "timeout_s": config.sandbox.timeout_s,
@@ -353,13 +347,9 @@ def make_agent(
     call_reader: Callable[[str], ReadCalls] = no_reader,
     pool: Any = None,
 ) -> Agent:
-    """The agent of a run.
+    """The agent of a run, whose tools are those of `env`.
 
-    Args:
-        config: of the run.
-        env: what it will act in; its tools are the agent's.
-        call_reader: from a parser's name to the engine's reader of tool calls.
-        pool: the sandbox, as of make_env().
+    `call_reader`: from a parser's name to the engine's reader of tool calls.
     """
     _require_fit(config, env)
     script = config.sandbox.tools
@@ -376,12 +366,7 @@ def make_agent(
 
 
 def _require_fit(config: TrainConfig, env: Any = None) -> None:
-    """That the environment answers what the agent does, as far as their classes say.
-
-    Args:
-        config: names both.
-        env: the environment, if it is made already; else its class is asked.
-    """
+    """That the environment, or where it is not made yet its class, answers what the agent does."""
     kind = env_kind(config)
     acts = getattr(class_of("agent", config.agent.kind), "acts", ())
     answers = getattr(class_of("env", kind) if env is None else env, "answers", None)

@@ -48,10 +48,7 @@ def settings(
 ) -> Iterator[Setting]:
     """Every key, in the order of config/; a section's own keys before its inner sections.
 
-    Args:
-        section: whose keys.
-        prefix: its name and a dot, or "".
-        kinds: section to shipped kind, {"agent": "code"}: its options, instead of `options`.
+    `kinds`: section to shipped kind, {"agent": "code"}: its options, instead of `options`.
     """
     inner, shown = [], (kinds or {}).get(prefix.rstrip("."))
     for key, field in section.model_fields.items():
@@ -151,12 +148,7 @@ def _table(rows: Iterable[Setting]) -> Iterator[str]:
 def as_toml(values: Mapping[str, Any], kinds: Mapping[str, str] | None = None) -> str:
     """A config that sets `values` ("section.key") and shows all other keys, commented out.
 
-    Args:
-        values: by dotted key.
-        kinds: as settings().
-
-    Raises:
-        KeyError: a value of a key that does not exist.
+    KeyError: a key that does not exist.
     """
     left, about, lines = dict(values), sections(), []
     current = ""

@@ -88,7 +88,6 @@ class RunSetup:
     """Who may be asked to speak in a second role, or to judge."""
 
     def close(self) -> None:
-        """Stop what the environment holds, and the sandbox."""
         close_env(self.env)
         if self.pool is not None:
             self.pool.close()
@@ -159,16 +158,9 @@ def prepare_run(
     trained: bool = True,
     progress: Progress | None = None,
 ) -> RunSetup:
-    """Make and check what it takes to play tasks, but the engine.
+    """Make and check what it takes to play tasks, but the engine; errors as of build().
 
-    Args:
-        config: of the run.
-        model: instead of config.model.
-        trained: the model, or an adapter to it, is to be trained.
-        progress: where to say what is done; None: standard output.
-
-    Raises:
-        As build().
+    `model`: instead of config.model. `trained`: it, or an adapter to it, is to be trained.
     """
     progress = progress or Progress(config.steps)
     require_names(config)
@@ -248,10 +240,7 @@ def models_of(
 ) -> dict[str, Model]:
     """The models of a run, by the names that customers and judges are asked by.
 
-    Args:
-        config: of the run.
-        adapter: that the model is played with.
-        trained: the model is to be trained; what is not is its own reference.
+    A model that is not to be trained is its own reference.
     """
     models: dict[str, Model] = {"policy": "policy"}
     if adapter is not None or config.learner.lora.rank:

@@ -130,7 +130,7 @@ STAGES = {
     "learn/quickstart": Stage(
         ("bench.quickstart", *TEN), (*QUICKSTART, "nsjail"), 150,
         "model 10 s, start 80 s, 10 steps at 4 s, 2 evaluations at 5 s",
-        (*LEARN_WALK, "data.levels=[1]", "--no-plain"),
+        (*LEARN_WALK, "--no-plain"),
     ),
     "learn/calculator": Stage(
         ("bench.quickstart", "--config", "inline", *TEN, "engine.max_model_len=512"),

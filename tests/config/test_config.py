@@ -31,7 +31,7 @@ def toml(tmp_path: Path) -> Path:
         ("steps=7", None, "steps", 7),
         ("rollout.deterministic=true", "rollout", "deterministic", True),
         ("learner.learning_rate=5e-5", "learner", "learning_rate", 5e-5),
-        ("data.levels=[2,1]", "data", "levels", (2, 1)),
+        ('sandbox.preload=["a","b"]', "sandbox", "preload", ("a", "b")),
         ("model=some/plain-text", None, "model", "some/plain-text"),
         ('model="quoted"', None, "model", "quoted"),
         ("agent.kind=a = b", "agent", "kind", "a = b"),
@@ -65,7 +65,7 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
         ("rollout.group_size=1", "config key rollout.group_size: .*equal to 2, got 1"),
         ("engine.dtype=float16", "config key engine.dtype: .*'bfloat16'.*got 'float16'"),
         ("rollout.temperature=0.005", "key rollout.temperature: .*equal to 0.01, got 0.005"),
-        ("data.levels=[5]", r"config key data.levels.0: .*equal to 2, got 5"),
+        ("sandbox.preload=[5]", r"config key sandbox.preload.0: .*valid string, got 5"),
         ("engine.max_model_len=127", "config key engine.max_model_len: .*equal to 128, got 127"),
         ("rollout.max_turn_tokens=1024", "max_turn_tokens must be below .* 1024, got 1024"),
         ("learner.max_tokens=1023", "learner.max_tokens must hold .* 1024, got 1023"),
@@ -108,7 +108,7 @@ def test_a_value_of_another_type_is_refused_and_not_converted(
 
 def test_every_mistake_is_named_at_once() -> None:
     with pytest.raises(ValueError, match="steps") as caught:
-        a_config("steps=0", "seed=-1", "nosuch.key=2", "data.levels=[1,9]")
+        a_config("steps=0", "seed=-1", "nosuch.key=2", "sandbox.preload=[1]")
     assert len(str(caught.value).splitlines()) == 4
 
 

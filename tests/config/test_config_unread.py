@@ -18,7 +18,6 @@ BRANCH = "rollout.branching."
             "learner.lora.rank above 0",
             "learner.lora.rank=4",
         ),
-        ("reward.decay_sigmas=false", "reward.sigma_tool or", "reward.sigma_length=0.5"),
         ("rollout.max_refills=2", "rollout.refill_below above 0", "rollout.refill_below=2"),
         *(
             (f"{BRANCH}{other}", f"{BRANCH}initial above 0", f"{BRANCH}initial=2")

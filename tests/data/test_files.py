@@ -189,7 +189,7 @@ def test_boards_with_keys_of_two_kinds_in_any_order_are_told_apart() -> None:
 @pytest.mark.parametrize("key", ["train", "heldout"])
 def test_a_mistyped_source_names_its_key_and_the_nearest(key: str) -> None:
     given: Any = {key: "word_problem"}
-    config = DataConfig(**{"levels": (1, 2), **given})
+    config = DataConfig(**given)
     give: Any = (
         (lambda: training_tasks(config, 0)) if key == "train" else (lambda: heldout_tasks(config))
     )

@@ -1,36 +1,17 @@
-"""Task streams: order, resuming, easy first, and what bad files say."""
+"""Task streams: order, resuming, and what bad files say."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentgrpo.data import word_problems
 from agentgrpo.data.files import read_tasks
 from agentgrpo.data.tasks import Tasks, WordProblemTasks
-from agentgrpo.types import Group, Status, Task
-from tests.given import a_rollout
-
-
-def group(task: Task, *rewards: float, broken: int = 0) -> Group:
-    """`task` played with these rewards, and `broken` more times on a failing machine."""
-    rollouts = [a_rollout(task=task, rewards={"answer": reward}) for reward in rewards]
-    rollouts += [a_rollout(task=task, status=Status.INFRA_ERROR) for _ in range(broken)]
-    return Group(task=task, rollouts=rollouts)
-
-
-def solve(tasks: Tasks, count: int, reward: float) -> None:
-    """Draw and play `count` tasks, all with the same reward."""
-    tasks.feedback([group(task, reward, reward) for task in tasks.next(count)])
-
-
-def levels(tasks: list[Task]) -> Counter[int]:
-    return Counter(task.spec["level"] for task in tasks)
+from agentgrpo.types import Task
 
 
 @pytest.fixture
@@ -41,58 +22,14 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def test_word_problems_start_with_the_easiest_level() -> None:
-    assert levels(WordProblemTasks(levels=(2, 1)).next(50)) == {2: 50}
-
-
-def test_no_task_repeats_and_none_is_left_out() -> None:
-    tasks = WordProblemTasks(levels=(1, 2), window=1)
-    drawn = tasks.next(10)
-    tasks.feedback([group(drawn[0], 1.0)])
-    drawn += tasks.next(60)
-    share = levels(drawn)
-    assert share.keys() == {1, 2}
-    assert {task.id for task in drawn} == {
-        f"word/train/level{level}/seed0/{i}" for level in (1, 2) for i in range(share[level])
-    }
-
-
-def test_the_next_level_joins_when_a_full_window_earned_enough() -> None:
-    tasks = WordProblemTasks(levels=(1, 2), promote_at=0.5, window=4)
-    solve(tasks, 3, 1.0)
-    assert tasks.newest_level == 1  # the window is not full
-    solve(tasks, 60, 0.4)
-    assert tasks.newest_level == 1
-    solve(tasks, 2, 0.6)  # the mean of the last 4
-    assert tasks.newest_level == 2
-    share = levels(tasks.next(400))
-    assert share.keys() == {1, 2}
-    assert 160 <= share[2] <= 240  # half, by a fair coin: 4 deviations
-
-
-def test_groups_that_the_machine_broke_teach_the_schedule_nothing() -> None:
-    tasks = WordProblemTasks(levels=(1, 2), promote_at=0.9, window=2)
-    first, second, third = tasks.next(3)
-    tasks.feedback([group(first, 1.0, broken=7), group(second, broken=8)])
-    assert tasks.newest_level == 1
-    tasks.feedback([group(third, 1.0)])
-    assert tasks.newest_level == 2
-
-
-def test_the_last_level_stays_open() -> None:
-    tasks = WordProblemTasks(levels=(1,), promote_at=0.0, window=1)
-    solve(tasks, 5, 1.0)
-    assert levels(tasks.next(20)) == {1: 20}
+def test_no_word_problem_repeats_and_none_is_left_out() -> None:
+    tasks = WordProblemTasks()
+    drawn = [task.id for task in tasks.next(10) + tasks.next(60)]
+    assert drawn == [f"word/train/seed0/{i}" for i in range(70)]
 
 
 def run(tasks: Tasks, steps: int) -> list[str]:
-    """Some steps of a run in which what is drawn depends on what came before."""
-    ids = []
-    for _ in range(steps):
-        drawn = tasks.next(7)
-        ids += [task.id for task in drawn]
-        tasks.feedback([group(task, float(len(ids) % 3 > 0), 1.0) for task in drawn])
-    return ids
+    return [task.id for _ in range(steps) for task in tasks.next(7)]
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 4, 9])
@@ -100,8 +37,7 @@ def test_a_resumed_stream_gives_what_an_uninterrupted_one_gives(
     stop_after: int, rows: Path
 ) -> None:
     def streams() -> list[Tasks]:
-        word = WordProblemTasks(levels=(1, 2), window=12, seed=4)
-        return [word, read_tasks(rows, seed=4)]
+        return [WordProblemTasks(seed=4), read_tasks(rows, seed=4)]
 
     triples: list[tuple[Tasks, ...]] = list(zip(streams(), streams(), streams(), strict=True))
     for whole, begun, resumed in triples:
@@ -111,20 +47,11 @@ def test_a_resumed_stream_gives_what_an_uninterrupted_one_gives(
         assert start + run(resumed, 12 - stop_after) == want
 
 
-def test_a_taken_state_does_not_move_with_the_stream() -> None:
-    tasks = WordProblemTasks(window=5)
-    solve(tasks, 3, 1.0)
-    state = tasks.state_dict()
-    before = json.dumps(state)
-    solve(tasks, 3, 1.0)
-    assert json.dumps(state) == before
-
-
 def test_a_state_of_another_stream_is_refused(rows: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(rows.read_text().replace("q3", "Q3"))
     streams: list[Tasks] = [
-        WordProblemTasks(seed=1), WordProblemTasks(seed=2), WordProblemTasks(levels=(1,), seed=1),
+        WordProblemTasks(seed=1), WordProblemTasks(seed=2),
         read_tasks(rows), read_tasks(rows, seed=1), read_tasks(other),
     ]  # fmt: skip
     for one in streams:
@@ -144,20 +71,6 @@ def test_a_state_from_before_the_templates_changed_is_refused(
     monkeypatch.setattr(word_problems, "KINDS", (changed, *others))
     with pytest.raises(ValueError, match="the saved data position is of: word problems"):
         WordProblemTasks().load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"levels": ()}, r"levels: expected different levels, got \[\]"),
-        ({"levels": (1, 1)}, r"levels: expected different levels, got \[1, 1\]"),
-        ({"levels": (1, 7)}, r"level: expected one of \[1, 2\], got 7"),
-        ({"window": 0}, "window: expected at least 1, got 0"),
-    ],
-)
-def test_wrong_schedules_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        WordProblemTasks(**arguments)
 
 
 def test_rows_become_tasks(rows: Path) -> None:

@@ -11,34 +11,23 @@ from typing import Any
 import pytest
 
 from agentgrpo.data import word_problems
-from agentgrpo.data.word_problems import KINDS, LEVELS, WORDS, Kind, Split, generate, task, wordings
+from agentgrpo.data.word_problems import KINDS, WORDS, Kind, Split, generate, task, wordings
 
 SPLITS: list[Split] = ["train", "heldout"]
-EVERYWHERE = pytest.mark.parametrize(
-    ("split", "level"), [(split, level) for split in SPLITS for level in LEVELS]
-)
+EVERYWHERE = pytest.mark.parametrize("split", SPLITS)
 
 
 def oracle(kind: str, n: dict[str, int]) -> Fraction:
     """The answers once more, in closed form and in fractions."""
-    a, b, c, p = (Fraction(n.get(letter, 0)) for letter in "abcp")
+    a, b, c = (Fraction(n.get(letter, 0)) for letter in "abc")
     forms: dict[str, Fraction] = {
         "product": a * b,
         "sum": a + b + c,
         "difference": a - b,
         "product_plus": a * b + c,
         "product_minus": a * b - c,
-        "times_sum": a * b + a * c,
         "minus_plus": a + c - b,
         "triple_product": a * (b * c),
-        "two_buyers": a * c + b * c,
-        "change": p - a * b,
-        "two_losses": a - (b + c),
-        "some_and_boxes": a * b + c,
-        "boxes_less": a * b - c,
-        "boxes_in_boxes": a * (b * c),
-        "boxes_less_some": a * b - c,
-        "less_each": a * c - b * c,
     }
     return forms[kind]
 
@@ -49,7 +38,7 @@ def numbers_of(kind: Kind, wording: str, question: str) -> dict[str, int]:
     for text, letter in re.findall(r"([^{]*)(?:\{(\w)\})?", wording):
         pattern += re.escape(text)
         if letter:
-            value = r"\d+" if letter in "abcdp" else r"\w+"
+            value = r"\d+" if letter in "abc" else r"\w+"
             pattern += f"(?P={letter})" if letter in seen else f"(?P<{letter}>{value})"
             seen.add(letter)
     found = re.fullmatch(pattern, question, re.IGNORECASE)
@@ -58,10 +47,10 @@ def numbers_of(kind: Kind, wording: str, question: str) -> dict[str, int]:
 
 
 @EVERYWHERE
-def test_the_answer_is_what_the_visible_numbers_demand(split: Split, level: int) -> None:
-    wording_of = dict(_by_wording(split, level))
-    for index in range(6 * len(wordings(split, level))):
-        made = task(split, level, index, seed=3)
+def test_the_answer_is_what_the_visible_numbers_demand(split: Split) -> None:
+    wording_of = dict(_by_wording(split))
+    for index in range(6 * len(wordings(split))):
+        made = task(split, index, seed=3)
         question = made.messages[0]["content"]
         kind, wording = wording_of[_skeleton(question)]
         assert kind.name == made.spec["kind"]
@@ -78,17 +67,17 @@ def _skeleton(question: str) -> str:
     return re.sub(rf"\b({'|'.join(words)})\b", "_", text, flags=re.IGNORECASE).lower()
 
 
-def _by_wording(split: Split, level: int) -> list[tuple[str, tuple[Kind, str]]]:
+def _by_wording(split: Split) -> list[tuple[str, tuple[Kind, str]]]:
     pairs = []
-    for kind, wording in wordings(split, level):
-        text = re.sub(r"\{[abcdp]\}", "1", wording)
+    for kind, wording in wordings(split):
+        text = re.sub(r"\{[abc]\}", "1", wording)
         text = text.replace("{n}", "Tom").replace("{m}", "Ana").replace("{t}", "pens")
         pairs.append((_skeleton(text), (kind, wording)))
     return pairs
 
 
-def test_no_two_wordings_are_alike_across_all_splits_and_levels() -> None:
-    skeletons = [s for split in SPLITS for level in LEVELS for s, _ in _by_wording(split, level)]
+def test_no_two_wordings_are_alike_across_both_splits() -> None:
+    skeletons = [s for split in SPLITS for s, _ in _by_wording(split)]
     assert len(skeletons) == len(set(skeletons))
 
 
@@ -105,48 +94,44 @@ def test_heldout_words_are_never_seen_in_training() -> None:
 def test_every_kind_is_asked_in_both_splits_with_all_its_numbers(kind: Kind) -> None:
     assert kind.train
     assert kind.heldout
-    # a bound that only `let` reads (as the c in p = a * b + c) may stay unsaid
-    derived = set(re.findall(r"\{(\w)\}", "".join(kind.let.values())))
     said_by_expr = set(re.findall(r"\{(\w)\}", kind.expr))
     for wording in kind.train + kind.heldout:
         said = set(re.findall(r"\{(\w)\}", wording))
         assert said_by_expr <= said, wording
-        assert set(kind.ranges) - derived <= said, wording
-        assert said <= {*kind.ranges, *kind.let, "n", "m", "t"}, wording
+        assert set(kind.ranges) <= said, wording
+        assert said <= {*kind.ranges, "n", "m", "t"}, wording
 
 
 @EVERYWHERE
-def test_a_cycle_uses_every_wording_once(split: Split, level: int) -> None:
-    choices = wordings(split, level)
+def test_a_cycle_uses_every_wording_once(split: Split) -> None:
+    choices = wordings(split)
     for cycle in range(3):
         indices = range(cycle * len(choices), (cycle + 1) * len(choices))
-        made = [_skeleton(task(split, level, i).messages[0]["content"]) for i in indices]
-        assert sorted(made) == sorted(skeleton for skeleton, _ in _by_wording(split, level))
+        made = [_skeleton(task(split, i).messages[0]["content"]) for i in indices]
+        assert sorted(made) == sorted(skeleton for skeleton, _ in _by_wording(split))
 
 
 def test_a_problem_depends_on_its_address_alone() -> None:
-    later_first = {i: task("train", 2, i, seed=5) for i in reversed(range(40))}
-    assert later_first == {i: task("train", 2, i, seed=5) for i in range(40)}
+    later_first = {i: task("train", i, seed=5) for i in reversed(range(40))}
+    assert later_first == {i: task("train", i, seed=5) for i in range(40)}
     texts = {
-        task(split, level, index, seed).messages[0]["content"]
-        for split in SPLITS for level in LEVELS for index in range(20) for seed in range(3)
+        task(split, index, seed).messages[0]["content"]
+        for split in SPLITS for index in range(40) for seed in range(3)
     }  # fmt: skip
     assert len(texts) > 230  # of 240: "What is {a} - {b}?" may repeat
 
 
 def test_problems_are_the_same_on_every_machine_and_python() -> None:
     """Pinned: only a change of the templates may change these."""
-    assert word_problems.fingerprint() == "3ce7ad2d740ea77a"
-    first = task("train", 1, 0)
-    assert first.id == "word/train/level1/seed0/0"
+    assert word_problems.fingerprint() == "aef742cc703c188b"
+    first = task("train", 0)
+    assert first.id == "word/train/seed0/0"
     assert first.messages[0]["content"] == (
         "Sam picked 73 books, ate 66 and picked 60 again. How many books does Sam have?"
     )
-    last = task("heldout", 2, 1000, seed=7)
-    assert last.id == "word/heldout/level2/seed7/1000"
-    assert last.messages[0]["content"] == (
-        "A store gets 11 crates of 91 buttons and sells 44. How many buttons does it still have?"
-    )
+    last = task("heldout", 1000, seed=7)
+    assert last.id == "word/heldout/seed7/1000"
+    assert last.messages[0]["content"] == "Work out 22 - 18 + 99."
 
 
 def test_the_reference_expression_gives_the_answer() -> None:
@@ -158,32 +143,26 @@ def test_the_reference_expression_gives_the_answer() -> None:
 
 
 @EVERYWHERE
-def test_the_agent_sees_the_question_and_nothing_that_is_graded(split: Split, level: int) -> None:
+def test_the_agent_sees_the_question_and_nothing_that_is_graded(split: Split) -> None:
     for index in range(30):
-        made = task(split, level, index)
+        made = task(split, index)
         (message,) = made.messages
         assert message.keys() == {"role", "content"}
         assert message["role"] == "user"
         assert "{" not in message["content"]
-        assert made.spec.keys() == {"answer", "expression", "kind", "level"}
-        assert made.spec["level"] == level
+        assert made.spec.keys() == {"answer", "expression", "kind"}
 
 
-def test_generate_takes_the_levels_in_turn_and_can_start_anywhere() -> None:
-    all_of_them = list(itertools.islice(generate("heldout", (2, 1), seed=2), 9))
-    assert [t.spec["level"] for t in all_of_them] == [2, 1, 2, 1, 2, 1, 2, 1, 2]
-    assert len({t.id for t in all_of_them}) == 9
-    assert (
-        list(itertools.islice(generate("heldout", (2, 1), seed=2, start=4), 5)) == all_of_them[4:]
-    )
+def test_generate_begins_at_the_first() -> None:
+    found = list(itertools.islice(generate("heldout", seed=2), 9))
+    assert found == [task("heldout", i, seed=2) for i in range(9)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("test", 1, 0), "split: expected 'train' or 'heldout', got 'test'"),
-        (("train", 5, 0), r"level: expected one of \[1, 2\], got 5"),
-        (("train", 1, -1), "index: expected at least 0, got -1"),
+        (("test", 0), "split: expected 'train' or 'heldout', got 'test'"),
+        (("train", -1), "index: expected at least 0, got -1"),
     ],
 )
 def test_an_address_that_does_not_exist_is_refused(arguments: Any, message: str) -> None:

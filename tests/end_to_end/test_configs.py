@@ -327,8 +327,6 @@ def test_the_length_filter_counts_what_it_leaves_out(
         f"out_dir={tmp_path}/run",
         f"data.train={path}",
         f"data.heldout={path}",
-        "data.levels=[1,2]",
-        "data.heldout_levels=[1,2]",
         "agent.options.system_prompt=S",
         "agent.options.shots=[]",
         "agent.options.observation_role=user",

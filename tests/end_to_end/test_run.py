@@ -65,8 +65,6 @@ deterministic = true
 max_model_len = 192
 kv_cache_gib = 0.0625
 weights = "shared"
-[reward]
-overlap = true
 [sandbox]
 max_live = 32
 [data]

@@ -126,8 +126,6 @@ class Tasks:
         self._drawn += count
         return [a_task(f"t{self._drawn - count + i}") for i in range(count)]
 
-    def feedback(self, groups: object) -> None: ...
-
 
 def a_task(name: str) -> Task:
     question = {"role": "user", "content": f"What of {name}?"}

@@ -44,7 +44,6 @@ def make_recipe(
             "model": "start",
             "out_dir": folder,
             "seed": 3,
-            "data": {"levels": [1], "heldout_levels": [2]},
             "curriculum": {
                 "stages": 2, "candidates": 10, "group_size": 4, "select": 4, "chunk": 3,
                 **steps,
@@ -86,7 +85,7 @@ class Player:
 
 
 def play_stage(recipe: RecipeConfig, stage: int, player: Player) -> dict[str, Any]:
-    stream = WordProblemTasks(levels=(1,), seed=recipe.seed)
+    stream = WordProblemTasks(seed=recipe.seed)
     return select(recipe, stage, player, stream)  # type: ignore[arg-type]
 
 
@@ -105,16 +104,6 @@ def test_S3_15_candidates_are_played_and_mixed_ones_selected(tmp_path: Path) -> 
     assert [task.id for task in tasks.rows] == summary["selected"]
     written = json.loads((folder_of(recipe, 0) / "select.json").read_text())
     assert written == summary
-
-
-def test_S3_15_the_stream_hears_what_became_of_its_tasks(tmp_path: Path) -> None:
-    """So that levels that join with success join in a curriculum too."""
-    recipe, stream = make_recipe(tmp_path), WordProblemTasks(levels=(1,), seed=3)
-    heard: list[str] = []
-    stream.feedback = lambda groups: heard.extend(g.task.id for g in groups)  # type: ignore[method-assign]
-    player = Player()
-    select(recipe, 0, player, stream)  # type: ignore[arg-type]
-    assert heard == [name for ids, _ in player.calls for name in ids]
 
 
 def test_S3_15_each_stage_plays_other_candidates(tmp_path: Path) -> None:
@@ -150,7 +139,7 @@ def test_S3_15_a_killed_selection_goes_on_behind_its_last_whole_chunk(
 def test_a_pool_of_other_tasks_is_refused(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     play_stage(recipe, 0, Player())
-    stream = WordProblemTasks(levels=(2,), seed=0)
+    stream = WordProblemTasks(seed=0)
     with pytest.raises(ValueError, match=r"holds task .* where this recipe plays"):
         select(recipe, 0, Player(), stream)  # type: ignore[arg-type]
 
@@ -368,7 +357,7 @@ def test_a_stage_is_built_on_what_it_selected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = make_recipe(tmp_path, stages=1)
-    summary, stream = play_stage(recipe, 0, Player()), WordProblemTasks(levels=(1,), seed=3)
+    summary, stream = play_stage(recipe, 0, Player()), WordProblemTasks(seed=3)
     monkeypatch.setattr("agentgrpo.recipe.curriculum.build", lambda config, *, draw: draw(stream))
     built: list[Any] = []
 
@@ -390,7 +379,6 @@ def test_kinds_are_selected_apart_if_asked_for(tmp_path: Path, by_kind: bool) ->
     given = (Task(id=f"t/{n}", messages=(), spec={"kind": "ab"[n % 5 == 1]}) for n in range(10))
     stream: Any = SimpleNamespace(
         next=lambda count: [next(given) for _ in range(count)],
-        feedback=lambda groups: None,
         state_dict=dict,
     )
     chosen = select(recipe, 0, player, stream)["selected"]  # type: ignore[arg-type]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import re
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ import pytest
 
 from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.config import BranchConfig, RewardConfig, RolloutConfig
+from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine.endpoints import EngineLoop
 from agentgrpo.envs.runner import EpisodeRunner
@@ -26,7 +24,6 @@ from agentgrpo.recipe.flywheel import filter_trajectories, questions_of, run_fly
 from agentgrpo.recipe.operators import FOR_RIGHT
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.rewards.efficiency import well_formed
-from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import read_rollout
@@ -332,21 +329,6 @@ def test_another_flywheels_folder_is_refused(tmp_path: Path) -> None:
     World(tmp_path, keep=1, concurrency=2).run_flywheel(question("easy"))
     with pytest.raises(ValueError, match="the data has 1 that have different ids"):
         World(tmp_path).run_flywheel(question("a"), question("a"))
-
-
-def test_rewards_that_need_the_runs_own_thread_have_it(tmp_path: Path) -> None:
-    """As those that set alarms: also where many questions are worked on at once."""
-
-    async def alarms(rollout: Rollout) -> dict[str, float]:
-        await asyncio.sleep(0.01)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an error on any other thread
-        return correct(rollout)
-
-    made = World(tmp_path)
-    made.setup.reward = Scoring(alarms, RewardConfig(overlap=False), lambda ids: "")
-    summary = made.run_flywheel(*(question(f"easy {i}") for i in range(6)))
-    assert (summary["questions"], summary["right"]) == (6, summary["trajectories"])
 
 
 def test_no_trajectory_is_worked_on_twice(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ VAULT = [
 ]
 TAGGED = [
     ("nothing", [EOT], 0),
-    ("calls beyond the limit are refused", ["<python>42</python>"] * 4, 0),
+    ("always computes", ["<python>42</python>"] * 4, 0),
     ("always searches", ["<search>42</search>"] * 4, 0),
     ("writes the result itself", [f"<result>42</result>{EOT}"], 0),
     ("recites everything", [f"<answer>{EVERYTHING}</answer>{EOT}"], 0),
@@ -324,7 +324,7 @@ WORLDS = {
         {"kind": "text", "tool_cost": 0.1}, SEARCH,
     ),
     "tagged": World(
-        lambda of: TaggedEnv(of("pool"), 2.0, search={"corpus": searched(of)}, max_calls=2),
+        lambda of: TaggedEnv(of("pool"), 2.0, search={"corpus": searched(of)}),
         lambda _: TagAgent(), SUM, {"kind": "numeric", **BARE}, TAGGED, turns=4,
     ),
 }  # fmt: skip

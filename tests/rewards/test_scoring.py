@@ -141,19 +141,14 @@ def test_parts_are_named_and_weighted(
 
 
 @pytest.mark.parametrize("sigma", ["sigma_tool", "sigma_length"])
-@pytest.mark.parametrize(
-    ("decay", "shares"), [(True, [1.0, 0.75, 0.5, 0.25, 0.0]), (False, [1.0] * 5)]
-)
-def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(
-    sigma: str, decay: bool, shares: list[float]
-) -> None:
+def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(sigma: str) -> None:
     """Of what a config makes: at each of five steps the reward is that of so much of its sigma."""
-    settings = {"kind": "text", sigma: 2.0, "decay_sigmas": decay}
+    settings = {"kind": "text", sigma: 2.0}
     made = {"model": "m", "out_dir": "o", "steps": 5, "reward": settings}
     scoring = make_scoring(TrainConfig.model_validate(made), cast(Any, None), CHAT.tokenizer)
     task = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={"answer": "right"})
     told = []
-    for step, share in enumerate(shares):
+    for step, share in enumerate([1.0, 0.75, 0.5, 0.25, 0.0]):
         rollouts = [
             a_rollout([[-1.0] * n], task=task, answer="right", stats={"tool_calls": float(n)})
             for n in (1, 3)
@@ -162,7 +157,6 @@ def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(
         told.append([r.rewards["answer_efficiency"] for r in rollouts])
         factors = [2.0 / (1.0 + math.exp(2.0 * share * z)) - 1.0 for z in (-1.0, 1.0)]
         assert told[-1] == pytest.approx(factors), step
-    assert (told[0] == told[-1]) == (not decay)
     alone = a_rollout([[-1.0]], task=task, answer="right")
     scoring.score([Group(task=task, rollouts=[alone])])
     assert "answer_efficiency" not in alone.rewards, "an evaluation compares nobody"
@@ -269,15 +263,12 @@ def test_an_error_names_task_rollout_and_function(function: str, said: str) -> N
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("kind", [True, False], ids=["kind", "function"])
 @pytest.mark.parametrize("function", LEAVES)
-def test_a_function_that_leaves_ends_the_run_with_a_word(
-    overlap: bool, kind: bool, function: str
-) -> None:
+def test_a_function_that_leaves_ends_the_run_with_a_word(kind: bool, function: str) -> None:
     """It ended the event loop of all rewards, and the run waited for ever."""
     rollouts = [played(), played()]
-    config = RewardConfig(functions={} if kind else {f"mine:{function}": 1.0}, overlap=overlap)
+    config = RewardConfig(functions={} if kind else {f"mine:{function}": 1.0})
     reward: Any = reward_function(f"mine:{function}") if kind else base
     scoring = Scoring(reward, config, decode)
     group = Group(task=rollouts[0].task, rollouts=rollouts)
@@ -286,7 +277,7 @@ def test_a_function_that_leaves_ends_the_run_with_a_word(
     with pytest.raises(UserCodeError, match=named):
         scoring.score([group])
     again = [played()]
-    scoring = Scoring(base, RewardConfig(functions={"mine:half": 1.0}, overlap=overlap), decode)
+    scoring = Scoring(base, RewardConfig(functions={"mine:half": 1.0}), decode)
     scoring.score([Group(task=again[0].task, rollouts=again)])
     assert again[0].rewards["half"] == 0.5, "others are scored as before"
 
