@@ -61,7 +61,7 @@ LESSONS: Mapping[str, Lesson] = {
     "console": Lesson("lines of a Python console, word problems", SUMS),
     "tools": Lesson("tool calls in the model's own format, word problems", SUMS),
     "inline": Lesson("calls within the text, word problems", SUMS),
-    "walk": Lesson("a Gymnasium world of two to six moves", "1: the coordinates are shown"),
+    "walk": Lesson("a Gymnasium world of two to six moves", "1: the way is told"),
     "functions": Lesson("programs with hidden tests", "1"),
     "guess": Lesson("a guessing game of four turns", "1: by halving; 0.66 by random guesses"),
     "program": Lesson(
@@ -74,7 +74,7 @@ LESSONS: Mapping[str, Lesson] = {
 def key_of(name: str) -> str:
     """Names the settings of a task: rows of one key answer one question."""
     config = load_config(name, LESSONS[name].changes)
-    table = config.model_dump(mode="json", exclude={"out_dir", "seed"})
+    table = config.model_dump(mode="json", exclude={"out_dir", "seed"}, exclude_unset=True)
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:12]
 
 
