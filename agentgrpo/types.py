@@ -200,12 +200,21 @@ class Rollout:
     """Where its time went, in seconds: waiting for its place (`queue_s`), in the engine
     (`generate_s`), for its world (`tools_s`, `finish_s`), in between (`own_s`). No two runs agree
     on them."""
+    feedback: list[str] = field(default_factory=list)
+    """What the environment said that was wrong with each turn, "" for nothing; turns behind its end
+    have none. Shown to the policy in a later turn, or, of the last one, never: a teacher reads it
+    (config.teacher)."""
     learner_logprobs: list[Float32 | None] | None = None
     """One per segment of all rows, of sampled segments alone: the learner's log-probabilities at
     the rollouts' temperature, in nats, when it first saw them. None: what was not trained on."""
     entropies: list[Float32 | None] | None = None
     """In the same form: the entropy in nats of the distribution each token was drawn from, as the
     learner has it."""
+    teacher_logprobs: list[Float32 | None] | None = None
+    """In the same form: the teacher's log-probabilities, of what it was given to read."""
+    token_advantages: list[Float32 | None] | None = None
+    """In the same form, with a teacher: what each token was trained with, which is of `advantage`
+    and of the teacher's (learn/teacher.py)."""
     advantage: float = 0.0
     segment_advantages: list[float] | None = None
     """One per segment of all rows instead of `advantage`, where rewards of spans are credited to

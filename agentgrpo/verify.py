@@ -37,6 +37,7 @@ from agentgrpo.proof.advantages import (
     packed_of,
     reward_of,
     samples_of,
+    taught_faults,
     weights_of,
 )
 from agentgrpo.proof.chain import Chain, Line
@@ -283,7 +284,10 @@ def _verify_step(
     report.steps += 1
     report.faults += [
         f"{where} group {group} rollout {index}: {fault}"
-        for group, index, fault in advantage_faults(groups, run.config.credited)
+        for group, index, fault in (
+            *advantage_faults(groups, run.config.credited),
+            *taught_faults(groups, run.config),
+        )
     ]
     faults, terms = step_faults(groups, run.config, step, run.limit, run.outliers)
     report.terms += terms
@@ -410,8 +414,9 @@ def _wanted(rollouts: Sequence[Rollout], config: TrainConfig) -> Counter[int]:
 
     Where the loss reads a rollout's tokens together, any row of it moves the others'.
     """
-    loss = config.loss
+    loss, taught = config.loss, config.teacher
     all_move = loss.beta != 0 or loss.entropy_coef != 0 or loss.top_entropy_quantile < 1
+    all_move |= taught.weight > 0 and bool(taught.model or taught.feedback)
     together = reads_whole_rollouts(config.loss)
     counts: Counter[int] = Counter()
     for index, rollout in enumerate(rollouts):

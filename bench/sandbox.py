@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from agentgrpo.sandbox import Limits, SandboxPool, Session, Template
-from agentgrpo.sandbox.hostile.lifecycle import pids
+from agentgrpo.sandbox.grade import check_tests
 from agentgrpo.sandbox.jail import find_nsjail
 from bench.harness import append_row
 
@@ -132,7 +132,7 @@ def live(pool: SandboxPool, count: int) -> Iterator[list[Session]]:
 
 def pss_mib(session: Session) -> float:
     total = 0
-    for pid in pids(session):
+    for pid in (session.init_pid, session.pid):
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
         total += int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1])
     return total / 1024
@@ -187,6 +187,33 @@ def bench_throughput_of_nsjail(seconds: float, threads: int) -> None:
     row("sessions (3 runs): nsjail per call", [rate], "1/s", threads=threads)
 
 
+def bench_verdicts(count: int) -> None:
+    """Of right code: alone, and beside sessions that fork as fast as they can."""
+    storm = "import os\nwhile True:\n try: os.fork()\n except OSError: pass"
+    code, tests = "def f(n): return sum(range(n))", "assert f(1_000) == 499_500"
+
+    def timed(beside: str) -> None:
+        spans = [span(lambda: passes.append(check_tests(pool, code, tests).passed))
+                 for _ in range(count)]  # fmt: skip
+        row(f"verdict {beside}", spans)
+        row(f"verdict {beside}: the 99th of 100", [sorted(spans)[int(0.99 * len(spans))]])
+
+    passes: list[bool] = []
+    with SandboxPool(limits=Limits(timeout_s=600.0), max_live=16, min_idle=2) as pool:
+        timed("alone")
+        storms = [pool.acquire() for _ in range(8)]
+        threads = [threading.Thread(target=one.step, args=(storm,)) for one in storms]
+        for thread in threads:
+            thread.start()
+        time.sleep(1.0)
+        timed("beside eight fork storms")
+        for one in storms:
+            one.close()
+        for thread in threads:
+            thread.join()
+    assert all(passes), f"{passes.count(False)} of {len(passes)} were graded wrong"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="")
@@ -202,6 +229,7 @@ def main() -> None:
         "throughput": lambda: bench_throughput(3.0, 4),
         "peers": lambda: bench_throughput_of_nsjail(3.0, 4),
         "live": lambda: bench_live(given.live),
+        "verdicts": lambda: bench_verdicts(2 * n),
     }
     if given.heavy:
         benches["heavy"] = lambda: bench_heavy(given.heavy, n)

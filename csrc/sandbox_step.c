@@ -49,17 +49,17 @@ struct capture {
 };
 
 struct step {
-    int fds[NUM_CHANNELS]; /* -1: nothing more to expect on it */
-    int init, interpreter; /* pidfds */
+    int fds[NUM_CHANNELS];             /* -1: nothing more to expect on it */
+    int request_fd, init, interpreter; /* the last two are pidfds */
     Py_buffer request;
     size_t sent;
     uint32_t id;
-    int goes_on; /* the rest of a step: what was printed meanwhile is not background */
     double timeout, grace, started, deadline; /* seconds; the last two of CLOCK_MONOTONIC */
     int interrupted;
     unsigned long long output_max;
     struct capture streams[2], background;
     PyObject *listener;     /* called with (stream, bytes) as output arrives, or NULL */
+    PyObject *on_answer;    /* called with an answer, for the next request or None, or NULL */
     PyThreadState *waiting; /* this thread's, while it runs without the GIL */
     char head[4];
     size_t head_used;
@@ -187,6 +187,50 @@ can_read(int fd)
     return poll(&one, 1, 0) > 0 && (one.revents & POLLIN) != 0;
 }
 
+static void send_request(struct step *step);
+
+static void
+interrupt_code(struct step *step)
+{
+    step->interrupted = 1;
+    step->deadline += step->grace;
+    syscall(SYS_pidfd_send_signal, step->interpreter, SIGINT, NULL, 0);
+}
+
+/* An answer may ask for something: the step goes on with what on_answer() says to it. Returns
+ * whether it does. */
+static int
+goes_on(struct step *step)
+{
+    PyEval_RestoreThread(step->waiting);
+    PyObject *next =
+        PyObject_CallFunction(step->on_answer, "y#O", step->answer, (Py_ssize_t)step->answer_used,
+                              step->interrupted ? Py_True : Py_False);
+    const int more = next != NULL && next != Py_None;
+    if (more) {
+        PyBuffer_Release(&step->request);
+    }
+    if (more && PyObject_GetBuffer(next, &step->request, PyBUF_SIMPLE) == 0) {
+        free(step->answer);
+        step->answer = NULL;
+        step->answer_used = step->answer_bytes = step->head_used = step->sent = 0;
+        step->fds[REQUEST] = step->request_fd;
+        step->id++;
+    }
+    Py_XDECREF(next);
+    const int failed = PyErr_Occurred() != NULL;
+    step->waiting = PyEval_SaveThread();
+    if (failed) {
+        finish(step, LOST);
+    } else if (more && !step->interrupted && seconds() >= step->deadline) {
+        interrupt_code(step); /* its time ended meanwhile: the answer finds it interrupted */
+    }
+    if (more && step->ending == RUNNING) {
+        send_request(step);
+    }
+    return more || failed;
+}
+
 static void
 take_answer(struct step *step)
 {
@@ -199,7 +243,9 @@ take_answer(struct step *step)
     /* The interpreter flushed before it answered: what it printed is in the pipes already. */
     read_output(step, OUT);
     read_output(step, ERR);
-    finish(step, ANSWERED);
+    if (step->ending == RUNNING && (step->on_answer == NULL || !goes_on(step))) {
+        finish(step, ANSWERED);
+    }
 }
 
 /* One read of the response pipe. Returns the bytes read, 0 if there is nothing to read now. */
@@ -297,10 +343,8 @@ step_begin(struct step *step)
 {
     step->started = seconds();
     step->deadline = step->started + step->timeout;
-    if (!step->goes_on) {
-        drain_stream(step, OUT, &step->background, step->output_max);
-        drain_stream(step, ERR, &step->background, step->output_max);
-    }
+    drain_stream(step, OUT, &step->background, step->output_max);
+    drain_stream(step, ERR, &step->background, step->output_max);
     if (can_read(step->fds[RESPONSE])) {
         finish(step, PROTOCOL);
         return;
@@ -388,9 +432,7 @@ step_expire(struct step *step)
         finish(step, KILLED_AT_DEADLINE);
         return;
     }
-    step->interrupted = 1;
-    step->deadline += step->grace;
-    syscall(SYS_pidfd_send_signal, step->interpreter, SIGINT, NULL, 0);
+    interrupt_code(step);
 }
 
 static PyObject *
@@ -430,7 +472,7 @@ step_result(const struct step *step)
 PyDoc_STRVAR(
     run_step_doc,
     "run_step($module, channels, pidfds, request, id, timeout_s, grace_s, keep, output_max,\n"
-    "         answer_max, listener, goes_on=False, /)\n"
+    "         answer_max, listener, on_answer, /)\n"
     "--\n"
     "\n"
     "Run one step of a session and block, without the GIL, until it is over: StepArguments and\n"
@@ -444,12 +486,14 @@ run_step(PyObject *Py_UNUSED(module), PyObject *args)
     struct step step = {.background.keep = BACKGROUND_KEPT};
     struct capture *stream = step.streams;
     int *fds = step.fds;
-    if (!PyArg_ParseTuple(args, "(iiiii)(ii)y*IddnKnO|p", &fds[REQUEST], &fds[RESPONSE], &fds[OUT],
+    if (!PyArg_ParseTuple(args, "(iiiii)(ii)y*IddnKnOO", &fds[REQUEST], &fds[RESPONSE], &fds[OUT],
                           &fds[ERR], &fds[STATUS], &step.init, &step.interpreter, &step.request,
                           &step.id, &step.timeout, &step.grace, &stream->keep, &step.output_max,
-                          &step.answer_max, &step.listener, &step.goes_on)) {
+                          &step.answer_max, &step.listener, &step.on_answer)) {
         return NULL;
     }
+    step.request_fd = fds[REQUEST];
+    step.on_answer = step.on_answer == Py_None ? NULL : step.on_answer;
     step.listener = step.listener == Py_None ? NULL : step.listener;
     stream->ends = 1;
     stream[1] = stream[0];

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import os
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -29,6 +31,29 @@ def need_isolation(*rungs: Rung) -> None:
     if missing := _missing(rungs or LADDER):
         required = os.environ.get("AGENTGRPO_SANDBOX_REQUIRED") == "1"
         (pytest.fail if required else pytest.skip)(missing)
+
+
+def within(condition: Callable[[], object], seconds: float = 10.0) -> bool:
+    """Whether it holds before that time is over."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ends soon."""
+
+    def ended() -> bool:
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                return stat.read().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
+
+    return within(ended)
 
 
 def summarize(reporter: pytest.TerminalReporter) -> None:

@@ -75,13 +75,6 @@ class Shouting:
         return str(observation.text)
 
 
-class Old(Shouting):
-    """One that was written for another version."""
-
-    def parse(self, text: str) -> Any:  # type: ignore[override]
-        return RunCode(text)
-
-
 class Echo:
     """A user's environment and its own episode."""
 
@@ -152,10 +145,6 @@ CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
         ([OWN, "env.options.times=0"], r"^env\.options\.times: expected at least 1, got 0"),
         ([OWN, "env.options.times=true"], r"^env\.options\.times: .*valid integer, got True"),
         ([f"env.kind={__name__}:config"], "env.kind: .* lacks reset"),
-        (
-            [f"agent.kind={__name__}:Old"],
-            r"^agent.kind: .*: expected parse\(text, task\), too many positional arguments",
-        ),
         (["agent.kind=tools"], "'tools' acts by tools, and env.kind 'python' does not answer"),
         (["agent.kind=tools", OWN, "env.options.times=1"], "Echo' does not answer tools"),
         (

@@ -5,6 +5,7 @@ from agentgrpo.config.learning import LearnerConfig as LearnerConfig
 from agentgrpo.config.learning import LoraConfig as LoraConfig
 from agentgrpo.config.learning import LossConfig as LossConfig
 from agentgrpo.config.learning import RewardConfig as RewardConfig
+from agentgrpo.config.learning import TeacherConfig as TeacherConfig
 from agentgrpo.config.learning import room_for_adapters as room_for_adapters
 from agentgrpo.config.playing import FILTERS as FILTERS
 from agentgrpo.config.playing import NO_REFERENCE as NO_REFERENCE

@@ -12,10 +12,12 @@ from agentgrpo.config.section import (
     NotNegative,
     NotNegativeNumber,
     Number,
+    PathOrName,
     Positive,
     PositiveNumber,
     Section,
     describe,
+    forbid_unused,
 )
 from agentgrpo.kernels.objective import Objective
 
@@ -238,3 +240,44 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, 
 
 
 describe(LossConfig, Objective)
+
+
+class TeacherConfig(Section):
+    """A second opinion on each sampled token: on-policy distillation (learn/teacher.py)."""
+
+    model: PathOrName | None = None
+    """Another model with the same tokenizer, named as `model` is: held beside the policy."""
+    feedback: str = ""
+    """The teacher is the policy itself, which has read more of the task: `errors`, what the
+    environment said that was wrong with this attempt; `solutions`, another rollout of the group
+    that solved it; or your own `module:function`, called with the rollout as a reward function is,
+    returning a text. A rollout without a text has no such part."""
+    weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """A token's advantage is weight * the teacher's + (1 - weight) * its group's. 0: no teacher."""
+    clip: PositiveNumber = 20.0
+    """The teacher's advantage is at most this, and at least minus this, in nats."""
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """feedback: the teacher's weights are an average of the policy's past ones, which keeps this
+    share of itself at each optimizer update. 0: they are the policy's."""
+    max_feedback_tokens: Positive = 512
+    """Of a text that it reads; the middle of longer ones is left out."""
+
+    @property
+    def teaches(self) -> bool:
+        """Whether there is one."""
+        return self.weight > 0 and bool(self.model or self.feedback)
+
+    @pydantic.model_validator(mode="after")
+    def _is_one(self) -> TeacherConfig:
+        if self.model and self.feedback:
+            raise ValueError(
+                f"teacher.model {self.model!r} and teacher.feedback {self.feedback!r}: only one"
+            )
+        if self.feedback not in ("", "errors", "solutions") and ":" not in self.feedback:
+            raise ValueError(
+                "teacher.feedback: expected errors, solutions or module:function, got "
+                f"{self.feedback!r}"
+            )
+        need = "decay max_feedback_tokens", "teacher.feedback", lambda c: c.feedback
+        forbid_unused(self, [need], "teacher.")
+        return self

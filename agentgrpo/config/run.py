@@ -6,7 +6,7 @@ from typing import Literal
 
 import pydantic
 
-from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig
+from agentgrpo.config.learning import LearnerConfig, LossConfig, RewardConfig, TeacherConfig
 from agentgrpo.config.playing import (
     OWN_MODELS,
     AgentConfig,
@@ -107,6 +107,7 @@ class TrainConfig(Section):
     reward: RewardConfig = RewardConfig()
     learner: LearnerConfig = LearnerConfig()
     loss: LossConfig = LossConfig()
+    teacher: TeacherConfig = TeacherConfig()
 
     def on(self, device: str) -> TrainConfig:
         """What the device decides, decided: rollout.deterministic, engine.async_scheduling."""

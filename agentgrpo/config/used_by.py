@@ -12,7 +12,7 @@ _PLAYS = {
     "learner.lora.rank",  # without it there is no model `reference`
 }
 _TRAINS = {
-    *(_ALL | {"engine", "rollout", "reward", "learner", "loss", "evaluation"}),
+    *(_ALL | {"engine", "rollout", "reward", "learner", "loss", "teacher", "evaluation"}),
     *("save_every", "eval_every", "keep_checkpoints", "trackers", "preflight"),
 }
 USES = {

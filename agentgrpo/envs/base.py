@@ -22,6 +22,8 @@ class Episode(Protocol):
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """Rewards that the world itself gives, by name; may block.
 
+        It may also set `feedback`, text for a teacher (config.teacher): of nothing that is hidden.
+
         Called once, when the rollout has ended in whatever way but a failure of the machine.
 
         Args:

@@ -7,6 +7,7 @@ be left out where the tests use but one that they do not define.
 
 from __future__ import annotations
 
+import builtins
 import re
 import textwrap
 import threading
@@ -128,6 +129,8 @@ class UnitTestEpisode(PythonEpisode):
     """One rollout."""
 
     _env: UnitTestEnv
+    feedback = ""
+    """What was wrong with the answer, for a teacher."""
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """`solved`: all tests pass; with cases, `partial` is the share of those that do."""
@@ -135,12 +138,16 @@ class UnitTestEpisode(PythonEpisode):
         named = {} if tests is None else names_of(tests, self._spec.get("names"))[1]
         code = program_in(answer, named.values())
         if code is None:
+            self.feedback = "there is no answer"
             return {"solved": 0.0}
         with self._env.graders.places:
             verdicts = self._grade(code)
         for verdict in verdicts:
             if verdict.infra_error:
                 raise InfrastructureError(verdict.reason)
+        failed = [without_tests(verdict.reason) for verdict in verdicts if not verdict.passed]
+        if failed:
+            self.feedback = f"{len(failed)} of {len(verdicts)} hidden tests fail: {failed[0]}"
         return partial_credit(sum(verdict.passed for verdict in verdicts) / len(verdicts))
 
     def _grade(self, code: str) -> list[Verdict]:
@@ -151,6 +158,16 @@ class UnitTestEpisode(PythonEpisode):
                 return [check_tests(pool, code, spec["tests"], timeout_s=limit, names=names)]
             cases = [(str(given), str(expected)) for given, expected in spec["cases"]]
             return check_all(pool, code, cases, timeout_s=limit)
+
+
+def without_tests(reason: str) -> str:
+    """Why a program failed, and nothing of what is hidden: not what a test says or gives it."""
+    if reason.startswith(("the code did not run", "still running", "not run")):
+        return reason[:2000]  # of the program's own code
+    last = reason.rpartition("Traceback (most recent call last):\n")[2]
+    names = re.findall(r"^\w+(?=:|$)", last, re.MULTILINE)
+    raised = [name for name in names if isinstance(getattr(builtins, name, None), type)]
+    return raised[0] if raised else "it gives nothing, or something else"
 
 
 def program_in(answer: str | None, names: Iterable[str] = ()) -> str | None:

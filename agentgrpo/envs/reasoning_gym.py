@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentgrpo import sandbox
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.base import require_apart
 from agentgrpo.envs.graded import GradingPool, partial_credit
@@ -24,7 +23,7 @@ from agentgrpo.sandbox.guest.exchange import decode, encode
 from agentgrpo.types import Task
 
 HELDOUT_SEED = 1_000_003
-JUDGE = (Path(sandbox.__file__).parent / "guest" / "reasoning_gym_judge.py").read_text()
+JUDGE = (Path(__file__).parent / "reasoning_gym_judge.py").read_text()
 MEMORY_MIB = 1024
 PAGE = 256
 """Questions that a sandbox is asked for at once."""

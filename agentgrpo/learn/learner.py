@@ -7,7 +7,7 @@ the sampler's log-probability.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from agentgrpo.learn.preflight import dry_pass, one_row, oom_hint_learner
 from agentgrpo.learn.publish import Publisher
 from agentgrpo.learn.reference import Reference
 from agentgrpo.learn.step_record import OldLogps, ScoredBatch, StepRecord
+from agentgrpo.learn.teacher import Teacher
 from agentgrpo.learn.updates import Update
 from agentgrpo.machine.memory import explained, trim
 from agentgrpo.models.kinds import router_coef
@@ -48,6 +49,7 @@ class Learner:
             sampled token, but for agreement.outliers_of(); above it step() refuses to update.
         reference: what the KL penalty is taken to, if loss.beta is set: the directory or name that
             training began with. Not read where an adapter is trained.
+        teacher: of the policy, which has a part in every token's advantage.
 
     Raises:
         ValueError: options that do not go together.
@@ -64,13 +66,17 @@ class Learner:
         temperature: float,
         dlogp_limit: float,
         reference: str | Path | None = None,
+        teacher: Callable[[Policy], Teacher] | None = None,
     ) -> None:
         self.policy, self._publisher, self._config, self._loss = policy, publisher, config, loss
         self.model, self.device, self._scorer = policy.model, policy.device, policy.scorer
         self._total_steps, self._temperature = total_steps, temperature
         self._dlogp_limit = dlogp_limit
         self._objective = objective_of(loss)
-        self._reference = Reference(policy, loss, reference) if loss.beta else None
+        own = None if policy.adapter is not None else reference
+        self._reference = Reference(policy, own, moves=loss.sync_ref_model) if loss.beta else None
+        self._teacher = teacher(policy) if teacher is not None else None
+        self._average = self._teacher.beside if self._teacher is not None else None
         self._router_coef = router_coef(
             policy.model.config.get_text_config(), loss.router_aux_loss_coef
         )
@@ -123,6 +129,7 @@ class Learner:
             "step": self.step_count,
             "updates": self.update_count,
             "reference": [] if self._reference is None else self._reference.state(),
+            "teacher": [] if self._average is None else self._average.state(),
             **more,
         }
         if parallel.rank() == 0:
@@ -140,6 +147,8 @@ class Learner:
         self.step_count, self.update_count = state["step"], state["updates"]
         if self._reference is not None:
             self._reference.load(state["reference"])
+        if self._average is not None:
+            self._average.load(state.get("teacher", []))
         return state
 
     def step(self, updates: Sequence[Update]) -> Metrics:
@@ -165,21 +174,30 @@ class Learner:
         started = time.perf_counter()
         self._optimizer.set_lr(self.learning_rate)
         run = StepRecord()
+        taught = {} if self._teacher is None else self._teacher.score(updates)
         self._look_ahead(updates, run)
         for epoch in range(self._loss.num_iterations):
             for index, update in enumerate(updates):
                 if update.batches:
                     self._update(run, index, update, first_pass=epoch == 0)
                 self.update_count += 1
-                if self._reference is not None:
-                    self._reference.follow(self.update_count)
+                due = self.update_count % self._loss.ref_model_sync_steps == 0
+                if self._reference is not None and self._loss.sync_ref_model and due:
+                    self._reference.move(self._loss.ref_model_mixup_alpha)  # as TR-DPO, and TRL
+                if self._teacher is not None:
+                    self._teacher.follow()
         self.step_count += 1
         self._optimizer.zero_grad()  # the engine's cache needs the room
         trim()
         metrics: Metrics = {"learning_rate": self._optimizer.lr, "updates": float(len(run.losses))}
-        metrics |= run.metrics(self._objective)
+        metrics |= run.metrics(self._objective) | taught
         for seen in run.seen():
-            updates[seen.update].take(seen.sample_N, seen.turn_N, seen.logp_N, seen.entropy_N)
+            updates[seen.update].take(
+                seen.sample_N, seen.turn_N, learner_logprobs=seen.logp_N, entropies=seen.entropy_N
+            )
+        for part in parallel.gather(run.advantages):
+            for index, sample_N, turn_N, advantage_N in part:
+                updates[index].take(sample_N, turn_N, token_advantages=advantage_N)
         tokens = sum(batch.num_tokens for update in updates for batch in update.batches)
         metrics["packed_tokens"] = float(tokens)
         metrics["seconds"] = time.perf_counter() - started
@@ -234,7 +252,9 @@ class Learner:
         # always in this order: float sums depend on it, and a resumed run comes to the same bits
         for number, batch, counts in parallel.share(update.batches):
             before = run.before[index, number]
-            loss, measured, scored = self._loss_of(batch, run, before, update, max(bonus_over, 1))
+            loss, measured, scored, advantage = self._loss_of(
+                batch, run, before, update, max(bonus_over, 1)
+            )
             if scored.balance is not None:
                 # its share of the update's tokens: the router balances within a batch
                 share = batch.num_tokens / tokens
@@ -246,6 +266,9 @@ class Learner:
             if counts:
                 losses.append(loss.detach())
                 run.parts.append(measured)
+                if first_pass and self._teacher is not None:
+                    trained_with = advantage.float().cpu().numpy()
+                    run.advantages.append((index, *batch.labels, trained_with))
                 if unseen:
                     found.append(ScoredBatch.at(index, batch, scored.logp_N, scored.entropy_N))
         # here and not above: a device that is waited for has nothing to do until the next batch
@@ -264,8 +287,8 @@ class Learner:
 
     def _loss_of(
         self, batch: PackedBatch, run: StepRecord, before: OldLogps, update: Update, bonus_over: int
-    ) -> tuple[Tensor, TermMetrics, Scored]:
-        """The loss, the kernel's metrics, and what the policy made of the batch."""
+    ) -> tuple[Tensor, TermMetrics, Scored, Tensor]:
+        """The loss, the kernel's metrics, what the policy made of the batch, and the advantages."""
         scored = self._scorer(batch, self._temperature)
         logp_N, entropy_N = scored.logp_N, scored.entropy_N
 
@@ -280,6 +303,8 @@ class Learner:
         else:
             # in the first update the policy is its own old one: a ratio of exactly 1, with gradient
             old = detached if before.old_logp is None else before.old_logp
+        if self._teacher is not None:
+            advantage = self._teacher.advantage(update, batch, advantage, old)
         loss, metrics = grpo_loss(
             logp_N,
             old,
@@ -294,4 +319,4 @@ class Learner:
             sequence_N=terms.sample_N,
             num_sequences=update.num_samples,
         )
-        return loss, metrics, scored
+        return loss, metrics, scored, advantage

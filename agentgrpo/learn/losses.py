@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentgrpo.config import LossConfig
+from agentgrpo.config import LossConfig, TrainConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.kernels.objective import NORMALISERS, LossType, Objective, loss_of, needs_sequences
 from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout
@@ -73,9 +73,10 @@ def reads_whole_rollouts(config: LossConfig) -> bool:
     return needs_sequences(config, has_sampler_logp=True)
 
 
-def reads_all_tokens(config: LossConfig) -> bool:
+def reads_all_tokens(config: TrainConfig) -> bool:
     """Whether tokens without an advantage move the loss."""
-    return bool(config.beta or config.entropy_coef or config.top_entropy_quantile < 1)
+    loss, teaches = config.loss, config.teacher.teaches
+    return bool(teaches or loss.beta or loss.entropy_coef or loss.top_entropy_quantile < 1)
 
 
 def is_trained(rollout: Rollout) -> bool:

@@ -1,4 +1,4 @@
-"""What the KL penalty is taken to: the policy that training began with, or one that follows it."""
+"""A model beside the policy: what the KL penalty is taken to, or what teaches it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,29 @@ import torch
 from torch import Tensor
 
 from agentgrpo import parallel
-from agentgrpo.config import LossConfig
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.policy import Policy, Scorer, load_model
 
 
 class Reference:
-    """A frozen model, or of an adapter's policy the policy with the matrices that it began with.
+    """A frozen model, or the policy with copies of its trained parameters, as they began.
 
-    `source`: the directory or name that training began with; not read where an adapter is trained.
+    `source`: the model's directory or name; None: the copies. `moves`: it will move() where the
+    policy is trained; the copies always may.
     """
 
-    def __init__(self, policy: Policy, loss: LossConfig, source: str | Path | None) -> None:
-        self._policy, self._loss = policy, loss
+    def __init__(self, policy: Policy, source: str | Path | None, *, moves: bool = False) -> None:
+        self._policy = policy
         self.scorer: Scorer | None = None
         self._pairs: list[tuple[Tensor, Tensor]]
         """Parameters of its own that a resumed run needs, each with the policy's."""
-        if policy.adapter is not None:
+        if source is None:
             self._pairs = [(parallel.whole(ours).clone(), ours) for ours in policy.trained]
             return
-        if source is None:
-            raise ValueError("loss.beta needs a reference model, or an adapter")
         frozen = load_model(source, device=policy.device, dtype=policy.dtype)
         self.scorer = Scorer(frozen, exact=policy.scorer.exact)
         every = zip(frozen.parameters(), policy.model.parameters(), strict=True)
-        self._pairs = [pair for pair in every if pair[1].requires_grad and loss.sync_ref_model]
+        self._pairs = [pair for pair in every if pair[1].requires_grad and moves]
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch, temperature: float) -> Tensor:
@@ -45,15 +43,10 @@ class Reference:
             return self._policy.scorer(batch, temperature).logp_N  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def follow(self, updates: int) -> None:
-        """Move towards the policy, if it is time after so many updates (TR-DPO, arXiv:2404.09656).
-
-        As TRL's SyncRefModelCallback does.
-        """
-        if self._loss.sync_ref_model and updates % self._loss.ref_model_sync_steps == 0:
-            alpha = self._loss.ref_model_mixup_alpha
-            for theirs, ours in self._pairs:
-                theirs.mul_(1 - alpha).add_(parallel.whole(ours), alpha=alpha)
+    def move(self, alpha: float) -> None:
+        """Become alpha * policy + (1 - alpha) * itself."""
+        for theirs, ours in self._pairs:
+            theirs.mul_(1 - alpha).add_(parallel.whole(ours), alpha=alpha)
 
     def state(self) -> list[Tensor | None]:
         """What a resumed run needs of it, on the first rank; all must ask."""
@@ -63,7 +56,7 @@ class Reference:
     def load(self, state: list[Tensor]) -> None:
         if len(state) != len(self._pairs):
             raise ValueError(
-                f"the KL's reference has {len(self._pairs)} parameters, {len(state)} were saved: "
+                f"a reference has {len(self._pairs)} parameters, {len(state)} were saved: "
                 "the run is of an earlier agentgrpo; choose another out_dir"
             )
         for (theirs, _), saved in zip(self._pairs, state, strict=True):

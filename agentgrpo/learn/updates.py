@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.learn.batch import PackedBatch
@@ -31,10 +32,20 @@ class Update:
     played: Sequence[Rollout] = ()
     """The same as they were played: what is told and recorded."""
 
-    def take(self, sample_N: Int32, turn_N: Int32, logp_N: Float32, entropy_N: Float32) -> None:
-        """Write what the learner made of a batch's terms to the rollouts they belong to.
+    def take(self, sample_N: Int32, turn_N: Int32, **fields: Float32) -> None:
+        """Write what was made of a batch's terms to these fields of the rollouts they belong to."""
+        for rollout, segment, own in self.by_segment(sample_N, turn_N):
+            for name, values_N in fields.items():
+                if getattr(rollout, name) is None:
+                    setattr(rollout, name, [None] * len(rollout.all_segments))
+                getattr(rollout, name)[segment] = values_N[own]
 
-        Their order is the tree's, in which a rollout's later row may come first or be elsewhere.
+    def by_segment(
+        self, sample_N: Int32, turn_N: Int32
+    ) -> Iterator[tuple[Rollout, int, NDArray[np.int64]]]:
+        """As they were played: rollout, segment, and which of the terms are its tokens, in order.
+
+        The order of terms is the tree's, in which a later row may come first or be elsewhere.
         """
         if not self.rollouts:
             return
@@ -43,13 +54,9 @@ class Update:
         cuts = np.flatnonzero((labels[:, 1:] != labels[:, :-1]).any(0)) + 1
         for own in np.split(order, cuts) if len(order) else ():
             sample, turn = sample_N[own[0]], turn_N[own[0]]
-            rollout, segments = self.played[sample], self.rollouts[sample].all_segments
-            if rollout.learner_logprobs is None or rollout.entropies is None:
-                rollout.learner_logprobs = [None] * len(segments)
-                rollout.entropies = [None] * len(segments)
+            segments = self.rollouts[sample].all_segments
             segment = [i for i, s in enumerate(segments) if s.sampled][turn]
-            rollout.learner_logprobs[segment] = logp_N[own]
-            rollout.entropies[segment] = entropy_N[own]
+            yield self.played[sample], segment, own
 
 
 def plan_updates(
@@ -59,8 +66,8 @@ def plan_updates(
 
     Whole groups stay together, so that their prompt is computed once. Which go together is a
     function of config.seed and step (from 0). Rollouts without an advantage are left out where
-    nothing of theirs moves the loss: always, unless there is a KL or an entropy term, or a quantile
-    of all entropies.
+    nothing of theirs moves the loss: always, unless there is a KL or an entropy term, a quantile
+    of all entropies, or a teacher.
     """
     parts = mini_batches(groups, config, step=step)
     trained = [as_packed(part, config) for part in parts]
@@ -127,7 +134,7 @@ def _update(
         trained,
         max_tokens=config.learner.max_tokens,
         weights=weights,
-        drop_zero_advantage=not reads_all_tokens(loss),
+        drop_zero_advantage=not reads_all_tokens(config),
         share_prefixes=share_prefixes,
         whole_rollouts=reads_whole_rollouts(loss),
     )

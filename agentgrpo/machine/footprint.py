@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from agentgrpo import parallel
@@ -41,7 +42,8 @@ class Footprint:
     trained: int
     weights: int
     copies: int
-    """A replica of the learner's own, where weights are not shared, and the KL's frozen one."""
+    """A replica of the learner's own, where weights are not shared, the KL's frozen one, and the
+    teacher: another model, or an average of what is trained."""
     optimizer: int
     """float32 masters (an adapter is its own) and moments; none here if offloaded on CUDA."""
     gradients: int
@@ -80,11 +82,11 @@ class Footprint:
 
 def footprint(
     config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int = 1, trained: bool = True,
-    sampled: bool = True,
+    sampled: bool = True, teacher: Shapes = MappingProxyType({}),
 ) -> Footprint:  # fmt: skip
     """Memory of one process of a run: of each rank, with a learner, or an engine, or both.
 
-    `cuda`: a GPU, bfloat16 where the config says auto; else a CPU.
+    `cuda`: a GPU, bfloat16 where the config says auto; else a CPU. `teacher`: of another model.
     """
     learner = config.learner
     width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
@@ -97,12 +99,15 @@ def footprint(
     optimizer = changed * (masters + (2 if learner.optimizer == "adamw_8bit" else 8))
     # on one process a gradient is added to its sum, and freed, as soon as it is there
     waiting = 0 if exact else width * (max(sizes, default=0) if ranks == 1 else changed)
-    reference = (4 * changed if adapted else weights) * (config.loss.beta > 0)
+    beside = (4 * changed if adapted else weights) * (config.loss.beta > 0)
+    if trained and sampled and config.teacher.teaches:
+        beside += count(teacher) * width
+        beside += (4 if adapted else width) * changed * (config.teacher.decay > 0)
     return Footprint(
         parameters=parameters,
         trained=changed,
         weights=weights // config.engine.tensor_parallel_size,
-        copies=weights * copied // ranks + reference,
+        copies=weights * copied // ranks + beside,
         optimizer=0 if learner.offload_optimizer and cuda else optimizer // ranks,
         gradients=(4 * changed + waiting) // ranks,
         activations=_activations(shapes, learner, width, cuda=cuda) if trained else 0,
@@ -174,27 +179,37 @@ def shapes_of(config: Any) -> Shapes:
 
 
 def held_by(
-    config: TrainConfig, model: str, *, trained: bool = True, sampled: bool = True
-) -> Footprint:
-    """What a run will hold here, of a model's directory or hub name."""
+    config: TrainConfig, model: str, *, trained: bool = True, sampled: bool = True,
+    teacher: str | None = None,
+) -> Footprint:  # fmt: skip
+    """What a run will hold here, of a model's directory or hub name, and of its teacher's."""
+    cuda, ranks = hardware.has_nvidia_gpu(), parallel.world_size()
+    return footprint(
+        config, shapes_at(model), cuda=cuda, ranks=ranks, trained=trained, sampled=sampled,
+        teacher=shapes_at(teacher) if teacher else {},
+    )  # fmt: skip
+
+
+def shapes_at(model: str) -> Shapes:
+    """Of each tensor of a model, from its directory or hub name."""
     shapes = shapes_in(Path(model))
     if not shapes:  # its weights are not here yet
         from transformers import AutoConfig
 
         shapes = shapes_of(AutoConfig.from_pretrained(model).get_text_config())
-    cuda, ranks = hardware.has_nvidia_gpu(), parallel.world_size()
-    return footprint(config, shapes, cuda=cuda, ranks=ranks, trained=trained, sampled=sampled)
+    return shapes
 
 
 def room_checks(
-    config: TrainConfig, model: str, *, trained: bool, sampled: bool = True
-) -> Iterator[Check]:
+    config: TrainConfig, model: str, *, trained: bool, sampled: bool = True,
+    teacher: str | None = None,
+) -> Iterator[Check]:  # fmt: skip
     """What a run needs of this machine, beside what there is.
 
     vLLM would say that it has no room in its own words, after loading the model, or be ended by
     Linux, since a control group's limit is met only where memory is written to.
     """
-    held = held_by(config, model, trained=trained, sampled=sampled)
+    held = held_by(config, model, trained=trained, sampled=sampled, teacher=teacher)
     card = hardware.gpu_memory_bytes() if held.cuda else None
     known = card is not None or not held.cuda
     total, free = card or hardware.memory_bytes()

@@ -197,3 +197,24 @@ def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplat
     ends = read_table(Path(found)).get("eos_token_id") if found else None
     eos = [ends] if isinstance(ends, int) else ends or []
     return ChatTemplate(tokenizer, options, eos_token_ids=eos)
+
+
+def teacher_model(
+    config: TrainConfig, chat: ChatTemplate, say: Callable[[str], None]
+) -> str | None:
+    """The directory or hub name of teacher.model, whose tokenizer is the policy's.
+
+    Raises:
+        ValueError: it is not, by some token, or there is no such model.
+    """
+    named = config.teacher.model
+    if named is None or not config.teacher.teaches:
+        return None
+    model = resolve_model(named, say)
+    ours, theirs = (known.tokenizer.get_vocab() for known in (chat, chat_of(model)))
+    if other := sorted({token for token, _ in ours.items() ^ theirs.items()}):
+        raise ValueError(
+            f"teacher.model {named!r}: its tokenizer must be the policy's, and has the id "
+            f"{theirs.get(other[0])} for {other[0]!r}, the policy's {ours.get(other[0])}"
+        )
+    return model

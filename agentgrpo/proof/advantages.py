@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentgrpo.config import LossConfig, TrainConfig
-from agentgrpo.types import Group, Rollout, Segment, Status, Treatment
+from agentgrpo.types import Float32, Group, Rollout, Segment, Status, Treatment
 
 Floats = NDArray[np.float64]
 
@@ -65,6 +65,44 @@ def advantage_faults(groups: Sequence[Group], loss: LossConfig) -> Iterator[tupl
                 yield g, index, f"segment_advantages: {said}, other than its rewards give"
             elif recorded is not None and each is not None and not _close(recorded, each):
                 yield g, index, "segment_advantages are not those that its rewards give"
+
+
+def taught_faults(groups: Sequence[Group], config: TrainConfig) -> Iterator[tuple[int, int, str]]:
+    """Where a token's recorded advantage is not that of its group and of its teacher together.
+
+    Yields group, rollout, and what is wrong with it.
+    """
+    c, sampler = config.teacher, config.loss.old_logps == "sampler"
+    taught = c.weight > 0 and bool(c.model or c.feedback)
+    for place, rollout in [
+        ((g, i), rollout)
+        for g, group in enumerate(groups)
+        for i, rollout in enumerate(group.rollouts)
+    ]:
+        segments, said, found = (
+            rollout.all_segments,
+            rollout.teacher_logprobs,
+            rollout.token_advantages,
+        )
+        if not taught or rollout.learner_logprobs is None:
+            if found or (said and not taught):
+                yield *place, "has numbers of a teacher, and did not learn from one"
+            continue
+        none = [None] * len(segments)
+        each = rollout.segment_advantages or [rollout.advantage] * len(segments)
+        columns = (segments, each, said or none, found or none, rollout.learner_logprobs)
+        if len({*map(len, columns)}) > 1:
+            yield *place, "teacher_logprobs, token_advantages: not one for each segment"
+            continue
+        for number, (segment, own, theirs, trained, seen) in enumerate(zip(*columns, strict=True)):
+            old = segment.logprobs if sampler else seen
+            fits = seen is None and trained is None
+            if seen is not None and old is not None and trained is not None:
+                gap: Floats = np.zeros(len(old)) if theirs is None else theirs.astype(float) - old
+                wanted = c.weight * np.clip(gap, -c.clip, c.clip) + (1 - c.weight) * own
+                fits = np.shape(trained) == wanted.shape and _near(trained, wanted)
+            if not fits:
+                yield *place, f"segment {number}: token_advantages are not its teacher's"
 
 
 Wanted = dict[int, tuple[float, list[float] | None]]
@@ -199,6 +237,11 @@ def _share_alike(rollouts: Sequence[Rollout], wanted: Wanted) -> None:
                 float(np.mean(values[id(s)])) if s.sampled else 0.0 for s in rollout.all_segments
             ]
             wanted[id(rollout)] = wanted[id(rollout)][0], means
+
+
+def _near(a: Floats | Float32, b: Floats) -> bool:
+    """To the rounding of float32."""
+    return bool(np.allclose(a, b, rtol=1e-5, atol=1e-5))
 
 
 def _close(a: float | Sequence[float], b: float | Sequence[float]) -> bool:

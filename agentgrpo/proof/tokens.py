@@ -58,6 +58,7 @@ def _view_faults(rollout: Rollout, vocab_size: int | None) -> Iterator[str]:
     """What is wrong with the form of what the learner made of a rollout."""
     views = {"learner_logprobs": rollout.learner_logprobs, "entropies": rollout.entropies}
     known = [view is not None and [v is not None for v in view] for view in views.values()]
+    views["teacher_logprobs"] = rollout.teacher_logprobs
     if known[0] != known[1]:
         yield "learner_logprobs and entropies: one is recorded without the other"
     sizes = [len(s.token_ids) if s.sampled else None for s in rollout.all_segments]
@@ -70,16 +71,16 @@ def _view_faults(rollout: Rollout, vocab_size: int | None) -> Iterator[str]:
         ):
             yield f"{name}: not one number for each sampled token"
             continue
-        least, most = (-np.inf, LOGP_TOLERANCE) if name == "learner_logprobs" else (-1e-3, np.inf)
+        least, most = (-1e-3, np.inf) if name == "entropies" else (-np.inf, LOGP_TOLERANCE)
         for values in view:
             fine = values is None or np.isfinite(values) & (values >= least) & (values <= most)
             if not np.all(fine):
                 yield f"{name}: a number that can be none"
                 return
-    if vocab_size is None or None in views.values() or known[0] != known[1]:
+    if vocab_size is None or False in known or known[0] != known[1]:
         return
-    for logp, entropy in zip(*views.values(), strict=True):
-        if logp is not None and not _can_have(entropy, logp, vocab_size):
+    for logp, entropy in zip(rollout.learner_logprobs or (), rollout.entropies or (), strict=True):
+        if logp is not None and entropy is not None and not _can_have(entropy, logp, vocab_size):
             yield "entropies: a distribution that gives its token so much has another entropy"
 
 

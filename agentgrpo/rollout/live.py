@@ -82,6 +82,7 @@ class RunningRollout:
             stats=dict(self.rollout.stats),
             span_rewards=list(self.rollout.span_rewards),
             turns=list(self.rollout.turns),
+            feedback=list(self.rollout.feedback),
             tool_messages=list(self.rollout.tool_messages),
         )
         return replace(

@@ -31,15 +31,18 @@ Users = Callable[[Any], AbstractContextManager[Any]]
 
 
 def prompt_of(
-    agent: Agent, chat: ChatTemplate, task: Task, users: Users
+    agent: Agent, chat: ChatTemplate, task: Task, users: Users, more: str = ""
 ) -> tuple[Int32, int, list[Message], Sequence[Schema]]:
     """A task before the policy's first token: its ids, how many of them are before the policy's
-    message, the messages, and the tools shown.
+    message, the messages, and the tools shown. `more` is behind the last that the user says.
     """
     with users(agent.tools):
         tools = _listed(agent.tools(task), "tools")
     with users(agent.messages):
         messages = _listed(agent.messages(task), "messages")
+        if more:
+            at = max(i for i, said in enumerate(messages) if said["role"] == "user")
+            messages[at] = {**messages[at], "content": f"{messages[at]['content']}{more}"}
         prompt = chat.prompt_ids(messages, tools)
     with users(agent.prefill):
         prefill: Any = agent.prefill(task)
@@ -82,6 +85,14 @@ def _listed(given: Any, what: str) -> list[Any]:
     return [*given]
 
 
+def note(rollout: Rollout, wrong: str) -> None:
+    """Write down what the environment said that was wrong with the last turn, if anything."""
+    if wrong:
+        turns = max(1, int(rollout.stats["turns"]))
+        rollout.feedback += [""] * (turns - len(rollout.feedback))
+        rollout.feedback[-1] = f"{rollout.feedback[-1]}\n{wrong}".strip()
+
+
 def count(live: RunningRollout, observation: Observation) -> None:
     """Add what the policy's last action cost and earned, the latter credited to its turn."""
     rollout, transcript = live.rollout, live.transcript
@@ -106,6 +117,8 @@ def append_observation(
     shown = replace(
         observation, text=cut(observation.text), outputs=tuple(map(cut, observation.outputs))
     )
+    if observation.failed:
+        note(live.rollout, "\n".join(shown.outputs) or shown.text)
     said = said_by(agent, action, shown)
     end = _append(live, said, agent, chat, config)
     if end is None:

@@ -41,7 +41,7 @@ from agentgrpo.rollout.decoder import NO_CALLBACK, Decoder, PlayCallback
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import called, treatment_of
 from agentgrpo.rollout.live import QueuedRollout, RunningRollout
-from agentgrpo.rollout.observe import append_observation, count, parsed, prompt_of
+from agentgrpo.rollout.observe import append_observation, count, note, parsed, prompt_of
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import Completion, Group, Rollout, Status, Task, Treatment
 
@@ -453,6 +453,7 @@ class Play:
         count(live, observation)
         if observation.done:
             live.rollout.answer = observation.answer
+            note(live.rollout, observation.text if observation.failed else "")
             self._end(index, Status.COMPLETED)
         else:
             self._observe(index, action, observation)
@@ -489,6 +490,7 @@ class Play:
         live.took("finish_s")
         rollout = live.rollout
         rollout.environment = getattr(live.episode, "environment", None)
+        note(rollout, str(getattr(live.episode, "feedback", "")))
         for name, value in rewards.items():
             rollout.rewards[name] = rollout.rewards.get(name, 0.0) + value
         self._record(index, rollout)

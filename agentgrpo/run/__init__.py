@@ -1,1 +1,1 @@
-"""What a run leaves on disk and says."""
+"""What a run leaves on disk and says, and how it is stopped."""

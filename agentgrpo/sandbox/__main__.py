@@ -46,24 +46,13 @@ def _limit(text: str) -> tuple[str, Any]:
         raise ValueError(f"--limit {name}: expected a number, got {number!r}") from None
 
 
-def _variable(text: str) -> tuple[str, str]:
-    """An environment variable, as NAME=VALUE."""
-    name, is_given, value = text.partition("=")
-    if not is_given:
-        raise ValueError(f"--env: expected NAME=VALUE, got {text!r}")
-    return name, value
-
-
 def build(arguments: argparse.Namespace) -> None:
     """Build a template and prove that a session of it starts."""
     template, built = build_template(
         arguments.name,
         requirements=arguments.requirements,
-        site_dirs=arguments.site_dir,
         preload=arguments.preload,
         tools=arguments.tool,
-        env=dict(map(_variable, arguments.env)),
-        mounts=arguments.mount,
         limits=Limits(**dict(map(_limit, arguments.limit))) if arguments.limit else None,
     )
     started = time.perf_counter()
@@ -84,14 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
     maker = template.add_subparsers(dest="action", required=True).add_parser("build")
     maker.add_argument("name")
     maker.add_argument("-r", "--requirements", type=Path, help="a pip requirements file")
-    maker.add_argument(
-        "--site-dir", action="append", default=[], help="packages that exist already"
-    )
     maker.add_argument("--preload", action="append", default=[], help="module to import once")
     maker.add_argument("--tool", action="append", default=[], type=Path, help="script to run first")
-    maker.add_argument("--mount", action="append", default=[], help="path to show read-only")
     maker.add_argument("--limit", action="append", default=[], metavar="NAME=NUMBER")
-    maker.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "doctor":

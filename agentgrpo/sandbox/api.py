@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 from agentgrpo.sandbox.boundary import ProcessBound, public
 from agentgrpo.sandbox.channels import Channels
 from agentgrpo.sandbox.commands import Commands
-from agentgrpo.sandbox.contexts import language_of, start_context
+from agentgrpo.sandbox.contexts import NAMES, language_of, start_context
 from agentgrpo.sandbox.errors import (
     InvalidArgumentException,
     NotFoundException,
@@ -161,6 +161,7 @@ class Sandbox(ProcessBound):
         limits: Limits | None = None,
         pool: SandboxPool | None = None,
         host_tools: HostTools | Sequence[Callable[..., Any]] | None = None,
+        **cloud: object,
     ) -> None:
         """A new sandbox.
 
@@ -171,19 +172,20 @@ class Sandbox(ProcessBound):
             timeout: seconds until it is killed; set_timeout() starts anew.
             metadata: kept for get_info().
             envs: environment variables of all that runs in it.
-            secure: must be True; there is no other way.
+            secure: there is no other way; False is taken for E2B's code.
             allow_internet_access: must be False; sessions have no network.
             limits: bounds on what it may use; None: the template's, or those of E2B.
             pool: take the session from this pool; its template and limits hold.
             host_tools: functions of this process that code in the sandbox may call by their names
                 (HostTools has budget and cache). Python only.
+            cloud: what only E2B's cloud has (network=...), which is refused.
 
         Raises:
             SandboxUnavailable: this machine cannot isolate.
             RateLimitException: too many are in use.
         """
-        if allow_internet_access or not secure:
-            raise not_supported("allow_internet_access=True or secure=False")
+        if allow_internet_access or cloud:
+            raise not_supported(", ".join(cloud) or "allow_internet_access=True")
         check_environment("envs", envs or {})
         pool = pool or _pool_for(template, limits)
         if host_tools and not isinstance(host_tools, HostTools):
@@ -192,10 +194,13 @@ class Sandbox(ProcessBound):
         self.sandbox_id = uuid.uuid4().hex[:20]
         self._template = pool.template
         self._metadata, self._started = dict(metadata or {}), time.time()
-        self._contexts: dict[str, tuple[Context, Session]] = {}
         self._lock, self._closed, self._count = threading.RLock(), False, 0
         self._timer: threading.Timer | None = None
         self._session = session = pool.acquire(env=envs, host=host)
+        self._contexts: dict[str, tuple[Context, Session | None]] = {
+            name: (Context(name, name, session.places.home), None) for name in NAMES
+        }
+        self._contexts["python"] = self._contexts["python"][0], session
         self._env = {**session.places.environment(pool.template), **(envs or {})}
         self.commands = Commands(self._channels, self._env, session.limits.output_max_mib * MIB)
         try:
@@ -277,6 +282,8 @@ class Sandbox(ProcessBound):
         step = session.cell(code, timeout or None, env=envs, listener=wanted)
         for stream in (0, 1):
             listen(stream, b"")
+        if self._closed and step.state_lost:
+            raise TimeoutException("sandbox was killed while the request was in progress")
         if step.status in (StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED):
             raise TimeoutException(f"code ran for {step.wall_s:.3g} s; {step.detail}")
         self._count += 1
@@ -292,55 +299,55 @@ class Sandbox(ProcessBound):
         if language is not None and context is not None:
             raise InvalidArgumentException("give language or context, not both")
         self._channels()
-        if context is not None:
-            return self._made(context)[1]
-        name = language_of(language)
-        if name == "python":
-            return self._session
         with self._lock:
-            key = f"default-{name}"
-            if key not in self._contexts or not self._contexts[key][1].alive:
-                self._contexts[key] = self._start_context(key, name, self._session.places.home)
-            return self._contexts[key][1]
+            made, session = self._made(language_of(language) if context is None else context)
+            if session is None or (made.id in NAMES and made.id != "python" and not session.alive):
+                session = self._start_context(made)
+            return session
 
-    def _made(self, context: Context | str) -> tuple[Context, Session]:
+    def _made(self, context: Context | str) -> tuple[Context, Session | None]:
         key = context if isinstance(context, str) else context.id
         if key not in self._contexts:
             raise NotFoundException(f"no context {key!r}")
         return self._contexts[key]
 
-    def _start_context(self, key: str, language: str, cwd: str) -> tuple[Context, Session]:
+    def _start_context(self, made: Context) -> Session:
         self._channels()
         session = start_context(
-            self._session, language, self._template, env=self._env, directory=cwd
+            self._session, made.language, self._template, env=self._env, directory=made.cwd
         )
-        return Context(key, language, cwd), session
+        with self._lock:
+            self._contexts[made.id] = made, session
+        return session
 
     def create_code_context(
         self, cwd: str | None = None, language: str | None = None, **_: object
     ) -> Context:
         """A further interpreter with a state of its own."""
-        key = uuid.uuid4().hex[:12]
-        made = self._start_context(key, language_of(language), cwd or self._session.places.home)
-        with self._lock:
-            self._contexts[key] = made
-        return made[0]
+        cwd = cwd or self._session.places.home
+        made = Context(uuid.uuid4().hex[:12], language_of(language), cwd)
+        self._start_context(made)
+        return made
 
     def list_code_contexts(self) -> builtins.list[Context]:
-        """The contexts made so far, the default Python one left out."""
+        """The contexts: the default one of each language, started when it is used, and those made
+        so far.
+        """
         return [context for context, _ in self._contexts.values()]
 
     def remove_code_context(self, context: Context | str) -> None:
         """End a context, given itself or its id."""
         found, session = self._made(context)
-        session.close()
+        if session is self._session:
+            raise not_supported("an end of the default Python context before its sandbox's")
+        if session is not None:
+            session.close()
         del self._contexts[found.id]
 
     def restart_code_context(self, context: Context | str) -> None:
         """A fresh interpreter instead of a context's."""
-        found, session = self._made(context)
-        session.close()
-        self._contexts[found.id] = self._start_context(found.id, found.language, found.cwd)
+        self.remove_code_context(found := self._made(context)[0])
+        self._start_context(found)
 
     def set_timeout(self, timeout: float) -> None:
         """Kill the sandbox after so many seconds from now."""
@@ -376,8 +383,8 @@ class Sandbox(ProcessBound):
                 self._timer.cancel()
             self.commands.close()
             for _, session in self._contexts.values():
-                session.close()
-            self._session.close()
+                if session is not None:
+                    session.close()
             self.files.close()
             return True
 

@@ -33,7 +33,6 @@ class Layout:
     memory_limit: str
     swap_limit: str
     oom_events: str
-    memory_peak: str
     processes: str
     attach: str
     swap_is_total: bool  # v1 limits memory + swap together, v2 swap alone
@@ -45,7 +44,6 @@ V1 = Layout(
     "memory.limit_in_bytes",
     "memory.memsw.limit_in_bytes",
     "memory.oom_control",
-    "memory.max_usage_in_bytes",
     "pids.current",
     "tasks",  # one thread attaches itself; cgroup.procs would wait up to 15 ms for all processors
     True,
@@ -56,7 +54,6 @@ V2 = Layout(
     "memory.max",
     "memory.swap.max",
     "memory.events",
-    "memory.peak",
     "pids.current",
     "cgroup.procs",
     False,
@@ -176,12 +173,6 @@ class ControlGroup:
             return int(stat[stat.index("usage_usec") + 1]) / 1e6
         return None
 
-    def peak_kib(self) -> int | None:
-        """The largest amount of memory charged, None where the kernel does not tell."""
-        with contextlib.suppress(FileNotFoundError):
-            return int((self._directories["memory"] / self._layout.memory_peak).read_text()) >> 10
-        return None
-
     def set_limits(self, memory_bytes: int, processes: int, cpus: float) -> None:
         """What all processes in it may use together."""
         memory, layout = self._directories["memory"], self._layout
@@ -193,11 +184,6 @@ class ControlGroup:
         _write(self._directories["pids"] / "pids.max", processes)
         if "cpu" in self._directories:
             _set_quota(self._directories["cpu"], layout, cpus)
-
-    def reset(self) -> None:
-        """Make ready for the next session."""
-        if self._layout is V1:
-            _write(self._directories["memory"] / V1.memory_peak, 0)
 
     def close(self) -> None:
         """Let go of its files; the group stays."""
@@ -281,7 +267,6 @@ class Cgroups:
             for i, group in enumerate(self._used[:4]):  # the oldest first; a kill takes a moment
                 if group.counts()[1] == 0:
                     del self._used[i]
-                    group.reset()
                     return group
             return self._make()
 

@@ -23,7 +23,7 @@ START_TIMEOUT_S = 30.0
 NAMES = {
     "python": ("python", "python3"),
     "bash": ("bash", "sh", "shell"),
-    "node": ("node", "js", "javascript"),
+    "javascript": ("javascript", "js", "node"),
 }
 
 
@@ -38,12 +38,15 @@ def language_of(name: str | None) -> str:
     )
 
 
-def command_of(language: str, places: Places, limits: Limits) -> list[str]:
+def command_of(
+    language: str, places: Places, limits: Limits, template: Template | None = None
+) -> list[str]:
     """How the interpreter of a language is started; NotSupportedException if it is not there."""
     python = [places.interpreter, *PYTHON_OPTIONS]
     if language == "python":
         sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
-        return [*python, f"{places.guest}/context.py", *sizes, *places.site_dirs]
+        notebook = "IPython" if template is not None and "IPython" in template.preload else "sys"
+        return [*python, f"{places.guest}/context.py", *sizes, notebook, *places.site_dirs]
     if language == "bash":
         return [*python, f"{places.guest}/shell.py"]
     for node in ("/usr/bin/node", "/usr/local/bin/node"):
@@ -75,7 +78,7 @@ def start_context(
     if session.channels is None:
         raise SandboxNotFoundException("the session is over")
     env = places.environment(template) if env is None else env
-    argv = command_of(language, places, limits)
+    argv = command_of(language, places, limits, template)
     channels = launch(session.channels, argv, env=env, directory=directory, speaks=True)
     context = Session(channels, limits, guest_of=session)
     ready = context.warm_up(START_TIMEOUT_S)  # its start is not the first cell's time
@@ -83,7 +86,9 @@ def start_context(
         context.close()
         if ready.status is StepStatus.INFRA_ERROR:
             raise SandboxInfraError(ready.detail)
-        hint = "; Node.js needs a control group or limits.memory_mib of 1024" * (language == "node")
+        hint = "; Node.js needs a control group or limits.memory_mib of 1024" * (
+            language == "javascript"
+        )
         raise SandboxException(
             f"{language} did not start: {ready.detail}{hint}\n{ready.stderr[-2000:]}"
         )

@@ -1,21 +1,24 @@
 """What ``Sandbox.run_code()`` and ``commands.run()`` return, in the shapes of E2B's SDK."""
 
-import base64
+import importlib
+import json
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from agentgrpo.sandbox.errors import SandboxException
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.sandbox.templates import DATA, has_data
 
-TEXT_FORMS = {
-    "text/html": "html",
-    "text/markdown": "markdown",
-    "text/latex": "latex",
-    "image/svg+xml": "svg",
-}
-BINARY_FORMS = {"image/png": "png", "image/jpeg": "jpeg"}
+FORMS = {
+    "text/plain": "text", "text/html": "html", "text/markdown": "markdown", "text/latex": "latex",
+    "image/svg+xml": "svg", "image/png": "png", "image/jpeg": "jpeg", "application/pdf": "pdf",
+    "application/javascript": "javascript", "application/json": "json", "e2b/data": "data",
+    "e2b/chart": "chart",
+}  # fmt: skip
+"""MIME type to the field of Result."""
+STRUCTURED = ("json", "data", "chart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +38,34 @@ ExecutionError = StepError
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The value of a cell's last expression, in the forms that it has. Images are base64."""
+    """What a cell displayed, or the value of its last expression, in the forms that it has. Images
+    are base64.
+    """
 
     text: str | None = None
     html: str | None = None
     markdown: str | None = None
-    latex: str | None = None
     svg: str | None = None
     png: str | None = None
     jpeg: str | None = None
+    pdf: str | None = None
+    latex: str | None = None
+    json: Any = None
+    javascript: str | None = None
+    data: dict[str, Any] | None = None
+    """The columns of a data frame."""
+    chart: Any = None
+    """What a figure plots, where the package e2b-charts is installed: a chart of that package."""
     is_main_result: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """MIME types that are no field."""
 
     def formats(self) -> list[str]:
         """The names of the forms that are there."""
-        names = ("text", *TEXT_FORMS.values(), *BINARY_FORMS.values())
-        return [name for name in names if getattr(self, name) is not None]
+        return [name for name in FORMS.values() if getattr(self, name)] + [*self.extra]
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
 
     def __str__(self) -> str:
         return f"Result({self.text})" if self.text else f"Result(formats: {self.formats()})"
@@ -83,6 +99,13 @@ class Execution:
         """The text of the main result."""
         return next((result.text for result in self.results if result.is_main_result), None)
 
+    def to_json(self) -> str:
+        """As E2B writes it."""
+        results = [{name: one[name] for name in one.formats()} for one in self.results]
+        logs, error = json.dumps(asdict(self.logs)), self.error and json.dumps(asdict(self.error))
+        told = {"results": results, "logs": logs, "error": error}
+        return json.dumps(told, default=lambda chart: chart.model_dump())
+
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
@@ -104,24 +127,35 @@ class CommandExitException(SandboxException):
 
 
 def results_of(step: StepResult) -> list[Result]:
-    """The results in a step: the figures that were drawn, and the value of its last expression."""
-    figures = [
-        Result(png=base64.b64encode(data).decode(), is_main_result=False)
-        for mime, data in step.rich.items()
-        if mime.startswith("figure/")
-    ]
-    return figures if step.value is None else [*figures, _main(step, step.value)]
+    """The results in a step: what was displayed, and the value of its last expression."""
+    if not step.results:
+        return [] if step.value is None else [_result({"text/plain": step.value}, True)]
+    try:
+        return [_result(shown["data"], shown["main"]) for shown in json.loads(step.results)]
+    except Exception as error:  # the session's code has written it
+        told = {"unreadable": f"{type(error).__name__}: {error}"[:200]}
+        return [Result(is_main_result=False, extra=told)]
 
 
-def _main(step: StepResult, text: str) -> Result:
-    forms: dict[str, Any] = {"text": text}
-    for mime, name in TEXT_FORMS.items():
-        if mime in step.rich:
-            forms[name] = step.rich[mime].decode("utf-8", "replace")
-    for mime, name in BINARY_FORMS.items():
-        if mime in step.rich:
-            forms[name] = base64.b64encode(step.rich[mime]).decode()
-    return Result(**forms)
+def _result(data: dict[str, Any], main: bool) -> Result:
+    forms = {FORMS[mime]: data.pop(mime) for mime in list(data) if mime in FORMS}
+    if not all(isinstance(told, str) or name in STRUCTURED for name, told in forms.items()):
+        raise TypeError("a form that is no text")
+    text = forms.get("text") or ""
+    if text[:1] == text[-1:] and text[:1] in ("'", '"'):  # of a str its text, as in E2B
+        forms["text"] = text[1:-1]
+    if forms.get("chart"):
+        forms["chart"] = _chart(forms["chart"])
+    return Result(**forms, is_main_result=main is True, extra=data)
+
+
+def _chart(told: dict[str, Any]) -> Any:
+    kinds: Any = importlib.import_module("e2b_charts.main")
+    name = "".join(map(str.title, told["type"].split("_"))) + "Chart"
+    if told["type"] == "superchart":
+        elements = [_chart(element) for element in told["elements"]]
+        return kinds.SuperChart.model_construct(**told | {"elements": elements})
+    return getattr(kinds, name, kinds.Chart)(**told)
 
 
 def hint_of(message: str) -> str:

@@ -1,8 +1,8 @@
 """Functions of the host that sessions call: a table of names, checked data, a budget and a cache.
 
 A session knows names and texts of them, nothing more. What it sends is a name and data
-(guest/data.py); a name that is not in the table, or data that is spelled otherwise, breaks the
-protocol and ends it. The function runs in this process, on a thread of its own, and what it returns
+(guest/data.py); a name that is not in the table, or what is no data, breaks the protocol and
+ends it. The function runs in this process, on a thread of its own, and what it returns
 or raises goes back as data or as text.
 """
 

@@ -44,8 +44,9 @@ class StepArguments(NamedTuple):
     output_max: int
     answer_max: int
     listener: Callable[[int, bytes], object] | None
-    goes_on: bool = False
-    """It is not the first part of its step."""
+    on_answer: Callable[[bytes, bool], bytes | None] | None = None
+    """Called with an answer, and whether the step was interrupted: the request that it goes on
+    with, or None if it is over."""
 
 
 class RawStep(NamedTuple):
@@ -66,7 +67,7 @@ class RawStep(NamedTuple):
 
 
 def run_step(arguments: StepArguments) -> RawStep:
-    """Run a step, or a part of one."""
+    """Run a step."""
     raw = RawStep._make(_C.sandbox_run_step(*arguments))
     return raw._replace(out=Stream._make(raw.out), err=Stream._make(raw.err))
 
@@ -112,23 +113,19 @@ def show_answer(raw: RawStep, result: StepResult) -> None:
     Malformed if it is not of the form that guest/repl.py sends.
     """
     _, (kind, *rest) = decode(raw.answer or b"", most=MAX_FIELDS)
-    if kind in (b"ok", b"more") and (len(rest) < 2 or len(rest) % 2 == 1):
-        status = StepStatus.OK
-        result.more = kind == b"more"
-        if rest:
-            result.value = _text(rest[0])
-            result.rich = dict(zip(map(_text, rest[1::2]), rest[2::2], strict=True))
-    elif kind == b"shown" and len(rest) % 2 == 0:
-        status = StepStatus.OK
-        result.rich = dict(zip(map(_text, rest[::2]), rest[1::2], strict=True))
-    elif kind == b"error" and len(rest) == 3:
-        status = StepStatus.ERROR
-        result.error = StepError(*map(_text, rest))
-    elif kind == b"exit" and len(rest) == 1:
-        status = StepStatus.EXIT
-        result.detail = f"SystemExit({_text(rest[0])}); the session goes on"
-    else:
+    fields = {b"ok": 0, b"more": 0, b"error": 3, b"exit": 1}.get(kind)
+    if fields is None or len(rest) < fields or (len(rest) - fields) % 2:
         raise Malformed(f"kind {kind[:20]!r} with {len(rest)} fields")
+    status = {b"error": StepStatus.ERROR, b"exit": StepStatus.EXIT}.get(kind, StepStatus.OK)
+    result.more = kind == b"more"
+    if kind == b"error":
+        result.error = StepError(*map(_text, rest[:3]))
+    elif kind == b"exit":
+        result.detail = f"SystemExit({_text(rest[0])}); the session goes on"
+    if rest[fields:]:
+        shown = dict(zip(rest[fields::2], rest[fields + 1 :: 2], strict=True))
+        result.value = _text(shown[b"value"]) if b"value" in shown else None
+        result.results, result.piece = shown.get(b"results", b""), shown.get(b"piece", b"")
     result.status = StepStatus.TIMEOUT if raw.interrupted else status
 
 

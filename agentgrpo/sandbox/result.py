@@ -1,7 +1,6 @@
 """What a step of untrusted code came to."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from agentgrpo.sandbox.host_tools import HostCall
@@ -62,8 +61,10 @@ class StepResult:
     stderr: str = ""
     value: str | None = None
     """``repr()`` of the last expression; None if there is none or it is None."""
-    rich: Mapping[str, bytes] = field(default_factory=dict)
-    """MIME type to data: other forms of the value, if they were asked for."""
+    results: bytes = b""
+    """What a notebook's cell displayed (guest/notebook.py)."""
+    piece: bytes = b""
+    """Of an answer (Session.ask)."""
     error: StepError | None = None
     exit_code: int | None = None
     """The process's exit code, if the interpreter itself ended."""
@@ -72,8 +73,6 @@ class StepResult:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     """CPU time of the interpreter during the step, that of its children not included."""
-    max_memory_kib: int | None = None
-    """Peak memory charged to the session, if the memory limit was met and there is a cgroup."""
     processes_left: int | None = None
     """Processes and threads that the code left running; None without a cgroup."""
     oom_kills: int = 0

@@ -92,7 +92,6 @@ class Session(ProcessBound):
         self._closed = False
         self._roots: set[Root] = set()
         self._timeout_s = self._cpu_before = 0.0
-        self._ended_at_kib: int | None = None
         self._ended_by: tuple[StepStatus, str] | None = None
         self._cpu_at_end = 0.0
         try:
@@ -128,9 +127,9 @@ class Session(ProcessBound):
         env: Mapping[str, str] | None = None,
         listener: Callable[[int, bytes], object] | None = None,
     ) -> StepResult:
-        """Like step(), with the value's HTML, PNG ... forms in ``rich``. A listener is called with
-        (0 for stdout or 1 for stderr, data) as output arrives; what it raises is raised here, after
-        the step.
+        """Like step(), by the template's notebook if it has IPython, with what is displayed in
+        ``results``. A listener is called with (0 for stdout or 1 for stderr, data) as output
+        arrives; what it raises is raised here, after the step.
         """
         return self._request([b"cell", *_pairs(code, env)], timeout_s, listener)
 
@@ -158,7 +157,7 @@ class Session(ProcessBound):
             result = self._request(fields, max(1e-3, deadline - time.monotonic()))
             if result.status is not StepStatus.OK:
                 return result, []
-            piece = result.rich.get("piece", b"")
+            piece = result.piece
             answer.append(piece)
             if result.more:
                 if fields[0] == b"put" or len(piece) != self.limits.value_kib << 10:
@@ -287,7 +286,7 @@ class Session(ProcessBound):
             if self.host is None or fields[0] not in CALLING:
                 result = self._interpret(run_step(arguments))
             else:
-                result = self._run_in_parts(HostCallStep(self, self.host, arguments))
+                result = self._run_with_calls(HostCallStep(self, self.host, arguments), arguments)
         except BaseException:  # a signal's handler (Ctrl-C): nobody waits for the code any more
             self._end(StepStatus.EXIT, "the host stopped waiting for a step")
             raise
@@ -299,11 +298,10 @@ class Session(ProcessBound):
             raise raised[0]
         return result
 
-    def _run_in_parts(self, step: HostCallStep) -> StepResult:
-        while step.needs_host_call(run_step(step.arguments)) and step.answer():
-            pass
-        self._sent, self._ended_by = step.arguments.number, step.over or self._ended_by
-        result = self._interpret(step.raw)
+    def _run_with_calls(self, step: HostCallStep, arguments: StepArguments) -> StepResult:
+        raw = run_step(arguments._replace(on_answer=step.answer))
+        self._sent, self._ended_by = step.number, step.over or self._ended_by
+        result = self._interpret(raw)
         result.host_calls, result.host_refused = tuple(step.calls), step.refused
         return result
 
@@ -350,7 +348,6 @@ class Session(ProcessBound):
         self._count_processes(result)
         if self._ended_by is not None:
             status, detail = self._ended_by
-            result.max_memory_kib = self._ended_at_kib or result.max_memory_kib
         elif ending == ANSWERED:
             result.cpu_s = max(0.0, self._cpu_seconds() - self._cpu_before)
             try:
@@ -377,8 +374,6 @@ class Session(ProcessBound):
             return
         killed, processes = self.group.counts()
         result.oom_kills, self._oom_before = killed - self._oom_before, killed
-        if result.oom_kills:
-            result.max_memory_kib = self.group.peak_kib()
         result.processes_left = max(0, processes - 2)
 
     def _cpu_seconds(self) -> float:
@@ -394,9 +389,9 @@ class Session(ProcessBound):
                 signal.pidfd_send_signal(self._channels.interpreter, signal.SIGINT)
             self._channels.give_back()
 
-    def end_by(self, status: StepStatus, detail: str, kib: int | None = None) -> None:
+    def end_by(self, status: StepStatus, detail: str) -> None:
         """For the watchdog and for graders: kill it; its next result says why."""
-        self._ended_by, self._ended_at_kib = (status, detail), kib
+        self._ended_by = status, detail
         self._channels.signal()
 
     def expire(self) -> None:

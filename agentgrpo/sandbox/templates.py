@@ -25,8 +25,9 @@ from agentgrpo.sandbox.template import Template
 
 BUILT_IN = (None, "python", "base", "code-interpreter-v1")
 """Names of the template that needs no building; the last two are E2B's defaults."""
-DATA = ("numpy", "pandas", "matplotlib")
-"""What template ``data`` has, of what the environment of this process has."""
+DATA = ("IPython", "numpy", "pandas", "matplotlib", "e2b_charts")
+"""What template ``data`` has, of what the environment of this process has; IPython it must have."""
+INSTALL = "pip install ipython numpy pandas matplotlib"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -41,7 +42,8 @@ def directory() -> Path:
 @public
 def find_template(name: str | None) -> Template:
     """The template of that name; None is the interpreter that runs this, without packages. "data"
-    has numpy, pandas and matplotlib, as far as the environment that runs this has them.
+    has IPython, and numpy, pandas and matplotlib, as far as the environment that runs this has
+    them.
 
     Raises:
         NotFoundException: none was built under this name.
@@ -62,15 +64,16 @@ def find_template(name: str | None) -> Template:
 
 def _data() -> Template:
     homes = {name: home for name in DATA if (home := home_of(name)) is not None}
-    if "numpy" not in homes:
-        raise NotFoundException(
-            "template 'data' is there where numpy is; remedy: pip install numpy"
-        )
+    if "IPython" not in homes:
+        raise NotFoundException(f"template 'data' is there where IPython is; remedy: {INSTALL}")
     return Template(
         name="data",
         site_dirs=tuple(dict.fromkeys(homes.values())),
         preload=tuple({"matplotlib": "matplotlib.pyplot"}.get(name, name) for name in homes),
-        env={"MPLBACKEND": "agg", "MPLCONFIGDIR": "/tmp/matplotlib"},
+        env={
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+            "MPLCONFIGDIR": "/tmp/matplotlib",
+        },
     )
 
 
@@ -89,7 +92,7 @@ def home_of(module: str) -> str | None:
 
 def has_data() -> bool:
     """Whether template ``data`` is to be had."""
-    return home_of("numpy") is not None
+    return home_of("IPython") is not None
 
 
 @public

@@ -153,7 +153,7 @@ class MemoryWatchdog:
                 continue
             if used > self._limit_kib:
                 limit = f"over {self._limit_kib >> 10} MiB of memory, all processes together"
-                session.end_by(StepStatus.OOM, limit, used)
+                session.end_by(StepStatus.OOM, limit)
             elif largest is None or used > largest[0]:
                 largest = used, session
         if largest is not None and available() < FLOOR:

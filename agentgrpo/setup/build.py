@@ -36,6 +36,7 @@ from agentgrpo.run.progress import Progress
 from agentgrpo.run.trackers import open_trackers
 from agentgrpo.setup.registry import decided, judged
 from agentgrpo.setup.stage import RunSetup, prepare_run
+from agentgrpo.setup.teaching import teacher_of
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly
@@ -132,8 +133,10 @@ def prepare(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda task
     resumed = whole_checkpoint(config)
     setup = prepare_run(config, model=None if resumed is None else str(resumed))
     try:
-        require(room_checks(config, setup.model, trained=True), setup.progress.say)
+        room = room_checks(config, setup.model, trained=True, teacher=setup.teacher)
+        require(room, setup.progress.say)
         _require_trainable(setup.model)
+        teacher_of(config, setup)
         return Ready(setup=setup, tasks=draw(setup.training_tasks(config)), resumed=resumed)
     except BaseException:
         setup.close()
@@ -309,6 +312,7 @@ def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learn
             temperature=config.rollout.temperature,
             dlogp_limit=config.engine.agreement_on(player.engine.device),
             reference=resolve_model(config.model) if compared else None,
+            teacher=teacher_of(config, player.setup),
         )
         if resumed is not None:
             learner.load_state(resumed / checkpoint.STATE)

@@ -40,7 +40,8 @@ def plan(
     jail = "not needed: the environment runs no code"
     if setup.jail is not None:
         jail = "{rung}, {memory_limit}, python {python}".format_map(setup.jail)
-    room = [*room_checks(config, setup.model, trained=trained, sampled=sampled)]
+    teacher = setup.teacher if trained else None
+    room = [*room_checks(config, setup.model, trained=trained, sampled=sampled, teacher=teacher)]
     require(room)
     checks = [
         *lines,
@@ -146,6 +147,11 @@ def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Itera
     yield line("prefixes", "trees" if rows is None else f"rows: {rows}")
     if sampled:
         yield line("weights", "shared with vLLM" if why is None else f"copied to vLLM: {why}")
+    if (c := config.teacher).teaches:
+        who = f"{c.model}, held in this process" if c.model else f"the policy, reading {c.feedback}"
+        kept = f" (its average, decay {c.decay:g})" if c.decay else ""
+        cost = "one more forward pass over what a step sampled"
+        yield line("teacher", f"{who}{kept}, weight {c.weight:g}: {cost}")
     device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
     plain = why_plain(config.learner.use_liger_kernel, model_on_meta.config, device)
     fused = "norms, rotations and MLPs of the layers are "

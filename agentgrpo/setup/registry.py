@@ -409,23 +409,12 @@ def _made(
 
 
 def _require(made: Any, protocol: type, *, key: str, name: str) -> None:
-    """That it has what a protocol has, and its methods take what they will be given."""
-    asked = {n: one for n, one in vars(protocol).items() if not n.startswith("_")}
+    """That it has what a protocol has."""
+    asked = [name for name in vars(protocol) if not name.startswith("_")]
     with user_call(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
-        has = {attr: getattr(made, attr) for attr in asked if hasattr(made, attr)}
-    if missing := [attr for attr in asked if attr not in has]:
+        missing = [name for name in asked if not hasattr(made, name)]
+    if missing:
         raise ValueError(f"{key}: {name!r} lacks {', '.join(missing)}; see agents/base.py, envs/")
-    for method in filter(inspect.isfunction, asked.values()):
-        given = [*inspect.signature(method).parameters][1:]
-        try:
-            taken = inspect.signature(has[method.__name__])
-        except (TypeError, ValueError):  # it does not say
-            continue
-        try:
-            taken.bind(*given)
-        except TypeError as error:
-            expected = f"{method.__name__}({', '.join(given)})"
-            raise ValueError(f"{key}: {name!r}: expected {expected}, {error}") from None
 
 
 def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] | None:

@@ -38,6 +38,7 @@ from agentgrpo.models.models import (
     require_lora_of,
     resolve_model,
     saved_adapter,
+    teacher_model,
 )
 from agentgrpo.programs.launch import Launcher, launcher_of
 from agentgrpo.rewards.rewards import try_reward
@@ -86,6 +87,8 @@ class RunSetup:
     """config.rollout.sampler, if one is named."""
     models: Mapping[str, Model]
     """Who may be asked to speak in a second role, or to judge."""
+    teacher: str | None
+    """The directory or hub name of another model that teaches."""
 
     def close(self) -> None:
         close_env(self.env)
@@ -205,6 +208,7 @@ def prepare_run(
             progress=progress,
             user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
             models=models,
+            teacher=teacher_model(config, chat, progress.say) if trained else None,
         )
         _check_fit(setup, config)
         undo.pop_all()

@@ -28,7 +28,7 @@ STEPS = 4
 PATIENCE_S = 600
 TIMES = (
     "decode_s", "idle_s", "observe_s", "publish_s", "seconds", "total_s",
-    "sandbox_wall_s", "sandbox_cpu_s",
+    "sandbox_wall_s", "sandbox_cpu_s", "teacher_s",
 )  # fmt: skip
 """Metrics that no run can repeat."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE_S)]
@@ -79,6 +79,10 @@ beta = 0.05
 sync_ref_model = true
 ref_model_sync_steps = 2
 ref_model_mixup_alpha = 1.0
+[teacher]
+feedback = "errors"
+weight = 0.3
+decay = 0.5
 """
     )
     return path
@@ -203,6 +207,9 @@ class TestWholeRun:
                     assert segment.logprobs is not None
                     np.testing.assert_allclose(logp, segment.logprobs, atol=1e-4)
                     assert (entropy > -1e-4).all()
+            assert rollout.token_advantages is not None
+            assert (rollout.teacher_logprobs is not None) == any(rollout.feedback)
+        assert {any(r.feedback) for r in rollouts(whole_run[0], "train")} == {True, False}
         assert read_run(whole_run[0]).index["recorded"] == sorted(STREAMS), "the page can show it"
 
     def test_the_time_of_a_step_adds_up(self, whole_run: tuple[Path, str]) -> None:
@@ -352,7 +359,9 @@ class Mine:
             stream.finish(stream.text.partition("Answer: ")[2])
 """)
     config = write_config(tmp_path, model)
-    mine = start(config, "rollout.sampler=mine:Mine", "steps=2", PYTHONPATH=str(tmp_path))
+    mine = start(
+        config, "rollout.sampler=mine:Mine", "steps=2", "teacher.weight=0", PYTHONPATH=str(tmp_path)
+    )
     status, _, err = finish(mine)
     assert status == 0, err
     played = list(rollouts(tmp_path / "run", "train"))

@@ -22,7 +22,8 @@ from tests.tiny import VOCAB
 @pytest.fixture
 def make_learner(tiny_model: Path) -> Callable[..., Learner]:
     def make(loss: LossConfig | None = None, **config: Any) -> Learner:
-        given: dict[str, Any] = {name: config.pop(name, None) for name in ("adapter", "reference")}
+        names = ("adapter", "reference", "teacher")
+        given: dict[str, Any] = {name: config.pop(name, None) for name in names}
         options: dict[str, Any] = {"learning_rate": LR, "max_grad_norm": 1e9, **config}
         learner = learner_on(
             Holder(), tiny_model, LearnerConfig(**options), loss, temperature=TEMPERATURE,

@@ -103,7 +103,7 @@ def test_with_hard_credit_a_shared_turn_is_told_of_in_the_first_branch() -> None
         rollout.advantage = 1.0 + number
     (update,) = plan_updates(groups, config, step=0)
     for batch in update.batches:
-        update.take(*batch.labels, -batch.target_N.astype(np.float32), batch.weight_N)
+        update.take(*batch.labels, learner_logprobs=-batch.target_N.astype(np.float32))
     told = [
         [None if logp is None else (-logp).tolist() for logp in r.learner_logprobs or ()]
         for g in groups

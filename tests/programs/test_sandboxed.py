@@ -13,11 +13,10 @@ import pytest
 
 from agentgrpo.programs.launch import Launcher, Process, Sandboxed, launcher_of
 from agentgrpo.sandbox import Limits, SandboxPool, Template
-from agentgrpo.sandbox.hostile.lifecycle import gone
 from agentgrpo.sandbox.zygote import LADDER, Rung
 from agentgrpo.types import Status
 from agentgrpo.usercode import UserCodeError
-from tests.isolation import need_isolation
+from tests.isolation import gone, need_isolation
 from tests.programs.test_play import alone, played, turn
 
 PROGRAM = """

@@ -31,6 +31,7 @@ NOTES: dict[str, dict[str, str]] = {
         r"\(broken\)": BROKEN,
     },
     "rollouts error": {"change error": "the machine's own words"},
+    "rollouts feedback": {"change feedback": "the world's own words"},
     "rollouts stats": {r"\(broken\)": BROKEN},
     "rollouts segments": {
         r"logprobs\[\] .*(unlearned|broken)": "a token that the learner never scored has one "

@@ -19,7 +19,7 @@ from agentgrpo.sandbox import (
     Session,
 )
 from agentgrpo.sandbox.boundary import as_bytes, public
-from agentgrpo.sandbox.hostile.case import within
+from tests.isolation import within
 
 pytestmark = pytest.mark.nsjail
 

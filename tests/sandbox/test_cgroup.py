@@ -19,7 +19,7 @@ import pytest
 
 from agentgrpo.sandbox import Limits, SandboxPool, cgroup
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
-from agentgrpo.sandbox.hostile.case import within
+from tests.isolation import within
 
 pytestmark = pytest.mark.nsjail
 
@@ -60,8 +60,7 @@ own, controller = Path(sys.argv[1]), sys.argv[2]
 cgroup._mounted = lambda: {"": own / os.path.relpath(
     next(l for l in open("/proc/self/cgroup") if l.startswith("0::"))[3:].strip(), "/" + own.name)}
 cgroup.V2_CONTROLLERS = (controller,)
-cgroup.V2 = cgroup.Layout("", "", "cgroup.events", "cgroup.stat", "cgroup.stat",
-                          "cgroup.procs", False, "", ())
+cgroup.V2 = cgroup.Layout("", "", "cgroup.events", "cgroup.stat", "cgroup.procs", False, "", ())
 cgroup.ControlGroup.set_limits = lambda self, *limits: None
 cgroup.ControlGroup.counts = lambda self: (0, 2)
 """

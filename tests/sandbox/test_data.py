@@ -1,12 +1,21 @@
-"""The template that E2B's users expect: numpy, pandas and matplotlib, plots and tables."""
+"""The template that E2B's users expect: IPython, numpy, pandas, matplotlib; plots and tables."""
 
 import base64
 from collections.abc import Iterator
 
 import pytest
 
-from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
+from agentgrpo.sandbox import (
+    Limits,
+    Result,
+    Sandbox,
+    SandboxPool,
+    StepResult,
+    StepStatus,
+    Template,
+)
 from agentgrpo.sandbox.api import close_shared_pools
+from agentgrpo.sandbox.execution import results_of
 from agentgrpo.sandbox.templates import DATA, find_template
 
 pytestmark = pytest.mark.nsjail
@@ -14,7 +23,7 @@ pytestmark = pytest.mark.nsjail
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    for name in DATA:
+    for name in DATA[:-1]:
         pytest.importorskip(name)
     with Sandbox() as made:
         yield made
@@ -27,31 +36,86 @@ def test_it_is_the_default(sandbox: Sandbox) -> None:
     assert loaded.text == "[True, True]"
 
 
-def test_tables_are_html(sandbox: Sandbox) -> None:
-    execution = sandbox.run_code("import pandas as pd; pd.DataFrame({'a': [1, 2]})")
-    (result,) = execution.results
-    assert result.html is not None
-    assert "<table" in result.html
-    assert execution.text is not None
-    assert "a" in execution.text
+PLOT = "import matplotlib.pyplot as plt; _ = plt.plot([1, 2], [3, 4])"
+IMAGE = "from PIL import Image; image = Image.new('RGB', (4, 4))"
+FRAME = "import pandas as pd; pd.DataFrame({'a': [1, 2]})"
+LATEX = "from IPython.display import display; display({'text/latex': 'x'}, raw=True)"
+# fmt: off
+CELLS: dict[str, tuple[str, list[list[str]], str | None, str]] = {
+    # code, the forms of each result, the text of the main one, standard output
+    "indented": ("\n    x = 7\n    x\n", [["text"]], "7", ""),
+    "a text": ("'it'", [["text"]], "it", ""),
+    "a shell": ("!pwd; echo $((6 * 7))", [], None, "/home/user\n42\n"),
+    "await": ("import asyncio\nawait asyncio.sleep(0, 5)", [["text"]], "5", ""),
+    "a table": (FRAME, [["text", "html", "data"]], "   a\n0  1\n1  2", ""),
+    "display": (LATEX, [["latex"]], None, ""),
+    "an image": (f"{IMAGE}\nimage", [["text", "png", "jpeg"]], None, ""),
+    "a shown image": (f"{IMAGE}; image.show()", [["text", "png", "jpeg"]], None, ""),
+    "a saved image": (f"{IMAGE}; image.save('a.png')", [["text", "png", "jpeg"]], None, ""),
+    "shown and a value": (f"{PLOT}\nplt.show()\n7", [["text", "png"], ["text"]], "7", ""),
+    "left open": (f"{PLOT}; plt.figure(); {PLOT}; 7", [["text"], ["text", "png"], ["text", "png"]],
+                  "7", ""),
+    "quiet": ("8;", [], None, ""),
+}
+FAILURES = {
+    "before it displayed": ("display(7)\n1 / 0", "ZeroDivisionError", 1),
+    "syntax": ("for", "SyntaxError", 0), "exit": ("raise SystemExit(3)", "SystemExit", 0),
+    "its text": ("class E:\n def __repr__(self): raise OSError\nE()", "OSError", 0),
+    "magic": ("%%nothing\n", "UsageError", 0),
+}
+# fmt: on
 
 
-def test_plots_are_png(sandbox: Sandbox) -> None:
-    setup = "import matplotlib.pyplot as plt\n"
-    for code, count, text in (
-        ("plt.plot([1, 2])\nplt.show()", 1, None),
-        ("plt.plot([1, 2])\n7", 1, "7"),
-        ("plt.figure(); plt.figure()", 2, "<Figure size 640x480 with 0 Axes>"),
-        ("8", 0, "8"),
-        ("for _ in range(30): plt.figure()", 16, None),
-    ):
-        execution = sandbox.run_code(setup + code)
-        assert execution.error is None
-        assert execution.text == text
-        assert ("left out" in "".join(execution.logs.stderr)) == (count == 16)
-        pngs = [result.png for result in execution.results if not result.is_main_result]
-        assert len(pngs) == count
-        assert all(base64.b64decode(png or "").startswith(b"\x89PNG") for png in pngs)
+@pytest.mark.parametrize(("code", "forms", "text", "stdout"), CELLS.values(), ids=CELLS.keys())
+def test_cells_are_those_of_a_notebook(
+    sandbox: Sandbox, code: str, forms: list[list[str]], text: str | None, stdout: str
+) -> None:
+    heard: list[Result] = []
+    execution = sandbox.run_code(code, on_result=heard.append)
+    assert execution.error is None
+    seen = [[form for form in one.formats() if form != "chart"] for one in execution.results]
+    assert seen == forms
+    assert execution.results == heard
+    assert text is None or execution.text == text
+    assert "".join(execution.logs.stdout) == stdout
+    for result in execution.results:
+        assert not result.png or base64.b64decode(result.png).startswith(b"\x89PNG")
+        assert not result.data or result.data == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize(("code", "name", "shown"), FAILURES.values(), ids=FAILURES.keys())
+def test_a_failure_is_the_cells(sandbox: Sandbox, code: str, name: str, shown: int) -> None:
+    execution = sandbox.run_code(code)
+    assert execution.error is not None
+    assert (execution.error.name, len(execution.results)) == (name, shown)
+    assert "/IPython/" not in execution.error.traceback
+    assert sandbox.run_code("6 * 7").text == "42"
+
+
+def test_what_does_not_fit_is_left_out(sandbox: Sandbox) -> None:
+    execution = sandbox.run_code("for _ in range(30): display('x' * 50_000)")
+    assert 5 < len(execution.results) < 30
+    assert "left out" in "".join(execution.logs.stderr)
+    assert sandbox.run_code("6 * 7").text == "42"
+
+
+def test_contexts_are_notebooks_too(sandbox: Sandbox) -> None:
+    context = sandbox.create_code_context(language="python")
+    execution = sandbox.run_code(f"{PLOT}\nplt.show()\n!echo a", context=context)
+    assert [result.formats()[:2] for result in execution.results] == [["text", "png"]]
+    assert execution.logs.stdout == ["a\n"]
+
+
+def test_charts_are_structured(sandbox: Sandbox) -> None:
+    pytest.importorskip("e2b_charts")
+    (result,) = sandbox.run_code(f"{PLOT}; plt.title('t')\nplt.show()").results
+    assert (result.chart.title, result.chart.elements[0].points) == ("t", [(1, 3), (2, 4)])
+
+
+def test_what_a_session_says_it_displayed_is_its_own_affair() -> None:
+    for told in (b"", b"[1]", b"[" * 9999, b'[{"data":{"text/html":7},"main":1}]', b"\xff"):
+        step = StepResult(status=StepStatus.OK, results=told)
+        assert not any(result.is_main_result for result in results_of(step))
 
 
 def test_a_missing_module_names_what_has_it() -> None:
@@ -74,9 +138,9 @@ def test_a_missing_module_names_what_has_it() -> None:
             assert told.value == "No module named 'numpy'"
 
 
-def test_without_numpy_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ipython_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentgrpo.sandbox.templates.home_of", lambda name: None)
-    with pytest.raises(Exception, match="pip install numpy"):
+    with pytest.raises(Exception, match="pip install ipython numpy"):
         find_template("data")
     with Sandbox.create() as made:
         assert made.get_info().template_id == "python"

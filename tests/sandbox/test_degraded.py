@@ -31,11 +31,10 @@ from agentgrpo.sandbox import (
 from agentgrpo.sandbox.bare import _is_open, reachable
 from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.grade import check_output, check_tests
-from agentgrpo.sandbox.hostile.case import within
-from agentgrpo.sandbox.hostile.lifecycle import gone, pids
 from agentgrpo.sandbox.jail import FIRST_UID
 from agentgrpo.sandbox.listener import listener_in
 from agentgrpo.sandbox.zygote import Rung
+from tests.isolation import gone, within
 
 pytestmark = [
     pytest.mark.nsjail,
@@ -105,7 +104,7 @@ def test_files_commands_interpreters_and_gradings(bare_pool: SandboxPool) -> Non
     """As on every rung; but for names that lead out of the one directory that it has."""
     with Sandbox.create(pool=bare_pool) as sandbox:
         sandbox.files.write("d/f", "text")
-        assert sandbox.run_code("open('d/f').read()").text == "'text'"
+        assert sandbox.run_code("open('d/f').read()").text == "text"
         assert sandbox.files.read("/home/user/d/f") == "text"
         assert [entry.name for entry in sandbox.files.list(depth=2)] == ["d", "f"]
         home = sandbox._session.places.home
@@ -206,7 +205,7 @@ def test_other_processes_and_sockets_are_out_of_reach(
     bare_pool: SandboxPool, bare: Session
 ) -> None:
     with bare_pool.acquire() as other:
-        _, victim = pids(other)
+        victim = other.pid
         code = (
             "import os, signal, socket, resource, fcntl\ngot = []\n"
             f"for p in ({victim}, {os.getpid()}, {bare.init_pid}):\n"

@@ -182,14 +182,6 @@ JUDGED: dict[str, list[tuple[str, str, bool]]] = {
                      "y = f(1)\nassert sorted(y) == [1, 2, 3] and list(y) == [1, 2, 3]",
                      "y = f(1)\nassert len(y) == 3 and [y[0], y[1], y[2]] == sorted(y) == [1, 2, "
                      "3]")],
-    "a tuple's methods are its own": [
-        ("import collections\nP = collections.namedtuple('P', 'a count')\n"
-         "def f(x): return P([9], lambda one: 2)",
-         "r = f([])\nassert r == (9, r[1]) and r.count(1) == 2", False),
-        *((f"import collections\nP = collections.namedtuple('P', {fields!r}, rename=True)\n"
-           "def f(x): return P(1, 2)", test, True)
-          for fields, test in (("a count", "assert f(1).a == 1 and f(1).count == 2"),
-                               ("a def", "assert f(1).a == 1 and tuple(f(1)) == (1, 2)")))],
     "what cannot be encoded is a reason all the same": [
         ("def f(x): raise ValueError('\\ud800')", "assert f(1)", False),
         ("def f(x): return '\\ud800'", "assert f(1) == 3, f(1)", False)],
@@ -245,7 +237,7 @@ JUDGED: dict[str, list[tuple[str, str, bool]]] = {
     "named tuples and lists of objects": [
         ("from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(x): return P(x, "
          "[2])",
-         "p = f(1)\nassert p == (1, [2]) and p.x == 1 and p._replace(x=3) == (3, [2])", True),
+         "p = f(1)\nassert p == (1, [2]) == tuple(p)", True),
         ("class N:\n def __init__(s, v): s.v = v\nns = [N(1), N(2)]\ndef f(x): return ns",
          "assert [n.v for n in f(1)] == [1, 2] and f(1)[0] is f(1)[0] is not f(1)[1]\n"
          "f(1)[0].v = 7\nassert f(1)[0].v == 7 and f(1)", True)],

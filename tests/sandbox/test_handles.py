@@ -23,8 +23,7 @@ from agentgrpo.sandbox import (
 )
 from agentgrpo.sandbox.channels import Owned
 from agentgrpo.sandbox.commands import CommandHandle
-from agentgrpo.sandbox.hostile.case import within
-from agentgrpo.sandbox.hostile.lifecycle import gone
+from tests.isolation import gone, within
 
 pytestmark = pytest.mark.nsjail
 SEED, THREADS, TURNS = 20261122, 4, 500

@@ -7,8 +7,6 @@ from agentgrpo.sandbox import (
     Sandbox,
     SandboxPool,
 )
-from agentgrpo.sandbox.calls import joined
-from agentgrpo.sandbox.outcome import Stream
 from tests.sandbox.hosted import add, tools
 
 pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
@@ -47,14 +45,3 @@ def test_output_around_calls_is_one_output(pool: SandboxPool, size: int) -> None
         assert result.truncated == wanted.truncated
         flood = "for n in range(20): print('x' * 10**6); add(1)"
         assert session.step(flood).status == "output_limit", "the limit is that of all parts"
-
-
-@pytest.mark.parametrize("first", ["", "ab", "abcdefgh", "abcdefghijklmnop"])
-@pytest.mark.parametrize("then", ["", "12", "12345678", "1234567890123456"])
-@pytest.mark.parametrize("keep", [1, 3, 7, 30])
-def test_joined_output_is_cut_like_one(first: str, then: str, keep: int) -> None:
-    def cut(text: str) -> Stream:
-        data = text.encode()
-        return Stream(data[:keep], data[keep:][-keep:], len(data))
-
-    assert joined(cut(first), cut(then), keep) == cut(first + then)

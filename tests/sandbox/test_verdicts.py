@@ -26,10 +26,9 @@ from agentgrpo.sandbox import (
 from agentgrpo.sandbox.channels import children_of
 from agentgrpo.sandbox.contexts import start_context
 from agentgrpo.sandbox.grade import check_output, check_tests
-from agentgrpo.sandbox.hostile.case import LIMITS, within
-from agentgrpo.sandbox.hostile.lifecycle import gone
+from agentgrpo.sandbox.hostile.case import LIMITS
 from agentgrpo.sandbox.zygote import Rung
-from tests.isolation import need_isolation
+from tests.isolation import gone, need_isolation, within
 
 pytestmark = pytest.mark.nsjail
 RUNGS = [Rung.ZYGOTE_USERNS, Rung.ZYGOTE_ROOT]

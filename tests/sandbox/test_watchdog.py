@@ -12,7 +12,6 @@ import pytest
 
 from agentgrpo.sandbox import Limits, SandboxPool, Session, StepStatus, cgroup, spawner, watchdog
 from agentgrpo.sandbox.channels import process_tree
-from agentgrpo.sandbox.hostile.case import within
 from agentgrpo.sandbox.hostile.kernel import HOPS
 from agentgrpo.sandbox.watchdog import (
     SOCKET_KIB,
@@ -22,6 +21,7 @@ from agentgrpo.sandbox.watchdog import (
     sockets_kib,
     used_kib,
 )
+from tests.isolation import within
 
 pytestmark = pytest.mark.nsjail
 MIB = 1 << 20
@@ -100,7 +100,6 @@ def test_memory_of_many_processes_counts_together(attack: str, groupless: Sandbo
     with groupless.acquire() as session, groupless.acquire() as neighbour:
         result = session.step(attack + "\ntime.sleep(30)", 90)
         assert (result.status, result.state_lost) == (StepStatus.OOM, True), result
-        assert (result.max_memory_kib or 0) > 128 << 10
         assert "all processes together" in result.detail
         assert session.step("1").status is StepStatus.OOM
         assert neighbour.step("1").value == "1"

@@ -58,7 +58,7 @@ def test_fields_beyond_a_bound_are_malformed_before_any_is_made() -> None:
     assert wire.decode(FRAME, 4, 3) == wire.decode(FRAME, 4)
     with pytest.raises(wire.Malformed, match="3 fields"):
         wire.decode(FRAME, 4, 2)
-    many = wire.encode(1, [b"ok"] + [b""] * (MAX_FIELDS - 1))
+    many = wire.encode(1, [b"ok"] + [b""] * (MAX_FIELDS - 2))
     nothing = Stream(b"", b"", 0)
     raw = RawStep(Ending.ANSWERED, False, 0.0, nothing, nothing, b"", many[4:], 0, 0, 0, 0)
     show_answer(raw, StepResult(status=StepStatus.OK))

@@ -6,17 +6,17 @@ standard output here: echoed expressions, tracebacks, "_".
 
 import sys
 import traceback
-from codeop import CommandCompiler
+from code import InteractiveInterpreter
 from typing import Any
 
 
-class Console:
+class Console(InteractiveInterpreter):
     """Collects lines until they are a complete statement, then runs it in namespace."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
-        self._namespace = namespace
+        super().__init__(namespace)
         self._lines: list[str] = []
-        self._compile = CommandCompiler()
+        self._raised: BaseException | None = None
 
     def push(self, line: str) -> tuple[bool, BaseException | None]:
         """Take one line: whether the statement needs more of them, and what it raised.
@@ -24,38 +24,34 @@ class Console:
         SystemExit goes through; every other exception is shown, as Python does.
         """
         self._lines.append(line)
-        source = "\n".join(self._lines)
+        self._raised, more = None, False
         try:
-            code = self._compile(source, "<stdin>", "single")
-        except (OverflowError, SyntaxError, ValueError) as error:
-            self._lines.clear()
-            return False, self._refused(source, error)
-        if code is None:
-            return True, None
-        self._lines.clear()
-        try:
-            exec(code, self._namespace)
-        except SystemExit:
-            raise
-        except BaseException as error:
-            trace = error.__traceback__
-            self._show(error, trace.tb_next if trace is not None else None)
-            return False, error
-        return False, None
+            more = self.runsource("\n".join(self._lines), "<stdin>")
+        finally:
+            if not more:
+                self._lines.clear()
+        return more, self._raised
 
-    def _refused(self, source: str, error: Exception) -> Exception:
+    def showsyntaxerror(self, *_: Any, **__: Any) -> None:
         """Show why a statement cannot be compiled; at a terminal it ends with its newline."""
+        error: Any = sys.exception()
         try:
-            compile(f"{source}\n", "<stdin>", "single", self._compile.compiler.flags, True)
+            source = "\n".join([*self._lines, ""])
+            compile(source, "<stdin>", "single", self.compile.compiler.flags, True)
         except SyntaxError as typed:
             typed.__context__ = None
             error = typed
         except (OverflowError, ValueError):
             pass
         self._show(error, None)
-        return error
+
+    def showtraceback(self) -> None:
+        """Show what a statement has raised."""
+        error: Any = sys.exception()
+        self._show(error, error.__traceback__.tb_next)
 
     def _show(self, error: BaseException, trace: Any) -> None:
+        self._raised = error
         told = traceback.TracebackException(type(error), error, trace, limit=-40)
         told.stack[:] = [
             frame for frame in told.stack if not frame.filename.startswith("/sandbox/")

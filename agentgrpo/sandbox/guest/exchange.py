@@ -15,7 +15,7 @@ import importlib
 import json
 import operator
 import sys
-from collections import defaultdict, namedtuple
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -37,9 +37,6 @@ TAKE: dict[str, tuple[tuple[Any, ...], Callable[[Any], tuple[Any, ...]]]] = {
     "fractions.Fraction": ((int, int), lambda v: (int(v.numerator), int(v.denominator))),
 }
 """Classes that cross by the arguments that make them again, and the types of these."""
-NAMED = {*vars(namedtuple("NAMED", "")), "__annotations__", "__orig_bases__"}
-METHODS = {name for name in dir(tuple) if not name.startswith("_")}
-"""Of tuples: a field of that name could be a function, which says something else than the tuple."""
 ARRAYS = ("b1", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)),
           "f2", "f4", "f8", "c8", "c16")  # fmt: skip
 """No long doubles: float64 would take others for equal."""
@@ -79,8 +76,9 @@ def _tree(value: Any, number_of: Callable[[Any], int], room: int) -> Any:
         return ["bytes", value.hex()]
     if room == 0:
         return ["object", number_of(value)]
-    if kind in FORMS:
-        return [FORMS[kind], *[_tree(inner, number_of, room - 1) for inner in value]]
+    named = kind.__bases__ == (tuple,) and "_fields" in vars(kind)  # it crosses as the tuple
+    if kind in FORMS or named:
+        return [FORMS.get(kind, "tuple"), *[_tree(inner, number_of, room - 1) for inner in value]]
     if kind is dict:
         pairs = [[_tree(part, number_of, room - 1) for part in pair] for pair in value.items()]
         return ["dict", *pairs]
@@ -103,11 +101,6 @@ def _taken(value: Any, kind: type) -> tuple[str, tuple[Any, ...]] | None:
         if home == "numpy" and (name == "ndarray" or issubclass(kind, module.generic)):
             parts = (value.dtype.str, tuple(value.shape), value.tobytes(), name == "ndarray")
             return ("numpy", parts) if value.dtype.str[1:] in ARRAYS else None
-    fields = getattr(kind, "_fields", None) if kind.__bases__ == (tuple,) else None
-    if type(fields) is tuple and vars(kind).keys() <= NAMED | set(fields):  # no methods of its own
-        if any(field in METHODS or field.startswith("_") for field in fields):
-            return None
-        return "namedtuple", (name, fields, tuple(value))
     return None
 
 
@@ -172,12 +165,6 @@ def _made(kind: str, *parts: Any) -> Any:
         if array.shape != shape:  # -1 is whatever fits
             raise Malformed(f"an array of the shape {shape}")
         return array if is_array else array[()]
-    if kind == "namedtuple":
-        name, fields, values = _exact(parts, str, tuple, tuple)
-        made: Any = namedtuple(name, _exact(fields, *[str] * len(values)))(*values)
-        if not METHODS.isdisjoint(made._fields):
-            raise Malformed("a tuple without its methods")
-        return made
     if kind == "defaultdict":
         name, content = _exact(parts, str | None, dict)
         return defaultdict(None if name is None else FACTORIES[name], content)

@@ -1,6 +1,8 @@
 /* A persistent Node.js as a context of a session: speaks the protocol of repl.py to the host. */
 "use strict";
 const fs = require("fs");
+const repl = require("repl");
+const stream = require("stream");
 const util = require("util");
 const vm = require("vm");
 
@@ -62,16 +64,44 @@ function describe(error) {
 let interrupt = () => {};
 process.on("SIGINT", () => interrupt()); // for good: the default would end the process
 
+/* Node's own console, which knows await at the top level, and imports made such calls. */
+const server = repl.start({
+  prompt: "", input: new stream.PassThrough(), output: new stream.PassThrough().resume(),
+  useGlobal: true,
+});
+let fail = () => {};
+if (server._domain) server._domain.removeAllListeners("error").on("error", (error) => fail(error));
+const IMPORT = new RegExp(
+  "^\\s*import\\s+(?:([\\w$]+)\\s*,?\\s*)?(?:\\{([^}]*)\\}|\\*\\s*as\\s+([\\w$]+))?" +
+  "\\s*(?:from\\s*)?(['\"][^'\"]+['\"])", "gm");
+
+function imported(_, main, named, all, from) {
+  const parts = [named && named.replace(/\sas\s/g, ": "), main && `default: ${main}`];
+  return `const ${all || `{ ${parts.filter(Boolean).join(", ")} }`} = await import(${from})`;
+}
+
+function awaited(code, file) {
+  return new Promise((done, failed) => {
+    fail = failed;
+    server.eval(code, server.context, file, (error, value) =>
+      error ? failed(error.err || error) : done(value));
+  });
+}
+
 async function evaluate(source, count) {
   const interrupted = new Promise((_, reject) => {
     interrupt = () => reject(new Error("interrupted"));
   });
   interrupted.catch(() => {});
+  const code = source.replace(IMPORT, imported);
+  const filename = `<cell ${count}>`;
   try {
-    let value = vm.runInThisContext(source, { filename: `<cell ${count}>`, breakOnSigint: true });
+    let value = /\bawait\b/.test(code)
+      ? awaited(code, filename)
+      : vm.runInThisContext(code, { filename, breakOnSigint: true });
     if (value && typeof value.then === "function") value = await Promise.race([value, interrupted]);
     await Promise.race([new Promise((done) => setImmediate(done)), interrupted]);
-    return value === undefined ? ["ok"] : ["ok", inspect(value).slice(0, 16384)];
+    return value === undefined ? ["ok"] : ["ok", "value", inspect(value).slice(0, 16384)];
   } catch (error) {
     return describe(error);
   } finally {

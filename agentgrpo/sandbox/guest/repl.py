@@ -18,7 +18,6 @@ from _signal import (  # type: ignore[import-not-found]
 )  # signal.signal() is Python and would look up isinstance
 from ast import Expr, Expression, PyCF_ONLY_AST
 from collections.abc import Callable
-from io import BytesIO
 from linecache import cache as line_cache
 from os import _exit, dup2, environ, getpid, read, write
 from sys import setprofile, settrace
@@ -30,16 +29,7 @@ from console import Console  # type: ignore[import-not-found]
 from load import isolated  # type: ignore[import-not-found]
 
 REQUEST_FD, RESPONSE_FD = 3, 4
-MAX_FIGURES = 16
 OURS = os.path.dirname(__file__) + "/"
-RICH_FORMS = {
-    "_repr_html_": b"text/html",
-    "_repr_markdown_": b"text/markdown",
-    "_repr_latex_": b"text/latex",
-    "_repr_svg_": b"image/svg+xml",
-    "_repr_png_": b"image/png",
-    "_repr_jpeg_": b"image/jpeg",
-}
 wire = isolated("wire")
 encode, decode, unpack_u32 = wire["encode"], wire["decode"], wire["unpack_u32"]
 exchange = isolated("exchange")
@@ -91,6 +81,11 @@ def clip(text: object, limit: int) -> bytes:
     return str.encode(text[: limit + 1], "utf-8", "backslashreplace")[:limit]
 
 
+def hidden(path: str) -> bool:
+    """Whether a frame is not the code's."""
+    return path.startswith(OURS) or "/IPython/" in path
+
+
 class Interpreter:
     """Runs one cell at a time in one namespace and says how it went."""
 
@@ -102,6 +97,7 @@ class Interpreter:
         self.running = self.waiting = self.missed = False
         self.number = 0
         self.calls: Any = None
+        self.notebook: Any = None
         module = ModuleType("__main__")
         sys.modules["__main__"] = module
         self.namespace = module.__dict__
@@ -133,12 +129,13 @@ class Interpreter:
         if kind == "env":
             environ.update(zip(rest[::2], rest[1::2], strict=True))
             return [b"ok"]
+        work = self.evaluate if kind == "run" or self.notebook is None else self.cell
         if not rest[1:]:
-            return self.run(self.evaluate, rest[0], kind == "cell")
+            return self.run(work, rest[0])
         before = dict(environ)
         environ.update(zip(rest[1::2], rest[2::2], strict=True))
         try:
-            return self.run(self.evaluate, rest[0], kind == "cell")
+            return self.run(work, rest[0])
         finally:
             environ.clear()
             environ.update(before)
@@ -216,9 +213,17 @@ class Interpreter:
     def next_piece(self) -> list[bytes]:
         """Of the last answer; whether there are more says its kind."""
         piece = self.answer.pop()
-        return [b"more" if self.answer else b"ok", b"", b"piece", piece]
+        return [b"more" if self.answer else b"ok", b"piece", piece]
 
-    def evaluate(self, source: str, rich: bool) -> list[bytes]:
+    def cell(self, source: str) -> list[bytes]:
+        """Run a cell of a notebook and show what it displays."""
+        error, shown = self.notebook.run(source, 8 * self.value_bytes)
+        if isinstance(error, SystemExit):
+            raise error
+        answer = [b"ok"] if error is None else self.describe(error)
+        return [*answer, b"results", b"[" + b",".join(shown) + b"]"]
+
+    def evaluate(self, source: str) -> list[bytes]:
         """Run a cell and show the value of its last expression."""
         self.cells += 1
         name = f"<cell {self.cells}>"
@@ -229,44 +234,7 @@ class Interpreter:
             last = Expression(tree.body.pop().value)
         exec(compile(tree, name, "exec"), self.namespace)
         value = None if last is None else eval(compile(last, name, "eval"), self.namespace)
-        figures = self.figures() if rich else []
-        if value is None:
-            return [b"shown", *figures] if figures else [b"ok"]
-        answer = [b"ok", clip(repr(value), self.value_bytes), *figures]
-        return answer + self.rich_forms(value, sum(map(len, figures))) if rich else answer
-
-    def figures(self) -> list[bytes]:
-        """The open figures of matplotlib, which are closed: "figure/NUMBER", PNG, ..."""
-        pyplot: Any = sys.modules.get("matplotlib.pyplot")
-        numbers = pyplot.get_fignums() if pyplot is not None else []
-        found: list[bytes] = []
-        room = 6 * self.value_bytes
-        for number in numbers:
-            file = BytesIO()
-            pyplot.figure(number).savefig(file, format="png", bbox_inches="tight")
-            data = file.getvalue()
-            room -= len(data)
-            if room < 0 or len(found) >= 2 * MAX_FIGURES:
-                sys.stderr.write("a figure is left out: too many, or larger than fits\n")
-                break
-            found += [b"figure/%d" % number, data]
-        if numbers:
-            pyplot.close("all")
-        return found
-
-    def rich_forms(self, value: Any, taken: int) -> list[bytes]:
-        """Jupyter's other forms of a value, as far as they fit: MIME type, data, MIME type ..."""
-        found: list[bytes] = []
-        room = 8 * self.value_bytes - taken
-        for method, mime in RICH_FORMS.items():
-            show = getattr(type(value), method, None)
-            data: Any = show(value) if show is not None else None
-            if isinstance(data, str):
-                data = data.encode("utf-8", "backslashreplace")
-            if isinstance(data, bytes) and len(data) < room:
-                room -= len(data)
-                found += [mime, data]
-        return found
+        return [b"ok"] if value is None else [b"ok", b"value", clip(repr(value), self.value_bytes)]
 
     def guarded(self, produce: Callable[[], object], limit: int) -> bytes:
         """A text that untrusted code has a hand in, or a note that there is none."""
@@ -290,7 +258,7 @@ class Interpreter:
     def whole_traceback(self, error: BaseException) -> str:
         """What Python would print, the middle left out if it is long."""
         told = TracebackException(type(error), error, error.__traceback__, limit=-40)
-        told.stack[:] = [frame for frame in told.stack if not frame.filename.startswith(OURS)]
+        told.stack[:] = [frame for frame in told.stack if not hidden(frame.filename)]
         if not told.stack:
             told.stack = None  # type: ignore[assignment]  # no "Traceback ..." without frames
         whole = "".join(told.format())
@@ -319,6 +287,8 @@ def prepare(environment: dict[str, str], value_bytes: int, traceback_bytes: int)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (the session's, for good)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     interpreter = Interpreter(value_bytes, traceback_bytes)
+    if "IPython" in sys.modules:
+        interpreter.notebook = isolated("notebook")["made"](sys.modules["__main__"])
     signal(SIGINT, interpreter.on_interrupt)
     return interpreter
 

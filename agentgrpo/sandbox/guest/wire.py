@@ -9,7 +9,7 @@ little endian; the first length does not count itself. The first field names the
 pickle: nothing to recurse into.
 
     run CODE (NAME VALUE)*    run a cell, these environment variables set for its duration
-    cell CODE (NAME VALUE)*   the same, and show the value's HTML, PNG ... forms as well
+    cell CODE (NAME VALUE)*   the same, as a notebook does where there is one (notebook.py)
     env (NAME VALUE)*         set environment variables permanently
     console                   from now on both streams are one, as on a terminal
     push LINE                 a line typed at the interactive prompt
@@ -21,8 +21,8 @@ pickle: nothing to recurse into.
     raised NAME TEXT          the same, an exception
 
     call NAME DATA            the step calls a function of the host, and waits
-    ok [TEXT (MIME DATA)*] | shown (MIME DATA)* | error NAME VALUE TRACEBACK | exit CODE
-    | more [TEXT]
+    ok | more | error NAME VALUE TRACEBACK | exit CODE, each with "value" TEXT, "results" JSON or
+    "piece" DATA, if there is such
 """
 
 from struct import Struct

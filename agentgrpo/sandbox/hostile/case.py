@@ -5,7 +5,6 @@ may be seen of it. A case that needs several sessions, or the pool itself, is a 
 """
 
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -181,16 +180,6 @@ def value_of(session: Session, code: str) -> str:
 def still_works(session: Session) -> None:
     """The session goes on, with its state."""
     _take(session, GOES_ON)
-
-
-def within(condition: Callable[[], object], seconds: float = 10.0) -> bool:
-    """Whether it holds before that time is over."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def a_proc(session: Session) -> None:

@@ -4,8 +4,12 @@ import ast
 import os
 import platform
 import secrets
+from pathlib import Path
 
 from agentgrpo.sandbox.hostile.case import (
+    ERROR,
+    EXIT,
+    GOES_ON,
     OK,
     SIGNAL,
     Skip,
@@ -64,6 +68,16 @@ def plain_sockets(result: StepResult) -> bool:
     raw = {(2, 3), (10, 3), (2, 5), (10, 5)}
     families = {family for family, _ in pairs}
     return families <= {1, 2, 10} and not raw & set(pairs) and set(protocols) <= {0, 6, 17}
+
+
+def as_it_was(session: Session) -> bool:
+    """Whether nothing of PID 1 was changed from inside."""
+    limits = Path(f"/proc/{session.init_pid}/limits").read_text().splitlines()
+    cpu = next(line for line in limits if line.startswith("Max cpu time")).split()[3:5]
+    init, own = (os.getpriority(os.PRIO_PROCESS, p) for p in (session.init_pid, session.pid))
+    processors = os.sched_getaffinity(session.init_pid) == os.sched_getaffinity(session.pid)
+    policy = os.sched_getscheduler(session.init_pid)
+    return (cpu, init, processors, policy) == (["unlimited"] * 2, own, True, os.SCHED_OTHER)
 
 
 row = Table(__name__).row
@@ -227,6 +241,62 @@ row("The name of a control group says nothing of the machine",
 row("/proc shows processes and nothing of the machine",
     ("import os; sorted(p for p in os.listdir('/proc') if not p.isdigit())",
      ("['self', 'thread-self']", "[]")))
+row("PID 1 cannot be killed or stopped from inside",
+    ("import os\nfor n in (9, 15, 19, 2, 11): os.kill(1, n)", OK), GOES_ON)
+row("No call that names a process reaches PID 1: limits, priority, processors, clocks, signals",
+    (LIBC,), ("""
+    null = ctypes.create_string_buffer(64)
+    one, named = ctypes.c_uint32(1), os.open('/proc/1' if os.path.exists('/proc/1') else '/', 0)
+    got = {}
+    for name, call_ in {
+        'prlimit': (302, 1, 0, null, 0), 'prlimit high': (302, 1 << 32 | 1, 7, null, 0),
+        'prlimit read': (302, 1, 7, 0, null), 'setpriority': (141, 0, 1, 19),
+        'setpriority group': (141, 1, 1, 19), 'setpriority user': (141, 2, 0, 19),
+        'setpriority user by id': (141, 2, os.getuid(), 19), 'getpriority': (140, 0, 1),
+        'ioprio process': (251, 1, 1, 0x6000), 'ioprio user': (251, 3, 0, 0x6000),
+        'setaffinity': (203, 1, 8, b'\\1' + bytes(7)), 'setscheduler': (144, 1, 5, null),
+        'setparam': (142, 1, null), 'setattr': (314, 1, null, 0), 'pidfd_open': (434, 1, 0),
+        'robust list': (274, 1, null, null), 'timer': (222, -16, 0, null),
+        'own signals': (72, 0, 8, 1), 'kcmp': (312, 1, 2, 0, 0, 0), 'move_pages': (279, 1, 0),
+        'migrate_pages': (256, 1, 0), 'process_madvise': (440, 3, 0, 0, 0, 0),
+        'process_mrelease': (448, 3, 0), 'setpgid': (109, 1, 1), 'getpgid': (121, 1),
+        'getsid': (124, 1), 'pidfd signal': (424, named, 0, 0, 0),
+        'inherit priority': (202, ctypes.byref(one), 8 | 128, 0, 0, 0, 0)}.items():
+     got[name] = call(*call_)
+    {k: v for k, v in got.items() if v not in ('ESRCH', 'EPERM', 'EINVAL', 'ENOSYS')}""", "{}"),
+    as_it_was, GOES_ON, needs=an_x86)
+row("PID 1 outlives a storm of orphans that was to use up its time, and reports the end", ("""
+    import os, resource, time
+    for what in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_AS):
+     try: resource.prlimit(1, what, (0, 0))
+     except OSError: pass
+    for n in (9, 15, 17, 19, 23, 64): os.kill(1, n)
+    stop = time.monotonic() + 3
+    while time.monotonic() < stop:
+     if (p := os.fork()) == 0:
+      for _ in range(3):
+       try: os.fork()
+       except OSError: pass
+      os._exit(0)
+     os.waitpid(p, 0)
+    os._exit(7)""", (EXIT, lambda result: result.exit_code == 7)), alone=True)
+row("kill(-1, SIGKILL) kills nothing outside, not even init",
+    ("import os; os.kill(-1, 9)", (OK, SIGNAL, ERROR)))
+row("Nothing of init can be opened: descriptors, memory, environment", ("""
+    got = []
+    import os
+    for n in ('fd', 'mem', 'environ', 'maps', 'root', 'cwd', 'exe', 'fdinfo'):
+     for go in (lambda p: os.listdir(p), lambda p: open(p).read(1), os.readlink):
+      try: got.append((n, go(f'/proc/1/{n}')))
+      except OSError: pass
+    got""", "[]"))
+row("The interpreter holds its three streams and two pipes, and nothing else", ("""
+    import fcntl
+    got = []
+    for fd in range(5000):
+     try: fcntl.fcntl(fd, fcntl.F_GETFD); got.append(fd)
+     except OSError: pass
+    got""", "[0, 1, 2, 3, 4]"))
 # fmt: on
 
 

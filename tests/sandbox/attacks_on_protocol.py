@@ -1,22 +1,16 @@
 """Attacks on the channel to the host, on the loop that serves it, and on how an end is reported."""
 
-import os
-from pathlib import Path
-
 from agentgrpo.sandbox.hostile.case import (
     BROKEN,
     ERROR,
     EXIT,
     GOES_ON,
     OK,
-    SIGNAL,
     Table,
     Test,
     a_proc,
 )
-from agentgrpo.sandbox.hostile.escape import LIBC, an_x86
 from agentgrpo.sandbox.result import StepResult, StepStatus
-from agentgrpo.sandbox.session import Session
 
 FORGE = (
     "import os, struct, time\n"
@@ -26,16 +20,6 @@ FORGE = (
     " return struct.pack('<I', len(body)) + body\n"
 )
 ENVIRONMENT = ("'; import os #", 'a"b', "line\nline", "\N{SNOWMAN}", "x" * 100_000, "")
-
-
-def as_it_was(session: Session) -> bool:
-    """Whether nothing of PID 1 was changed from inside."""
-    limits = Path(f"/proc/{session.init_pid}/limits").read_text().splitlines()
-    cpu = next(line for line in limits if line.startswith("Max cpu time")).split()[3:5]
-    init, own = (os.getpriority(os.PRIO_PROCESS, p) for p in (session.init_pid, session.pid))
-    processors = os.sched_getaffinity(session.init_pid) == os.sched_getaffinity(session.pid)
-    policy = os.sched_getscheduler(session.init_pid)
-    return (cpu, init, processors, policy) == (["unlimited"] * 2, own, True, os.SCHED_OTHER)
 
 
 def by(number: int) -> Test:
@@ -51,56 +35,6 @@ def lost(result: StepResult) -> bool:
 ANY = tuple(StepStatus)
 row = Table(__name__).row
 # fmt: off
-row("Asking to exit with 0 is not ok, and keeps the state",
-    ("x = 1; import sys; sys.exit(0)", EXIT), ("x", "1"))
-row("A process that exits with 0 is not ok, and the session is over",
-    ("import os; os._exit(0)", (EXIT, lost, lambda result: result.exit_code == 0)))
-row("An abort is reported as signal 6", ("import os; os.abort()", (SIGNAL, by(6))))
-row("A segmentation fault is reported as signal 11",
-    ("import ctypes; ctypes.string_at(0)", (SIGNAL, by(11))))
-row("PID 1 cannot be killed or stopped from inside",
-    ("import os\nfor n in (9, 15, 19, 2, 11): os.kill(1, n)", OK), GOES_ON)
-row("No call that names a process reaches PID 1: limits, priority, processors, clocks, signals",
-    (LIBC,), ("""
-    null = ctypes.create_string_buffer(64)
-    one, named = ctypes.c_uint32(1), os.open('/proc/1' if os.path.exists('/proc/1') else '/', 0)
-    got = {}
-    for name, call_ in {
-        'prlimit': (302, 1, 0, null, 0), 'prlimit high': (302, 1 << 32 | 1, 7, null, 0),
-        'prlimit read': (302, 1, 7, 0, null), 'setpriority': (141, 0, 1, 19),
-        'setpriority group': (141, 1, 1, 19), 'setpriority user': (141, 2, 0, 19),
-        'setpriority user by id': (141, 2, os.getuid(), 19), 'getpriority': (140, 0, 1),
-        'ioprio process': (251, 1, 1, 0x6000), 'ioprio user': (251, 3, 0, 0x6000),
-        'setaffinity': (203, 1, 8, b'\\1' + bytes(7)), 'setscheduler': (144, 1, 5, null),
-        'setparam': (142, 1, null), 'setattr': (314, 1, null, 0), 'pidfd_open': (434, 1, 0),
-        'robust list': (274, 1, null, null), 'timer': (222, -16, 0, null),
-        'own signals': (72, 0, 8, 1), 'kcmp': (312, 1, 2, 0, 0, 0), 'move_pages': (279, 1, 0),
-        'migrate_pages': (256, 1, 0), 'process_madvise': (440, 3, 0, 0, 0, 0),
-        'process_mrelease': (448, 3, 0), 'setpgid': (109, 1, 1), 'getpgid': (121, 1),
-        'getsid': (124, 1), 'pidfd signal': (424, named, 0, 0, 0),
-        'inherit priority': (202, ctypes.byref(one), 8 | 128, 0, 0, 0, 0)}.items():
-     got[name] = call(*call_)
-    {k: v for k, v in got.items() if v not in ('ESRCH', 'EPERM', 'EINVAL', 'ENOSYS')}""", "{}"),
-    as_it_was, GOES_ON, needs=an_x86)
-row("PID 1 outlives a storm of orphans that was to use up its time, and reports the end", ("""
-    import os, resource, time
-    for what in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_AS):
-     try: resource.prlimit(1, what, (0, 0))
-     except OSError: pass
-    for n in (9, 15, 17, 19, 23, 64): os.kill(1, n)
-    stop = time.monotonic() + 3
-    while time.monotonic() < stop:
-     if (p := os.fork()) == 0:
-      for _ in range(3):
-       try: os.fork()
-       except OSError: pass
-      os._exit(0)
-     os.waitpid(p, 0)
-    os._exit(7)""", (EXIT, lost, lambda result: result.exit_code == 7)), alone=True)
-row("kill(-1, SIGKILL) kills nothing outside, not even init",
-    ("import os; os.kill(-1, 9)", (OK, SIGNAL, ERROR)))
-row("SIGKILL to itself is reported as what it is, not as a timeout or as memory",
-    ("import os; os.kill(os.getpid(), 9)", (SIGNAL, by(9))))
 row("Closing every descriptor ends the session, and does not hang the host",
     ("import os; os.closerange(0, 1000)", (*ANY, lost), 5.0))
 row("Closing the request pipe ends the session at the next step at the latest",
@@ -126,9 +60,9 @@ row("A cycle of causes and a nest of groups do not hang the formatter",
     ("e = ValueError()\nfor _ in range(500): e = ExceptionGroup('g', [e])\nraise e", ERROR),
     GOES_ON)
 row("A forged answer is that step's own observation; the session does not survive it", (FORGE,),
-    ("os.write(4, frame(2, b'ok', b'forged')); time.sleep(0.1)",), ("1", (BROKEN,)))
+    ("os.write(4, frame(2, b'ok', b'value', b'forged')); time.sleep(0.1)",), ("1", (BROKEN,)))
 row("An answer queued for the next step is a broken protocol", (FORGE,),
-    ("os.write(4, frame(3, b'ok', b'forged'))",),
+    ("os.write(4, frame(3, b'ok', b'value', b'forged'))",),
     ("1", (BROKEN, lambda result: result.value is None)))
 row("A frame that says it is 4 GB long ends the session",
     ("import os; os.write(4, b'\\xff' * 4)", BROKEN))
@@ -176,21 +110,6 @@ row("Reaching into the loop's own frames breaks at most that session", ("""
      if hasattr(v, '__dict__'):
       try: v.__dict__.clear()
       except Exception: pass""",), ("1",))
-row("Nothing of init can be opened: descriptors, memory, environment", ("""
-    got = []
-    import os
-    for n in ('fd', 'mem', 'environ', 'maps', 'root', 'cwd', 'exe', 'fdinfo'):
-     for go in (lambda p: os.listdir(p), lambda p: open(p).read(1), os.readlink):
-      try: got.append((n, go(f'/proc/1/{n}')))
-      except OSError: pass
-    got""", "[]"))
-row("The interpreter holds its three streams and two pipes, and nothing else", ("""
-    import fcntl
-    got = []
-    for fd in range(5000):
-     try: fcntl.fcntl(fd, fcntl.F_GETFD); got.append(fd)
-     except OSError: pass
-    got""", "[0, 1, 2, 3, 4]"))
 row("Child programs do not get the pipes of the protocol",  # 3 is the directory being listed
     ("import subprocess; n = subprocess.run(['ls', '/proc/self/fd'], close_fds=False)",
      lambda result: result.stdout.split() == ["0", "1", "2", "3"]), needs=a_proc)

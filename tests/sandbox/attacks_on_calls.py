@@ -8,7 +8,6 @@ from agentgrpo.sandbox.hostile.case import (
     BROKEN,
     ERROR,
     GOES_ON,
-    KILLED,
     OK,
     TIMEOUT,
     Table,
@@ -17,10 +16,10 @@ from agentgrpo.sandbox.hostile.case import (
     on_pool,
     play,
 )
-from agentgrpo.sandbox.hostile.protocol import FORGE
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import StepResult
 from agentgrpo.sandbox.session import Session
+from tests.sandbox.attacks_on_protocol import FORGE
 
 reached: list[Any] = []
 """What functions have been called with that nobody may call, or may not call so."""
@@ -79,11 +78,8 @@ NAMES = (
     "\udc80",
 )  # fmt: skip
 DATA = (
-    "", "null", "[]", "[[]]", "[{},[]]", "[[],{},[]]", "[[], {}]", "[[],{}] ", "[[1],{}]x",
-    "[[NaN],{}]", "[[Infinity],{}]", "[[1e999],{}]", "[[1E1],{}]", "[[-0],{}]", "[[1.00],{}]",
-    '[[],{"a":1,"a":2}]', "[[" + "9" * 5000 + "],{}]", "[[9223372036854775808],{}]",
-    "[" * 5000, "[" + "[" * 40 + "]" * 40 + ",{}]", '[["\\ud800"],{}]', '[["\\u0061"],{}]',
-    "[[\"\ud800\"],{}]", b"\xff", "[[],{}]".encode("utf-16"), b"\x80\x04N.",
+    "", "null", "[]", "[[]]", "[{},[]]", "[[],{},[]]", "[[1],{}]x", "[[NaN],{}]", "[[Infinity],{}]",
+    "[[1e999],{}]", "[[" + "9" * 5000 + "],{}]", "[" * 5000, b"\xff", b"\x80\x04N.",
     '[["' + "x" * 9000 + '"],{}]', '[["object",0],{}]\0', '["call","__import__"]',
 )  # fmt: skip
 
@@ -98,7 +94,7 @@ def other_names(pool: SandboxPool) -> None:
 
 @on_pool
 def other_data(pool: SandboxPool) -> None:
-    """A forged call whose arguments are not spelled as data is not made and ends the session."""
+    """A forged call whose arguments are no data is not made and ends the session."""
     for data in DATA:
         with pool.acquire() as session:
             play(session, offered, (CALL,), (f"ask('counted', {data!r})", BROKEN), safe)
@@ -136,40 +132,10 @@ row("What a function of the host is made of leads to no other", offered, ("""
      try: got.append(found[0].function(name, '')(1))
      except RuntimeError: pass
     got""", BROKEN), safe)
-row("Arguments that are no data never leave the session",
-    offered, ("""
-    got = []
-    class S(str): pass
-    class L(list): pass
-    loop = []; loop.append(loop)
-    deep = []
-    for _ in range(99): deep = [deep]
-    wide = 'x'
-    for _ in range(30): wide = [wide, wide]
-    for bad in (object(), S('a'), L(), (1,), {1}, b'x', 1j, 2**63, -2**63 - 1, 10**4000,
-                float('nan'), float('inf'), '\\ud800', {1: 2}, {S('a'): 1}, loop, deep, wide,
-                'x' * 10000, [0] * 10**6, echo, type, range(3)):
-     for args, named in (((bad,), {}), ((), {'value': bad}), (([bad],), {})):
-      try: got.append(echo(*args, **named))
-      except TypeError: pass
-    got""", "[]"), ("echo([1, 2.5, 'a', None, True, {'b': []}])",
-    "[1, 2.5, 'a', None, True, {'b': []}]"), safe, GOES_ON)
-row("A storm of calls ends at the budget, and costs the step alone", offered, ("""
-    made = refused = 0
-    for n in range(200):
-     try: echo(n); made += 1
-     except RuntimeError: refused += 1
-    made, refused""", ("(20, 180)", few)), GOES_ON)
 row("A storm that goes on when it is refused ends its session", offered, ("""
     while True:
      try: echo('x' * 8000)
      except RuntimeError: pass""", (BROKEN, few, lambda result: result.host_refused <= 1001)))
-row("Interrupts that are swallowed around calls do not make a step longer", offered, ("""
-    import time
-    while True:
-     try:
-      while True: time.sleep(0.005); echo(1)
-     except BaseException: pass""", (KILLED, few, lambda result: result.wall_s < 8), 0.3))
 row("Calls go on in no thread after the step", offered, ("""
     import threading, time
     got = []

@@ -3,45 +3,12 @@
 import os
 import textwrap
 
-from agentgrpo.sandbox.channels import pid_of
 from agentgrpo.sandbox.contexts import start_context
 from agentgrpo.sandbox.errors import SandboxException, SandboxInfraError
-from agentgrpo.sandbox.hostile.case import on_pool, within
+from agentgrpo.sandbox.hostile.case import on_pool
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import StepStatus
-from agentgrpo.sandbox.session import Session
-
-
-def pids(session: Session) -> tuple[int, int]:
-    """Init and interpreter of a live session, as the machine numbers them."""
-    channels = session.channels
-    assert channels is not None
-    return pid_of(channels.init), pid_of(channels.interpreter)
-
-
-def _ended(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
-def gone(pid: int) -> bool:
-    """Whether the process ends soon."""
-    return within(lambda: _ended(pid))
-
-
-@on_pool
-def close_leaves_no_process(pool: SandboxPool) -> None:
-    """Closing a session ends everything that it started."""
-    session = pool.acquire()
-    code = "import os\nfor _ in range(5):\n if os.fork() == 0:\n  while True: pass"
-    session.step(code)
-    started = pids(session)
-    session.close()
-    assert all(gone(pid) for pid in started)
-
+from tests.isolation import within
 
 LEAVES_NO_ROOM = {
     "every process is used up": """
@@ -96,15 +63,6 @@ def no_room_for_programs(pool: SandboxPool) -> None:
                     continue
             seen.append(session.step("1"))
         assert all(result.status is not StepStatus.INFRA_ERROR for result in seen), (way, seen)
-
-
-@on_pool
-def crash_does_not_reach_neighbours(pool: SandboxPool) -> None:
-    """A session that crashes leaves its neighbours alone."""
-    with pool.acquire() as a, pool.acquire() as b:
-        b.step("x = 7")
-        a.step("import ctypes; ctypes.string_at(0)")
-        assert b.step("x").value == "7"
 
 
 @on_pool

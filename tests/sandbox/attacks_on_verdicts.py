@@ -7,28 +7,6 @@ from agentgrpo.sandbox.grade import check_tests
 from agentgrpo.sandbox.hostile.case import on_pool
 from agentgrpo.sandbox.pool import SandboxPool
 
-BRINGS_A_FUNCTION = """
-import collections
-P = collections.namedtuple("P", "first count")
-def f(values): return P(values[0], lambda one: 3)"""
-FORGES = """
-import json
-dumps = json.dumps
-def forged(tree, **options):
-    if type(tree[2]) is list and tree[2][:2] == ["list", "forged"]:
-        tree[2] = ["made", "namedtuple", "P", FIELDS, ["tuple", 1, tree[2][2]]]
-    return dumps(tree, **options)
-json.dumps = forged
-def f(values): return ["forged", lambda one: 3]"""
-FIELDS = (
-    "first count",
-    "count, first",
-    ["tuple", "first", "count"],
-    ["list", "first", "count"],
-    ["dict", ["first", 1], ["count", 1]],
-    ["str", b"first count".hex()],
-)
-"""As they stand on the wire: all of them would do for collections.namedtuple()."""
 NEVER_ENDS = """
 import os, signal, struct, sys, time
 def f(x):
@@ -38,7 +16,7 @@ def f(x):
     signal.signal(2, signal.SIG_IGN)
     head = struct.pack("<I", frame.f_locals["self"].number)
     while len(head) >= 4:
-        body = head[-4:] + struct.pack("<II4sII5sI", 4, 4, b"more", 0, 5, b"piece", SIZE)
+        body = head[-4:] + struct.pack("<II4sI5sI", 3, 4, b"more", 5, b"piece", SIZE)
         body += b" " * SIZE
         body = struct.pack("<I", len(body)) + body
         while body: body = body[os.write(4, body):]
@@ -62,17 +40,6 @@ ASKS = (
 UNPRINTABLE = ("def f(x): raise ValueError('\\ud800')", "def f(x): return '\\udcff'")
 SLACK_S = 30.0
 """For starting two sessions on a busy machine."""
-
-
-@on_pool
-def tuples_bring_no_functions(pool: SandboxPool) -> None:
-    """A named tuple does not bring a function along instead of a tuple's method."""
-    tests = "got = f([1, 1])\nassert got == (1, got[1]) and got.count(1) == 3"
-    assert not check_tests(pool, BRINGS_A_FUNCTION, tests).passed
-    for fields in FIELDS:
-        verdict = check_tests(pool, FORGES.replace("FIELDS", repr(fields)), tests)
-        assert not verdict.passed, fields
-        assert "malformed" in verdict.reason, (fields, verdict)
 
 
 @on_pool

@@ -1,0 +1,74 @@
+"""The teacher of a config (learn/teacher.py): which model it is, or what it is told, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from agentgrpo.agents.program import ProgramAgent
+from agentgrpo.config import TrainConfig
+from agentgrpo.config.read import load_callable
+from agentgrpo.rollout.observe import prompt_of
+from agentgrpo.setup.stage import RunSetup
+from agentgrpo.types import Int32, Rollout, Task
+from agentgrpo.usercode import user_call
+
+if TYPE_CHECKING:  # torch: seconds
+    from agentgrpo.learn.policy import Policy
+    from agentgrpo.learn.teacher import Teacher
+
+SOLUTION = "\nCorrect solution:\n\n{}\n\n"
+FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{}\n\n"
+REQUEST = "\n\nCorrectly solve the original question.\n"
+"""TRL's, of its SDPOConfig."""
+
+
+def teacher_of(config: TrainConfig, setup: RunSetup) -> Callable[[Policy], Teacher] | None:
+    """What makes the teacher of a policy; None: there is none.
+
+    Raises:
+        ValueError: prompts cannot be rendered again, or there is no such function.
+    """
+    c = config.teacher
+    if not c.teaches:
+        return None
+    given: dict[str, Any] = {"source": setup.teacher}
+    if c.feedback:
+        if isinstance(setup.agent, ProgramAgent) or setup.user_sampler is not None:
+            raise ValueError(
+                f"teacher.feedback: {c.feedback!r} needs an agent whose prompts are rendered here: "
+                "no program, and no rollout.sampler; teacher.model works with both"
+            )
+        given["prompt"] = partial(_prompt, setup, c.max_feedback_tokens, c.feedback)
+        given["tell"] = None if c.feedback == "errors" else _tell(c.feedback, setup)
+
+    def make(policy: Policy) -> Teacher:
+        from agentgrpo.learn.teacher import Teacher
+
+        limit, temperature = config.learner.max_tokens, config.rollout.temperature
+        return Teacher(c, policy, temperature=temperature, max_tokens=limit, **given)
+
+    return make
+
+
+def _prompt(setup: RunSetup, limit: int, feedback: str, task: Task, text: str) -> Int32:
+    form = SOLUTION if feedback == "solutions" else FEEDBACK
+    more = form.format(setup.chat.clip(text, limit)) + REQUEST
+    return prompt_of(setup.agent, setup.chat, task, partial(user_call, task=task.id), more)[0]
+
+
+def _tell(feedback: str, setup: RunSetup) -> Callable[[Rollout, Sequence[Rollout]], str]:
+    """What is told of a rollout: the first other of its group that is right, or a function's."""
+    view = setup.reward.view
+    if feedback == "solutions":
+        return lambda own, group: next(
+            (view(other).text for other in group if other is not own and other.solved), ""
+        )
+    function = load_callable(feedback, key="teacher.feedback")
+
+    def tell(own: Rollout, group: Sequence[Rollout]) -> str:
+        with user_call(function, task=own.task.id):
+            return str(function(view(own)) or "")
+
+    return tell

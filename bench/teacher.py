@@ -1,0 +1,87 @@
+"""Does a teacher teach? Held-out share solved after some steps, beside GRPO's from the same start.
+
+    python -m bench.teacher model TEACHER [section.key=value ...] [--seeds 0 1 2] [--arms ...]
+    python -m bench.teacher feedback TASKS [section.key=value ...] [--seeds 0 1 2] [--arms ...]
+
+model: the quickstart, with the checkpoint TEACHER as its teacher, or with its rewards alone.
+feedback: `unit_tests` on the file TASKS (`agentgrpo init --examples` writes one), with rewards
+alone, or taught by what was wrong, by that of another task, or by a rollout that was right. Every
+run is a process and an empty folder; a row each: the share after the last step, and in its note the
+share after each evaluation, the tokens sampled and the teacher's seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from agentgrpo.run.atomic import read_lines
+from bench.harness import append_row
+
+STEPS = ["steps=8", "eval_every=2", "save_every=8", "keep_checkpoints=1", "rollout.refill_below=0",
+         "rollout.max_refills=0", "rollout.tasks_per_step=6", "rollout.group_size=8"]  # fmt: skip
+ARMS = {
+    "model": {"grpo": "", "teacher": "model={given}"},
+    "feedback": {
+        "grpo": "",
+        "errors": "feedback=errors",
+        "shuffled": "feedback=bench.teacher:shuffled",
+        "solutions": "feedback=solutions",
+    },
+}
+_said: dict[str, str] = {}
+
+
+def shuffled(view: Any) -> str:
+    """What was wrong with the last attempt at another task that something was wrong with."""
+    if own := "\n".join(filter(None, view.feedback)):
+        _said.pop(view.task.id, None)
+        _said[view.task.id] = own
+    others = [said for task, said in _said.items() if task != view.task.id]
+    return others[-1] if own and others else ""
+
+
+def run(part: str, arm: str, seed: int, given: str, folder: Path, overrides: list[str]) -> None:
+    """One run, and its row."""
+    teacher = ARMS[part][arm].format(given=given)
+    data = [f"data.train={given}"] if part == "feedback" else []
+    settings = [*STEPS, *data, *overrides, *([f"teacher.{teacher}"] if teacher else [])]
+    name = "quickstart" if part == "model" else "unit_tests"
+    command = [sys.executable, "-m", "agentgrpo.train", name, *settings]
+    subprocess.run([*command, f"seed={seed}", f"out_dir={folder}"], check=True)
+    rows = read_lines(folder / "metrics.jsonl")
+    curve = {row["step"]: round(row["eval/solved"], 3) for row in rows if "eval/solved" in row}
+    steps = [row for row in rows if "learner/loss" in row]
+    tokens = sum(row["rollout/total_sampled_tokens"] for row in steps)
+    spent = sum(row.get("learner/teacher_s", 0.0) for row in steps)
+    learning = sum(row["learner/seconds"] for row in steps)
+    append_row(
+        "teacher", f"{part}, {arm}", [curve[max(curve)]], unit="share",
+        shape={"seed": seed, "steps": max(curve)},
+        note=f"{' '.join(overrides)} by step {curve}, {tokens:.0f} tokens sampled, "
+        f"{spent:.1f} s of {learning:.1f} s of learning were the teacher's",
+    )  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    """Run the seeds, each with every arm before the next."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=ARMS)
+    parser.add_argument("given", help="TEACHER or TASKS")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args(arguments)
+    with tempfile.TemporaryDirectory() as made:
+        for seed in args.seeds:
+            for arm in args.arms or ARMS[args.part]:
+                folder = Path(made) / f"{arm}_{seed}"
+                run(args.part, arm, seed, args.given, folder, args.overrides)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,278 @@
+"""A teacher's part in what is trained on: TRL's loss where it has one, else what was read."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentgrpo.config import LossConfig, TeacherConfig, TrainConfig
+from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.teacher import Teacher
+from agentgrpo.learn.updates import plan_updates
+from agentgrpo.proof.advantages import taught_faults
+from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
+from tests.learn.given import TASK, TEMPERATURE, logp_of, oracle_model, run_config
+from tests.learn.test_trl import Recorder, Table, padded
+from tests.learn.test_trl import played as played
+from tests.tiny import VOCAB, make_model_dir
+
+MakeLearner = Callable[..., Learner]
+CRITIC = TeacherConfig(feedback="errors")
+ALONE = LossConfig(loss_type="grpo", vllm_importance_sampling_correction=False)
+
+
+def taught(config: TeacherConfig, **given: Any) -> Callable[..., Teacher]:
+    return lambda policy: Teacher(config, policy, **given)
+
+
+class Other:
+    """A model's part beside the policy's."""
+
+    scorer = Table(7)
+
+    def __call__(self, batch: Any, temperature: float) -> torch.Tensor:
+        return self.scorer(batch, temperature).logp_N
+
+
+def config_of(loss: LossConfig, teacher: TeacherConfig) -> TrainConfig:
+    config = run_config(loss)
+    small = config.learner.model_copy(update={"max_tokens": 32})
+    return config.model_copy(update={"learner": small, "teacher": teacher})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_sampled_token_is_trls(
+    make_learner: MakeLearner, played: list[Group], masked: bool
+) -> None:
+    """Of several turns, prefixes shared, in several batches; TRL's in one of padded rows."""
+    pytest.importorskip("trl", reason="trl is in requirements-dev.txt")
+    trl: Any = importlib.import_module("trl.experimental.sdpo.loss_utils")
+    if masked:
+        played[0].rollouts[1].treatment = played[0].rollouts[1].treatment.MASK
+    teacher = TeacherConfig(model="t")
+    learner: Any = make_learner(ALONE, teacher=taught(teacher, source=None, max_tokens=32))
+    learner._scorer = table = Table(0)
+    learner._teacher.beside = Other()
+    learner._optimizer = recorder = Recorder(table)
+    updates = plan_updates(played, config_of(ALONE, teacher), step=0)
+    assert len(updates[0].batches) > 1
+    said = learner.step(updates)
+    assert said["teacher_terms"] == said["num_tokens"] > 0
+
+    student, rollouts = Table(0), [r for g in played for r in g.rollouts]
+    batch = padded(rollouts, student, student.logp.detach(), Table(7).logp.detach())
+    both = [
+        torch.stack([logp, torch.log(-torch.expm1(logp))], -1)
+        for logp in (batch["logp"], batch["ref"])
+    ]
+    first = torch.zeros_like(batch["mask"], dtype=torch.long)
+    each = trl.compute_sampled_token_self_distillation_loss(*both, first, distillation_alpha=1.0)
+    mask = batch["mask"]
+    loss = ((each * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+    (wanted,) = torch.autograd.grad(loss, student.logp)
+    assert wanted.abs().max() > 1e-4
+    torch.testing.assert_close(recorder.seen[0][0], wanted, rtol=3e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("weight", "clip", "more"),
+    [
+        (0.3, 20.0, {}),
+        (1.0, 0.2, {"num_mini_batches": 2, "num_iterations": 2}),
+        (0.5, 20.0, {"old_logps": "sampler", "num_mini_batches": 2}),
+        (0.0, 20.0, {}),
+    ],
+)
+def test_every_token_is_trained_with_what_is_recorded(
+    make_learner: MakeLearner, groups: list[Group], tiny_model: Path, tmp_path: Path,
+    weight: float, clip: float, more: dict[str, Any],
+) -> None:  # fmt: skip
+    """In float64 from the models; the proof says the same, and sees what is changed."""
+    other = make_model_dir(tmp_path / "other", seed=5)
+    loss = LossConfig.model_validate(more)
+    teacher = TeacherConfig(model="t", weight=weight, clip=clip)
+    config = run_config(loss).model_copy(update={"teacher": teacher})
+    given = taught(teacher, source=str(other), temperature=TEMPERATURE) if teacher.teaches else None
+    learner = make_learner(loss, teacher=given)
+    learner.step(plan_updates(groups, config, step=0))
+    theirs, ours = oracle_model(other), oracle_model(tiny_model)
+    for rollout in (r for g in groups for r in g.rollouts):
+        if not weight:
+            assert rollout.teacher_logprobs is None is rollout.token_advantages
+            continue
+        sampled = [s.logprobs for s in rollout.segments if s.logprobs is not None]
+        with torch.no_grad():
+            old = logp_of(ours, rollout)
+            if "old_logps" in more:
+                old = torch.from_numpy(np.concatenate(sampled))
+            gap = logp_of(theirs, rollout) - old
+        wanted = weight * gap.clamp(-clip, clip) + (1 - weight) * rollout.advantage
+        found = np.concatenate([a for a in rollout.token_advantages or () if a is not None])
+        torch.testing.assert_close(torch.from_numpy(found).double(), wanted, rtol=1e-4, atol=1e-4)
+    assert list(taught_faults(groups, config)) == []
+    if weight:
+        changed = groups[1].rollouts[2].token_advantages
+        assert changed is not None
+        assert changed[1] is not None
+        changed[1][0] += 0.01
+        assert [fault[:2] for fault in taught_faults(groups, config)] == [(1, 2)]
+
+
+PROMPT = np.array([5, 6, 7, 8], np.int32)
+TEXTS = {"a\nc": [90, 91], "c": [92], "right": [93]}
+
+
+def asked(task: Task, text: str) -> Int32:
+    """The prompt, in which a text stands behind the 6."""
+    return np.array([5, 6, *TEXTS[text], 7, 8], np.int32)
+
+
+def turn(*ids: int) -> Segment:
+    return Segment(np.array(ids, np.int32), np.full(len(ids), -1.0, np.float32))
+
+
+def two_rows() -> Rollout:
+    """Three turns, told what is wrong with the first and the last; the last is in another row."""
+    given = Segment(np.array([20, 21], np.int32))
+    return Rollout(
+        task=TASK, status=Status.COMPLETED, feedback=["a", "", "c"],
+        closed_rows=[[Segment(PROMPT), turn(10, 11), given, turn(12)]],
+        segments=[Segment(np.array([5, 6, 7, 8, 30], np.int32)), turn(13, 14)],
+    )  # fmt: skip
+
+
+def test_what_was_read_in_a_turn_is_not_told_again(
+    make_learner: MakeLearner, tiny_model: Path
+) -> None:
+    """What is wrong with the first turn is told of it alone; a later row is behind the text too."""
+    rollout, silent = two_rows(), replace(two_rows(), feedback=[])
+    learner = make_learner(teacher=taught(CRITIC, prompt=asked, temperature=TEMPERATURE))
+    config = config_of(ALONE, CRITIC)
+    learner.step(plan_updates([Group(task=TASK, rollouts=[rollout, silent])], config, step=0))
+    model = oracle_model(tiny_model)
+
+    def scored(*ids: int, last: int) -> Any:
+        read = [Segment(np.array(ids[:-last], np.int32)), turn(*ids[-last:])]
+        with torch.no_grad():
+            return logp_of(model, Rollout(task=TASK, segments=read, status=Status.COMPLETED))
+
+    wanted = {
+        1: (5, 6, 90, 91, 7, 8, 10, 11),
+        3: (5, 6, 92, 7, 8, 10, 11, 20, 21, 12),
+        5: (5, 6, 92, 7, 8, 30, 13, 14),
+    }
+    found = rollout.teacher_logprobs
+    assert found is not None
+    assert [i for i, values in enumerate(found) if values is not None] == [*wanted]
+    for segment, ids in wanted.items():
+        values = found[segment]
+        assert values is not None
+        torch.testing.assert_close(
+            torch.from_numpy(values).double(),
+            scored(*ids, last=len(values)),
+            rtol=1e-4,
+            atol=1e-4,
+        )
+    assert silent.teacher_logprobs is None
+    trained = [a for a in silent.token_advantages or () if a is not None]
+    assert all((values == 0).all() for values in trained)
+
+
+def test_a_solution_is_another_rollouts(make_learner: MakeLearner) -> None:
+    rollouts = [two_rows() for _ in range(3)]
+    rollouts[1].rewards["solved"] = 1.0
+    asks: list[tuple[int, list[int]]] = []
+
+    def tell(rollout: Rollout, group: Sequence[Rollout]) -> str:
+        asks.append((rollouts.index(rollout), [rollouts.index(r) for r in group]))
+        return "right" if rollout is not rollouts[1] else ""
+
+    teacher = TeacherConfig(feedback="solutions")
+    learner = make_learner(teacher=taught(teacher, prompt=asked, tell=tell))
+    groups = [Group(task=TASK, rollouts=rollouts)]
+    said = learner.step(plan_updates(groups, config_of(ALONE, teacher), step=0))
+    assert asks == [(i, [0, 1, 2]) for i in range(3)]
+    assert [r.teacher_logprobs is not None for r in rollouts] == [True, False, True]
+    assert said["teacher_terms"] == 10
+    assert said["teacher_tokens"] < 2 * 17, "two that read the same share it"
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.75])
+def test_the_average_follows_each_update_and_is_resumed(
+    make_learner: MakeLearner, groups: list[Group], tmp_path: Path, decay: float
+) -> None:
+    for rollout in (r for g in groups for r in g.rollouts):
+        rollout.feedback = ["x"]
+
+    def prompt(task: Task, text: str) -> Int32:
+        return np.arange(3, 20, dtype=np.int32) % VOCAB
+
+    teacher = TeacherConfig(feedback="errors", decay=decay)
+    given = taught(teacher, prompt=prompt, temperature=TEMPERATURE)
+    loss = LossConfig(num_mini_batches=2)
+    config = run_config(loss).model_copy(update={"teacher": teacher})
+    learner = make_learner(loss, teacher=given)
+    first = [p.detach().clone() for p in learner.policy.trained]
+    kept = []
+    for step in range(2):
+        learner.step(plan_updates(groups, config, step=step))
+        kept.append([p.detach().clone() for p in learner.policy.trained])
+    assert learner._teacher is not None
+    average: list[Any] = learner._teacher.beside.state() if learner._teacher.beside else []
+    assert bool(average) == (decay > 0)
+    if decay:
+        far = [(a - b).abs().max() for a, b in zip(average, kept[-1], strict=True)]
+        near = [(a - b).abs().max() for a, b in zip(average, first, strict=True)]
+        assert min(far) > 0
+        assert min(near) > 0
+    learner.save_state(tmp_path / "state.pt")
+    resumed = make_learner(loss, teacher=given)
+    with torch.no_grad():
+        for p, saved in zip(resumed.policy.trained, kept[-1], strict=True):
+            p.copy_(saved)
+    resumed.load_state(tmp_path / "state.pt")
+    both: list[Any] = []
+    for each in (learner, resumed):
+        each.step(plan_updates(groups, config, step=2))
+        both.append([r.teacher_logprobs for g in groups for r in g.rollouts])
+        both.append([p.detach().clone() for p in each.policy.trained])
+    for ours, theirs in zip(both[0], both[2], strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a is None and b is None) or np.array_equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(both[1], both[3], strict=True))
+
+
+def test_weight_0_is_a_run_without_a_teacher_to_the_bit(
+    make_learner: MakeLearner, groups: list[Group]
+) -> None:
+    groups[1].rollouts[0].advantage = 0.0  # left out, where no teacher scores it
+    found = []
+    for teacher in (TeacherConfig(), TeacherConfig(model="gone", weight=0.0)):
+        config = run_config(LossConfig()).model_copy(update={"teacher": teacher})
+        learner = make_learner()
+        said = [learner.step(plan_updates(groups, config, step=step)) for step in range(2)]
+        for numbers in said:
+            del numbers["seconds"]
+        found.append((said, [p.detach().clone() for p in learner.policy.trained]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_where_nobody_is_told_anything_a_step_learns_from_rewards(
+    make_learner: MakeLearner, groups: list[Group]
+) -> None:
+    teacher = CRITIC.model_copy(update={"weight": 0.5})
+    learner = make_learner(teacher=taught(teacher, prompt=asked))
+    said = learner.step(plan_updates(groups, config_of(LossConfig(), teacher), step=0))
+    assert said["teacher_terms"] == 0
+    for rollout in (r for g in groups for r in g.rollouts):
+        found = [a for a in rollout.token_advantages or () if a is not None]
+        assert np.allclose(np.concatenate(found), 0.5 * rollout.advantage)

@@ -1,0 +1,185 @@
+"""What a teacher is told, and what it is never told: what grading hides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentgrpo.actions import Observation
+from agentgrpo.agents.code import CodeAgent
+from agentgrpo.agents.program import ProgramAgent
+from agentgrpo.config import TrainConfig
+from agentgrpo.envs.graded import UnitTestEnv
+from agentgrpo.machine.footprint import footprint
+from agentgrpo.models.models import teacher_model
+from agentgrpo.rollout.observe import prompt_of
+from agentgrpo.sandbox import SandboxPool
+from agentgrpo.setup.teaching import teacher_of
+from agentgrpo.types import Rollout
+from agentgrpo.usercode import user_call
+from tests.given import a_config, scored_by
+from tests.playing import CHAT, EOT, TOKENIZER, play, task
+from tests.tiny import make_tokenizer
+
+SECRET = "marigold"
+END = f"{EOT}\n<|im_start|>assistant\n"
+
+
+def at(agent: Any) -> Any:
+    """Of a RunSetup what is read here."""
+    reward = scored_by(lambda rollout: {})
+    reward._decode = lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True)
+    return SimpleNamespace(agent=agent, chat=CHAT, reward=reward, user_sampler=None, teacher=None)
+
+
+def read(config: TrainConfig, agent: Any, group: list[Rollout]) -> list[list[str]]:
+    """The prompts that the teacher of a config reads of each rollout of a group."""
+    policy: Any = SimpleNamespace(scorer=None, trained=[])
+    make = teacher_of(config, at(agent))
+    assert make is not None
+    update: Any = SimpleNamespace(rollouts=group, played=group)
+    read: list[list[str]] = [[] for _ in group]
+    for rollout, own in make(policy)._read(update):
+        read[group.index(own)].append(TOKENIZER.decode(rollout.rows[0][0].token_ids))
+    return read
+
+
+class World:
+    """Code fails while it says so; the end says what was wrong with the answer."""
+
+    judges = True
+    feedback = "no<|im_end|>"
+
+    def reset(self, given: Any) -> World:
+        return self
+
+    def step(self, action: Any) -> Observation:
+        return Observation(f"said {action.code}", failed="bad" in action.code)
+
+    def finish(self, answer: str | None) -> dict[str, float]:
+        return {"solved": float(answer == "Answer: 42")}
+
+    def close(self) -> None: ...
+
+
+def test_each_turn_is_told_what_was_wrong_with_it_and_later() -> None:
+    env: Any = World()
+    agent: Any = CodeAgent(env=env, answer_prefix="")
+    turns = ("<code>bad 1</code>", "<code>fine</code>", "<code>bad 2</code>", f"41{EOT}")
+    rollout = play(agent, env, *turns)
+    assert rollout.feedback == ["said bad 1", "", "said bad 2", "no<|im_end|>"]
+    (prompts,) = read(a_config("teacher.feedback=errors"), agent, [rollout])
+    plain = TOKENIZER.decode(prompt_of(agent, CHAT, task(), functools.partial(user_call))[0])
+    told = ["said bad 1\nsaid bad 2\nno", "said bad 2\nno", "no"]
+    for prompt, text in zip(prompts, told, strict=True):
+        more = f"\nThe following is feedback from your unsuccessful earlier attempt:\n\n{text}"
+        begin, end = (
+            plain.removesuffix(END) + more,
+            f"Correctly solve the original question.\n{END}",
+        )
+        assert prompt.startswith(begin)
+        assert prompt.endswith(end)
+        assert list(CHAT.tokenizer(prompt).input_ids) != []
+
+
+def own(view: Any) -> str | None:
+    """A function of a user's, which may tell what is hidden."""
+    return f"it is {view.task.spec['answer']}" if view.answer != "42" else None
+
+
+def test_a_solution_is_shown_to_the_others_and_a_function_says_what_it_likes() -> None:
+    env: Any = World()
+    agent: Any = CodeAgent(env=env, answer_prefix="")
+    one = task(answer=SECRET)
+    group = [play(agent, env, f"{said}{EOT}", given=one) for said in ("41", "42", "43")]
+    group[1].rewards = {"solved": 1.0}
+    for rollout in group:
+        rollout.task = one
+    solutions = read(a_config("teacher.feedback=solutions"), agent, group)
+    assert [len(prompts) for prompts in solutions] == [1, 0, 1]
+    assert "\nCorrect solution:\n\n42\n\n" in solutions[0][0]
+    told = read(a_config(f"teacher.feedback={__name__}:own"), agent, group)
+    assert [[f"it is {SECRET}" in prompt for prompt in prompts] for prompts in told] == [
+        [True], [], [True],
+    ]  # fmt: skip
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize(
+    ("spec", "answer", "said"),
+    [
+        ({"tests": f"assert f(2) == 4, '{SECRET}'"}, "def f(x): return 5", "AssertionError"),
+        ({"tests": f"assert f('{SECRET}')"}, "def f(x): return {}[x]", "KeyError"),
+        ({"tests": f"raise ValueError('{SECRET}')\nf"}, "f = 1", "ValueError"),
+        ({"tests": f"f('{SECRET}')"}, "def f(x):\n  while 1: pass", "nothing, or something else"),
+        ({"tests": f"assert f() == '{SECRET}'"}, "def g(): pass\nh()", "'h' is not defined"),
+        ({"cases": [[SECRET, "1"]]}, "raise KeyError(input())", "KeyError"),
+        ({"cases": [["1", SECRET]]}, "print(1)", "nothing, or something else"),
+        ({"cases": [["", SECRET], ["", "1"]]}, "print(1)", "1 of 2 hidden tests fail"),
+        ({"tests": f"assert f() == '{SECRET}'"}, "", "there is no answer"),
+    ],
+)
+def test_what_grading_hides_is_not_told(
+    pool: SandboxPool, spec: Any, answer: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentgrpo.envs.graded.TESTS_TIMEOUT_S", 0.5)
+    env: Any = UnitTestEnv(pool, 2.0)
+    agent: Any = CodeAgent(env=env, answer_prefix="")
+    rollout = play(agent, env, f"{answer}{EOT}", given=task(**spec))
+    env.close()
+    (prompts,) = read(a_config("teacher.feedback=errors"), agent, [rollout])
+    assert said in prompts[0]
+    assert SECRET not in prompts[0]
+    assert SECRET not in "".join(rollout.feedback)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["teacher.model=m", "teacher.feedback=errors"], "only one"),
+        (["teacher.feedback=error"], "expected errors, solutions or module:function, got 'error'"),
+        (["teacher.decay=0.5"], r"teacher\.decay: 0\.5 does nothing without teacher\.feedback"),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        a_config(*settings)
+
+
+def test_a_teacher_has_the_policys_tokenizer_or_is_not_there(tmp_path: Path) -> None:
+    say: Callable[[str], None] = lambda line: None  # noqa: E731
+    make_tokenizer(merges=[("a", "b")]).save_pretrained(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text('{"model_type": "qwen3"}')
+    config = a_config(f"teacher.model={tmp_path}")
+    with pytest.raises(ValueError, match=r"teacher\.model .* has the id 259 for 'ab', .* None"):
+        teacher_model(config, CHAT, say)
+    for nobody in (a_config(), a_config("teacher.model=gone", "teacher.weight=0")):
+        assert teacher_model(nobody, CHAT, say) is None
+        assert teacher_of(nobody, at(None)) is None
+
+
+def test_a_program_has_no_prompt_to_read() -> None:
+    program = object.__new__(ProgramAgent)
+    with pytest.raises(ValueError, match=r"teacher\.feedback: 'errors' needs an agent"):
+        teacher_of(a_config("teacher.feedback=errors"), at(program))
+    assert teacher_of(a_config("teacher.model=m"), at(program)) is not None
+
+
+def test_what_it_holds_is_counted() -> None:
+    shapes = {"model.layers.0.a.weight": (10, 10), "head.weight": (100, 10)}
+    sizes = {
+        name: footprint(a_config(*given), shapes, cuda=False, teacher=other).copies
+        for name, given, other in [
+            ("nobody", ["teacher.feedback=errors"], {}),
+            ("average", ["teacher.feedback=errors", "teacher.decay=0.9"], {}),
+            ("model", ["teacher.model=m"], {"x": (7, 100)}),
+            ("off", ["teacher.model=m", "teacher.weight=0"], {"x": (7, 100)}),
+        ]
+    }
+    assert sizes == {"nobody": 0, "average": 4400, "model": 2800, "off": 0}
