@@ -217,7 +217,7 @@ def draw(name: str, seeds: Mapping[int, Mapping[str, Any]], path: Path) -> None:
     for label, steps, shares, colour in lines:
         axis.plot(steps, shares.mean(0), "o-", color=colour, markersize=3, label=label)
         axis.fill_between(steps, shares.min(0), shares.max(0), color=colour, alpha=0.25, lw=0)
-    axis.set(ylim=(0, 1.02), xlabel="step", title=f"{name}: share solved, {len(runs)} seeds")
+    axis.set(ylim=(0, 1.02), xlabel="step", title=f"{name}: share solved, seeds: {len(runs)}")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False)
     figure.tight_layout()
