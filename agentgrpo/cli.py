@@ -25,7 +25,10 @@ COMMANDS = {
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
     ),
-    "doctor": ("agentgrpo.machine.doctor", "can this machine train, and what to change if not"),
+    "doctor": (
+        "agentgrpo.machine.doctor",
+        "can this machine train; with a run's folder: why does it not learn",
+    ),
 }
 """Word: module with main(arguments) -> exit status, and what it does."""
 
@@ -84,8 +87,11 @@ def _main(arguments: list[str] | None) -> int:
         return 2
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:function` in a config
+    module = COMMANDS[word][0]
+    if word == "doctor" and any(not argument.startswith("-") for argument in rest):
+        module = "agentgrpo.diagnosis.doctor"  # of a run; the other needs no package
     try:
-        return int(importlib.import_module(COMMANDS[word][0]).main(rest))
+        return int(importlib.import_module(module).main(rest))
     except ImportError as error:
         from agentgrpo.extras import install_hint
 

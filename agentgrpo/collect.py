@@ -54,8 +54,12 @@ def _rounds(config: TrainConfig, parts: Parts, step: int) -> Iterator[Round]:
 
 
 def _live(groups: Sequence[Group], config: TrainConfig) -> int:
-    """Groups with a gradient, after the advantages of all of them were set."""
+    """Groups with a gradient, after the advantages of all of them were set; a teacher has one for
+    all that was sampled.
+    """
     assign_advantages(groups, config.credited)
+    if config.teacher.teaches:
+        return sum(any(r.scored and r.num_sampled for r in group.rollouts) for group in groups)
     return sum(map(has_gradient, groups))
 
 

@@ -11,7 +11,6 @@ definition (learn.batch.PackedBatch), all else is computed from definitions of i
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from agentgrpo.again import play_again
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import validate
@@ -47,7 +47,9 @@ from agentgrpo.proof.status import status_faults, treatment_faults
 from agentgrpo.proof.tokens import gaps_of, rollout_faults
 from agentgrpo.rewards.rewards import Reward
 from agentgrpo.run.checkpoint import SAVED
+from agentgrpo.run.interrupt import interruptible
 from agentgrpo.run.records import read_rollout
+from agentgrpo.setup.command import report_errors
 from agentgrpo.setup.registry import judges, make_reward
 from agentgrpo.types import (
     Float32,
@@ -546,12 +548,16 @@ def main(arguments: Sequence[str]) -> int:
     """Verify the run that the arguments name; returns the exit status."""
     parser = parser_of("verify", __doc__)
     parser.add_argument("run", type=Path, help="a run's folder (out_dir)")
+    parser.add_argument(
+        "--again", nargs="?", const="", metavar="STEPS",
+        help="then play and learn steps again (7, or 7-9; else all since the newest checkpoint)",
+    )  # fmt: skip
     args = parser.parse_args(arguments)
-    try:
-        return _print_report(verify_run(args.run))
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+    with interruptible(), report_errors() as outcome:
+        outcome.status = _print_report(verify_run(args.run))
+        if args.again is not None and not outcome.status:
+            outcome.status = play_again(args.run, args.again)
+    return outcome.status
 
 
 def _print_report(report: Report) -> int:

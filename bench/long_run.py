@@ -2,7 +2,8 @@
 
     python -m bench.long_run [section.key=value ...] [--config quickstart] [--steps 200] [--no-rows]
 
-Trains in a folder that is removed. Rows are of the steps after the 20th; their notes say how the
+`--config tiny`: the tests' model of two layers and 64 rollouts a step, some seconds each. Trains in
+a folder that is removed. Rows are of the steps after the 20th; their notes say how the
 first ten of these compare with the last ten. `in_use` is what glibc counts as not freed, over all
 its arenas; the rest of the resident memory is code, the KV cache and what was mapped for itself.
 """
@@ -17,15 +18,42 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from agentgrpo import Callback, Trainer
 from agentgrpo.config.read import load_config
 from agentgrpo.machine.memory import rss_bytes
+from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.run.atomic import write_lines
 from agentgrpo.types import Metrics
 from bench.harness import append_row, measured_commit
 
 WARM = 20
+TINY = """
+model = "{folder}/agent"
+out_dir = "o"
+steps = 4
+save_every = 50
+eval_every = 5
+[agent.options]
+system_prompt = "S"
+[rollout]
+tasks_per_step = 8
+group_size = 8
+max_turns = 2
+max_turn_tokens = 24
+refill_below = 2
+[engine]
+max_model_len = 192
+kv_cache_gib = 0.0625
+[data]
+train = "{folder}/train.jsonl"
+heldout = "{folder}/heldout.jsonl"
+num_heldout = 4
+[learner]
+learning_rate = 1e-4
+"""
 UNITS = {"rss": "GiB", "in_use": "GiB", "step": "s", "files": "descriptors"}
 
 
@@ -66,6 +94,18 @@ class Watch(Callback):
             print(step, *(f"{name} {number:.3f}" for name, number in numbers.items()), flush=True)
 
 
+def tiny_config(folder: Path) -> Path:
+    """A model that adds small numbers by code, its tasks and its config."""
+    from tests import tiny
+
+    tiny.make_agent_dir(folder / "agent", tied=False)
+    for name, count, seed in (("train", 200, 0), ("heldout", 4, 1)):
+        write_lines(folder / f"{name}.jsonl", tiny.sums(count, seed=seed))
+    config = folder / "tiny.toml"
+    config.write_text(TINY.format(folder=folder))
+    return config
+
+
 def main(arguments: Sequence[str]) -> None:
     """Train, print and append the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -76,10 +116,12 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_intermixed_args(arguments)
     if not args.no_rows:
         measured_commit()
+    prepare_environment()
     with tempfile.TemporaryDirectory() as folder:
-        own = [f"steps={args.steps}", f"out_dir={folder}"]
+        chosen = tiny_config(Path(folder)) if args.config == "tiny" else args.config
+        own = [f"steps={args.steps}", f"out_dir={folder}/run"]
         watch = Watch()
-        with Trainer(load_config(args.config, [*args.overrides, *own]), callbacks=watch) as trainer:
+        with Trainer(load_config(chosen, [*args.overrides, *own]), callbacks=watch) as trainer:
             trainer.train()
     for name, values in watch.seen.items():
         later = values[WARM:]
@@ -90,7 +132,7 @@ def main(arguments: Sequence[str]) -> None:
             continue
         append_row(
             "long_run", f"{args.config}_{name}", later, unit=UNITS[name],
-            shape={"steps": args.steps}, note=f"{note} {' '.join(args.overrides)}",
+            shape={"steps": len(values)}, note=f"{note} {' '.join(args.overrides)}",
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ both() { # ROW PREFIX...: what goes before each command
     row=$1; shift
     for target in quickstart $SECOND; do
         log=$WORK/$row-$target.log start=$(date +%s)
-        ( cd "$CLONE" && exec "$@" env -i PATH=/usr/bin:/bin HOME="$HOUSE" LANG=C.UTF-8 PIP_CONFIG_FILE=/dev/null $MORE \
+        ( cd "$CLONE" && "$@" env -i PATH=/usr/bin:/bin HOME="$HOUSE" LANG=C.UTF-8 PIP_CONFIG_FILE=/dev/null $MORE \
             make PYTHON="$PYTHON" VENV="$VENV" ARGS="out_dir=$WORK/runs/$row $QUICK" $target ) > "$log" 2>&1
         status=$?
         echo "$row: make $target: status $status, $(( $(date +%s) - start )) s: $(grep -E \

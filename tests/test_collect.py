@@ -214,6 +214,11 @@ def test_more_tasks_begin_while_the_slow_group_plays(monkeypatch: pytest.MonkeyP
     assert (stream.drawn, metrics["groups"], metrics["live_groups"]) == (6, 6, 4)
 
 
+def test_with_a_teacher_all_that_was_sampled_has_a_gradient() -> None:
+    _, metrics, _, stream = collected(live_for(), *REFILL, "teacher.feedback=errors")
+    assert (stream.drawn, metrics["live_groups"]) == (3, 3)
+
+
 @pytest.mark.parametrize(
     ("live", "rounds"),
     [("t0 t1 t2", 1), ("t1 t2", 3), ("", 3), ("t0 t3 t4", 2), ("t1 t3 t8", 3), ("t7 t8", 3)],

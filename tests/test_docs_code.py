@@ -82,7 +82,7 @@ def test_code_calls_a_function_of_the_host(code: str) -> None:
     code = code.replace("    sandbox.run_code", "    said = sandbox.run_code")
     names: dict[str, Any] = {"Sandbox": Sandbox}
     exec(code, names)
-    assert names["said"] == repr(("otters: " + "web " * 99)[:200])
+    assert names["said"] == ("otters: " + "web " * 99)[:200]
 
 
 @of_page("docs/sandbox.md", after="Code written for E2B")

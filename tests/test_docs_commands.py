@@ -62,6 +62,10 @@ ELSEWHERE = {
         "tests/end_to_end/test_run.py",
         '"-m", "agentgrpo.train", str(config)',
     ),
+    "agentgrpo verify RUN --again": (
+        "tests/end_to_end/test_run.py",
+        '"verify", str(run), "--again"',
+    ),
     "agentgrpo sandbox selftest": (
         "tests/sandbox/test_nobody.py",
         '"agentgrpo.sandbox", "selftest"',
@@ -89,6 +93,8 @@ SAYS = {
     "agentgrpo push RUN me/model --dry-run": r"step_0000\d\d as me/model(?s:.*)nothing was sent",
     "agentgrpo verify runs/quickstart": "0 faults in",
     "agentgrpo verify RUN": "0 faults in",
+    "agentgrpo doctor runs/quickstart": "of 12 steps",
+    "agentgrpo doctor runs/letters": "of 8 steps",
     "agentgrpo sandbox doctor": "ok   zygote",
     "agentgrpo train letters.toml --dry-run": "301 training tasks, 64 held out",
 }

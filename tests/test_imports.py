@@ -70,6 +70,7 @@ WINGS = {
     "audit": "types engine proof",
     "data": "types files extras usercode config run envs",
     "view": "types files config run models",
+    "diagnosis": "types files config run measures view",
 }
 """Wing: the wings that it may import, besides itself. What is not named may import all above it."""
 TOP = [
@@ -78,9 +79,10 @@ TOP = [
         "push",
         "evaluate",
         "collect",
-        "verify",
         "loop",
         "trainer",
+        "again",
+        "verify",
         "train",
     ),
     *("recipe", "examples", "init", "testing", "__main__"),

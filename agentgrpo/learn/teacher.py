@@ -40,15 +40,8 @@ Tell = Callable[[Rollout, Sequence[Rollout]], str]
 
 
 class Teacher:
-    """Scores what the policy sampled.
-
-    Args:
-        config: teacher.model or teacher.feedback is set.
-        policy: that is taught.
-        source: directory or name of the other model.
-        prompt, tell: with feedback; `tell` but for `errors`, which the rollouts hold.
-        temperature: of the rollouts.
-        max_tokens: of one forward pass.
+    """Scores what the policy sampled: another model, `source`; or the policy behind other prompts,
+    which say what `tell` does, or without it the rollouts' own feedback.
     """
 
     def __init__(
@@ -59,6 +52,9 @@ class Teacher:
         self._config, self._prompt, self._tell = config, prompt, tell
         self._temperature, self._max_tokens = temperature, max_tokens
         self._policy = policy
+        self._left_out = 0
+        """Turns that it had something to read for, and was not given: too long with it, or in a row
+        that does not begin with the prompt."""
         self.beside = Reference(policy, source) if source or config.decay else None
         """Its weights, where they are not the policy's."""
 
@@ -69,7 +65,7 @@ class Teacher:
         Raises:
             FloatingPointError: it gave a token no probability that is a number.
         """
-        started = time.perf_counter()
+        started, self._left_out = time.perf_counter(), 0
         scorer = (self.beside and self.beside.scorer) or self._policy.scorer
         score = self.beside or (lambda batch, temperature: scorer(batch, temperature).logp_N)
         pairs = [pair for update in updates for pair in self._read(update)]
@@ -93,6 +89,7 @@ class Teacher:
         return {
             "teacher_tokens": float(sum(batch.num_tokens for batch in reading.batches)),
             "teacher_terms": float(sum(batch.num_terms for batch in reading.batches)),
+            "teacher_left_out": float(self._left_out),
             "teacher_s": time.perf_counter() - started,
         }
 
@@ -127,7 +124,10 @@ class Teacher:
                 assert self._prompt is not None
                 read = _behind(self._prompt(own.task, text), rollout, segments)
                 if max(sum(len(s.token_ids) for s in row) for row in read.rows) <= self._max_tokens:
+                    self._left_out += len(segments) - sum(s.sampled for s in read.all_segments)
                     yield read, own
+                else:
+                    self._left_out += len(segments)
 
     def _texts(self, rollout: Rollout, group: Sequence[Rollout]) -> Mapping[str, set[int]]:
         """What it is told, and of which segments' tokens: not what was read before them."""

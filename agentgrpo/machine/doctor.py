@@ -1,6 +1,7 @@
 """Can this machine train, and what has to change if not: packages, device, memory, sandbox.
 
-Ends with status 1 if something essential is missing.
+Ends with status 1 if something essential is missing. With a run's folder, `agentgrpo doctor RUN`
+says what keeps that run from learning.
 """
 
 from __future__ import annotations

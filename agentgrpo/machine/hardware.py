@@ -48,6 +48,14 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def processor() -> dict[str, str]:
+    """What decides how this machine rounds: its processor, and the vector units of it."""
+    lines = (line.partition(":") for line in lines_of("/proc/cpuinfo"))
+    about = {name.strip(): value.split() for name, _, value in lines}
+    units = [flag for flag in about.get("flags", []) if flag.startswith(("avx", "amx", "fma"))]
+    return {"processor": " ".join(about.get("model name", ["?"])), "units": " ".join(units)}
+
+
 def memory_bytes() -> tuple[int, int]:
     """Memory that this process may use: all of it, and what is available now.
 

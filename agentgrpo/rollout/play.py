@@ -490,7 +490,8 @@ class Play:
         live.took("finish_s")
         rollout = live.rollout
         rollout.environment = getattr(live.episode, "environment", None)
-        note(rollout, str(getattr(live.episode, "feedback", "")))
+        if isinstance(said := getattr(live.episode, "feedback", ""), str):
+            note(rollout, said)
         for name, value in rewards.items():
             rollout.rewards[name] = rollout.rewards.get(name, 0.0) + value
         self._record(index, rollout)

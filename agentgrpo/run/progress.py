@@ -113,6 +113,10 @@ class Progress:
         if len(self._solved) > 1:
             (first, before), *_, (last, after) = self._solved.items()
             self.say(f"held-out solved: {before:.3f} after {first} steps, {after:.3f} after {last}")
+            if after <= before:
+                self.say(
+                    f"it did not rise; what the records say of that: {command()} doctor {out_dir}"
+                )
         self.say(f"done. Everything is in {out_dir.resolve()}:")
         for name, what in {
             "run.json": "resolved config, what was chosen, versions",

@@ -32,7 +32,7 @@ from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
-from agentgrpo.sandbox.templates import build_template, find_template, remove_template
+from agentgrpo.sandbox.templates import build_template, find_template
 
 __all__ = [
     "AsyncSandbox",
@@ -70,5 +70,4 @@ __all__ = [
     "TimeoutException",
     "build_template",
     "find_template",
-    "remove_template",
 ]

@@ -15,7 +15,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Never, Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 from agentgrpo.sandbox.boundary import ProcessBound, public
@@ -50,6 +50,9 @@ DEFAULT_TIMEOUT_S = 300.0
 MIB = 1 << 20
 OnOutput = Callable[[OutputMessage], object]
 
+CLOUD = ("create_snapshot", "pause", "beta_pause", "resume", "get_host", "get_metrics", "pty",
+         "upload_url", "download_url")  # fmt: skip
+"""What a sandbox of E2B's has besides."""
 DEFAULT_TEMPLATE = "code-interpreter-v1"
 """E2B's name of the one that Sandbox.create() takes."""
 _live: "WeakValueDictionary[str, Sandbox]" = WeakValueDictionary()
@@ -131,18 +134,6 @@ def _pool_for(template: str | Template | None, limits: Limits | None) -> Sandbox
 def not_supported(what: str) -> NotSupportedException:
     """The refusal of something that only E2B's cloud has."""
     return NotSupportedException(f"{what} is not supported by a local sandbox")
-
-
-def _only_in_the_cloud(*names: str) -> "tuple[staticmethod[..., Never], ...]":
-    """Methods that refuse, whether called on the class or on a sandbox."""
-
-    def refusing(name: str) -> "staticmethod[..., Never]":
-        def refuse(*_: object, **__: object) -> Never:
-            raise not_supported(f"{name}()")
-
-        return staticmethod(refuse)
-
-    return tuple(map(refusing, names))
 
 
 @public
@@ -388,15 +379,10 @@ class Sandbox(ProcessBound):
             self.files.close()
             return True
 
-    (create_snapshot,) = _only_in_the_cloud("create_snapshot")
-    pause, beta_pause, resume = _only_in_the_cloud("pause", "beta_pause", "resume")
-    get_host, get_metrics = _only_in_the_cloud("get_host", "get_metrics")
-    upload_url, download_url = _only_in_the_cloud("upload_url", "download_url")
-
-    @property
-    def pty(self) -> Any:
-        """Not supported: sessions have no terminals."""
-        raise not_supported("pty")
+    def __getattr__(self, name: str) -> Any:
+        if name in CLOUD:
+            raise not_supported(name)
+        raise AttributeError(name)
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,6 @@ what the usual failures look like.
 
 import platform
 import resource
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -116,11 +115,6 @@ def _helpful() -> Iterator[Check]:
         f"{soft} (hard limit {hard}): about {max(0, soft - 256) // 9} live sessions",
         "ulimit -n 65536",
     )
-    for name in ("bash", "node"):
-        path = shutil.which(name, path="/usr/local/bin:/usr/bin:/bin")
-        yield Check(
-            name, path is not None, path or "not under /usr", f"install {name} to run its code"
-        )
 
 
 @public

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentgrpo.sandbox.errors import SandboxException
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
-from agentgrpo.sandbox.templates import DATA, has_data
+from agentgrpo.sandbox.templates import DATA, INSTALL, has_data
 
 FORMS = {
     "text/plain": "text", "text/html": "html", "text/markdown": "markdown", "text/latex": "latex",
@@ -163,8 +163,8 @@ def hint_of(message: str) -> str:
     named = re.match(r"No module named '(\w{1,99})", message, re.ASCII)
     if named is None:
         return ""
-    if named[1] in DATA and has_data():
-        return '; remedy: Sandbox.create("data")'
+    if named[1] in DATA:
+        return '; remedy: Sandbox.create("data")' + f", after {INSTALL}" * (not has_data())
     build = "agentgrpo sandbox template build NAME -r REQUIREMENTS"
     return f'; remedy: {build}, then Sandbox.create("NAME")'
 

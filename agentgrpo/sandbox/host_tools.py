@@ -107,13 +107,8 @@ class HostTool:
     """
 
     def __init__(self, function: Function) -> None:
-        try:
-            import pydantic  # takes a while, and most sessions have no host tools
-        except ModuleNotFoundError as error:
-            raise InvalidArgumentException(
-                "host_tools: the package pydantic, which checks their arguments, is not installed; "
-                "remedy: pip install pydantic"
-            ) from error
+        import pydantic  # takes a while, and most sessions have no host tools
+
         own: Any = function
         while isinstance(own, partial):
             own = own.func

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -175,11 +174,3 @@ def _install(requirements: Path, site: Path) -> None:
     )
     if done.returncode != 0:
         raise SandboxException(f"pip could not install {requirements}:\n{done.stderr[-4000:]}")
-
-
-@public
-def remove_template(name: str) -> None:
-    """Delete a built template."""
-    if name in BUILT_IN or not (directory() / name / "manifest.json").is_file():
-        raise NotFoundException(f"no template {name!r} was built")
-    shutil.rmtree(directory() / name)

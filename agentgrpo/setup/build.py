@@ -16,6 +16,7 @@ from agentgrpo.engine.agreement import Probes, probe_prompts
 from agentgrpo.extras import install_hint
 from agentgrpo.learn.losses import objective_of
 from agentgrpo.machine.footprint import room_checks
+from agentgrpo.machine.hardware import processor
 from agentgrpo.machine.memory import explained
 from agentgrpo.machine.packages import installed, require
 from agentgrpo.models.models import named_base, resolve_model
@@ -268,6 +269,7 @@ def _with_learner(
         learner=chosen,
         vocab_size=learner.policy.vocab_size,
         versions=installed(),
+        machine=processor(),
     )
     if tried is not None:
         log.write(learner.step_count, preflight=tried)

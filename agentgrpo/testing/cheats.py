@@ -254,7 +254,7 @@ def _play(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task], cheat: Ch
     played = [r for group in groups for r in group.rollouts if r.status is not Status.INFRA_ERROR]
     expected = Counter(str(task.spec["answer"]) for task in tasks if "answer" in task.spec)
     answers = {rollout.answer for rollout in played}
-    constant = len(answers) == 1 and None not in answers
+    constant = len(answers) == 1 and answers != {None}
     return Seen(
         solved=fmean(bool(rollout.solved) for rollout in played),
         reward=fmean(rollout.reward for rollout in played),

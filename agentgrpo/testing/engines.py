@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo.config import TrainConfig
+from agentgrpo.machine.hardware import has_nvidia_gpu
 from agentgrpo.setup.build import Parts, Player, build, sampler_on, start_engine
 from agentgrpo.setup.stage import RunSetup
 from agentgrpo.trainer import Trainer
@@ -35,7 +36,8 @@ class Engines:
         if config.engine.tensor_parallel_size > 1 or lora or setup.adapter is not None:
             self.close()
             return start_engine(config, setup, trained=trained)
-        key = (setup.model, config.engine, config.seed)
+        device = "cuda" if has_nvidia_gpu() else "cpu"
+        key = (setup.model, config.on(device).engine, config.seed)
         if self._player is None or key != self._key:
             self.close()
             self._player = start_engine(config, setup, trained=trained)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of
-from agentgrpo.run.atomic import read_lines
-from agentgrpo.run.checkpoint import newest
+from agentgrpo.run.parting import parting, weights
 from agentgrpo.testing.engines import trainer_of
 
-CLOCKS = ("_s", "seconds", "timings", "_asleep", "_awake", "_before_sleep")
-"""How names end of what no two runs agree on: times, and the memory of the machine."""
 HELDOUT = 8
 """Tasks that are enough to hold evaluations to it."""
 
@@ -33,7 +28,7 @@ def assert_repeats(config: str | Path | TrainConfig, *, steps: int = 2, **settin
         settings: what is to differ from the config, by section.
 
     Raises:
-        AssertionError: names the file, the row and the key where the second run differs.
+        AssertionError: names the step, rollout, turn and token where the second run differs.
         As Trainer.
     """
     made = config_of(config, settings)
@@ -48,34 +43,7 @@ def assert_repeats(config: str | Path | TrainConfig, *, steps: int = 2, **settin
         for run in runs:
             with trainer_of(config_of(made, {**given, "out_dir": str(run)})) as trainer:
                 trainer.train()
-        for name in ("rollouts.jsonl", "metrics.jsonl"):
-            first, second = (read_lines(run / name) for run in runs)
-            assert len(first) == len(second), f"{name}: {len(first)} rows, then {len(second)}"
-            for number, pair in enumerate(zip(first, second, strict=True), start=1):
-                where = next(_different(*pair, ""), None)
-                assert where is None, f"{name}, line {number}: {where}"
-        hashes = [_weights(run) for run in runs]
+        parted = parting(*runs, until=steps + 1)
+        assert parted is None, f"the second run is another one from here on: {parted}"
+        hashes = [weights(run) for run in runs]
         assert hashes[0] == hashes[1], "the trained weights differ, and what was played does not"
-
-
-def _different(a: Any, b: Any, key: str) -> Iterator[str]:
-    """Where two values of JSON differ, the first first."""
-    if key.endswith(CLOCKS) or key.endswith("_hash"):
-        return
-    if isinstance(a, dict) and isinstance(b, dict):
-        for name in dict.fromkeys([*a, *b]):
-            yield from _different(a.get(name), b.get(name), f"{key}.{name}".lstrip("."))
-    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        for place, (x, y) in enumerate(zip(a, b, strict=True)):
-            yield from _different(x, y, f"{key}[{place}]")
-    elif a != b and not (a != a and b != b):
-        yield f"{key} is {a!r:.200}, then {b!r:.200}"
-
-
-def _weights(run: Path) -> str:
-    folder = newest(run)
-    assert folder is not None
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.files import not_found, require_output
+from agentgrpo.run.parting import described, parting
 from agentgrpo.view.collect import read_run
 from agentgrpo.view.page import make_page
 
@@ -62,4 +63,8 @@ def main(arguments: list[str]) -> int:
     print(  # noqa: T201
         f"{output}: {played:,} rollouts, {len(page) / 2**20:.1f} MiB. Open it in a browser"
     )
+    if len(args.runs) == 2 and all((run / "run.json").is_file() for run in args.runs):
+        for line in described(*args.runs):
+            print(f"differs: {line}")  # noqa: T201
+        print(f"they part at {parting(*args.runs) or 'no line that both have'}")  # noqa: T201
     return 0

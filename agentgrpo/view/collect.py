@@ -102,7 +102,7 @@ def read_run(folder: Path, name: str | None = None, *, rollouts: bool = True) ->
         "facts": flatten({k: v for k, v in described.items() if k != "config"}),
         "metrics": metrics_rows,
     }
-    tokenizer = find_tokenizer(_tokenizer_places(folder, described))
+    tokenizer = find_tokenizer(tokenizer_places(folder, described))
     return columns.data(name or folder.resolve().name, facts, Vocabulary(tokenizer))
 
 
@@ -234,7 +234,7 @@ def _described(path: Path) -> dict[str, Any]:
     return read_table(path)
 
 
-def _tokenizer_places(folder: Path, described: dict[str, Any]) -> list[Path]:
+def tokenizer_places(folder: Path, described: dict[str, Any]) -> list[Path]:
     """Where the run's tokenizer may be: its checkpoints first, they travel with it."""
     checkpoints = sorted((folder / "checkpoints").glob("step_*"), reverse=True)
     return [*checkpoints, *([Path(described["model"])] if "model" in described else [])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from agentgrpo.types import Rollout
 from agentgrpo.view.collect import STREAMS, read_run
 from tests import tiny
 from tests.given import TASK
+from tests.proof.recorded import Files
 from tests.warm import ROOT, Command, environment
 
 STEPS = 4
@@ -189,6 +191,26 @@ class TestWholeRun:
     ) -> None:
         assert verify.main([str(whole_run[0])]) == 0, capsys.readouterr().out
         assert "0 faults in" in capsys.readouterr().out
+
+    def test_steps_played_again_are_the_same_and_a_forged_record_is_not(
+        self, whole_run: tuple[Path, str], tmp_path: Path
+    ) -> None:
+        """What no other number contradicts is changed, and every hash made anew."""
+        run = tmp_path / "run"
+        shutil.copytree(whole_run[0], run)
+        again = ("-m", "agentgrpo", "verify", str(run), "--again")
+        status, out, err = finish(Command(*again))
+        assert (status, err) == (0, "")
+        assert re.search(
+            rf"steps {STEPS} to {STEPS} again: \d+ rollouts, 1 checkpoints, bit-eq", out
+        )
+        files = Files.of(run)
+        files.rollouts[-1]["segments"][1]["logprobs"][0] -= 0.001
+        files.write(run, forged=True)
+        assert verify.verify_run(run).faults == []
+        status, out, _ = finish(Command(*again))
+        assert status == 1
+        assert f"step {STEPS} heldout group 3 rollout 0 turn 0 token 0: its log-prob" in out
 
     def test_they_say_what_the_learner_made_of_every_trained_token(
         self, whole_run: tuple[Path, str]

@@ -26,7 +26,6 @@ from agentgrpo.sandbox import (
     Template,
     build_template,
     find_template,
-    remove_template,
 )
 from agentgrpo.sandbox.commands import CommandHandle, Commands
 from agentgrpo.sandbox.files import Files
@@ -219,7 +218,6 @@ class Fuzz:
             (1, check_tests, lambda: check_tests(pool, code(), a("f(1)", "assert f"), timeout_s=1)),
             (1, check_all, lambda: check_all(pool, code(), a([("x", "y")]), timeout_s=1)),
             (9, find_template, lambda: find_template(a("python"))),
-            (9, remove_template, lambda: remove_template(a("nothing"))),
             (3, build_template, lambda: build_template(a("ü", "a b"), env=env())),
             (9, Limits, lambda: Limits(**{a("steps", "cpus"): a()})),
             (9, Template, lambda: Template(**{a("env", "mounts", "python", "site_dirs"): a()})),

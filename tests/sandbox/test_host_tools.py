@@ -2,7 +2,6 @@
 
 import asyncio
 import datetime
-import sys
 import threading
 from functools import partial, wraps
 from typing import Any, Literal
@@ -68,15 +67,6 @@ def test_a_text_that_is_no_data_has_no_value(text: str) -> None:
 def test_what_cannot_be_offered_is_refused(functions: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentException, match=message):
         HostTools(functions)
-
-
-def test_without_the_package_that_checks_them_it_is_said_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The sandbox alone is installed without it."""
-    monkeypatch.setitem(sys.modules, "pydantic", None)
-    with pytest.raises(InvalidArgumentException, match="remedy: pip install pydantic"):
-        HostTools([add])
 
 
 def test_names_of_python_and_annotations_that_cannot_be_checked_are_refused() -> None:

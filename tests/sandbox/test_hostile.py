@@ -14,6 +14,7 @@ from tests.sandbox import (  # noqa: F401
     attacks_on_calls,
     attacks_on_pools,
     attacks_on_protocol,
+    attacks_on_steps,
     attacks_on_verdicts,
 )
 

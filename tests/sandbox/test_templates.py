@@ -19,7 +19,7 @@ from agentgrpo.sandbox import (
     zygote,
 )
 from agentgrpo.sandbox.__main__ import main
-from agentgrpo.sandbox.templates import build_template, find_template, remove_template
+from agentgrpo.sandbox.templates import build_template, find_template
 
 pytestmark = pytest.mark.nsjail
 
@@ -71,9 +71,8 @@ def test_build_from_requirements_is_reused_until_they_change(tmp_path: Path) -> 
     with Sandbox.create("mine") as sandbox:
         shown = sandbox.run_code("import os, answer; double(answer.ANSWER), os.environ['KEY']")
         assert shown.text == "(84, 'w')"
-    remove_template("mine")
     with pytest.raises(NotFoundException):
-        find_template("mine")
+        find_template("other")
 
 
 def test_failed_build_leaves_the_old_template(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +14,27 @@ import pytest
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.testing import learns
 from agentgrpo.testing.learns import Learned, tail
+from agentgrpo.types import Status, Treatment
 from tests import tiny
+from tests.given import TASK as A_TASK
+from tests.given import a_rollout
 from tests.test_imports import ROOT
 from tests.warm import environment
 
 
 @pytest.mark.parametrize(
     ("least", "count", "share", "expected"),
-    [(0, 0, 0.5, 1.0), (5, 5, 0.5, 1 / 32), (1, 2, 0.5, 0.75), (3, 2, 0.5, 0.0), (2, 2, 0.1, 0.01)],
+    [
+        (0, 0, 0.5, 1.0),
+        (5, 5, 0.5, 1 / 32),
+        (1, 2, 0.5, 0.75),
+        (3, 2, 0.5, 0.0),
+        (2, 2, 0.1, 0.01),
+        (0, 5, 0.0, 1.0),
+        (1, 5, 0.0, 0.0),
+        (5, 5, 1.0, 1.0),
+        (660, 1319, 0.5, 0.5),
+    ],
 )
 def test_the_tail_of_a_binomial(least: int, count: int, share: float, expected: float) -> None:
     assert tail(least, count, share) == pytest.approx(expected)
@@ -45,10 +59,12 @@ def watched(
     watch = learns._Watch(of.get("solved"), 0.01, len(shares) - 1)
     trainer: Any = SimpleNamespace(config=SimpleNamespace(out_dir=Path(), steps=steps))
     for step in range(steps + 1):
+        if stops and step > stops[0] + 1:  # a step is trained after a look that stops the run
+            break
         trainer.stop = lambda step=step: stops.append(step)
         if step:
             watch.on_step_end(trainer, step, {"rollout/live_groups": live[step - 1]})
-        if stops:
+        if stops == [step]:
             break
         if step % every == 0:
             right = shares[step // every]
@@ -56,8 +72,6 @@ def watched(
                 learns, "_heldout", lambda run, at, n=right: {str(i): i < n for i in range(100)}
             )
             watch.on_evaluate(trainer, step, {})
-            if stops:
-                break
     return watch.why, stops[0] if stops else None
 
 
@@ -66,6 +80,7 @@ def watched(
     [
         ([40, 45, 60], [3.0] * 4, None, None, None),  # 20 gained, none lost
         ([40, 60, 60], [3.0] * 4, None, None, 2),  # seen at the first look
+        ([40, 60, 40], [3.0] * 2, None, None, 1),  # and not taken back by the step that follows
         ([40, 60, 60], [3.0] * 4, 0.9, "learned too little", None),
         ([40, 60, 84], [3.0] * 4, 0.9, None, None),  # 84 of 100 is not below 0.9 for certain
         ([40, 40, 45], [3.0] * 4, None, "did not learn", None),  # 5 gained: p = 0.03
@@ -82,6 +97,22 @@ def test_what_is_decided(
     assert (said or "").startswith(why or "")
     assert (said is None) == (why is None)
     assert at == stopped
+
+
+def test_what_timed_out_was_not_solved_and_what_the_machine_broke_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = {"a": Status.COMPLETED, "b": Status.TIMED_OUT, "c": Status.INFRA_ERROR}
+    played = [
+        ({"split": "heldout", "step": 4}, a_rollout(
+            task=replace(A_TASK, id=name), status=status,
+            rewards={"solved": 1.0} if name == "a" else {},
+            treatment=Treatment.TRAIN if name == "a" else Treatment.DROP,
+        ))
+        for name, status in ends.items()
+    ]  # fmt: skip
+    monkeypatch.setattr(learns, "read_rollouts", lambda path: played)
+    assert learns._heldout(Path(), 4) == {"a": True, "b": False}
 
 
 CONFIG = """
@@ -132,7 +163,7 @@ def test_it_repeats_from_the_same_weights():
     assert_repeats("sums.toml", steps=1)
 
 def test_what_does_not_repeat_is_named():
-    with pytest.raises(AssertionError, match="line .*: rewards.answer is"):
+    with pytest.raises(AssertionError, match="train group 0 rollout .: rewards is"):
         assert_repeats("sums.toml", steps=1, reward={"kind": "my_task:of_chance"})
 
 def test_what_pays_nothing_is_hopeless(tmp_path):

@@ -193,11 +193,6 @@ def at_most(limit: int) -> Test:
     return lambda result: int(result.value or 0) <= limit
 
 
-def error(name: str) -> Test:
-    """The code raised that."""
-    return lambda result: result.error is not None and result.error.name == name
-
-
 def refused(attempts: Sequence[str], before: str = "", errors: str = "OSError") -> tuple[str, str]:
     """A step: none of these expressions may have a value, all raise one of errors."""
     return (

@@ -1,0 +1,292 @@
+"""Does `agentgrpo doctor RUN` name what was broken? Real runs with one fault each, and sound ones.
+
+    python -m bench.diagnoses [NAME ...] [--folder DIR]      plays what is not there yet
+    python -m bench.diagnoses --table [--folder DIR]         what the doctor says of what is there
+
+The policy is the tests' tiny model, which plays half of its sums as it should, where not said
+otherwise. A fault counts as named where its finding is the doctor's first or second; a sound run
+where it finds nothing, or only that the run is too short to tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentgrpo.actions import Observation, RunCode
+from agentgrpo.diagnosis import diagnose
+from agentgrpo.envs.base import Episode
+from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.run.atomic import write_lines
+
+HERE = "bench.diagnoses"
+
+
+# -- rewards and worlds that are wrong -------------------------------------------------------------
+
+
+def _right(rollout: Any) -> bool:
+    return str(rollout.answer or "").strip() == str(rollout.task.spec["answer"])
+
+
+def pays_any(rollout: Any) -> dict[str, float]:
+    return {"answer": float(rollout.answer is not None)}
+
+
+def pays_nothing(rollout: Any) -> dict[str, float]:
+    return {"answer": 0.0}
+
+
+def pays_wrong(rollout: Any) -> dict[str, float]:
+    return {"answer": float(rollout.answer is not None and not _right(rollout))}
+
+
+def refuses_right(rollout: Any) -> dict[str, float]:
+    """Expects the answer in another form than it is asked for."""
+    return {"answer": float(str(rollout.answer) == f"{rollout.task.spec['answer']}.0")}
+
+
+def by_chance(rollout: Any) -> dict[str, float]:
+    return {"answer": float(random.random() < 0.5)}
+
+
+def pays_short(rollout: Any) -> dict[str, float]:
+    """More for an answer at once than for a right one."""
+    return {"answer": float(_right(rollout)), "short": -rollout.num_sampled / 8}
+
+
+def fails_often(rollout: Any) -> dict[str, float]:
+    if rollout.num_sampled % 2:
+        raise RuntimeError("the grader's server is away")
+    return {"answer": float(_right(rollout))}
+
+
+class World(Episode):
+    """Adds two digits, or does not."""
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+
+    def step(self, action: Any) -> Observation:
+        found = re.findall(r"\d+", action.code if isinstance(action, RunCode) else "")
+        total = str(sum(map(int, found)))
+        if self._fault == "fails":
+            return Observation("ConnectionError: no route to host", failed=True)
+        return Observation(str(int(total) + random.randrange(5)) if self._fault else total)
+
+
+class Worlds:
+    """An environment of World."""
+
+    answers = "code"
+
+    def __init__(self, fault: str = "") -> None:
+        self._fault = fault
+
+    def reset(self, task: Any) -> World:
+        return World(self._fault)
+
+
+# -- the runs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: what is set, and which findings name its fault; none: it is sound."""
+
+    named: tuple[str, ...]
+    settings: Sequence[str] = ()
+    base: str = ""
+    """A shipped config instead of the tiny one."""
+    rows: str = ""
+    """What is wrong with the data."""
+    model: str = "agent"
+    """Which tiny one."""
+
+
+TINY = {
+    "steps": 4, "save_every": 100, "eval_every": 4, "agent.options.system_prompt": '"S"',
+    "rollout.tasks_per_step": 6, "rollout.group_size": 6, "rollout.max_turns": 3,
+    "rollout.max_turn_tokens": 24, "rollout.deterministic": "true", "engine.max_model_len": 192,
+    "engine.kv_cache_gib": 0.0625, "sandbox.max_live": 32, "sandbox.allow_degraded": "true",
+    "learner.learning_rate": 3e-4,
+}  # fmt: skip
+SMALL = (
+    "steps=3", "eval_every=3", "save_every=100", "rollout.tasks_per_step=6",
+    "rollout.group_size=6", "data.num_heldout=24",
+)  # fmt: skip
+
+
+def reward(name: str) -> str:
+    return f"reward.kind={HERE}:{name}"
+
+
+CALCULATOR = (
+    "agent.kind=tools", "env.kind=tools",
+    'env.options.tools=["agentgrpo.envs.calculator:calculate"]',
+)  # fmt: skip
+CASES: dict[str, Case] = {
+    "rate_1e-9": Case(("does not move",), ["learner.learning_rate=1e-9"]),
+    "rate_1e-1": Case(("moves too much",), ["learner.learning_rate=1e-1"]),
+    "warmup": Case(("does not move",), ["learner.warmup_steps=1000000"]),
+    "pays_any": Case(("pays what is wrong",), [reward("pays_any")]),
+    "pays_nothing": Case(("pays nothing", "refuses what is right"), [reward("pays_nothing")]),
+    "pays_wrong": Case(("pays what is wrong", "refuses what is right"), [reward("pays_wrong")]),
+    "refuses_right": Case(("refuses what is right",), [reward("refuses_right")]),
+    "by_chance": Case(("reward not the same twice", "pays what is wrong"), [reward("by_chance")]),
+    "pays_short": Case(("pays something else",), [reward("pays_short")]),
+    "fails_often": Case(("machine or code fails",), [reward("fails_often")]),
+    "hides_tools": Case(("does not call",), [*CALCULATOR, "engine.max_model_len=512"]),
+    "cut_turns": Case(("out of turns",), ["rollout.max_turns=1"]),
+    "cut_tokens": Case(("turns are cut",), ["rollout.max_turn_tokens=8"]),
+    "other_tags": Case(
+        ("wrong form", "no answer", "does not call"),
+        ["agent.options.open_tag=<run>", "agent.options.close_tag=</run>"],
+    ),
+    "cold": Case(("rollouts are alike",), ["rollout.temperature=0.02"]),
+    "hot": Case(("sampled too hot",), ["rollout.temperature=2.0"]),
+    "solved": Case(("too easy",), model="neat"),
+    "impossible": Case(("too hard", "pays nothing"), rows="impossible"),
+    "wrong_gold": Case(("refuses what is agreed on",), rows="wrong_gold"),
+    "wrong_gold_neat": Case(("refuses what is agreed on",), rows="wrong_gold", model="neat"),
+    "contradicts": Case(("one question, two answers",), rows="contradicts"),
+    "leaked": Case(("held-out tasks are trained on",), rows="leaked"),
+    "repeated": Case(("the same tasks again",), rows="repeated"),
+    "few_heldout": Case(
+        ("too little evidence",), ["data.num_heldout=2", "learner.learning_rate=1e-4"]
+    ),
+    "timed_out": Case(("out of time",), ["rollout.max_seconds=0.2"]),
+    "world_fails": Case(
+        ("tool calls fail",), [f"env.kind={HERE}:Worlds", "env.options.fault=fails"]
+    ),
+    "world_varies": Case(
+        ("world not the same twice",), [f"env.kind={HERE}:Worlds", "env.options.fault=noise"]
+    ),
+    "off_policy": Case(
+        ("off-policy", "moves too much"), ["loss.num_iterations=12", "learner.learning_rate=1e-2"]
+    ),
+    "entropy": Case(("gets random", "moves too much"), ["loss.entropy_coef=1.0"]),
+    "small_hides_tools": Case(
+        ("does not call",),
+        [*SMALL, "agent.options.shots=[]", "agent.options.system_prompt=Use calculate."],
+        base="tools",
+    ),
+    "small_rate_1e-9": Case(
+        ("does not move",), [*SMALL, "learner.learning_rate=1e-9"], base="quickstart"
+    ),
+    "small_turns_cut": Case(
+        ("turns are cut",), [*SMALL, "rollout.max_turn_tokens=10"], base="quickstart"
+    ),
+    "sound_0": Case(()),
+    "sound_1": Case((), ["seed=1", "steps=10"]),
+    "sound_world": Case((), [f"env.kind={HERE}:Worlds"]),
+    "sound_grpo": Case((), ["loss.loss_type=grpo", "loss.beta=0.02", "seed=2", "steps=8"]),
+}  # fmt: skip
+
+
+def rows_of(case: Case, heldout: bool) -> list[dict[str, Any]]:
+    """Sums of two digits, none of them both trained on and held out."""
+    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+    random.Random(0).shuffle(pairs)
+    rows = [{"question": f"{a}+{b}", "answer": str(a + b)} for a, b in pairs]
+    mine = rows[:24] if heldout else rows[24:]
+    match case.rows:
+        case "leaked":
+            return rows[:24] if heldout else rows[:48]
+        case "repeated" if not heldout:
+            return mine[:2]
+        case "impossible":
+            return [{**row, "answer": str(-7 - int(row["answer"]))} for row in mine]
+        case "wrong_gold" if not heldout:
+            wrong = [{**row, "answer": str(int(row["answer"]) + 1)} for row in mine[::3]]
+            return [*wrong, *mine[1::3], *mine[2::3]]
+        case "contradicts" if not heldout:
+            return [
+                *mine[:20],
+                *({**row, "answer": str(int(row["answer"]) + 2)} for row in mine[:20]),
+            ]
+    return mine
+
+
+def models(folder: Path) -> dict[str, Path]:
+    """The tests' tiny model, and one that was shown no bad habits: it solves nearly all."""
+    from tests import tiny
+
+    made = {"agent": folder / "models/agent", "neat": folder / "models/neat"}
+    noisy = tiny._example
+
+    def neat(rng: random.Random) -> str:
+        while "</code>" not in (text := noisy(rng)):
+            pass
+        return text
+
+    for name, path in made.items():
+        if not path.exists():
+            tiny._example = neat if name == "neat" else noisy
+            tiny.make_agent_dir(path)
+    tiny._example = noisy
+    return made
+
+
+def play(name: str, folder: Path) -> None:
+    """Train; what ends the run is printed, as it is part of some."""
+    from agentgrpo.config import TrainConfig
+    from agentgrpo.config.read import load_config_of
+    from agentgrpo.trainer import Trainer
+
+    case, own = CASES[name], folder / name
+    settings: dict[str, object] = {"out_dir": own / "run"}
+    if not case.base:
+        own.mkdir(parents=True, exist_ok=True)
+        for split in ("train", "heldout"):
+            write_lines(own / f"{split}.jsonl", rows_of(case, split == "heldout"))
+            settings[f"data.{split}"] = own / f"{split}.jsonl"
+        settings |= {"data.num_heldout": 24, **TINY, "model": models(folder)[case.model]}
+        (own / "empty.toml").write_text("")
+    given = [f"{key}={value}" for key, value in settings.items()]
+    config = load_config_of(
+        TrainConfig, case.base or str(own / "empty.toml"), [*given, *case.settings], "train"
+    )
+    try:
+        with Trainer(config) as trainer:
+            trainer.train()
+    except Exception:
+        traceback.print_exc()
+
+
+def verdict(name: str, folder: Path) -> tuple[bool, list[str]]:
+    """Whether the doctor says of a run what it should, and the names of its findings."""
+    found = [finding.name for finding in diagnose(folder / name / "run")]
+    named = CASES[name].named
+    if not named:
+        return found in ([], ["too little evidence"]), found
+    return any(finding in named for finding in found[:2]), found
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Play, or show."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=" ".join(CASES))
+    parser.add_argument("--folder", type=Path, default=Path("runs/diagnoses"))
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args(arguments)
+    for name in args.names or CASES:
+        if not args.table and not (args.folder / name / "run/metrics.jsonl").exists():
+            print(f"==== {name}", flush=True)
+            play(name, args.folder)
+    for name in args.names or CASES:
+        if (args.folder / name / "run").is_dir():
+            right, found = verdict(name, args.folder)
+            print(f"| {name} | {'yes' if right else 'NO'} | {', '.join(found[:4])} |")
+
+
+if __name__ == "__main__":
+    prepare_environment()
+    main(sys.argv[1:])

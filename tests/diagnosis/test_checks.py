@@ -1,0 +1,261 @@
+"""What the doctor says of records with one fault each, and of sound ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentgrpo import cli
+from agentgrpo.diagnosis import CHECKS, diagnose, report
+from agentgrpo.learn.advantages import assign_advantages
+from agentgrpo.run.metrics import RunLog
+from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
+from tests.given import a_config
+
+STEPS, TASKS, SIZE = 6, 6, 6
+Change = Callable[[Rollout, int, int], Any]
+"""Of a rollout, given its step (-1: held-out) and index."""
+
+
+def ids(*numbers: int) -> Int32:
+    return np.array(numbers, np.int32)
+
+
+def played(step: int, group: int, index: int, rng: random.Random, moved: float = 0.0) -> Rollout:
+    """Asks its world, is told, answers; right the more often the later the step."""
+    gold = 100 + 10 * max(step, 0) + group + (500 if step < 0 else 0)
+    right = rng.random() < 0.3 + 0.1 * max(step, 0)
+    answer = str(gold if right else gold + rng.randint(1, 4))
+    said, logprobs = ids(gold, int(answer), 3), np.full(3, -0.5 - moved, np.float32)
+    task = Task(
+        id=f"{step}/{group}", messages=({"role": "user", "content": f"{gold}?"},),
+        spec={"answer": gold},
+    )  # fmt: skip
+    return Rollout(
+        task=task, status=Status.COMPLETED, answer=answer,
+        segments=[
+            Segment(ids(1, gold)), Segment(said, logprobs), Segment(ids(7, int(answer))),
+            Segment(ids(index, 5), np.full(2, -0.5 - moved, np.float32)),
+        ],
+        rewards={"answer": float(right), "format": 0.1},
+        stats={"turns": 2.0, "tool_calls": 1.0, "tool_errors": 0.0, "malformed": 0.0},
+    )  # fmt: skip
+
+
+def write(
+    folder: Path, change: Change = lambda r, step, index: None, *, numbers: Any = None,
+    moved: float = 0.2, solved: tuple[float, float] = (0.3, 0.9), heldout: int = 40,
+    **settings: Any,
+) -> Path:  # fmt: skip
+    """A run's folder with six steps, each rollout as `change` leaves it."""
+    config, rng = (
+        a_config(f"steps={STEPS}", *(f"{k}={v}" for k, v in settings.items())),
+        random.Random(0),
+    )
+    log = RunLog(folder)
+    log.write_run_json(config=config.model_dump(mode="json"))
+
+    def evaluate(step: int, share: float, moved: float) -> None:
+        groups = []
+        for g in range(heldout):
+            rollout = played(-1, g, 0, random.Random(g), moved)
+            change(rollout, -1, 0)
+            groups.append(Group(task=rollout.task, rollouts=[rollout]))
+        log.rollouts(step, groups, split="heldout")
+        log.write(step, eval={"rollouts": float(heldout), "solved": share}, time={})
+
+    evaluate(0, solved[0], 0.0)
+    for step in range(STEPS):
+        groups = []
+        for g in range(TASKS):
+            rollouts = [played(step, g, i, rng) for i in range(SIZE)]
+            for i, rollout in enumerate(rollouts):
+                change(rollout, step, i)
+            groups.append(Group(task=rollouts[0].task, rollouts=rollouts))
+        assign_advantages(groups, config.credited)
+        log.rollouts(step, groups)
+        learner = {"loss": 0.0, "learning_rate": config.learner.learning_rate, "grad_norm": 1.0}
+        learner |= {"entropy_mean": 0.5, "sampler_gap_mean": 1e-6} | (numbers or (lambda s: {}))(
+            step
+        )
+        log.write(step, rollout={}, learner=learner, engine={}, time={})
+    evaluate(STEPS, solved[1], moved)
+    return folder
+
+
+def test_a_sound_run_has_nothing_wrong(tmp_path: Path) -> None:
+    assert diagnose(write(tmp_path)) == []
+    assert "Nothing wrong was found" in report(tmp_path)
+
+
+def set_to(**fields: Any) -> Change:
+    def change(r: Rollout, step: int, index: int) -> None:
+        for name, value in fields.items():
+            setattr(r, name, value)
+
+    return change
+
+
+def rewarded(of: Callable[[Rollout, int, int], float], part: str = "answer") -> Change:
+    return lambda r, step, index: r.rewards.update({part: of(r, step, index)})
+
+
+def counted(**numbers: float) -> Change:
+    return lambda r, step, index: r.stats.update(numbers)
+
+
+def right(r: Rollout) -> bool:
+    return r.answer == str(r.task.spec["answer"])
+
+
+def shown(tokens: Callable[[int], Int32]) -> Change:
+    """Another answer of the world, by the index of the rollout."""
+    return lambda r, step, index: r.segments.__setitem__(2, Segment(tokens(index)))
+
+
+def asks(said: Callable[[Rollout, int], object], **fields: Any) -> Change:
+    """Another question."""
+
+    def change(r: Rollout, step: int, index: int) -> None:
+        messages = ({"role": "user", "content": str(said(r, step))},)
+        r.task = replace(r.task, messages=messages, **fields)
+
+    return change
+
+
+def wrongly(format_of: Callable[[int, int], float]) -> Change:
+    """Nobody is right; the part `format` is a function of step and index."""
+
+    def change(r: Rollout, step: int, index: int) -> None:
+        r.answer, r.rewards = "7", {"answer": 0.0, "format": format_of(step, index)}
+
+    return change
+
+
+def rightly(r: Rollout, step: int, index: int) -> None:
+    r.answer, r.rewards["answer"] = str(r.task.spec["answer"]), 1.0
+
+
+def one_broken(r: Rollout, step: int, index: int) -> None:
+    if index == 0:
+        r.status, r.error = Status.INFRA_ERROR, "x"
+
+
+def prompt_alone(r: Rollout, step: int, index: int) -> None:
+    del r.segments[1:]
+
+
+def a_third(change: Change) -> Change:
+    """A third of the rollouts is right in every step, and then the change."""
+
+    def both(r: Rollout, step: int, index: int) -> None:
+        gold = r.task.spec["answer"]
+        r.answer = str(gold if index < 2 else gold + index)
+        r.rewards["answer"] = float(right(r))
+        change(r, step, index)
+
+    return both
+
+
+def same_reward(r: Rollout, step: int, index: int) -> None:
+    r.segments[3] = r.segments[1] = Segment(ids(9, 9), np.full(2, -0.5, np.float32))
+    r.segments[2], r.answer = Segment(ids(7)), None
+    r.rewards = {"answer": float(index % 2)}
+
+
+def wrong_gold(r: Rollout, step: int, index: int) -> None:
+    """A third of the tasks expects one more than what all answer."""
+    gold = r.task.spec["answer"]
+    r.answer = str(gold + 1 if gold % 3 == 0 else gold)
+    r.rewards["answer"] = float(right(r) and index != 5)
+    r.answer = r.answer if index != 5 else None
+
+
+FLAT: dict[str, Any] = {"solved": (0.3, 0.3)}
+FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
+    "machine or code fails": (one_broken, {}),
+    "out of time": (
+        lambda r, s, i: setattr(r, "status", Status.TIMED_OUT) if i < 2 else None, FLAT,
+    ),
+    "does not move": (lambda r, s, i: None, {"moved": 1e-5, **FLAT}),
+    "reward not the same twice": (same_reward, FLAT),
+    "refuses what is right": (rewarded(lambda r, s, i: float(not right(r) and i == 0)), FLAT),
+    "pays what is wrong": (rewarded(lambda r, s, i: float(i < 3)), FLAT),
+    "pays nothing": (set_to(rewards={}, answer=None), FLAT),
+    "moves too much": (
+        rewarded(lambda r, s, i: float(right(r) and s < 2)), {"solved": (0.6, 0.1)},
+    ),
+    "sampled too hot": (
+        lambda r, s, i: None, {"rollout.temperature": 2.0, "solved": (0.9, 0.9)},
+    ),
+    "world not the same twice": (shown(lambda i: ids(7, i)), {}),
+    "one question, two answers": (asks(lambda r, s: r.task.id[-1]), {}),
+    "rollouts are alike": (prompt_alone, {"rollout.temperature": 0.1, **FLAT}),
+    "pays something else": (
+        rewarded(lambda r, s, i: 0.0 if right(r) else 2.0, "long"), FLAT,
+    ),
+    "too easy": (rightly, {"solved": (1.0, 1.0)}),
+    "does not call": (a_third(counted(tool_calls=0.0)), FLAT),
+    "turns are cut": (set_to(status=Status.TRUNCATED_LENGTH), FLAT),
+    "out of turns": (set_to(status=Status.TRUNCATED_TURNS), FLAT),
+    "out of calls": (set_to(status=Status.TRUNCATED_CALLS), FLAT),
+    "wrong form": (counted(malformed=1.0), FLAT),
+    "no answer": (set_to(answer=None), FLAT),
+    "tool calls fail": (counted(tool_errors=1.0), FLAT),
+    "refuses what is agreed on": (wrong_gold, FLAT),
+    "exploits the reward": (
+        a_third(rewarded(lambda r, s, i: 0.1 * s, "long")), {"solved": (0.3, 0.2)},
+    ),
+    "held-out tasks are trained on": (asks(lambda r, s: r.task.id[-1], spec={}), {}),
+    "off-policy": (lambda r, s, i: None, {"numbers": lambda s: {"clip_high_fraction": 0.5}}),
+    "forgets": (
+        a_third(lambda r, s, i: None),
+        {"numbers": lambda s: {"entropy_mean": 0.5 * 2.0**s}, **FLAT},
+    ),
+    "the same tasks again": (asks(lambda r, s: s < 0, spec={}), {}),
+    "too hard": (wrongly(lambda s, i: 0.1 * (i % 2)), FLAT),
+    "no signal": (wrongly(lambda s, i: 0.1 * (s == 0)), FLAT),
+    "too little evidence": (lambda r, s, i: None, {"heldout": 4, "solved": (0.25, 0.5)}),
+}  # fmt: skip
+"""Finding: what is wrong with every rollout, and with the run."""
+
+
+def test_every_check_is_tried() -> None:
+    assert FAULTS.keys() == CHECKS.keys()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_first_or_second(name: str, tmp_path: Path) -> None:
+    change, how = FAULTS[name]
+    write(tmp_path, change, **how)
+    found = [finding.name for finding in diagnose(tmp_path)]
+    assert name in found[:2], found
+    said = report(tmp_path).splitlines()
+    assert len(said) <= 30
+    assert any(name in line for line in said)
+
+
+def test_a_finding_names_the_part_that_pays(tmp_path: Path) -> None:
+    change, how = FAULTS["pays something else"]
+    write(tmp_path, change, **how)
+    assert "by 'long' (" in report(tmp_path)
+
+
+def test_a_run_that_was_killed_is_read_as_far_as_it_came(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text[: len(text) * 2 // 3])
+    assert cli.main(["doctor", str(tmp_path)]) == 0
+    assert "of 6 steps" in capsys.readouterr().out
+    (tmp_path / "run.json").unlink()
+    assert cli.main(["doctor", str(tmp_path)]) == 2
+    assert "no run.json" in capsys.readouterr().err
