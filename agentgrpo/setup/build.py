@@ -54,12 +54,15 @@ class Player:
     """The directory or hub name of what plays: the setup's model, or an adapter to it."""
     engine: Engine
     sampler: AnySampler
+    borrowed: bool = False
+    """The engine is somebody else's, who stops it."""
 
     def close(self) -> None:
         """Stop the engine and the setup, each whatever the other raises; hold nothing."""
         with contextlib.ExitStack() as undo:
             undo.callback(vars(self).clear)
-            undo.callback(self.engine.shutdown)
+            if not self.borrowed:
+                undo.callback(self.engine.shutdown)
             undo.callback(self.setup.close)
             self.sampler.close()
 
@@ -163,7 +166,7 @@ def build(
         undo.callback(ready.setup.close)
         log = _restored_log(config, ready)
         player = (start or start_engine)(config, ready.setup, trained=True)
-        if start is None:
+        if not player.borrowed:
             undo.callback(player.engine.shutdown)
         parts = _with_learner(config, player, ready, log, lock)
         undo.pop_all()

@@ -29,7 +29,7 @@ from agentgrpo.types import Completion, Int32, Rollout, Status, Task, Turn
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TESTED = re.compile(r"\b([A-Za-z_]\w*)\(")
 """A function that a question names."""
-CONSTANTS = ("0", "1", "yes", "no", "A", "None")
+CONSTANTS = ("0", "1", "Yes", "No", "True", "A")
 LONG = 10_000
 """Tokens that a cheat may say at a time, whatever a policy may."""
 LOOK = (

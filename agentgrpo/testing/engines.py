@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +13,6 @@ from agentgrpo.trainer import Trainer
 
 if TYPE_CHECKING:
     import torch
-
-
-class _Borrower(Player):
-    """A Player whose engine is somebody else's."""
-
-    def close(self) -> None:
-        with contextlib.ExitStack() as undo:
-            undo.callback(vars(self).clear)
-            undo.callback(self.setup.close)
-            self.sampler.close()
 
 
 @dataclass
@@ -60,8 +49,10 @@ class Engines:
         engine.abort_all()
         for name, tensor in engine.model.state_dict().items():
             tensor.copy_(self._first[name])
-        sampler = sampler_on(engine, config, setup)
-        return _Borrower(setup=setup, model=setup.model, engine=engine, sampler=sampler)
+        return Player(
+            setup=setup, model=setup.model, engine=engine,
+            sampler=sampler_on(engine, config, setup), borrowed=True,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End the engine."""

@@ -11,6 +11,9 @@ from agentgrpo.config.read import config_of
 from agentgrpo.run.parting import parting, weights
 from agentgrpo.testing.engines import trainer_of
 
+HELDOUT = 8
+"""Tasks that are enough to hold evaluations to it."""
+
 
 def assert_repeats(config: str | Path | TrainConfig, *, steps: int = 2, **settings: Any) -> None:
     """Train twice from the same weights and fail at the first bit that differs.
@@ -28,12 +31,17 @@ def assert_repeats(config: str | Path | TrainConfig, *, steps: int = 2, **settin
         AssertionError: names the step, rollout, turn and token where the second run differs.
         As Trainer.
     """
-    rollout = {**settings.pop("rollout", {}), "deterministic": True}
-    given = {**settings, "steps": steps, "save_every": steps, "rollout": rollout}
+    made = config_of(config, settings)
+    given = {
+        "steps": steps,
+        "save_every": steps,
+        "rollout": {"deterministic": True},
+        "data": {"num_heldout": min(made.data.num_heldout, HELDOUT)},
+    }
     with tempfile.TemporaryDirectory(prefix="agentgrpo-repeats-") as folder:
         runs = [Path(folder) / name for name in ("first", "second")]
         for run in runs:
-            with trainer_of(config_of(config, {**given, "out_dir": str(run)})) as trainer:
+            with trainer_of(config_of(made, {**given, "out_dir": str(run)})) as trainer:
                 trainer.train()
         parted = parting(*runs, until=steps + 1)
         assert parted is None, f"the second run is another one from here on: {parted}"

@@ -5,7 +5,6 @@ from typing import Any
 
 from agentgrpo.sandbox.host_tools import HostBudget, HostTools
 from agentgrpo.sandbox.hostile.case import (
-    BROKEN,
     ERROR,
     GOES_ON,
     OK,
@@ -19,7 +18,7 @@ from agentgrpo.sandbox.hostile.case import (
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.result import StepResult
 from agentgrpo.sandbox.session import Session
-from tests.sandbox.attacks_on_protocol import FORGE
+from tests.sandbox.attacks_on_protocol import BROKEN, FORGE
 
 reached: list[Any] = []
 """What functions have been called with that nobody may call, or may not call so."""

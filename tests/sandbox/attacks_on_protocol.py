@@ -1,7 +1,6 @@
 """Attacks on the channel to the host, on the loop that serves it, and on how an end is reported."""
 
 from agentgrpo.sandbox.hostile.case import (
-    BROKEN,
     ERROR,
     EXIT,
     GOES_ON,
@@ -12,6 +11,7 @@ from agentgrpo.sandbox.hostile.case import (
 )
 from agentgrpo.sandbox.result import StepResult, StepStatus
 
+BROKEN = StepStatus.PROTOCOL_ERROR
 FORGE = (
     "import os, struct, time\n"
     "def frame(number, *fields):\n"

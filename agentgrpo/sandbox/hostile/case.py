@@ -32,7 +32,6 @@ AT_ONCE = 4
 """Cases that run at the same time, each in a session of its own."""
 OK, ERROR, EXIT, OOM = StepStatus.OK, StepStatus.ERROR, StepStatus.EXIT, StepStatus.OOM
 TIMEOUT, KILLED, SIGNAL = StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED, StepStatus.SIGNAL
-BROKEN = StepStatus.PROTOCOL_ERROR
 
 Test = Callable[[StepResult], object]
 Sees = str | Test | tuple[str | Test, ...] | None
