@@ -200,7 +200,7 @@ class TestWholeRun:
         shutil.copytree(whole_run[0], run)
         again = ("-m", "agentgrpo", "verify", str(run), "--again")
         status, out, err = finish(Command(*again))
-        assert (status, err) == (0, "")
+        assert (status, err) == (0, ""), out
         assert re.search(
             rf"steps {STEPS} to {STEPS} again: \d+ rollouts, 1 checkpoints, bit-eq", out
         )
