@@ -163,7 +163,7 @@ def test_it_repeats_from_the_same_weights():
     assert_repeats("sums.toml", steps=1)
 
 def test_what_does_not_repeat_is_named():
-    with pytest.raises(AssertionError, match="train group 0 rollout .: rewards is"):
+    with pytest.raises(AssertionError, match="group .* rollout .: rewards is"):
         assert_repeats("sums.toml", steps=1, reward={"kind": "my_task:of_chance"})
 
 def test_what_pays_nothing_is_hopeless(tmp_path):
