@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from agentgrpo.config import TrainConfig
-from agentgrpo.proof.advantages import num_sampled, reward_of
+from agentgrpo.proof.advantages import is_sample, num_sampled, reward_of
 from agentgrpo.proof.tokens import gaps_of
 from agentgrpo.types import Group, Rollout, Status
 
@@ -61,10 +61,12 @@ def step_sums(
 ) -> dict[str, float]:
     """Of a training step: means, groups with a gradient, and what the engine was asked for."""
     rollouts = [r for group in groups for r in group.rollouts]
+    taught = config.teacher.teaches  # of whatever was sampled
+    moves = _counts if taught else _has_gradient
     sums = {
         **played(groups, "rollout"),
         "rollout/groups": len(groups),
-        "rollout/live_groups": sum(any(map(_has_gradient, g.rollouts)) for g in groups),
+        "rollout/live_groups": sum(any(map(moves, g.rollouts)) for g in groups),
     }
     unseen = any(
         r.stats.get(of) for r in rollouts for of in ("frozen_turns", "undelivered")
@@ -87,6 +89,10 @@ def _has_gradient(rollout: Rollout) -> bool:
     each = rollout.segment_advantages or [rollout.advantage] * len(segments)
     pairs = zip(segments, each, strict=False)
     return any(value for s, value in pairs if s.sampled and len(s.token_ids))
+
+
+def _counts(rollout: Rollout) -> bool:
+    return is_sample(rollout) and num_sampled(rollout.rows) > 0
 
 
 def learner_faults(
