@@ -142,7 +142,9 @@ class _Head(NamedTuple):
 
     def buffer(self, num_rows: int) -> Tensor:
         shape = (num_rows, self.padded_vocab)
-        return torch.empty(shape, dtype=self.buffer_dtype, device=self.weight.device)
+        out = torch.empty(shape, dtype=self.buffer_dtype, device=self.weight.device)
+        out[:, self.weight.shape[0] :] = 0  # oneDNN's bfloat16 product reads past an odd last one
+        return out
 
     def project_(self, buffer: Tensor, hidden: Tensor) -> Tensor:
         """The logits, in buffer: one product, rounded once to logits_dtype."""

@@ -64,7 +64,7 @@ def test_two_ranks_learn_what_one_would_and_one_goes_on(
     path = write_config(tmp_path, agent_model)
     overrides = [
         "engine.weights=copy", "learner.decay=constant", "learner.max_tokens=256", "eval_every=0",
-        "rollout.tasks_per_step=4",
+        "rollout.tasks_per_step=4", "teacher.weight=0",
     ]  # fmt: skip
     parts = f"engine.tensor_parallel_size={1 + divided}"
     start = run_ranks if divided else torchrun
