@@ -23,7 +23,7 @@ from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.reduce import Metrics as TermMetrics
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.losses import objective_of
-from agentgrpo.learn.optimizer import make_optimizer
+from agentgrpo.learn.optimizer import MasterAdamW
 from agentgrpo.learn.policy import Policy, Scored
 from agentgrpo.learn.preflight import dry_pass, one_row, oom_hint_learner
 from agentgrpo.learn.publish import Publisher
@@ -81,7 +81,12 @@ class Learner:
             policy.model.config.get_text_config(), loss.router_aux_loss_coef
         )
         self._scorer.balances = self._router_coef > 0
-        self._optimizer = make_optimizer(config, policy.trained)
+        self._optimizer = MasterAdamW(
+            policy.trained,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            offload=config.offload_optimizer,
+        )
         self.step_count = self.update_count = 0
 
     def describe(self) -> dict[str, Any]:
