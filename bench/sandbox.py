@@ -21,6 +21,7 @@ from pathlib import Path
 from agentgrpo.sandbox import Limits, SandboxPool, Session, Template
 from agentgrpo.sandbox.grade import check_tests
 from agentgrpo.sandbox.jail import find_nsjail
+from agentgrpo.sandbox.templates import find_template
 from bench.harness import append_row
 
 PYTHON = "/usr/bin/python3"
@@ -53,6 +54,12 @@ def first_result(pool: SandboxPool) -> None:
         assert session.step("1 + 1").value == "2"
 
 
+def first_cell(pool: SandboxPool) -> None:
+    """What who uses Sandbox() waits for: of IPython's cells."""
+    with pool.acquire() as session:
+        assert b'"text/plain": "2"' in session.cell("1 + 1").results
+
+
 def three_runs(argv: list[str]) -> None:
     for _ in range(3):
         run(*argv)
@@ -77,6 +84,12 @@ def bench_cold(repeats: int) -> None:
         first_result(pool)
         settle()
         row("cold: session", [span(lambda: first_result(pool)) for _ in range(repeats)])
+    data = find_template("data")
+    with SandboxPool(template=data, limits=Limits(memory_mib=512), min_idle=0) as pool:
+        first_cell(pool)
+        settle()
+        values = [span(lambda: first_cell(pool)) for _ in range(repeats)]
+        row("cold: session + template data", values)
 
 
 def bench_heavy(site: str, repeats: int) -> None:

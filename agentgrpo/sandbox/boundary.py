@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from agentgrpo.sandbox.errors import InvalidArgumentException, SandboxException, SandboxInfraError
 
 Made = TypeVar("Made", bound=Callable[..., Any])
-_SPECIAL = ("__init__", "__post_init__", "__enter__", "__exit__", "__len__")
+_SPECIAL = ("__init__", "__post_init__", "__enter__", "__exit__")
 _ENDS = {"close": None, "kill": False, "__exit__": None}
 
 

@@ -104,10 +104,7 @@ class Commands(ProcessBound):
     """
 
     def __init__(
-        self,
-        channels: Callable[[], Channels],
-        env: Mapping[str, str],
-        output_max: int,
+        self, channels: Callable[[], Channels], env: Mapping[str, str], output_max: int
     ) -> None:
         self._channels, self._env, self._output_max = channels, env, output_max
         self._lock = threading.Lock()

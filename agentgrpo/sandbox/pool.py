@@ -92,7 +92,7 @@ class SandboxPool(ProcessBound):
             warnings.warn(DEGRADED, stacklevel=2)
         self._free = threading.Semaphore(max_live)
         self._lock, self._pairing = threading.Lock(), threading.Lock()
-        self._live: set[Session] = set()
+        self._live: list[Session] = []
         self._idle: deque[Session] = deque()
         self._wanted = threading.Event()
         self._closed = False
@@ -222,25 +222,12 @@ class SandboxPool(ProcessBound):
 
     def _start(self) -> Session:
         spawned = self._spawner.spawn()
-
-        def release() -> None:
-            spawned.release()
-            with self._lock:
-                self._live.discard(session)
-
-        try:
-            session = Session(
-                spawned.channels,
-                self.limits,
-                group=spawned.group,
-                on_close=release,
-                degraded=self.degraded,
-            )
-        except BaseException:  # no descriptor is left, or the pool is closed meanwhile
-            spawned.release()
-            raise
+        session = Session(
+            spawned.channels, self.limits, group=spawned.group, on_close=spawned.release,
+            degraded=self.degraded,
+        )  # fmt: skip
         with self._lock:
-            self._live.add(session)
+            self._live.append(session)
         if self.template.setup:
             done = session.step(self.template.setup)
             if done.status is not StepStatus.OK:
@@ -258,7 +245,8 @@ class SandboxPool(ProcessBound):
 
     def _copy_of_live(self) -> list[Session]:
         with self._lock:
-            return list(self._live)
+            self._live = [session for session in self._live if session.channels is not None]
+            return [*self._live]
 
     def _refill(self) -> None:
         """Background: keep min_idle sessions ready, their first page faults behind them."""

@@ -77,7 +77,7 @@ class Session(ProcessBound):
         self._channels = channels
         self.group = group
         """Its control group, if there is one."""
-        self._on_close = on_close
+        self._on_close = [on_close] if on_close is not None else []
         self._ends_at: float = math.inf if guest_of is None else guest_of._ends_at
         """It has all the time until it is handed out, see begin()."""
         self._steps = self._sent = 0
@@ -99,8 +99,10 @@ class Session(ProcessBound):
             self.pid = pid_of(channels.interpreter)
             """Of the interpreter, as the machine numbers it; init_pid is PID 1's."""
             self.init_pid = pid_of(channels.init)
-        except BaseException:
+        except BaseException:  # no descriptor is left, or the pool is closed meanwhile
             channels.kill()
+            for done in self._on_close:
+                done()
             raise
 
     def step(
@@ -410,14 +412,7 @@ class Session(ProcessBound):
         """Hand the session to a user: its time starts now, on_close() is called when it is over."""
         self._ends_at = time.monotonic() + self.limits.session_s
         self._steps = self._sent = 0
-        release = self._on_close
-
-        def both() -> None:
-            if release is not None:
-                release()
-            on_close()
-
-        self._on_close = both
+        self._on_close.append(on_close)
 
     def warm_up(self, timeout_s: float | None = None) -> StepResult:
         """Run an empty step: the first one of a fork takes its page faults, some 2 ms."""
@@ -475,8 +470,8 @@ class Session(ProcessBound):
                 root.close()
             if self._ended is None:
                 self._ended = self._result(status=StepStatus.EXIT, state_lost=True, detail=CLOSED)
-            if self._on_close is not None:
-                self._on_close()
+            for done in self._on_close:
+                done()
 
     def __enter__(self) -> Self:
         return self

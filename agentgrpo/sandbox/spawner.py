@@ -163,11 +163,7 @@ class Spawner:
         """Start one session on self.rung and look at it."""
         self._zygotes.append(self._start())
         spawned = self.spawn()
-        try:
-            session = Session(spawned.channels, self._limits, on_close=spawned.release)
-        except BaseException:
-            spawned.release()
-            raise
+        session = Session(spawned.channels, self._limits, on_close=spawned.release)
         try:
             if session.warm_up().status is not StepStatus.OK:
                 raise SandboxUnavailable("a session started but did not answer")

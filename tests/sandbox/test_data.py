@@ -36,6 +36,13 @@ def test_it_is_the_default(sandbox: Sandbox) -> None:
     assert loaded.text == "[True, True]"
 
 
+def test_the_first_cell_is_the_first(sandbox: Sandbox) -> None:
+    """Of those that the zygote has run to be warm nothing is left."""
+    seen = "In[:-1], Out, _, 'x' in globals()"
+    with Sandbox() as fresh:
+        assert fresh.run_code(seen).text == "([''], {}, '', False)"
+
+
 PLOT = "import matplotlib.pyplot as plt; _ = plt.plot([1, 2], [3, 4])"
 IMAGE = "from PIL import Image; image = Image.new('RGB', (4, 4))"
 FRAME = "import pandas as pd; pd.DataFrame({'a': [1, 2]})"

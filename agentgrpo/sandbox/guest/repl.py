@@ -293,24 +293,29 @@ def prepare(environment: dict[str, str], value_bytes: int, traceback_bytes: int)
     return interpreter
 
 
-def warm_up_bytecode() -> None:
-    """Run a few cells of ours, in the zygote: what Python does only the first times (specialize
-    byte code, fill caches) is then done once, and not in pages that every session has to copy.
+def warm_up(interpreter: Interpreter) -> None:
+    """Run a few cells of ours, in the zygote: what Python and IPython do only the first times
+    (specialize byte code, fill caches) is then done once, and not in pages that every session has
+    to copy.
     """
     global REQUEST_FD, RESPONSE_FD
-    theirs = REQUEST_FD, RESPONSE_FD
+    theirs, before = (REQUEST_FD, RESPONSE_FD), dict(interpreter.namespace)
     (REQUEST_FD, ask), (answer, RESPONSE_FD) = os.pipe(), os.pipe()
-    trial = Interpreter(1 << 10, 1 << 10)
-    for _ in range(20):
+    for kind in (b"run", b"cell") * 20:
         reseed()
         for cell in (b"x = 1 + 1\nprint(x, end='')", b"x", b"1 / 0"):
-            write(ask, encode(7, [b"run", cell]))
+            write(ask, encode(7, [kind, cell]))
             number, fields = receive()
-            send(number, trial.serve(fields))
+            send(number, interpreter.serve(fields))
             read(answer, 1 << 16)
     for fd in (REQUEST_FD, RESPONSE_FD, ask, answer):
         os.close(fd)
     REQUEST_FD, RESPONSE_FD = theirs
+    if interpreter.notebook is not None:
+        interpreter.notebook.reset()
+    interpreter.cells = 0
+    interpreter.namespace.clear()
+    interpreter.namespace.update(before)
     line_cache.clear()
 
 

@@ -184,9 +184,9 @@ def main() -> None:
         settings = json.loads(host.recv(1 << 20))
         extension = load.extension(settings["extension"])
         preload(settings)
-        loop["warm_up_bytecode"]()
         sizes = settings["value_bytes"], settings["traceback_bytes"]
         interpreter = loop["prepare"](settings["python_env"], *sizes)
+        loop["warm_up"](interpreter)
         gc.collect()
         gc.freeze()
         collapse(extension)
