@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
-from agentgrpo.evaluate import Scored, logged, summarize
+from agentgrpo.evaluate import ScoringCallback, logged, summarize
 from agentgrpo.learn.advantages import assign_advantages, has_gradient, why_dead
 from agentgrpo.setup.build import Parts
 from agentgrpo.types import Group, Metrics, Task
@@ -59,11 +59,11 @@ def _live(groups: Sequence[Group], config: TrainConfig) -> int:
     """
     assign_advantages(groups, config.credited)
     if config.teacher.teaches:
-        return sum(any(r.scored and r.num_sampled for r in group.rollouts) for group in groups)
+        return sum(any(r.in_baseline and r.num_sampled for r in group.rollouts) for group in groups)
     return sum(map(has_gradient, groups))
 
 
-class RefillCallback(Scored):
+class RefillCallback(ScoringCallback):
     """Adds a round while others play."""
 
     def __init__(

@@ -214,7 +214,7 @@ def starts() -> dict[str, list[float]]:
         nothing: Any = lambda parser: None  # noqa: E731
         agent = ProgramAgent(pool=pool, call_reader=nothing, command=command, files=[file])
         engine: Any = scripted(lambda *_: Turn(f"x{EOT}"))
-        sandboxed = Sandboxed(pool, command, [file], {}, 60.0)
+        sandboxed = Sandboxed(pool, command, [file], 60.0)
         sampler = ProgramSampler(
             engine, agent, sandboxed, AnswerEnv(), CHAT, RolloutConfig(), max_live=16
         )

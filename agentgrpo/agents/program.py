@@ -30,7 +30,6 @@ class ProgramAgent(TextAgent):
         sandbox: "session": the command runs in a session, whose only network is the endpoint;
             "none": as the user who trains, isolated by nothing.
         timeout_s: seconds that it may take; then the rollout has timed out.
-        variables: of its environment, besides those by which clients find the endpoint.
         parser: which of vLLM's tool parsers reads the calls of a turn, for requests with tools.
     """
 
@@ -50,7 +49,6 @@ class ProgramAgent(TextAgent):
     files: Sequence[Path] = ()
     sandbox: Literal["session", "none"] = "session"
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
-    variables: Mapping[str, str] | None = None
     parser: str = "hermes"
     system_prompt: str | None = field(default=None, init=False)  # no options: nothing reads them
     shots: Shots = field(default=(), init=False)
@@ -65,7 +63,7 @@ class ProgramAgent(TextAgent):
                 else f"command: either it or call must be given, {given}"
             )
         own = self.sandbox != "session"
-        for name, value in (("files", self.files), ("variables", self.variables), ("sandbox", own)):
+        for name, value in (("files", self.files), ("sandbox", own)):
             if value and not self.command:
                 raise ValueError(f"{name}: {getattr(self, name)!r} does nothing without command")
         for path in self.files:

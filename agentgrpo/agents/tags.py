@@ -16,38 +16,37 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from agentgrpo.actions import (
     Action,
     CallTools,
     Finish,
+    Malformed,
     Message,
     Observation,
     RunCode,
     Say,
     ToolCall,
 )
-from agentgrpo.agents.text import FormAgent
+from agentgrpo.agents.text import TextAgent
 from agentgrpo.types import Task
 
 PROMPT = (
-    "Solve the task step by step. Think between <{think}> and </{think}>. To search, write a query "
+    "Solve the task step by step. Think between <think> and </think>. To search, write a query "
     "between <{search}> and </{search}>; to compute, write Python between <{python}> and "
-    "</{python}>. The result follows between <{result}> and </{result}>. Give the final "
-    "answer between <{answer}> and </{answer}>, as \\boxed{{...}}."
+    "</{python}>. The result follows between <result> and </result>. Give the final "
+    "answer between <answer> and </answer>, as \\boxed{{...}}."
 )
 
 
 @dataclass(kw_only=True, eq=False)
-class TagAgent(FormAgent):
+class TagAgent(TextAgent):
     r"""See agents/base.py for the protocol.
 
     Args:
-        think: name of the tag of thoughts.
         search: name of the tag of queries; "": there is no search.
         python: name of the tag of code; "": there is no interpreter.
-        result: name of the tag of their results.
-        answer: name of the tag of the answer.
         boxed: an answer without \boxed{...} is none.
 
     Raises:
@@ -56,11 +55,11 @@ class TagAgent(FormAgent):
 
     acts = ("code", "search")
     home = "tagged"
-    think: str = "think"
+    think: ClassVar[str] = "think"
+    result: ClassVar[str] = "result"
+    answer: ClassVar[str] = "answer"
     search: str = "search"
     python: str = "python"
-    result: str = "result"
-    answer: str = "answer"
     boxed: bool = True
 
     def __post_init__(self) -> None:
@@ -81,7 +80,7 @@ class TagAgent(FormAgent):
     def prompt(self, task: Task) -> str:
         """What each tag is for."""
         acts = (f"<{name}>" for name in (*self._acts, self.answer))
-        return PROMPT.format_map(vars(self)) + self.talk(*acts)
+        return PROMPT.format(search=self.search, python=self.python) + self.talk(*acts)
 
     def parse(self, text: str, task: Task) -> Action:
         r"""What the turn's last pair of tags asks for; without one, what is said, or no answer.
@@ -98,11 +97,11 @@ class TagAgent(FormAgent):
                 continue
             _, opened, body = head.rpartition(f"<{name}>")
             if not opened:
-                return self.malformed(f"Error: </{name}> without <{name}>")
+                return Malformed(f"Error: </{name}> without <{name}>")
             if name == self.answer:
                 return Finish(self._answer_in(body))
             if not body.strip():
-                return self.malformed(f"Error: nothing between <{name}> and </{name}>")
+                return Malformed(f"Error: nothing between <{name}> and </{name}>")
             if name == self.search:
                 return CallTools((ToolCall("search", {"query": body.strip()}),))
             return RunCode(body.strip("\n"))

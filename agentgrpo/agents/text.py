@@ -120,35 +120,19 @@ class TextAgent:
             return Finish(answer)
         return Say(THOUGHTS.sub("", text, count=1).strip(), answer)
 
-    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        """What the user replies, as a message of theirs."""
-        return [{"role": "user", "content": observation.text}]
-
-
-@dataclass(kw_only=True, eq=False)
-class FormAgent(TextAgent):
-    """An agent whose turns have a form, which the policy can get wrong.
-
-    Args:
-        after_malformed: what happens to a turn that tried to act and got the form wrong: the policy
-            is told and goes on ("tell"), or the rollout ends there without an answer.
-    """
-
-    after_malformed: Literal["tell", "end"] = "tell"
-
-    def malformed(self, message: str) -> Action:
-        """What a turn means whose form was wrong."""
-        return Finish(None) if self.after_malformed == "end" else Malformed(message)
-
     def answered(self, text: str, prefix: str) -> Action:
         """What a turn without an action means, less its thoughts: an answer, or what is said."""
         answer = answer_in(THOUGHTS.sub("", text, count=1), prefix)
         ends = bool(prefix) and answer is not None
         return Finish(answer) if ends else self.said(text, answer)
 
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
+        """What the user replies, as a message of theirs."""
+        return [{"role": "user", "content": observation.text}]
+
 
 @dataclass(kw_only=True, eq=False)
-class PairAgent(FormAgent, ABC):
+class PairAgent(TextAgent, ABC):
     """An agent whose turn is an action between two tags, or else the answer after a prefix.
 
     Args:
@@ -191,7 +175,7 @@ class PairAgent(FormAgent, ABC):
             if self.close_tag in text:
                 raise ValueError(f"{self.close_tag} without {self.open_tag}")
         except ValueError as error:
-            return self.malformed(f"{self.error}: {error}")
+            return Malformed(f"{self.error}: {error}")
         return self.answered(text, self.answer_prefix)
 
     def told(self, observation: Observation, **marks: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from agentgrpo.actions import (
     Action,
     CallTools,
+    Malformed,
     Message,
     Observation,
     ReadCalls,
@@ -21,7 +22,7 @@ from agentgrpo.actions import (
     ToolCall,
     as_json,
 )
-from agentgrpo.agents.text import FormAgent
+from agentgrpo.agents.text import TextAgent
 from agentgrpo.types import Task
 
 ONE_CALL = "Error: one call per turn; this one was not carried out"
@@ -33,7 +34,7 @@ ONE_CALL_RULE = (
 
 
 @dataclass(kw_only=True, eq=False)
-class ToolAgent(FormAgent):
+class ToolAgent(TextAgent):
     """See agents/base.py for the protocol.
 
     A turn without a call is the answer, or where the environment has somebody to talk with, what
@@ -91,16 +92,16 @@ class ToolAgent(FormAgent):
         reading = self._read_calls(text, self.env.tools(task))
         if not reading.calls:
             if reading.attempted:
-                return self.malformed("Error: the tool call could not be read; no call was made")
+                return Malformed("Error: the tool call could not be read; no call was made")
             return self.answered(reading.content, self.answer_prefix)
         calls = []
         for name, arguments in reading.calls:
             try:
                 values = as_json(json.loads(arguments or "{}"))
             except (ValueError, RecursionError) as error:
-                return self.malformed(f"Error: {name}: the arguments are not JSON: {error}")
+                return Malformed(f"Error: {name}: the arguments are not JSON: {error}")
             if not isinstance(values, dict):
-                return self.malformed(f"Error: {name}: the arguments must be a JSON object")
+                return Malformed(f"Error: {name}: the arguments must be a JSON object")
             calls.append(ToolCall(name, values))
         if self.parallel_calls:
             return CallTools(tuple(calls))

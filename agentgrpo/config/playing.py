@@ -257,8 +257,7 @@ class RolloutConfig(Section):
     """By status, what training makes of such rollouts where it is to be another than
     rollout/limits.py says: { truncated_length = "mask" }."""
     sampler: str = ""
-    """`module:Class` instead of rollout/sampler.py (see rollout/custom.py), or TRL's
-    `rollout_func:module:function` (rollout/trl.py). TRL's environment_factory is an env.kind."""
+    """`module:Class` instead of rollout/sampler.py (see rollout/custom.py)."""
     branching: BranchConfig = BranchConfig()
     refill_below: NotNegative = 0
     """Sample more tasks while fewer groups than this carry a gradient (DAPO's dynamic sampling,
@@ -383,9 +382,9 @@ class DataConfig(Section):
     directory that Hugging Face's `save_to_disk` wrote; or `owner/name`, a dataset of the hub, from
     its cache where it is there (HF_HOME, HF_HUB_OFFLINE). What looks like a path is none."""
     heldout: PathOrName = "auto"
-    """As `train`; or `split`: num_heldout rows of the training file, always the same; no row
-    that asks what one of them does is trained on. auto: a `split` of a training file or dataset,
-    else the same source as `train`."""
+    """As `train`; or `split`: num_heldout rows of the training file (or of `env`), always the same;
+    no row that asks what one of them does is trained on. auto: a `split` of a training file or
+    dataset, else the same source as `train`."""
     split: str = "train"
     """Of a hub's dataset that is trained on, as `datasets` reads it: train, train[:1000]."""
     heldout_split: str = "test"
@@ -408,8 +407,8 @@ class DataConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _can_be_split(self) -> DataConfig:
-        if self.heldout == "split" and self.train in ("word_problems", "env"):
-            raise ValueError(f"data.heldout: {self.train!r} cannot be split; only a file can")
+        if self.heldout == "split" and self.train == "word_problems":
+            raise ValueError("data.heldout: 'word_problems' has no end, so it cannot be split")
         return self
 
     @property

@@ -23,7 +23,6 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from agentgrpo import parallel
@@ -45,9 +44,6 @@ _ADAPTER = LoRARequest("policy", 1, "in memory")
 def device_of_engines() -> Literal["cpu", "cuda"]:
     """Where they run in this process."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-SHAPE = "structured_outputs"
 
 
 class State(Enum):
@@ -240,9 +236,8 @@ class Engine:
             stop: strings that end the turn.
             stop_token_ids: tokens that end the turn.
             top_logprobs: from how many of the likeliest tokens entropies are computed; 0: none.
-            filters: vLLM's names of what cuts or bends the distribution (top_p, ...; of
-                structured_outputs the fields). Never for what is trained on: EvaluationConfig says
-                why.
+            filters: vLLM's names of what cuts or bends the distribution (top_p, ...;
+                for evaluations alone: EvaluationConfig says why).
             on_token: told of each sampled token within step(); true ends the turn with that token.
             reference: answered without the adapter, by the weights that nothing changes.
 
@@ -256,9 +251,6 @@ class Engine:
             raise ValueError(f"request {request_id!r}: {NO_REFERENCE}")
         engine, inputs = self._engine, self._engine.input_processor
         with _filters_fault(filters):
-            bent = dict[str, Any](filters)
-            if shape := bent.get(SHAPE):
-                bent[SHAPE] = StructuredOutputsParams(**shape)
             asked = inputs.process_inputs(
                 request_id,
                 tokens_input(prompt_ids.tolist()),
@@ -271,7 +263,7 @@ class Engine:
                     logprobs=top_logprobs,
                     detokenize=bool(stop),
                     skip_special_tokens=False,  # a stop string may be the name of one
-                    **bent,
+                    **dict[str, Any](filters),
                 ),
                 supported_tasks=engine.get_supported_tasks(),
                 lora_request=None if reference else self._adapter,
@@ -281,9 +273,7 @@ class Engine:
         text = make_text(engine.renderer.tokenizer, asked) if stop else None
         ids = asked.prompt_token_ids
         assert ids is not None, "vLLM was given ids"
-        request = Request(
-            request_id, asked.request_id, ids, text, top_logprobs, on_token, SHAPE in filters
-        )
+        request = Request(request_id, asked.request_id, ids, text, top_logprobs, on_token)
         engine.engine_core.add_request(asked)
         self._in_flight[request_id] = self._running_as[asked.request_id] = request
 

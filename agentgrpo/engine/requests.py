@@ -24,8 +24,7 @@ class Request:
 
     `core_id` is vLLM's, another each time the caller uses one again: what was scheduled ahead for a
     request that has ended is never taken for that of the next. `text` is vLLM's detokenizer, which
-    finds stop strings. `shaped`: by a grammar, which may leave no token: the request ends as
-    "error".
+    finds stop strings.
     """
 
     request_id: str
@@ -34,7 +33,6 @@ class Request:
     text: Any
     top_logprobs: int
     on_token: Callable[[int], bool] | None = None
-    shaped: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     num_cached_tokens: int | None = None
@@ -66,14 +64,12 @@ class Request:
                 self.finish_reason, self.stop_reason = "stop", found
         if self.on_token is not None and any(map(self.on_token, output.new_token_ids)):
             self.finish_reason, self.stop_reason = "stop", None
-        if self.shaped and said is not None and not np.isfinite(self.logprobs[-1:]).all():
-            self.finish_reason, self.stop_reason = "error", None
         return bool(self.finish_reason)
 
     def completion(self) -> Completion:
         """What it came to."""
         logprobs = np.frombuffer(self.logprobs, np.float32)
-        if not self.shaped and not np.isfinite(logprobs).all():
+        if not np.isfinite(logprobs).all():
             at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
             raise FloatingPointError(
                 f"request {self.request_id!r}: the sampler gave its token {at} the log-probability "

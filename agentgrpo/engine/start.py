@@ -135,8 +135,6 @@ def _settings(config: EngineConfig, device: str, dtype: str) -> dict[str, Any]:
         "generation_config": "vllm",
         "async_scheduling": schedules_ahead(config, device),
         "enable_prefix_caching": True,
-        # auto: one schema that xgrammar refuses has all later ones made by another, for good
-        "structured_outputs_config": {"backend": "xgrammar"},
         "enable_sleep_mode": not on_cpu,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Sequence
@@ -24,9 +23,9 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
             f"parser: expected one of {', '.join(sorted(known))}, got {parser!r}"
         ) from None
 
-    def made(tools: Sequence[Schema], **more: Any) -> tuple[Any, Any]:
+    def made(tools: Sequence[Schema]) -> tuple[Any, Any]:
         _be_quiet()
-        given: dict[str, Any] = {"model": "", "messages": [], "tools": [*tools] or None, **more}
+        given: dict[str, Any] = {"model": "", "messages": [], "tools": [*tools] or None}
         request = ChatCompletionRequest(**given)
         shown: list[Any] | None = request.tools
         reader = make(tokenizer, shown)  # may keep state of the text it has read
@@ -34,13 +33,6 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
             # else each "<" in an argument has it read anew up to there: 8 s for 12 KB of HTML
             engine._stream_arg_deltas = False
         return reader, request
-
-    def grammar(tools: Sequence[Schema], choice: Any) -> str | None:
-        """A structural tag of vLLM's by which a turn calls a tool, as tool_choice says."""
-        reader, request = made(tools, tool_choice=choice)
-        make_tag = getattr(reader, "get_structural_tag", None)  # not in every vLLM
-        tag = make_tag(request) if make_tag else None
-        return None if tag is None else json.dumps(tag.model_dump())
 
     def read(text: str, tools: Sequence[Schema]) -> Reading:
         reader, request = made(tools)  # raises for tools that nobody could call
@@ -61,7 +53,6 @@ def tool_call_reader(parser: str, tokenizer: Any) -> ReadCalls:
         made([])
     except RuntimeError as error:  # a family's special tokens are not in this vocabulary
         raise ValueError(f"parser: {parser!r} does not fit the model: {error}") from error
-    read.grammar = grammar  # type: ignore[attr-defined]
     return read
 
 

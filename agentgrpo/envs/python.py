@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Literal
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, RunCode
 from agentgrpo.envs.base import Episode
@@ -25,7 +24,8 @@ from agentgrpo.sandbox.jail import jail_places
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.types import Task
 
-Style = Literal["terminal", "labelled"]
+MAX_CHARS = 20_000
+"""Of each part of what is shown; a longer one keeps its head and its tail."""
 DIVERGED = "\n(the step that was repeated made other calls of functions of the host)"
 RESTARTED = "(the interpreter was restarted: its variables are gone)"
 
@@ -97,13 +97,7 @@ class PythonEnv:
         timeout_s: wall-clock seconds of one step.
         stateless: every step has a fresh session. Otherwise variables and files live as long as
             the rollout.
-        style: "terminal": what a person at a terminal would have seen. "labelled": one line
-            `stdout:`, `stderr:`, `value:`, `error:` or `timeout:` before each part.
-        max_chars: of each part; a longer one keeps its head and its tail.
         host_tools: functions of this process that the code may call (sandbox.host_tools).
-
-    Raises:
-        ValueError: an argument is out of range; names it.
     """
 
     answers = ("code",)
@@ -114,16 +108,10 @@ class PythonEnv:
         timeout_s: float,
         *,
         stateless: bool = False,
-        style: Style = "terminal",
-        max_chars: int = 20_000,
         host_tools: HostTools | None = None,
     ) -> None:
-        if style not in ("terminal", "labelled"):
-            raise ValueError(f"style: expected 'terminal' or 'labelled', got {style!r}")
-        if not isinstance(max_chars, int) or max_chars < 2:
-            raise ValueError(f"max_chars: expected a number of at least 2, got {max_chars!r}")
         self.pool, self.timeout_s, self.host_tools = pool, timeout_s, host_tools
-        self.stateless, self.style, self.max_chars = stateless, style, max_chars
+        self.stateless = stateless
 
     def require_language(self, language: str) -> None:
         """That sessions can run code in this language."""
@@ -153,8 +141,7 @@ class PythonEpisode(SandboxEpisode):
         if result.status == "infra_error":
             raise InfrastructureError(render(result))
         counts = self._used(result)
-        text = render(result, style=self._env.style, max_chars=self._env.max_chars)
-        text += self._diverged
+        text = render(result) + self._diverged
         if result.state_lost and not self._env.stateless:
             text += f"\n{RESTARTED}"
         if self._env.stateless or (result.state_lost and action.language not in self._contexts):
@@ -225,23 +212,16 @@ class PythonEpisode(SandboxEpisode):
         super().close()
 
 
-def render(result: StepResult, *, style: Style = "terminal", max_chars: int = 20_000) -> str:
-    """What a step showed, without the traceback's frames; see PythonEnv for style and max_chars."""
-    parts = {
-        "stdout": result.stdout.rstrip("\n"),
-        "stderr": result.stderr.rstrip("\n"),
-        "value": result.value or "",
-    }
-    if result.status in ("timeout", "timeout_killed"):
-        parts["timeout"] = f"Error: {result.status.replace('_', ' ')}"
-    elif result.error is not None:
-        parts["error"] = f"{result.error.name}: {result.error.value}".rstrip(": ")
+def render(result: StepResult) -> str:
+    """What a person at a terminal would have seen of a step, without the traceback's frames."""
+    parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n"), result.value or ""]
+    timed_out = result.status in ("timeout", "timeout_killed")
+    if result.error is not None and not timed_out:
+        parts.append(f"{result.error.name}: {result.error.value}".rstrip(": "))
     elif result.status != "ok":
-        parts["error"] = f"Error: {result.status.replace('_', ' ')}"
-    shown = {name: head_and_tail(text, max_chars) for name, text in parts.items() if text}
-    if style == "labelled":
-        return "\n".join(f"{name}:\n{text}" for name, text in shown.items()) or "(no output)"
-    return "\n".join(shown.values()) or "(no output)"
+        parts.append(f"Error: {result.status.replace('_', ' ')}")
+    shown = [head_and_tail(text, MAX_CHARS) for text in parts if text]
+    return "\n".join(shown) or "(no output)"
 
 
 def head_and_tail(text: str, max_chars: int) -> str:

@@ -48,8 +48,7 @@ class VerifiersEnv:
             machine, by the taskset's own harness or else by `null`.
         select: which tasks, as verifiers' SelectConfig: `{ shuffle = true, limit = 500 }`.
         heldout: settings of the taskset that are others for the held-out tasks:
-            `{ split = "test" }`.
-        num_heldout: in its place, tasks at the end that are held out.
+            `{ split = "test" }`. Without it, data.heldout = "split" sets some aside.
 
     Raises:
         ValueError: there is no such taskset or environment, a setting is not one of its, a role is
@@ -64,20 +63,14 @@ class VerifiersEnv:
     def __init__(
         self, load: str, args: Mapping[str, Any] | None = None,
         env: Mapping[str, Any] | None = None, *, select: Mapping[str, Any] | None = None,
-        heldout: Mapping[str, Any] | None = None, num_heldout: int = 0,
+        heldout: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        if num_heldout < 0 or (num_heldout and heldout):
-            raise ValueError(f"num_heldout: got {num_heldout}, and heldout is {heldout!r}")
-        self._num_heldout, self._select = num_heldout, dict(select or {})
-        self._taskset_of = {
-            "train": dict(args or {}),
-            "heldout": {**(args or {}), **(heldout or {})},
-        }
-        self._apart = bool(heldout)
+        self._select = dict(select or {})
+        self._heldout = {**(args or {}), **heldout} if heldout else None
         _package()
         _add_folder_to_path()
         _play_null_here()
-        self.upstream = _load(load, self._taskset_of["train"], dict(env or {}))
+        self.upstream = _load(load, dict(args or {}), dict(env or {}))
         self._tasks: dict[str, Sequence[Any]] = {}
         self._served: asyncio.Task[None] | None = None
         self._done = asyncio.Event()
@@ -97,24 +90,22 @@ class VerifiersEnv:
 
     def _of_split(self, split: str) -> Sequence[Any]:
         if split not in self._tasks:
-            found = self._taken("heldout" if self._apart and split == "heldout" else "train")
-            cut = len(found) if self._apart else max(len(found) - self._num_heldout, 0)
-            if not self._apart:
-                found = found[cut:] if split == "heldout" else found[:cut]
-            if not found:
-                hint = "; env.options.heldout or num_heldout says which" * (split == "heldout")
-                raise ValueError(f"data.{split}: the taskset has no tasks for it{hint}")
-            self._tasks[split] = found
+            self._tasks[split] = self._taken(split)
         return self._tasks[split]
 
-    def _taken(self, which: str) -> Sequence[Any]:
+    def _taken(self, split: str) -> Sequence[Any]:
         from verifiers.v1 import SelectConfig, load_taskset
         from verifiers.v1.utils.compile import resolve_runtime_config
 
         taskset = self.upstream.taskset
-        if which == "heldout":
+        if split == "heldout":
+            if self._heldout is None:
+                raise ValueError(
+                    "data.heldout: env.options.heldout says which tasks of the taskset are held "
+                    'out, or data.heldout = "split"'
+                )
             config = self.upstream.config.taskset
-            taskset = load_taskset(type(config)(**{**self._taskset_of[which], "id": config.id}))
+            taskset = load_taskset(type(config)(**{**self._heldout, "id": config.id}))
         taskset = taskset.select(SelectConfig(**self._select))
         if not taskset.bounded:
             raise ValueError("select: the taskset has no end; expected a `limit`")

@@ -14,13 +14,10 @@ from agentgrpo.programs.requests import (
     MODEL,
     Api,
     Body,
-    Form,
-    Past,
     Reply,
     Stops,
     Tokens,
     TurnRequest,
-    Whole,
     choice_named,
     parse_body,
     turn_request,
@@ -109,7 +106,7 @@ class _ToolChoice(BaseModel):
 
 class _OutputConfig(BaseModel):
     effort: Any = None
-    format: Form = None
+    format: Any = None
 
 
 class MessagesBody(Body):
@@ -121,14 +118,14 @@ class MessagesBody(Body):
     tools: list[_BlockTool] | None = None
     tool_choice: _ToolChoice | None = None
     stop_sequences: Stops | None = None
-    top_k: Whole | None = None
+    top_k: Any = None
     thinking: Any = None
     output_config: _OutputConfig | None = None
-    output_format: Form = None
+    output_format: Any = None
 
 
-def read(body: Mapping[str, Any], past: Past) -> TurnRequest:
-    """A request to /v1/messages; nothing of it names what is past."""
+def read(body: Mapping[str, Any]) -> TurnRequest:
+    """A request to /v1/messages."""
     if body.get("thread"):
         raise BadRequest("thread: is not offered", UNTHREADED, "thread")
     read = parse_body(MessagesBody, body, IGNORED, REFUSED)
@@ -147,7 +144,7 @@ def read(body: Mapping[str, Any], past: Past) -> TurnRequest:
         overrides={
             "response_format": wishes.format or read.output_format,
             "reasoning_effort": wishes.effort,
-            "thinking": None if read.thinking == {"type": "disabled"} else read.thinking,
+            "thinking": read.thinking,
         },
         messages=named([*([Message("system", read.system)] if read.system else []), *told]),
         max_tokens=read.max_tokens,
@@ -155,11 +152,6 @@ def read(body: Mapping[str, Any], past: Past) -> TurnRequest:
         one_call=choice.disable_parallel_tool_use is True,
         objects=True,
     )
-
-
-def read_count(body: Mapping[str, Any], past: Past) -> TurnRequest:
-    """A request to /v1/messages/count_tokens: one that asks for nothing."""
-    return read({"max_tokens": 1, **body}, past)
 
 
 # --- answers

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.programs.anthropic import MESSAGES, read_count
+from agentgrpo.programs.anthropic import MESSAGES
 from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.requests import CHAT, MODEL, Api
 from agentgrpo.programs.responses import RESPONSES
@@ -207,9 +207,7 @@ class Endpoint:
         return Starlette(
             routes=[
                 *(post(p, api, functools.partial(self._turn, api)) for p, api in APIS.items()),
-                post("/v1/messages/count_tokens", MESSAGES, self._count),
                 Route("/v1/models", self._answering(self._models), methods=["GET"]),
-                Route(f"/v1/models/{MODEL}", self._answering(self._model), methods=["GET"]),
                 Route("/v1/messages{path:path}", nothing(MESSAGES), methods=METHODS),
                 Route("/{path:path}", nothing(CHAT), methods=METHODS),
             ]
@@ -260,20 +258,14 @@ class Endpoint:
         return session
 
     async def _models(self, request: Any, session: Session) -> Any:
-        one = model_json(session)
-        ends = {"first_id": one["id"], "last_id": one["id"], "has_more": False}
+        """The one model, as OpenAI's and Anthropic's clients read it."""
+        one = {
+            "id": MODEL, "object": "model", "created": 0, "owned_by": "agentgrpo", "type": "model",
+            "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z",
+            "max_model_len": session.max_model_len,
+        }  # fmt: skip
+        ends = {"first_id": MODEL, "last_id": MODEL, "has_more": False}
         return answered({"object": "list", "data": [one], **ends})
-
-    async def _model(self, request: Any, session: Session) -> Any:
-        return answered(model_json(session))
-
-    async def _count(self, request: Any, session: Session) -> Any:
-        async with body_of(request, session) as raw:
-            asked = await session.run_off_loop(
-                len(raw), lambda: read_count(json_object(raw), session.past)
-            )
-            prompt = await session.prompt(asked, len(raw))
-        return answered({"input_tokens": len(prompt.token_ids)})
 
     async def _turn(self, api: Api, request: Any, session: Session) -> Any:
         from starlette.responses import Response, StreamingResponse
@@ -286,25 +278,18 @@ class Endpoint:
             )  # fmt: skip
 
             async def stream(*connection: Any) -> None:
-                with _waiting(pending):  # from now on: a stream is only begun when it is read
+                try:
                     await response(*connection)
+                finally:
+                    session.leave(pending)
 
             return stream
-        with _waiting(pending):
+        try:
             if not await _is_whole(pending.turn, request):
                 return Response(status_code=499)  # nobody is there to read it
-            said = answered(api.to_json(session.deliver(pending)))
-            pending.given = True
-            return said
-
-
-def model_json(session: Session) -> dict[str, Any]:
-    """The model, as OpenAI's and Anthropic's clients read it."""
-    return {
-        "id": MODEL, "object": "model", "created": 0, "owned_by": "agentgrpo", "type": "model",
-        "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z",
-        "max_model_len": session.max_model_len,
-    }  # fmt: skip
+            return answered(api.to_json(session.deliver(pending)))
+        finally:
+            session.leave(pending)
 
 
 async def _nothing_there(request: Any, session: Session) -> Any:
@@ -323,13 +308,10 @@ def answered(said: Any, status: int = 200, headers: Mapping[str, str] | None = N
 
 async def begun(request: Any, session: Session, api: Api) -> Pending:
     """A turn that is sampled for a request."""
-    retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     async with body_of(request, session) as raw:
-        session.require_size(len(raw), of_turn=True)
-        asked = await session.run_off_loop(
-            len(raw), lambda: api.read(json_object(raw), session.past)
-        )
-        return await session.begin(asked, request.url.path.encode() + raw, retried=retried)
+        session.require_size(len(raw))
+        asked = await session.run_off_loop(len(raw), lambda: api.read(json_object(raw)))
+        return await session.begin(asked, len(raw))
 
 
 @contextlib.asynccontextmanager
@@ -370,15 +352,6 @@ def json_object(raw: bytes) -> Mapping[str, Any]:
     return body
 
 
-@contextlib.contextmanager
-def _waiting(pending: Pending) -> Any:
-    pending.waiting += 1
-    try:
-        yield
-    finally:
-        pending.waiting -= 1
-
-
 async def _is_whole(turn: asyncio.Future[Any], request: Any) -> bool:
     """Wait for a turn; false if its client goes away before."""
 
@@ -405,7 +378,6 @@ async def _events(api: Api, session: Session, pending: Pending) -> AsyncIterator
         status = STATUS.get(error.code or "", 400) if isinstance(error, BadRequest) else 500
         yield framed({**api.error(error, status), "type": "error"})
         return
-    pending.given = True  # who cuts it from here on and asks again wants another turn
     for data in api.to_stream(reply, pending.asked.usage_in_stream):
         await asyncio.sleep(0)  # others have their turn, and a client that left is noticed
         yield framed(data)

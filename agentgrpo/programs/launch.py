@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +117,7 @@ def launcher_of(agent: ProgramAgent) -> Launcher | None:
         if "/" not in program and program not in PYTHON and not shutil.which(program):
             raise ValueError(f"agent.options.command: there is no program {program!r}")
         tell('programs run as you, isolated by nothing (agent.options.sandbox = "none")')
-        return Process(agent.command, agent.files, agent.variables or {})
+        return Process(agent.command, agent.files)
     script = [*agent.command[1:2]]
     if program in PYTHON and (not script or (script[0][:1] == "-" and script[0] != "-m")):
         raise ValueError(
@@ -129,8 +129,7 @@ def launcher_of(agent: ProgramAgent) -> Launcher | None:
             "agent.options.sandbox: without namespaces (sandbox.allow_degraded) a session has no "
             'network of its own; use sandbox = "none" or call'
         )
-    given = agent.variables or {}
-    return Sandboxed(agent.pool, agent.command, agent.files, given, agent.timeout_s)
+    return Sandboxed(agent.pool, agent.command, agent.files, agent.timeout_s)
 
 
 def task_json(task: Task) -> dict[str, Any]:
@@ -215,10 +214,8 @@ class _Coroutine:
 class Process:
     """A command, as the user who trains, in a directory of its own. Nothing isolates it."""
 
-    def __init__(
-        self, command: Sequence[str], files: Sequence[Path], env: Mapping[str, str]
-    ) -> None:
-        self._command, self._files, self._env = command, files, env
+    def __init__(self, command: Sequence[str], files: Sequence[Path]) -> None:
+        self._command, self._files = command, files
 
     def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
         return _Run(lambda run: self._play(run, task, session, endpoint))
@@ -242,7 +239,7 @@ class Process:
             kept = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}
             env = {
                 **kept, **variables(endpoint.url, session.key),
-                "AGENTGRPO_TASK": str(place / TASK_FILE), **self._env,
+                "AGENTGRPO_TASK": str(place / TASK_FILE),
             }  # fmt: skip
             head = [sys.executable] if self._command[0] in PYTHON else self._command[:1]
             out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(2))
@@ -295,10 +292,9 @@ class Sandboxed:
     """A command in a session: no network but the endpoint, which it finds on its own loopback."""
 
     def __init__(
-        self, pool: SandboxPool, command: Sequence[str], files: Sequence[Path],
-        env: Mapping[str, str], timeout_s: float,
-    ) -> None:  # fmt: skip
-        self._pool, self._env = pool, env
+        self, pool: SandboxPool, command: Sequence[str], files: Sequence[Path], timeout_s: float
+    ) -> None:
+        self._pool = pool
         self._timeout_s, self._starts = timeout_s, threading.Semaphore(STARTS)
         inside = {name: path for of in files for name, path in _inside(of)}
         self._files = {name: path.read_bytes() for name, path in inside.items()}
@@ -323,7 +319,7 @@ class Sandboxed:
             run.ends_by(jail.close)
             env = {
                 **variables(f"http://127.0.0.1:{PORT}", session.key),
-                "AGENTGRPO_TASK": f"/home/user/{TASK_FILE}", **self._env,
+                "AGENTGRPO_TASK": f"/home/user/{TASK_FILE}",
             }  # fmt: skip
             done = jail.step(self._code, self._timeout_s, env=env)
             answer = None if done.state_lost else _answer_in(jail)

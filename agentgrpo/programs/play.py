@@ -24,7 +24,6 @@ from agentgrpo.envs.runner import NOTHING, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.launch import Awaited, Launcher, Outcome, Running
-from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.session import UNENFORCED, SampleRequest, Session
 from agentgrpo.rollout.decoder import Decoder, PlayCallback, SamplerStats
 from agentgrpo.rollout.groups import Groups
@@ -60,15 +59,13 @@ class ProgramSampler(AnySampler):
         if self._endpoint is None:
             self._endpoint = Endpoint()
         endpoint = self._endpoint
-        honor_overrides = config is not self._config  # another temperature was given: an evaluation
 
         def session(ask: Any) -> Session:
             return endpoint.open(
                 lambda key: Session(
-                    key, self._chat, config, self._engine.max_model_len, self._read_calls, ask,
-                    honor_overrides,
+                    key, self._chat, config, self._engine.max_model_len, self._read_calls, ask
                 )
-            )  # fmt: skip
+            )
 
         worlds = EpisodeRunner(self._max_live, config.call_timeout_s)
         played = Groups(self._env, config, group_size, callback)
@@ -232,25 +229,19 @@ class _Play:
         seed = self.groups.seed(index, live.attempt, *wanted.seed_key)
         self.asked += 1
         request_id = f"{index}.{self.asked}"
-        filters = {**self.filters, **wanted.sampling}
-        temperature = filters.pop("temperature", self.config.temperature)
-        try:
-            self.engine.add_request(
-                request_id,
-                wanted.token_ids,
-                max_tokens=wanted.max_tokens,
-                temperature=temperature,
-                seed=seed if temperature else None,
-                stop=wanted.stop,
-                stop_token_ids=live.session.chat.stop_token_ids,
-                top_logprobs=0,
-                filters=filters,
-            )
-        except ValueError as error:
-            if not wanted.sampling:
-                raise
-            wanted.told(BadRequest(str(error)))  # vLLM has no such number, or no such grammar
-            return
+        asked = wanted.temperature
+        temperature = self.config.temperature if asked is None else asked
+        self.engine.add_request(
+            request_id,
+            wanted.token_ids,
+            max_tokens=wanted.max_tokens,
+            temperature=temperature,
+            seed=seed if temperature else None,
+            stop=wanted.stop,
+            stop_token_ids=live.session.chat.stop_token_ids,
+            top_logprobs=0,
+            filters=self.filters,
+        )
         self.decoding[request_id] = index, wanted
 
     def _decode(self) -> None:
@@ -263,9 +254,6 @@ class _Play:
         self.stats.prompt_tokens += len(wanted.token_ids)
         if turn.finish_reason in ("stop", "length"):
             wanted.told(turn)
-        elif wanted.sampling:
-            overrides = ", ".join(sorted(wanted.sampling))
-            wanted.told(BadRequest(f"nothing could be sampled with what is asked for: {overrides}"))
         else:
             said = f"the engine gave a request up: finish_reason {turn.finish_reason!r}"
             self.live[index].broken = said

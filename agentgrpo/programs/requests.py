@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -25,15 +26,14 @@ from agentgrpo.types import Completion
 MODEL = "policy"
 FROZEN = "policy:frozen"
 """The same weights, by a name that keeps a turn out of training."""
-NUMBERS = (
+OVERRIDES = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty",
+    "repetition_penalty", "response_format", "structured_outputs", "seed", "logit_bias",
+    "reasoning_effort", "verbosity",
 )  # fmt: skip
-HONORED = (*NUMBERS, "response_format", "structured_outputs")
-"""Keys that bend what is sampled. Not in training: the run's own sampling is trained on."""
-OVERRIDES = (*HONORED, "seed", "logit_bias", "reasoning_effort", "verbosity")
-"""With those that nothing obeys: seeds and the template are the run's, a bias is of single tokens.
-"""
+"""Keys of what the run decides: counted and not obeyed, since its own sampling is trained on."""
+NOTHING = (None, "disabled", {"type": "text"}, {"type": "disabled"})
+"""Values of such keys that ask for no change."""
 IGNORED = (
     "user", "metadata", "store", "service_tier", "prediction", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
@@ -60,19 +60,10 @@ class TurnRequest:
     """The turn is in no record and not trained on."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """What it asks for that the run's own sampling and template decide, by the protocol's keys."""
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The same that may be honored, as Engine.add_request() takes it."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Those that it is to be rendered with."""
     objects: bool = False
     """Whether the protocol has no form for a call whose arguments are no JSON object."""
-    private_prefix_len: int | None = None
-    """How many of the first messages are this request's alone, where others may go on from its
-    answer by the answer's id."""
-
-
-Past = Mapping[str, tuple[Message, ...]]
-"""Conversations by the ids of their last answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +83,7 @@ class Reply:
 class Api:
     """A protocol: how its requests are read, and its answers, streams and errors are written."""
 
-    read: Callable[[Mapping[str, Any], Past], TurnRequest]
+    read: Callable[[Mapping[str, Any]], TurnRequest]
     to_json: Callable[[Reply], dict[str, Any]]
     to_stream: Callable[[Reply, bool], Iterator[Mapping[str, Any] | str]]
     """With the usage, if that was asked for."""
@@ -121,42 +112,24 @@ def choice_named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def grammar_of(form: Any) -> dict[str, Any] | None:
-    """The form of an answer in vLLM's words; None: any text."""
-    match form:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {"json_object": True}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
-            "type": "json_schema",
-            "schema": dict(schema),
-        }:
-            return {"json": schema}
-    raise ValueError("expected the type text, json_object, or json_schema with its schema")
-
-
 def as_list(given: Any) -> Any:
     """One text as a list of one."""
     return [given] if isinstance(given, str) else given
 
 
 Choice = Annotated[Any, AfterValidator(choice_of)]
-Form = Annotated[Any, AfterValidator(grammar_of)]
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 Tokens = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=-1, le=2**31 - 1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class Body(BaseModel):
-    """What the requests of all protocols have; numbers are in vLLM's ranges."""
+    """What the requests of all protocols have."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: Literal["policy", "policy:frozen"]
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Any = None
 
 
 class _ToolFunction(BaseModel):
@@ -188,13 +161,13 @@ class ChatBody(Body):
     n: Literal[1] | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    top_k: Whole | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    response_format: Form = None
-    structured_outputs: Annotated[dict[str, Any], Field(min_length=1, max_length=1)] | None = None
+    top_k: Any = None
+    min_p: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
     seed: Any = None
     logit_bias: Any = None
     reasoning_effort: Any = None
@@ -228,35 +201,30 @@ def parse_body(
 
 
 def turn_request(
-    body: Body, *, tools: Sequence[Mapping[str, Any]], choice: Any, overrides: Mapping[str, Any],
-    **more: Any,
+    body: Body, *, tools: Sequence[Mapping[str, Any]], choice: Any,
+    overrides: Mapping[str, Any] = MappingProxyType({}), **more: Any,
 ) -> TurnRequest:  # fmt: skip
     """What a body asks for; tools, a choice and overrides as chat completions have them."""
-    given = {name: getattr(body, name, None) for name in NUMBERS} | {**overrides}
-    given = {name: value for name, value in given.items() if value is not None}
-    sampling = {name: given[name] for name in NUMBERS if name in given}
+    given = {name: getattr(body, name, None) for name in OVERRIDES} | {**overrides}
+    given = {name: value for name, value in given.items() if value not in NOTHING}
     if choice not in (None, "auto", "none"):
         name = None if choice == "required" else choice["function"]["name"]
         if name is not None and all(tool["function"]["name"] != name for tool in tools):
             raise BadRequest(f"tool_choice: none of the tools is {name!r:.80}", param="tool_choice")
         given["tool_choice"] = choice
-    grammar = given.get("response_format") or given.get("structured_outputs")
-    if grammar is not None:
-        sampling["structured_outputs"] = grammar
     return TurnRequest(
         tools=() if choice == "none" else tuple(tools), stream=bool(body.stream),
-        frozen=body.model == FROZEN, overrides=given, sampling=sampling, **more,
+        frozen=body.model == FROZEN, overrides=given, **more,
     )  # fmt: skip
 
 
-def read_chat(body: Mapping[str, Any], past: Past) -> TurnRequest:
-    """A request to /v1/chat/completions; nothing of it names what is past."""
+def read_chat(body: Mapping[str, Any]) -> TurnRequest:
+    """A request to /v1/chat/completions."""
     read = parse_body(ChatBody, body, IGNORED, REFUSED)
     return turn_request(
         read,
         tools=body.get("tools") or (),  # as they are: a template shows all that they say
         choice=read.tool_choice,
-        overrides={name: getattr(read, name) for name in OVERRIDES},
         messages=named([message.read() for message in read.messages]),
         max_tokens=read.max_completion_tokens or read.max_tokens,
         stop=tuple(read.stop or ()),

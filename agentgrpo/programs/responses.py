@@ -1,8 +1,4 @@
-"""OpenAI's responses: a conversation as items, of which a turn has several.
-
-Where a request names an earlier answer by its id, that conversation comes before what is new, less
-its instructions, which are each request's own.
-"""
+"""OpenAI's responses: a conversation as items, of which a turn has several."""
 
 from __future__ import annotations
 
@@ -12,14 +8,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
-from agentgrpo.programs.messages import ROLES, BadRequest, Call, Message, Role, Text, named
+from agentgrpo.programs.messages import ROLES, Call, Message, Role, Text, named
 from agentgrpo.programs.requests import (
     MODEL,
     Api,
     Body,
     Choice,
-    Form,
-    Past,
     Reply,
     Tokens,
     TurnRequest,
@@ -30,13 +24,13 @@ from agentgrpo.programs.requests import (
 )
 
 IGNORED = (
-    "user", "metadata", "service_tier", "stream_options", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention", "max_tool_calls",
+    "user", "metadata", "store", "service_tier", "stream_options", "safety_identifier",
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "max_tool_calls",
 )  # fmt: skip
 """By which no answer is another; a number of calls is of the tools of OpenAI's servers."""
 REFUSED = (
     "access_programs", "background", "context_management", "conversation", "image", "moderation",
-    "prompt", "top_logprobs",
+    "previous_response_id", "prompt", "top_logprobs",
 )  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"
 RANKS = {"reasoning": 0, "message": 1, "function_call": 2}
@@ -83,7 +77,7 @@ class _FlatTool(BaseModel):
 
 
 class _TextOptions(BaseModel):
-    format: Form = None
+    format: Any = None
     verbosity: Any = None
 
 
@@ -113,12 +107,10 @@ class ResponsesBody(Body):
     text: _TextOptions | None = None
     reasoning: _Reasoning | None = None
     truncation: Any = None
-    store: bool | None = None
-    previous_response_id: str | None = None
     include: Annotated[list[Any], AfterValidator(_without_logprobs)] | None = None
 
 
-def read(body: Mapping[str, Any], past: Past) -> TurnRequest:
+def read(body: Mapping[str, Any]) -> TurnRequest:
     """A request to /v1/responses."""
     read = parse_body(ResponsesBody, body, IGNORED, REFUSED)
     first = [Message("system", read.instructions)] if read.instructions else []
@@ -132,26 +124,12 @@ def read(body: Mapping[str, Any], past: Past) -> TurnRequest:
             "response_format": text.format,
             "verbosity": text.verbosity,
             "reasoning_effort": thoughts.effort,
-            "truncation": None if read.truncation == "disabled" else read.truncation,
+            "truncation": read.truncation,
         },
-        messages=named([*first, *_before(read.previous_response_id, past), *_messages(read.input)]),
+        messages=named([*first, *_messages(read.input)]),
         max_tokens=read.max_output_tokens,
         one_call=read.parallel_tool_calls is False,
-        private_prefix_len=None if read.store is False else len(first),
     )
-
-
-def _before(name: str | None, past: Past) -> tuple[Message, ...]:
-    if name is None:
-        return ()
-    held = past.get(name.removeprefix("resp_"))
-    if held is None:
-        raise BadRequest(
-            f"Previous response with id {name!r:.80} not found: this rollout was given no such "
-            "one, or it was not to be stored", "previous_response_not_found",
-            "previous_response_id",
-        )  # fmt: skip
-    return held
 
 
 def _messages(items: Sequence[_Item]) -> list[Message]:

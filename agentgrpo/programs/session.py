@@ -9,16 +9,16 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
 from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
-from agentgrpo.programs.requests import FROZEN, HONORED, Reply, TurnRequest
+from agentgrpo.programs.requests import FROZEN, Reply, TurnRequest
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
 TOO_MANY = 64
@@ -28,8 +28,6 @@ BYTES = 64
 TOO_LONG = "context_length_exceeded"
 UNENFORCED = "unenforced_"
 """How the counts of what is not obeyed begin."""
-AGAIN_S = 0.05
-"""For a client that asks again, until the connection that it gave up is noticed."""
 HERE = 16 << 10
 """Bytes of a request that is read and shown to the model on the endpoint's own thread."""
 Result = TypeVar("Result")
@@ -44,8 +42,8 @@ class SampleRequest:
     stop: tuple[str, ...]
     seed_key: tuple[str, int]
     """Hash of the prompt, and how many turns had it before: what the seed is made of."""
-    sampling: Mapping[str, Any]
-    """In place of the run's, by the names of Engine.add_request(); empty in training."""
+    temperature: float | None
+    """In place of the run's, of what is not trained on."""
     told: Callable[[Completion | BaseException], None]
 
 
@@ -60,12 +58,6 @@ class Pending:
     budget: int
     """Tokens that the run allows the turn."""
     turn: asyncio.Future[Completion]
-    waiting: int = 0
-    """Clients that wait for it."""
-    reply: Reply | None = None
-    """Once it was delivered."""
-    given: bool = False
-    """Whether a client was there until its answer was written whole."""
 
 
 def call_id(*of: str | int) -> str:
@@ -83,8 +75,6 @@ class Session:
     max_model_len: int
     read_calls: ReadCalls
     ask: Callable[[SampleRequest], None]
-    honor_overrides: bool = False
-    """Whether what bends the distribution is honored: in an evaluation."""
     ended_by: Status | None = None
     """Why the policy says nothing more, if that is so."""
     refused: Status | None = None
@@ -97,17 +87,12 @@ class Session:
         self.conversations = Conversations(self.chat)
         self._pending: list[Pending] = []
         """Not delivered yet."""
-        self._latest: dict[bytes, Pending] = {}
-        """Of equal requests the last one, for clients that ask again."""
         self._prompts: Counter[str] = Counter()
         self._over = False
         self._answers = 0
         self._large = asyncio.Lock()
         self.receiving = 0
         """Bytes of bodies that are on their way."""
-        self.past: dict[str, tuple[Message, ...]] = {}
-        """What requests may go on from by an id, see Past of requests.py."""
-        self._known: dict[Message, Message] = {}
 
     # --- requests
 
@@ -126,61 +111,53 @@ class Session:
 
     async def prompt(self, asked: TurnRequest, size: int) -> Prompt:
         """What a request of so many bytes shows the model."""
-        said = sum(len(m.content) for m in asked.messages)  # which may come from earlier requests
-        size = max(size, said)
-        self.require_size(size)
-
         return await self.run_off_loop(
             size, lambda: self.conversations.prompt(asked.messages, asked.tools)
         )
 
-    def require_size(self, size: int, *, of_turn: bool = False) -> None:
+    def require_size(self, size: int) -> None:
         """Refuse what is not worth being read, let alone counted in tokens."""
         if size > BYTES * self.max_model_len:
-            if of_turn:
-                self.refused = self.ended_by or Status.TRUNCATED_LENGTH
+            self.refused = self.ended_by or Status.TRUNCATED_LENGTH
             raise self._too_long(f"your request has {size} bytes")
 
-    async def begin(self, asked: TurnRequest, body: bytes, *, retried: bool) -> Pending:
-        """Have a turn sampled, or find the one that an equal request has had sampled.
-
-        A client that lost its connection asks again: what no client was given is not sampled
-        twice.
-        """
+    async def begin(self, asked: TurnRequest, size: int) -> Pending:
+        """Have a turn sampled for a request of so many bytes."""
         try:
-            return await self._begin(asked, body, retried=retried)
+            return await self._begin(asked, size)
         except BadRequest as error:
             if error.code == TOO_LONG and not asked.frozen:
                 self.refused = self.ended_by or Status.TRUNCATED_LENGTH
             raise
 
-    async def _begin(self, asked: TurnRequest, body: bytes, *, retried: bool) -> Pending:
-        prompt = await self.prompt(asked, len(body))
-        digest = hashlib.blake2b(body, digest_size=16).digest()
-        if retried:
-            await asyncio.sleep(AGAIN_S)
-        old = self._latest.get(digest)
-        if old is not None and not old.waiting and not old.given:
-            self.stats["repeated_requests"] += 1
-            return old
+    async def _begin(self, asked: TurnRequest, size: int) -> Pending:
+        prompt = await self.run_off_loop(
+            size, lambda: self.conversations.prompt(asked.messages, asked.tools)
+        )
         if self._over:
             raise BadRequest("this rollout is over", "rollout_over")
-        if sum(p.waiting > 0 for p in self._pending) >= TOO_MANY:
+        if len(self._pending) >= TOO_MANY:
             raise BadRequest(f"{TOO_MANY} requests of this rollout are waiting", "rate_limit")
         budget = self._budget(len(prompt.token_ids), frozen=asked.frozen)
-        sampling = self._sampling(asked)
+        temperature = self._temperature(asked)
         most = budget if asked.max_tokens is None else min(budget, asked.max_tokens)
         name = token_hash(prompt.token_ids)
         seed_key = name, self._prompts[name]
         turn: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._ask(prompt, most, asked.stop, seed_key, sampling, turn)
+        self._ask(prompt, most, asked.stop, seed_key, temperature, turn)
         self._prompts[name] += 1
-        made = self._latest[digest] = Pending(asked, prompt, seed_key, budget, turn)
+        made = Pending(asked, prompt, seed_key, budget, turn)
         self._pending.append(made)
         return made
 
-    def _sampling(self, asked: TurnRequest) -> dict[str, Any]:
-        """What the engine is to obey of a request; all else that bends is counted."""
+    def leave(self, pending: Pending) -> None:
+        """Its client is there no more: what was not delivered is in no record."""
+        if pending in self._pending:
+            self._pending.remove(pending)
+            self.stats["undelivered"] += 1
+
+    def _temperature(self, asked: TurnRequest) -> float | None:
+        """What the engine is to obey of a request; all else is the run's, and counted."""
         options = self.config.template_options
         for name, value in asked.template_options.items():
             if name not in options or options[name] != value:
@@ -189,17 +166,11 @@ class Session:
                     f"{dict(options)}, got { {name: value} }", param="chat_template_kwargs",
                 )  # fmt: skip
         ignored = {name for name, value in asked.overrides.items() if options.get(name) != value}
-        honored = {}
-        if self.honor_overrides or asked.frozen:
-            honored, ignored = dict(asked.sampling), ignored - {*HONORED}
-            grammar = getattr(self.read_calls, "grammar", None)
-            if "tool_choice" in ignored and grammar and asked.tools:
-                tag = grammar(asked.tools, asked.overrides["tool_choice"])
-                if tag is not None:  # this family's calls have a grammar
-                    honored["structured_outputs"] = {"structural_tag": tag}
-                    ignored.remove("tool_choice")
+        temperature = asked.overrides.get("temperature") if asked.frozen else None
+        if temperature is not None:
+            ignored.remove("temperature")
         self.stats.update(f"{UNENFORCED}{name}" for name in ignored)
-        return honored
+        return temperature
 
     def _budget(self, length: int, *, frozen: bool) -> int:
         """Tokens of a turn behind so many; ends the rollout's turns if there are none."""
@@ -232,7 +203,7 @@ class Session:
 
     def _ask(
         self, prompt: Prompt, most: int, stop: tuple[str, ...], seed_key: tuple[str, int],
-        sampling: Mapping[str, Any], turn: asyncio.Future[Completion],
+        temperature: float | None, turn: asyncio.Future[Completion],
     ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
 
@@ -251,7 +222,7 @@ class Session:
         self.ask(
             SampleRequest(
                 token_ids=prompt.token_ids, max_tokens=most, stop=stop, seed_key=seed_key,
-                sampling=sampling, told=hand_over,
+                temperature=temperature, told=hand_over,
             )
         )  # fmt: skip
 
@@ -259,18 +230,9 @@ class Session:
 
     def deliver(self, pending: Pending) -> Reply:
         """The answer of a turn that has ended; from now on it is part of its conversation."""
-        if pending.reply is not None:
-            return pending.reply
         if self._over:
             raise BadRequest("this rollout is over", "rollout_over")
-        asked = pending.asked
-        try:
-            turn = pending.turn.result()
-        except BadRequest:  # the engine could not make what it asks for
-            if pending in self._pending:
-                self._pending.remove(pending)
-                self.stats["undelivered"] += 1
-            raise
+        asked, turn = pending.asked, pending.turn.result()
         most = pending.budget if asked.max_tokens is None else asked.max_tokens
         message, dropped = self._read(pending, turn)  # first: what cannot be read is in no row
         cut = turn.finish_reason == "length"
@@ -285,22 +247,14 @@ class Session:
             if cut and most >= pending.budget:  # by the run, whose policy says nothing more
                 self.ended_by = self.ended_by or Status.TRUNCATED_LENGTH
         self._answers += 1
-        pending.reply = Reply(
+        self._pending.remove(pending)
+        return Reply(
             id=f"{turn.account.prompt_hash[:16]}-{self._answers}",
             message=message,
             finish_reason="length" if cut else "tool_calls" if message.calls else "stop",
             turn=turn,
             created=int(time.time()),
         )
-        if asked.private_prefix_len is not None:  # equal messages are kept once
-            held = (*asked.messages[asked.private_prefix_len :], message)
-            known = self._known
-            self.past[pending.reply.id] = tuple(known.setdefault(m, m) for m in held)
-        self._pending.remove(pending)
-        nothing = pending.prompt.token_ids[:0]  # the conversations have it: not each turn anew
-        pending.asked = replace(asked, messages=(), tools=())
-        pending.prompt = replace(pending.prompt, token_ids=nothing.copy(), messages=())
-        return pending.reply
 
     def _read(self, pending: Pending, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
         """What a turn says, read once; and the calls that its client does not want."""
@@ -338,6 +292,3 @@ class Session:
                 pending.turn.set_exception(InfrastructureError("the rollout is over"))
                 pending.turn.exception()
         self._pending.clear()
-        self._latest.clear()
-        self.past.clear()
-        self._known.clear()

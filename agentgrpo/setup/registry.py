@@ -14,7 +14,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -236,7 +235,7 @@ def require_names(config: TrainConfig) -> None:
         )
     forbid_unused(config, [("sandbox.tools", "an env.kind that runs code", asks_for_pool)])
     if config.rollout.sampler:
-        sampler_class(config.rollout.sampler)
+        load_callable(config.rollout.sampler, key="rollout.sampler")
 
 
 def judges(config: TrainConfig) -> bool | None:
@@ -477,19 +476,9 @@ def load_reward(name: str) -> Reward:
     return cast(Reward, function)
 
 
-def sampler_class(name: str) -> Callable[[ChatTemplate, RolloutConfig], Any]:
-    """What `rollout.sampler` names: a class of the user's own, or what calls a TRL rollout_func."""
-    kind, _, function = name.partition(":")
-    if kind == "rollout_func":
-        from agentgrpo.rollout.trl import RolloutFuncSampler
-
-        return partial(RolloutFuncSampler, load_callable(function, key="rollout.sampler"))
-    return load_callable(name, key="rollout.sampler")
-
-
 def load_sampler(config: RolloutConfig, chat: ChatTemplate) -> RolloutSampler:
     """What `rollout.sampler` names, made."""
-    made = sampler_class(config.sampler)
+    made = load_callable(config.sampler, key="rollout.sampler")
     with user_call(made, "rollout.sampler"):
         user = made(chat, config)
     if not callable(getattr(user, "rollout", None)):

@@ -76,16 +76,14 @@ def test_S0_2_the_output_may_go_into_the_policys_own_message() -> None:
     assert [sampled for sampled, _ in given_and_sampled(played)] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("after", ["tell", "end"])
-def test_S0_3_a_close_tag_alone_never_runs_what_the_prompt_says(after: Any) -> None:
-    agent = CodeAgent(
-        system_prompt="Like this: <code>import os; os.remove('x')</code>", after_malformed=after
-    )
+def test_S0_3_a_close_tag_alone_never_runs_what_the_prompt_says() -> None:
+    agent = CodeAgent(system_prompt="Like this: <code>import os; os.remove('x')</code>")
     env = StubEnv()
     played = play(agent, env, "oh</code>", DONE)
-    assert env.executed == []
-    assert played.answer == ("1" if after == "tell" else None)
-    assert ("Error: </code> without <code>" in shown(played)) == (after == "tell")
+    assert (env.executed, played.answer) == ([], "1")
+    assert "Error: </code> without <code>" in shown(played)
+    ended = play(agent, env, "oh</code>", DONE, max_malformed=1)
+    assert (env.executed, ended.answer, ended.status) == ([], None, Status.MALFORMED)
 
 
 TOOLS = '''"""Tools."""
@@ -216,22 +214,25 @@ def running(mark: str) -> list[str]:
 
 @pytest.mark.nsjail
 def test_S0_8_endless_code_is_stopped_and_the_session_goes_on(pool: SandboxPool) -> None:
-    env = PythonEnv(pool, 0.3, style="labelled")
+    env = PythonEnv(pool, 0.3)
     played = play(AGENT, env, "<code>x = 1\nwhile True: pass</code>", "<code>x</code>", DONE)
     first, second = outputs(played)
     within = 2 * (0.3 + pool.limits.grace_s) + 10  # of a busy machine; 30 s are another limit
     assert 0.3 <= played.stats["sandbox_wall_s"] < within
     assert played.stats["tool_errors"] == 1 + ("killed" in first)
     if "killed" in first:  # a machine so busy that the interrupt came too late
-        assert first.startswith("timeout:\nError: timeout killed\n(the interpreter was restarted")
-        assert second == "error:\nNameError: name 'x' is not defined"
+        assert first.startswith("Error: timeout killed\n(the interpreter was restarted")
+        assert second == "NameError: name 'x' is not defined"
     else:
-        assert (first, second) == ("timeout:\nError: timeout", "value:\n1")
+        assert (first, second) == ("Error: timeout", "1")
 
 
 @pytest.mark.nsjail
-def test_S0_9_ten_megabytes_are_cut_to_head_and_tail(pool: SandboxPool) -> None:
-    env = PythonEnv(pool, 5.0, max_chars=100)
+def test_S0_9_ten_megabytes_are_cut_to_head_and_tail(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentgrpo.envs.python.MAX_CHARS", 100)
+    env = PythonEnv(pool, 5.0)
     episode = env.reset(task())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:

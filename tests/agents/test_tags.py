@@ -55,15 +55,15 @@ def test_S3_1_a_turn_means_what_its_tags_ask_for(text: str, action: Any) -> None
 
 
 def test_S3_1_tags_are_the_users() -> None:
-    agent = TagAgent(python="code", search="", answer="final", boxed=False)
-    assert agent.stop == ("</code>", "</final>")
+    agent = TagAgent(python="code", search="", boxed=False)
+    assert agent.stop == ("</code>", "</answer>")
     assert agent.parse("<code>1</code>", TASK) == RunCode("1")
     assert agent.parse("<search>x</search>", TASK) == Finish(None)
-    assert agent.parse("<final> 42 </final>", TASK) == Finish("42")
+    assert agent.parse("<answer> 42 </answer>", TASK) == Finish("42")
     with pytest.raises(ValueError, match="tags: expected different names of letters"):
         TagAgent(python="x", search="x")
     with pytest.raises(ValueError, match="tags: expected different names of letters"):
-        TagAgent(result="a b")
+        TagAgent(search="a b")
 
 
 @pytest.mark.nsjail

@@ -112,7 +112,7 @@ def test_its_steps_are_the_tools_of_a_class(url: str) -> None:
 def test_it_is_played_as_it_is_by_verifiers(url: str) -> None:
     """No code at all: an observation is what the user says, a reply is an action."""
     resets = [{"secret": 3}, {"secret": 4}]
-    env = VerifiersEnv("openenv", {"base_url": url, "resets": resets}, num_heldout=1)
+    env = VerifiersEnv("openenv", {"base_url": url, "resets": resets})
     try:
         told = []
 

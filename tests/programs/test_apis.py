@@ -77,21 +77,6 @@ def items(*, dumped: bool) -> Callable[[Any], Any]:
     return use
 
 
-async def previous(c: Any) -> str:
-    """Responses, gone on from by their ids."""
-    new: Any = c.q
-    last = None
-    while True:
-        said = await c.openai.responses.create(
-            model="policy", input=new, tools=[FLAT], previous_response_id=last
-        )
-        last = said.id
-        calls = [item for item in said.output if item.type == "function_call"]
-        if not calls:
-            return str(said.output_text)
-        new = [{"type": "function_call_output", "call_id": i.call_id, "output": "3"} for i in calls]
-
-
 def results(said: Any) -> list[Any]:
     calls = [block for block in said.content if block.type == "tool_use"]
     return [{"type": "tool_result", "tool_use_id": c.id, "content": "3"} for c in calls]
@@ -119,7 +104,7 @@ def blocks(*, streamed: bool) -> Callable[[Any], Any]:
 
 
 USES = {
-    "items": items(dumped=False), "items dumped": items(dumped=True), "previous": previous,
+    "items": items(dumped=False), "items dumped": items(dumped=True),
     "blocks": blocks(streamed=False), "blocks streamed": blocks(streamed=True),
 }  # fmt: skip
 
@@ -240,24 +225,16 @@ WRONG: list[tuple[str, str, Any, str]] = [
     (CHATS, "max_tokens", 0, "greater than or equal to 1, got 0"),
     (CHATS, "temperature", 2.1, "less than or equal to 2, got 2.1"),
     (CHATS, "temperature", 10**400, "expected a valid number"),
-    (CHATS, "top_p", 0, "greater than 0, got 0"),
-    (CHATS, "top_k", 2**31, "less than or equal to"),
-    (CHATS, "min_p", -0.1, "greater than or equal to 0"),
-    (CHATS, "presence_penalty", -3, "greater than or equal to -2"),
-    (CHATS, "frequency_penalty", 3, "less than or equal to 2"),
-    (CHATS, "repetition_penalty", 1e-40, "greater than or equal to 0.01"),
     (CHATS, "logprobs", True, "is not offered"),
     (CHATS, "modalities[1]", ["text", "audio"], "expected 'text', got 'audio'"),
     (CHATS, "tool_choice", NAMED, "none of the tools is 'sub'"),
-    (CHATS, "response_format", {"type": "xml"}, "expected the type text"),
-    (CHATS, "structured_outputs", {}, "at least 1 item"),
     (RESPONSES, "input", [], "at least 1 item"),
     (RESPONSES, "input[0].type", [{"type": "image"}], "got 'image'"),
     (RESPONSES, "input[0].role", [{"role": "x"}], "expected 'system'"),
     (RESPONSES, "input[0]", [{"content": "x"}], "a message has a role"),
     (RESPONSES, "input[0]", [{"type": "function_call"}], "a function_call has a name"),
     (RESPONSES, "max_output_tokens", 0, "greater than or equal to 1"),
-    (RESPONSES, "previous_response_id", "resp_9", "'resp_9' not found"),
+    (RESPONSES, "previous_response_id", "resp_9", "is not offered"),
     (RESPONSES, "background", True, "is not offered"),
     (RESPONSES, "include", ["message.output_text.logprobs"], "is not offered"),
     (BLOCKS, "messages", [{"role": "assistant", "content": "x"}], "begin an answer is not offered"),
@@ -275,18 +252,18 @@ WRONG: list[tuple[str, str, Any, str]] = [
 def test_what_is_wrong_is_said_by_its_name(path: str, param: str, value: Any, said: str) -> None:
     name = re.split(r"[.\[]", param)[0]
     with pytest.raises(BadRequest) as caught:
-        APIS[path].read({**GOOD[path], name: value}, {})
+        APIS[path].read({**GOOD[path], name: value})
     told = str(caught.value)
     assert said in told
     assert caught.value.param == param
-    assert told.startswith((f"{param}: ", "Previous response"))
+    assert told.startswith(f"{param}: ")
 
 
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (CHATS, {"n": 2}, 400, "n: expected 1, got 2"),
     (CHATS, {"model": "gpt-9"}, 404, "model: expected 'policy'"),
     (CHATS, {"user": "x" * (9 << 20)}, 413, "a request may have 8 MiB"),
-    (RESPONSES, {"previous_response_id": "resp_9"}, 400, "'resp_9' not found"),
+    (RESPONSES, {"previous_response_id": "resp_9"}, 400, "is not offered"),
     ("/v1/embeddings", {}, 404, "POST /v1/embeddings is not offered"),
     (BLOCKS, {"stop_sequences": [1]}, 400, "stop_sequences[0]: expected a valid string, got 1"),
     (BLOCKS, {"model": "claude"}, 404, "model: expected 'policy'"),
@@ -317,8 +294,6 @@ def test_errors_have_the_form_of_their_protocol_and_end_nothing() -> None:
             with pytest.raises(package.AuthenticationError, match="of no rollout"):
                 await client.with_options(api_key="sk-no").post(path, body={}, cast_to=object)
         one = await c.openai.responses.create(**GOOD[RESPONSES], store=False)
-        with pytest.raises(openai.BadRequestError, match="not to be stored"):
-            await c.openai.responses.create(**GOOD[RESPONSES], previous_response_id=one.id)
         return str(one.output_text)
 
     rollout = alone(program(use), scripted(lambda *_: turn("fine"), max_model_len=2000))
@@ -347,7 +322,7 @@ def test_a_fault_of_ours_is_a_500_in_the_form_of_its_protocol_and_ends_nothing_e
             raise TypeError("unhashable")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Session, "_sampling", fail)
+            patch.setattr(Session, "_temperature", fail)
             for _ in range(2):
                 with pytest.raises(openai.InternalServerError) as one:
                     await c.openai.responses.create(**GOOD[RESPONSES])
@@ -374,15 +349,12 @@ def test_a_call_that_anthropic_has_no_form_for_is_text() -> None:
     assert (rollout.answer, rollout.stats["malformed"]) == (bad, 1)
 
 
-def test_tokens_are_counted_and_models_listed() -> None:
+def test_models_are_listed_and_a_system_prompt_is_shown() -> None:
     async def use(c: Any) -> str:
         asked = {"messages": GOOD[BLOCKS]["messages"], "model": "policy", "system": "s"}
-        count = await c.anthropic.messages.count_tokens(**asked)
-        said = await c.anthropic.messages.create(**asked, max_tokens=9)
-        assert said.usage.input_tokens == count.input_tokens
+        await c.anthropic.messages.create(**asked, max_tokens=9)
         for client in (c.openai, c.anthropic):
             assert [model.id async for model in client.models.list()] == ["policy"]
-            assert (await client.models.retrieve("policy")).id == "policy"
         return "ok"
 
     rollout = alone(program(use), lambda *_: turn("x"))
@@ -417,4 +389,4 @@ def test_what_bends_is_counted_and_tools_and_stops_are_obeyed() -> None:
     assert stats == {f"unenforced_{name}": n for name, n in counted.items()}
     assert [request.options["stop"] for request in engine.requests] == [(), ("END",), ()]
     none = {**GOOD[BLOCKS], "tools": [BLOCK], "tool_choice": {"type": "none"}}
-    assert MESSAGES.read(none, {}).tools == ()
+    assert MESSAGES.read(none).tools == ()

@@ -69,7 +69,7 @@ def rewritten(rng: random.Random, arguments: str) -> str:
 
 
 def read_messages(sent: list[Any]) -> tuple[Message, ...]:
-    return read_chat({"model": "policy", "messages": sent}, {}).messages
+    return read_chat({"model": "policy", "messages": sent}).messages
 
 
 class Client:
@@ -103,7 +103,7 @@ class Client:
             {"role": "tool", "tool_call_id": c["id"], "content": rng.choice(TEXTS)} for c in calls
         ] or [{"role": "user", "content": rng.choice(TEXTS) + str(rng.randrange(99))}]
         path = rng.choice(dialects.PATHS)
-        asked = APIS[path].read(dialects.request(path, [*sent, *new], TOOLS[tools], rng), {})
+        asked = APIS[path].read(dialects.request(path, [*sent, *new], TOOLS[tools], rng))
         messages = read_messages([*sent, *new])
         assert [m.key for m in asked.messages] == [m.key for m in messages]
         prompt = self.talks.prompt(asked.messages, asked.tools)

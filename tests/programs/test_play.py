@@ -241,24 +241,6 @@ def test_a_turn_that_the_request_cuts_goes_on_and_one_that_the_run_cuts_does_not
     assert len(rollout.rows) == 1
 
 
-def test_a_client_that_lost_its_connection_is_given_the_turn_that_was_sampled(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def program(client: Any, o: Any) -> str:
-        messages = [{"role": "user", "content": "Q"}]
-        quick = client.with_options(timeout=1.5, max_retries=0)
-        with pytest.raises(openai.APITimeoutError):
-            await quick.chat.completions.create(model=o.model, messages=messages)
-        return str((await o.ask(messages)).choices[0].message.content)
-
-    slow = Turn(f"once{EOT}", steps=40)
-    engine = scripted(lambda *_: slow, on_step=lambda _: __import__("time").sleep(0.1))
-    rollout = alone(asking(program), engine)
-    assert (rollout.answer, len(rollout.turns), len(engine.requests)) == ("once", 1, 1)
-    assert rollout.stats["repeated_requests"] == 1
-    assert not caplog.records
-
-
 def test_who_was_refused_and_asks_again_is_given_no_other_clients_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,7 +254,6 @@ def test_who_was_refused_and_asks_again_is_given_no_other_clients_turn(
 
     rollout = alone(asking(program, max_retries=9), lambda *_: Turn(f"x{EOT}", steps=3))
     assert (rollout.answer, len(rollout.turns)) == ("5", 5)
-    assert "repeated_requests" not in rollout.stats
 
 
 def test_what_nobody_was_given_is_in_no_row() -> None:

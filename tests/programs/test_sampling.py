@@ -1,8 +1,7 @@
-"""What a request asks of the sampler: obeyed in evaluations and for what is not trained on."""
+"""What a request asks of the sampler: counted, and said once; the run's own sampling is used."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import openai
@@ -11,9 +10,8 @@ import pytest
 from agentgrpo.programs.requests import FROZEN
 from agentgrpo.types import Status
 from tests.playing import EOT, TOKENIZER
-from tests.programs import test_play
-from tests.programs.test_play import ADD, alone, asking, played, read_calls, rows_of, turn
-from tests.rollout.stubs import StubEngine, Turn
+from tests.programs.test_play import ADD, alone, asking, played, rows_of, turn
+from tests.rollout.stubs import StubEngine
 
 Q = [{"role": "user", "content": "Q"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -42,16 +40,12 @@ def test_what_bends_the_distribution_is_counted_in_training_and_said_once(
     assert said.count(told) == 1
 
 
-def test_an_evaluation_obeys_all_but_seeds() -> None:
-    groups, engine = played(
-        asking(wishing), lambda *_: turn("x"), play={"temperature": 0.0, "filters": {"min_p": 0.1}}
-    )
+def test_an_evaluation_is_sampled_as_its_own_settings_say() -> None:
+    play = {"temperature": 0.0, "filters": {"min_p": 0.1}}
+    groups, engine = played(asking(wishing), lambda *_: turn("x"), play=play)
     (request,) = engine.requests
-    bent = {"min_p": 0.1, "top_p": 0.5, "structured_outputs": {"json": SCHEMA}}
-    assert (request.options["temperature"], request.options["filters"]) == (0.1, bent)
-    stats = groups[0].rollouts[0].stats
-    ignored = ["unenforced_reasoning_effort", "unenforced_seed"]
-    assert sorted(name for name in stats if name.startswith("unenforced")) == ignored
+    assert (request.options["temperature"], request.options["filters"]) == (0.0, {"min_p": 0.1})
+    assert groups[0].rollouts[0].stats["unenforced_temperature"] == 1
 
 
 def test_what_the_template_is_given_may_be_asked_for_and_nothing_else() -> None:
@@ -69,64 +63,13 @@ def test_what_the_template_is_given_may_be_asked_for_and_nothing_else() -> None:
     assert not any(name.startswith("unenforced") for name in rollout.stats)
 
 
-@pytest.mark.parametrize("family_has_one", [True, False])
-def test_a_choice_of_a_tool_is_a_grammar_where_the_family_has_one(
-    family_has_one: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choice: Any = {"type": "function", "function": {"name": "add"}}
-
-    def reader(text: str, tools: Any) -> Any:
-        return read_calls(text, tools)
-
-    def grammar(tools: Any, named: Any) -> str | None:
-        return json.dumps([tools, named]) if family_has_one else None
-
-    reader.grammar = grammar  # type: ignore[attr-defined]
-    monkeypatch.setattr(test_play, "read_calls", reader)
-
-    async def program(_: Any, o: Any) -> None:
-        await o.ask(Q, tools=[ADD], tool_choice=choice)
-
-    groups, engine = played(asking(program), lambda *_: turn("x"), play={"temperature": 0.0})
-    given = engine.requests[0].options["filters"]
-    ignored = groups[0].rollouts[0].stats.get("unenforced_tool_choice", 0)
-    tag = {"structured_outputs": {"structural_tag": json.dumps([[ADD], choice])}}
-    assert (given, ignored) == ((tag, 0) if family_has_one else ({}, 1))
-
-
-class Refusing(StubEngine):
-    """As vLLM, of what it has no grammar for, or no such number."""
-
-    def add_request(self, *args: Any, **options: Any) -> None:
-        if "regex" in options["filters"].get("structured_outputs", {}):
-            raise ValueError("filters: no such regex")
-        super().add_request(*args, **options)
-
-
-def test_what_the_engine_cannot_do_is_told_and_ends_nothing() -> None:
-    async def program(_: Any, o: Any) -> str:
-        with pytest.raises(openai.BadRequestError, match="no such regex"):
-            await o.ask(Q, extra_body={"structured_outputs": {"regex": "("}})
-        with pytest.raises(openai.BadRequestError, match="asked for: structured_outputs"):
-            await o.ask(Q, response_format=FORM)
-        return str((await o.ask(Q)).choices[0].message.content)
-
-    def says(number: int, _: str) -> Turn:
-        return Turn("x", finish_reason="error") if number == 0 else turn("fine")
-
-    engine = Refusing(TOKENIZER, says)
-    play = {"temperature": 0.0}
-    rollout = alone(asking(program, max_retries=0), engine, play=play, max_turns=1)
-    assert (rollout.answer, rollout.status, len(rollout.turns)) == ("fine", Status.COMPLETED, 1)
-
-
 def test_what_is_asked_of_the_frozen_policy_is_counted_and_not_recorded() -> None:
-    """Also where its answer goes on in a conversation that is trained on; it obeys."""
+    """Also where its answer goes on in a conversation that is trained on."""
 
     async def program(client: Any, o: Any) -> str:
         first = (await o.ask(Q)).choices[0].message
         create = client.chat.completions.create
-        aside = await create(model=FROZEN, messages=Q, temperature=0.2, response_format=FORM)
+        aside = await create(model=FROZEN, messages=Q, temperature=0.2)
         said = aside.choices[0].message
         await o.ask([*Q, first, {"role": "user", "content": said.content}])
         await o.ask([*Q, said, {"role": "user", "content": "on"}])
@@ -143,6 +86,4 @@ def test_what_is_asked_of_the_frozen_policy_is_counted_and_not_recorded() -> Non
     assert rollout.stats["turns"] == len(rollout.turns) == 3
     assert (rollout.stats["frozen_turns"], rollout.status) == (3, Status.COMPLETED)
     frozen = engine.requests[1].options
-    bent = {"structured_outputs": {"json": SCHEMA}}
-    assert (frozen["temperature"], frozen["filters"]) == (0.2, bent)
-    assert engine.requests[4].options["filters"] == {}
+    assert (frozen["temperature"], engine.requests[4].options["temperature"]) == (0.2, 1.0)

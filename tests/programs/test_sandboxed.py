@@ -78,9 +78,9 @@ def test_a_file_of_the_users_with_openais_client(
     (folder / "helper.py").write_text("NAME = 'beside'")
     command = ["python", "mine/agent.py"]
     made: Launcher = (
-        Sandboxed(jails, command, [folder], {}, 60.0)
+        Sandboxed(jails, command, [folder], 60.0)
         if where == "session"
-        else Process(command, [folder], {})
+        else Process(command, [folder])
     )
     rollout = alone(made, lambda *_: turn("x"))
     assert (rollout.answer, rollout.stats.get("program_failed", 0.0)) == (answer, failed)
@@ -96,22 +96,22 @@ def test_a_session_reaches_the_endpoint_and_nothing_else(tmp_path: Path, rung: R
     if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
         pytest.skip("zygote-root needs root")
     need_isolation(rung)
+    from agentgrpo.programs.endpoint import Endpoint
+
+    outside = Endpoint()
     file = tmp_path / "agent.py"
     file.write_text(
-        PROGRAM.replace(
+        "import os; os.environ['OPENAI_API_KEY'] = 'sk-another'\n"
+        + PROGRAM.replace(
             "{ending}",
             "import socket\n"
-            "try: socket.create_connection(('127.0.0.1', int(os.environ['OUTSIDE'])), 2)\n"
+            f"try: socket.create_connection(('127.0.0.1', {outside.port}), 2)\n"
             "except OSError as error: print(type(error).__name__)\n"
             "else: print('reached')",
         )
     )
-    from agentgrpo.programs.endpoint import Endpoint
-
-    outside = Endpoint()
-    env = {"OUTSIDE": str(outside.port), "OPENAI_API_KEY": "sk-another"}
     with pool_of(rungs=[rung]) as pool:
-        made = Sandboxed(pool, ["python", "agent.py"], [file], env, 60.0)
+        made = Sandboxed(pool, ["python", "agent.py"], [file], 60.0)
         rollout = alone(made, lambda *_: turn("x"))
     outside.close()
     assert (rollout.answer, len(rollout.turns)) == ("ConnectionRefusedError", 1)
@@ -128,11 +128,11 @@ def test_a_process_is_told_of_no_proxy_and_leaves_nothing_running(
         "left = subprocess.Popen(['sleep', '99'], stdout=subprocess.DEVNULL,\n"
         "                        stderr=subprocess.DEVNULL)\n"
         f"open({str(pid)!r}, 'w').write(str(left.pid))\n"
-        "print(os.environ.get('HTTPS_PROXY'), os.environ['MINE'])"
+        "print(os.environ.get('HTTPS_PROXY'))"
     )
     file.write_text(PROGRAM.replace("{ending}", ending))
-    rollout = alone(Process(["python", "agent.py"], [file], {"MINE": "m"}), lambda *_: turn("x"))
-    assert rollout.answer == "None m"
+    rollout = alone(Process(["python", "agent.py"], [file]), lambda *_: turn("x"))
+    assert rollout.answer == "None"
     assert gone(int(pid.read_text())), "it was killed"
 
 
@@ -144,7 +144,7 @@ def test_a_daemon_that_holds_the_output_holds_nothing_up(tmp_path: Path) -> None
         "print('done')"
     )
     file.write_text(PROGRAM.replace("{ending}", ending))
-    rollout = alone(Process(["python", "agent.py"], [file], {}), lambda *_: turn("x"), timeout_s=30)
+    rollout = alone(Process(["python", "agent.py"], [file]), lambda *_: turn("x"), timeout_s=30)
     assert (rollout.answer, rollout.status) == ("done", Status.COMPLETED)
 
 
@@ -167,7 +167,7 @@ def test_whatever_a_program_does_to_its_files_is_the_programs_doing(
 ) -> None:
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM.replace("{ending}", attack))
-    rollout = alone(Process(["python", "agent.py"], [file], {}), lambda *_: turn("x"))
+    rollout = alone(Process(["python", "agent.py"], [file]), lambda *_: turn("x"))
     assert (rollout.answer, rollout.stats.get("program_failed", 0.0)) == ATTACKS[attack]
     assert rollout.status is Status.COMPLETED
 
@@ -190,7 +190,7 @@ def test_a_program_that_is_one_of_the_files_is_started(
     )
     program.chmod(0o755)
     settings: Any = {"call": "", "command": ["./mine/agent.py"], "files": [program.parent]}
-    settings |= {"sandbox": "none" if where == "process" else "session", "variables": None}
+    settings |= {"sandbox": "none" if where == "process" else "session"}
     agent: Any = SimpleNamespace(**settings, pool=jails, timeout_s=60.0)
     rollout = alone(launcher_of(agent), lambda *_: turn("x"))
     assert (rollout.answer, rollout.status) == ("started", Status.COMPLETED)
@@ -217,7 +217,7 @@ FAILED = {
 def test_a_run_ends_where_all_programs_fail_of_themselves(tmp_path: Path, ending: str) -> None:
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM.replace("{ending}", ending))
-    made = Process(["python", "agent.py"], [file], {})
+    made = Process(["python", "agent.py"], [file])
     ends = pytest.raises(UserCodeError, match="exited with") if FAILED[ending] else nullcontext()
     with ends:
         (group,), _ = played(made, lambda *_: turn("x"), n=2)
@@ -241,7 +241,7 @@ def test_a_limit_of_the_session_ends_no_run(
 ) -> None:
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM.replace("{ending}", ending))
-    made = Sandboxed(jails, ["python", "agent.py"], [file], {}, 60.0)
+    made = Sandboxed(jails, ["python", "agent.py"], [file], 60.0)
     with pytest.raises(UserCodeError, match="KeyError") if LIMITS[ending] else nullcontext():
         (group,), _ = played(made, lambda *_: turn("x"), n=2)
         assert {r.status for r in group.rollouts} == {Status.COMPLETED}

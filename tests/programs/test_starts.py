@@ -90,7 +90,7 @@ class Closes(Episode):
         self.closed.append(self.task)
 
 
-PROCESS = Process(["python", "x.py"], [], {})
+PROCESS = Process(["python", "x.py"], [])
 
 
 def no_more(number: int) -> Callable[..., Any]:
@@ -107,7 +107,7 @@ def test_a_program_that_the_machine_has_no_room_for_is_no_failure_of_its_own(
     monkeypatch.setattr("subprocess.Popen", no_more(errno.EMFILE))
     monkeypatch.setattr("agentgrpo.programs.launch.listener_in", no_more(errno.EMFILE))
     jails: Any = SimpleNamespace(acquire=nullcontext)
-    session = Sandboxed(jails, ["python", "x.py"], [], {}, 9.0)
+    session = Sandboxed(jails, ["python", "x.py"], [], 9.0)
     env = Counts()
     groups, _ = played(PROCESS if where == "process" else session, lambda *_: turn("x"), env=env)
     (rollout,) = groups[0].rollouts
@@ -131,9 +131,9 @@ def test_files_lie_in_a_process_where_they_lie_in_a_session(
         Path(name).write_text(name)
     files = [Path(name) for name in given]
     of: Any = SimpleNamespace(key="k", url="u")
-    outcome = Process(["sh", "-c", LIST], files, {}).start(tasks(1)[0], of, of).outcome.result(60)
+    outcome = Process(["sh", "-c", LIST], files).start(tasks(1)[0], of, of).outcome.result(60)
     found = [line.removeprefix("./") for line in str(outcome.answer).split()]
-    session = Sandboxed(cast(Any, None), ["x"], files, {}, 9.0)
+    session = Sandboxed(cast(Any, None), ["x"], files, 9.0)
     assert sorted(found) == sorted(session._files)
 
 

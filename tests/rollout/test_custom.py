@@ -1,10 +1,10 @@
-"""A user's own sampler and TRL's rollout_func: what they get, and what they return is checked."""
+"""A user's own sampler: what it gets, and what it returns is checked."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -13,11 +13,6 @@ import pytest
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.custom import CustomSampler, RolloutParams, rollout_from_tokens
-from agentgrpo.rollout.trl import (
-    RolloutFuncSampler,
-    RolloutTrainer,
-    generate_rollout_completions,
-)
 from agentgrpo.setup.registry import load_sampler
 from agentgrpo.types import COUNTS, Rollout, Segment, SpanReward, Status, Task, Treatment
 from agentgrpo.usercode import UserCodeError
@@ -238,113 +233,11 @@ def test_flat_lists_of_other_lengths_are_refused(logprobs: Any, mask: Any) -> No
         rollout_from_tokens(tasks(1)[0], [1], [3, 4], logprobs, mask)
 
 
-# --- TRL
-
-
-def trl_example(prompts: list[Any], trainer: Any) -> Mapping[str, Sequence[Any]]:
-    """Two turns with a tool's answer between, as TRL's examples write them."""
-    first = generate_rollout_completions(trainer, prompts)
-    told = trainer.processing_class.encode("42", add_special_tokens=False)
-    rows: dict[str, list[Any]] = {
-        key: [] for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "score", "note")
-    }
-    for turn in first:
-        ids = turn["completion_ids"]
-        rows["prompt_ids"].append(turn["prompt_ids"])
-        rows["completion_ids"].append(ids + told + ids)
-        rows["logprobs"].append(turn["logprobs"] + [0.0] * len(told) + turn["logprobs"])
-        rows["env_mask"].append([1] * len(ids) + [0] * len(told) + [1] * len(ids))
-        rows["score"].append(np.float32(len(turn["text"])))
-        rows["note"].append("not a number")
-    return rows
-
-
-def test_a_prompt_that_was_rendered_already_has_its_control_tokens() -> None:
-    """What most of TRL's functions give: apply_chat_template(..., tokenize=False)."""
-    messages = [{"role": "user", "content": "Q"}]
-    text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    params = SimpleNamespace(max_turn_tokens=9, temperature=0.0, stop_token_ids=(2,), filters={})
-    trainer = RolloutTrainer(cast(Any, engine()), CHAT, cast(Any, params), SimpleNamespace())
-    rendered, told = generate_rollout_completions(trainer, [text, messages])
-    assert rendered["prompt_ids"] == told["prompt_ids"] == CHAT.prompt_ids(messages).tolist()
-
-
-def test_trls_rollout_func_runs_unchanged() -> None:
-    served = engine()
-    user = RolloutFuncSampler(trl_example, CHAT, RolloutConfig())
-    groups, _ = sampler(user, served, temperature=0.5).play(tasks(2), 2, seed=3)
-    texts = [
-        [TOKENIZER.decode(s.token_ids) for s in r.segments] for g in groups for r in g.rollouts
-    ]
-    prompt = "<|im_start|>user\nQ{}" + EOT + "\n<|im_start|>assistant\n"
-    for index, parts in enumerate(texts):
-        assert parts == [prompt.format(index // 2), f"said{EOT}", "42", f"said{EOT}"]
-    rollouts = [r for g in groups for r in g.rollouts]
-    assert all([s.sampled for s in r.segments] == [False, True, False, True] for r in rollouts)
-    assert all(r.rewards == {"score": 4.0} for r in rollouts)
-    assert all((r.answer, r.status) == ("said", Status.COMPLETED) for r in rollouts)
-    assert len({request.options["seed"] for request in served.requests}) == 4
-    for played, request in zip(rollouts, served.requests, strict=True):
-        assert played.segments[1].logprobs is not None
-        assert np.array_equal(played.segments[1].logprobs, request.completion.logprobs)
-
-
-def test_the_trainer_has_what_such_functions_read() -> None:
-    seen: list[RolloutTrainer] = []
-
-    def function(prompts: list[Any], trainer: RolloutTrainer) -> Mapping[str, Sequence[Any]]:
-        seen.append(trainer)
-        assert prompts == [[{"role": "user", "content": "Q0"}]] * 2
-        return {"prompt_ids": [[1]] * 2, "completion_ids": [[5]] * 2, "logprobs": [[-1.0]] * 2}
-
-    class Served(Engine):
-        llm = "vLLM"
-
-    user = RolloutFuncSampler(function, CHAT, RolloutConfig())
-    served = Served(TOKENIZER, lambda number, _: Turn("x"))
-    groups, _ = sampler(user, served, temperature=0.5, max_response_tokens=77).play(
-        tasks(1), 2, seed=3
-    )
-    (trainer,) = seen
-    assert trainer.processing_class is TOKENIZER
-    assert vars(trainer.args) == {
-        "temperature": 0.5,
-        "num_generations": 2,
-        "max_completion_length": 77,
-    }
-    assert trainer.llm == trainer.vllm_generation.llm == "vLLM"
-    # what does not end with the end of a turn was cut
-    assert {r.status for r in groups[0].rollouts} == {Status.TRUNCATED_LENGTH}
-    assert groups[0].rollouts[0].answer is None
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ({"completion_ids": [[1]], "logprobs": [[0.0]]}, "'prompt_ids': .* got no such key"),
-        (
-            {"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": []},
-            "'logprobs': expected 1 values, got 0",
-        ),
-        (
-            {"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": [[0.0]], "x": [1, 2]},
-            "'x': expected 1 values, got 2",
-        ),
-    ],
-)
-def test_what_a_rollout_func_forgets_is_named(returned: Any, message: str) -> None:
-    user = RolloutFuncSampler(lambda prompts, trainer: returned, CHAT, RolloutConfig())
-    with pytest.raises(UserCodeError, match=rf"wrong result: {message}"):
-        sampler(user).play(tasks(1), 1, seed=0)
-
-
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a user's module."""
     made = ModuleType("users_own")
-    vars(made).update(
-        Mine=lambda chat, config: Mine(), Wrong=lambda chat, config: object(), func=trl_example
-    )
+    vars(made).update(Mine=lambda chat, config: Mine(), Wrong=lambda chat, config: object())
     monkeypatch.setitem(sys.modules, "users_own", made)
     return "users_own"
 
@@ -352,8 +245,6 @@ def module(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_config_names_it(module: str) -> None:
     made = load_sampler(RolloutConfig(sampler=f"{module}:Mine"), CHAT)
     assert isinstance(made, Mine)
-    func = load_sampler(RolloutConfig(sampler=f"rollout_func:{module}:func"), CHAT)
-    assert isinstance(func, RolloutFuncSampler)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +252,6 @@ def test_the_config_names_it(module: str) -> None:
     [
         ("users_own:Wrong", r"'users_own:Wrong' has no method rollout\(\)"),
         ("users_own:Missing", "Missing"),
-        ("rollout_func:users_own:missing", "missing"),
         ("no_such_module:X", "no_such_module"),
     ],
 )
