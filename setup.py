@@ -62,7 +62,6 @@ setup(
             "pytest-xdist",
             "ruff",
         ],
-        "8bit": ["bitsandbytes"],
         "data": ["e2b-charts", "ipython", "matplotlib", "pandas", "traitlets"],
         "endpoint": ["httpx2", "openai>=3"],
         "liger": ["liger-kernel==0.8.5"],

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from agentgrpo import parallel
 from agentgrpo.config import TrainConfig
-from agentgrpo.evaluate import Scored, logged, summarize
+from agentgrpo.evaluate import ScoringCallback, logged, summarize
 from agentgrpo.learn.advantages import assign_advantages, has_gradient, why_dead
 from agentgrpo.setup.build import Parts
 from agentgrpo.types import Group, Metrics, Task
@@ -24,7 +24,7 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
     metrics: Metrics = {}
     for tasks, seed in _rounds(config, parts, step):
         with parts.progress.phase(f"playing {c.tasks_per_step} tasks x {c.group_size}"):
-            scored = Scored(parts.reward, step)
+            scored = ScoringCallback(parts.reward, step)
             played, stats = scored.play(parts.sampler, tasks, c.group_size, seed=seed)
         groups += parallel.interleave(parallel.gather(played))
         live = _live(groups, config)
@@ -52,5 +52,5 @@ def _live(groups: Sequence[Group], config: TrainConfig) -> int:
     """
     assign_advantages(groups, config.credited)
     if config.teacher.teaches:
-        return sum(any(r.scored and r.num_sampled for r in group.rollouts) for group in groups)
+        return sum(any(r.in_baseline and r.num_sampled for r in group.rollouts) for group in groups)
     return sum(map(has_gradient, groups))

@@ -16,7 +16,7 @@ from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.types import Group, Metrics, Status, Task
 
 
-class Scored:
+class ScoringCallback:
     """Groups are scored while others play."""
 
     def __init__(self, reward: Scoring, step: int | None = None) -> None:
@@ -60,7 +60,7 @@ def evaluate(
     rollouts that were, left out where nobody says what that is; broken rollouts are counted apart.
     """
     own_seed = seed + parallel.RANK_SEED * parallel.rank()
-    played, _ = Scored(reward).play(
+    played, _ = ScoringCallback(reward).play(
         sampler, parallel.mine(tasks), attempts,
         seed=own_seed, temperature=temperature, filters=filters,
     )  # fmt: skip

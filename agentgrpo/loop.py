@@ -1,6 +1,6 @@
 """The loop of a training run: this file is the whole story of a step.
 
-Each line of it is a module of its own. train.py makes the parts and calls it.
+Each line of it is a module of its own. trainer.py makes the parts and calls it.
 """
 
 from __future__ import annotations

@@ -226,15 +226,15 @@ class Rollout:
         return weight * value
 
     @property
-    def scored(self) -> bool:
-        """Whether its reward counts in the baseline."""
+    def in_baseline(self) -> bool:
+        """Whether its reward counts in its group's baseline."""
         kept = self.treatment in (Treatment.TRAIN, Treatment.MASK)
         return kept and self.status is not Status.INFRA_ERROR
 
     @property
     def trained(self) -> bool:
         """Whether its tokens are trained on."""
-        return self.scored and self.treatment is Treatment.TRAIN
+        return self.in_baseline and self.treatment is Treatment.TRAIN
 
     @property
     def reward(self) -> float:

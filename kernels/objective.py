@@ -1,7 +1,8 @@
 """What each loss is, and which objective grpo_loss computes: every option, checked before a tensor.
 
-LOSSES is the one list of losses. The kernels, the reference, the weights, the config, the proof of
-a run and docs/losses.md read it. `python -m agentgrpo.kernels.objective` prints that page's table.
+LOSSES is the one list of losses. The kernels, the reference, the weights, the config and
+docs/losses.md read it; the proof of a run has its own, which a test holds against it.
+`python -m agentgrpo.kernels.objective` prints that page's table.
 
 Names and defaults are TRL 1.16's (GRPOConfig; GMPOConfig for gmpo) where TRL has the option, verl
 0.9.1's otherwise, said at the option. What differs is in docs/coming-from.md, with the reason.

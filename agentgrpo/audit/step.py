@@ -39,12 +39,8 @@ WORST = 10.0
 """Nats at which a gap counts no more, so that one impossible token does not decide."""
 SIGNIFICANT = 5.0
 """Standard errors over the tokens by which a cause must be better."""
-EXACT = 1e-3
-"""Nats between two implementations in float32."""
-THRESHOLDS = {torch.float32: EXACT, torch.float64: EXACT}
-"""Widest gap in nats that passes, by the dtype of the passes; as engine.agreement_threshold."""
-HALF = 1.0
-"""The same in bfloat16 and float16."""
+EXACT, HALF = 1e-3, 1.0
+"""Widest gap in nats that passes, in float32 and in 16 bit; as engine.agreement_threshold."""
 BASE = "the model without its adapter"
 
 Snapshot = Mapping[str, Tensor]
@@ -61,9 +57,6 @@ class Finding:
     """stale_weights, adapter, temperature, filter, shift, tokens, tokenizer, logprobs, unknown."""
     says: str
 
-    def __str__(self) -> str:
-        return self.says
-
 
 @dataclass(frozen=True, slots=True)
 class Audit:
@@ -72,8 +65,7 @@ class Audit:
     num_tokens: int = 0
     """Sampled tokens that were scored again."""
     num_nan: int = 0
-    """Sampled tokens left out, because the sampler's log-probability is nan: TRL leaves them out
-    too."""
+    """Those left out, as TRL does, because the sampler's log-probability is nan."""
     max_gap: float = math.nan
     """Largest |sampler - model| in nats."""
     mean_gap: float = math.nan
@@ -92,22 +84,13 @@ class Audit:
         """The word for the first finding; "none"."""
         return self.findings[0].cause if self.findings else "none"
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {
-            "audit/max_gap": self.max_gap,
-            "audit/mean_gap": self.mean_gap,
-            "audit/kl": self.kl,
-            "audit/nan": float(self.num_nan),
-            "audit/faults": float(len(self.findings)),
-        }
-
     def __str__(self) -> str:
         gap = f"{self.num_tokens} sampled tokens, gap mean {self.mean_gap:.3g}"
         gap += f" and max {self.max_gap:.3g} nats, KL {self.kl:.3g}"
         gap += f", {self.num_nan} tokens left out whose log-probability is nan" * (self.num_nan > 0)
         said = "agree" if self.ok else "disagree"
-        return "\n".join([f"sampler and model {said}: {gap}", *map(str, self.findings)])
+        found = [finding.says for finding in self.findings]
+        return "\n".join([f"sampler and model {said}: {gap}", *found])
 
 
 class Auditor:
@@ -115,40 +98,22 @@ class Auditor:
 
     Args:
         model: a Hugging Face causal model, PEFT's too, which may be in train mode.
-        temperature: at which the trainer computes its log-probabilities.
-        history: how many earlier weights are kept on the host, those that are trained only.
-        initial: keep the initial weights too.
-        threshold: see audit_step().
-        max_tokens: sampled tokens that are scored at a step; more see a smaller update.
+        history: how many earlier weights are kept on the host beside those of the start, of what is
+            trained only; 0: none, and those of the start neither.
+        **options: of audit_step().
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        temperature: float = 1.0,
-        history: int = 1,
-        initial: bool = True,
-        threshold: float | None = None,
-        max_tokens: int = 4096,
-    ) -> None:
-        self._model, self._history = model, history
-        self._options: dict[str, Any] = {
-            "temperature": temperature, "threshold": threshold, "max_tokens": max_tokens,
-        }  # fmt: skip
-        self._initial = snapshot(model) if initial else None
+    def __init__(self, model: Any, *, history: int = 1, **options: Any) -> None:
+        self._model, self._history, self._options = model, history, options
+        self._initial = snapshot(model) if history else None
         self._earlier: list[Snapshot] = []
 
     def step(
-        self,
-        prompt_ids: Ids,
-        completion_ids: Ids,
-        logprobs: Logprobs,
-        env_mask: Ids | None = None,
+        self, prompt_ids: Ids, completion_ids: Ids, logprobs: Logprobs, env_mask: Ids | None = None
     ) -> Audit:
         """Audit what the current weights are said to have sampled; call it before the update.
 
-        The arguments are those of audit_step(). The current weights are the next step's earlier.
+        The current weights are the next step's earlier.
         """
         weights: dict[str, Snapshot] = {}
         for age, earlier in enumerate(self._earlier, start=1):
@@ -204,7 +169,12 @@ def audit_step(
             sequences.
     """
     masks = [[1] * len(ids) for ids in completion_ids] if env_mask is None else env_mask
-    _require_fitting(prompt_ids, completion_ids, logprobs, masks)
+    sizes = [len(each) for each in (prompt_ids, completion_ids, logprobs, masks)]
+    if len(set(sizes)) != 1 or not any(map(len, completion_ids)) or not all(map(len, prompt_ids)):
+        raise ValueError(
+            "prompt_ids, completion_ids, logprobs and env_mask must be of the same sequences, with "
+            f"a token in each prompt and in at least one completion; got {sizes} of them"
+        )
     findings = list(_impossible(model, prompt_ids, completion_ids, logprobs, masks))
     if findings:
         return Audit(findings=findings)
@@ -219,7 +189,7 @@ def audit_step(
             with model.disable_adapter():
                 others[BASE] = _score(model, rows, temperature)
         dtype = _dtype_of(model, rows[0].ids.device.type)
-        limit = THRESHOLDS.get(dtype, HALF) if threshold is None else threshold
+        limit = (HALF if dtype.itemsize == 2 else EXACT) if threshold is None else threshold
         findings = list(_causes(own, others, temperature))
         if not findings and not own.within(limit, dtype):
             excused = threshold is None and _is_rounding(model, rows, temperature, own)
@@ -230,25 +200,12 @@ def audit_step(
     return Audit(len(gaps_N), num_nan, widest, mean, kl, findings)
 
 
-# --- what needs no model ---
-
-
-def _require_fitting(prompts: Ids, completions: Ids, logprobs: Logprobs, masks: Ids) -> None:
-    sizes = [len(each) for each in (prompts, completions, logprobs, masks)]
-    if len(set(sizes)) != 1 or not any(map(len, completions)) or not all(map(len, prompts)):
-        raise ValueError(
-            "prompt_ids, completion_ids, logprobs and env_mask must be of the same sequences, with "
-            "a token in each prompt and in at least one completion; got "
-            f"{', '.join(map(str, sizes))} of them"
-        )
-
-
 def _impossible(
     model: Any, prompts: Ids, completions: Ids, logprobs: Logprobs, masks: Ids
 ) -> Iterator[Finding]:
+    """What needs no pass of the model."""
     pairs = list(zip(completions, logprobs, strict=True))
-    odd = [(len(ids), len(said)) for ids, said in pairs if len(ids) != len(said)]
-    if odd:
+    if odd := [(len(ids), len(said)) for ids, said in pairs if len(ids) != len(said)]:
         yield Finding(
             "tokens",
             f"re-encoded tokens: {len(odd)} of {len(pairs)} completions have another number of ids "
@@ -256,29 +213,18 @@ def _impossible(
             "the ids that it sampled",
         )
         return
-    size = model.get_input_embeddings().num_embeddings
-    ids = [*chain(*prompts, *completions)]
+    size, ids = model.get_input_embeddings().num_embeddings, [*chain(*prompts, *completions)]
     if max(ids) >= size or min(ids) < 0:
-        yield Finding(
-            "tokenizer",
-            f"another tokenizer: ids from {min(ids)} to {max(ids)}, but the model has {size}",
-        )
-    said = [x for (_, of), mask in zip(pairs, masks, strict=True)
-            for x, own in zip(of, mask, strict=True) if own]  # fmt: skip
-    if not said:
+        said = f"ids from {min(ids)} to {max(ids)}, but the model has {size}"
+        yield Finding("tokenizer", f"another tokenizer: {said}")
+    own = [x for (_, said), mask in zip(pairs, masks, strict=True)
+           for x, sampled in zip(said, mask, strict=True) if sampled]  # fmt: skip
+    if not own:
         raise ValueError("env_mask: nothing was sampled by the policy, so nothing can be audited")
-    missing = sum(x is None for x in said)
-    above = [x for x in said if x is not None and x > LOGP_TOLERANCE]
-    never = sum(x == -math.inf for x in said)
-    if missing or above or never:
-        yield Finding(
-            "logprobs",
-            f"log-probabilities that cannot be: of {len(said)} sampled tokens {missing} have none, "
-            f"{len(above)} have one above 0{f', {max(above):.3g}' if above else ''}, {never} have "
-            "-inf",
-        )
-    elif len(said) > 1 and not any(said):
-        yield Finding("logprobs", f"all {len(said)} log-probabilities are 0: nobody computed them")
+    wrong = [x for x in own if x is None or x > LOGP_TOLERANCE or x == -math.inf]
+    if wrong or (len(own) > 1 and not any(own)):
+        found = f"{len(wrong)} of {len(own)}, such as {wrong[0]}" if wrong else "all are 0"
+        yield Finding("logprobs", f"log-probabilities that nobody can have computed: {found}")
 
 
 # --- what the model says ---
@@ -297,19 +243,15 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """What one set of weights makes of the sampled tokens.
+    """What one set of weights makes of the sampled tokens: sampler - model, in nats."""
 
-    `gaps_by_row` are [C] each, sampler - model in nats, nan where nothing was sampled.
-    """
-
-    rows: Sequence[_Row]
-    gaps_by_row: list[Tensor]
+    gaps_N: Tensor
+    shifted: Mapping[int, Tensor]
+    """The gaps if what the sampler said were of the token one place later (1), or earlier (-1)."""
     logits_FV: Tensor
-    """Of some of the sampled tokens, from the first on."""
-
-    @property
-    def gaps_N(self) -> Tensor:
-        return _sampled(self.gaps_by_row)
+    """Of some of the sampled tokens, from the first on; with their ids, and what was said."""
+    ids_F: Tensor
+    said_F: Tensor
 
     @property
     def mean(self) -> float:
@@ -320,23 +262,10 @@ class _Scores:
         outliers = outliers_of(str(dtype).removeprefix("torch."))
         return bool(widest_gap([self.gaps_N.numpy(force=True)], outliers) <= limit)
 
-    def shifted(self, by: int) -> Tensor:
-        """The gaps if what the sampler said were of the token `by` places later."""
-        moved = []
-        for row, gaps in zip(self.rows, self.gaps_by_row, strict=True):
-            logp = row.said - gaps
-            pair = (row.said[:-by], logp[by:]) if by > 0 else (row.said[-by:], logp[:by])
-            moved.append(pair[0] - pair[1])
-        return _sampled(moved)
-
     def gaps_at(self, temperature: float) -> Tensor:
         """[F]: |sampler - model| at a temperature of the model's."""
-        own = [~row.said.isnan() for row in self.rows]
-        ids = torch.cat([r.ids[r.first :][mask] for r, mask in zip(self.rows, own, strict=True)])
-        said = torch.cat([r.said[mask] for r, mask in zip(self.rows, own, strict=True)])
-        size = len(self.logits_FV)
         logp_FV = torch.log_softmax(self.logits_FV / temperature, -1)
-        return (said[:size] - logp_FV.gather(1, ids[:size, None])[:, 0]).abs().clamp(max=WORST)
+        return (self.said_F - logp_FV.gather(1, self.ids_F[:, None])[:, 0]).abs().clamp(max=WORST)
 
     def best_temperature(self) -> float:
         """That fits what the sampler said, between 1/16 and 16, to a thousandth."""
@@ -347,11 +276,6 @@ class _Scores:
         return math.exp2(best)
 
 
-def _sampled(gaps: Sequence[Tensor]) -> Tensor:
-    every = torch.cat(list(gaps))
-    return every[~every.isnan()]
-
-
 def _rows(
     model: Any, prompts: Ids, completions: Ids, logprobs: Logprobs, masks: Ids, max_tokens: int
 ) -> tuple[list[_Row], int]:
@@ -360,8 +284,7 @@ def _rows(
     rows: list[_Row] = []
     count = num_nan = 0
     for prompt, ids, said, mask in zip(prompts, completions, logprobs, masks, strict=True):
-        own = torch.tensor(list(mask), dtype=torch.bool, device=device)
-        numbers = torch.tensor(list(said), device=device)
+        own, numbers = torch.tensor(mask, device=device) != 0, torch.tensor(said, device=device)
         values = torch.where(own, numbers, math.nan)
         num_nan += int((own & numbers.isnan()).sum())
         if count < max_tokens and not values.isnan().all():
@@ -389,18 +312,24 @@ def _score(
     model: Any, rows: Sequence[_Row], temperature: float, state: Snapshot | None = None
 ) -> _Scores:
     """Score the rows with the model's weights, or with those of `state` in their place."""
-    device = rows[0].ids.device
-    place = {name: weight.to(device) for name, weight in (state or {}).items()}
-    gaps, kept, wanted = [], [], FIT_TOKENS
+    place = {name: weight.to(rows[0].ids.device) for name, weight in (state or {}).items()}
+    gaps: dict[int, list[Tensor]] = {0: [], 1: [], -1: []}
+    kept: list[Tensor] = []
     for row in rows:
-        logits_CV = _logits(model, place, row)
-        scores = [torch.log_softmax(p.float() / temperature, -1) for p in logits_CV.split(CHUNK)]
-        targets_C = row.ids[row.first :, None].split(CHUNK)
-        logp = [s.gather(1, t)[:, 0] for s, t in zip(scores, targets_C, strict=True)]
-        gaps.append(row.said - torch.cat(logp))
-        kept.append(logits_CV[~row.said.isnan()][:wanted].float())
-        wanted -= len(kept[-1])
-    return _Scores(rows, gaps, torch.cat(kept))
+        logits_CV, said, ids = _logits(model, place, row), row.said, row.ids[row.first :]
+        parts = zip(logits_CV.split(CHUNK), ids[:, None].split(CHUNK), strict=True)
+        logp = torch.cat(
+            [(x.float() / temperature).log_softmax(-1).gather(1, of)[:, 0] for x, of in parts]
+        )
+        gaps[0].append(said - logp)
+        gaps[1].append(said[:-1] - logp[1:])
+        gaps[-1].append(said[1:] - logp[:-1])
+        kept.append(logits_CV[~said.isnan()][: FIT_TOKENS - sum(map(len, kept))].float())
+    ids, said = torch.cat([row.ids[row.first :] for row in rows]), torch.cat([r.said for r in rows])
+    logits_FV, own = torch.cat(kept), ~said.isnan()
+    found = {by: (every := torch.cat(some))[~every.isnan()] for by, some in gaps.items()}
+    size = len(logits_FV)
+    return _Scores(found[0], found, logits_FV, ids[own][:size], said[own][:size])
 
 
 def _is_rounding(model: Any, rows: Sequence[_Row], temperature: float, own: _Scores) -> bool:
@@ -439,10 +368,12 @@ def _causes(own: _Scores, others: Mapping[str, _Scores], temperature: float) -> 
     name = min(better, key=lambda n: better[n].mean, default="")
     if name:
         yield _of_weights(name, own, others)
-    best = better[name] if name else own
+    best = better.get(name, own)
     if best.mean <= EXACT:
         return
-    if by := next((by for by in (1, -1) if _is_shifted(best, by)), 0):
+    now = best.gaps_N.abs().median()
+    moved = {by: best.shifted[by].abs() for by in (1, -1)}
+    if by := next((b for b, x in moved.items() if len(x) > 2 and x.median() < 0.1 * now), 0):
         yield Finding(
             "shift",
             "log-probabilities one place off: they are listed one token "
@@ -474,28 +405,17 @@ def _is_better(gaps_N: Tensor, than_N: Tensor) -> bool:
     return float(gain_N.mean()) > SIGNIFICANT * error
 
 
-def _is_shifted(scores: _Scores, by: int) -> bool:
-    gaps = scores.shifted(by)
-    now = scores.gaps_N.abs().median()
-    return len(gaps) > 2 and bool(gaps.abs().median() < 0.1 * now)
-
-
 def _of_weights(name: str, own: _Scores, others: Mapping[str, _Scores]) -> Finding:
     least = others[name].mean
     alike = [n for n, s in others.items() if s.mean <= 1.05 * least + 1e-6]
-    if BASE in alike:
-        return Finding(
-            "adapter",
-            f"LoRA not merged: what the sampler said is what {BASE} says (gap mean {least:.2g} "
-            f"nats), not what the model says with it ({own.mean:.2g}): the adapter never reached "
-            "it",
-        )
-    return Finding(
-        "stale_weights",
-        f"stale weights: what the sampler said is what {' or '.join(alike)} say (gap mean "
-        f"{least:.2g} nats), not what the model says now ({own.mean:.2g}): its weights were not "
-        "updated",
+    who = BASE if BASE in alike else " or ".join(alike)
+    seen = (
+        f"what the sampler said is what {who} say{'s' * (BASE in alike)} (gap mean {least:.2g} "
+        f"nats), not what the model says now ({own.mean:.2g})"
     )
+    if BASE in alike:
+        return Finding("adapter", f"LoRA not merged: {seen}: the adapter never reached it")
+    return Finding("stale_weights", f"stale weights: {seen}: its weights were not updated")
 
 
 def _unknown(own: _Scores, others: Mapping[str, _Scores]) -> Finding:

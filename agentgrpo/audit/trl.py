@@ -31,7 +31,7 @@ class AuditCallback(TrainerCallback):
     Args:
         trainer: a GRPOTrainer; the callback is added to it by add_callback().
         stop: raise AuditError before the update if something is wrong; else it is kept only.
-        **options: of Auditor: history, initial, threshold, max_tokens.
+        **options: of Auditor: history, threshold, max_tokens.
     """
 
     def __init__(self, trainer: Any, *, stop: bool = True, **options: Any) -> None:

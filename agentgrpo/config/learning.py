@@ -119,8 +119,6 @@ class LearnerConfig(Section):
     """From learning_rate after the warm-up to 0 after the last step."""
     warmup_steps: NotNegative = 0
     """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """adamw_8bit: moments in 8 bits, of bitsandbytes (not a dependency of ours)."""
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Decoupled, as AdamW has it."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1e11)] = 1.0

@@ -25,7 +25,6 @@ NAMES = {
     "engine.tensor_parallel_size": ("vllm_tensor_parallel_size rollout.tensor_model_parallel_size"),
     "reward.functions": "reward_funcs reward_weights",
     "learner.decay": "lr_scheduler_type actor.optim.lr_scheduler_type actor.optim.warmup_style",
-    "learner.optimizer": "optim",
     "learner.gradient_checkpointing": "model.enable_gradient_checkpointing",
     "engine.dtype": "bf16 fp16 rollout.dtype",
     "steps": "max_steps trainer.total_training_steps",

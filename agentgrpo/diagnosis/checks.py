@@ -279,7 +279,7 @@ CHECKS: dict[str, Check] = {
     "reward not the same twice": Twice(
         lambda h: (
             ((s.task, s.after_prompt), round(s.rollout.reward, 6), s)
-            for s in h.train if s.rollout.scored and not h.number("reward.sigma_tool", 0)
+            for s in h.train if s.rollout.in_baseline and not h.number("reward.sigma_tool", 0)
             and not h.number("reward.sigma_length", 0)
         ),
         0.97, "a rollout got another reward than one with the same tokens",

@@ -122,7 +122,7 @@ class History:
             for chosen in (steps[:1], steps[:third], steps[-third:])
         )
         self.early_until, self.late_from = steps[:third][-1], steps[-third]
-        sound = (seen for seen in self.train if seen.rollout.scored)
+        sound = (seen for seen in self.train if seen.rollout.in_baseline)
         self.groups = [list(group) for _, group in groupby(sound, lambda s: (s.step, s.group))]
         self.asked = Counter(group[0].task for group in self.groups)
         self.judges = any(seen.rollout.solved is not None for seen in self.train)

@@ -1,15 +1,15 @@
 """What is asked by name: models for text, over HTTP, in this process, or a script; searches.
 
-An endpoint may be asked by many threads at once; a call blocks its own thread only. A fault is said
-in the log of this module and tried again; what is left of it is an InfrastructureError, never text.
+An endpoint may be asked by many threads at once; a call blocks its own thread only. What fails,
+after the client's own tries, is an InfrastructureError, never text.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
-LOG = logging.getLogger(__name__)
 
 
 class Endpoint(ABC):
@@ -97,9 +96,9 @@ class Server:
     """A server, asked by the openai client.
 
     The client tries again, after about twice as long each time or after what the server asks for:
-    failures of the network, 408, 409, 429 and 5xx; what answers in another form than asked for is
-    asked again at once. Other refusals are final, redirections too: nobody else is told what is
-    asked. Of the environment only the key and the proxies (HTTP_PROXY, NO_PROXY, ...) count.
+    failures of the network, 408, 409, 429 and 5xx. Other refusals are final, and answers of another
+    form; redirections too: nobody else is told what is asked. Of the environment only the key and
+    the proxies (HTTP_PROXY, NO_PROXY, ...) count.
     """
 
     config: EndpointConfig
@@ -119,24 +118,15 @@ class Server:
         key, where = self._key(), f"endpoint {self.config.url}"
         options.setdefault("headers", {"Authorization": f"Bearer {key}" if key else openai.omit})
         asked: Any = {"cast_to": httpx2.Response, "options": options}
-        number, tries = 0, self.config.retries + 1
-        while True:
-            number += 1
-            try:
-                if body is None:
-                    response = self._client.get(url, **asked)
-                else:
-                    response = self._client.post(url, body=body, **asked)
-                return read(response)
-            except BadAnswer as error:
-                LOG.warning("%s: %s (try %d of %d)", where, error, number, tries)
-                if number == tries:
-                    raise InfrastructureError(f"{where}: {error}") from error
-            except openai.APIStatusError as error:
-                said = f"HTTP {error.status_code}: {error.response.text[:200]}"
-                raise Refused(f"{where}: {said}", error.status_code) from error
-            except Exception as error:  # whatever it is, it is no fault of the policy's
-                raise InfrastructureError(f"{where}: {error.__cause__ or error}") from error
+        try:
+            if body is None:
+                return read(self._client.get(url, **asked))
+            return read(self._client.post(url, body=body, **asked))
+        except openai.APIStatusError as error:
+            said = f"HTTP {error.status_code}: {error.response.text[:200]}"
+            raise Refused(f"{where}: {said}", error.status_code) from error
+        except Exception as error:  # whatever it is, it is no fault of the policy's
+            raise InfrastructureError(f"{where}: {error.__cause__ or error}") from error
 
     def _key(self) -> str:
         name = self.config.api_key_env
@@ -195,7 +185,7 @@ class Retriever(Server):
     def retrieve(self, query: str, top_n: int) -> list[dict[str, str]]:
         """The documents that fit best, best first: title, text and url of each."""
         body = {"query": query, "top_n": top_n, **self.config.extra}
-        return self._ask(self.config.url, lambda r: _documents(r.content), body)[:top_n]
+        return self._ask(self.config.url, _documents, body)[:top_n]
 
     def page(self, url: str) -> str:
         """The text of a page that a document names; where the page is none, that, and why.
@@ -224,39 +214,36 @@ def _page(response: httpx2.Response) -> str:
 
 def _texts(response: httpx2.Response) -> list[str]:
     """The replies in a server's answer."""
-    answer = response.content
-    try:
-        choices = as_json(from_json(answer))["choices"]
-        replies = [choice["message"]["content"] for choice in choices]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadAnswer(f"expected choices with messages, got {answer[:200]!r}") from error
-    if not all(isinstance(reply, str) for reply in replies):
-        raise BadAnswer(f"expected text in each message, got {answer[:200]!r}")
-    return replies
+    with _of_form("choices with messages of text", response.content) as answer:
+        return [_text(choice["message"]["content"]) for choice in answer["choices"]]
 
 
-def _documents(answer: bytes) -> list[dict[str, str]]:
+def _documents(response: httpx2.Response) -> list[dict[str, str]]:
     """Those in a retriever's answer."""
-    try:
-        rows = as_json(from_json(answer))
-        texts = [row["contents"] if "contents" in row else row["text"] for row in rows]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadAnswer(
-            f"expected a list of documents with 'contents', got {answer[:200]!r}"
-        ) from error
     found = []
-    for row, text in zip(rows, texts, strict=True):
-        title, url = row.get("title"), row.get("url")
-        if not all(isinstance(x, str) for x in (text, title or "", url or "")):
-            raise BadAnswer(f"expected texts in each document, got {row!r:.200}")
-        if title is None and "\n" in text:
-            title, _, text = text.partition("\n")
-        found.append({"title": title or "", "text": text, "url": url or ""})
+    with _of_form("a list of documents with 'contents'", response.content) as answer:
+        for row in answer:
+            text = _text(row["contents"] if "contents" in row else row["text"])
+            title, url = row.get("title"), row.get("url")
+            if title is None and "\n" in text:
+                title, _, text = text.partition("\n")
+            found.append({"title": _text(title or ""), "text": text, "url": _text(url or "")})
     return found
 
 
-class BadAnswer(Exception):
-    """A server answered in another form than it should."""
+@contextlib.contextmanager
+def _of_form(what: str, content: bytes) -> Iterator[Any]:
+    """The JSON value that a server answered, read as what it should be."""
+    try:
+        yield as_json(from_json(content))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"expected {what}, got {content[:200]!r}") from None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"no text: {value!r}")
+    return value
 
 
 class Refused(InfrastructureError):

@@ -1,6 +1,6 @@
 """Rewards -> advantages: how much better each rollout, or each turn of it, did than its siblings.
 
-A rollout that does not count (Rollout.scored), as one that the machine broke, is not a sibling: it
+A rollout that is not Rollout.in_baseline, as one that the machine broke, is not a sibling: it
 leaves the baseline and keeps advantage 0. A group without contrast teaches nothing and gets
 exact zeros.
 
@@ -81,7 +81,7 @@ def assign_advantages(groups: Sequence[Group], config: LossConfig) -> None:
     the sample deviation of the group's rewards plus EPS (arXiv:2402.03300, sec. 4.1.2, as TRL
     does), `batch` by that of all rewards of the step, `none` by nothing (arXiv:2503.20783).
     """
-    sound = [[r for r in group.rollouts if r.scored] for group in groups]
+    sound = [[r for r in group.rollouts if r.in_baseline] for group in groups]
     for group in groups:
         for rollout in group.rollouts:
             rollout.advantage, rollout.segment_advantages = 0.0, None
@@ -120,7 +120,7 @@ def why_dead(group: Group) -> str | None:
     """
     if has_gradient(group):
         return None
-    sound = [rollout for rollout in group.rollouts if rollout.scored]
+    sound = [rollout for rollout in group.rollouts if rollout.in_baseline]
     if len(sound) < 2:
         return "broken"
     if not any(rollout.num_sampled for rollout in sound):

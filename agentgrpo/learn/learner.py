@@ -23,8 +23,8 @@ from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.reduce import Metrics as TermMetrics
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.losses import objective_of
-from agentgrpo.learn.optimizer import make_optimizer
-from agentgrpo.learn.policy import Policy, Scored
+from agentgrpo.learn.optimizer import MasterAdamW
+from agentgrpo.learn.policy import Policy, PolicyOutput
 from agentgrpo.learn.preflight import dry_pass, one_row, oom_hint_learner
 from agentgrpo.learn.publish import Publisher
 from agentgrpo.learn.reference import Reference
@@ -81,7 +81,12 @@ class Learner:
             policy.model.config.get_text_config(), loss.router_aux_loss_coef
         )
         self._scorer.balances = self._router_coef > 0
-        self._optimizer = make_optimizer(config, policy.trained)
+        self._optimizer = MasterAdamW(
+            policy.trained,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            offload=config.offload_optimizer,
+        )
         self.step_count = self.update_count = 0
 
     def describe(self) -> dict[str, Any]:
@@ -287,7 +292,7 @@ class Learner:
 
     def _loss_of(
         self, batch: PackedBatch, run: StepRecord, before: OldLogps, update: Update, bonus_over: int
-    ) -> tuple[Tensor, TermMetrics, Scored, Tensor]:
+    ) -> tuple[Tensor, TermMetrics, PolicyOutput, Tensor]:
         """The loss, the kernel's metrics, what the policy made of the batch, and the advantages."""
         scored = self._scorer(batch, self._temperature)
         logp_N, entropy_N = scored.logp_N, scored.entropy_N

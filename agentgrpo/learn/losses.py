@@ -108,7 +108,7 @@ def token_weights(
     weight = NORMALISERS[loss_of(loss_type).normaliser]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [r.num_sampled if is_trained(r) else 0 for r in rollouts]
-    samples = sum(r.scored for r in rollouts) if num_samples is None else num_samples
+    samples = sum(r.in_baseline for r in rollouts) if num_samples is None else num_samples
     share = sum(lengths) if share_of_tokens is None else share_of_tokens
     return [
         weight(length, samples, sum(lengths), share, max_sampled_tokens) if length else 0.0

@@ -16,12 +16,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from agentgrpo import parallel
-from agentgrpo.config import LearnerConfig
-from agentgrpo.extras import import_optional
 
 _EXACT = (torch.float32, torch.float64)
-_MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
-"""What the optimizers keep of each number of a parameter, by torch's names and bitsandbytes'."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each number of a parameter: 4 bytes each."""
 
 
 class MasterAdamW:
@@ -30,7 +28,6 @@ class MasterAdamW:
     Args:
         parameters: leaves that require a gradient, whole or sharded; updated in place.
         lr, weight_decay: as in torch.optim.AdamW (betas 0.9, 0.999; eps 1e-8).
-        adamw: the class that does it, with AdamW's arguments. None: torch's, fused on CUDA.
         offload: keep moments and masters in page-locked host memory, but for those of the parameter
             that is being updated; for parameters on CUDA. NEVER RUN on a GPU yet.
     """
@@ -41,7 +38,6 @@ class MasterAdamW:
         *,
         lr: float,
         weight_decay: float,
-        adamw: Any = None,
         offload: bool = False,
     ) -> None:
         self._parameters = list(parameters)
@@ -62,12 +58,12 @@ class MasterAdamW:
                 # or a backward pass would leave 2 more bytes of each number beside the sums; FSDP
                 # reduces gradients on streams of its own, and collect() comes after it
                 p.register_post_accumulate_grad_hook(partial(_hand_over, weakref.ref(self), index))
-        options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-        if adamw is None and cuda:
-            options["fused"] = True
-        self._adamw = (adamw or torch.optim.AdamW)(self._masters, **options)
+        fused = True if cuda else None
+        self._adamw = torch.optim.AdamW(
+            self._masters, lr=lr, weight_decay=weight_decay, fused=fused
+        )
         sizes = [
-            (self._bytes_of_moments + 4 * (master is not p)) * parallel.mine_of(p).numel()
+            (8 + 4 * (master is not p)) * parallel.mine_of(p).numel()
             for p, master in zip(self._parameters, self._masters, strict=True)
         ]
         self.bytes_passing = max(sizes) if self._offloads else 0
@@ -86,11 +82,7 @@ class MasterAdamW:
         """Memory that the first step will take for the moments and keep; 0 once they are there."""
         if self._adamw.state or self._offloads:
             return 0
-        return self._bytes_of_moments * sum(parallel.mine_of(p).numel() for p in self._parameters)
-
-    @property
-    def _bytes_of_moments(self) -> int:
-        return 8 if isinstance(self._adamw, torch.optim.AdamW) else 2
+        return 8 * sum(parallel.mine_of(p).numel() for p in self._parameters)
 
     @torch.no_grad()
     def start_sums(self) -> None:
@@ -209,15 +201,10 @@ class MasterAdamW:
             self._settle()
 
     def _settle(self) -> None:
-        """Torch has put all state where the masters are, which is the host: the small part back."""
-        fused = self._adamw.param_groups[0].get("fused")
-        for moments in self._adamw.state.values():
-            for name, value in moments.items():
-                # AdamW wants its scalar count on the CPU; a fused one beside the parameter
-                if isinstance(value, Tensor) and name not in _MOMENTS and (value.ndim or fused):
-                    moments[name] = value.to(self._parameters[0].device)
-        if hasattr(self._adamw, "initialized"):  # bitsandbytes' first step would move it again
-            self._adamw.initialized = True
+        """Torch has put all state where the masters are, which is the host."""
+        if self._adamw.param_groups[0].get("fused"):  # which wants its count beside the parameter
+            for moments in self._adamw.state.values():
+                moments["step"] = moments["step"].to(self._parameters[0].device)
         for index in range(len(self._parameters)):
             self._put_back(index)
         torch.cuda.synchronize()
@@ -228,31 +215,12 @@ class MasterAdamW:
         return [(index, p) for index, (p, master) in pairs if master is not p]
 
     def _mine(self, index: int, name: str, value: Any) -> Any:
-        if name not in _MOMENTS:  # a count; bitsandbytes' scales of blocks
+        if name not in _MOMENTS:  # a count
             return value
         if index >= len(self._masters) or value.shape != self._masters[index].shape:
             want = tuple(self._masters[index].shape) if index < len(self._masters) else "none"
             raise ValueError(f"{name} of parameter {index}: {tuple(value.shape)}, expected {want}")
         return parallel.sharded_like(value, self._masters[index])
-
-
-def make_optimizer(config: LearnerConfig, parameters: Sequence[Tensor]) -> MasterAdamW:
-    """The optimizer that a config asks for; ValueError: it is not to be had here."""
-    adamw: Any = None
-    if config.optimizer == "adamw_8bit":  # NEVER RUN yet: it needs a GPU
-        if not torch.cuda.is_available():
-            raise ValueError("learner.optimizer = 'adamw_8bit' needs a CUDA device")
-        if parallel.world_size() > 1:
-            raise ValueError(
-                "learner.optimizer = 'adamw_8bit' works on whole tensors, and each of "
-                f"{parallel.world_size()} ranks holds a part of every one: use 'adamw'"
-            )
-        why = "learner.optimizer = 'adamw_8bit'"
-        adamw = import_optional("bitsandbytes.optim", why).AdamW8bit
-    return MasterAdamW(
-        parameters, lr=config.learning_rate, weight_decay=config.weight_decay, adamw=adamw,
-        offload=config.offload_optimizer,
-    )  # fmt: skip
 
 
 def _hand_over(to: weakref.ref[MasterAdamW], index: int, p: Tensor) -> None:

@@ -46,7 +46,7 @@ NEAR = 3 / 4
 """How long the rows of one pass are in units of its longest: padding is at most a third more."""
 
 
-class Scored(NamedTuple):
+class PolicyOutput(NamedTuple):
     """Nats, fp32 (fp64 for fp64 models), one per term."""
 
     logp_N: Tensor
@@ -105,7 +105,7 @@ class Scorer(nn.Module):
                 f"a model of type {config.model_type!r} cannot be trained, since here {why}"
             )
 
-    def forward(self, batch: PackedBatch, temperature: float) -> Scored:
+    def forward(self, batch: PackedBatch, temperature: float) -> PolicyOutput:
         """Log-probability and entropy of each term under the tempered distribution."""
         head = self.model.get_output_embeddings()
         if batch.deltas.largest >= head.weight.shape[0]:  # on a card nobody else would look
@@ -114,7 +114,7 @@ class Scorer(nn.Module):
             )
         hidden, balance = self._hidden(batch)
         terms = batch.terms(self.device)
-        return Scored(
+        return PolicyOutput(
             *linear_logp(
                 hidden,
                 head.weight,

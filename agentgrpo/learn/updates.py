@@ -85,7 +85,7 @@ def mini_batches(groups: Sequence[Group], config: TrainConfig, *, step: int) -> 
         np.random.default_rng((config.seed, step)).shuffle(order)
     return [
         [
-            Group(task=groups[i].task, rollouts=[r for r in groups[i].rollouts if r.scored])
+            Group(task=groups[i].task, rollouts=[r for r in groups[i].rollouts if r.in_baseline])
             for i in sorted(part.tolist())
         ]
         for part in np.array_split(order, config.loss.num_mini_batches)

@@ -96,7 +96,7 @@ def footprint(
     copied = sampled and (ranks > 1 or config.engine.weights == "copy")
     exact = width == 4 or adapted  # adapters are float32
     masters = 4 if adapted or not exact else 0
-    optimizer = changed * (masters + (2 if learner.optimizer == "adamw_8bit" else 8))
+    optimizer = changed * (masters + 8)
     # on one process a gradient is added to its sum, and freed, as soon as it is there
     waiting = 0 if exact else width * (max(sizes, default=0) if ranks == 1 else changed)
     beside = (4 * changed if adapted else weights) * (config.loss.beta > 0)

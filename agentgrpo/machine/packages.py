@@ -5,14 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from agentgrpo import extras
 from agentgrpo.machine import hardware
 from agentgrpo.sandbox.doctor import Check
-
-if TYPE_CHECKING:  # the doctor works without the packages that config needs
-    from agentgrpo.config import LearnerConfig
 
 CPU_SET = f"{extras.CPU} (in a clone: make quickstart)"
 GPU_SET = "pip install 'agentgrpo[gpu]' (in a clone: make quickstart SET=gpu)"
@@ -86,13 +82,3 @@ def gpu_check() -> Check:
         found = "{} has capability {}.{}: no bfloat16".format(name, *capability)
         return Check("gpu", False, found, f"a GPU of 8.0 (Ampere) or newer, or {CPU_SET}", True)
     return Check("gpu", True, f"{torch.cuda.device_count()} x {name}")
-
-
-def require_trainable(learner: LearnerConfig) -> None:
-    """Refuse what the learner could not do here, by its key, before a model is loaded for it."""
-    if learner.lora.rank:
-        extras.require_installed("peft", "learner.lora.rank")
-    if learner.optimizer == "adamw_8bit":
-        if not hardware.has_nvidia_gpu():
-            raise ValueError("learner.optimizer = 'adamw_8bit' needs an NVIDIA GPU; use 'adamw'")
-        extras.require_installed("bitsandbytes", "learner.optimizer = 'adamw_8bit'")

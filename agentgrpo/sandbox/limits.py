@@ -1,4 +1,10 @@
-"""Every bound on what a session may use, in one place."""
+"""Every bound on what a session may use, in one place.
+
+What enforces it: time and output of a step csrc/sandbox_step.c; session_s, steps and code_kib
+session.py; memory, processes and cpus cgroup.py or, without a control group, watchdog.py and
+csrc/sandbox_spawn.c; cpu_s and open_files csrc/sandbox_init.c; directories and inodes the size of
+their tmpfs (jail.py); value_kib and traceback_kib the interpreter inside (guest/).
+"""
 
 from dataclasses import dataclass, fields
 from typing import Any

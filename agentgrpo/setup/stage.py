@@ -26,8 +26,9 @@ from agentgrpo.engine.endpoints import make_endpoint
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.dialogue import DialogueEnv
 from agentgrpo.envs.factory import FactoryEnv
+from agentgrpo.extras import require_installed
 from agentgrpo.machine import hardware
-from agentgrpo.machine.packages import require_packages, require_trainable
+from agentgrpo.machine.packages import require_packages
 from agentgrpo.measures.quality import require_answer
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.models import (
@@ -170,8 +171,8 @@ def prepare_run(
     parallel.require_teams_of(config.engine.tensor_parallel_size)
     require_packages()
     require_trackers(config.trackers)
-    if trained:
-        require_trainable(config.learner)
+    if trained and config.learner.lora.rank:
+        require_installed("peft", "learner.lora.rank")
     begun = saved_adapter(config.model)
     adapter = begun if model is None else saved_adapter(model)
     if trained and adapter is not None:

@@ -180,7 +180,7 @@ def _heldout(run: Path, step: int) -> dict[str, bool]:
         for place, rollout in read_rollouts(run / "rollouts.jsonl")
         if (place["split"], place["step"]) == ("heldout", step)
     ]
-    if any(rollout.solved is None for rollout in played if rollout.scored):
+    if any(rollout.solved is None for rollout in played if rollout.in_baseline):
         raise ValueError("nobody says which rollouts are solved: set reward.solved_at")
     sound = (rollout for rollout in played if rollout.status is not Status.INFRA_ERROR)
     return {rollout.task.id: bool(rollout.solved) for rollout in sound}

@@ -199,7 +199,7 @@ def test_S2_5_a_call_that_the_budget_cut_is_not_made(hermes: ReadCalls) -> None:
         assert played.answer is None
         assert given_and_sampled(played)[1:] == [(True, text)]
         assert played.trained is not has_user
-        assert played.scored
+        assert played.in_baseline
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -48,7 +48,6 @@ def test_both_sides_agree(model: Any) -> None:
     assert found.num_tokens == 72
     assert found.max_gap < 1e-5
     assert str(found).startswith("sampler and model agree: 72 sampled tokens")
-    assert found.metrics["audit/faults"] == 0
     assert model.training is False
 
 
@@ -171,11 +170,11 @@ def test_the_environments_tokens_are_not_compared(model: Any) -> None:
     [
         ("said[2].pop()", "tokens", "1 of 6 completions have another number of ids"),
         ("ids[2][0] = 9999", "tokenizer", "ids from 0 to 9999, but the model has 259"),
-        ("said[2][0] = 0.5", "logprobs", "0 have none, 1 have one above 0, 0.5"),
-        ("said[2][0] = None", "logprobs", "of 72 sampled tokens 1 have none"),
-        ("said[2][0] = -math.inf", "logprobs", "0 have one above 0, 1 have -inf"),
-        ("said[2][0] = math.inf", "logprobs", "1 have one above 0, inf"),
-        ("said[:] = [[0.0] * 12] * 6", "logprobs", "all 72 log-probabilities are 0"),
+        ("said[2][0] = 0.5", "logprobs", "1 of 72, such as 0.5"),
+        ("said[2][0] = None", "logprobs", "1 of 72, such as None"),
+        ("said[2][0] = -math.inf", "logprobs", "1 of 72, such as -inf"),
+        ("said[2][0] = math.inf", "logprobs", "1 of 72, such as inf"),
+        ("said[:] = [[0.0] * 12] * 6", "logprobs", "all are 0"),
     ],
 )
 def test_what_needs_no_model_is_told_without_one(
@@ -206,7 +205,6 @@ def test_what_is_no_number_is_left_out_and_counted(model: Any) -> None:
     assert found.ok
     assert (found.num_tokens, found.num_nan) == (68, 1)
     assert "1 tokens left out whose log-probability is nan" in str(found)
-    assert found.metrics["audit/nan"] == 1
     with pytest.raises(ValueError, match="all 72 log-probabilities of the sampler's are nan"):
         audit(model, (ids, [[math.nan] * 12] * 6))
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from agentgrpo.config import LearnerConfig
 from agentgrpo.engine.start import use_plain_weight
 from agentgrpo.kernels import products
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.optimizer import make_optimizer
 from agentgrpo.learn.policy import init_on_meta
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.models.models import chat_of
@@ -121,31 +118,6 @@ def test_a_step_is_of_its_own_settings(
     assert learner.step_count == 2
 
 
-def test_8_bit_moments_are_the_librarys(
-    make_learner: Callable[..., Learner], groups: list[Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bitsandbytes needs a GPU; a module of its shape stands for it."""
-
-    class AdamW8bit(torch.optim.AdamW):
-        pass
-
-    library: Any = SimpleNamespace(AdamW8bit=AdamW8bit)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    package = SimpleNamespace(optim=library, __spec__=object())
-    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", library)
-    made = make_optimizer(
-        LearnerConfig(optimizer="adamw_8bit", learning_rate=0.5, weight_decay=0.1),
-        [torch.zeros(3, requires_grad=True)],
-    )
-    assert type(made._adamw) is AdamW8bit
-    (group,) = made._adamw.param_groups
-    assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(ValueError, match="adamw_8bit': the package bitsandbytes is not inst"):
-        make_optimizer(LearnerConfig(optimizer="adamw_8bit"), [torch.zeros(3, requires_grad=True)])
-
-
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 half a zip"])
 def test_an_unreadable_state_says_which_file(
     make_learner: Callable[..., Learner], tmp_path: Path, content: bytes
@@ -157,16 +129,6 @@ def test_an_unreadable_state_says_which_file(
     torch.save({"something": 1}, path)
     with pytest.raises(ValueError, match=r"agentgrpo_state\.pt .*: no optimizer, step"):
         make_learner().load_state(path)
-
-
-def test_8_bit_moments_are_of_one_rank_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="adamw_8bit' needs a CUDA device"):
-        make_optimizer(LearnerConfig(optimizer="adamw_8bit"), [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"adamw_8bit' works on whole tensors, and each of 2"):
-        make_optimizer(LearnerConfig(optimizer="adamw_8bit"), [torch.zeros(3, requires_grad=True)])
 
 
 def test_a_rehearsal_holds_what_the_optimizer_has_yet_to_take(

@@ -15,7 +15,8 @@ from agentgrpo.learn.optimizer import MasterAdamW
 
 SHAPES = ((5, 7), (11,))
 STEPS = 8
-FUSED = partial(torch.optim.AdamW, fused=True)
+ADAMW = torch.optim.AdamW
+FUSED = partial(ADAMW, fused=True)
 """What runs on CUDA; torch has it on CPU too."""
 
 
@@ -34,6 +35,11 @@ def gradients(step: int, scale: float = 1.0) -> list[Tensor]:
     ]
 
 
+def partial_of(adamw: Any) -> Any:
+    """The class, whatever fused= it is given."""
+    return lambda *given, fused, **options: adamw(*given, **options)
+
+
 def feed(tensors: list[Tensor], grads: list[Tensor]) -> None:
     for tensor, grad in zip(tensors, grads, strict=True):
         tensor.grad = grad.to(tensor.dtype)
@@ -42,7 +48,7 @@ def feed(tensors: list[Tensor], grads: list[Tensor]) -> None:
 def oracle(lr: float, *, max_grad_norm: float, weight_decay: float) -> tuple[list[Tensor], float]:
     """Float32 AdamW after STEPS steps, and the last norm before clipping."""
     params = parameters(torch.float32)
-    adamw = torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay)
+    adamw = ADAMW(params, lr=lr, weight_decay=weight_decay)
     norm = 0.0
     for step in range(STEPS):
         grads = gradients(step)
@@ -56,12 +62,13 @@ def oracle(lr: float, *, max_grad_norm: float, weight_decay: float) -> tuple[lis
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_grad_norm", [0.1, 1e9])
 @pytest.mark.parametrize("lr", [1e-5, 1e-2])
-@pytest.mark.parametrize("adamw", [None, FUSED], ids=["plain", "fused"])
+@pytest.mark.parametrize("adamw", [ADAMW, FUSED], ids=["plain", "fused"])
 def test_many_small_updates_arrive_as_in_float32(
-    dtype: torch.dtype, max_grad_norm: float, lr: float, adamw: Any
+    dtype: torch.dtype, max_grad_norm: float, lr: float, adamw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.optim, "AdamW", partial_of(adamw))
     params = parameters(dtype)
-    optimizer = MasterAdamW(params, lr=lr, weight_decay=0.1, adamw=adamw)
+    optimizer = MasterAdamW(params, lr=lr, weight_decay=0.1)
     norm = 0.0
     for step in range(STEPS):
         feed(params, gradients(step))
@@ -159,20 +166,24 @@ def test_a_gradient_that_is_no_number_changes_nothing(bad: float, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("adamw", [None, FUSED], ids=["plain", "fused"])
-def test_resuming_from_the_saved_state_repeats_the_bits(dtype: torch.dtype, adamw: Any) -> None:
+@pytest.mark.parametrize("adamw", [ADAMW, FUSED], ids=["plain", "fused"])
+def test_resuming_from_the_saved_state_repeats_the_bits(
+    dtype: torch.dtype, adamw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.optim, "AdamW", partial_of(adamw))
+
     def run(params: list[Tensor], optimizer: MasterAdamW, steps: range) -> None:
         for step in steps:
             feed(params, gradients(step))
             optimizer.step(max_grad_norm=1.0)
 
     whole = parameters(dtype)
-    run(whole, MasterAdamW(whole, lr=1e-3, weight_decay=0.1, adamw=adamw), range(STEPS))
+    run(whole, MasterAdamW(whole, lr=1e-3, weight_decay=0.1), range(STEPS))
     first = parameters(dtype)
-    saved = MasterAdamW(first, lr=1e-3, weight_decay=0.1, adamw=adamw)
+    saved = MasterAdamW(first, lr=1e-3, weight_decay=0.1)
     run(first, saved, range(3))
     second = [p.detach().clone().requires_grad_() for p in first]
-    resumed = MasterAdamW(second, lr=7.0, weight_decay=0.1, adamw=adamw)
+    resumed = MasterAdamW(second, lr=7.0, weight_decay=0.1)
     resumed.load_state_dict(saved.state_dict())
     assert resumed.lr == 1e-3
     run(second, resumed, range(3, STEPS))

@@ -186,33 +186,10 @@ def test_bfloat16_stays_on_the_card(
     }
 
 
-class BlockWise(torch.optim.AdamW):
-    """Has scales of blocks beside the moments, and moves as bitsandbytes' does: its first step puts
-    all state where the parameters are.
-    """
-
-    initialized = False
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if not self.initialized:
-            self.initialized = True
-            for p, state in self.state.items():
-                moved = {name: x.to(p.device) for name, x in state.items() if name != "step"}
-                state.update(moved)
-        super().step()
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                scales = self.state[p].setdefault("absmax1", torch.ones(1, device=p.device))
-                assert scales.device == p.device == CARD
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "adamw", [None, torch.optim.AdamW, BlockWise], ids=["fused", "plain", "blocks"]
-)
 @pytest.mark.usefixtures("_cuda")
 def test_state_passes_through_the_card_a_parameter_at_a_time(
-    dtype: torch.dtype, adamw: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Page-locked, of one parameter at once, and to the bits of a state that stays."""
     sizes = [(5, 7), (11,), (50,), (3, 3)]
@@ -220,7 +197,7 @@ def test_state_passes_through_the_card_a_parameter_at_a_time(
     def made(offload: bool) -> tuple[list[Tensor], MasterAdamW]:
         torch.manual_seed(0)
         params = [torch.randn(size).to("cuda", dtype).requires_grad_() for size in sizes]
-        return params, MasterAdamW(params, lr=0.1, weight_decay=0.1, adamw=adamw, offload=offload)
+        return params, MasterAdamW(params, lr=0.1, weight_decay=0.1, offload=offload)
 
     def learn(params: list[Tensor], optimizer: MasterAdamW, steps: Iterable[int]) -> None:
         for step in steps:

@@ -21,7 +21,7 @@ from agentgrpo.config import LossConfig
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.policy import Scored
+from agentgrpo.learn.policy import PolicyOutput
 from agentgrpo.learn.updates import mini_batches, plan_updates
 from agentgrpo.types import Group, Rollout, Segment, Status, Treatment
 from tests.learn.given import TASK, run_config
@@ -55,9 +55,9 @@ class Table:
         for leaf in (self.logp, self.entropy):
             leaf.requires_grad_()
 
-    def __call__(self, batch: PackedBatch, temperature: float) -> Scored:
+    def __call__(self, batch: PackedBatch, temperature: float) -> PolicyOutput:
         at = torch.from_numpy(batch.target_N).long()
-        return Scored(self.logp[at], self.entropy[at], None)
+        return PolicyOutput(self.logp[at], self.entropy[at], None)
 
     def move(self) -> None:
         """What an update does to it here."""

@@ -115,7 +115,6 @@ def test_the_sum_of_docs_scale_is_footprints() -> None:
         ({"engine": {"weights": "copy"}}, "copies", 2),
         ({"loss": {"beta": 0.1}}, "copies", 2),
         ({"loss": {"beta": 0.1}, "engine": {"weights": "copy"}}, "copies", 4),
-        ({"learner": {"optimizer": "adamw_8bit"}}, "optimizer", 6),
         ({"learner": {"offload_optimizer": True}}, "optimizer", 0),
     ],
 )

@@ -176,9 +176,9 @@ def test_hyperparameters_come_from_the_file(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "o" / "config.json").read_text())
     assert config["max_position_embeddings"] == 128
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 0)
-    assert "pad_token_id" not in config
+    assert config["rms_norm_eps"] == 1e-6
     generation = json.loads((tmp_path / "o" / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 1, "eos_token_id": 0}
+    assert (generation["bos_token_id"], generation["eos_token_id"]) == (1, 0)
 
 
 def tokenizer_of(tmp_path: Path, **changes: Any) -> Any:
@@ -213,7 +213,7 @@ def test_the_gpt2_splitter_keeps_digits_together(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type: .* got 'yarn'"),
         ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.model: expected gpt2, got 'llama'"),
         ({"tokenizer.ggml.pre": "qwen2"}, r"expected gpt-2 or smollm, got 'qwen2'"),
-        ({"llama.block_count": None}, "no metadata key 'llama.block_count'"),
+        ({"tokenizer.ggml.merges": None}, r"no metadata key 'tokenizer\.ggml\.merges'"),
         ({"llama.block_count": 3}, r"m\.gguf holds no model\.layers\.2\.input_layernorm"),
         ({"arch": "gemma3"}, r"general\.architecture: expected llama, got 'gemma3'"),
     ],
@@ -239,28 +239,11 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
         import_gguf(tmp_path / "m.gguf", tmp_path / "out")
 
 
-def test_a_second_import_does_nothing_and_another_file_is_not_mixed_in(tmp_path: Path) -> None:
-    tensors = tensors_of(small_model(tied=True))
-    path, out = write_gguf(tmp_path / "m.gguf", tensors), tmp_path / "models" / "out"
-    import_gguf(path, out)
-    before = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
-    import_gguf(path, out)
-    assert {p.name: p.stat().st_mtime_ns for p in out.iterdir()} == before
-    other = write_gguf(tmp_path / "other.gguf", tensors, kind=TYPES.F16)
-    with pytest.raises(FileExistsError, match=r"holds an import of m\.gguf; remove it first"):
-        import_gguf(other, out)
-
-
-def test_a_directory_with_other_things_is_left_alone(tmp_path: Path) -> None:
+def test_a_second_import_does_nothing(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)))
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "thesis.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="is no imported model; remove it first"):
-        import_gguf(path, out)
-    assert [p.name for p in out.iterdir()] == ["thesis.txt"]
-    (out / "thesis.txt").unlink()
-    import_gguf(path, out)  # an empty directory is fine
+    import_gguf(path, tmp_path / "models" / "out")
+    path.unlink()
+    import_gguf(path, tmp_path / "models" / "out")
 
 
 def test_a_crash_half_way_leaves_no_model_directory(
@@ -273,7 +256,7 @@ def test_a_crash_half_way_leaves_no_model_directory(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("safetensors.torch.save_file", crash)
+        patch.setattr("transformers.LlamaForCausalLM.save_pretrained", crash)
         with pytest.raises(KeyboardInterrupt):
             import_gguf(path, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentgrpo.kernels.objective import LOSSES
 from agentgrpo.learn.advantages import assign_advantages
-from agentgrpo.proof.advantages import advantage_faults
+from agentgrpo.proof.advantages import NORMALISERS, advantage_faults
 from agentgrpo.proof.status import status_faults
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.types import COUNTS, Group, Rollout, SpanReward, Status, Turn
@@ -22,6 +23,10 @@ LOSS = a_config("loss.scale_rewards=none").loss
 def faults_of(rollouts: Sequence[Rollout], **loss: Any) -> list[str]:
     group = Group(task=TASK, rollouts=list(rollouts))
     return [said for *_, said in advantage_faults([group], LOSS.model_copy(update=loss))]
+
+
+def test_every_shipped_loss_has_its_normaliser_here_too() -> None:
+    assert {name: loss.normaliser for name, loss in LOSSES.items()} == NORMALISERS
 
 
 @pytest.mark.parametrize(("apart", "advantage"), [(0.9e-6, 0.0), (2e-6, 1e-6)])

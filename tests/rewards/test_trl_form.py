@@ -177,8 +177,8 @@ def test_the_totals_are_trls(functions: dict[str, float], is_text: bool) -> None
     ours = scoring(functions)
     ours.score(groups)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert [not rollout.scored for rollout in rollouts] == unscorable.tolist()
-    scored = [r for r in rollouts if r.scored]
+    assert [not rollout.in_baseline for rollout in rollouts] == unscorable.tolist()
+    scored = [r for r in rollouts if r.in_baseline]
     assert [r.reward for r in scored] == pytest.approx(total[~unscorable].tolist(), abs=1e-5)
     if "trls:tokens" in functions:
         assert [rollout.extra["ids"] for rollout in rollouts] == extra["ids"]
@@ -361,7 +361,7 @@ def test_a_group_that_cannot_be_scored_names_function_task_rollout_and_line(
 def test_a_value_that_is_none_is_the_fault_of_one_rollout() -> None:
     (group, _) = groups_of(is_text=True)
     scoring({"trls:mixed": 1.0}).score([group])
-    assert [rollout.scored for rollout in group.rollouts] == [True, False, True, True]
+    assert [rollout.in_baseline for rollout in group.rollouts] == [True, False, True, True]
     assert "as mixed, got 'b' (task 'q0', rollout 1, at " in str(group.rollouts[1].error)
 
 

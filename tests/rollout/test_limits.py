@@ -222,7 +222,7 @@ def test_a_rollout_that_is_late_ends_wherever_it_is(monkeypatch: pytest.MonkeyPa
     calling = late(3, CALL, DONE, in_tool=3)
     assert (calling.status, calling.stats["tool_calls"]) == (Status.TIMED_OUT, 1)
     assert calling.treatment is Treatment.DROP
-    assert not calling.scored
+    assert not calling.in_baseline
     assert late(3, CALL, DONE, in_tool=2.9).status is Status.COMPLETED
 
 
@@ -232,7 +232,7 @@ def test_S2_4_every_end_has_a_treatment_and_the_config_may_change_it() -> None:
     assert treatment_of(Status.TRUNCATED_LENGTH, config) is Treatment.MASK
     assert treatment_of(Status.COMPLETED, config) is Treatment.TRAIN
     masked = play(Turn("x", cut=True), treatment={"truncated_length": "mask"})
-    assert (masked.scored, masked.trained) == (True, False)
+    assert (masked.in_baseline, masked.trained) == (True, False)
 
 
 BROKEN = "<code>broken machine</code>"
@@ -255,7 +255,7 @@ def test_S2_4_every_end_is_a_status_of_its_own_treated_as_the_page_says(status: 
     (row,) = re.findall(rf"^\| `{status}` \|.*\| (.*) \|$", PAGE.read_text(), re.MULTILINE)
     assert row.split(",")[0] == played.treatment == TREATMENTS[status]
     kept = played.treatment is Treatment.TRAIN
-    assert (played.scored, played.trained) == (kept, kept)
+    assert (played.in_baseline, played.trained) == (kept, kept)
 
 
 def test_what_the_machine_broke_is_played_again_and_then_left_out() -> None:
@@ -265,7 +265,7 @@ def test_what_the_machine_broke_is_played_again_and_then_left_out() -> None:
     env.assert_all_closed_once()
     assert len(env.episodes) == 2
     gone = play(BROKEN, BROKEN, BROKEN, max_retries=2)
-    assert (gone.status, gone.scored) == (Status.INFRA_ERROR, False)
+    assert (gone.status, gone.in_baseline) == (Status.INFRA_ERROR, False)
     assert gone.error == "no session for broken machine"
 
 
@@ -277,7 +277,7 @@ def test_any_end_may_be_played_again() -> None:
     twice = play(
         *[Turn("x", cut=True)] * 2, treatment={Status.TRUNCATED_LENGTH: "retry"}, max_retries=1
     )
-    assert (twice.status, twice.scored) == (Status.TRUNCATED_LENGTH, False)
+    assert (twice.status, twice.in_baseline) == (Status.TRUNCATED_LENGTH, False)
 
 
 @pytest.mark.parametrize("reason", ["error", "abort", "repetition", "None"])
