@@ -40,19 +40,11 @@ from agentgrpo.types import Float32, Int32, Metrics
 class Learner:
     """Trains a policy on what was sampled from it.
 
-    Args:
-        policy: to be trained.
-        publisher: of the policy, to whoever samples from it.
-        config, loss: settings; total_steps is what the learning rate decays over.
-        temperature: the rollouts' sampling temperature, which the log-probabilities are taken at.
-        dlogp_limit: largest |delta logp| in nats between the sampler's and the learner's view of a
-            sampled token, but for agreement.outliers_of(); above it step() refuses to update.
-        reference: what the KL penalty is taken to, if loss.beta is set: the directory or name that
-            training began with. Not read where an adapter is trained.
-        teacher: of the policy, which has a part in every token's advantage.
-
-    Raises:
-        ValueError: options that do not go together.
+    `temperature` is the rollouts', which log-probabilities are taken at. `dlogp_limit`: largest
+    |delta logp| in nats between the sampler's and the learner's view of a sampled token, but for
+    agreement.outliers_of(); above it step() refuses to update. `reference`: what the KL penalty is
+    taken to, if loss.beta is set: the directory or name that training began with; not read where an
+    adapter is trained.
     """
 
     def __init__(
@@ -162,15 +154,10 @@ class Learner:
         Every rank is given all updates and works on its share of the batches. Without batches (no
         group had a gradient) the weights stay and the step still counts.
 
-        The rollouts of the updates are told what the learner made of their tokens.
-
-        Returns:
-            Means over the updates (`loss`, `grad_norm`) and over the loss terms (the rest).
-
-        Raises:
-            Disagreement: the sampler saw another policy; nothing was updated.
-            FloatingPointError: a gradient is not finite; that update was not made.
-            OutOfMemory: with how many packed tokens fit.
+        The rollouts of the updates are told what the learner made of their tokens. Returns means
+        over the updates (`loss`, `grad_norm`) and over the loss terms (the rest). Disagreement: the
+        sampler saw another policy; nothing was updated. FloatingPointError: a gradient is not
+        finite; that update was not made.
         """
         with explained("learning", lambda: oom_hint_learner(self, self._config.max_tokens)):
             return self._step(updates)
