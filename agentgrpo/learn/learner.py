@@ -32,7 +32,6 @@ from agentgrpo.learn.step_record import OldLogps, ScoredBatch, StepRecord
 from agentgrpo.learn.teacher import Teacher
 from agentgrpo.learn.updates import Update
 from agentgrpo.machine.memory import explained, trim
-from agentgrpo.models.kinds import router_coef
 from agentgrpo.run import checkpoint
 from agentgrpo.types import Float32, Int32, Metrics
 
@@ -69,10 +68,6 @@ class Learner:
         self._reference = Reference(policy, own, moves=loss.sync_ref_model) if loss.beta else None
         self._teacher = teacher(policy) if teacher is not None else None
         self._average = self._teacher.beside if self._teacher is not None else None
-        self._router_coef = router_coef(
-            policy.model.config.get_text_config(), loss.router_aux_loss_coef
-        )
-        self._scorer.balances = self._router_coef > 0
         self._optimizer = MasterAdamW(
             policy.trained,
             lr=config.learning_rate,
@@ -238,7 +233,6 @@ class Learner:
         self._optimizer.zero_grad()
         losses, found = [], []
         terms = sum(batch.num_terms for batch in update.batches)
-        tokens = sum(batch.num_tokens for batch in update.batches)
         bonus_over = terms if run.entropy_threshold is None else run.above_threshold[index]
         unseen = first_pass and not run.looked
         # always in this order: float sums depend on it, and a resumed run comes to the same bits
@@ -247,11 +241,6 @@ class Learner:
             loss, measured, scored, advantage = self._loss_of(
                 batch, run, before, update, max(bonus_over, 1)
             )
-            if scored.balance is not None:
-                # its share of the update's tokens: the router balances within a batch
-                share = batch.num_tokens / tokens
-                loss = loss + self._router_coef * share * scored.balance
-                measured["aux_loss"] = scored.balance.detach()
             # FSDP averages gradients over the ranks; the weights are a share of the whole
             (loss * (parallel.world_size() if counts else 0.0)).backward()
             self._optimizer.collect()

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import sys
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 from agentgrpo.models.text_part import TEXT_PARTS, language_model
 
-BALANCE = "load_balancing_loss_func"
-"""What transformers calls the loss of a router, in the module of the model."""
 RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
 """Kinds of layers that carry a state from token to token, in transformers' layer_types."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -119,34 +115,6 @@ def unsupported(
             "an update would be misread, and it has no adapters beside them there"
         )
     return None
-
-
-TAKES = ["gate_logits", "num_experts", "top_k"]
-"""What transformers' load-balancing loss is given, in this order, by those who call it here."""
-
-
-def router_coef(text: Any, said: float | None) -> float:
-    """What the load-balancing loss of a model's router is weighted by; 0: it has none."""
-    coef = getattr(text, "router_aux_loss_coef", None) if said is None else said
-    if not coef:
-        return 0.0
-    kind: Any = hasattr(text, "output_router_logits") and _model_class(text)
-    balance = kind and getattr(sys.modules[kind.__module__], BALANCE, None)
-    # a dense model may have the config of its family's mixtures; Doge's function takes others
-    if balance and kinds_in(text).experts and [*signature(balance).parameters][:3] == TAKES:
-        return float(coef)
-    if said is None:
-        return 0.0
-    raise ValueError(
-        f"loss.router_aux_loss_coef: {said} does nothing: {text.model_type} has no load-balancing "
-        "loss in transformers, or no experts"
-    )
-
-
-def _model_class(text: Any) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
 
 
 def why_copied(kinds: Kinds) -> str | None:
