@@ -23,10 +23,6 @@ GATED_DELTA_NETS = {*NEEDS_TORCHVISION, "qwen3_next"}
 """Model types whose kernels for CPU in vLLM take bfloat16 only, and no adapters beside them."""
 
 
-STATES_AS_SAVED = {*GATED_DELTA_NETS, "lfm2"}
-"""Model types with recurrent layers whose tensors vLLM keeps as they are in a checkpoint."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
     """What a causal language model is made of."""
@@ -114,15 +110,6 @@ def unsupported(
             f"its layers have {kinds.experts} experts, whose weights vLLM packs on CPU, so that "
             "an update would be misread, and it has no adapters beside them there"
         )
-    return None
-
-
-def why_copied(kinds: Kinds) -> str | None:
-    """Why vLLM cannot share this model's weights with the learner, as far as its config tells."""
-    if kinds.recurrent and kinds.model_type not in STATES_AS_SAVED:
-        return f"vLLM keeps the recurrent layers of {kinds.model_type} in another form"
-    if kinds.experts:
-        return "vLLM keeps experts in another form"
     return None
 
 
