@@ -11,12 +11,12 @@ from typing import Any
 from agentgrpo import parallel
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.rewards.scoring import Scoring
-from agentgrpo.rollout.decoder import PlayCallback, SamplerStats
+from agentgrpo.rollout.decoder import SamplerStats
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.types import Group, Metrics, Status, Task
 
 
-class ScoringCallback(PlayCallback):
+class ScoringCallback:
     """Groups are scored while others play."""
 
     def __init__(self, reward: Scoring, step: int | None = None) -> None:
@@ -28,7 +28,7 @@ class ScoringCallback(PlayCallback):
     ) -> tuple[list[Group], SamplerStats]:
         """As AnySampler.play(), and score what was played."""
         try:
-            played, stats = sampler.play(tasks, group_size, callback=self, **how)
+            played, stats = sampler.play(tasks, group_size, ended=self._ended, **how)
             rest = [group for group in played if id(group) not in self._begun]
             self._reward.score(rest, step=self._step)
             for group in played:
@@ -39,15 +39,9 @@ class ScoringCallback(PlayCallback):
                 future.cancel()
         return played, stats
 
-    def ended(self, group: Group) -> None:
+    def _ended(self, group: Group) -> None:
         """Begin to score it."""
         self._begun[id(group)] = group, self._reward.begin(group, step=self._step)
-
-    @property
-    def scored(self) -> list[Group]:
-        """Those that are, without an error."""
-        begun = self._begun.values()
-        return [group for group, future in begun if future.done() and not future.exception()]
 
 
 def evaluate(

@@ -96,7 +96,7 @@ class FakeRun:
     # the sampler
     def play(
         self, tasks: Sequence[Task], group_size: int, *, seed: int,
-        temperature: float | None = None, filters: Mapping[str, float] = {}, callback: Any = None,
+        temperature: float | None = None, filters: Mapping[str, float] = {}, ended: Any = None,
     ) -> tuple[list[Group], FakeStats]:  # fmt: skip
         self.calls.append("sample" if temperature is None else "evaluate")
         if temperature is not None:

@@ -68,12 +68,3 @@ class Environment(Protocol):
 
         Cheap: what is expensive waits for the first step().
         """
-
-
-def require_apart(train: int, heldout: int, count: int, *, key: str) -> None:
-    """That training and held-out tasks, `count` seeds from each first one on, share none."""
-    if abs(train - heldout) < count:
-        raise ValueError(
-            f"{key}: {count} training tasks from seed {train} on share some with the held-out ones "
-            f"from seed {heldout} on; take another seed or fewer tasks"
-        )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.actions import InfrastructureError
-from agentgrpo.envs.base import require_apart
 from agentgrpo.envs.graded import GradingPool, partial_credit
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, as_infra_error
 from agentgrpo.extras import import_optional
@@ -69,7 +68,6 @@ class ReasoningGymEnv(PythonEnv):
         reasoning_gym = import_optional("reasoning_gym", "env.kind = 'reasoning_gym'")
         for key in {"size", "seed"} & (config or {}).keys():
             raise ValueError(f"config.{key}: would be that of both splits; it is {SAID[key]}")
-        require_apart(seed, HELDOUT_SEED + seed, size, key="size")
         self._name, self._timeout_s = dataset, VERIFY_TIMEOUT_S
         self._options = {
             split: {**(config or {}), "size": size, "seed": first + seed}

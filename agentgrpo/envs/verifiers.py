@@ -161,8 +161,7 @@ class VerifiersEpisode(AsyncEpisode):
 
     def __init__(self, env: VerifiersEnv, task: Any) -> None:
         self._env, self._task = env, task
-        self.environment: Played | None = None
-        """What was played, once it has been; reward functions in TRL's form may ask for it."""
+        self._reward = 0.0
 
     async def play(self, told: Any, *, base_url: str, api_key: str, model: str) -> str:
         """Play it against the endpoint; the last reply is the answer."""
@@ -173,46 +172,17 @@ class VerifiersEpisode(AsyncEpisode):
         episode = await env.run_episode(self._task, ModelContext(model=model, client=client))
         if not env.complete(episode):
             _raise_of(episode)
-        self.environment = played = Played(env, self._task, episode)
-        return str(played.traces[-1].last_reply) if played.traces else ""
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        self._reward = sum(float(trace.reward) for trace in traces) / max(len(traces), 1)
+        return str(traces[-1].last_reply) if traces else ""
 
     async def step(self, action: Action) -> Observation:
         """Never called: its harness acts."""
         raise TypeError("an environment of verifiers acts by itself")
 
     async def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`environment`: what it pays; 0 where it did not come to its end."""
-        return {"environment": 0.0 if self.environment is None else self.environment.reward}
-
-
-class Played:
-    """What was played."""
-
-    def __init__(self, env: Any, task: Any, episode: Any) -> None:
-        self.env, self.task, self.episode = env, task, episode
-        self.traces = [trace for trace in episode.traces if trace.agent.trainable]
-
-    @property
-    def reward(self) -> float:
-        """What its traces are paid, on the mean where the policy plays several times."""
-        return sum(float(trace.reward) for trace in self.traces) / max(len(self.traces), 1)
-
-
-async def compared(environments: Sequence[Played | None], **_: Any) -> list[float]:
-    """What the environment pays for more or less when it sees a group's rollouts beside each other.
-
-    For `reward.functions`: its `finalize()`, which compares the attempts of an episode (best-of-n's
-    does), is called with the attempts of the whole group as one episode. A rollout is then worth
-    what its own attempt is paid there.
-    """
-    played = [one for one in environments if one is not None]
-    if not played:
-        return [0.0] * len(environments)
-    first, before = played[0], [0.0 if one is None else one.reward for one in environments]
-    traces = [trace for one in played for trace in one.episode.traces]
-    await first.env.finalize(first.task, first.episode.model_copy(update={"traces": traces}))
-    after = [0.0 if one is None else one.reward for one in environments]
-    return [now - then for now, then in zip(after, before, strict=True)]
+        """`environment`: what its traces are paid, the mean of several; 0 if it did not end."""
+        return {"environment": self._reward}
 
 
 def _raise_of(episode: Any) -> None:

@@ -25,7 +25,7 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.launch import Awaited, Launcher, Outcome, Running
 from agentgrpo.programs.session import UNENFORCED, SampleRequest, Session
-from agentgrpo.rollout.decoder import Decoder, PlayCallback, SamplerStats
+from agentgrpo.rollout.decoder import Decoder, Ended, SamplerStats
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
@@ -54,7 +54,7 @@ class ProgramSampler(AnySampler):
 
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
-        filters: Mapping[str, float], callback: PlayCallback,
+        filters: Mapping[str, float], ended: Ended,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
         if self._endpoint is None:
             self._endpoint = Endpoint()
@@ -68,12 +68,12 @@ class ProgramSampler(AnySampler):
             )
 
         worlds = EpisodeRunner(self._max_live, config.call_timeout_s)
-        played = Groups(self._env, config, group_size, callback)
+        played = Groups(tasks, seed, self._env, config, group_size, ended)
         play = _Play(
             self._engine, self._launcher, played, worlds, endpoint, session, config,
             self._timeout_s, filters, self._max_live,
         )  # fmt: skip
-        play.queue_all(played.add(tasks, seed))
+        play.queue.extend((index, 0) for index in range(len(tasks) * group_size))
         groups = play.run()
         self._say_what_is_ignored(groups)
         return groups, play.stats
@@ -141,16 +141,10 @@ class _Play:
         """What is counted of it."""
         return self.groups.stats
 
-    def queue_all(self, tasks: Sequence[int] | None) -> bool:
-        """Groups behind those that are under way; whether there are any."""
-        for task in tasks or ():
-            self.queue.extend((index, 0) for index in self.groups.indices(task))
-        return tasks is not None
-
     def run(self) -> list[Group]:
         """Play until every program has ended; whatever happens, none is left running."""
         try:
-            while self.queue_all(self.groups.more()) or self.queue or self.live or self.finishing:
+            while self.queue or self.live or self.finishing:
                 while self.queue and len(self.live) < self.max_live:
                     self._start(*self.queue.popleft())
                 self._end_overdue()

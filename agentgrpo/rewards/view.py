@@ -76,22 +76,6 @@ class RolloutView:
         return self.stats[name]
 
 
-def tool_cost(view: RolloutView) -> float:
-    """Minus one for every tool call, those of sandbox.host_tools by the policy's code included."""
-    return -view.cost("tool_calls") - view.stats.get("host_calls", 0.0)
-
-
-def tool_errors(view: RolloutView) -> float:
-    """Minus the share of tool calls that failed."""
-    return -view.cost("tool_errors") / max(1.0, view.cost("tool_calls"))
-
-
-def syntax_errors(view: RolloutView) -> float:
-    """Minus the share of tool calls whose answer tells of a syntax error."""
-    told = sum("SyntaxError" in text or "IndentationError" in text for text in view.observations)
-    return -told / max(1.0, view.cost("tool_calls"))
-
-
 def length(view: RolloutView) -> float:
     """Minus the sampled tokens, in thousands."""
     return -view.rollout.num_sampled / 1000
@@ -113,6 +97,5 @@ def exact(view: RolloutView) -> float:
 
 
 BUILT_IN: dict[str, Callable[[RolloutView], float]] = {
-    function.__name__: function
-    for function in (tool_cost, tool_errors, syntax_errors, length, efficiency, exact)
+    function.__name__: function for function in (length, efficiency, exact)
 }

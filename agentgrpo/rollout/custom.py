@@ -22,7 +22,7 @@ import numpy as np
 
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.checked import checked_answer, checked_counts, checked_rewards
-from agentgrpo.rollout.decoder import PlayCallback, SamplerStats
+from agentgrpo.rollout.decoder import Ended, SamplerStats
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task
@@ -73,7 +73,7 @@ class CustomSampler(AnySampler):
 
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
-        filters: Mapping[str, float], callback: PlayCallback,
+        filters: Mapping[str, float], ended: Ended,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
         limit = self._engine.max_model_len
         response = config.max_response_tokens

@@ -1,14 +1,14 @@
-"""What playing asks of others: an engine that decodes, somebody who looks on; seeds and counts."""
+"""What playing asks of others: an engine that decodes; seeds and counts."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentgrpo.types import Completion, Group, Int32, Metrics, Task
+from agentgrpo.types import Completion, Group, Int32, Metrics
 
 
 class Decoder(Protocol):
@@ -25,22 +25,13 @@ class Decoder(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None: ...
 
 
-class PlayCallback:
-    """Whoever looks on while tasks are played; this one does nothing. Called on play's thread."""
-
-    def ended(self, group: Group) -> None:
-        """The last rollout of a group has ended; nothing of it changes any more."""
-
-    def more(self) -> tuple[Sequence[Task], int] | None:
-        """More tasks to play at once, and the seed of all that is sampled in them.
-
-        Asked between the engine's steps, where neither config.deterministic nor a team of ranks
-        has them all play together.
-        """
-        return None
+Ended = Callable[[Group], None]
+"""Told of a group whose last rollout has ended, on play's thread; nothing of it changes any more.
+"""
 
 
-NO_CALLBACK = PlayCallback()
+def ignore(group: Group) -> None:
+    """Tell nobody."""
 
 
 @dataclass(slots=True)

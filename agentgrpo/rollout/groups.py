@@ -10,7 +10,7 @@ from typing import Any
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import checked_episode, networks_fault
-from agentgrpo.rollout.decoder import Decoder, PlayCallback, SamplerStats, request_seed
+from agentgrpo.rollout.decoder import Decoder, Ended, SamplerStats, request_seed
 from agentgrpo.types import Completion, Group, Rollout, Task
 from agentgrpo.usercode import user_call
 
@@ -19,12 +19,11 @@ class Groups:
     """Each task's group_size rollouts. Rollout i of task t has the index t * group_size + i."""
 
     def __init__(
-        self, env: Environment, config: RolloutConfig, group_size: int, callback: PlayCallback
-    ) -> None:
-        self._env, self._config, self._size, self._callback = env, config, group_size, callback
-        self._tasks: list[Task] = []
-        self._seeds: list[tuple[int, int]] = []
-        """Of each task: the seed of the tasks it came with, and its place among them."""
+        self, tasks: Sequence[Task], seed: int, env: Environment, config: RolloutConfig,
+        group_size: int, ended: Ended,
+    ) -> None:  # fmt: skip
+        self._env, self._config, self._size, self._ended = env, config, group_size, ended
+        self._tasks, self._seed = tasks, seed
         self._played: dict[int, Rollout] = {}
         self._whole: dict[int, Group] = {}
         self.stats = SamplerStats()
@@ -37,18 +36,6 @@ class Groups:
     def whole(self) -> list[Group]:
         """All groups, in the order of their tasks; KeyError if one is not whole."""
         return [self._whole[task] for task in range(len(self._tasks))]
-
-    def add(self, tasks: Sequence[Task], seed: int) -> range:
-        """Tasks behind those that there are; their numbers."""
-        first = len(self._tasks)
-        self._tasks += tasks
-        self._seeds += [(seed, place) for place in range(len(tasks))]
-        return range(first, len(self._tasks))
-
-    def more(self) -> range | None:
-        """As add(), what the watch has to add; None: nothing."""
-        more = None if self._config.deterministic else self._callback.more()
-        return None if more is None else self.add(*more)
 
     def indices(self, task: int, members: Sequence[int] | None = None) -> list[int]:
         """Of rollouts by their places in a group; None: all of it."""
@@ -66,7 +53,7 @@ class Groups:
     def seed(self, index: int, attempt: int, *what: int | str) -> int:
         """Of one thing that is drawn in a rollout's attempt: another for each."""
         task, member = divmod(index, self._size)
-        return request_seed(*self._seeds[task], member, attempt, *what)
+        return request_seed(self._seed, task, member, attempt, *what)
 
     def users(self, index: int, function: Any) -> AbstractContextManager[Any]:
         """Within this a function of the agent's or the environment's is called."""
@@ -94,4 +81,4 @@ class Groups:
         if all(member in self._played for member in members):
             rollouts = [self._played[member] for member in members]
             self._whole[task] = Group(task=self._tasks[task], rollouts=rollouts)
-            self._callback.ended(self._whole[task])
+            self._ended(self._whole[task])

@@ -37,7 +37,7 @@ from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import NOTHING, Abandoned, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
-from agentgrpo.rollout.decoder import NO_CALLBACK, Decoder, PlayCallback
+from agentgrpo.rollout.decoder import Decoder, Ended, ignore
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import called, treatment_of
 from agentgrpo.rollout.live import QueuedRollout, RunningRollout
@@ -121,11 +121,11 @@ class Play:
         self, engine: Decoder, agent: Agent, env: Environment, chat: ChatTemplate,
         worlds: EpisodeRunner, config: RolloutConfig, *,
         tasks: Sequence[Task], group_size: int, seed: int, filters: Mapping[str, float],
-        callback: PlayCallback = NO_CALLBACK,
+        ended: Ended = ignore,
     ) -> None:  # fmt: skip
         self._engine, self._agent, self._chat = engine, agent, chat
         self._worlds, self._config = worlds, config
-        self._groups = Groups(env, config, group_size, callback)
+        self._groups = Groups(tasks, seed, env, config, group_size, ended)
         self._group_size, self._filters, self.stats = group_size, filters, self._groups.stats
         self._branches = 0 < config.branching.initial < group_size
         self._vocab_size = len(chat.tokenizer)
@@ -134,12 +134,16 @@ class Play:
         self._live: dict[int, RunningRollout] = {}
         self._decoding: dict[str, int] = {}
         self._waiting = Waiting(together=bool(config.deterministic))
-        self._queue_all(self._groups.add(tasks, seed))
+        for task in range(len(tasks)):
+            plan = GroupPlan(group_size, config.branching)
+            self._plans.append(plan)
+            begin = self._groups.indices(task, plan.begin())
+            self._queue.extend(QueuedRollout(index=index) for index in begin)
 
     def run(self, *, max_live: int) -> list[Group]:
         """Play until every rollout has ended; whatever happens, every episode is closed."""
         try:
-            while self._queue_all(self._groups.more()) or self._queue or self._live:
+            while self._queue or self._live:
                 while self._queue and len(self._live) < max_live:
                     self._start(self._queue.popleft())
                 self._end_overdue()
@@ -149,15 +153,6 @@ class Play:
         finally:
             self._stop()
         return self._groups.whole()
-
-    def _queue_all(self, tasks: Sequence[int] | None) -> bool:
-        """Groups behind those that are under way; whether there are any."""
-        for task in tasks or ():
-            plan = GroupPlan(self._group_size, self._config.branching)
-            self._plans.append(plan)
-            begin = self._groups.indices(task, plan.begin())
-            self._queue.extend(QueuedRollout(index=index) for index in begin)
-        return tasks is not None
 
     def _stop(self) -> None:
         """Drop what is decoding, and leave no world open."""

@@ -21,7 +21,7 @@ from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.rollout.decoder import NO_CALLBACK, Decoder, PlayCallback, SamplerStats
+from agentgrpo.rollout.decoder import Decoder, Ended, SamplerStats, ignore
 from agentgrpo.rollout.play import Play
 from agentgrpo.types import Group, Task
 
@@ -40,7 +40,7 @@ class AnySampler(ABC):
         seed: int,
         temperature: float | None = None,
         filters: Mapping[str, float] = MappingProxyType({}),
-        callback: PlayCallback = NO_CALLBACK,
+        ended: Ended = ignore,
     ) -> tuple[list[Group], SamplerStats]:
         """Play each task group_size times.
 
@@ -50,12 +50,10 @@ class AnySampler(ABC):
             seed: of everything sampled in this call; see decoder.request_seed().
             temperature: instead of config.temperature, and without branching; 0 is greedy.
             filters: as in Engine.add_request(); what is played so must not be trained on.
-            callback: is told of each group that has ended, and may add tasks; only where this
-                process plays by itself (Sampler).
+            ended: is told of each group that has ended, where this process plays by itself.
 
         Returns:
-            One group per task, in order, then of each that `callback` added; its rollouts in index
-            order; unscored.
+            One group per task, in order, its rollouts in index order; unscored.
 
         Raises:
             ValueError: what a user's sampler returned cannot be trained on; names the rollout.
@@ -65,7 +63,7 @@ class AnySampler(ABC):
         if temperature is not None:
             changed = {"temperature": temperature, "branching": BranchConfig()}
             config = config.model_copy(update=changed)
-        groups, stats = self._play(tasks, group_size, config, seed, filters, callback)
+        groups, stats = self._play(tasks, group_size, config, seed, filters, ended)
         stats.total_s = time.perf_counter() - started
         return groups, stats
 
@@ -76,7 +74,7 @@ class AnySampler(ABC):
     @abstractmethod
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
-        filters: Mapping[str, float], callback: PlayCallback,
+        filters: Mapping[str, float], ended: Ended,
     ) -> tuple[list[Group], SamplerStats]: ...  # fmt: skip
 
 
@@ -112,12 +110,12 @@ class Sampler(AnySampler):
 
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
-        filters: Mapping[str, float], callback: PlayCallback,
+        filters: Mapping[str, float], ended: Ended,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
         worlds = EpisodeRunner(self._max_tool_threads, config.call_timeout_s)
         play = Play(
             self._engine, self._agent, self._env, self._chat, worlds, config,
-            tasks=tasks, group_size=group_size, seed=seed, filters=filters, callback=callback,
+            tasks=tasks, group_size=group_size, seed=seed, filters=filters, ended=ended,
         )  # fmt: skip
         return play.run(max_live=self._max_live), play.stats
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agentgrpo.config import RolloutConfig
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.parallel import Team
-from agentgrpo.rollout.decoder import NO_CALLBACK, PlayCallback, SamplerStats
+from agentgrpo.rollout.decoder import Ended, SamplerStats, ignore
 from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.types import Completion, Group, Int32, Task
 
@@ -118,7 +118,7 @@ class TeamSampler(AnySampler):
 
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
-        filters: Mapping[str, float], callback: PlayCallback,
+        filters: Mapping[str, float], ended: Ended,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
         """The stats are the leader's. No rank watches groups of the others' tasks."""
         shares = self._team.gather(list(tasks))
@@ -130,7 +130,7 @@ class TeamSampler(AnySampler):
             every = [task for share in shares for task in share]
             try:
                 played, stats = self._sampler._play(
-                    every, group_size, config, seed, filters, NO_CALLBACK
+                    every, group_size, config, seed, filters, ignore
                 )
             finally:
                 self._leader.finish()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:  # torch and vLLM, which tests that do not train have no use for
     from agentgrpo.testing.engines import Engines
-    from agentgrpo.trainer import Trainer
 
 
 @pytest.fixture(scope="session")
@@ -29,23 +27,3 @@ def agentgrpo_engine() -> Iterator[Engines]:
     yield engines
     KEPT.remove(engines)
     engines.close()
-
-
-@pytest.fixture
-def agentgrpo_trainer(
-    agentgrpo_engine: Engines, tmp_path: Path
-) -> Iterator[Callable[..., Trainer]]:
-    """Makes a Trainer of a config and settings, on the session's engine; closed after the test."""
-    from agentgrpo.config.read import config_of
-    from agentgrpo.testing.engines import trainer_of
-
-    made: list[Trainer] = []
-
-    def make(config: Any, **settings: Any) -> Trainer:
-        given = {"out_dir": str(tmp_path / f"run{len(made)}"), **settings}
-        made.append(trainer_of(config_of(config, given)))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        trainer.close()

@@ -151,7 +151,7 @@ def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
         "rollout.max_turn_tokens=24",
         "engine.max_model_len=1024", "engine.kv_cache_gib=0.0625", "learner.trained_layers=1",
         "learner.max_tokens=4096",
-        'reward.functions=["length", "agentgrpo.envs.verifiers:compared"]',
+        'reward.functions=["length"]',
         'env.options.heldout={split="heldout", size=2}',
     ]  # fmt: skip
     ran(tmp_path, "-m", "agentgrpo.train", "verifiers", *overrides)

@@ -274,6 +274,14 @@ def test_a_console_asks_by_one_text_in_quotes(line: str, means: str | None) -> N
     assert told == "TypeError: ask_user takes one text in quotes, alone on its line\n>>>"
 
 
+class Talks:
+    """An environment with a user of its own."""
+
+    answers, has_user = ("tools",), True
+
+    def reset(self, task: Any) -> Any: ...
+
+
 @pytest.mark.parametrize(
     ("env", "user", "data", "error"),
     [
@@ -281,10 +289,10 @@ def test_a_console_asks_by_one_text_in_quotes(line: str, means: str | None) -> N
         ({}, {"mode": "nosuch:Me"}, {}, r"env\.user\.mode: no module"),
         ({}, {"mode": "scripted"}, {"train": "word_problems"}, "'word_problems' has no columns"),
         (
-            {"kind": "gymnasium", "options": {"id": "FrozenLake-v1", "act_by": "reply"}},
+            {"kind": f"{__name__}:Talks"},
             {"mode": "scripted"},
             {},
-            r"env\.user\.mode: env\.kind 'gymnasium' has somebody to talk with already",
+            r"env\.user\.mode: env\.kind '.*:Talks' has somebody to talk with already",
         ),
     ],
 )

@@ -136,21 +136,6 @@ def test_turns_with_an_environment_of_its_own(made: Any) -> None:
     assert (lost.reward, len(lost.turns)) == (0.0, 5), "its own max_turns"
 
 
-def test_a_group_is_compared(made: Any) -> None:
-    """Each attempt alone is the shortest of one; beside the others it may not be."""
-    env = made(env={"id": "vf_shortest", "n": 1})
-    texts = ["4", "no 4", "none", "4"]
-    plain = play(env, says(*texts), n=4)
-    assert sorted((r.answer, r.reward) for r in plain.rollouts) == [
-        ("4", 1.5), ("4", 1.5), ("no 4", 0.5), ("none", 0.5),
-    ]  # fmt: skip
-    both = {"agentgrpo.envs.verifiers:compared": 1.0}
-    group = play(env, says(*texts), n=4, functions=both)
-    assert sorted((r.answer, r.reward) for r in group.rollouts) == [
-        ("4", 1.5), ("4", 1.5), ("no 4", 0.0), ("none", 0.0),
-    ]  # fmt: skip
-
-
 def test_a_tasksets_own_harness_asks_the_endpoint(made: Any) -> None:
     env = made("vf_own")
     played = alone(env, says("4", "4"))

@@ -17,7 +17,6 @@ import pytest
 from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.envs.base import Episode
 from agentgrpo.programs.launch import Process, Sandboxed
-from agentgrpo.rollout.decoder import PlayCallback
 from agentgrpo.types import Status
 from agentgrpo.usercode import UserCodeError
 from tests.playing import tasks
@@ -155,21 +154,3 @@ def test_the_engine_waits_for_programs_that_work() -> None:
     sampler, _ = sampler_of(asking(program), lambda *_: turn("x"))
     _, stats = sampler.play(tasks(1), 2, seed=0)
     assert 0.2 <= stats.idle_s <= stats.total_s - stats.decode_s
-
-
-@pytest.mark.parametrize("deterministic", [False, "cpu"])
-def test_more_tasks_come_while_programs_run_but_not_where_all_is_repeatable(
-    deterministic: Any,
-) -> None:
-    class More(PlayCallback):
-        left = 2
-
-        def more(self) -> Any:
-            self.left -= 1
-            return (tasks(1), 7 + self.left) if self.left >= 0 else None
-
-    groups, engine = played(
-        asking(asks), lambda *_: turn("x"), play={"callback": More()}, deterministic=deterministic
-    )
-    assert len(groups) == (1 if deterministic else 3)
-    assert len({request.options["seed"] for request in engine.requests}) == len(groups)

@@ -124,9 +124,6 @@ def scored(
         ({"mine:named": 0.5}, {"a": 0.5, "b": -1.0}),
         ({"mine:half": 1.0, "mine:named": 1.0}, {"half": 0.5, "a": 1.0, "b": -2.0}),
         ({"mine:wrote": 1.0}, {"policy": 1.0, "tool": 0.0}),
-        ({"tool_cost": 0.1}, {"tool_cost": -0.4}),
-        ({"tool_errors": 1.0}, {"tool_errors": -0.25}),
-        ({"syntax_errors": 2.0}, {"syntax_errors": -0.5}),
         ({"length": 1.0}, {"length": -0.025}),
         ({"efficiency": 1.0}, {"efficiency": 0.5}),
         ({"exact": 1.0}, {"exact": 1.0}),
@@ -308,7 +305,7 @@ def test_what_cannot_be_scored_leaves_the_baseline() -> None:
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
-        ({"lenght": 1.0}, "expected tool_cost, .*:function', got 'lenght'; did you mean length.$"),
+        ({"lenght": 1.0}, "expected length, .*:function', got 'lenght'; did you mean length.$"),
         ({"mine:nosuch": 1.0}, "reward.functions: module 'mine' has no 'nosuch'"),
         ({"mine:half": 1.0, "mine.half:half": 1.0}, "no module"),
         ({"mine:exact": 1.0}, "has no 'exact'"),

@@ -189,7 +189,7 @@ class Sampler:
 
     def _play(
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
-        filters: Mapping[str, float], callback: Any,
+        filters: Mapping[str, float], ended: Any,
     ) -> Any:  # fmt: skip
         self.given = [task.id for task in tasks], group_size, config.temperature, seed, filters
         for task in tasks:

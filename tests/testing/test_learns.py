@@ -171,9 +171,6 @@ def test_what_pays_nothing_is_hopeless(tmp_path):
         assert_learns("sums.toml", reward={"kind": "my_task:nothing"}, keep=tmp_path / "kept")
     assert (tmp_path / "kept" / "view.html").exists()
     assert str(tmp_path / "kept") in str(failed.value)
-
-def test_a_trainer_of_ones_own(agentgrpo_trainer):
-    assert agentgrpo_trainer("sums.toml").evaluate()["solved"] == 0.0
     assert len(made) == 1, "one engine for all tests"
 """
 
@@ -191,4 +188,4 @@ def test_tests_of_training_share_an_engine(tmp_path: Path) -> None:
         cwd=tmp_path, env=environment(PYTHONPATH=f"{ROOT}:{tmp_path}"), capture_output=True,
         text=True, timeout=800, check=False,
     )  # fmt: skip
-    assert "5 passed" in done.stdout, done.stdout + done.stderr
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
