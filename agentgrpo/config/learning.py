@@ -188,9 +188,6 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, 
     """Optimizer updates between two syncs. A step is num_iterations times num_mini_batches."""
     ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
     """What a sync makes of the reference: alpha * policy + (1 - alpha) * reference."""
-    router_aux_loss_coef: NotNegativeNumber | None = None
-    """Weight of the load-balancing loss of a mixture of experts, which is added to the loss. None:
-    what the model's config.json says, which is none for models without such a loss."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide centred rewards by the standard deviation of the group, of the whole step, or not
     (Dr. GRPO). true and false are group and none, as in TRL."""

@@ -63,15 +63,11 @@ class _Ending:
 class ChatTemplate:
     """The model's chat template, as the operations a rollout needs.
 
-    Args:
-        tokenizer: a fast transformers tokenizer with a chat template.
-        options: what the template is given besides messages and tools, for example
-            `{"enable_thinking": False}`.
-        eos_token_ids: ids that end a turn by the model's generation_config.json.
+    `tokenizer` is a fast one of transformers; `options` is what the template is given besides
+    messages and tools; `eos_token_ids` end a turn by the model's generation_config.json.
 
-    Raises:
-        ValueError: there is no chat template, or it does not end an assistant turn with a
-            control token right after its content, so that a turn's tokens could not be appended.
+    ValueError: there is no chat template, or it does not end an assistant turn with a control token
+    right after its content, so that a turn's tokens could not be appended.
     """
 
     def __init__(
@@ -149,19 +145,12 @@ class ChatTemplate:
 
         Tool messages follow a turn that called tools, one call for each, with the message's `name`
         and `tool_call_id` (made up where they are missing), if the template knows such turns.
+        `roles` are those of all messages before the turn, for templates that look at them.
 
-        Args:
-            messages: what the environment says, all of it, as chat messages.
-            last_id: the sampled turn's last token. What the template writes behind it there is
-                returned. If it does not write it there: what follows the closing token, where the
-                turn ended with another of stop_token_ids; with the closing token, unsampled, where
-                a budget or a stop string ended it, or a token that opens another role's message.
-                None: of the last kind.
-            tools: the prompt shows tools. They are not shown again.
-            roles: those of all messages before the turn, for templates that look at them.
-
-        Raises:
-            ValueError: the template refuses the messages; the message has its reason.
+        `last_id` is the sampled turn's last token. What the template writes behind it there is
+        returned. If it does not write it there: what follows the closing token, where the turn
+        ended with another of stop_token_ids; with the closing token, unsampled, where a budget or a
+        stop string ended it, or a token that opens another role's message. None: of the last kind.
         """
         told = [message["role"] for message in messages]
         if tuple(told) not in self._shown_roles:
