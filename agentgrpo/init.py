@@ -20,7 +20,7 @@ from agentgrpo import examples
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import load_config
-from agentgrpo.data.hub import is_from_hub
+from agentgrpo.data.files import is_from_hub
 from agentgrpo.data.sources import rows_of
 from agentgrpo.files import require_output
 from agentgrpo.models.models import resolve_model

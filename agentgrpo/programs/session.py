@@ -44,7 +44,7 @@ class SampleRequest:
     """Hash of the prompt, and how many turns had it before: what the seed is made of."""
     temperature: float | None
     """In place of the run's, of what is not trained on."""
-    told: Callable[[Completion | BaseException], None]
+    on_result: Callable[[Completion | BaseException], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -79,7 +79,7 @@ class Session:
     """Why the policy says nothing more, if that is so."""
     refused: Status | None = None
     """Why the last request was not answered, if it was not; a shorter one may be."""
-    told: str = ""
+    last_refusal: str = ""
     """What was wrong with the last request that was not answered."""
     stats: Counter[str] = field(default_factory=Counter)
 
@@ -222,7 +222,7 @@ class Session:
         self.ask(
             SampleRequest(
                 token_ids=prompt.token_ids, max_tokens=most, stop=stop, seed_key=seed_key,
-                temperature=temperature, told=hand_over,
+                temperature=temperature, on_result=hand_over,
             )
         )  # fmt: skip
 

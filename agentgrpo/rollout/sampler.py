@@ -111,9 +111,9 @@ class Sampler(AnySampler):
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
         filters: Mapping[str, float], ended: Ended,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
-        worlds = EpisodeRunner(self._max_tool_threads, config.call_timeout_s)
+        runner = EpisodeRunner(self._max_tool_threads, config.call_timeout_s)
         play = Play(
-            self._engine, self._agent, self._env, self._chat, worlds, config,
+            self._engine, self._agent, self._env, self._chat, runner, config,
             tasks=tasks, group_size=group_size, seed=seed, filters=filters, ended=ended,
         )  # fmt: skip
         return play.run(max_live=self._max_live), play.stats
