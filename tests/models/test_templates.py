@@ -249,10 +249,10 @@ def test_S2_3_random_conversations_agree_with_the_templates_own_rendering(name: 
             judge_of(name)
         return
     judge, seen = judge_of(name), Seen()
-    for index in range(50):
+    for index in range(20):
         judge.judge(random.Random(f"test {index}"), seen)
     assert seen.disagreements == 0, seen.first
-    assert seen.deltas >= 100
+    assert seen.deltas >= 40
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
