@@ -36,13 +36,8 @@ class _Until(Callback):
 def span_of(run: Path, steps: str) -> tuple[int, int, Path | None]:
     """Which steps are played again, [start, end) from 0, and the checkpoint that they begin at.
 
-    Args:
-        run: its folder.
-        steps: "7-9" or "7", counted from 1 as a run prints them, begun at the newest checkpoint
-            before; "": all that is recorded behind the newest checkpoint, or from the beginning.
-
-    Raises:
-        ValueError: there are no such steps in the records, or `steps` is neither.
+    `steps`: "7-9" or "7", counted from 1 as a run prints them, begun at the newest checkpoint
+    before; "": all that is recorded behind the newest checkpoint, or from the beginning.
     """
     rows = numbered_rows(run / "metrics.jsonl", growing=True)
     recorded = sum("learner/loss" in row for _, row in rows)

@@ -90,8 +90,8 @@ add_rules(int rules, const char *readable, const char *home, uint64_t handled)
         }
         readable += length + (readable[length] == ':');
     }
-    static const char *const devices[] = {"/dev/null", "/dev/zero", "/dev/full", "/dev/random",
-                                          "/dev/urandom"};
+    /* not /dev/zero: what is shared by mapping it stays when it is unmapped (jail.py) */
+    static const char *const devices[] = {"/dev/null", "/dev/full", "/dev/random", "/dev/urandom"};
     for (size_t i = 0; i < sizeof devices / sizeof *devices; i++) {
         if (allow(rules, devices[i], READ_FILE | WRITE_FILE) < 0) {
             return -1;

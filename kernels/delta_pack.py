@@ -65,17 +65,10 @@ class Terms(NamedTuple):
 def pack_tokens(
     ids_D: Tensor, runs_4R: Tensor, num_tokens: int, *, backend: Backend = "auto"
 ) -> Tokens:
-    """The tokens of a batch from its runs.
+    """The tokens of a batch from its runs, contiguous int32; `backend` is as of checks.backend_for.
 
-    Args:
-        ids_D: int32 token ids.
-        runs_4R: int32, contiguous; see the module.
-        num_tokens: T.
-        backend: see checks.backend_for.
-
-    Raises:
-        ValueError: dtypes, shapes or devices disagree with the above. Values are not checked: that
-            would wait for the device.
+    ValueError: dtypes, shapes or devices disagree. Values are not checked: that would wait for the
+    device.
     """
     check_tensor("ids_D", ids_D, (len(ids_D),), (torch.int32,), runs_4R)
     use_triton = _check_runs("runs_4R", runs_4R, TOKEN_COLUMNS, num_tokens, backend)
@@ -91,18 +84,7 @@ def pack_tokens(
 def pack_terms(
     ids_D: Tensor, logp_L: Tensor, runs_8Q: Tensor, num_terms: int, *, backend: Backend = "auto"
 ) -> Terms:
-    """The loss terms of a batch from their runs.
-
-    Args:
-        ids_D: int32 token ids.
-        logp_L: fp32, nats.
-        runs_8Q: int32, contiguous; see the module.
-        num_terms: N.
-        backend: see checks.backend_for.
-
-    Raises:
-        ValueError: as pack_tokens().
-    """
+    """The loss terms of a batch from their runs; as pack_tokens(), logp_L being fp32 nats."""
     check_tensor("ids_D", ids_D, (len(ids_D),), (torch.int32,), runs_8Q)
     check_tensor("logp_L", logp_L, (len(logp_L),), (torch.float32,), runs_8Q)
     use_triton = _check_runs("runs_8Q", runs_8Q, TERM_COLUMNS, num_terms, backend)

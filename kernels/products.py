@@ -90,16 +90,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear, once differentiable.
-
-    Args:
-        x: [..., K].
-        weight: [N, K].
-        bias: [N].
-
-    Returns:
-        [..., N].
-    """
+    """torch.nn.functional.linear, once differentiable."""
     if not _better(x, weight.T):
         return torch.nn.functional.linear(x, weight, bias)
     if not torch.is_grad_enabled():
@@ -109,10 +100,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def multiply_by_onednn(model: nn.Module) -> str:
-    """Have a model's linear layers multiply by linear(), where that is better on this CPU.
-
-    Returns:
-        Whose products they are, for the record.
+    """Have a model's linear layers multiply by linear(), where that is better on this CPU; says
+    whose products they are, for the record.
     """
     linear_ones = (
         m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype == torch.float32

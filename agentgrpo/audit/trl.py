@@ -59,12 +59,7 @@ class AuditCallback(TrainerCallback):
         trainer.compute_loss = compute_loss
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Audit those of this update's tokens that were sampled since the update before.
-
-        Raises:
-            AuditError: something is wrong, and `stop`.
-            ValueError: TRL was not given the sampler's log-probabilities.
-        """
+        """Audit those of this update's tokens that were sampled since the update before."""
         taken, self._seen = self._seen, []
         every = args.steps_per_generation * args.num_iterations
         # TRL samples where its count of micro-batches, over all trainings, is a multiple of `every`

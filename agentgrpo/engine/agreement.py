@@ -77,12 +77,9 @@ def check_agreement(
 
     On several ranks all must call it, and what one of them sees stops all.
 
-    Returns:
-        `max_dlogp` and `mean_dlogp` in nats.
-
-    Raises:
-        Disagreement: above the threshold (nats), or not a number; it says which side has moved
-            since they last agreed. Or the sampler's numbers are of weights before the last update.
+    Returns `max_dlogp` and `mean_dlogp` in nats. Disagreement: above the threshold, or not a
+    number; it says which side has moved since they last agreed. Or the sampler's numbers are of
+    weights before the last update.
     """
     seen, cached = [], 0
     for prompt, turn in zip(probes, engine.probe(probes, NEW_TOKENS), strict=True):

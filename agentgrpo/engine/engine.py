@@ -58,17 +58,8 @@ class State(Enum):
 class Engine:
     """One vLLM engine holding one model, awake or asleep.
 
-    Args:
-        model: a Hugging Face model directory or hub name.
-        config: see EngineConfig.
-        seed: seeds vLLM (and, through it, python, numpy and torch in this process).
-        lora_rank: of the adapters that set_adapter() will be given; 0: none.
-
-    Raises:
-        EngineStartError: vLLM refused.
-        ValueError: config.tensor_parallel_size does not divide the ranks, or is above 2 on CPU; it
-            has no adapters of that rank.
-        RuntimeError: add_request() or step() while asleep or without weights.
+    `seed` seeds vLLM (and, through it, python, numpy and torch in this process). `lora_rank`: of
+    the adapters that set_adapter() will be given; 0: none. EngineStartError: vLLM refused.
     """
 
     _running: ClassVar[set[int]] = set()
@@ -226,25 +217,15 @@ class Engine:
     ) -> None:
         """Queue one continuation of prompt_ids; step() will return it when it is finished.
 
-        Args:
-            request_id: unique among those in flight.
-            prompt_ids: 1-d int32.
-            max_tokens: at most so many are sampled.
-            temperature: 0 is greedy.
-            seed: of this request's own random stream: what it samples depends on its seed and its
-                logits, not on which other requests run. None: a stream shared by all such.
-            stop: strings that end the turn.
-            stop_token_ids: tokens that end the turn.
-            top_logprobs: from how many of the likeliest tokens entropies are computed; 0: none.
-            filters: vLLM's names of what cuts or bends the distribution (top_p, ...;
-                for evaluations alone: EvaluationConfig says why).
-            on_token: told of each sampled token within step(); true ends the turn with that token.
-            reference: answered without the adapter, by the weights that nothing changes.
+        ValueError: request_id is in flight already; prompt and max_tokens exceed max_model_len
+        (vLLM would cut max_tokens silently); or vLLM refuses the temperature or the filters.
 
-        Raises:
-            ValueError: request_id is in flight already; prompt and max_tokens exceed max_model_len
-                (vLLM would cut max_tokens silently); the engine has no adapters to do without; or
-                vLLM refuses the temperature or the filters.
+        `seed` is of this request's own random stream: what it samples depends on its seed and its
+        logits, not on which other requests run; None: a stream shared by all such. `top_logprobs`:
+        from how many of the likeliest tokens entropies are computed; 0: none. `filters`: vLLM's
+        names of what cuts or bends the distribution, for evaluations alone (EvaluationConfig says
+        why). `on_token` is told of each sampled token within step(); true ends the turn with it.
+        `reference`: answered without the adapter, by the weights that nothing changes.
         """
         self._require_room(request_id, len(prompt_ids), max_tokens)
         if reference and not self.lora_rank:
@@ -291,11 +272,7 @@ class Engine:
         """Decode one token for every running request; return those that finished.
 
         With async_scheduling the next step is on the device by then: who is asked for now joins
-        the one after it.
-
-        Raises:
-            FloatingPointError: a sampled token's log-probability is nan or infinite.
-            OutOfMemory: with what to set lower.
+        the one after it. FloatingPointError: a sampled token's log-probability is nan or infinite.
         """
         self._require_awake()
         self._advance()
@@ -356,14 +333,8 @@ class Engine:
         """Give the KV cache's memory back; with copied weights, theirs too (EngineConfig).
 
         On CPU vLLM has no memory to give back: its scheduler pauses, its prefix cache is reset and
-        the states are the same.
-
-        Args:
-            requests: what happens to those in flight. keep: they go on after wake(), their cache
-                computed again. abort: they are dropped.
-
-        Raises:
-            RuntimeError: requests are in flight, and "refuse".
+        the states are the same. `requests`: what happens to those in flight; keep: they go on after
+        wake(), their cache computed again.
         """
         if self.asleep:
             return

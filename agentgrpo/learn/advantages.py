@@ -38,19 +38,10 @@ EPS = 1e-4
 
 
 def centred(rewards: Sequence[float], *, baseline: str = "mean") -> list[float]:
-    """Each reward less its baseline.
+    """Each reward of a group less its baseline: the mean, or with leave_one_out that of the others
+    (RLOO, arXiv:2402.14740). Exactly 0.0 where all are equal (within EQUAL_WITHIN).
 
-    Args:
-        rewards: one per rollout of a group, any unit, finite.
-        baseline: `mean` of the group, or `leave_one_out`: the mean of the others (RLOO,
-            arXiv:2402.14740).
-
-    Returns:
-        One number per reward, in order; exactly 0.0 each with fewer than 2 rewards or when all of
-        them are equal (within EQUAL_WITHIN).
-
-    Raises:
-        ValueError: a reward is not finite, or the baseline is unknown.
+    ValueError: a reward is not finite, or the baseline is unknown.
 
     >>> centred([1.0, 0.0, 0.0, 1.0])
     [0.5, -0.5, -0.5, 0.5]

@@ -64,11 +64,7 @@ class PackedBatch:
 
     It is held as runs over the step's deltas, of which kernels/delta_pack.py makes tokens and terms
     where they are asked for, on a card by a kernel. The arrays below are those of the host.
-
-    Args:
-        deltas: of the step.
-        runs_4R, runs_8Q: of tokens and of loss terms, ascending; see kernels/delta_pack.py.
-        num_tokens, num_terms: T and N.
+    `runs_4R` and `runs_8Q` ascend.
     """
 
     def __init__(

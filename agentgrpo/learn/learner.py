@@ -32,7 +32,6 @@ from agentgrpo.learn.step_record import OldLogps, ScoredBatch, StepRecord
 from agentgrpo.learn.teacher import Teacher
 from agentgrpo.learn.updates import Update
 from agentgrpo.machine.memory import explained, trim
-from agentgrpo.models.kinds import router_coef
 from agentgrpo.run import checkpoint
 from agentgrpo.types import Float32, Int32, Metrics
 
@@ -40,19 +39,11 @@ from agentgrpo.types import Float32, Int32, Metrics
 class Learner:
     """Trains a policy on what was sampled from it.
 
-    Args:
-        policy: to be trained.
-        publisher: of the policy, to whoever samples from it.
-        config, loss: settings; total_steps is what the learning rate decays over.
-        temperature: the rollouts' sampling temperature, which the log-probabilities are taken at.
-        dlogp_limit: largest |delta logp| in nats between the sampler's and the learner's view of a
-            sampled token, but for agreement.outliers_of(); above it step() refuses to update.
-        reference: what the KL penalty is taken to, if loss.beta is set: the directory or name that
-            training began with. Not read where an adapter is trained.
-        teacher: of the policy, which has a part in every token's advantage.
-
-    Raises:
-        ValueError: options that do not go together.
+    `temperature` is the rollouts', which log-probabilities are taken at. `dlogp_limit`: largest
+    |delta logp| in nats between the sampler's and the learner's view of a sampled token, but for
+    agreement.outliers_of(); above it step() refuses to update. `reference`: what the KL penalty is
+    taken to, if loss.beta is set: the directory or name that training began with; not read where an
+    adapter is trained.
     """
 
     def __init__(
@@ -74,20 +65,16 @@ class Learner:
         self._dlogp_limit = dlogp_limit
         self._objective = objective_of(loss)
         own = None if policy.adapter is not None else reference
-        self._reference = Reference(policy, own, moves=loss.sync_ref_model) if loss.beta else None
+        self._reference = Reference(policy, own) if loss.beta else None
         self._teacher = teacher(policy) if teacher is not None else None
         self._average = self._teacher.beside if self._teacher is not None else None
-        self._router_coef = router_coef(
-            policy.model.config.get_text_config(), loss.router_aux_loss_coef
-        )
-        self._scorer.balances = self._router_coef > 0
         self._optimizer = MasterAdamW(
             policy.trained,
             lr=config.learning_rate,
             weight_decay=config.weight_decay,
             offload=config.offload_optimizer,
         )
-        self.step_count = self.update_count = 0
+        self.step_count = 0
 
     def describe(self) -> dict[str, Any]:
         """What was chosen, for the record."""
@@ -132,7 +119,6 @@ class Learner:
         state = {
             "optimizer": self._optimizer.state_dict(),
             "step": self.step_count,
-            "updates": self.update_count,
             "reference": [] if self._reference is None else self._reference.state(),
             "teacher": [] if self._average is None else self._average.state(),
             **more,
@@ -142,14 +128,14 @@ class Learner:
 
     def load_state(self, path: Path) -> dict[str, Any]:
         """Restore what save_state() wrote (the weights came with the engine); returns `more`."""
-        state = checkpoint.read_state(path, "optimizer", "step", "updates", "reference")
+        state = checkpoint.read_state(path, "optimizer", "step", "reference")
         try:
             self._optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:
             raise ValueError(
                 f"{path} is of a run with other trained parameters: {error}"
             ) from error
-        self.step_count, self.update_count = state["step"], state["updates"]
+        self.step_count = state["step"]
         if self._reference is not None:
             self._reference.load(state["reference"])
         if self._average is not None:
@@ -162,15 +148,10 @@ class Learner:
         Every rank is given all updates and works on its share of the batches. Without batches (no
         group had a gradient) the weights stay and the step still counts.
 
-        The rollouts of the updates are told what the learner made of their tokens.
-
-        Returns:
-            Means over the updates (`loss`, `grad_norm`) and over the loss terms (the rest).
-
-        Raises:
-            Disagreement: the sampler saw another policy; nothing was updated.
-            FloatingPointError: a gradient is not finite; that update was not made.
-            OutOfMemory: with how many packed tokens fit.
+        The rollouts of the updates are told what the learner made of their tokens. Returns means
+        over the updates (`loss`, `grad_norm`) and over the loss terms (the rest). Disagreement: the
+        sampler saw another policy; nothing was updated. FloatingPointError: a gradient is not
+        finite; that update was not made.
         """
         with explained("learning", lambda: oom_hint_learner(self, self._config.max_tokens)):
             return self._step(updates)
@@ -185,10 +166,6 @@ class Learner:
             for index, update in enumerate(updates):
                 if update.batches:
                     self._update(run, index, update, first_pass=epoch == 0)
-                self.update_count += 1
-                due = self.update_count % self._loss.ref_model_sync_steps == 0
-                if self._reference is not None and self._loss.sync_ref_model and due:
-                    self._reference.move(self._loss.ref_model_mixup_alpha)  # as TR-DPO, and TRL
                 if self._teacher is not None:
                     self._teacher.follow()
         self.step_count += 1
@@ -251,7 +228,6 @@ class Learner:
         self._optimizer.zero_grad()
         losses, found = [], []
         terms = sum(batch.num_terms for batch in update.batches)
-        tokens = sum(batch.num_tokens for batch in update.batches)
         bonus_over = terms if run.entropy_threshold is None else run.above_threshold[index]
         unseen = first_pass and not run.looked
         # always in this order: float sums depend on it, and a resumed run comes to the same bits
@@ -260,11 +236,6 @@ class Learner:
             loss, measured, scored, advantage = self._loss_of(
                 batch, run, before, update, max(bonus_over, 1)
             )
-            if scored.balance is not None:
-                # its share of the update's tokens: the router balances within a batch
-                share = batch.num_tokens / tokens
-                loss = loss + self._router_coef * share * scored.balance
-                measured["aux_loss"] = scored.balance.detach()
             # FSDP averages gradients over the ranks; the weights are a share of the whole
             (loss * (parallel.world_size() if counts else 0.0)).backward()
             self._optimizer.collect()

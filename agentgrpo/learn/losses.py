@@ -92,18 +92,12 @@ def token_weights(
     num_samples: int | None = None,
     share_of_tokens: float | None = None,
 ) -> list[float]:
-    """One weight per rollout, in group and rollout order, for each of its sampled tokens.
+    """One weight per rollout, in group and rollout order, for each of its sampled tokens; 0.0 for
+    those that are not trained on.
 
-    0.0 for rollouts that are not trained on.
-
-    Args:
-        groups: of the update.
-        loss_type: whose normaliser it is; see kernels.objective.NORMALISERS.
-        max_sampled_tokens: the budget of one rollout, for the normaliser "budget".
-        num_samples: B. None: the rollouts of the groups. Those that are masked or sampled nothing
-            count, as in TRL; what the machine broke or treatment drops is no sample.
-        share_of_tokens: trained tokens of the step, divided by its updates. None: there is this
-            update alone.
+    `num_samples`: B of kernels.objective.NORMALISERS; None: the rollouts of the groups, masked ones
+    and those that sampled nothing too, as in TRL, not what the machine broke or treatment drops.
+    `share_of_tokens`: trained tokens of the step, divided by its updates; None: there is one.
     """
     weight = NORMALISERS[loss_of(loss_type).normaliser]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -120,12 +114,9 @@ def mismatch_metrics(gap_N: Float32, sample_N: Int32, objective: Objective) -> M
     """How far the sampler's policy was from the learner's on the sampled tokens, before any bound.
 
     `gap_N` is the learner's log-probability less the sampler's, in nats; not finite where the
-    sampler gave none, which counts as 0.
-
-    Returns:
-        `mismatch_ratio_{min,mean,max}` of the raw ratio; `mismatch_modified`: the share of tokens
-        whose ratio is bounded or zeroed; `mismatch_kl`: mean k3 estimate of KL(sampler || learner)
-        in nats. Empty without tokens.
+    sampler gave none, which counts as 0. `mismatch_modified`: the share of tokens whose ratio is
+    bounded or zeroed; `mismatch_kl`: mean k3 estimate of KL(sampler || learner) in nats. Empty
+    without tokens.
     """
     if not len(gap_N):
         return {}

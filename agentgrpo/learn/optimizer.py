@@ -25,11 +25,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class MasterAdamW:
     """torch.optim.AdamW over float32 copies; a parameter that is float32 already is its own master.
 
-    Args:
-        parameters: leaves that require a gradient, whole or sharded; updated in place.
-        lr, weight_decay: as in torch.optim.AdamW (betas 0.9, 0.999; eps 1e-8).
-        offload: keep moments and masters in page-locked host memory, but for those of the parameter
-            that is being updated; for parameters on CUDA. NEVER RUN on a GPU yet.
+    Parameters, whole or sharded, are updated in place. `offload`: keep moments and masters in
+    page-locked host memory, but for those of the parameter that is being updated; for parameters on
+    CUDA. NEVER RUN on a GPU yet.
     """
 
     def __init__(
@@ -120,8 +118,7 @@ class MasterAdamW:
     def step(self, *, max_grad_norm: float) -> float:
         """Clip the global gradient norm, update, write back; returns the norm before clipping.
 
-        Raises:
-            FloatingPointError: the norm is not finite; nothing was changed.
+        FloatingPointError: it is not finite; nothing was changed.
         """
         self.collect()
         lower = dict(self._lower())

@@ -36,28 +36,17 @@ def pack_tree(
     Tokens that no term needs (what follows the last sampled token of a row, and that token itself)
     are not laid out.
 
-    Args:
-        groups: all groups of the step; advantages are read from the rollouts, per segment where
-            they are given so.
-        max_tokens: budget of one batch in tokens, at least the longest row's.
-        weights: one finite number per rollout, in group and rollout order, copied to its terms;
-            1.0 if None. The caller thereby chooses the loss normaliser, over all rollouts of the
-            step, dropped ones included.
-        drop_zero_advantage: leave out rows whose advantages are all exactly 0 and whatever tokens
-            only they need. Exact for losses without a KL or entropy term.
-        share_prefixes: False lays every rollout out alone, one behind the other, for models whose
-            layers take no attention mask.
-        whole_rollouts: keep all rows of a rollout in one batch, or leave them all out: for losses
-            that read a rollout's terms together, as ratios of sequences do.
+    The batches are laid out as they are read. ValueError: a rollout has a negative id, a nan or
+    infinite logprob, advantage or weight, starts with a sampled token, or a row of it exceeds
+    `max_tokens` (with whole_rollouts: its rows together); the message says which rollout and field.
 
-    Returns:
-        The batches, laid out as they are read; none if nothing is to be learned. Deterministic.
-
-    Raises:
-        ValueError: a rollout has a negative id, a nan or infinite logprob, advantage or weight,
-            starts with a sampled token, or a row of it exceeds `max_tokens` (with whole_rollouts:
-            its rows together); the message says which rollout and field. Or `weights` has another
-            length.
+    `weights`: one per rollout, in group and rollout order, copied to its terms; 1.0 if None. The
+    caller thereby chooses the loss normaliser, over all rollouts, dropped ones included.
+    `drop_zero_advantage`: leave out rows whose advantages are all exactly 0, and tokens that only
+    they need; exact for losses without a KL or entropy term. Not `share_prefixes`: every rollout
+    alone, one behind the other, for models whose layers take no attention mask. `whole_rollouts`:
+    keep all rows of a rollout in one batch, or leave them all out: for losses that read a rollout's
+    terms together, as ratios of sequences do.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if weights is None:

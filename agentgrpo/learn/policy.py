@@ -5,8 +5,7 @@ what of it is published and saved.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.flex import whole_blocks
 from agentgrpo.learn.forward_check import ForwardCheck, decoder_of, layers_of, why_not_packed
 from agentgrpo.learn.lora import Adapter
-from agentgrpo.models.kinds import BALANCE
 from agentgrpo.models.liger import fuse, why_plain
 from agentgrpo.models.text_part import NAMES, TEXT_PARTS, Whole, language_model
 from agentgrpo.types import Int32
@@ -51,8 +49,6 @@ class PolicyOutput(NamedTuple):
 
     logp_N: Tensor
     entropy_N: Tensor
-    balance: Tensor | None
-    """The load-balancing loss of the batch's tokens, of a mixture of experts; a scalar."""
 
 
 class Scorer(nn.Module):
@@ -60,9 +56,8 @@ class Scorer(nn.Module):
 
     One module from token ids to log-probabilities, so that FSDP gathers and shards the head with
     the rest. Models that cannot share prefixes see every rollout as a padded row of its own;
-    `unpacked_reason` says why (None: they can). `balances`: their router's load-balancing loss is
-    computed. `exact`: logits are not rounded to the weights' 16 bit. `sharded`: its weights lie on
-    all ranks.
+    `unpacked_reason` says why (None: they can). `exact`: logits are not rounded to the weights' 16
+    bit. `sharded`: its weights lie on all ranks.
 
     On several ranks all must make one, of a model that is not sharded yet.
 
@@ -70,7 +65,6 @@ class Scorer(nn.Module):
         ValueError: on a few tokens it differs from the model itself.
     """
 
-    balances = False
     sharded = False
 
     def __init__(self, model: Any, *, exact: bool = False) -> None:
@@ -112,7 +106,7 @@ class Scorer(nn.Module):
             raise ValueError(
                 f"token id {batch.deltas.largest}: the model has {head.weight.shape[0]}"
             )
-        hidden, balance = self._hidden(batch)
+        hidden = self._hidden(batch)
         terms = batch.terms(self.device)
         return PolicyOutput(
             *linear_logp(
@@ -127,8 +121,7 @@ class Scorer(nn.Module):
                 logits_dtype=torch.promote_types(hidden.dtype, torch.float32)
                 if self.exact
                 else None,
-            ),
-            balance,
+            )
         )
 
     @property
@@ -136,9 +129,8 @@ class Scorer(nn.Module):
         device: torch.device = self.model.device
         return device
 
-    def _hidden(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
-        """[T, H] after the final norm; on CUDA a tree has rows of padding behind. And balance."""
-        count = batch.num_tokens
+    def _hidden(self, batch: PackedBatch) -> Tensor:
+        """[T, H] after the final norm; on CUDA a tree has rows of padding behind."""
         if self.unpacked_reason is None and self.device.type == "cuda":
             batch = whole_blocks(batch)
         tokens = batch.tokens(self.device)
@@ -146,31 +138,18 @@ class Scorer(nn.Module):
             return self._hidden_by_row(tokens.input_ids_T, batch.tout_T)
         tree = Tree(batch.tout_T, batch.positions_T, self.device, there=tokens)
         masks = {kind: tree if kind in recurrent.KINDS else None for kind in self._kinds}
-        out = self._decoded(
+        decoded: Tensor = self._decoded(
             input_ids=tokens.input_ids_T[None],
             attention_mask=masks or None,
             position_ids=tokens.positions_T[None],
             tree=tree,
         )
-        real = torch.arange(len(tokens.input_ids_T), device=self.device) < count
-        return out.last_hidden_state[0], self._balance([out], real)
+        return decoded[0]
 
     def _decoded(self, **inputs: Any) -> Any:
-        asked = {"output_router_logits": True} if self.balances else {}
-        return decoder_of(self.model)(use_cache=False, **inputs, **asked)
+        return decoder_of(self.model)(use_cache=False, **inputs).last_hidden_state
 
-    def _balance(self, outs: Sequence[Any], real: Tensor) -> Tensor | None:
-        """How well the experts of the real tokens balance; None: not asked, or all are dense."""
-        if not self.balances or not outs[0].router_logits:
-            return None
-        model = self.model
-        layers = zip(*(out.router_logits for out in outs), strict=True)
-        logits = tuple(torch.cat(layer) for layer in layers)
-        balance = getattr(sys.modules[type(model).__module__], BALANCE)
-        value: Tensor = balance(logits, model.num_experts, model.num_experts_per_tok, real)
-        return value
-
-    def _hidden_by_row(self, ids: Tensor, tout_T: Int32) -> tuple[Tensor, Tensor | None]:
+    def _hidden_by_row(self, ids: Tensor, tout_T: Int32) -> Tensor:
         """Right-padded rows: padding comes after the tokens, so that even a state cannot see it.
 
         Rows of unlike lengths go one after another: padding would outgrow the tokens.
@@ -189,11 +168,10 @@ class Scorer(nn.Module):
             insides.append(torch.arange(padded.shape[1], device=ids.device) < sizes[:, None])
             outs.append(self._decoded(input_ids=padded, attention_mask=insides[-1].long()))
         pairs = zip(outs, insides, strict=True)
-        hidden = torch.cat([out.last_hidden_state[inside] for out, inside in pairs])
+        hidden = torch.cat([out[inside] for out, inside in pairs])
         order = [np.arange(lengths[row]) + starts[row] for rows in passes for row in rows]
         places = torch.from_numpy(np.argsort(np.concatenate(order))).to(ids.device)
-        real = torch.cat([inside.flatten() for inside in insides[: len(passes)]])
-        return hidden.index_select(0, places), self._balance(outs[: len(passes)], real)
+        return hidden.index_select(0, places)
 
 
 def _passes(lengths: NDArray[np.int64]) -> list[list[int]]:

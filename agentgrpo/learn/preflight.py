@@ -138,8 +138,7 @@ def dry_pass(policy: Policy, optimizer: MasterAdamW, num_tokens: int, temperatur
         optimizer.start_sums()
         for batch in _largest(num_tokens, trees=trees, cuda=cuda):
             scored = policy.scorer(batch, temperature)
-            loss = scored.logp_N.sum() + scored.entropy_N.sum()
-            (loss if scored.balance is None else loss + scored.balance).backward()
+            (scored.logp_N.sum() + scored.entropy_N.sum()).backward()
             del scored
             optimizer.collect()
         held.append(torch.empty(optimizer.bytes_passing, dtype=torch.uint8, device=policy.device))

@@ -2,8 +2,8 @@
 
 One row per task (means over its rollouts), and measures as functions of the rows' means, so that
 one bootstrap over tasks gives every measure its 95 % interval, ratios included, and the difference
-of two runs on the same tasks its paired one. Rollouts that the machine broke are left out; of a
-task that has no others nothing is known, and so it takes no part in a comparison either.
+of two runs on the same tasks its paired one. Rollouts that the machine broke are left out; a task
+that has too few others takes no part.
 
 Tool calls, their failures and the policy's tokens are counted by status and by token span, never by
 searching text: a document that contains `<search>` or "error" changes no number.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from statistics import fmean
 
@@ -165,35 +165,40 @@ class Estimate:
     value: float | None
     low: float | None
     high: float | None
-    tasks: int
-    """Of how many tasks: all but those that the machine left too few attempts."""
+
+
+def known(rows: Sequence[TaskRow]) -> list[TaskRow]:
+    """Those of tasks that the machine left attempts enough for every column."""
+    return [row for row in rows if None not in row.columns.values()]
 
 
 def estimates(rows: Sequence[TaskRow], *, resamples: int = 2000) -> dict[str, Estimate]:
-    """Every measure over the tasks, its interval by the percentile bootstrap over tasks.
+    """Every measure over the known tasks, its interval by the percentile bootstrap over them.
 
     Where each task is simply solved or not, as after one attempt, the interval is Wilson's: the
     bootstrap's would have no width once all tasks are solved. Resampling is seeded: same rows, same
     intervals.
     """
+    measures, rows = _measures(rows), known(rows)
+    if not rows:
+        return dict.fromkeys(measures, Estimate(None, None, None))
     drawn = _resample(len(rows), resamples)
     out = {}
-    for name, measure in _measures(rows).items():
-        known = _known(rows, name)
-        values = _column(rows, name)[known] if name in rows[0].columns else None
+    for name, measure in measures.items():
+        values = _column(rows, name) if name in rows[0].columns else None
         value = measure(_means(rows, None))
         if values is not None and np.isin(values, (0.0, 1.0)).all():
             low, high = wilson(int(values.sum()), len(values))
         else:
             low, high = _percentiles(measure(_means(rows, drawn)))
-        out[name] = _estimate(float(value[0]), low, high, tasks=int(known.sum()))
+        out[name] = _estimate(float(value[0]), low, high)
     return out
 
 
 def differences(
     before: Sequence[TaskRow], after: Sequence[TaskRow], *, resamples: int = 2000
 ) -> dict[str, Estimate]:
-    """`after` minus `before` for every measure of both, paired by task."""
+    """`after` minus `before` for every measure of both, paired by the tasks known in both."""
     by_id = {row.id: row for row in after}
     odd = by_id.keys() ^ {row.id for row in before}
     if odd or len(by_id) != len(after) or len(before) != len(after) or not before:
@@ -201,26 +206,18 @@ def differences(
         raise ValueError(
             f"two runs are compared on the same tasks, got {len(before)} and {len(after)}{named}"
         )
-    paired = [by_id[row.id] for row in before]
-    before, paired = _without(before, paired), _without(paired, before)
+    then, now = _measures(before), _measures(after)
+    both = [(row, by_id[row.id]) for row in known(before) if known([by_id[row.id]])]
+    if not both:
+        return dict.fromkeys((name for name in then if name in now), Estimate(None, None, None))
+    before, after = zip(*both, strict=True)
     drawn = _resample(len(before), resamples)
-    then, now = _measures(before), _measures(paired)
     out = {}
     for name in (name for name in then if name in now):
-        value = now[name](_means(paired, None)) - then[name](_means(before, None))
-        spread = now[name](_means(paired, drawn)) - then[name](_means(before, drawn))
-        tasks = int(_known(before, name).sum())
-        out[name] = _estimate(float(value[0]), *_percentiles(spread), tasks=tasks)
+        value = now[name](_means(after, None)) - then[name](_means(before, None))
+        spread = now[name](_means(after, drawn)) - then[name](_means(before, drawn))
+        out[name] = _estimate(float(value[0]), *_percentiles(spread))
     return out
-
-
-def _without(rows: Sequence[TaskRow], others: Sequence[TaskRow]) -> list[TaskRow]:
-    """Rows without what the other row of the same task does not know."""
-    unknown = [[name for name, value in row.columns.items() if value is None] for row in others]
-    return [
-        replace(row, columns={**row.columns, **dict.fromkeys({*names} & row.columns.keys())})
-        for row, names in zip(rows, unknown, strict=True)
-    ]
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
@@ -243,31 +240,17 @@ def _measures(rows: Sequence[TaskRow]) -> dict[str, Callable[[Mapping[str, Float
 
 
 def _column(rows: Sequence[TaskRow], name: str) -> Floats:
-    return np.array([row.columns[name] for row in rows], np.float64)  # None: nan
-
-
-def _known(rows: Sequence[TaskRow], name: str) -> NDArray[np.bool_]:
-    """Which of the tasks a measure is of; if it is no column, those whose quality is known."""
-    return np.array([row.columns.get(name, row.columns["quality"]) is not None for row in rows])
+    return np.array([row.columns[name] for row in rows], np.float64)
 
 
 def _means(rows: Sequence[TaskRow], drawn: NDArray[np.int64] | None) -> dict[str, Floats]:
-    """Means over tasks by column: [1], or [resamples] with drawn [resamples, tasks]; nan: none."""
+    """Means over tasks by column: [1], or [resamples] with drawn [resamples, tasks]."""
     index = np.arange(len(rows))[None, :] if drawn is None else drawn
-    return {name: _mean(_column(rows, name)[index]) for name in rows[0].columns}
-
-
-def _mean(values: Floats) -> Floats:
-    """Over the second axis, of what is known; nan where nothing is."""
-    known = ~np.isnan(values)
-    total, count = np.where(known, values, 0.0).sum(axis=1), known.sum(axis=1)
-    means: Floats = np.full(total.shape, np.nan)
-    np.divide(total, count, out=means, where=count > 0)
-    return means
+    return {name: _column(rows, name)[index].mean(axis=1) for name in rows[0].columns}
 
 
 def _resample(tasks: int, resamples: int) -> NDArray[np.int64]:
-    return np.random.default_rng(0).integers(0, max(tasks, 1), (resamples, tasks))
+    return np.random.default_rng(0).integers(0, tasks, (resamples, tasks))
 
 
 def _percentiles(values: Floats) -> tuple[float, float]:
@@ -278,6 +261,5 @@ def _percentiles(values: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _estimate(*numbers: float, tasks: int) -> Estimate:
-    value, low, high = (number if math.isfinite(number) else None for number in numbers)
-    return Estimate(value, low, high, tasks)
+def _estimate(*numbers: float) -> Estimate:
+    return Estimate(*(number if math.isfinite(number) else None for number in numbers))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from agentgrpo.measures.measures import Estimate, TaskRow, differences, estimates
+from agentgrpo.measures.measures import Estimate, TaskRow, differences, estimates, known
 
 
 def report(rows: Sequence[TaskRow], **about: Any) -> dict[str, Any]:
@@ -17,10 +17,11 @@ def report(rows: Sequence[TaskRow], **about: Any) -> dict[str, Any]:
         kinds.setdefault(row.kind, []).append(row)
     return {
         **about,
-        "tasks": len(rows),
+        "tasks": len(known(rows)),
+        "left_out": len(rows) - len(known(rows)),
         "measures": _plain(estimates(rows)),
         "kinds": {
-            kind: {"tasks": len(members), "measures": _plain(estimates(members))}
+            kind: {"tasks": len(known(members)), "measures": _plain(estimates(members))}
             for kind, members in kinds.items()
         },
         "per_task": [asdict(row) for row in rows],
@@ -37,10 +38,9 @@ def markdown(written: Mapping[str, Any]) -> str:
     names = list(written["measures"])
     by_kind = []
     for kind, part in written["kinds"].items():
-        values = [{**part["measures"][name], "low": None} for name in names]
-        shown = [_shown(value, part["tasks"]) for value in values]
+        shown = [_shown({**part["measures"][name], "low": None}) for name in names]
         by_kind.append([kind, str(part["tasks"]), *shown])
-    whole = [[name, _shown(seen, written["tasks"])] for name, seen in written["measures"].items()]
+    whole = [[name, _shown(seen)] for name, seen in written["measures"].items()]
     return "\n".join(
         [
             table_of(["measure", f"all tasks ({written['tasks']})"], whole),
@@ -53,9 +53,9 @@ def markdown_of_comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """Reports side by side, by name, with the paired difference of the last to the first."""
     before, *_, after = reports.values()
     gained = _plain(differences(rows_of(before), rows_of(after)))
-    seen = [*reports.values(), {"tasks": after["tasks"], "measures": gained}]
+    seen = [*(one["measures"] for one in reports.values()), gained]
     head = ["measure", *reports, "difference"]
-    rows = [[name, *(_shown(r["measures"][name], r["tasks"]) for r in seen)] for name in gained]
+    rows = [[name, *(_shown(one[name]) for one in seen)] for name in gained]
     return table_of(head, rows)
 
 
@@ -76,9 +76,7 @@ def _plain(measured: Mapping[str, Estimate]) -> dict[str, dict[str, Any]]:
     return {name: asdict(estimate) for name, estimate in measured.items()}
 
 
-def _shown(estimate: Mapping[str, Any], tasks: int) -> str:
+def _shown(estimate: Mapping[str, Any]) -> str:
     value, low, high = (estimate[key] for key in ("value", "low", "high"))
     interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-    seen = estimate.get("tasks", tasks)  # reports of before have it not
-    of = f" (of {seen} tasks)" if seen < tasks else ""
-    return f"{'-' if value is None else f'{value:.3f}{interval}'}{of}"
+    return "-" if value is None else f"{value:.3f}{interval}"

@@ -20,7 +20,6 @@ the rest is appended.
 
 from __future__ import annotations
 
-import itertools
 import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,15 +62,11 @@ class _Ending:
 class ChatTemplate:
     """The model's chat template, as the operations a rollout needs.
 
-    Args:
-        tokenizer: a fast transformers tokenizer with a chat template.
-        options: what the template is given besides messages and tools, for example
-            `{"enable_thinking": False}`.
-        eos_token_ids: ids that end a turn by the model's generation_config.json.
+    `tokenizer` is a fast one of transformers; `options` is what the template is given besides
+    messages and tools; `eos_token_ids` end a turn by the model's generation_config.json.
 
-    Raises:
-        ValueError: there is no chat template, or it does not end an assistant turn with a
-            control token right after its content, so that a turn's tokens could not be appended.
+    ValueError: there is no chat template, or it does not end an assistant turn with a control token
+    right after its content, so that a turn's tokens could not be appended.
     """
 
     def __init__(
@@ -149,19 +144,12 @@ class ChatTemplate:
 
         Tool messages follow a turn that called tools, one call for each, with the message's `name`
         and `tool_call_id` (made up where they are missing), if the template knows such turns.
+        `roles` are those of all messages before the turn, for templates that look at them.
 
-        Args:
-            messages: what the environment says, all of it, as chat messages.
-            last_id: the sampled turn's last token. What the template writes behind it there is
-                returned. If it does not write it there: what follows the closing token, where the
-                turn ended with another of stop_token_ids; with the closing token, unsampled, where
-                a budget or a stop string ended it, or a token that opens another role's message.
-                None: of the last kind.
-            tools: the prompt shows tools. They are not shown again.
-            roles: those of all messages before the turn, for templates that look at them.
-
-        Raises:
-            ValueError: the template refuses the messages; the message has its reason.
+        `last_id` is the sampled turn's last token. What the template writes behind it there is
+        returned. If it does not write it there: what follows the closing token, where the turn
+        ended with another of stop_token_ids; with the closing token, unsampled, where a budget or a
+        stop string ended it, or a token that opens another role's message. None: of the last kind.
         """
         told = [message["role"] for message in messages]
         if tuple(told) not in self._shown_roles:
@@ -389,19 +377,6 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, prompt: bool
     ) -> str:
-        """The template's text. Ids of calls that it refuses are of Mistral's form for it alone."""
-        try:
-            return self._rendered(messages, tools, prompt=prompt)
-        except jinja2.TemplateError:
-            renamed, given = _nine_characters(messages)
-            if not given:
-                raise
-        text = self._rendered(renamed, tools, prompt=prompt)
-        return _MADE_ID.sub(lambda m: given.get(m[0], m[0]), text)
-
-    def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, prompt: bool
-    ) -> str:
         return str(
             self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -468,27 +443,6 @@ def _past(roles: Sequence[str], form: Form, word: str) -> list[Message]:
             said = forms[form] if form in forms else forms["text"]
         messages.append(said)
     return messages
-
-
-_MADE_ID = re.compile(r"id[0-9]{7}")
-
-
-def _nine_characters(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-    """The messages with other ids of calls, of nine characters; and the given id of each."""
-    said, made = {*_MADE_ID.findall(repr(messages))}, dict[str, str]()
-    free = (name for n in itertools.count() if (name := f"id{n:07d}") not in said)
-
-    def renamed(part: Mapping[str, Any], key: str) -> dict[str, Any]:
-        given = part.get(key)
-        return {**part, key: made.setdefault(given, next(free))} if given else {**part}
-
-    told: list[Message] = []
-    for message in messages:
-        one = renamed(message, "tool_call_id")
-        if one.get("tool_calls"):
-            one["tool_calls"] = [renamed(call, "id") for call in one["tool_calls"]]
-        told.append(one)
-    return told, {name: given for given, name in made.items()}
 
 
 def _turns_before(messages: Sequence[Message], mark: str) -> Iterator[tuple[Form, dict[str, Any]]]:

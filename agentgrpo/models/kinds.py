@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import sys
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 from agentgrpo.models.text_part import TEXT_PARTS, language_model
 
-BALANCE = "load_balancing_loss_func"
-"""What transformers calls the loss of a router, in the module of the model."""
 RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
 """Kinds of layers that carry a state from token to token, in transformers' layer_types."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -25,10 +21,6 @@ NEEDS_TORCHVISION = {"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text
 
 GATED_DELTA_NETS = {*NEEDS_TORCHVISION, "qwen3_next"}
 """Model types whose kernels for CPU in vLLM take bfloat16 only, and no adapters beside them."""
-
-
-STATES_AS_SAVED = {*GATED_DELTA_NETS, "lfm2"}
-"""Model types with recurrent layers whose tensors vLLM keeps as they are in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,43 +110,6 @@ def unsupported(
             f"its layers have {kinds.experts} experts, whose weights vLLM packs on CPU, so that "
             "an update would be misread, and it has no adapters beside them there"
         )
-    return None
-
-
-TAKES = ["gate_logits", "num_experts", "top_k"]
-"""What transformers' load-balancing loss is given, in this order, by those who call it here."""
-
-
-def router_coef(text: Any, said: float | None) -> float:
-    """What the load-balancing loss of a model's router is weighted by; 0: it has none."""
-    coef = getattr(text, "router_aux_loss_coef", None) if said is None else said
-    if not coef:
-        return 0.0
-    kind: Any = hasattr(text, "output_router_logits") and _model_class(text)
-    balance = kind and getattr(sys.modules[kind.__module__], BALANCE, None)
-    # a dense model may have the config of its family's mixtures; Doge's function takes others
-    if balance and kinds_in(text).experts and [*signature(balance).parameters][:3] == TAKES:
-        return float(coef)
-    if said is None:
-        return 0.0
-    raise ValueError(
-        f"loss.router_aux_loss_coef: {said} does nothing: {text.model_type} has no load-balancing "
-        "loss in transformers, or no experts"
-    )
-
-
-def _model_class(text: Any) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-
-
-def why_copied(kinds: Kinds) -> str | None:
-    """Why vLLM cannot share this model's weights with the learner, as far as its config tells."""
-    if kinds.recurrent and kinds.model_type not in STATES_AS_SAVED:
-        return f"vLLM keeps the recurrent layers of {kinds.model_type} in another form"
-    if kinds.experts:
-        return "vLLM keeps experts in another form"
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from agentgrpo.config import LoraConfig, TrainConfig
 from agentgrpo.files import expanded, looks_like_path, read_table, verify_checksums
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.models.kinds import kinds_of, router_coef, unsupported
+from agentgrpo.models.kinds import kinds_of, unsupported
 from agentgrpo.models.liger import why_plain
 from agentgrpo.models.text_part import language_model
 
@@ -49,8 +49,6 @@ def check_model(
         raise ValueError(
             f"learner.lora.rank must be at most {width}, the width of the layers, got {rank}"
         )
-    if trained:
-        router_coef(shape, config.loss.router_aux_loss_coef)
     positions = getattr(shape, "max_position_embeddings", None)
     if positions is not None and config.engine.max_model_len > positions:
         raise ValueError(

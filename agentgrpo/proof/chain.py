@@ -29,15 +29,9 @@ class Line(NamedTuple):
 
 
 class Chain:
-    """A file of records, read line by line as bytes.
+    """A file of records, read line by line as bytes; `seal` is its `bytes` and `hash` in run.json.
 
-    Args:
-        path: of the file.
-        seal: its `bytes` and `hash` in run.json.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: (while read) a whole line is not a JSON object; names file and line.
+    ValueError (while read): a whole line is not a JSON object; names file and line.
     """
 
     def __init__(self, path: Path, seal: Mapping[str, Any]) -> None:

@@ -247,7 +247,6 @@ def settings_of(recipe: RecipeConfig) -> TrainConfig:
         loss={
             "loss_type": "dapo",
             "vllm_importance_sampling_correction": False,
-            "router_aux_loss_coef": 0.0,
         },
         **{"learner.learning_rate": rate},
     )

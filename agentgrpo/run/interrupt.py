@@ -52,9 +52,8 @@ def stop_after_step(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Yields whether somebody has asked to stop. A second Ctrl-C ends a command; elsewhere, as in a
     notebook, it does what it always did.
 
-    Args:
-        say: told once that the step is being finished; called from a thread, since the signal may
-            come in the middle of a line that is being said, which would be said twice then.
+    `say` is called from a thread, since the signal may come in the middle of a line that is being
+    said, which would be said twice then.
     """
     if not _in_main_thread():  # nothing else may handle signals
         yield lambda: False

@@ -52,11 +52,8 @@ def described(one: Path, other: Path) -> list[str]:
 def parting(one: Path, other: Path, *, since: int = 0, until: int | None = None) -> str | None:
     """The first difference of two runs' records, in words; None: they are the same, to the bit.
 
-    Args:
-        one: a run's folder.
-        other: another's.
-        since: the first step that is compared, from 0, and the evaluation before it.
-        until: the first that is not; None: until either ends.
+    Compared are the steps from `since` (from 0, and the evaluation before it) to before `until`;
+    None: until either run ends.
     """
     for a, b in zip_longest(*(_lines(run, since, until) for run in (one, other))):
         if (a is None or b is None) and until is None:

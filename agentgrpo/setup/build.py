@@ -153,12 +153,7 @@ def build(
     """Make everything a run needs, resumed from the newest checkpoint in out_dir if there is one.
 
     `draw`: what is made of the stream of training tasks before it is drawn from. `start`: instead
-    of start_engine().
-
-    Raises:
-        ValueError: the config does not fit the data, the model or the machine.
-        SandboxUnavailable: this machine cannot isolate code; the message has the remedy.
-        OSError: the model or a data file cannot be read.
+    of start_engine(). SandboxUnavailable: this machine cannot isolate code; it has the remedy.
     """
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(lock_run_dir(config.out_dir, ranks=True))

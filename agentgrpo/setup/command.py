@@ -10,7 +10,6 @@ from pathlib import Path
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.config.arguments import config_parser
-from agentgrpo.config.other_trainers import known_elsewhere
 from agentgrpo.config.read import Config, load_config_of
 from agentgrpo.engine.agreement import Disagreement
 from agentgrpo.files import format_os_error
@@ -83,17 +82,6 @@ def report_errors() -> Iterator[Outcome]:
     tell(". ".join(filter(None, (said, outcome.then()))))
 
 
-def _as_a_setting(option: str, arguments: Sequence[str]) -> str:
-    """Of `--steps 3` and `--steps=3`, which other trainers take: how it is written here."""
-    name, _, value = option.lstrip("-").partition("=")
-    name = name.replace("-", "_")
-    rest = arguments[arguments.index(option) + 1 :] if option in arguments else ()
-    if not value:
-        value = rest[0] if rest and not rest[0].startswith("-") else "true"
-    name = known_elsewhere(name) or name
-    return f"{option}: settings are written without dashes, {name}={value}"
-
-
 def next_time(out_dir: Path, saved: Sequence[str]) -> str:
     """What the same command does next time."""
     newest = newest_saved(out_dir, saved)
@@ -130,7 +118,7 @@ def command(
     options(parser)
     args, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
-        parser.error(_as_a_setting(unknown[0], arguments))
+        parser.error(f"{unknown[0]}: settings are written without dashes, section.key=value")
     with interruptible(), report_errors() as outcome:
         prepare_environment()
         if args.of_recipe:

@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from agentgrpo import parallel
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import GIB, held_by, room_checks
 from agentgrpo.machine.packages import require
-from agentgrpo.models.kinds import kinds_of, why_copied
-from agentgrpo.models.liger import why_plain
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import newest_saved
 from agentgrpo.sandbox.doctor import Check
@@ -47,7 +44,7 @@ def plan(
         *lines,
         line("sandbox", jail),
         *_model(config, setup.model, trained=trained, sampled=sampled),
-        *(_learning(config, setup.model, sampled=sampled) if trained else ()),
+        *(_learning(config, setup.model) if trained else ()),
         *room,
     ]
     if saved:
@@ -131,31 +128,19 @@ def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> 
     yield line("model", f"{Path(model).name}: {held.parameters:,} parameters{much}")
 
 
-def _learning(config: TrainConfig, model: str, *, sampled: bool = True) -> Iterator[Check]:
-    """How the learner will compute and hold the model, as its config.json tells."""
+def _learning(config: TrainConfig, model: str) -> Iterator[Check]:
+    """How the learner will compute, as the model's config.json tells."""
     # they import torch: the environment is set by now
     from agentgrpo.learn.forward_check import why_not_packed
     from agentgrpo.learn.policy import init_on_meta
 
-    model_on_meta = init_on_meta(model, "bfloat16")
-    rows = why_not_packed(model_on_meta)
-    asked, why = config.engine.weights, why_copied(kinds_of(model))
-    if parallel.world_size() > 1:
-        why = "several ranks"
-    elif asked == "copy":
-        why = "engine.weights = 'copy'"
+    rows = why_not_packed(init_on_meta(model, "bfloat16"))
     yield line("prefixes", "trees" if rows is None else f"rows: {rows}")
-    if sampled:
-        yield line("weights", "shared with vLLM" if why is None else f"copied to vLLM: {why}")
     if (c := config.teacher).teaches:
         who = f"{c.model}, held in this process" if c.model else f"the policy, reading {c.feedback}"
         kept = f" (its average, decay {c.decay:g})" if c.decay else ""
         cost = "one more forward pass over what a step sampled"
         yield line("teacher", f"{who}{kept}, weight {c.weight:g}: {cost}")
-    device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
-    plain = why_plain(config.learner.use_liger_kernel, model_on_meta.config, device)
-    fused = "norms, rotations and MLPs of the layers are "
-    yield line("kernels", fused + (f"transformers': {plain}" if plain else "Liger's"))
 
 
 def _folder(out_dir: Path, saved: Sequence[str]) -> str:

@@ -201,7 +201,7 @@ def loss_of(scorer: Scorer, batches: Sequence[PackedBatch]) -> torch.Tensor:
     """The on-policy objective at temperature 0.8, and a term of the entropy."""
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
-        logp, entropy, _ = scorer(batch, 0.8)
+        logp, entropy = scorer(batch, 0.8)
         weight = torch.from_numpy(batch.advantage_N).double()
         total = total - (weight * logp).sum() + 0.1 * (weight * entropy).sum()
     return total
@@ -604,7 +604,7 @@ def test_logits_are_rounded_as_the_weights_unless_they_are_wanted_in_float32(exa
     model, (batch,) = make("qwen3").bfloat16(), pack_tree(branching_groups(), max_tokens=1000)
     scorer = Scorer(model, exact=exact)
     with torch.no_grad():
-        hidden, _ = scorer._hidden(batch)
+        hidden = scorer._hidden(batch)
         logits = hidden.double() @ model.get_output_embeddings().weight.double().T
         want = torch.log_softmax(logits, -1)[batch.row_N, batch.target_N]
         gap = (scorer(batch, 1.0).logp_N - want).abs().max()

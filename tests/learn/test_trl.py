@@ -57,7 +57,7 @@ class Table:
 
     def __call__(self, batch: PackedBatch, temperature: float) -> PolicyOutput:
         at = torch.from_numpy(batch.target_N).long()
-        return PolicyOutput(self.logp[at], self.entropy[at], None)
+        return PolicyOutput(self.logp[at], self.entropy[at])
 
     def move(self) -> None:
         """What an update does to it here."""

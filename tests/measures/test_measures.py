@@ -21,7 +21,6 @@ from agentgrpo.actions import InfrastructureError
 from agentgrpo.engine.endpoints import ScriptedEndpoint
 from agentgrpo.measures import measures
 from agentgrpo.measures.measures import (
-    MEASURES,
     TaskRow,
     differences,
     estimates,
@@ -221,7 +220,7 @@ def test_measures_of_a_graded_task() -> None:
         pass_at_k(3, 2, 4)
 
 
-def test_a_task_that_the_machine_left_too_few_attempts_is_left_out_of_that_k_alone() -> None:
+def test_a_task_that_the_machine_left_too_few_attempts_takes_no_part() -> None:
     def played(**worth: Sequence[float | None]) -> list[TaskRow]:
         groups = [
             Group(
@@ -239,29 +238,17 @@ def test_a_task_that_the_machine_left_too_few_attempts_is_left_out_of_that_k_alo
 
     first = played(a=(1, 1), b=(1, None), c=(0, 0), d=(1, 0))
     seen = estimates(first)
-    assert seen["pass^2"].value == pytest.approx(1 / 3)
-    assert seen["pass^2"].tasks == 3
-    assert (seen["pass^1"].value, seen["pass^1"].tasks) == (0.625, 4)
-    assert (seen["pass^2"].low, seen["pass^2"].high) == pytest.approx(wilson(1, 3))
+    assert [seen["pass^2"].value, seen["pass^1"].value] == pytest.approx([1 / 3, 0.5])
+    assert [seen["pass^2"].low, seen["pass^2"].high] == pytest.approx([*wilson(1, 3)])
     before = json.loads(json.dumps(report(first, model="m"), allow_nan=False))
-    assert re.search(r"\| pass\^2 \| 0\.333 \[.*\] \(of 3 tasks\) \|", markdown(before))
-    assert "| pass^1 | 0.625 [" in markdown(before)
+    assert (before["tasks"], before["left_out"]) == (3, 1)
+    assert re.search(r"\| pass\^2 \| 0\.333 \[.*\] \|", markdown(before))
     second = played(a=(None, 1), b=(1, 1), c=(1, 1), d=(1, 1))
-    gained = differences(rows_of(before), second)["pass^2"]
-    assert (gained.value, gained.tasks) == (1.0, 2), "of c and d, which have two attempts in both"
-    assert "(of 2 tasks)" in markdown_of_comparison({"a": before, "b": report(second)})
-    third = played(a=(1, 1), b=(None, None), c=(1, 1), d=(1, 1))
-    for pair in ((first, third), (third, first)):  # the machine broke all of b in one of them
-        both = differences(*pair)
-        assert {both[name].tasks for name in (*MEASURES, "pass@1")} == {3}
-    lost = estimates(third)
-    assert (lost["quality"].value, lost["quality"].tasks) == (1.0, 3)
+    for pair, gained in (((rows_of(before), second), 1.0), ((second, rows_of(before)), -1.0)):
+        assert differences(*pair)["pass^2"].value == gained, "of c and d, which both know"
     nothing = report(played(a=(None, None)))
-    shown = markdown_of_comparison({"a": report(third), "b": nothing, "c": before})
-    assert "| - (of 0 tasks) |" in shown
-    assert "| 1.000 [" in shown
-    nobody = estimates(played(a=(None, 1), b=(None, 0)))["pass@2"]
-    assert (nobody.value, nobody.low, nobody.tasks) == (None, None, 0)
+    shown = markdown_of_comparison({"a": nothing, "b": nothing})
+    assert "| pass@1 | - | - | - |" in shown
 
 
 @given(st.integers(1, 7), st.data())

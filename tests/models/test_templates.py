@@ -143,13 +143,11 @@ def conversation_of_two_calls_a_turn(start: str) -> list[dict[str, Any]]:
     return messages
 
 
-def test_ids_of_calls_are_written_as_given_where_nine_characters_must_be() -> None:
+def test_a_clients_own_ids_are_refused_where_nine_characters_must_be() -> None:
     judge = judge_of(next(n for n in NAMES if n.startswith("llama.cpp/Mistral-Small")))
-    own, other = (
-        judge.tokenizer.decode(judge.chat.prompt_ids(conversation_of_two_calls_a_turn(start)))
-        for start in ("newid00", "a-clients-own")
-    )
-    assert other == own.replace("newid00", "a-clients-own")
+    judge.chat.prompt_ids(conversation_of_two_calls_a_turn("newid00"))
+    with pytest.raises(ValueError, match=r"begin a conversation: .*length 9"):
+        judge.chat.prompt_ids(conversation_of_two_calls_a_turn("a-clients-own"))
 
 
 def test_what_an_agents_tools_answer_has_ids_of_the_templates_form() -> None:
@@ -251,10 +249,10 @@ def test_S2_3_random_conversations_agree_with_the_templates_own_rendering(name: 
             judge_of(name)
         return
     judge, seen = judge_of(name), Seen()
-    for index in range(50):
+    for index in range(20):
         judge.judge(random.Random(f"test {index}"), seen)
     assert seen.disagreements == 0, seen.first
-    assert seen.deltas >= 100
+    assert seen.deltas >= 40
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])

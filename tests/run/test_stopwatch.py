@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentgrpo.run.stopwatch import Stopwatch
+from agentgrpo.run.progress import Stopwatch
 
 
 class Clock:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from agentgrpo.sandbox import (
     SandboxNotFoundException,
     SandboxPool,
     TimeoutException,
+    api,
 )
 from agentgrpo.sandbox.commands import CommandHandle
 from agentgrpo.sandbox.execution import CommandResult, ExecutionError
@@ -399,6 +401,16 @@ class TestLifecycle:
                 Sandbox.connect(gone)
         with pytest.raises(InvalidArgumentException, match=r"AsyncSandbox\.create"):
             AsyncSandbox()
+
+    def test_list_while_others_are_made(
+        self, pool: SandboxPool, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def running(one: Sandbox) -> bool:
+            api._live[uuid.uuid4().hex] = one  # as by another thread
+            return True
+
+        monkeypatch.setattr(Sandbox, "is_running", running)
+        assert sandbox.sandbox_id in [info.sandbox_id for info in Sandbox.list()]
 
     def test_async_has_all_that_there_is(self, pool: SandboxPool) -> None:
         async def work() -> None:

@@ -17,6 +17,7 @@ from agentgrpo.sandbox import (
     SandboxPool,
     SandboxUnavailable,
     Session,
+    TimeoutException,
 )
 from agentgrpo.sandbox.boundary import as_bytes, public
 from tests.isolation import within
@@ -78,6 +79,29 @@ def test_code_that_goes_on_digging_keeps_nobody(
             with contextlib.suppress(SandboxException):
                 sandbox.files.remove("d")
         assert time.monotonic() - began < 15
+
+
+def test_code_that_stops_what_removes_its_files_keeps_nobody(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops = (
+        "import os, signal\nos.mkdir('d')\nif os.fork() == 0:\n"
+        " while True:\n"
+        "  for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):\n"
+        "   try: pid in (1, 2, os.getpid()) or os.kill(pid, signal.SIGSTOP)\n"
+        "   except OSError: pass"
+    )
+    monkeypatch.setattr("agentgrpo.sandbox.files.REMOVE_S", 1.0)
+    with Sandbox.create(pool=pool) as sandbox:
+        sandbox.run_code(stops)
+
+        def remove() -> None:
+            for _ in range(50):  # it may have been done before it was seen
+                sandbox.files.make_dir("d")
+                sandbox.files.remove("d")
+
+        with pytest.raises(TimeoutException, match="not removed in 1 s"):
+            remove()
 
 
 def test_no_character_is_split(pool: SandboxPool) -> None:

@@ -37,7 +37,6 @@ from agentgrpo.sandbox.zygote import Rung
 from tests.isolation import gone, within
 
 pytestmark = [
-    pytest.mark.nsjail,
     pytest.mark.filterwarnings("ignore:sandbox degraded"),
     pytest.mark.skipif(
         os.geteuid() != 0 and _C.sandbox_landlock_version() == 0, reason="no root and no Landlock"
@@ -75,6 +74,7 @@ def test_every_result_is_flagged(bare: Session) -> None:
     assert all(result.degraded for result in results)
 
 
+@pytest.mark.nsjail
 def test_isolated_sessions_are_not_flagged(session: Session) -> None:
     assert not session.step("1").degraded
 
@@ -94,6 +94,7 @@ def test_the_weakest_rung_is_not_to_be_had_by_accident() -> None:
         SandboxPool(rungs=[Rung.BARE])
 
 
+@pytest.mark.nsjail
 def test_a_better_rung_is_taken_where_there_is_one(pool: SandboxPool) -> None:
     with SandboxPool(allow_degraded=True, min_idle=0, zygotes=1) as allowed:
         assert allowed.describe()["rung"] == pool.describe()["rung"]
@@ -182,7 +183,7 @@ def test_files_of_the_machine_are_out_of_reach(bare: Session) -> None:
         "import os\ngot = []\n"
         f"for p in ('/etc/passwd', '/etc/shadow', '/root', '/tmp', '/home', '/proc', '/', '/var',\n"
         f"          '/proc/{os.getpid()}/environ', '/proc/{os.getpid()}/mem', {__file__!r},\n"
-        "          '/dev/shm', '/sys', '/run'):\n"
+        "          '/dev/shm', '/dev/zero', '/sys', '/run'):\n"
         " for go in (os.listdir, lambda p: open(p).read(1), lambda p: open(p, 'r+b'),\n"
         "            lambda p: open(p + '/x', 'w'), os.unlink):\n"
         "  try: go(p); got.append(p)\n"

@@ -1,13 +1,17 @@
 """What tries to look right without being right does not pass."""
 
 import threading
+import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentgrpo.sandbox import Limits, Sandbox, SandboxBusy, SandboxPool, Template
+from agentgrpo.envs.graded import GradingPool
+from agentgrpo.sandbox import Limits, Sandbox, SandboxBusy, SandboxPool, Template, spawner
+from agentgrpo.sandbox.cgroup import CgroupsUnavailable
 from agentgrpo.sandbox.grade import check_all, check_output, check_tests, names_of
 
 pytestmark = pytest.mark.nsjail
@@ -320,6 +324,19 @@ def test_tests_that_fit_nowhere_are_no_fault_of_the_code() -> None:
     assert "could not be started" in verdict.reason
 
 
+def refuse(*_: object) -> None:
+    raise CgroupsUnavailable("refused by the test")
+
+
+def test_gradings_do_not_wait_for_rollouts() -> None:
+    with SandboxPool(min_idle=0, zygotes=1, max_live=1) as pool, pool.acquire():
+        graders = GradingPool(pool)
+        try:
+            assert check_tests(graders.pool(), "f = len", "assert f([]) == 0").passed
+        finally:
+            graders.close()
+
+
 def test_graders_do_not_wait_for_each_other() -> None:
     with SandboxPool(min_idle=0, zygotes=1, max_live=3) as pool, ThreadPoolExecutor(6) as threads:
         code = "import time\ntime.sleep(0.1)\ndef f(x): return x"
@@ -398,7 +415,13 @@ def test_the_time_of_a_verdict_is_the_processors(pool: SandboxPool, waits: bool)
         assert not verdict.infra_error
 
 
-def test_an_answer_that_the_judge_has_no_memory_for_is_no_wrong_one() -> None:
+@pytest.mark.parametrize("grouped", [True, False])
+def test_an_answer_that_the_judge_has_no_memory_for_is_no_wrong_one(
+    grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the kernel ends the judge or Python has a MemoryError."""
+    if not grouped:
+        monkeypatch.setattr(spawner, "Cgroups", refuse)
     code = """
 import json
 dumps, n = json.dumps, 0
@@ -413,6 +436,20 @@ def f(x):
             verdict = check_tests(pool, code, tests, timeout_s=60.0)
             assert (verdict.passed, verdict.infra_error) == (fits, not fits), verdict
     assert "remedy: a larger limits.memory_mib" in verdict.reason
+
+
+def test_an_answer_is_carried_in_bytes(pool: SandboxPool) -> None:
+    """The host reads none of it: it holds an answer's memory, and has nearly no work."""
+    for size, passes in ((2_500_000, True), (9_000_000, False)):
+        tests = f"assert len(f({size})) == {size}"
+        began = time.thread_time()
+        tracemalloc.start()
+        verdict = check_tests(pool, "def f(x): return '\\xe9' * x", tests, timeout_s=60.0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert (verdict.passed, "over 32 MiB" in verdict.reason) == (passes, not passes), verdict
+        assert peak < 64 << 20
+        assert time.thread_time() - began < 1.0
 
 
 NARROW = {

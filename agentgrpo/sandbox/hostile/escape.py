@@ -197,7 +197,7 @@ row("No other directory can be written to", ("""
      for d, dirs, _ in os.walk('/' + top):
       if d.count('/') > 4: dirs.clear()
       if os.access(d, os.W_OK): got.append(d)
-    sorted(got)""", "['/dev/shm', '/home/user', '/tmp']"))
+    sorted(got)""", "['/dev/shm', '/home/user', '/tmp']", 60.0))
 row("Characters cannot be pushed into a terminal", ("""
     import fcntl
     got = []

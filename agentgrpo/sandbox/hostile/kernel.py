@@ -127,7 +127,7 @@ row("Further filters cannot be installed: their compiled code uses up what the m
     libc.prctl(22, 2, ctypes.byref(p), 0, 0)""", "-1"))
 row("Shared memory that is unmapped but for a page is bounded all the same", (LIBC,), ("""
     libc.mmap.restype = ctypes.c_void_p; n = 0
-    zero = os.open('/dev/zero', os.O_RDWR)
+    zero = libc.open(b'/dev/zero', os.O_RDWR)
     for flags, fd in 20 * [(0x21, -1), (0x1, zero)]:
      at = libc.mmap(None, 20 << 20, 3, flags, fd, 0)
      if at is None or at == 2**64 - 1: continue

@@ -88,7 +88,7 @@ row("Orphans are reaped: 200 double forks leave nothing behind", ("""
     import time; stop = time.monotonic() + 5; many = 99
     while many > 4 and time.monotonic() < stop:
      many = len([p for p in os.listdir('/proc') if p.isdigit()])
-    many""", at_most(4)))
+    many""", at_most(4), 60.0))
 row("Descriptors are bounded, and the session goes on",
     ("x = []\ntry:\n while True: x.append(open('/dev/null'))\nexcept OSError: pass\nlen(x)",
      at_most(LIMITS.open_files)), ("x.clear()",), GOES_ON)

@@ -1,4 +1,4 @@
-// Views, address, keys, theme.
+// Views, address, keys.
 
 const app = { runs: [], lists: [], details: [], view: "graphs", slot: 0 };
 const main = $("#main");
@@ -79,12 +79,6 @@ function onKey(event) {
   event.preventDefault();
 }
 
-function flipTheme() {
-  const root = document.documentElement;
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
-}
-
 async function start() {
   const slots = $$("script[id^=run]:not([id*=chunk])").length;
   for (let slot = 0; slot < slots; slot++) app.runs.push(await Run.open(slot));
@@ -96,7 +90,6 @@ async function start() {
     $("#notice").hidden = false;
     $("#notice").textContent = `No tokenizer was found for ${lost.join(" and ")} (no checkpoint in the run's folder, and its model is not where it was), so tokens are shown as ids.`;
   }
-  $("#theme").addEventListener("click", flipTheme);
   $("#help").addEventListener("click", () => $("#keys").showModal());
   addEventListener("hashchange", route);
   addEventListener("keydown", onKey);
