@@ -257,12 +257,3 @@ def test_a_dead_interpreter_is_replaced_and_the_policy_is_told(pool: SandboxPool
     assert "(the interpreter was restarted: its variables are gone)\n>>> 2\n2\n>>> submit" in shown(
         typed
     )
-
-
-@pytest.mark.parametrize(
-    ("rewards", "message"),
-    [({"sintax": 1.0}, "expected ok, error, syntax"), ({"ok": "1"}, "line_rewards.ok: .*number")],
-)
-def test_unknown_outcomes_are_refused(rewards: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ConsoleEnv(None, 1.0, line_rewards=rewards)  # type: ignore[arg-type]

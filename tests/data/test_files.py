@@ -14,8 +14,7 @@ import pytest
 from agentgrpo import init
 from agentgrpo.config import DataConfig
 from agentgrpo.config.read import load_config
-from agentgrpo.data.files import read_tasks
-from agentgrpo.data.hub import hub_rows
+from agentgrpo.data.files import hub_rows, read_tasks
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, normalised_question
 from agentgrpo.run.records import require_recordable
