@@ -1,4 +1,4 @@
-"""For tests of environments, rewards and agents: what learns, and what does not pay."""
+"""For tests of environments, rewards and agents: what learns, what does not pay, what repeats."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agentgrpo.testing.cheats import assert_no_cheat_pays
     from agentgrpo.testing.learns import assert_learns
+    from agentgrpo.testing.repeats import assert_repeats
 
-__all__ = ["assert_learns", "assert_no_cheat_pays"]
+__all__ = ["assert_learns", "assert_no_cheat_pays", "assert_repeats"]
 
 
 def __getattr__(name: str) -> object:
@@ -19,5 +20,9 @@ def __getattr__(name: str) -> object:
     from agentgrpo.machine.runtime import prepare_environment
 
     prepare_environment()
-    module = "learns" if name == "assert_learns" else "cheats"
-    return getattr(import_module(f"agentgrpo.testing.{module}"), name)
+    wing = {
+        "assert_no_cheat_pays": "cheats",
+        "assert_learns": "learns",
+        "assert_repeats": "repeats",
+    }
+    return getattr(import_module(f"agentgrpo.testing.{wing[name]}"), name)

@@ -1,4 +1,4 @@
-"""Learning as a test: decided as documented, in a pytest of its own on one engine."""
+"""Learning and repeating as tests: decided as documented, in a pytest of its own on one engine."""
 
 from __future__ import annotations
 
@@ -132,16 +132,20 @@ max_turn_tokens = 24
 deterministic = true
 """
 TASK = """
+import random
+
 def without_code(rollout):
     return {"answer": float(rollout.stats["tool_calls"] == 0)}
 
 def nothing(rollout):
     return {"answer": 0.0}
 
+def of_chance(rollout):
+    return {"answer": float(random.SystemRandom().random() < 0.5)}
 """
 TESTS = """
 import pytest
-from agentgrpo.testing import assert_learns
+from agentgrpo.testing import assert_learns, assert_repeats
 from agentgrpo.engine.engine import Engine
 
 made = []
@@ -154,6 +158,13 @@ def counted(agentgrpo_engine, monkeypatch):
 def test_it_learns():
     got = assert_learns("sums.toml", solved=0.9)
     assert (got.before, got.steps) == (0.0, 4), "the first look is enough"
+
+def test_it_repeats_from_the_same_weights():
+    assert_repeats("sums.toml", steps=1)
+
+def test_what_does_not_repeat_is_named():
+    with pytest.raises(AssertionError, match="group .* rollout .: rewards is"):
+        assert_repeats("sums.toml", steps=1, reward={"kind": "my_task:of_chance"})
 
 def test_what_pays_nothing_is_hopeless(tmp_path):
     with pytest.raises(AssertionError, match="no group of 4 steps carried a gradient") as failed:
@@ -177,4 +188,4 @@ def test_tests_of_training_share_an_engine(tmp_path: Path) -> None:
         cwd=tmp_path, env=environment(PYTHONPATH=f"{ROOT}:{tmp_path}"), capture_output=True,
         text=True, timeout=800, check=False,
     )  # fmt: skip
-    assert "2 passed" in done.stdout, done.stdout + done.stderr
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
