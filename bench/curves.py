@@ -63,6 +63,7 @@ LESSONS: Mapping[str, Lesson] = {
     "inline": Lesson("calls within the text, word problems", SUMS),
     "walk": Lesson("a Gymnasium world of two to six moves", "1: the way is told"),
     "functions": Lesson("programs with hidden tests", "1"),
+    "guess": Lesson("a guessing game of four turns", "1: by halving; 0.66 by random guesses"),
     "program": Lesson(
         "a program that asks an OpenAI endpoint, word problems", SUMS,
         (f"data.num_heldout={HELDOUT}",),

@@ -8,9 +8,8 @@ from typing import Any, cast
 
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.rollout import generate
 from agentgrpo.rollout.decoder import SamplerStats
-from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.rollout.sampler import Sampler, as_task
 from agentgrpo.types import Group, Rollout, Task
 from tests.rollout.stubs import StubEngine, Turn
 from tests.tiny import make_tokenizer
@@ -18,6 +17,16 @@ from tests.tiny import make_tokenizer
 TOKENIZER = make_tokenizer()
 CHAT = ChatTemplate(TOKENIZER)
 EOT = "<|im_end|>"
+
+
+def generate(
+    tasks: Sequence[Task | str], engine: Any, agent: Any, n: int = 1, *, env: Any, tokenizer: Any,
+    config: RolloutConfig | None = None, seed: int = 0,
+) -> list[Group]:  # fmt: skip
+    """Play every task n times."""
+    config = config or RolloutConfig()
+    sampler = Sampler(engine, agent, env, ChatTemplate(tokenizer, config.template_options), config)
+    return sampler.play([as_task(task, str(i)) for i, task in enumerate(tasks)], n, seed=seed)[0]
 
 
 def task(text: str = "Q", **spec: Any) -> Task:

@@ -30,10 +30,28 @@ def test_no_question_is_asked_twice(env: Any) -> None:
     assert len(heldout) >= curves.HELDOUT
 
 
-def test_no_walk_begins_twice() -> None:
-    seeds = [*range(192), *range(HELDOUT_SEED, HELDOUT_SEED + 192)]
-    begun = [worlds.Walk().reset(seed=seed)[0] for seed in seeds]
-    assert len(set(begun)) == len(begun)
+def test_no_world_begins_twice() -> None:
+    for world, train in ((worlds.Walk, 192), (worlds.Guess, 192)):
+        seeds = [*range(train), *range(HELDOUT_SEED, HELDOUT_SEED + 192)]
+        begun = [world().reset(seed=seed)[0] for seed in seeds]
+        assert len(set(begun)) == len(begun)
+
+
+def test_halving_always_finds_the_number_and_nothing_else_is_paid_in_full() -> None:
+    world = worlds.Guess()
+    for seed in range(192):
+        world.reset(seed=seed)
+        total, ended = 0.0, False
+        while not ended:
+            middle = (world.low + world.high) // 2
+            _, reward, ended, truncated, _ = world.step(str(middle))
+            assert ended or not truncated
+            total += reward
+        assert total == pytest.approx(1.0)
+        world.reset(seed=seed)
+        left = [number for number in range(world.low, world.high + 1) if number != world.number]
+        assert sum(world.step(str(n))[1] for n in (*left[:2], *left[-2:])) <= 0.5
+        assert world.step("12 or 13")[1] == 0.0
 
 
 def row(seed: int, after: float, settings: str = "new") -> dict[str, Any]:

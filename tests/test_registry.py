@@ -176,6 +176,10 @@ CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
                 ("sandbox", "sandbox=none"),
             )
         ),
+        (
+            ["agent.kind=repl", "env.options.line_rewards={sintax=1.0}"],
+            r"env\.options\.line_rewards\.sintax.*: .*'syntax'",
+        ),
         (SEARCH, r"agent\.options\.parser: 'hermes' is one of the engine's"),
     ],
 )

@@ -11,7 +11,7 @@ import ast
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal
 
 from agentgrpo.actions import (
     Action,
@@ -24,7 +24,6 @@ from agentgrpo.actions import (
     as_json,
 )
 from agentgrpo.agents.text import PairAgent, Tag, Template
-from agentgrpo.config.read import load_callable
 from agentgrpo.types import Task
 
 PROMPT = (
@@ -52,11 +51,8 @@ class InlineAgent(PairAgent):
         env: whose tools can be called.
         observation: how a result is shown; {output} is replaced by it, {tag} by fn_results or
             fn_error.
-        call_form: how a call is written: python, `f("x", n=1)`; json, `{"name": "f", "arguments":
-            {...}}`; or your own `module:function`.
-
-    Raises:
-        ValueError: there is no such call_form; names the key.
+        call_form: how a call is written: python, `f("x", n=1)`, or json, `{"name": "f",
+            "arguments": {...}}`.
     """
 
     acts = ("tools",)
@@ -65,22 +61,12 @@ class InlineAgent(PairAgent):
     open_tag: Tag = "<fn>"
     close_tag: Tag = "</fn>"
     observation: Template = OBSERVATION
-    call_form: str = "python"
-
-    def __post_init__(self) -> None:
-        if self.call_form not in FORMS and ":" not in self.call_form:
-            raise ValueError(
-                f"call_form: expected {', '.join(FORMS)} or 'module:function', "
-                f"got {self.call_form!r}"
-            )
-        self._read: ReadCall = FORMS.get(self.call_form) or cast(
-            ReadCall, load_callable(self.call_form, key="agent.options.call_form")
-        )
+    call_form: Literal["python", "json"] = "python"
 
     def prompt(self, task: Task) -> str:
         """How a call is written, and the task's functions."""
         return PROMPT.format(
-            example=f"{self.open_tag}{EXAMPLES.get(self.call_form, '...')}{self.close_tag}",
+            example=f"{self.open_tag}{EXAMPLES[self.call_form]}{self.close_tag}",
             prefix=self.answer_prefix,
             talk=self.talk(self.open_tag, self.answer_prefix),
             tools="\n".join(map(signature, self.env.tools(task))),
@@ -89,7 +75,7 @@ class InlineAgent(PairAgent):
     def act(self, body: str, task: Task) -> Action:
         """The one call between the tags."""
         known = {tool["function"]["name"]: tool for tool in self.env.tools(task)}
-        return CallTools((self._read(body.strip(), known),))
+        return CallTools((FORMS[self.call_form](body.strip(), known),))
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """The result in its tags, for the same message."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import Field
 
-from agentgrpo.actions import Action, Message, Observation, ReadCalls
+from agentgrpo.actions import ReadCalls
 from agentgrpo.agents.text import Shots, TextAgent
 from agentgrpo.types import Task
 
@@ -79,11 +79,3 @@ class ProgramAgent(TextAgent):
     def parse(self, text: str, task: Task) -> NoReturn:
         """Never called: what a turn means is the program's affair."""
         raise TypeError("a program reads its turns itself")
-
-    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        """Nothing is said to the policy but by the program."""
-        return ""
-
-    def messages(self, task: Task) -> list[Message]:
-        """The task's, of which its program makes what it likes."""
-        return [dict(message) for message in task.messages]

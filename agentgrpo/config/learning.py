@@ -181,13 +181,6 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, 
     (of the first forward pass if there is one update, else of an extra one); the difference to the
     sampler is corrected for below. sampler: as recorded, with no extra pass (but for
     top_entropy_quantile); the difference is then a part of the ratio and clipped with it."""
-    sync_ref_model: bool = False
-    """The reference of the KL penalty follows the policy (TR-DPO, arXiv:2404.09656). Not with lora,
-    whose reference is the policy that training began with."""
-    ref_model_sync_steps: Positive = 512
-    """Optimizer updates between two syncs. A step is num_iterations times num_mini_batches."""
-    ref_model_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """What a sync makes of the reference: alpha * policy + (1 - alpha) * reference."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide centred rewards by the standard deviation of the group, of the whole step, or not
     (Dr. GRPO). true and false are group and none, as in TRL."""

@@ -21,7 +21,6 @@ from typing import Any, TypeVar, cast, get_args
 import pydantic
 
 from agentgrpo.config import FILTERS, Section, TrainConfig
-from agentgrpo.config.other_trainers import known_elsewhere
 from agentgrpo.config.used_by import RECIPE_SECTIONS, require_used
 from agentgrpo.files import expanded, read_toml
 from agentgrpo.usercode import user_call
@@ -216,14 +215,15 @@ def _explained(error: pydantic.ValidationError, kind: type[Section], of: str) ->
 
 
 def _hint(wrong: str, keys: Sequence[str]) -> str:
-    """The key that was meant: so called elsewhere, in another section, or nearly so."""
+    """The key that was meant: so called in another section, or nearly so."""
     section, _, leaf = wrong.rpartition(".")
     same = [key for key in keys if key.rpartition(".")[2] == leaf]
-    near = [known_elsewhere(wrong), *same, *difflib.get_close_matches(wrong, keys, 1, 0.75)]
+    near = [*same, *difflib.get_close_matches(wrong, keys, 1, 0.75)]
     if f"{section}.options" in keys:  # one of the kind's own
         near.append(f"{section}.options.{leaf}")
-    there = next(filter(None, near), None)
-    return f"; did you mean {there}?" if there else ""
+    if not near:
+        return "; docs/coming-from.md has the names of TRL's and verl's settings"
+    return f"; did you mean {near[0]}?"
 
 
 def format_error(key: str, *errors: Mapping[str, Any]) -> str:

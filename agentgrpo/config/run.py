@@ -53,10 +53,8 @@ NEEDS: tuple[Need, ...] = (
      lambda c: c.sandbox.host_tools),
     ("data.question data.answer data.id data.columns", "a file as data.train or data.heldout",
      _reads_a_file),
-    ("loss.sync_ref_model loss.kl_estimator loss.use_bias_correction_kl", "loss.beta above 0",
+    ("loss.kl_estimator loss.use_bias_correction_kl", "loss.beta above 0",
      lambda c: c.loss.beta),
-    ("loss.ref_model_sync_steps loss.ref_model_mixup_alpha", "loss.sync_ref_model",
-     lambda c: c.loss.sync_ref_model),
     ("loss.vllm_importance_sampling_clip_max loss.vllm_importance_sampling_clip_min",
      "loss.vllm_importance_sampling_correction", lambda c: c.loss.corrects),
     *((f"loss.{key}", f"loss.loss_type = {' or '.join(readers(key))}",
@@ -182,11 +180,6 @@ class TrainConfig(Section):
             raise ValueError(
                 f"learner.trained_layers {self.learner.trained_layers} and learner.lora.rank "
                 "exclude each other; learner.trained_layers=none unsets it"
-            )
-        if self.learner.lora.rank and self.loss.sync_ref_model:
-            raise ValueError(
-                "loss.sync_ref_model and learner.lora.rank exclude each other: the reference is "
-                "the policy that training began with, and never moves"
             )
         if self.learner.lora.rank and self.engine.sleep_level == 2:
             raise ValueError(

@@ -1,5 +1,8 @@
 """Tasks from rows: of JSON lines, Parquet, datasets that `save_to_disk` wrote, and a hub's.
 
+Of a hub's dataset Hugging Face's own variables hold: HF_HOME and HF_DATASETS_CACHE (where the cache
+is), HF_HUB_OFFLINE (ask no hub), HF_ENDPOINT and HF_TOKEN. No code of a dataset is run.
+
 A row's question becomes the user's message, or is a list of chat messages; the whole row but the
 question becomes the spec, with the answer under "answer". Whatever is wrong with a row is said with
 its file and its line (a row's number, from 1, in files without lines).
@@ -13,10 +16,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.data.hub import hub_rows, is_from_hub
 from agentgrpo.data.tasks import RowTasks
 from agentgrpo.extras import import_optional
-from agentgrpo.files import not_found, opened, read_table
+from agentgrpo.files import looks_like_path, not_found, opened
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.types import Task
 
@@ -100,7 +102,7 @@ def _json_lines(path: Path) -> Rows:
 
 
 def _parquet(path: Path) -> Rows:
-    parquet = _arrow("parquet", path)
+    parquet = import_optional("pyarrow.parquet", str(path))
     with opened(path):
         pass
     try:
@@ -116,20 +118,45 @@ def _saved_dataset(path: Path) -> Rows:
         splits = sorted(entry.parent.name for entry in path.glob("*/state.json"))
         hint = f"; it holds the splits {', '.join(splits)}: name one of them" if splits else ""
         raise ValueError(f"{path}: not a dataset that save_to_disk wrote{hint}")
-    ipc = _arrow("ipc", path)
-    number = 0
-    files = read_table(state).get("_data_files")
-    if not isinstance(files, list):
-        raise ValueError(f"{state}: not that of a dataset: no _data_files")
-    for name in [path / file["filename"] for file in files]:
-        with opened(name) as file, ipc.open_stream(file.read()) as stream:  # ArrowInvalid is named
-            for row in stream.read_all().to_pylist():
-                number += 1
-                yield path, number, row
+    datasets = import_optional("datasets", str(path))
+    try:
+        found = datasets.load_from_disk(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a dataset that save_to_disk wrote: {error!r}") from error
+    yield from ((path, number, row) for number, row in enumerate(found, start=1))
 
 
-def _arrow(module: str, path: Path) -> Any:
-    return import_optional(f"pyarrow.{module}", str(path))
+def is_from_hub(name: str) -> bool:
+    """Whether it is `owner/name`, nothing that looks like a path, and nothing that is here."""
+    return name.count("/") == 1 and not looks_like_path(name) and not Path(name).exists()
+
+
+def hub_rows(
+    name: str, *, subset: str | None, split: str, columns: Collection[str] | None
+) -> Iterator[dict[str, Any]]:
+    """The rows of a dataset, `owner/name`; what of `columns` it lacks is missing in all rows.
+
+    `split` is as `datasets` reads it: "train", "train[:1000]", "train+validation".
+    """
+    datasets = import_optional(
+        "datasets", f"{name!r} is no file here, and of a hub it is read by datasets"
+    )
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise ValueError(
+            f"{name!r} is no file here, and the package 'datasets' {datasets.__version__} would "
+            "run a dataset's own code; remedy: pip install 'datasets>=4'"
+        )
+    try:
+        found = datasets.load_dataset(name, subset, split=split)
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(
+            f"dataset {name!r}, subset {subset!r}, split {split!r}: no file or directory here has "
+            f"that name, and from the hub and its cache: {type(error).__name__}: {error}"
+        ) from error
+    if columns is not None:
+        found = found.select_columns([c for c in found.column_names if c in columns])
+    yield from found
 
 
 def named(path: Path) -> str:

@@ -11,8 +11,7 @@ from agentgrpo.config import DataConfig
 from agentgrpo.config.read import did_you_mean
 from agentgrpo.config.section import forbid_unused
 from agentgrpo.data import word_problems
-from agentgrpo.data.files import read_tasks
-from agentgrpo.data.hub import is_from_hub
+from agentgrpo.data.files import is_from_hub, read_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks, WordProblemTasks
 from agentgrpo.envs.base import Environment
 from agentgrpo.types import Task

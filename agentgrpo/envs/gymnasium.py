@@ -1,16 +1,16 @@
 """Gymnasium environments whose state can be shown as text: FrozenLake, Taxi, Blackjack, text games.
 
-The policy acts by the tool `act(action)`. The first observation of a seed is the task's question,
-so that all rollouts of a group start in one state.
+The policy acts by the tool `act(action)` or, with act_by = "reply", by what it says. The first
+observation of a seed is the task's question, so that all rollouts of a group start in one state.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from agentgrpo.actions import Action, Observation, Schema
+from agentgrpo.actions import Action, Observation, Say, Schema
 from agentgrpo.envs.base import Episode
 from agentgrpo.envs.tools import Tool, calls_of
 from agentgrpo.extras import import_optional
@@ -28,6 +28,7 @@ class GymnasiumEnv:
         actions: names of a Discrete space's actions, in their order; None: their numbers. A Text
             space takes any text; one outside it that the world raises at is told so.
         rules: what the question says before the first observation.
+        act_by: "tool" or "reply".
         num_tasks: seeds of a split: 0, 1, ... (train), from 1,000,000 on (heldout).
         seed: added to the training seeds.
 
@@ -46,13 +47,17 @@ class GymnasiumEnv:
         kwargs: Mapping[str, Any] | None = None,
         actions: Sequence[str] | None = None,
         rules: str = "",
+        act_by: Literal["tool", "reply"] = "tool",
         num_tasks: int = 64,
         seed: int = 0,
     ) -> None:
+        if act_by not in ("tool", "reply"):
+            raise ValueError(f"act_by: expected 'tool' or 'reply', got {act_by!r}")
         if num_tasks < 1:
             raise ValueError(f"num_tasks: expected at least 1, got {num_tasks}")
         self._id, self._kwargs, self._seed = id, dict(kwargs or {}), seed
         self._num_tasks, self._rules = num_tasks, rules
+        self.has_user = act_by == "reply"
         world = self.make()
         self.actions = _action_names(world.action_space, actions)
         world.close()
@@ -76,7 +81,8 @@ class GymnasiumEnv:
             raise ValueError(f"id: {error}") from error
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        return (self.tool.schema,)
+        """The tool `act`, or none where the policy acts by what it says."""
+        return () if self.has_user else (self.tool.schema,)
 
     def tasks(self, split: str) -> list[Task]:
         first = HELDOUT_SEED if split == "heldout" else self._seed
@@ -107,6 +113,8 @@ class GymnasiumEpisode(Episode):
         if self._world is None:
             self._world = self._env.make()
             self._world.reset(seed=self._seed)
+        if isinstance(action, Say):
+            return self.act(action.text)
         texts, reward, failed = [], 0.0, False
         for call in calls_of(action):
             try:

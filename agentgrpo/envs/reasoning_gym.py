@@ -27,9 +27,6 @@ MEMORY_MIB = 1024
 PAGE = 256
 """Questions that a sandbox is asked for at once."""
 PAGE_S = 600.0
-SAID = {"size": "env.options.size", "seed": "the run's own seed"}
-"""Where arguments of create_dataset are set that each split has of its own."""
-
 
 VERIFY_TIMEOUT_S = 10.0
 """Wall-clock seconds of judging an answer; one that takes longer is wrong."""
@@ -67,7 +64,7 @@ class ReasoningGymEnv(PythonEnv):
         super().__init__(pool, timeout_s, host_tools=host_tools)
         reasoning_gym = import_optional("reasoning_gym", "env.kind = 'reasoning_gym'")
         for key in {"size", "seed"} & (config or {}).keys():
-            raise ValueError(f"config.{key}: would be that of both splits; it is {SAID[key]}")
+            raise ValueError(f"config.{key}: would be that of both splits")
         self._name, self._timeout_s = dataset, VERIFY_TIMEOUT_S
         self._options = {
             split: {**(config or {}), "size": size, "seed": first + seed}

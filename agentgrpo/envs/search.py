@@ -2,8 +2,8 @@
 
 A corpus is JSON lines with `id`, `title` and `text`. By words it is searched by SQLite's FTS5, by
 meaning with the vectors of an encoder (models/encoder.py); both are deterministic. A retriever is
-an endpoint (engine/endpoints.py); what it, web pages and a summarizer answer can be kept in a file
-(envs/cache.py). The policy calls search(query) as a tool.
+an endpoint (engine/endpoints.py); what it, web pages and a summarizer answer can be kept in a
+file. The policy calls search(query) as a tool.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ import numpy as np
 import pydantic
 from typing_extensions import TypedDict
 
-from agentgrpo.actions import Action, Observation, Schema
+from agentgrpo.actions import Action, InfrastructureError, Observation, Schema
 from agentgrpo.config.section import Positive, Section, UserPath
 from agentgrpo.envs.base import Episode
-from agentgrpo.envs.cache import DiskCache
 from agentgrpo.envs.tools import Answer, Tool, Toolset, calls_of, observed
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.types import Task
 
 WORD = re.compile(r"\w+")
 MAX_WORDS = 32
+BUSY_S = 60.0
+"""How long a file of kept answers may be locked by other processes."""
 MAX_QUERY = 2000
 """Characters of a query; what is longer might be refused by a server, which would be the machine's
 fault."""
@@ -256,6 +257,51 @@ class Search:
             return answer()
 
         return ask() if self._cache is None else self._cache.get(asked, ask)
+
+
+class DiskCache:
+    """Answers by what was asked, in an SQLite file that runs and processes share.
+
+    The first answer that is kept is everybody's, also of who asked at the same time: whoever plays
+    the same rollouts again is told the same. Only answers are kept, never that there was none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = sqlite3.connect(
+                path, timeout=BUSY_S, check_same_thread=False, isolation_level=None
+            )
+            self._file.execute(
+                "CREATE TABLE IF NOT EXISTS answers (asked TEXT PRIMARY KEY, answer TEXT NOT NULL)"
+            )
+        except (sqlite3.Error, OSError) as error:
+            raise ValueError(f"cache: {path}: {error}") from error
+
+    def get(self, asked: Any, answer: Callable[[], Any]) -> Any:
+        """The answer that is kept; if there is none, the one that is had now, then kept."""
+        key = json.dumps(asked, sort_keys=True)
+        told = self._told(key)
+        if told is None:
+            new = json.dumps(answer())
+            self._execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", key, new)
+            told = self._told(key) or new
+        return json.loads(told)
+
+    def _told(self, key: str) -> str | None:
+        rows = self._execute("SELECT answer FROM answers WHERE asked = ?", key)
+        return rows[0][0] if rows else None
+
+    def _execute(self, statement: str, *values: str) -> list[Any]:
+        try:
+            with self._lock:
+                return self._file.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise InfrastructureError(f"cache {self._path}: {error}") from error
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class SearchEnv(Search):

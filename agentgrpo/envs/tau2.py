@@ -54,8 +54,6 @@ class Tau2Env(SupportEnv):
         evaluation: Literal["all", "env"] = "all",
         models: Mapping[str, Model] = MODELS,
     ) -> None:
-        if evaluation not in ("all", "env"):
-            raise ValueError(f"evaluation: expected 'all' or 'env', got {evaluation!r}")
         self.basis = {"DB", "ENV_ASSERTION"} | (
             {"COMMUNICATE", "ACTION"} if evaluation == "all" else set()
         )

@@ -65,7 +65,7 @@ class Learner:
         self._dlogp_limit = dlogp_limit
         self._objective = objective_of(loss)
         own = None if policy.adapter is not None else reference
-        self._reference = Reference(policy, own, moves=loss.sync_ref_model) if loss.beta else None
+        self._reference = Reference(policy, own) if loss.beta else None
         self._teacher = teacher(policy) if teacher is not None else None
         self._average = self._teacher.beside if self._teacher is not None else None
         self._optimizer = MasterAdamW(
@@ -74,7 +74,7 @@ class Learner:
             weight_decay=config.weight_decay,
             offload=config.offload_optimizer,
         )
-        self.step_count = self.update_count = 0
+        self.step_count = 0
 
     def describe(self) -> dict[str, Any]:
         """What was chosen, for the record."""
@@ -119,7 +119,6 @@ class Learner:
         state = {
             "optimizer": self._optimizer.state_dict(),
             "step": self.step_count,
-            "updates": self.update_count,
             "reference": [] if self._reference is None else self._reference.state(),
             "teacher": [] if self._average is None else self._average.state(),
             **more,
@@ -129,14 +128,14 @@ class Learner:
 
     def load_state(self, path: Path) -> dict[str, Any]:
         """Restore what save_state() wrote (the weights came with the engine); returns `more`."""
-        state = checkpoint.read_state(path, "optimizer", "step", "updates", "reference")
+        state = checkpoint.read_state(path, "optimizer", "step", "reference")
         try:
             self._optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError) as error:
             raise ValueError(
                 f"{path} is of a run with other trained parameters: {error}"
             ) from error
-        self.step_count, self.update_count = state["step"], state["updates"]
+        self.step_count = state["step"]
         if self._reference is not None:
             self._reference.load(state["reference"])
         if self._average is not None:
@@ -167,10 +166,6 @@ class Learner:
             for index, update in enumerate(updates):
                 if update.batches:
                     self._update(run, index, update, first_pass=epoch == 0)
-                self.update_count += 1
-                due = self.update_count % self._loss.ref_model_sync_steps == 0
-                if self._reference is not None and self._loss.sync_ref_model and due:
-                    self._reference.move(self._loss.ref_model_mixup_alpha)  # as TR-DPO, and TRL
                 if self._teacher is not None:
                     self._teacher.follow()
         self.step_count += 1

@@ -17,22 +17,19 @@ from agentgrpo.learn.policy import Policy, Scorer, load_model
 class Reference:
     """A frozen model, or the policy with copies of its trained parameters, as they began.
 
-    `source`: the model's directory or name; None: the copies. `moves`: it will move() where the
-    policy is trained; the copies always may.
+    `source`: the model's directory or name; None: the copies, which move() may change.
     """
 
-    def __init__(self, policy: Policy, source: str | Path | None, *, moves: bool = False) -> None:
+    def __init__(self, policy: Policy, source: str | Path | None) -> None:
         self._policy = policy
         self.scorer: Scorer | None = None
-        self._pairs: list[tuple[Tensor, Tensor]]
+        self._pairs: list[tuple[Tensor, Tensor]] = []
         """Parameters of its own that a resumed run needs, each with the policy's."""
         if source is None:
             self._pairs = [(parallel.whole(ours).clone(), ours) for ours in policy.trained]
             return
         frozen = load_model(source, device=policy.device, dtype=policy.dtype)
         self.scorer = Scorer(frozen, exact=policy.scorer.exact)
-        every = zip(frozen.parameters(), policy.model.parameters(), strict=True)
-        self._pairs = [pair for pair in every if pair[1].requires_grad and moves]
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch, temperature: float) -> Tensor:

@@ -20,7 +20,6 @@ the rest is appended.
 
 from __future__ import annotations
 
-import itertools
 import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -378,19 +377,6 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, prompt: bool
     ) -> str:
-        """The template's text. Ids of calls that it refuses are of Mistral's form for it alone."""
-        try:
-            return self._rendered(messages, tools, prompt=prompt)
-        except jinja2.TemplateError:
-            renamed, given = _nine_characters(messages)
-            if not given:
-                raise
-        text = self._rendered(renamed, tools, prompt=prompt)
-        return _MADE_ID.sub(lambda m: given.get(m[0], m[0]), text)
-
-    def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, prompt: bool
-    ) -> str:
         return str(
             self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -457,27 +443,6 @@ def _past(roles: Sequence[str], form: Form, word: str) -> list[Message]:
             said = forms[form] if form in forms else forms["text"]
         messages.append(said)
     return messages
-
-
-_MADE_ID = re.compile(r"id[0-9]{7}")
-
-
-def _nine_characters(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-    """The messages with other ids of calls, of nine characters; and the given id of each."""
-    said, made = {*_MADE_ID.findall(repr(messages))}, dict[str, str]()
-    free = (name for n in itertools.count() if (name := f"id{n:07d}") not in said)
-
-    def renamed(part: Mapping[str, Any], key: str) -> dict[str, Any]:
-        given = part.get(key)
-        return {**part, key: made.setdefault(given, next(free))} if given else {**part}
-
-    told: list[Message] = []
-    for message in messages:
-        one = renamed(message, "tool_call_id")
-        if one.get("tool_calls"):
-            one["tool_calls"] = [renamed(call, "id") for call in one["tool_calls"]]
-        told.append(one)
-    return told, {name: given for given, name in made.items()}
 
 
 def _turns_before(messages: Sequence[Message], mark: str) -> Iterator[tuple[Form, dict[str, Any]]]:

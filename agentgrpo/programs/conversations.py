@@ -23,11 +23,9 @@ from typing import Any
 import numpy as np
 
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.programs.messages import BadRequest, Call, Message, json_key
+from agentgrpo.programs.messages import BadRequest, Message, json_key
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import Completion, Int32, Turn
-
-NOT_CARRIED_OUT = "Error: one call per turn; this one was not carried out"
 
 
 @dataclass(eq=False, slots=True)
@@ -47,8 +45,6 @@ class Answer:
     row: Row
     end: int
     """How long the row was behind it."""
-    dropped: tuple[Call, ...] = ()
-    """Calls that the client was not given, as it wants one at a time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -115,11 +111,6 @@ class Conversations:
     ) -> Int32 | None:
         """None: the template does not show such messages behind a turn."""
         told = [message.shown() for message in new]
-        answered = sum(message.role == "tool" for message in new)
-        told[answered:answered] = [
-            Message("tool", NOT_CARRIED_OUT, call_id=call.id, name=call.name).shown()
-            for call in after.dropped
-        ]
         held = after.row.transcript.ids[: after.end]
         roles = [message.role for message in before]
         try:
@@ -148,11 +139,9 @@ class Conversations:
         self.num_turns += 1
         return row
 
-    def said(
-        self, prompt: Prompt, row: Row, message: Message, dropped: Sequence[Call] = ()
-    ) -> None:
+    def said(self, prompt: Prompt, row: Row, message: Message) -> None:
         """Remember what the client is given, so that it is known when it comes back."""
-        answer = Answer(message, row, len(row.transcript), tuple(dropped))
+        answer = Answer(message, row, len(row.transcript))
         node = self._roots.setdefault(prompt.root, _Node())
         for one in prompt.messages:
             node = node.find(one) or node.add(one)

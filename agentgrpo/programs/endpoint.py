@@ -230,7 +230,7 @@ class Endpoint:
                 return Response(status_code=499)
             except BadRequest as error:
                 if session is not None:
-                    session.told = str(error)
+                    session.last_refusal = str(error)
                 code = STATUS.get(error.code or "", 400)
                 headers = {"retry-after": "1"} if code == 429 else None
                 return answered(api.error(error, code), code, headers)

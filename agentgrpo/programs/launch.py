@@ -24,7 +24,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from agentgrpo.actions import InfrastructureError, as_json
 from agentgrpo.agents.program import ProgramAgent
@@ -85,22 +85,6 @@ class Outcome:
     program_fault: bool = False
     """It failed of itself: an exception of Python's that nothing caught, or a start that failed. A
     signal, a limit or an answer that cannot be read may be what the policy's code has done."""
-
-
-class Running(Protocol):
-    """A program that runs."""
-
-    outcome: Future[Outcome]
-
-    def stop(self) -> None:
-        """End it; the outcome follows."""
-
-
-class Launcher(Protocol):
-    """Starts programs."""
-
-    def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
-        """Run it for a task, with a session of the endpoint's."""
 
 
 def launcher_of(agent: ProgramAgent) -> Launcher | None:
@@ -400,3 +384,9 @@ class _Run:
     def stop(self) -> None:
         self._stopped = True
         self._end()
+
+
+Running = _Coroutine | _Run
+"""A program that runs: it has its `outcome`, a Future, and is ended by stop()."""
+Launcher = Awaited | Process | Sandboxed
+"""Starts programs."""

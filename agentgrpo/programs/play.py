@@ -67,10 +67,10 @@ class ProgramSampler(AnySampler):
                 )
             )
 
-        worlds = EpisodeRunner(self._max_live, config.call_timeout_s)
+        runner = EpisodeRunner(self._max_live, config.call_timeout_s)
         played = Groups(tasks, seed, self._env, config, group_size, ended)
         play = _Play(
-            self._engine, self._launcher, played, worlds, endpoint, session, config,
+            self._engine, self._launcher, played, runner, endpoint, session, config,
             self._timeout_s, filters, self._max_live,
         )  # fmt: skip
         play.queue.extend((index, 0) for index in range(len(tasks) * group_size))
@@ -119,7 +119,7 @@ class _Play:
     launcher: Launcher | None
     """None: its episodes play themselves."""
     groups: Groups
-    worlds: EpisodeRunner
+    runner: EpisodeRunner
     endpoint: Endpoint
     session: Any
     config: RolloutConfig
@@ -169,7 +169,7 @@ class _Play:
         except BaseException as error:
             self.endpoint.end(session)
             if episode is not NOTHING:
-                self.worlds.close(episode, self.groups.of(index)).result()
+                self.runner.close(episode, self.groups.of(index)).result()
             if not isinstance(error, InfrastructureError):
                 raise
             rollout = _without_a_turn(session, task, str(error))
@@ -217,7 +217,7 @@ class _Play:
     def _ask(self, index: int, wanted: SampleRequest) -> None:
         live = self.live.get(index)
         if live is None or live.overdue:
-            wanted.told(InfrastructureError("the rollout is over"))
+            wanted.on_result(InfrastructureError("the rollout is over"))
             return
         live.asked = live.asked or time.perf_counter()
         seed = self.groups.seed(index, live.attempt, *wanted.seed_key)
@@ -247,11 +247,11 @@ class _Play:
         self.stats.cached_tokens += turn.num_cached_tokens
         self.stats.prompt_tokens += len(wanted.token_ids)
         if turn.finish_reason in ("stop", "length"):
-            wanted.told(turn)
+            wanted.on_result(turn)
         else:
             said = f"the engine gave a request up: finish_reason {turn.finish_reason!r}"
             self.live[index].broken = said
-            wanted.told(InfrastructureError(said))
+            wanted.on_result(InfrastructureError(said))
 
     # --- ends
 
@@ -272,12 +272,12 @@ class _Play:
         if live.failed is not None and not again:
             self.failures.append(live.failed)
         if again or rollout.status is Status.INFRA_ERROR:
-            self.worlds.close(live.episode, self.groups.of(index)).result()
+            self.runner.close(live.episode, self.groups.of(index)).result()
             self._broken(index, live.attempt, rollout)
             return
         rollout.environment = getattr(live.episode, "environment", None)
         self.finishing[index] = rollout
-        finish = self.worlds.finish(live.episode, rollout.answer, self.groups.of(index))
+        finish = self.runner.finish(live.episode, rollout.answer, self.groups.of(index))
         finish.add_done_callback(lambda future: self.inbox.put((index, future)))
 
     def _broken(self, index: int, attempt: int, rollout: Rollout) -> None:
@@ -308,7 +308,7 @@ class _Play:
             status = Status.TIMED_OUT
         elif error is None and not rows:
             asked = "the program ended and had asked for nothing that is trained on"
-            told = session.told and f"its last request was refused: {session.told}"
+            told = session.last_refusal and f"its last request was refused: {session.last_refusal}"
             error = ". ".join(part for part in (asked, told, outcome.failed) if part)
         if outcome.failed and not (ours or session.ended_by or refused):
             live.failed = outcome
@@ -368,7 +368,7 @@ class _Play:
             closing = []
             for index, live in self.live.items():
                 self.endpoint.end(live.session)
-                closing.append(self.worlds.close(live.episode, self.groups.of(index)))
+                closing.append(self.runner.close(live.episode, self.groups.of(index)))
             wait(closing)
 
 

@@ -53,7 +53,6 @@ class TurnRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    one_call: bool = False
     stream: bool = False
     usage_in_stream: bool = False
     frozen: bool = False
@@ -202,7 +201,7 @@ def parse_body(
 
 def turn_request(
     body: Body, *, tools: Sequence[Mapping[str, Any]], choice: Any,
-    overrides: Mapping[str, Any] = MappingProxyType({}), **more: Any,
+    one_call: bool, overrides: Mapping[str, Any] = MappingProxyType({}), **more: Any,
 ) -> TurnRequest:  # fmt: skip
     """What a body asks for; tools, a choice and overrides as chat completions have them."""
     given = {name: getattr(body, name, None) for name in OVERRIDES} | {**overrides}
@@ -212,6 +211,8 @@ def turn_request(
         if name is not None and all(tool["function"]["name"] != name for tool in tools):
             raise BadRequest(f"tool_choice: none of the tools is {name!r:.80}", param="tool_choice")
         given["tool_choice"] = choice
+    if one_call:
+        given["parallel_tool_calls"] = False
     return TurnRequest(
         tools=() if choice == "none" else tuple(tools), stream=bool(body.stream),
         frozen=body.model == FROZEN, overrides=given, **more,

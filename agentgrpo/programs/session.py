@@ -44,7 +44,7 @@ class SampleRequest:
     """Hash of the prompt, and how many turns had it before: what the seed is made of."""
     temperature: float | None
     """In place of the run's, of what is not trained on."""
-    told: Callable[[Completion | BaseException], None]
+    on_result: Callable[[Completion | BaseException], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -79,7 +79,7 @@ class Session:
     """Why the policy says nothing more, if that is so."""
     refused: Status | None = None
     """Why the last request was not answered, if it was not; a shorter one may be."""
-    told: str = ""
+    last_refusal: str = ""
     """What was wrong with the last request that was not answered."""
     stats: Counter[str] = field(default_factory=Counter)
 
@@ -222,7 +222,7 @@ class Session:
         self.ask(
             SampleRequest(
                 token_ids=prompt.token_ids, max_tokens=most, stop=stop, seed_key=seed_key,
-                temperature=temperature, told=hand_over,
+                temperature=temperature, on_result=hand_over,
             )
         )  # fmt: skip
 
@@ -234,14 +234,14 @@ class Session:
             raise BadRequest("this rollout is over", "rollout_over")
         asked, turn = pending.asked, pending.turn.result()
         most = pending.budget if asked.max_tokens is None else asked.max_tokens
-        message, dropped = self._read(pending, turn)  # first: what cannot be read is in no row
+        message = self._read(pending, turn)  # first: what cannot be read is in no row
         cut = turn.finish_reason == "length"
         if asked.frozen:
             self.stats["frozen_turns"] += 1
             self.stats["frozen_tokens"] += len(turn.token_ids)
         else:
             row = self.conversations.answered(pending.prompt, turn, min(most, pending.budget))
-            self.conversations.said(pending.prompt, row, message, dropped)
+            self.conversations.said(pending.prompt, row, message)
             self.stats["turns"] += 1
             self.stats["tool_calls"] += len(message.calls)
             if cut and most >= pending.budget:  # by the run, whose policy says nothing more
@@ -256,15 +256,15 @@ class Session:
             created=int(time.time()),
         )
 
-    def _read(self, pending: Pending, turn: Completion) -> tuple[Message, tuple[Call, ...]]:
-        """What a turn says, read once; and the calls that its client does not want."""
+    def _read(self, pending: Pending, turn: Completion) -> Message:
+        """What a turn says."""
         asked = pending.asked
         text = self.chat.decode(turn.token_ids)
         stopped = turn.stop_reason
         if isinstance(stopped, str) and stopped in text:
             text = text[: text.index(stopped)]
         if not asked.tools or turn.finish_reason == "length":
-            return Message("assistant", text), ()
+            return Message("assistant", text)
         try:
             reading = self.read_calls(text, asked.tools)
         except Exception:  # for what a client's schema says
@@ -272,14 +272,12 @@ class Session:
         found = [(name, arguments or "{}") for name, arguments in reading.calls]
         if not found or (asked.objects and not all(is_object(text) for _, text in found)):
             self.stats["malformed"] += reading.attempted or bool(found)
-            return Message("assistant", text), ()
+            return Message("assistant", text)
         calls = tuple(
             Call(call_id(*pending.seed_key, number), function, arguments)
             for number, (function, arguments) in enumerate(found)
         )
-        given, dropped = (calls[:1], calls[1:]) if asked.one_call else (calls, ())
-        self.stats["refused_calls"] += len(dropped)
-        return Message("assistant", reading.content, given), dropped
+        return Message("assistant", reading.content, calls)
 
     # --- the end
 

@@ -69,23 +69,10 @@ class RolloutView:
             start = end
         return tuple(spans)
 
-    def cost(self, name: str) -> float:
-        """A recorded cost of the rollout, such as `tool_calls` or a tool's wall or CPU seconds."""
-        if name not in self.stats:
-            raise ValueError(f"no cost {name!r} was recorded, only {', '.join(sorted(self.stats))}")
-        return self.stats[name]
-
 
 def length(view: RolloutView) -> float:
     """Minus the sampled tokens, in thousands."""
     return -view.rollout.num_sampled / 1000
-
-
-def efficiency(view: RolloutView) -> float:
-    """One over the turns it took, for a rollout that solved its task."""
-    if view.rollout.solved is None:
-        raise ValueError("neither the environment nor reward.kind says what is solved")
-    return view.rollout.solved / max(1.0, view.cost("turns"))
 
 
 def exact(view: RolloutView) -> float:
@@ -97,5 +84,5 @@ def exact(view: RolloutView) -> float:
 
 
 BUILT_IN: dict[str, Callable[[RolloutView], float]] = {
-    function.__name__: function for function in (length, efficiency, exact)
+    function.__name__: function for function in (length, exact)
 }

@@ -119,12 +119,12 @@ class Play:
 
     def __init__(
         self, engine: Decoder, agent: Agent, env: Environment, chat: ChatTemplate,
-        worlds: EpisodeRunner, config: RolloutConfig, *,
+        runner: EpisodeRunner, config: RolloutConfig, *,
         tasks: Sequence[Task], group_size: int, seed: int, filters: Mapping[str, float],
         ended: Ended = ignore,
     ) -> None:  # fmt: skip
         self._engine, self._agent, self._chat = engine, agent, chat
-        self._worlds, self._config = worlds, config
+        self._runner, self._config = runner, config
         self._groups = Groups(tasks, seed, env, config, group_size, ended)
         self._group_size, self._filters, self.stats = group_size, filters, self._groups.stats
         self._branches = 0 < config.branching.initial < group_size
@@ -171,7 +171,7 @@ class Play:
         ending = {i for i, then in begun.items() if then == self._finished}
         left = self._waiting.abandoned
         closing = [  # those that end close themselves
-            self._worlds.close(self._live[index].episode, self._groups.of(index))
+            self._runner.close(self._live[index].episode, self._groups.of(index))
             for index in self._live.keys() - ending - left
         ]
         wait(closing)
@@ -229,7 +229,7 @@ class Play:
         live.budget.started = time.monotonic()
         live.took("queue_s")
         actions = [(step.action, step.memory) for step in live.history]
-        future = self._worlds.replay(live.episode, actions, self._groups.of(pending.index))
+        future = self._runner.replay(live.episode, actions, self._groups.of(pending.index))
         self._waiting.add(pending.index, future, self._replayed)
 
     def _replayed(self, index: int, observations: Sequence[Observation]) -> None:
@@ -344,7 +344,7 @@ class Play:
         live.took("own_s")
         self._waiting.add(
             index,
-            self._worlds.step(live.episode, does, self._groups.of(index)),
+            self._runner.step(live.episode, does, self._groups.of(index)),
             lambda index, observation: self._answered_to(index, does, action, observation),
         )
 
@@ -355,14 +355,14 @@ class Play:
         live, limit = self._live[index], self._engine.max_model_len
         asked = int(live.rollout.stats.get("asked", 0.0))
         if not isinstance(ask.model, str):
-            future = self._worlds.ask(live.episode, ask.model, ask, self._groups.of(index))
+            future = self._runner.ask(live.episode, ask.model, ask, self._groups.of(index))
             self._waiting.add(index, future, partial(self._speaker_spoke, action))
             live.rollout.stats["asked"] = asked + 1.0
             live.took("own_s")
             return
         long = any(self._chat.exceeds(str(m.get("content")), limit) for m in ask.messages)
-        room = 0 if long else limit - len(prompt := self._chat.prompt_ids(ask.messages))
-        if room < 1:
+        left = 0 if long else limit - len(prompt := self._chat.prompt_ids(ask.messages))
+        if left < 1:
             self._end(index, Status.TRUNCATED_LENGTH)
             return
         live.rollout.stats["asked"] = asked + 1.0
@@ -372,7 +372,7 @@ class Play:
         self._engine.add_request(
             request_id,
             prompt,
-            max_tokens=min(ask.max_tokens, room),
+            max_tokens=min(ask.max_tokens, left),
             temperature=ask.temperature,
             seed=self._draw(index, f"asked {asked}") if ask.temperature else None,
             stop=(),
@@ -477,7 +477,7 @@ class Play:
             self._drop(index, QueuedRollout(index=index, attempt=live.attempt + 1))
             return
         live.took("own_s")
-        future = self._worlds.finish(live.episode, live.rollout.answer, self._groups.of(index))
+        future = self._runner.finish(live.episode, live.rollout.answer, self._groups.of(index))
         self._waiting.add(index, future, self._finished)
 
     def _finished(self, index: int, rewards: Mapping[str, float]) -> None:
@@ -514,7 +514,7 @@ class Play:
         """Forget a rollout that is under way and its episode; perhaps play another instead."""
         live = self._live.pop(index)
         if not closed:
-            self._worlds.close(live.episode, self._groups.of(index)).result()
+            self._runner.close(live.episode, self._groups.of(index)).result()
         if again is not None:
             self.stats.retries += 1
             self._queue.append(again)

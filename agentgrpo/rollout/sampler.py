@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from agentgrpo.agents.base import Agent
 from agentgrpo.agents.program import ProgramAgent
@@ -112,9 +111,9 @@ class Sampler(AnySampler):
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
         filters: Mapping[str, float], ended: Ended,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
-        worlds = EpisodeRunner(self._max_tool_threads, config.call_timeout_s)
+        runner = EpisodeRunner(self._max_tool_threads, config.call_timeout_s)
         play = Play(
-            self._engine, self._agent, self._env, self._chat, worlds, config,
+            self._engine, self._agent, self._env, self._chat, runner, config,
             tasks=tasks, group_size=group_size, seed=seed, filters=filters, ended=ended,
         )  # fmt: skip
         return play.run(max_live=self._max_live), play.stats
@@ -126,39 +125,3 @@ def as_task(task: Task | str, id: str) -> Task:
         return task
     message = {"role": "user", "content": task}
     return Task(id=id, messages=(message,), spec={}, is_text=True)
-
-
-def generate(
-    tasks: Sequence[Task | str],
-    engine: Decoder,
-    agent: Agent,
-    n: int = 1,
-    *,
-    env: Environment,
-    tokenizer: Any,
-    config: RolloutConfig | None = None,
-    seed: int = 0,
-    max_live: int = 256,
-) -> list[Group]:
-    """Play every task n times.
-
-    Args:
-        tasks: what to play; a text becomes a task of one user message.
-        engine: an Engine that is awake.
-        agent: what a turn means.
-        n: rollouts per task.
-        env: what answers.
-        tokenizer: the model's, with its chat template.
-        config: budgets and temperature.
-        seed: of everything sampled.
-        max_live: rollouts at once; at most as many as there are sandbox sessions.
-
-    Returns:
-        One group per task, in order, each with its n rollouts in index order, unscored but for
-        what the environment gives.
-    """
-    made = [as_task(task, str(i)) for i, task in enumerate(tasks)]
-    config = config or RolloutConfig()
-    chat = ChatTemplate(tokenizer, config.template_options)
-    sampler = Sampler(engine, agent, env, chat, config, max_live=max_live)
-    return sampler.play(made, n, seed=seed)[0]

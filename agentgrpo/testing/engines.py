@@ -9,7 +9,6 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.machine.hardware import has_nvidia_gpu
 from agentgrpo.setup.build import Parts, Player, build, sampler_on, start_engine
 from agentgrpo.setup.stage import RunSetup
-from agentgrpo.trainer import Trainer
 
 if TYPE_CHECKING:
     import torch
@@ -61,10 +60,5 @@ class Engines:
             player.engine.shutdown()
 
 
-KEPT: list[Engines] = []
+SHARED: list[Engines] = []
 """The one that all tests of a session use (plugin.py); empty: each has its own."""
-
-
-def trainer_of(config: TrainConfig, **options: Any) -> Trainer:
-    """A Trainer, on the session's engine if there is one."""
-    return Trainer(config, make=KEPT[-1].build if KEPT else None, **options)

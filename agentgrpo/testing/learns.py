@@ -16,7 +16,8 @@ from agentgrpo.diagnosis import report
 from agentgrpo.run.atomic import write_text
 from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.records import read_rollouts
-from agentgrpo.testing.engines import trainer_of
+from agentgrpo.testing.engines import SHARED
+from agentgrpo.trainer import Trainer
 from agentgrpo.types import Metrics, Status
 from agentgrpo.view.collect import read_run
 from agentgrpo.view.page import make_page
@@ -107,7 +108,8 @@ def assert_learns(
     every = max(1, math.ceil(made.steps / looks))
     made = config_of(made, {"eval_every": every, "save_every": made.steps, "keep_checkpoints": 1})
     watch = _Watch(solved, risk, math.ceil(made.steps / every))
-    with trainer_of(made, callbacks=watch) as trainer:
+    shared = SHARED[-1].build if SHARED else None
+    with Trainer(made, callbacks=watch, make=shared) as trainer:
         trainer.train()
     if watch.why is None:
         if keep is None:

@@ -20,10 +20,10 @@ def agentgrpo_engine() -> Iterator[Engines]:
     from agentgrpo.machine.runtime import prepare_environment
 
     prepare_environment()
-    from agentgrpo.testing.engines import KEPT, Engines
+    from agentgrpo.testing.engines import SHARED, Engines
 
     engines = Engines()
-    KEPT.append(engines)
+    SHARED.append(engines)
     yield engines
-    KEPT.remove(engines)
+    SHARED.remove(engines)
     engines.close()

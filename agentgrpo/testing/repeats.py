@@ -9,7 +9,8 @@ from typing import Any
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of
 from agentgrpo.run.parting import parting, weights
-from agentgrpo.testing.engines import trainer_of
+from agentgrpo.testing.engines import SHARED
+from agentgrpo.trainer import Trainer
 
 HELDOUT = 8
 """Tasks that are enough to hold evaluations to it."""
@@ -40,8 +41,9 @@ def assert_repeats(config: str | Path | TrainConfig, *, steps: int = 2, **settin
     }
     with tempfile.TemporaryDirectory(prefix="agentgrpo-repeats-") as folder:
         runs = [Path(folder) / name for name in ("first", "second")]
+        shared = SHARED[-1].build if SHARED else None
         for run in runs:
-            with trainer_of(config_of(made, {**given, "out_dir": str(run)})) as trainer:
+            with Trainer(config_of(made, {**given, "out_dir": str(run)}), make=shared) as trainer:
                 trainer.train()
         parted = parting(*runs, until=steps + 1)
         assert parted is None, f"the second run is another one from here on: {parted}"

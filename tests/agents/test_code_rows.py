@@ -20,13 +20,22 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.rewards.rewards import score
-from agentgrpo.rollout import generate
 from agentgrpo.rollout.decoder import request_seed
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.setup.registry import make_agent, make_env, make_reward
 from agentgrpo.types import Group, Status
 from tests.given import TASK
-from tests.playing import EOT, TOKENIZER, given_and_sampled, play, play_all, scripted, shown, task
+from tests.playing import (
+    EOT,
+    TOKENIZER,
+    generate,
+    given_and_sampled,
+    play,
+    play_all,
+    scripted,
+    shown,
+    task,
+)
 from tests.rollout.stubs import StubEnv, Turn
 
 AGENT = CodeAgent()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.actions import DEEPEST, CallTools, Malformed, ToolCall
+from agentgrpo.actions import DEEPEST, Malformed, ToolCall
 from agentgrpo.agents.inline import InlineAgent, read_json, read_python
 from agentgrpo.envs.tools import ToolEnv
 from tests.given import TASK
@@ -140,17 +140,6 @@ def test_the_calling_convention_is_the_users() -> None:
     assert "]]<fn_results>Bonn: sunny for 2</fn_results><answer>" in shown(played)
     assert played.answer == "ok"
     assert agent.stop == ("]]",)
-    own = InlineAgent(env=ENV, call_form=f"{__name__}:shout")
-    assert own.parse("<fn>BONN</fn>", TASK) == CallTools((ToolCall("weather", {"city": "BONN"}),))
-    with pytest.raises(ValueError, match=r"^call_form: expected python, json or .*, got 'jsn'"):
-        InlineAgent(env=ENV, call_form="jsn")
-    with pytest.raises(ValueError, match=r"agent\.options\.call_form: module .* has no 'nothing'"):
-        InlineAgent(env=ENV, call_form=f"{__name__}:nothing")
-
-
-def shout(body: str, known: Any) -> ToolCall:
-    """A user's own form: the whole body is a city."""
-    return ToolCall("weather", {"city": body})
 
 
 @given(st.text(max_size=60))

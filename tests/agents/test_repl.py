@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -69,7 +70,10 @@ def test_S1_1_a_line_that_never_ends_is_interrupted_as_by_ctrl_c(patient: Sandbo
     endless, interrupted = "while True: pass", "while True: raise KeyboardInterrupt"
     typed = play(AGENT, ConsoleEnv(patient, 2.0), f" {endless}\n", " \n", " 1 + 1\n", EOT)
     expected = typed_into_python([interrupted, "", "1 + 1"]).replace(interrupted, endless)
-    assert shown(typed).removeprefix(START.removesuffix(">>>")) == expected + EOT
+    got, want = (  # from 3.13 on with a mark below what raised, which is not the same here
+        re.sub(r"\n +\^+$", "", text, flags=re.M) for text in (shown(typed), expected + EOT)
+    )
+    assert got.removeprefix(START.removesuffix(">>>")) == want
 
 
 def test_S1_1_the_message_begins_with_pythons_banner() -> None:
@@ -253,12 +257,3 @@ def test_a_dead_interpreter_is_replaced_and_the_policy_is_told(pool: SandboxPool
     assert "(the interpreter was restarted: its variables are gone)\n>>> 2\n2\n>>> submit" in shown(
         typed
     )
-
-
-@pytest.mark.parametrize(
-    ("rewards", "message"),
-    [({"sintax": 1.0}, "expected ok, error, syntax"), ({"ok": "1"}, "line_rewards.ok: .*number")],
-)
-def test_unknown_outcomes_are_refused(rewards: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ConsoleEnv(None, 1.0, line_rewards=rewards)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
     [
         ("lerner.learning_rat=1", "key lerner.learning_rat; did you mean learner.learning_rate?"),
         ("learner.lr_rate=1", "learner.lr_rate; did you mean learner.learning_rate?"),
-        ("zzzzqqqq=1", "unknown config key zzzzqqqq$"),
+        ("zzzzqqqq=1", "unknown config key zzzzqqqq; docs/coming-from"),
         ("group_size=3", "unknown config key group_size; did you mean rollout.group_size?"),
         ("learner.group_size=3", "key learner.group_size; did you mean rollout.group_size?"),
         ("learner.lora.rnk=1", "did you mean learner.lora.rank?"),

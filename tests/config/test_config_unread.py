@@ -43,7 +43,6 @@ BRANCH = "rollout.branching."
         ("reward.on_error=raise", "reward.functions", 'reward.functions=["brevity"]'),
         ("loss.kl_estimator=k2", "loss.beta above 0", "loss.beta=0.1"),
         ("loss.use_bias_correction_kl=false", "loss.beta above 0", "loss.beta=0.1"),
-        ("loss.sync_ref_model=true", "loss.beta above 0", "loss.beta=0.1"),
         *(
             (
                 f"loss.vllm_importance_sampling_clip_{end}=1.5 loss.loss_type=gmpo",

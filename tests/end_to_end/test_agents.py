@@ -20,11 +20,10 @@ from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.console import ConsoleEnv
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.envs.tools import ToolEnv
-from agentgrpo.rollout import generate
 from agentgrpo.sandbox import Limits, SandboxPool
 from agentgrpo.types import Rollout, Status
 from tests.end_to_end.test_learning import learned
-from tests.playing import task
+from tests.playing import generate, task
 from tests.rollout.stubs import StubEnv
 
 TOOLS = ToolEnv([calculate])
@@ -76,7 +75,6 @@ def test_every_agent_plays_with_a_real_engine_and_sandbox(
             env=env,
             tokenizer=tokenizer,
             config=BUDGET,
-            max_live=8,
         )
     assert len(group.rollouts) == 8
     for rollout in group.rollouts:

@@ -109,6 +109,20 @@ def walks(stage: Stage, play: Any, task: Any) -> None:
     assert play(task, f'<fn>act("{back}")</fn>', EOT).reward == pytest.approx(-1 / len(moves))
 
 
+def halves(stage: Stage, play: Any, task: Any) -> None:
+    low, high = map(int, re.findall(r"\d+", task.messages[-1]["content"]))
+    world = stage.env.make().unwrapped
+    world.reset(seed=task.spec["seed"])
+    guesses = [(low + high) // 2]
+    while guesses[-1] != world.number:
+        low = max(low, guesses[-1] + 1) if guesses[-1] < world.number else low
+        high = min(high, guesses[-1] - 1) if guesses[-1] > world.number else high
+        guesses.append((low + high) // 2)
+    assert len(guesses) <= 4
+    assert play(task, *(f"{guess}{EOT}" for guess in guesses)).reward == pytest.approx(1.0)
+    assert play(task, *[f"none{EOT}"] * 4).reward == 0.0
+
+
 def calls_inline(stage: Stage, play: Any, task: Any) -> None:
     """The answer to a call stands in the same message."""
     right = play(task, '<fn>calculate("12*31+14")</fn>', f"Answer: {task.spec['answer']}{EOT}")
@@ -235,6 +249,7 @@ SAYS: dict[str, Any] = {
     "code_search": searches_by_code,
     "console": types_at_a_console,
     "functions": is_graded,
+    "guess": halves,
     "inline": calls_inline,
     "letters": by_python,
     "mcp": calls_servers_of_its_own,

@@ -78,9 +78,6 @@ learning_rate = 1e-3
 decay = "linear"
 [loss]
 beta = 0.05
-sync_ref_model = true
-ref_model_sync_steps = 2
-ref_model_mixup_alpha = 1.0
 [teacher]
 feedback = "errors"
 weight = 0.3
@@ -333,8 +330,6 @@ def test_an_adapters_checkpoint_is_evaluated_and_trained_on_as_the_run_left_it(
 ) -> None:
     config = write_config(tmp_path, model)
     lora = ["learner.lora.rank=4", 'engine.weights="auto"']
-    fixed = ["sync_ref_model=false", "ref_model_sync_steps=512", "ref_model_mixup_alpha=0.6"]
-    lora += [f"loss.{setting}" for setting in fixed]
     status, _, err = finish(start(config, *lora, "steps=2", "learner.learning_rate=0.1"))
     assert (status, err) == (0, "")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"

@@ -177,7 +177,6 @@ def test_the_engine_plays_the_customer_by_the_benchmarks_guidelines() -> None:
     [
         ({"domain": "banking"}, "domain: expected telecom, retail, airline"),
         ({"domain": "telecom", "mode": "model"}, "mode: expected solo, scripted or"),
-        ({"evaluation": "x"}, "evaluation: expected 'all' or 'env'"),
     ],
 )
 def test_other_settings_are_refused(options: Any, message: str) -> None:

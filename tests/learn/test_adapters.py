@@ -64,8 +64,7 @@ def test_an_adapters_kl_is_to_the_policy_that_training_began_with(
         begin.step(updates)
     begin.policy.save(tmp_path)
     began = begin.score(ids)
-    often = loss.model_copy(update={"ref_model_sync_steps": 1})  # of one that would follow
-    learner = make_learner(often, adapter=tmp_path if saved else None, **options)
+    learner = make_learner(loss, adapter=tmp_path if saved else None, **options)
     assert learner._reference is not None
     assert learner._reference.scorer is None, "no second copy"
     assert learner.step(updates)["ref_kl"] == pytest.approx(0.0, abs=1e-9)

@@ -143,13 +143,11 @@ def conversation_of_two_calls_a_turn(start: str) -> list[dict[str, Any]]:
     return messages
 
 
-def test_ids_of_calls_are_written_as_given_where_nine_characters_must_be() -> None:
+def test_a_clients_own_ids_are_refused_where_nine_characters_must_be() -> None:
     judge = judge_of(next(n for n in NAMES if n.startswith("llama.cpp/Mistral-Small")))
-    own, other = (
-        judge.tokenizer.decode(judge.chat.prompt_ids(conversation_of_two_calls_a_turn(start)))
-        for start in ("newid00", "a-clients-own")
-    )
-    assert other == own.replace("newid00", "a-clients-own")
+    judge.chat.prompt_ids(conversation_of_two_calls_a_turn("newid00"))
+    with pytest.raises(ValueError, match=r"begin a conversation: .*length 9"):
+        judge.chat.prompt_ids(conversation_of_two_calls_a_turn("a-clients-own"))
 
 
 def test_what_an_agents_tools_answer_has_ids_of_the_templates_form() -> None:

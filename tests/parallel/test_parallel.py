@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "updates": {
         "loss": {
             "num_iterations": 2, "num_mini_batches": 2, "beta": 0.1, "top_entropy_quantile": 0.5,
-            "entropy_coef": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3,
+            "entropy_coef": 0.1,
         },
         "learner": {"gradient_checkpointing": True},
     },

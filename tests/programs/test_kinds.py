@@ -17,9 +17,8 @@ from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.programs.launch import Awaited
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.recipe import flywheel, recipe
-from agentgrpo.rollout import generate
 from agentgrpo.rollout.team import Leader, TeamSampler
-from tests.playing import CHAT, TOKENIZER, scripted, tasks
+from tests.playing import CHAT, TOKENIZER, generate, scripted, tasks
 from tests.programs.test_play import asking, turn
 from tests.rollout.test_team import Board, Member
 

@@ -19,7 +19,6 @@ from agentgrpo.actions import Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.envs.base import Environment
-from agentgrpo.programs.conversations import NOT_CARRIED_OUT
 from agentgrpo.programs.launch import Awaited, Launcher
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.proof.tokens import rollout_faults
@@ -274,26 +273,6 @@ def test_what_nobody_was_given_is_in_no_row() -> None:
     assert rows_of(rollout) == [[(False, rows_of(rollout)[0][0][1]), (True, f"said 0{EOT}")]]
     assert rollout.stats["undelivered"] == 1
     assert not engine.running
-
-
-def test_a_client_that_wants_one_call_is_given_one_and_the_row_stays_well_formed() -> None:
-    async def program(client: Any, o: Any) -> str:
-        messages: list[Any] = [{"role": "user", "content": "Q"}]
-        said = (await o.ask(messages, tools=[ADD], parallel_tool_calls=False)).choices[0].message
-        (call,) = said.tool_calls
-        messages += [said, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-        return str((await o.ask(messages, tools=[ADD])).choices[0].message.content)
-
-    def engine(number: int, _: str) -> Turn:
-        return turn("done" if number else f"{CALL}{CALL}")
-
-    rollout = alone(asking(program), engine, max_turn_tokens=500)
-    ((_, both, between, last),) = rows_of(rollout)
-    told = [{"role": "tool", "content": said, "name": "add"} for said in ("3", NOT_CARRIED_OUT)]
-    expected = CHAT.observation_ids(told, last_id=CHAT.end_of_turn_id, tools=True)
-    assert (both[1], last[1]) == (f"{CALL}{CALL}{EOT}", f"done{EOT}")
-    assert between == (False, TOKENIZER.decode(expected))
-    assert rollout.stats["refused_calls"] == 1
 
 
 class Stopping(StubEngine):

@@ -14,9 +14,9 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.proof.tokens import rollout_faults
-from agentgrpo.rollout import generate
 from agentgrpo.types import Task
 from tests.models.test_templates import judge_of
+from tests.playing import generate
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 
 END = "\0"

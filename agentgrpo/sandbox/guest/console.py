@@ -4,6 +4,7 @@ The prompts are the host's business; everything a terminal would show between th
 standard output here: echoed expressions, tracebacks, "_".
 """
 
+import linecache
 import sys
 import traceback
 from code import InteractiveInterpreter
@@ -24,9 +25,13 @@ class Console(InteractiveInterpreter):
         SystemExit goes through; every other exception is shown, as Python does.
         """
         self._lines.append(line)
-        self._raised, more = None, False
+        self._raised, more, name = None, False, "<stdin>"
+        source = "\n".join(self._lines)
+        if sys.version_info >= (3, 13):  # tracebacks show what was typed, found by this name
+            name = f"<stdin>-{len(linecache.cache)}"
+            linecache.cache[name] = len(source), None, source.splitlines(True), "<stdin>"
         try:
-            more = self.runsource("\n".join(self._lines), "<stdin>")
+            more = self.runsource(source, name)
         finally:
             if not more:
                 self._lines.clear()
