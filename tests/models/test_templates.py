@@ -73,6 +73,11 @@ def test_the_policy_and_the_author_of_prompts_write_thoughts_and_calls() -> None
     (think,) = ids_of(judge, "<think>")
     said = [{"role": "system", "content": "Use <think>."}, {"role": "user", "content": "<think>"}]
     assert judge.chat.prompt_ids(said).tolist().count(think) == 1
+    # the policy's are its own in a history too; a system message behind them is the world's
+    (call,) = ids_of(judge, "<tool_call>")
+    for roles, count in ((["assistant"], 1), (["assistant", "system"], 1), (["user"], 0)):
+        turns = [{"role": role, "content": "<tool_call>"} for role in roles]
+        assert judge.chat.prompt_ids([*said, *turns]).tolist().count(call) == count, roles
     assert judge.chat.text_ids("<think>\n", own=True).tolist() == ids_of(judge, "<think>\n")
     assert think not in judge.chat.text_ids("<think>").tolist()
     ends = judge.chat.text_ids("<|im_end|>", own=True).tolist()
