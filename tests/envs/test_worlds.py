@@ -18,13 +18,13 @@ from agentgrpo.actions import DEEPEST, CallTools, InfrastructureError, RunCode, 
 from agentgrpo.config import DataConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.envs.factory import FactoryEnv
-from agentgrpo.envs.graded import UnitTestEnv, program_in
+from agentgrpo.envs.graded import GradingPool, UnitTestEnv, program_in
 from agentgrpo.envs.gymnasium import GymnasiumEnv
 from agentgrpo.envs.mcp import McpEnv
 from agentgrpo.envs.reasoning_gym import ReasoningGymEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.search import SearchEnv
-from agentgrpo.sandbox import SandboxPool
+from agentgrpo.sandbox import SandboxException, SandboxPool
 from agentgrpo.types import Task
 from tests.playing import task, wrapped
 
@@ -112,6 +112,7 @@ def own_world(space: Any) -> GymnasiumEnv:
 
         def step(self, action: Any) -> Any:
             assert space.contains(action)
+            assert action != "bb"
             return f"took {action}", 0.0, False, False, {}
 
     gymnasium.register("Own-v0", Own)
@@ -132,6 +133,8 @@ def test_a_text_outside_a_space_ends_no_run_where_the_world_raises_at_it() -> No
         told = episode.step(Say(wrong))
         assert (told.failed, told.done) == (True, False)
         assert told.text.startswith(f"Error: {wrong!r} is not of Text(")
+    with pytest.raises(AssertionError):  # the world's own fault
+        episode.step(Say("bb"))
 
 
 # reasoning-gym
@@ -339,6 +342,15 @@ def test_programs_are_worth_what_hidden_tests_say(
     episode = graded.reset(task(**spec))
     assert worth.items() <= episode.finish(answer).items()
     episode.close()
+
+
+@pytest.mark.nsjail
+def test_a_closed_environment_ends_the_sandboxes_of_its_gradings(pool: SandboxPool) -> None:
+    grading = GradingPool(pool)
+    made = grading.pool()
+    grading.close()
+    with pytest.raises(SandboxException, match="closed"):
+        made.acquire()
 
 
 @pytest.mark.nsjail

@@ -136,6 +136,12 @@ def test_parts_are_named_and_weighted(
     assert rollout.status is Status.COMPLETED
 
 
+@pytest.mark.parametrize("answer", [" 36\n", "37", None, ""])
+def test_only_the_expected_text_is_exact(answer: str | None) -> None:
+    (rollout,) = scored({"exact": 1.0}, played(answer))
+    assert rollout.rewards["exact"] == float(answer == " 36\n")
+
+
 @pytest.mark.parametrize("sigma", ["sigma_tool", "sigma_length"])
 def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(sigma: str) -> None:
     """Of what a config makes: at each of five steps the reward is that of so much of its sigma."""
