@@ -100,11 +100,17 @@ class Auditor:
         model: a Hugging Face causal model, PEFT's too, which may be in train mode.
         history: how many earlier weights are kept on the host beside those of the start, of what is
             trained only; 0: none, and those of the start neither.
-        **options: of audit_step().
+        temperature, threshold, max_tokens: of audit_step().
     """
 
-    def __init__(self, model: Any, *, history: int = 1, **options: Any) -> None:
-        self._model, self._history, self._options = model, history, options
+    def __init__(
+        self, model: Any, *, history: int = 1, temperature: float = 1.0,
+        threshold: float | None = None, max_tokens: int = 4096,
+    ) -> None:  # fmt: skip
+        self._model, self._history = model, history
+        self._options: Any = {
+            "temperature": temperature, "threshold": threshold, "max_tokens": max_tokens
+        }  # fmt: skip
         self._initial = snapshot(model) if history else None
         self._earlier: list[Snapshot] = []
 

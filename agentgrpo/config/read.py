@@ -190,6 +190,20 @@ def by_key(error: pydantic.ValidationError) -> dict[str, list[Any]]:
     return found
 
 
+TRLS = {
+    "num_generations": "rollout.group_size", "max_completion_length": "rollout.max_response_tokens",
+    "temperature": "rollout.temperature", "max_tool_calling_iterations": "rollout.max_turns",
+    "per_device_train_batch_size": "learner.max_tokens", "max_steps": "steps",
+    "gradient_accumulation_steps": "learner.max_tokens", "output_dir": "out_dir",
+    "generation_batch_size": "rollout.tasks_per_step", "save_steps": "save_every",
+    "vllm_gpu_memory_utilization": "engine.kv_cache_gib", "eval_steps": "eval_every",
+    "reward_funcs": "reward.functions", "lr_scheduler_type": "learner.decay",
+    "report_to": "trackers", "bf16": "engine.dtype", "peft_config": "learner.lora.rank",
+    "train_dataset": "data.train", "eval_dataset": "data.heldout", "lr": "learner.learning_rate",
+}  # fmt: skip
+"""What settings are called here that people bring from GRPOConfig; docs/coming-from.md has all."""
+
+
 def _explained(error: pydantic.ValidationError, kind: type[Section], of: str) -> Iterable[str]:
     """A line for each key."""
     for where, several in by_key(error).items():
@@ -215,15 +229,15 @@ def _explained(error: pydantic.ValidationError, kind: type[Section], of: str) ->
 
 
 def _hint(wrong: str, keys: Sequence[str]) -> str:
-    """The key that was meant: so called in another section, or nearly so."""
+    """The key that was meant: TRL's, so called in another section, or nearly so."""
     section, _, leaf = wrong.rpartition(".")
     same = [key for key in keys if key.rpartition(".")[2] == leaf]
     near = [*same, *difflib.get_close_matches(wrong, keys, 1, 0.75)]
     if f"{section}.options" in keys:  # one of the kind's own
         near.append(f"{section}.options.{leaf}")
-    if not near:
-        return "; docs/coming-from.md has the names of TRL's and verl's settings"
-    return f"; did you mean {near[0]}?"
+    if there := TRLS.get(leaf) or next(iter(near), ""):
+        return f"; did you mean {there}?"
+    return "; docs/coming-from.md has the names of TRL's and verl's settings"
 
 
 def format_error(key: str, *errors: Mapping[str, Any]) -> str:

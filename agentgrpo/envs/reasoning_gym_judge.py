@@ -8,6 +8,7 @@ import ast
 import random
 import re
 import sys
+from fractions import Fraction
 from typing import Any
 
 import numpy
@@ -33,6 +34,8 @@ NAMES = {
 SUM = re.compile(r"(?:[0-9\s+()-]|(?<!\*)\*(?!\*)|(?<!/)/(?!/))*")
 """Made of the numbers that it shows; whatever else spells one (1e0, 0x18, log(E), a comment) would
 be a number more, or hide one."""
+COMPLEX = re.compile(r"[0-9\s.eE+*()ijIJ-]*")
+"""Without nan."""
 evaluate = sympy_parser.eval_expr
 
 
@@ -88,4 +91,12 @@ def _is_answer(dataset: str, answer: str, entry: Any) -> bool:
         used = sorted(map(int, re.findall("[0-9]+", said)))
         given = SUM.fullmatch(said) and used == sorted(entry["metadata"]["numbers"])
         return bool(given and sympy_parser.parse_expr(said) == 24)
+    if dataset == "complex_arithmetic":  # min(1.0, nan) is 1.0
+        return COMPLEX.fullmatch(answer) is not None
+    if dataset == "coin_flip":  # it takes the beginning of a number: 0 for 0.125
+        number, right = (Fraction(text.replace(",", "")) for text in (answer, entry["answer"]))
+        near = min(Fraction(1, 10**4), right / 10, (1 - right) / 10 or 1)
+        return bool(abs(number - right) <= near)
+    if dataset == "game_of_life_halting":  # bool("False") is True
+        return said.lower() == str(entry["answer"]).lower()
     return True

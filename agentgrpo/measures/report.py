@@ -36,6 +36,7 @@ def rows_of(written: Mapping[str, Any]) -> list[TaskRow]:
 def markdown(written: Mapping[str, Any]) -> str:
     """A report as two tables: every measure over all tasks, and the values by kind of task."""
     names = list(written["measures"])
+    left_out = f"; {written['left_out']} left out" if written.get("left_out") else ""
     by_kind = []
     for kind, part in written["kinds"].items():
         shown = [_shown({**part["measures"][name], "low": None}) for name in names]
@@ -43,7 +44,7 @@ def markdown(written: Mapping[str, Any]) -> str:
     whole = [[name, _shown(seen)] for name, seen in written["measures"].items()]
     return "\n".join(
         [
-            table_of(["measure", f"all tasks ({written['tasks']})"], whole),
+            table_of(["measure", f"all tasks ({written['tasks']}{left_out})"], whole),
             table_of(["kind of task", "tasks", *names], by_kind),
         ]
     )

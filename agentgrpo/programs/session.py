@@ -87,6 +87,8 @@ class Session:
         self.conversations = Conversations(self.chat)
         self._pending: list[Pending] = []
         """Not delivered yet."""
+        self._left: Counter[bool] = Counter()
+        """Turns whose client left, of the frozen policy or not: the engine has sampled them."""
         self._prompts: Counter[str] = Counter()
         self._over = False
         self._answers = 0
@@ -108,12 +110,6 @@ class Session:
                 return await asyncio.get_running_loop().run_in_executor(None, work)
         except RecursionError:
             raise BadRequest("the request is nested too deeply") from None
-
-    async def prompt(self, asked: TurnRequest, size: int) -> Prompt:
-        """What a request of so many bytes shows the model."""
-        return await self.run_off_loop(
-            size, lambda: self.conversations.prompt(asked.messages, asked.tools)
-        )
 
     def require_size(self, size: int) -> None:
         """Refuse what is not worth being read, let alone counted in tokens."""
@@ -151,9 +147,10 @@ class Session:
         return made
 
     def leave(self, pending: Pending) -> None:
-        """Its client is there no more: what was not delivered is in no record."""
+        """Its client is there no more: what was not delivered is in no record, but was a turn."""
         if pending in self._pending:
             self._pending.remove(pending)
+            self._left[pending.asked.frozen] += 1
             self.stats["undelivered"] += 1
 
     def _temperature(self, asked: TurnRequest) -> float | None:
@@ -174,7 +171,7 @@ class Session:
 
     def _budget(self, length: int, *, frozen: bool) -> int:
         """Tokens of a turn behind so many; ends the rollout's turns if there are none."""
-        turns = sum(p.asked.frozen == frozen for p in self._pending)
+        turns = self._left[frozen] + sum(p.asked.frozen == frozen for p in self._pending)
         turns += self.stats["frozen_turns"] if frozen else self.conversations.num_turns
         limit = self.max_model_len
         if frozen and turns >= self.config.max_turns:

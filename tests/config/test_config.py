@@ -54,6 +54,8 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
     ("override", "message"),
     [
         ("lerner.learning_rat=1", "key lerner.learning_rat; did you mean learner.learning_rate?"),
+        ("learner.lr=1", "key learner.lr; did you mean learner.learning_rate?"),
+        ("num_generations=8", "key num_generations; did you mean rollout.group_size?"),
         ("learner.lr_rate=1", "learner.lr_rate; did you mean learner.learning_rate?"),
         ("zzzzqqqq=1", "unknown config key zzzzqqqq; docs/coming-from"),
         ("group_size=3", "unknown config key group_size; did you mean rollout.group_size?"),

@@ -91,6 +91,7 @@ def test_seeds_make_tasks_and_splits_share_none() -> None:
         ({"id": "nowhere:Own-v0"}, "id: No module named .nowhere"),
         ({"actions": ["a"]}, "actions: expected 4 names"),
         ({"act_by": "x"}, "act_by: expected 'tool' or 'reply'"),
+        ({"seed": 999_937}, "seed: 64 training tasks from 999937 on would share seeds"),
         ({"num_tasks": 0}, "num_tasks"),
         ({"id": "Pendulum-v1", "kwargs": {}}, "expected discrete or text actions"),
     ],
@@ -278,6 +279,9 @@ SPELLED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ],
         ["( {answer} )", "9+5*1*3"],
     ),
+    "complex_arithmetic": ({}, ["nan", "NaN+nanj", "1e999"], ["({answer})"]),
+    "coin_flip": ({}, ["0", "1e300", "1/2"], ["2/2", "1.00001"]),
+    "game_of_life_halting": ({}, ["False", "yes", "0", "False or True"], [" true ", "True."]),
 }  # fmt: skip
 
 

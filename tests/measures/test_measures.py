@@ -242,6 +242,7 @@ def test_a_task_that_the_machine_left_too_few_attempts_takes_no_part() -> None:
     assert [seen["pass^2"].low, seen["pass^2"].high] == pytest.approx([*wilson(1, 3)])
     before = json.loads(json.dumps(report(first, model="m"), allow_nan=False))
     assert (before["tasks"], before["left_out"]) == (3, 1)
+    assert "all tasks (3; 1 left out)" in markdown(before)
     assert re.search(r"\| pass\^2 \| 0\.333 \[.*\] \|", markdown(before))
     second = played(a=(None, 1), b=(1, 1), c=(1, 1), d=(1, 1))
     for pair, gained in (((rows_of(before), second), 1.0), ((second, rows_of(before)), -1.0)):

@@ -33,7 +33,7 @@ def small_model(*, tied: bool) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(TOKENS), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=128,
-        rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         tie_word_embeddings=tied,
     )  # fmt: skip
     model: LlamaForCausalLM = LlamaForCausalLM(config)
@@ -91,7 +91,7 @@ def metadata() -> dict[str, Any]:
         "llama.attention.head_count": 4,
         "llama.attention.head_count_kv": 2,
         "llama.attention.key_length": 32,
-        "llama.attention.layer_norm_rms_epsilon": 1e-6,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.rope.freq_base": 5e5,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
@@ -176,7 +176,7 @@ def test_hyperparameters_come_from_the_file(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "o" / "config.json").read_text())
     assert config["max_position_embeddings"] == 128
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 0)
-    assert config["rms_norm_eps"] == 1e-6
+    assert config["rms_norm_eps"] == 1e-5
     generation = json.loads((tmp_path / "o" / "generation_config.json").read_text())
     assert (generation["bos_token_id"], generation["eos_token_id"]) == (1, 0)
 
@@ -214,6 +214,8 @@ def test_the_gpt2_splitter_keeps_digits_together(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.model: expected gpt2, got 'llama'"),
         ({"tokenizer.ggml.pre": "qwen2"}, r"expected gpt-2 or smollm, got 'qwen2'"),
         ({"tokenizer.ggml.merges": None}, r"no metadata key 'tokenizer\.ggml\.merges'"),
+        ({"llama.attention.head_count": None}, r"no metadata key 'llama\.attention\.head_count'"),
+        ({"tokenizer.ggml.eos_token_id": None}, r"no metadata key 'tokenizer\.ggml\.eos_token_id'"),
         ({"llama.block_count": 3}, r"m\.gguf holds no model\.layers\.2\.input_layernorm"),
         ({"arch": "gemma3"}, r"general\.architecture: expected llama, got 'gemma3'"),
     ],

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
@@ -21,6 +22,7 @@ from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.envs.base import Environment
 from agentgrpo.programs.launch import Awaited, Launcher
 from agentgrpo.programs.play import ProgramSampler
+from agentgrpo.programs.session import TOO_LONG
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.types import Group, Rollout, Status
 from agentgrpo.usercode import UserCodeError
@@ -273,6 +275,31 @@ def test_what_nobody_was_given_is_in_no_row() -> None:
     assert rows_of(rollout) == [[(False, rows_of(rollout)[0][0][1]), (True, f"said 0{EOT}")]]
     assert rollout.stats["undelivered"] == 1
     assert not engine.running
+
+
+def test_turns_whose_client_left_are_turns_of_the_rollout() -> None:
+    """Or who asks and hangs up, again and again, has the engine sample without end."""
+    ends: list[str] = []
+
+    async def program(client: Any, o: Any) -> str:
+        quick = client.with_options(timeout=1.0, max_retries=0)
+        for _ in range(4):
+            try:
+                await quick.chat.completions.create(
+                    model=o.model, messages=[{"role": "user", "content": "Q"}]
+                )
+            except openai.APITimeoutError:
+                ends.append("left")
+            except openai.BadRequestError as error:
+                ends.append(str(error.code))
+        return "gone"
+
+    engine = scripted(
+        lambda number, _: Turn(f"said{EOT}", steps=400), on_step=lambda _: time.sleep(0.02)
+    )
+    rollout = alone(asking(program), engine, max_turns=2)
+    assert ends == ["left", "left", TOO_LONG, TOO_LONG]
+    assert rollout.stats["undelivered"] == 2
 
 
 class Stopping(StubEngine):

@@ -4,6 +4,7 @@ The prompts are the host's business; everything a terminal would show between th
 standard output here: echoed expressions, tracebacks, "_".
 """
 
+import itertools
 import linecache
 import sys
 import traceback
@@ -17,6 +18,7 @@ class Console(InteractiveInterpreter):
     def __init__(self, namespace: dict[str, Any]) -> None:
         super().__init__(namespace)
         self._lines: list[str] = []
+        self._numbers = itertools.count()
         self._raised: BaseException | None = None
 
     def push(self, line: str) -> tuple[bool, BaseException | None]:
@@ -28,7 +30,7 @@ class Console(InteractiveInterpreter):
         self._raised, more, name = None, False, "<stdin>"
         source = "\n".join(self._lines)
         if sys.version_info >= (3, 13):  # tracebacks show what was typed, found by this name
-            name = f"<stdin>-{len(linecache.cache)}"
+            name = f"<stdin>-{next(self._numbers)}"
             linecache.cache[name] = len(source), None, source.splitlines(True), "<stdin>"
         try:
             more = self.runsource(source, name)
