@@ -109,12 +109,6 @@ class Session:
         except RecursionError:
             raise BadRequest("the request is nested too deeply") from None
 
-    async def prompt(self, asked: TurnRequest, size: int) -> Prompt:
-        """What a request of so many bytes shows the model."""
-        return await self.run_off_loop(
-            size, lambda: self.conversations.prompt(asked.messages, asked.tools)
-        )
-
     def require_size(self, size: int) -> None:
         """Refuse what is not worth being read, let alone counted in tokens."""
         if size > BYTES * self.max_model_len:
