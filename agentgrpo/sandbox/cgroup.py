@@ -227,12 +227,10 @@ class Cgroups:
             if not self.cpu_missing:
                 self._bound_processors(mounted["cpu"] / name)
             self._used.append(self._make())
-        except OSError as error:
+        except (OSError, CgroupsUnavailable) as error:
             self.close()
-            raise CgroupsUnavailable(_told(error)) from error
-        except CgroupsUnavailable:
-            self.close()
-            raise
+            told = _told(error) if isinstance(error, OSError) else str(error)
+            raise CgroupsUnavailable(told) from error
 
     def _bound_processors(self, path: Path) -> None:
         """A quota for all sessions together. Where there is none they have their niceness only, and

@@ -47,13 +47,8 @@ class Check:
 def _machine() -> Iterator[Check]:
     release = platform.release()
     version = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
-    yield Check(
-        "kernel",
-        version >= OLDEST_KERNEL,
-        release,
-        f"at least Linux {OLDEST_KERNEL[0]}.{OLDEST_KERNEL[1]}",
-        essential=True,
-    )
+    needed = f"at least Linux {OLDEST_KERNEL[0]}.{OLDEST_KERNEL[1]}"
+    yield Check("kernel", version >= OLDEST_KERNEL, release, needed, essential=True)
     machine = platform.machine()
     yield Check(
         "architecture",

@@ -1,6 +1,7 @@
 """Handles and what they name: none of them reaches what got the same number afterwards."""
 
 import contextlib
+import fcntl
 import os
 import random
 import signal
@@ -114,7 +115,8 @@ def test_what_a_dead_sandbox_leads_to_is_nobodys(pool: SandboxPool) -> None:
 
 
 def test_borrowed_descriptors_are_closed_by_the_last_borrower() -> None:
-    fd = os.open(os.devnull, os.O_RDONLY)
+    with open(os.devnull) as null:  # a number that no thread of a pool takes meanwhile
+        fd = fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, 1000)
     owned = Owned(fd)
     with owned.borrowed():
         assert owned.borrow()

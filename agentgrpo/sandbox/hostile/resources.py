@@ -54,7 +54,7 @@ row("Many small children together meet the memory limit, and the host is told", 
       os.close(end); x = bytearray(40 << 20); x[::4096] = b'1' * len(x[::4096])
       os.close(write); os.read(hold, 1); os._exit(0)
     os.close(write); os.read(filled, 1); os.close(end)  # each is full or dead by now
-    """, (OK, OOM, told)))
+    """, (OK, OOM, told), 60.0))
 row("Files in /dev/shm, /tmp and home are bounded",
     *((FILL.format(directory), at_most(mib << 20)) for directory, mib in
       (("/dev/shm", LIMITS.shm_mib), ("/tmp", LIMITS.tmp_mib), (".", LIMITS.home_mib))))
