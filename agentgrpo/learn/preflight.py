@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -23,9 +23,8 @@ from agentgrpo.learn.policy import NEAR, Policy
 from agentgrpo.machine.memory import OutOfMemory, memory, out_of_memory, release
 from agentgrpo.types import Int32, Metrics, Segment
 
-if TYPE_CHECKING:  # they import this, and vLLM
+if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine
-    from agentgrpo.learn.learner import Learner
 
 GRAIN = 128
 """Tokens between two sizes that are told apart."""
@@ -40,7 +39,17 @@ class DoesNotFit(ValueError):
     """The config asks for more memory than there is; the message has what fits."""
 
 
-def preflight(engine: Engine, learner: Learner, *, max_tokens: int) -> Metrics:
+class DryLearner(Protocol):
+    """The part of the learner that is tried."""
+
+    @property
+    def device(self) -> str: ...
+    def dry_pass(self, num_tokens: int) -> None: ...
+    def checkpoint_if_auto(self) -> bool: ...
+    def publish(self) -> Metrics: ...
+
+
+def preflight(engine: Engine, learner: DryLearner, *, max_tokens: int) -> Metrics:
     """Sleep, learn on a row of max_tokens, wake, publish: all as in a step, but nothing changes.
 
     The engine is awake, with no request in flight; it is left asleep, as between steps. Returns
@@ -64,7 +73,7 @@ def preflight(engine: Engine, learner: Learner, *, max_tokens: int) -> Metrics:
     return {"seconds": time.perf_counter() - started, **memory(learner.device)}
 
 
-def require_fit(learner: Learner, max_tokens: int) -> None:
+def require_fit(learner: DryLearner, max_tokens: int) -> None:
     """Try the largest pass; with its layers checkpointed if it does not fit and they may be."""
     if _fits(learner, max_tokens):
         return
@@ -76,7 +85,7 @@ def require_fit(learner: Learner, max_tokens: int) -> None:
     )
 
 
-def _fits(learner: Learner, num_tokens: int) -> bool:
+def _fits(learner: DryLearner, num_tokens: int) -> bool:
     try:
         learner.dry_pass(num_tokens)
     except (RuntimeError, MemoryError) as error:
@@ -88,7 +97,7 @@ def _fits(learner: Learner, num_tokens: int) -> bool:
     return False
 
 
-def largest_that_fits(learner: Learner, max_tokens: int) -> str:
+def largest_that_fits(learner: DryLearner, max_tokens: int) -> str:
     """How many packed tokens below max_tokens one pass can have, found by trying, in words.
 
     On several ranks nothing is tried: the others wait in the pass that failed on this one.
@@ -104,7 +113,7 @@ def largest_that_fits(learner: Learner, max_tokens: int) -> str:
     return f"{fits * GRAIN} tokens do"
 
 
-def oom_hint_learner(learner: Learner, max_tokens: int) -> str:
+def oom_hint_learner(learner: DryLearner, max_tokens: int) -> str:
     """What to set lower when memory ran out while learning, with the number that fits now."""
     fits = largest_that_fits(learner, max_tokens)
     return f"learner.max_tokens is {max_tokens}, and {fits}; {LESS_TO_TRAIN}"
