@@ -153,7 +153,7 @@ CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
         ),
         (
             ["env.kind=tools", CALCULATOR],
-            "'tools' does not answer code; env.kind python, .* would; .*one agent.kind inline",
+            "'tools' does not answer code; env.kind python, .* would",
         ),
         (
             [f"agent.kind={__name__}:Shouting", "agent.options.marc='?'"],
