@@ -34,11 +34,7 @@ Files = dict[str, Path | bytes]
 
 
 def prepared(run: Path, repo: str, which: str = "last") -> tuple[Path, Files]:
-    """The checkpoint and what would be sent of it, its card included.
-
-    Raises:
-        ValueError, OSError: metrics.jsonl was edited, or the checkpoint is not there or not whole.
-    """
+    """The checkpoint and what would be sent of it, its card included."""
     if not (run / "run.json").is_file():
         raise ValueError(f"{run}: no run.json, so this is not a run's folder (out_dir)")
     described = json.loads((run / "run.json").read_text())

@@ -72,9 +72,6 @@ class Segment:
 
     Immutable and compared by identity, so forked rollouts share their common segments and a
     shared one is trained once.
-
-    Raises:
-        ValueError: the arrays are not 1-d int32 / float32 of the same length.
     """
 
     token_ids: Int32

@@ -124,17 +124,10 @@ def user_call(
 ) -> Iterator[None]:  # fmt: skip
     """Within this a function of the user's is called, or something that calls one.
 
-    Args:
-        called: the function; None: it is not known.
-        what: in words; "": by its name.
-        task: its id.
-        rollout: its place in its group.
-        limit_s: seconds that it may take; None: for ever.
-        late: told then, on another thread. None: the command ends, with an error.
-
-    Raises:
-        UserCodeError: whatever it raised but an InfrastructureError, a UserCodeError (to which what
-            it does not say itself is added), Ctrl-C and what cancels a coroutine.
+    `called`: None: it is not known. `what`: it in words; "": by its name. `late` is told, on
+    another thread, when it takes longer than limit_s; None: the command ends, with an error.
+    UserCodeError: whatever it raised but an InfrastructureError, Ctrl-C and what cancels a
+    coroutine; to one that passes, what it does not say itself is added.
     """
     call = Call(called, what or name_of(called), task, rollout, limit_s, late)
     _calls[call] = None

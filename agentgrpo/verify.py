@@ -98,12 +98,7 @@ class Run:
 
 
 def verify_run(run: Path) -> Report:
-    """Check all records of a run directory.
-
-    Raises:
-        FileNotFoundError: it has no run.json, metrics.jsonl or rollouts.jsonl.
-        ValueError: run.json is not a training run's, or a line of the records is none; names it.
-    """
+    """Check all records of a run directory; FileNotFoundError, ValueError: it is none, by name."""
     if not (run / "run.json").is_file():
         raise FileNotFoundError(f"{run}: no run.json, which a run's folder (out_dir) has")
     about, seals = _described(run / "run.json")

@@ -73,9 +73,9 @@ def start_engine(config: TrainConfig, setup: RunSetup, *, trained: bool = False)
 def with_learner(config: TrainConfig, player: Player, ready: Ready, log: Any, lock: Any) -> Parts:
     setup = player.setup
     return Parts(
-        player=player, engine=player.engine, sampler=player.sampler, reward=setup.reward,
-        heldout=setup.heldout, progress=setup.progress, learner=cast(Any, QuickLearner()),
-        tasks=ready.tasks, log=log, lock=lock, probes=cast(Any, None), agreement_threshold=0.0,
+        **vars(player), reward=setup.reward, heldout=setup.heldout, progress=setup.progress,
+        learner=cast(Any, QuickLearner()), tasks=ready.tasks, log=log, lock=lock,
+        probes=cast(Any, None), agreement_threshold=0.0,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,11 +14,10 @@ import pytest
 import torch
 
 from agentgrpo.kernels.linear_logp import linear_logp
-from agentgrpo.run.atomic import read_lines
 from bench import harness, pages
 from bench.__main__ import scripts
 from bench.gpu import kernels, stages, step
-from bench.gpu.stages import CALLS, STAGES, Stage
+from bench.gpu.stages import CALLS, STAGES
 from bench.table import LINES, PAGE, table
 
 MIX = step.Mix("tiny", "tiny", 48, 2 / 3)
@@ -53,43 +51,6 @@ def test_an_extension_older_than_its_sources_makes_no_row(
     with pytest.raises(RuntimeError, match=r"older than csrc/new\.h"):
         harness.append_row("name", "variant", [1.0], unit="s", shape={})
     assert not (tmp_path / "bench/results/name.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("git", "commit", "message"),
-    [
-        (False, "abc1234", ""),
-        (False, "", "set BENCH_COMMIT to what"),
-        (True, "", "older"),
-        (True, "abc1234", ""),
-        (True, "abc1234f0", ""),
-        (True, "def5678", "but the tree is abc1234"),
-    ],
-)
-def test_a_copy_without_git_writes_rows_of_the_commit_it_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, git: bool, commit: str, message: str
-) -> None:
-    """A tree on another machine, whose sources came after the extension; git, if there, agrees."""
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "copy/bench/results")
-    monkeypatch.setattr(harness, "_commit", lambda: "abc1234")
-    for age, name in ((9, "agentgrpo/_C.abi3.so"), (1, "csrc/new.h"), *[(0, ".git/HEAD")][:git]):
-        path = tmp_path / "copy" / name
-        path.parent.mkdir(parents=True)
-        path.touch()
-        os.utime(path, (1e9 - age, 1e9 - age))
-    monkeypatch.setenv("BENCH_OUT", str(tmp_path / "brought/back"))
-    monkeypatch.setenv("BENCH_COMMIT", commit)
-    written = tmp_path / "brought/back/name.jsonl"
-    if message:
-        with pytest.raises(RuntimeError, match=message):
-            harness.append_row("name", "variant", [1.0], unit="s", shape={})
-        assert not written.exists()
-        return
-    for value in (1.0, 2.0):
-        harness.append_row("name", "variant", [value], unit="s", shape={})
-    rows = [(row["commit"], row["p50"]) for row in read_lines(written)]
-    assert rows == [("abc1234", 1.0), ("abc1234", 2.0)]
-    assert not (tmp_path / "copy/bench").exists(), "nothing beside the code"
 
 
 @pytest.mark.parametrize("of", ["values", "gradient"])
@@ -147,55 +108,6 @@ def test_the_calls_have_stages_that_are_there_and_fit_a_quarter_of_an_hour() -> 
         assert stages.stages_of(group)
     with pytest.raises(SystemExit, match="error: no stage 'engin'"):
         stages.stages_of("engin")
-
-
-def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-
-
-def test_a_stage_that_fails_is_a_row_and_the_next_one_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "late.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
-    said = "print('so far', flush=True)\nraise SystemExit('wrong: 3 of 4')\n"
-    (tmp_path / "fails.py").write_text(said)
-    writes = "open(os.environ['BENCH_OUT'] + '/seen.jsonl', 'a').write('{}\\n{}\\n')\n"
-    (tmp_path / "ends.py").write_text(f"import os, sys\n{writes}print(sys.argv[1:])\n")
-    (tmp_path / "idle.py").write_text("print('done')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("BENCH_OUT", str(tmp_path / "out"))
-    monkeypatch.setattr(stages, "measured_commit", lambda: "abc")
-    monkeypatch.setattr("bench.harness.measured_commit", lambda: "abc")
-    table = {
-        "a/fails": Stage(("fails",), (), 1, ""),
-        "a/lacks": Stage(("ends",), ("json", "no_such_module"), 1, ""),
-        "a/late": Stage(("late",), (), 1, ""),
-        "a/ends": Stage(("ends", "--size"), ("json", "torchvision"), 1, "", ("--dry-run",)),
-        "a/idle": Stage(("idle",), (), 1, ""),
-    }
-    monkeypatch.setattr(stages, "STAGES", table)
-    run = stages.run
-
-    def patient(name: str, *, walk: bool, limit: float) -> bool:
-        return run(name, walk=walk, limit=limit if name == "a/late" else 100.0)
-
-    monkeypatch.setattr(stages, "run", patient)
-    monkeypatch.setattr(sys, "argv", ["stages", "--walk", "--each", "5", "a"])
-    with pytest.raises(SystemExit, match="failed: a/fails, a/lacks, a/late, a/idle"):
-        stages.main()
-    fails, lacks, late, ends, idle = rows_of(tmp_path / "out", "gpu_stages")
-    assert (fails["shape"]["exit"], fails["note"]) == (1, "so far | wrong: 3 of 4")
-    assert (lacks["shape"]["exit"], lacks["note"]) == (127, "absent: no_such_module")
-    assert (late["shape"]["exit"], late["note"]) == (124, "begun | ended after 5 s")
-    said = "['--size', '--dry-run']"
-    assert (ends["shape"]["exit"], ends["note"]) == (0, said)
-    assert (ends["variant"], ends["shape"]["rows"]) == ("a/ends, walked", 2)
-    nothing = "no rows: nothing was measured | done"
-    assert (idle["shape"]["exit"], idle["note"], idle["shape"]["rows"]) == (1, nothing, 0)
-    assert said in capfd.readouterr().out
-    assert said in (tmp_path / "out/log.txt").read_text()
-    assert not run("a/ends", walk=True, limit=0.0)
-    assert rows_of(tmp_path / "out", "gpu_stages")[-1]["shape"]["exit"] == 124
 
 
 class Parsed(Exception):

@@ -245,20 +245,6 @@ def test_a_reward_of_ones_own_reads_what_columns_it_likes(
     assert "4 rows left out: they ask what is held out" in out
 
 
-def test_a_reward_that_fails_is_known_before_the_run(
-    dry_run: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    broken = "def f(rollout):\n    return {'answer': float(rollout.answer.strip() == '1')}\n"
-    (tmp_path / "newcomers_broken_reward.py").write_text(broken)
-    status, _, err = dry_run("reward.kind=newcomers_broken_reward:f")
-    assert status == 2
-    assert err.startswith("error: the reward f raised AttributeError: ")
-    assert "for the answer None (task '" in err
-    assert "newcomers_broken_reward.py:2)" in err
-    assert "`raised`, `called sys.exit`, `gave a wrong result`" in PAGE
-
-
 @pytest.mark.parametrize(
     ("nsjail", "message"),
     [

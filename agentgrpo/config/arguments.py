@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from agentgrpo.config.read import shipped_configs
 
@@ -21,7 +20,8 @@ def config_parser(command: str, description: str | None) -> argparse.ArgumentPar
     """The same of a command that reads a config, with `config` and `overrides`."""
     parser = parser_of(command, description)
     parser.add_argument("config", help="a TOML file, or the name of one of those below")
-    about = (f"  {name:18} {_about(path)}" for name, path in shipped_configs().items())
+    firsts = {name: path.read_text().partition("\n")[0] for name, path in shipped_configs().items()}
+    about = (f"  {name:18} {first.lstrip('# ')}" for name, first in firsts.items())
     parser.epilog = "\n".join(["configs that come with the package:", *about])
     parser.add_argument(
         "overrides",
@@ -31,8 +31,3 @@ def config_parser(command: str, description: str | None) -> argparse.ArgumentPar
         help="settings that replace the file's; docs/config.md has them all",
     )
     return parser
-
-
-def _about(config: Path) -> str:
-    """The first line of a shipped config, which says what it is."""
-    return config.read_text().splitlines()[0].lstrip("# ")

@@ -78,10 +78,6 @@ class SftConfig(Section):
     """Examples of one optimizer step."""
     learning_rate: Annotated[float, Field(gt=0, le=1)] | None = None
     """Left out: learner.learning_rate."""
-    agent_prompt: bool = True
-    """Conversations begin with the agent's own prompt, as rollouts do. False: as they are."""
-    too_long: Literal["error", "skip"] = "error"
-    """What happens to an example that is longer than engine.max_model_len."""
 
 
 class CurriculumConfig(Section):

@@ -39,10 +39,6 @@ def read_tasks(
 
     The options are those of DataConfig. `answered`: every row must have an answer; else the
     environment knows what is right, or a reward that reads other columns.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is of another kind, has no rows, or one is bad; starts with file:line.
     """
     needed = [question, *([answer] if answered else []), *([] if id is None else [id])]
     kept = None if columns is None else {*needed, answer, *columns}

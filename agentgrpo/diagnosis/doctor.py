@@ -18,11 +18,7 @@ NOTE = 0.2
 
 
 def diagnose(folder: Path | str) -> list[Finding]:
-    """What the records of a run show, most likely first; empty: nothing.
-
-    Raises:
-        FileNotFoundError, ValueError: the folder holds no run's records, or broken ones.
-    """
+    """What the records of a run show, most likely first; empty: nothing."""
     return _found(History(Path(folder)))
 
 

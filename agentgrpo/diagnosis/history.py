@@ -86,12 +86,7 @@ class Seen:
 
 
 class History:
-    """What a run has recorded so far.
-
-    Raises:
-        FileNotFoundError: the folder holds no run.json.
-        ValueError: a file of it is none of a run's; the message names it.
-    """
+    """What a run has recorded so far."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / "run.json").is_file():

@@ -39,22 +39,12 @@ T = TypeVar("T")
 class Endpoint(ABC):
     """Something that continues a conversation."""
 
+    @abstractmethod
     def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        n: int = 1,
-        temperature: float = 1.0,
+        self, messages: Sequence[Message], *, n: int = 1, temperature: float = 1.0,
         max_tokens: int = 1024,
-        stop: Sequence[str] = (),
-    ) -> list[str]:
-        """N replies, without the stop string that ended them."""
-        replies = self._replies(messages, n, temperature, max_tokens, stop)
-        ends = [[at for at in map(reply.find, stop) if at >= 0] for reply in replies]
-        return [
-            reply[: min(found)] if found else reply
-            for reply, found in zip(replies, ends, strict=True)
-        ]
+    ) -> list[str]:  # fmt: skip
+        """N replies."""
 
     def __call__(self, ask: ModelRequest) -> str:
         """What an episode asks for."""
@@ -62,12 +52,6 @@ class Endpoint(ABC):
             ask.messages, temperature=ask.temperature, max_tokens=ask.max_tokens
         )
         return said
-
-    @abstractmethod
-    def _replies(
-        self, messages: Sequence[Message], n: int, temperature: float, max_tokens: int,
-        stop: Sequence[str],
-    ) -> list[str]: ...  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +65,8 @@ class ScriptedEndpoint(Endpoint):
         """The function, by its name."""
         return {"function": f"{self.reply.__module__}:{self.reply.__qualname__}"}
 
-    def _replies(
-        self, messages: Sequence[Message], n: int, *sampling: object
+    def complete(
+        self, messages: Sequence[Message], *, n: int = 1, **sampling: object
     ) -> list[str]:  # fmt: skip
         replies = [self.reply(messages) for _ in range(n)]
         for reply in replies:
@@ -159,13 +143,12 @@ class Server:
 class HttpEndpoint(Server, Endpoint):
     """An OpenAI-compatible server (vLLM, llama.cpp, a hosted API): of kind "http"."""
 
-    def _replies(
-        self, messages: Sequence[Message], n: int, temperature: float, max_tokens: int,
-        stop: Sequence[str],
+    def complete(
+        self, messages: Sequence[Message], *, n: int = 1, **sampling: float
     ) -> list[str]:  # fmt: skip
         body = {
-            "model": self.config.model, "messages": messages, "n": n, "temperature": temperature,
-            "max_tokens": max_tokens, **({"stop": list(stop)} if stop else {}), **self.config.extra,
+            "model": self.config.model, "messages": messages, "n": n, "temperature": 1.0,
+            "max_tokens": 1024, **sampling, **self.config.extra,
         }  # fmt: skip
         replies = self._ask("/chat/completions", _texts, body)
         if len(replies) != n:
@@ -394,9 +377,9 @@ class EngineEndpoint(Endpoint):
     reference: bool = False
     """Without the adapter."""
 
-    def _replies(
-        self, messages: Sequence[Message], n: int, temperature: float, max_tokens: int,
-        stop: Sequence[str],
+    def complete(
+        self, messages: Sequence[Message], *, n: int = 1, temperature: float = 1.0,
+        max_tokens: int = 1024,
     ) -> list[str]:  # fmt: skip
         prompt = self.chat.prompt_ids(messages)
         room = self.loop.max_model_len - len(prompt)
@@ -410,7 +393,6 @@ class EngineEndpoint(Endpoint):
                 prompt,
                 max_tokens=min(max_tokens, room),
                 temperature=temperature,
-                stop=tuple(stop),
                 stop_token_ids=self.chat.stop_token_ids,
                 reference=self.reference,
             )

@@ -329,21 +329,18 @@ class Engine:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def sleep(self, requests: Literal["refuse", "keep", "abort"] = "refuse") -> None:
+    def sleep(self) -> None:
         """Give the KV cache's memory back; with copied weights, theirs too (EngineConfig).
 
         On CPU vLLM has no memory to give back: its scheduler pauses, its prefix cache is reset and
-        the states are the same. `requests`: what happens to those in flight; keep: they go on after
-        wake(), their cache computed again.
+        the states are the same.
         """
         if self.asleep:
             return
-        if self._in_flight and requests == "refuse":
+        if self._in_flight:
             raise RuntimeError(
                 f"engine asked to sleep with {len(self._in_flight)} requests in flight"
             )
-        if requests == "abort":  # vLLM's own abort-on-sleep would have us wait for them for ever
-            self.abort_all()
         self._drain()
         before = memory(self.device)
         self._engine.sleep(self._config.sleep_level, mode="keep")
@@ -370,13 +367,10 @@ class Engine:
         awake = {f"{name}_awake": value for name, value in memory(self.device).items()}
         return self._memory | awake
 
-    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
-        """Forget every cached key and value: they belong to the weights before an update.
-
-        `recompute_running`: requests in flight keep their tokens and have theirs computed again.
-        """
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached key and value: they belong to the weights before an update."""
         self._drain()
-        if not self._engine.reset_prefix_cache(reset_running_requests=recompute_running):
+        if not self._engine.reset_prefix_cache():
             raise RuntimeError(
                 f"vLLM did not reset its prefix cache ({len(self._in_flight)} requests in flight); "
                 "rollouts would mix two policies"

@@ -426,11 +426,7 @@ def _named(there: Mapping[str, Any], name: str, key: str, kind: str) -> Any:
 
 
 def read_corpus(path: Path) -> list[tuple[str, str, str]]:
-    """The texts of a file, as (id, title, text).
-
-    Raises:
-        ValueError: a line is not an object with a non-empty `text`; says file and line.
-    """
+    """The texts of a file, as (id, title, text)."""
     rows = []
     for number, row in numbered_rows(path):
         if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"]:

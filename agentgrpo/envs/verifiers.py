@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import copy
 import os
-import re
 import ssl
 import traceback
 from collections.abc import Mapping, Sequence
@@ -67,7 +66,7 @@ class VerifiersEnv:
     ) -> None:  # fmt: skip
         self._select = dict(select or {})
         self._heldout = {**(args or {}), **heldout} if heldout else None
-        _package()
+        import_optional("verifiers.v1", "env.kind = 'verifiers'")  # of version 0.4 on
         _add_folder_to_path()
         _play_null_here()
         self.upstream = _load(load, dict(args or {}), dict(env or {}))
@@ -214,14 +213,6 @@ def _messages(data: Any) -> tuple[dict[str, str], ...]:
 def _spec(data: Any) -> dict[str, Any]:
     spec: dict[str, Any] = data.model_dump(mode="json", exclude_defaults=True)
     return spec
-
-
-def _package() -> None:
-    verifiers = import_optional("verifiers", "env.kind = 'verifiers'")
-    version = getattr(verifiers, "__version__", "of no version")
-    if [int(part) for part in re.findall(r"\d+", version)[:2]] < [0, 4]:
-        raise ValueError(f"the package verifiers is {version}; expected 0.4 or later")
-    import_optional("verifiers.v1", "env.kind = 'verifiers'")
 
 
 def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:

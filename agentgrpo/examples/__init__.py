@@ -36,11 +36,7 @@ def files() -> dict[str, str]:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write them all; the folder is made.
-
-    Raises:
-        FileExistsError: one is there already; none is written.
-    """
+    """Write them all; the folder is made."""
     paths = {folder / name: text for name, text in files().items()}
     there = [path for path in paths if path.exists()]
     if there:

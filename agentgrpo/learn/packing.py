@@ -133,10 +133,6 @@ def flex_blocks(
     Equal, bit for bit, to what `create_block_mask` of torch 2.13 computes; with a window, as a
     sliding layer's `positions_T[q] - positions_T[k] < window`, a block may count as partly visible
     of which no pair is.
-
-    Raises:
-        ValueError: `tout_T` is not 1-d int32 with t < tout_T[t] <= T, or `block_size` or `window`
-            is below 1.
     """
     if tout_T.ndim != 1 or tout_T.dtype != np.int32:
         raise ValueError(

@@ -60,9 +60,6 @@ class Scorer(nn.Module):
     bit. `sharded`: its weights lie on all ranks.
 
     On several ranks all must make one, of a model that is not sharded yet.
-
-    Raises:
-        ValueError: on a few tokens it differs from the model itself.
     """
 
     sharded = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from agentgrpo.learn.optimizer import MasterAdamW
 from agentgrpo.learn.policy import NEAR, Policy
 from agentgrpo.machine.memory import OutOfMemory, memory, out_of_memory, release
 from agentgrpo.types import Int32, Metrics, Segment
+
+if TYPE_CHECKING:  # it imports vLLM
+    from agentgrpo.engine.engine import Engine
 
 GRAIN = 128
 """Tokens between two sizes that are told apart."""
@@ -46,14 +49,7 @@ class DryLearner(Protocol):
     def publish(self) -> Metrics: ...
 
 
-class Sleeper(Protocol):
-    """The part of the engine that is tried."""
-
-    def sleep(self) -> None: ...
-    def wake(self) -> Metrics: ...
-
-
-def preflight(engine: Sleeper, learner: DryLearner, *, max_tokens: int) -> Metrics:
+def preflight(engine: Engine, learner: DryLearner, *, max_tokens: int) -> Metrics:
     """Sleep, learn on a row of max_tokens, wake, publish: all as in a step, but nothing changes.
 
     The engine is awake, with no request in flight; it is left asleep, as between steps. Returns

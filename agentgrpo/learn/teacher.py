@@ -60,11 +60,7 @@ class Teacher:
 
     @torch.no_grad()
     def score(self, updates: Sequence[Update]) -> Metrics:
-        """Write the rollouts' teacher_logprobs, in one packed pass; what that cost.
-
-        Raises:
-            FloatingPointError: it gave a token no probability that is a number.
-        """
+        """Write the rollouts' teacher_logprobs, in one packed pass; what that cost."""
         started, self._left_out = time.perf_counter(), 0
         scorer = (self.beside and self.beside.scorer) or self._policy.scorer
         score = self.beside or (lambda batch, temperature: scorer(batch, temperature).logp_N)

@@ -47,12 +47,8 @@ def main(arguments: list[str]) -> int:
     print(f"\n{report}")  # noqa: T201
     lacking = [check.name for check in checks if check.essential and not check.ok]
     lacking += [] if isolated else ["a way to isolate code"]
-    print(f"\n{verdict(lacking)}")  # noqa: T201
-    return 1 if lacking else 0
-
-
-def verdict(lacking: list[str]) -> str:
-    """What the report comes to, given what is essential and not there."""
+    verdict = "This machine can train. What is missing above, if anything, is not essential."
     if lacking:
-        return f"Nothing can be trained here before this is mended: {', '.join(lacking)}."
-    return "This machine can train. What is missing above, if anything, is not essential."
+        verdict = f"Nothing can be trained here before this is mended: {', '.join(lacking)}."
+    print(f"\n{verdict}")  # noqa: T201
+    return 1 if lacking else 0

@@ -81,14 +81,16 @@ class Footprint:
 
 
 def footprint(
-    config: TrainConfig, shapes: Shapes, *, cuda: bool, ranks: int = 1, trained: bool = True,
-    sampled: bool = True, teacher: Shapes = MappingProxyType({}),
+    config: TrainConfig, shapes: Shapes, *, cuda: bool | None = None, ranks: int | None = None,
+    trained: bool = True, sampled: bool = True, teacher: Shapes = MappingProxyType({}),
 ) -> Footprint:  # fmt: skip
     """Memory of one process of a run: of each rank, with a learner, or an engine, or both.
 
-    `cuda`: a GPU, bfloat16 where the config says auto; else a CPU. `teacher`: of another model.
+    `cuda`: a GPU, bfloat16 where the config says auto; else a CPU. None, as of `ranks`: what is
+    here. `teacher`: of another model.
     """
-    learner = config.learner
+    cuda = hardware.has_nvidia_gpu() if cuda is None else cuda
+    ranks, learner = ranks or parallel.world_size(), config.learner
     width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
     parameters, sizes = count(shapes), trained_sizes(shapes, learner)
     weights, changed = parameters * width, sum(sizes)
@@ -178,18 +180,6 @@ def shapes_of(config: Any) -> Shapes:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def held_by(
-    config: TrainConfig, model: str, *, trained: bool = True, sampled: bool = True,
-    teacher: str | None = None,
-) -> Footprint:  # fmt: skip
-    """What a run will hold here, of a model's directory or hub name, and of its teacher's."""
-    cuda, ranks = hardware.has_nvidia_gpu(), parallel.world_size()
-    return footprint(
-        config, shapes_at(model), cuda=cuda, ranks=ranks, trained=trained, sampled=sampled,
-        teacher=shapes_at(teacher) if teacher else {},
-    )  # fmt: skip
-
-
 def shapes_at(model: str) -> Shapes:
     """Of each tensor of a model, from its directory or hub name."""
     shapes = shapes_in(Path(model))
@@ -209,7 +199,10 @@ def room_checks(
     vLLM would say that it has no room in its own words, after loading the model, or be ended by
     Linux, since a control group's limit is met only where memory is written to.
     """
-    held = held_by(config, model, trained=trained, sampled=sampled, teacher=teacher)
+    held = footprint(
+        config, shapes_at(model), trained=trained, sampled=sampled,
+        teacher=shapes_at(teacher) if teacher else {},
+    )  # fmt: skip
     card = hardware.gpu_memory_bytes() if held.cuda else None
     known = card is not None or not held.cuda
     total, free = card or hardware.memory_bytes()

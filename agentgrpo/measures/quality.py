@@ -58,9 +58,6 @@ def judged(judge: Endpoint) -> Quality:
 
     An equal answer is not put to it. Its first verdict counts: asking until it agrees
     would count its mistakes as the policy's merits. It is asked again only while it gives none.
-
-    Raises (when called):
-        InfrastructureError: it gives none, or does not answer.
     """
 
     def quality(rollout: Rollout) -> float:

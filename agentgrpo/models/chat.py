@@ -42,11 +42,6 @@ _PASTS = (["system", "user"], ["user", "assistant", "tool", "tool"], ["user", "a
 
 Keep = Literal["ends", "head", "tail"]
 Form = Literal["object", "string", "text"]
-_FORMS: Mapping[Form, str] = {
-    "object": "calls with an object as arguments",
-    "string": "calls with a string as arguments",
-    "text": "a turn without calls",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +227,7 @@ class ChatTemplate:
         mark, word, said = _MARK, "stand-in-word", repr(messages) + str(messages)
         while mark in said or word in said:
             mark, word = mark + _MARK[0], word + "s"
-        refused: dict[str, Form] = {}
+        refused: list[str] = []
         for form, turn in _turns_before(messages, mark):
             tried = [(p, t) for p in ([_past(roles, form, word)] if roles else []) + [[_USER]]
                      for t in ([_schemas(word)] if tools else []) + [[]]]  # fmt: skip
@@ -245,21 +240,18 @@ class ChatTemplate:
                 if word not in text.partition(mark)[2]:
                     break
             else:
-                refused.setdefault(reason, form)
+                refused.append(reason)
                 continue
             after, closer = text.partition(mark)[2], self._endings[form].closer
             ends = [m for m in self._controls(after, inner=True) if m[0] == closer]
             end = next(iter(ends if closer else self._controls(after)), None)
             if end is None:
-                refused.setdefault("it does not show that turn and its end", form)
+                refused.append("it does not show that turn and its end")
                 continue
             start = self._start(after, end, form, last_id)
             before = [m[0] for m in self._controls(after, inner=True) if m.end() == start]
             return end[0], "".join(before), after[start:]
-        reason = "; ".join(f"behind {_FORMS[form]}: {why}" for why, form in refused.items())
-        if len(refused) == 1:
-            (reason,) = refused
-        raise ValueError(self._refusal(messages, "follow an assistant turn", reason))
+        raise ValueError(self._refusal(messages, "follow an assistant turn", refused[0]))
 
     def _depends_on(self, roles: Sequence[str], past: Sequence[str]) -> bool:
         """Whether the template writes messages of these roles otherwise behind such a history."""

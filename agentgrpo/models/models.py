@@ -95,18 +95,7 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
     if "/" not in model or looks_like_path(model):
         hub = "" if looks_like_path(model) else "; a model of the hub is named owner/name"
         raise ValueError(f"model {model!r}: no such directory{hub}")
-    _require_hub_name(model)
     return model
-
-
-def _require_hub_name(model: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
-    try:
-        validate_repo_id(model)
-    except HFValidationError as error:
-        raise ValueError(f"model {model!r}: no such directory, and no hub name: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +191,7 @@ def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplat
 def teacher_model(
     config: TrainConfig, chat: ChatTemplate, say: Callable[[str], None]
 ) -> str | None:
-    """The directory or hub name of teacher.model, whose tokenizer is the policy's.
-
-    Raises:
-        ValueError: it is not, by some token, or there is no such model.
-    """
+    """The directory or hub name of teacher.model, whose tokenizer is the policy's."""
     named = config.teacher.model
     if named is None or not config.teacher.teaches:
         return None

@@ -44,13 +44,9 @@ class ErrandsEnv(TaggedEnv):
 def tasks(split: Split) -> list[Task]:
     """See ErrandsEnv.tasks()."""
     questions = almanac.lookups(split)
-    sums = (_sum(split, index) for index in range(len(questions)))
+    drawn = (word_problems.task(split, index) for index in range(len(questions)))
+    sums = (dataclasses.replace(task, spec={**task.spec, "kind": "sum"}) for task in drawn)
     return list(chain.from_iterable(zip(sums, questions, strict=True)))
-
-
-def _sum(split: Split, index: int) -> Task:
-    task = word_problems.task(split, index)
-    return dataclasses.replace(task, spec={**task.spec, "kind": "sum"})
 
 
 # -- a large model's place -------------------------------------------------------------------------

@@ -5,7 +5,7 @@ The data is a .jsonl file ([sft] data). A row is one of
 * a rollout, as a run's rollouts.jsonl and the flywheel's sft.jsonl hold them: its tokens as they
   are. Trained are the segments that the policy sampled, of the flywheel's those with an author;
 * a conversation, {"messages": [...]}, for a cold start: rendered as a rollout is, by the same chat
-  template and (agent_prompt) behind the agent's own prompt. Trained are the assistant's messages,
+  template and behind the agent's own prompt. Trained are the assistant's messages,
   and the token that closes one unless it ends with a stop string of the agent, after which
   sampling would have ended too. A message of the role "observation" goes into the assistant's turn
   as it is, for agents whose tools answer there.
@@ -72,13 +72,11 @@ def read_examples(
         if example is None:
             continue
         length = max(sum(len(s.token_ids) for s in part) for part in example.rows)
-        if length <= max_tokens:
-            examples.append(example)
-        elif config.too_long == "error":
+        if length > max_tokens:
             raise ValueError(
-                f"{path}:{number}: {length} tokens, engine.max_model_len is {max_tokens}; "
-                "sft.too_long = 'skip' leaves such examples out"
+                f"{path}:{number}: {length} tokens, engine.max_model_len is {max_tokens}"
             )
+        examples.append(example)
     if not examples:
         raise ValueError(f"{path}: no example is left (sft.keep = {config.keep!r})")
     return examples
@@ -90,7 +88,7 @@ def _example(
     """The row as a rollout to be imitated; None if it is not kept."""
     closed: list[list[Segment]] = []
     if "messages" in row:
-        segments = conversation(row["messages"], chat, agent, agent_prompt=config.agent_prompt)
+        segments = conversation(row["messages"], chat, agent)
         task = Task(id=name, messages=(), spec={})
     else:
         if row.get("split") == "heldout":
@@ -117,19 +115,18 @@ def _example(
 
 
 def conversation(
-    messages: Sequence[Mapping[str, Any]], chat: ChatTemplate, agent: Agent, *, agent_prompt: bool
+    messages: Sequence[Mapping[str, Any]], chat: ChatTemplate, agent: Agent
 ) -> list[Segment]:
     """A conversation's tokens, as a rollout would hold them; the assistant's are `sampled`.
 
-    At least one message before the assistant's first, and one of the assistant's. `agent_prompt`:
-    put the agent's own prompt in front, and its prefill into the first turn.
+    At least one message before the assistant's first, and one of the assistant's. The agent's own
+    prompt is in front, and its prefill in the first turn.
     """
     head, turns = _turns(messages)
     task = Task(id="conversation", messages=tuple(head), spec={})
-    shown, tools = (agent.messages(task), agent.tools(task)) if agent_prompt else (head, ())
+    shown, tools = agent.messages(task), agent.tools(task)
     segments = [_segment(chat.prompt_ids(shown, tools), trained=False)]
-    prefill = agent.prefill(task) if agent_prompt else ""
-    if prefill:
+    if prefill := agent.prefill(task):
         segments.append(_segment(chat.text_ids(prefill, own=True), trained=False))
     roles = [message["role"] for message in shown]
     for index, (text, told) in enumerate(turns):

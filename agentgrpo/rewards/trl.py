@@ -33,7 +33,6 @@ from typing import Any
 
 from agentgrpo.rewards.rewards import ask
 from agentgrpo.rewards.view import RolloutView
-from agentgrpo.types import Rollout
 from agentgrpo.usercode import WrongResult, as_number
 
 GIVEN = (
@@ -111,7 +110,8 @@ def arguments_for(
     task = views[0].rollout.task
     columns = {column: value for column, value in task.spec.items() if column not in NO_COLUMNS}
     messages = [dict(message) for message in task.messages]
-    ids = [_ids_after_prompt(view.rollout) for view in views]
+    every = ([s for row in view.rollout.rows for s in row[1:]] for view in views)
+    ids = [[token for s in segments for token in s.token_ids.tolist()] for segments in every]
     environments = [view.rollout.environment for view in views]
 
     def log_extra(column: str, values: Sequence[Any]) -> None:
@@ -181,10 +181,6 @@ def _assistant(content: str, calls: Collection[tuple[str, Mapping[str, Any]]]) -
     if functions:
         made["tool_calls"] = [{"type": "function", "function": f} for f in functions]
     return made
-
-
-def _ids_after_prompt(rollout: Rollout) -> list[int]:
-    return [token for row in rollout.rows for s in row[1:] for token in s.token_ids.tolist()]
 
 
 def _as_json(value: Any) -> Any:

@@ -71,8 +71,7 @@ class Waiting:
     def take(self, *, block: bool) -> Iterator[tuple[int, Future[Any], Then]]:
         """Stop waiting for those that were answered, by a result or by an InfrastructureError.
 
-        Raises:
-            Exception: any other that a world raised, for which it goes on waiting: see cancel().
+        Any other error of a world is raised, and it is waited for on: see cancel().
         """
         if not self._futures:
             return

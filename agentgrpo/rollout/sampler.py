@@ -41,21 +41,12 @@ class AnySampler(ABC):
         filters: Mapping[str, float] = MappingProxyType({}),
         ended: Ended = ignore,
     ) -> tuple[list[Group], SamplerStats]:
-        """Play each task group_size times.
+        """Play each task group_size times; one group per task, in order, unscored.
 
-        Args:
-            tasks: what to play; ids need not differ.
-            group_size: rollouts per task.
-            seed: of everything sampled in this call; see decoder.request_seed().
-            temperature: instead of config.temperature, and without branching; 0 is greedy.
-            filters: as in Engine.add_request(); what is played so must not be trained on.
-            ended: is told of each group that has ended, where this process plays by itself.
-
-        Returns:
-            One group per task, in order, its rollouts in index order; unscored.
-
-        Raises:
-            ValueError: what a user's sampler returned cannot be trained on; names the rollout.
+        `seed`: of everything sampled in this call, see decoder.request_seed(). `temperature`:
+        instead of config.temperature, and without branching; 0 is greedy. `filters`: as in
+        Engine.add_request(); what is played so must not be trained on. `ended` is told of each
+        group that has ended, where this process plays by itself.
         """
         started = time.perf_counter()
         config = self._config

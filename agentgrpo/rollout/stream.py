@@ -137,11 +137,7 @@ class Streams:
         on_token: OnToken,
         messages: Callable[[Task], Sequence[Message]] = lambda task: task.messages,
     ) -> list[list[Rollout]]:
-        """Play each task n times; a RolloutSampler's rollout().
-
-        Raises:
-            ValueError: a prompt leaves no room in the context; whatever on_token raises.
-        """
+        """Play each task n times; a RolloutSampler's rollout()."""
         played = []
         decoding: dict[str, Stream] = {}
         for index, task in enumerate(tasks):

@@ -52,15 +52,6 @@ def numbered_rows(path: Path, *, growing: bool = False) -> Iterator[tuple[int, A
             yield number, row
 
 
-def cut(path: Path) -> str:
-    """What numbered_rows() leaves out of a growing file, in words; empty: nothing."""
-    with opened(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 1, 0))
-        whole = file.read() in (b"\n", b"")
-    return "" if whole else f"{path.name}: its last line has no end, and was left out"
-
-
 def append_lines(path: Path, rows: Iterable[Any]) -> None:
     """Add rows to a JSON-lines file; they have reached the disk when this returns."""
     with writing(path), path.open("a") as file:

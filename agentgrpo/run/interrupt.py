@@ -93,18 +93,12 @@ def run_child(command: Sequence[str], stdout: int | None = None) -> tuple[int, b
 
     def on_signal(number: int) -> None:
         asked.append(number)
-        for process in begun:
-            pass_on(process)
-
-    def pass_on(process: subprocess.Popen[bytes]) -> None:
-        if signal.SIGTERM in asked:
-            process.terminate()
+        if number == signal.SIGTERM and begun:
+            begun[0].terminate()
 
     with _handled(on_signal):
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout)
-        begun.append(process)
-        pass_on(process)  # what came before it was begun
-        return process.wait(), bool(asked)
+        begun.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout))
+        return begun[0].wait(), bool(asked)
 
 
 def die_with_parent() -> None:

@@ -115,13 +115,6 @@ class Progress:
             f"play {playing:.0f}s  learn {learning:.0f}s  left {left}"
         )
         self._machine_failed(rollout)
-        parts = {
-            "waiting for environments": rollout.get("idle_s", 0.0),
-            "encoding observations": rollout.get("observe_s", 0.0),
-        }
-        slowest = max(parts, key=lambda name: parts[name])
-        if parts[slowest] > max(playing / 2, rollout.get("decode_s", 0.0)):
-            self.say(f"  most of play was {slowest}: {parts[slowest]:.0f} of {playing:.0f} s")
         longest = max(spent, key=lambda name: spent[name] * (name != "total_s"))
         if longest not in ("playing_s", "learning_s"):
             of = f"{spent[longest]:.0f} of {spent['total_s']:.0f} s"

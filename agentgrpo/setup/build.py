@@ -68,12 +68,9 @@ class Player:
 
 
 @dataclass(kw_only=True)
-class Parts:
-    """What a training run is made of."""
+class Parts(Player):
+    """What a training run is made of: what plays, and what learns from it."""
 
-    player: Player
-    engine: Engine
-    sampler: AnySampler
     reward: Scoring
     heldout: Sequence[Task]
     progress: Progress
@@ -91,10 +88,9 @@ class Parts:
         hold this.
         """
         with contextlib.ExitStack() as undo:  # each, whichever fails
-            undo.callback(vars(self).clear)
             undo.callback(setattr, self.reward, "steps_done", lambda: 0)
             undo.callback(self.lock.close)
-            undo.callback(self.player.close)
+            undo.callback(super().close)
             self.log.close()
 
     def save(self, config: TrainConfig) -> Path:
@@ -103,7 +99,7 @@ class Parts:
         def write(folder: Path) -> None:
             self.learner.policy.save(folder)
             if parallel.rank() == 0:
-                self.player.setup.chat.tokenizer.save_pretrained(folder)
+                self.setup.chat.tokenizer.save_pretrained(folder)
             self.learner.save_state(
                 folder / checkpoint.STATE,
                 tasks=self.tasks.state_dict(),
@@ -269,9 +265,7 @@ def _with_learner(
     if tried is not None:
         log.write(learner.step_count, preflight=tried)
     return Parts(
-        player=player,
-        engine=engine,
-        sampler=player.sampler,
+        **vars(player),
         reward=setup.reward,
         heldout=setup.heldout,
         progress=progress,

@@ -13,7 +13,7 @@ from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.machine import hardware
-from agentgrpo.machine.footprint import GIB, held_by, room_checks
+from agentgrpo.machine.footprint import GIB, footprint, room_checks, shapes_at
 from agentgrpo.machine.packages import require
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import newest_saved
@@ -122,7 +122,7 @@ def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> 
     named = f"{f'{card[0] / GIB:.0f} GiB ' if card else ''}NVIDIA GPU; host: "
     dtype = config.engine.dtype_on(device)
     yield line("device", f"{named if device == 'cuda' else 'CPU, '}{host}; {dtype}")
-    held = held_by(config, model, trained=trained, sampled=sampled)
+    held = footprint(config, shapes_at(model), trained=trained, sampled=sampled)
     changed = "of an adapter" if config.learner.lora.rank else "of them"
     much = f", {held.trained:,} {changed} trained" if trained else ""
     yield line("model", f"{Path(model).name}: {held.parameters:,} parameters{much}")

@@ -375,12 +375,9 @@ def _require_fit(config: TrainConfig, env: Any = None) -> None:
     missing = [what for what in acts if what not in answers]
     if missing:
         fits = [e for e in ENVIRONMENTS if {*acts} <= {*class_of("env", e).answers}]  # type: ignore[attr-defined]
-        acting = {a: {*class_of("agent", a).acts} for a in AGENTS}  # type: ignore[attr-defined]
-        others = [a for a in AGENTS if acting[a] <= {*answers} and bool(acting[a]) == bool(answers)]
         raise ValueError(
             f"agent.kind {config.agent.kind!r} acts by {' and '.join(acts)}, and env.kind {kind!r} "
-            f"does not answer {' and '.join(missing)}; env.kind {', '.join(fits)} would; "
-            f"for this one agent.kind {', '.join(others) or 'module:Class'}"
+            f"does not answer {' and '.join(missing)}; env.kind {', '.join(fits)} would"
         )
 
 

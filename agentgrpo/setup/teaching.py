@@ -25,11 +25,7 @@ REQUEST = "\n\nCorrectly solve the original question.\n"
 
 
 def teacher_of(config: TrainConfig, setup: RunSetup) -> Callable[[Policy], Teacher] | None:
-    """What makes the teacher of a policy; None: there is none.
-
-    Raises:
-        ValueError: prompts cannot be rendered again, or there is no such function.
-    """
+    """What makes the teacher of a policy; None: there is none."""
     c = config.teacher
     if not c.teaches:
         return None

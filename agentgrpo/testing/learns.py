@@ -172,11 +172,7 @@ class _Watch(Callback):
 
 
 def _heldout(run: Path, step: int) -> dict[str, bool]:
-    """Which held-out tasks were solved, by id, at a step; one that timed out was not.
-
-    Raises:
-        ValueError: nobody says what is solved.
-    """
+    """Which held-out tasks were solved, by id, at a step; one that timed out was not."""
     played = [
         rollout
         for place, rollout in read_rollouts(run / "rollouts.jsonl")

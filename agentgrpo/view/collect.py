@@ -85,7 +85,8 @@ def read_run(folder: Path, name: str | None = None, *, rollouts: bool = True) ->
     metrics, played = folder / "metrics.jsonl", folder / "rollouts.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{folder}: no metrics.jsonl, which a run's folder (out_dir) has")
-    described = _described(folder / "run.json")
+    about = folder / "run.json"
+    described = read_table(about) if about.is_file() else {}
     columns = _Columns()
     if rollouts and played.is_file():
         for number, row in _lines(played):
@@ -226,12 +227,6 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise ValueError(f"{path}:{number}: expected an object, got {type(row).__name__}")
         yield number, row
-
-
-def _described(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    return read_table(path)
 
 
 def tokenizer_places(folder: Path, described: dict[str, Any]) -> list[Path]:

@@ -52,14 +52,11 @@ def _elements(runs: Sequence[RunData]) -> list[str]:
     elements = []
     for number, run in enumerate(runs):
         index = {**run.index, "streams": STREAMS}
-        elements.append(_element(f"run{number}", _packed(index)))
+        text = json.dumps(finite(index), ensure_ascii=False, separators=(",", ":"))
+        # half a surrogate pair, as JSON escapes it
+        elements.append(_element(f"run{number}", text.encode(errors="backslashreplace")))
         elements += [_element(f"run{number}-chunk{n}", c) for n, c in enumerate(run.chunks)]
     return elements
-
-
-def _packed(value: object) -> bytes:
-    text = json.dumps(finite(value), ensure_ascii=False, separators=(",", ":"))
-    return text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON escapes it
 
 
 def _element(name: str, content: bytes) -> str:

@@ -74,23 +74,6 @@ def test_a_published_fault_is_caught_before_the_first_update_of_its_tokens(
     assert trainer.state.global_step == 3
 
 
-def test_a_stopped_trainer_trains_again(tmp_path: Path) -> None:
-    """TRL tells no callback that a training ended which an error or Ctrl-C stopped."""
-    from agentgrpo.audit.trl import AuditCallback, AuditError
-
-    trainer = make_trainer(tmp_path, trl_5312)
-    callback = AuditCallback(trainer)
-    trainer.add_callback(callback)
-    loss = trainer.compute_loss
-    with pytest.raises(AuditError, match=r"^step 1: "):
-        trainer.train()
-    callback._stop = False
-    trainer.train()
-    assert trainer.state.global_step == 3
-    assert [audit.num_tokens for audit in callback.audits] == [32] * 5
-    assert trainer.compute_loss == loss
-
-
 def test_tokens_that_are_trained_on_again_are_audited_once(tmp_path: Path) -> None:
     """Where the policy has moved since its tokens were sampled, it disagrees with them rightly."""
     options = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 4}
@@ -125,19 +108,6 @@ EVERY_OTHER = {
     2: [("none", 64), ("stale_weights", 32), ("none", 64)],
     3: [("none", 96), ("none", 64), ("stale_weights", 96), ("stale_weights", 64)],
 }
-
-
-def test_a_second_training_goes_on_within_a_generation(tmp_path: Path) -> None:
-    """TRL counts its micro-batches over all trainings: it begins with tokens of the first."""
-    from agentgrpo.audit.trl import AuditCallback
-
-    options = {"steps_per_generation": 4, "max_steps": 6}
-    trainer = make_trainer(tmp_path, as_it_should_be, options=options)
-    callback = AuditCallback(trainer)
-    trainer.add_callback(callback)
-    trainer.train()
-    trainer.train()
-    assert [audit.num_tokens for audit in callback.audits] == [32] * 3
 
 
 def test_a_batch_that_the_world_alone_spoke_is_not_audited(tmp_path: Path) -> None:

@@ -20,12 +20,10 @@ from agentgrpo.learn.losses import objective_of
 from agentgrpo.setup.registry import (
     KINDS,
     checked_option,
-    checked_options,
     class_of,
     options_of,
     require_names,
 )
-from agentgrpo.types import Status, Treatment
 from tests.given import LEAST
 
 
@@ -195,27 +193,6 @@ def test_every_choice_that_is_misspelt_gets_the_nearest(key: str) -> None:
         with pytest.raises(ValueError, match=rf"did you mean {word}\?") as error:
             check(f"{key}={form.format(misspelt(word))}")
         assert key.rpartition(".")[2] in str(error.value)
-
-
-def test_choices_that_are_enums_get_the_nearest() -> None:
-    said = refused('rollout.treatment={ truncated_length = "maks" }')
-    assert "did you mean mask?" in said
-    assert str(Treatment.MASK) == "mask"
-    said = refused('rollout.treatment={ truncated_lenght = "mask" }')
-    assert f"did you mean {Status.TRUNCATED_LENGTH}?" in said
-    assert "did you mean http?" in refused('endpoints={ a = { kind = "htpp" } }')
-
-
-@pytest.mark.parametrize("section", KINDS)
-def test_options_that_are_choices_get_the_nearest(section: str) -> None:
-    for kind in KINDS[section]:
-        for option in options_of(section, class_of(section, kind)):
-            for word in choices(option.annotation):
-                wrong: Any = misspelt(word)
-                if "Mapping" in str(option.annotation):
-                    wrong = {wrong: 0.5}
-                with pytest.raises(ValueError, match=rf"did you mean {re.escape(word)}\?"):
-                    checked_options(section, kind, {option.name: wrong})
 
 
 @pytest.mark.parametrize(

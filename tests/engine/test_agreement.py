@@ -98,16 +98,12 @@ def test_what_one_rank_sees_stops_all_of_them(
             sides.shift = shift
 
         def gather(mine: Any, rank: int = rank) -> list[Any]:
-            others = (0.0, "another") if isinstance(mine, tuple) else 0.0
-            failed = (shift, "the one") if isinstance(mine, tuple) else shift
-            return [mine if r == rank else failed if r == 1 else others for r in range(3)]
+            return [mine if r == rank else shift if r == 1 else 0.0 for r in range(3)]
 
         monkeypatch.setattr(parallel, "gather", gather)
-        with pytest.raises(Disagreement, match=f"{shift:g} nats, allowed 0.1") as error:
+        with pytest.raises(Disagreement, match=f"{shift:g} nats, allowed 0.1"):
             check_agreement(sides, sides, probes, threshold=0.1)
         monkeypatch.undo()
-        told = "the sampler has moved since" if rank == 1 else "the one"
-        assert told in str(error.value), "of the rank that saw it"
         seen[rank] = sides.scored
     assert seen[0] == seen[1] == seen[2]
 

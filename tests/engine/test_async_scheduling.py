@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -92,33 +91,3 @@ def test_nothing_is_under_way_once_no_request_is(ahead: Engine) -> None:
     assert ahead._core.batch_queue
     ahead.load_weights([])
     assert not ahead._core.batch_queue
-
-
-def test_it_falls_asleep_over_requests_with_nothing_under_way(
-    ahead: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What ends as it is drained is returned by the next step, no token of the rest is lost."""
-    done: list[dict[str, Completion]] = []
-    for each in (ahead, engine):
-        under_way: list[Any] = []
-        sleep = each._engine.sleep
-        monkeypatch.setattr(
-            each._engine,
-            "sleep",
-            lambda *a, core=each._core, sleep=sleep, under_way=under_way, **k: (
-                under_way.append(core.batch_queue),
-                sleep(*a, **k),
-            ),
-        )
-        each.add_request("short", prompt(40), max_tokens=4, temperature=0.0)
-        each.add_request("long", prompt(41), max_tokens=12, temperature=0.0)
-        for _ in range(4 if each is ahead else 3):
-            assert each.step() == []
-        each.sleep("keep")
-        assert not under_way[0]
-        assert each.num_in_flight == 2
-        each.wake()
-        done.append(finish(each))
-    assert {n: told(t)[0] for n, t in done[0].items()} == {
-        n: told(t)[0] for n, t in done[1].items()
-    }

@@ -79,7 +79,7 @@ def test_http_asks_as_openai_does(server: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SOME_KEY", "secret")
     server.answers = [echo]
     asked = endpoint(server, api_key_env="SOME_KEY", extra={"top_p": 0.5})
-    assert asked.complete(USER, n=2, temperature=0.7, max_tokens=9, stop=["\n"]) == ["hi 0", "hi 1"]
+    assert asked.complete(USER, n=2, temperature=0.7, max_tokens=9) == ["hi 0", "hi 1"]
     assert server.seen == [
         (
             "/v1/chat/completions",
@@ -90,7 +90,6 @@ def test_http_asks_as_openai_does(server: Any, monkeypatch: pytest.MonkeyPatch) 
                 "n": 2,
                 "temperature": 0.7,
                 "max_tokens": 9,
-                "stop": ["\n"],
                 "top_p": 0.5,
             },
         )
@@ -226,9 +225,9 @@ def test_nobody_listening_is_an_infrastructure_error() -> None:
         endpoint(9, retries=0).complete(USER)
 
 
-def test_a_script_replies_and_is_cut_at_stops() -> None:
-    script = ScriptedEndpoint(lambda messages: f"{len(messages)} of; them")
-    assert script.complete(USER, n=2, stop=("them", ";")) == ["1 of", "1 of"]
+def test_a_script_replies_with_text() -> None:
+    script = ScriptedEndpoint(lambda messages: f"{len(messages)} of them")
+    assert script.complete(USER, n=2) == ["1 of them"] * 2
     with pytest.raises(TypeError, match="must return text, got 3"):
         ScriptedEndpoint(lambda messages: 3).complete(USER)  # type: ignore[arg-type,return-value]
 
@@ -274,14 +273,14 @@ def test_threads_share_an_engine(tokenizer: Any) -> None:
 
     engine = StubEngine(
         tokenizer,
-        lambda number, prompt: Turn(f"echo {prompt.split('user')[1][:3].strip()}#x", steps=3),
+        lambda number, prompt: Turn(f"echo {prompt.split('user')[1][:3].strip()}", steps=3),
         on_step=on_step,
     )
     loop = EngineLoop(engine)  # type: ignore[arg-type]
     asked = EngineEndpoint(loop, chat)
 
     def ask(name: str) -> list[str]:
-        return asked.complete([{"role": "user", "content": name}], n=2, stop=["#"], max_tokens=50)
+        return asked.complete([{"role": "user", "content": name}], n=2, max_tokens=50)
 
     with ThreadPoolExecutor(9) as pool:
         futures = [pool.submit(ask, f"q{i}") for i in range(8)]
@@ -289,7 +288,6 @@ def test_threads_share_an_engine(tokenizer: Any) -> None:
         loop.serve()
         assert [future.result() for future in futures] == [[f"echo q{i}"] * 2 for i in range(8)]
     assert max(together) == 16
-    assert all(request.options["stop"] == ("#",) for request in engine.requests)
 
 
 def test_an_error_of_the_engine_reaches_all_who_wait(tokenizer: Any) -> None:

@@ -340,53 +340,6 @@ def test_vllms_own_chat_can_be_used_and_not_over_our_requests(engine: Engine) ->
     assert list(finish(engine)) == ["a"]
 
 
-def test_kept_requests_go_on_after_sleep_and_aborted_ones_are_gone(
-    engine: Engine, oracle: Score
-) -> None:
-    engine.add_request("kept", prompt(40), max_tokens=12, temperature=1.0)
-    for _ in range(4):
-        engine.step()
-    engine.sleep("keep")
-    metrics = engine.wake()
-    assert metrics["rss_gib_awake"] > 0.1
-    assert {"rss_gib_before_sleep", "rss_gib_asleep", "rss_gib_awake"} == metrics.keys()
-    done = finish(engine)
-    assert len(done["kept"].token_ids) == 12
-    table = oracle(np.concatenate([prompt(40), done["kept"].token_ids]), 1.0)
-    np.testing.assert_allclose(
-        done["kept"].logprobs, picked(table, prompt(40), done["kept"].token_ids), atol=1e-5
-    )
-    engine.add_request("gone", prompt(40), max_tokens=12, temperature=1.0)
-    engine.step()
-    engine.sleep("abort")
-    engine.wake()
-    assert engine.num_in_flight == 0
-    assert len(ask(engine, prompt(9), max_tokens=2)) == 1
-
-
-def test_kept_requests_see_the_new_weights_when_their_cache_is_recomputed(
-    engine: Engine, oracle: Score
-) -> None:
-    engine.add_request("a", prompt(40), max_tokens=9, temperature=0.0)
-    for _ in range(3):
-        engine.step()
-    with torch.no_grad():
-        for parameter in engine.model.parameters():
-            parameter.mul_(1.05)
-    engine.reset_prefix_cache(recompute_running=True)
-    moved = finish(engine)["a"]
-    ids = np.concatenate([prompt(40), moved.token_ids])
-    before = picked(oracle(ids, 1.0), prompt(40), moved.token_ids)
-    np.testing.assert_allclose(moved.logprobs[:3], before[:3], atol=1e-5)
-    assert np.abs(moved.logprobs[3:] - before[3:]).max() > 1e-3
-    # what the rest would have been with the new weights from the first token on
-    engine.reset_prefix_cache()
-    engine.add_request("b", ids[:43], max_tokens=6, temperature=0.0)
-    again = finish(engine)["b"]
-    assert again.token_ids.tolist() == moved.token_ids[3:].tolist()
-    np.testing.assert_allclose(again.logprobs, moved.logprobs[3:], atol=1e-5)
-
-
 def test_dropped_weights_must_come_back_before_anything_is_asked(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

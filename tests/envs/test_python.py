@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,10 +10,8 @@ import pytest
 from agentgrpo.actions import InfrastructureError, Observation, RunCode
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, render
 from agentgrpo.sandbox import (
-    Limits,
     SandboxInfraError,
     SandboxNotFoundException,
-    SandboxPool,
     StepError,
     StepResult,
     StepStatus,
@@ -134,43 +131,3 @@ def test_a_file_that_the_machine_lost_is_no_file_that_was_not_written(
             played.finish(None)
     else:
         assert played.finish(None) == {"files": 0.0}
-
-
-@pytest.fixture(scope="module")
-def env() -> Iterator[PythonEnv]:
-    with SandboxPool(limits=Limits(timeout_s=5.0), max_live=4) as pool:
-        yield PythonEnv(pool, timeout_s=10.0)
-
-
-@pytest.mark.nsjail
-def test_a_real_interpreter_remembers_between_steps_and_not_between_rollouts(
-    env: PythonEnv,
-) -> None:
-    first, second = env.reset(TASK), env.reset(TASK)
-    try:
-        assert said(first.step(RunCode("x = 6"))) == Observation("(no output)")
-        assert said(first.step(RunCode("print(x)\nx * 7"))) == Observation("6\n42")
-        assert said(second.step(RunCode("x"))) == Observation(
-            "NameError: name 'x' is not defined", failed=True
-        )
-        assert first.step(RunCode("1/0")).text.endswith("ZeroDivisionError: division by zero")
-        assert first.step(RunCode("def f(:")).failed
-        assert said(first.step(RunCode("x"))) == Observation("6")
-    finally:
-        first.close()
-        second.close()
-
-
-@pytest.mark.nsjail
-def test_stateless_steps_know_nothing_of_each_other(env: PythonEnv) -> None:
-    played = PythonEnv(env.pool, 1.0, stateless=True).reset(TASK)
-    try:
-        assert played.step(RunCode("x = open('f', 'w').write('kept')")).text == "(no output)"
-        seen = said(played.step(RunCode("import os; 'x' in globals(), os.listdir('.')")))
-        assert seen == Observation("(False, [])")
-        died = played.step(RunCode("import os; os._exit(3)"))
-        assert (died.failed, "restarted" in died.text) == (True, False)
-        assert played.step(RunCode("while True: pass")).failed
-        assert env.pool.metrics()["live"] == 0
-    finally:
-        played.close()

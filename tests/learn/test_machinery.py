@@ -21,7 +21,7 @@ from agentgrpo.learn.policy import init_on_meta
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.models.models import chat_of
 from agentgrpo.types import Group
-from tests.learn.given import DAPO, TEMPERATURE, Holder, learner_on, run_config
+from tests.learn.given import DAPO, Holder, run_config
 
 
 def test_checkpointed_layers_train_alike(
@@ -44,40 +44,6 @@ def test_checkpointed_layers_train_alike(
     assert passes[checkpointed] == 2 * passes[plain] > 0, "once more in the backward pass"
     for a, b in zip(plain.policy.trained, checkpointed.policy.trained, strict=True):
         assert torch.equal(a, b)
-
-
-class Holder16(Holder):
-    dtype = "bfloat16"
-
-
-def test_batches_of_16_bit_add_up_in_float32(
-    tiny_model: Path, groups: list[Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = LearnerConfig(max_tokens=24)
-    config = run_config(DAPO).model_copy(update={"learner": options})
-    learner = learner_on(
-        Holder16(), tiny_model, options, DAPO, temperature=TEMPERATURE, weights="copy",
-        dlogp_limit=9.0,
-    )  # fmt: skip
-    (update,) = plan_updates(groups, config, step=0)
-    assert len(update.batches) >= 5
-    seen: list[torch.Tensor] = []
-    masters, sums = learner._optimizer._masters, learner._optimizer._sums
-
-    def noted(*, max_grad_norm: float) -> float:
-        seen.extend(total.clone() for total in sums if total is not None)
-        return 0.0
-
-    monkeypatch.setattr(learner._optimizer, "step", noted)
-    learner.step([update])
-    learner._optimizer.zero_grad()
-    want = [torch.zeros_like(m) for m in masters]
-    for batch in update.batches:
-        learner.step([replace(update, batches=[batch])])
-        for total, grad in zip(want, seen[-len(masters) :], strict=True):
-            total += grad
-    for grad, total in zip(seen, want, strict=False):
-        assert torch.equal(grad, total)
 
 
 @pytest.mark.parametrize(

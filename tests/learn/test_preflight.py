@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ class Machine:
 
 
 def test_what_fits_goes_through_a_whole_step_in_its_order() -> None:
-    machine = Machine(room=4096)
+    machine: Any = Machine(room=4096)
     metrics = preflight(machine, machine, max_tokens=4096)
     assert machine.calls == ["sleep", "dry_pass", "wake", "publish", "sleep"]
     assert machine.tried == [4096]
@@ -65,10 +66,10 @@ def test_what_fits_goes_through_a_whole_step_in_its_order() -> None:
 
 
 def test_layers_are_checkpointed_where_the_pass_does_not_fit_without() -> None:
-    machine = Machine(room=1000, room_checkpointed=4096)
+    machine: Any = Machine(room=1000, room_checkpointed=4096)
     preflight(machine, machine, max_tokens=4096)
     assert machine.calls[:4] == ["sleep", "dry_pass", "checkpoint", "dry_pass"]
-    asked = Machine(room=1000, room_checkpointed=4096, auto=False)
+    asked: Any = Machine(room=1000, room_checkpointed=4096, auto=False)
     with pytest.raises(DoesNotFit):
         preflight(asked, asked, max_tokens=9999)
     assert asked.tried[:2] != [9999, 9999], "it is as it was asked to be"
@@ -76,7 +77,7 @@ def test_layers_are_checkpointed_where_the_pass_does_not_fit_without() -> None:
 
 @pytest.mark.parametrize("room", [128, 129, 1000, 2047, 4000, 4095])
 def test_the_number_that_fits_is_told(room: int) -> None:
-    machine = Machine(room=room)
+    machine: Any = Machine(room=room)
     fits = room // 128 * 128
     with pytest.raises(
         DoesNotFit, match=rf"learner.max_tokens 4096 does not fit in memory: {fits} tokens do"
@@ -86,19 +87,19 @@ def test_the_number_that_fits_is_told(room: int) -> None:
 
 
 def test_where_nothing_fits_that_is_told() -> None:
-    machine = Machine(room=100, error=MemoryError)
+    machine: Any = Machine(room=100, error=MemoryError)
     with pytest.raises(DoesNotFit, match="not even 128 tokens do; train fewer layers"):
         preflight(machine, machine, max_tokens=1000)
 
 
 def test_an_engine_that_cannot_wake_is_told_of() -> None:
-    machine = Machine(room=999, wake_error=torch.OutOfMemoryError("CUDA out of memory"))
+    machine: Any = Machine(room=999, wake_error=torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(DoesNotFit, match=r"engine\.kv_cache_gib does not fit in memory beside"):
         preflight(machine, machine, max_tokens=999)
 
 
 def test_other_errors_are_not_mistaken_for_it() -> None:
-    machine = Machine(room=10, error=lambda: RuntimeError("shapes differ"))
+    machine: Any = Machine(room=10, error=lambda: RuntimeError("shapes differ"))
     with pytest.raises(RuntimeError, match="shapes differ"):
         preflight(machine, machine, max_tokens=999)
     machine = Machine(room=999, wake_error=RuntimeError("no such tag"))
@@ -146,7 +147,7 @@ def test_a_rehearsal_uses_the_whole_row_and_changes_nothing(
 def test_on_several_ranks_nothing_more_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait in the pass that failed here: another one would be of another size."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    machine = Machine(room=1000)
+    machine: Any = Machine(room=1000)
     with pytest.raises(DoesNotFit, match=r"max_tokens 4096 does not fit in memory: fewer may"):
         preflight(machine, machine, max_tokens=4096)
     assert machine.tried == [4096]

@@ -99,7 +99,7 @@ def test_what_the_failed_work_held_is_released_before_the_remedy_is_sought() -> 
 
 @pytest.mark.parametrize(("room", "says"), [(1024, "1024 tokens do"), (90, "not even 128 tokens")])
 def test_while_learning_the_number_that_fits_is_found(room: int, says: str) -> None:
-    said = oom_hint_learner(Machine(room=room), 2048)
+    said = oom_hint_learner(cast(Any, Machine(room=room)), 2048)
     assert said.startswith(f"learner.max_tokens is 2048, and {says}")
     assert "fewer learner.trained_layers, learner.gradient_checkpointing" in said
 

@@ -31,7 +31,6 @@ from agentgrpo.measures.measures import (
 )
 from agentgrpo.measures.quality import conciseness, judged, last_question, quality_by
 from agentgrpo.measures.report import markdown, markdown_of_comparison, report, rows_of
-from agentgrpo.recipe.evaluate import main as evaluate_main
 from agentgrpo.recipe.evaluate import read_report, write_report
 from agentgrpo.rewards.answers import (
     accepted_answers,
@@ -406,22 +405,3 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
         write_report(tmp_path / "c", other, earlier)
     kept = json.loads((tmp_path / "c" / "report.json").read_text())
     assert kept == other, "what was played for is not lost with the comparison"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[]", "expected a JSON object, got list"),
-        ("{}", "not a report of --report"),
-        ("no json", "not JSON"),
-        ('{"model": "m", "per_task": []}', "not a report of --report"),
-    ],
-)
-def test_what_is_no_report_is_refused_before_anything_is_played(
-    tmp_path: Path, text: str, said: str
-) -> None:
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=rf"x\.json: {said}"):
-        read_report(tmp_path / "x.json")
-    asked = ["--report", "r", "--compare", str(tmp_path / "x.json")]
-    assert evaluate_main(["quickstart", *asked]) == 2

@@ -12,8 +12,8 @@ from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.word_problems import Split
 from agentgrpo.recipe import almanac, errands
-from agentgrpo.recipe.errands import COMPUTE, LOOK, ErrandsEnv, critic, reflector
-from agentgrpo.recipe.operators import ANALYSE, FLAW, REDUNDANT, REFINE, REWRITE
+from agentgrpo.recipe.errands import LOOK, ErrandsEnv, critic, reflector
+from agentgrpo.recipe.operators import FLAW, REDUNDANT, REFINE
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Task
 from tests.given import TASK
@@ -83,7 +83,6 @@ def test_the_shown_examples_are_as_the_world_answers(env: ErrandsEnv) -> None:
 # -- the scripted critic ---------------------------------------------------------------------------
 
 LOOKUP = next(task for task in errands.tasks("train") if task.spec["kind"] == "lookup")
-SUM = next(task for task in errands.tasks("train") if task.spec["kind"] == "sum")
 ANSWER = LOOKUP.spec["answer"]
 CALL = f"{LOOK}<search>{LOOKUP.spec['name']}</search>"
 END = f"<answer>{ANSWER}</answer>"
@@ -95,32 +94,6 @@ def ask(template: str, *steps: str, task: Task = LOOKUP, **more: str) -> str:
     prompt = template.format(question=question(task), steps=shown, accepted="(hidden)", **more)
     said = critic if template in (FLAW, REDUNDANT, REFINE) else reflector
     return said([{"role": "user", "content": prompt}])
-
-
-@pytest.mark.parametrize(
-    ("steps", "flawed"),
-    [
-        (["<answer>guess</answer>"], 1),
-        (["<search>x</search>\nResult: nothing", "<answer>guess</answer>"], 1),
-        ([CALL + TOLD, "<answer>another</answer>"], 2),
-        (["<search>x</search>\nResult: y", CALL + TOLD, "<answer>z</answer>"], 3),
-        ([CALL + TOLD], 1),  # nothing follows
-    ],
-)
-def test_the_flaw_is_the_step_behind_the_one_that_told_the_answer(
-    steps: list[str], flawed: int
-) -> None:
-    assert ask(FLAW, *steps).startswith(f"Step: {flawed}\nAnalysis: ")
-
-
-def test_the_reflector_calls_what_is_needed_then_answers() -> None:
-    wrong = "<answer>guess</answer>"
-    analysis = ask(ANALYSE, wrong)
-    assert CALL in analysis
-    assert ask(REWRITE, wrong, analysis=analysis) == CALL
-    assert ask(REWRITE, CALL + TOLD, wrong, analysis=ask(ANALYSE, CALL + TOLD, wrong)) == END
-    needed = f"{COMPUTE}<python>{SUM.spec['expression']}</python>"
-    assert ask(REWRITE, wrong, task=SUM, analysis="x") == needed
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def split(segments: Sequence[Segment]) -> list[tuple[list[int], bool]]:
 
 def test_S3_14_a_conversation_is_the_rollout_byte_for_byte() -> None:
     """The same tokens, and the same ones are trained: none of the prompt or of the tool."""
-    made = conversation(PLAYED, CHAT, AGENT, agent_prompt=True)
+    made = conversation(PLAYED, CHAT, AGENT)
     assert split(made) == split(as_rollout().segments)
     text = CHAT.tokenizer.decode(np.concatenate([s.token_ids for s in made]))
     assert text == (
@@ -76,20 +76,18 @@ def test_S3_14_a_conversation_is_the_rollout_byte_for_byte() -> None:
     )
     trained = [CHAT.tokenizer.decode(s.token_ids) for s in made if s.sampled]
     assert trained == ["Hm. <code>6*7</code>", "Answer: 42<|im_end|>"]
-    bare = conversation(PLAYED, CHAT, AGENT, agent_prompt=False)
-    assert CHAT.tokenizer.decode(bare[0].token_ids).startswith("<|im_start|>user\n6*7?")
 
 
 def test_a_template_that_numbers_messages_is_told_how_many_there_were() -> None:
     chat = ChatTemplate(make_tokenizer(NUMBERED))
-    made = conversation([*PLAYED, *PLAYED[2:]], chat, AGENT, agent_prompt=True)
+    made = conversation([*PLAYED, *PLAYED[2:]], chat, AGENT)
     text = chat.tokenizer.decode(np.concatenate([s.token_ids for s in made]))
     assert re.findall(r"<.im_start.>(?:user|system) (\d+)", text) == ["1", "2", "4", "6"]
 
 
 def test_a_tool_may_answer_within_the_turn() -> None:
     inline = [*PLAYED[:2], {"role": "observation", "content": "\n42\n"}, PLAYED[3]]
-    made = conversation(inline, CHAT, AGENT, agent_prompt=True)
+    made = conversation(inline, CHAT, AGENT)
     assert [(CHAT.tokenizer.decode(s.token_ids), s.sampled) for s in made[1:]] == [
         ("Hm. <code>6*7</code>", True),
         ("\n42\n", False),
@@ -145,17 +143,16 @@ def test_S3_14_of_rollouts_the_policys_tokens_are_trained(tmp_path: Path) -> Non
 
 
 def test_bad_data_is_named(tmp_path: Path) -> None:
-    def read(rows: Sequence[Any], **config: Any) -> list[Rollout]:
+    def read(rows: Sequence[Any]) -> list[Rollout]:
         path = write(tmp_path / "d.jsonl", rows)
-        return read_examples(path, SftConfig(**config), CHAT, AGENT, max_tokens=70)
+        return read_examples(path, SftConfig(), CHAT, AGENT, max_tokens=70)
 
     short = {"messages": [{"role": "user", "content": "x"}, PLAYED[3]]}
     with pytest.raises(ValueError, match=r"d\.jsonl:2: \d+ tokens, engine.max_model_len is 70"):
         read([short, {"messages": PLAYED}])
-    assert len(read([short, {"messages": PLAYED}], too_long="skip")) == 1
-    with pytest.raises(ValueError, match=r"d\.jsonl: no example is left"):
-        read([{"messages": PLAYED}], too_long="skip")
     record = rollout_record(as_rollout())
+    with pytest.raises(ValueError, match=r"d\.jsonl: no example is left"):
+        read([{**record, "split": "heldout"}])
     record["flywheel"] = {"authors": [None] * 4}
     with pytest.raises(ValueError, match=r"d\.jsonl:1: nothing of this example"):
         read([record])

@@ -7,7 +7,6 @@ import os
 import pty
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -198,24 +197,6 @@ def test_what_the_machine_broke_is_told() -> None:
     progress.step_done(0, {**STEP[0], "infra_errors": 2}, *STEP[1:])
     said = "2 rollouts lost: not the policy, this machine or your code failed"
     assert said in out.getvalue()
-
-
-def test_lines_fit_a_terminal() -> None:
-    """Of a run of 200 steps, hours from its end, with the worst to tell."""
-    out = io.StringIO()
-    progress = Progress(200, Console(file=out, highlight=False, soft_wrap=True))
-    progress._started -= 99_000
-    progress._step_started = [time.monotonic() - 200]
-    worst = {"live_groups": 0, "infra_errors": 128, "reward": -1.5, "solved": 0.5}
-    spent = {"playing_s": 99.0, "learning_s": 99.0, "recording_s": 9999.0, "total_s": 10_197.0}
-    progress.step_done(100, {**STEP[0], **worst}, *STEP[1:-1], spent)
-    told = {"solved": 0.5, "rollouts": 5000, "answered": 1.0, "infra_errors": 100}
-    progress.evaluated(200, told)
-    progress.finished(Path("run"))
-    said = out.getvalue().splitlines()
-    lines = [line for line in said if "/run" not in line and "view run" not in line]
-    assert len(lines) > 6
-    assert max(map(len, lines)) <= 80
 
 
 WORKS = """

@@ -98,30 +98,6 @@ def test_a_graph_is_read_with_the_arrow_keys(browser: Browser, page: Path) -> No
     assert "after 1 step: training 0.600" in texts(browser, ".chart .reading")[0]
 
 
-def test_every_graph_says_what_it_shows(browser: Browser, page: Path) -> None:
-    browser.open(page)
-    said = texts(browser, ".chart .reading")
-    assert "attempts that solved their task" in said
-    assert all(said[: len(texts(browser, ".page > .charts > .chart"))])
-    browser.open(page, "#steps")
-    about = browser.ask("[...document.querySelectorAll('th button')].map((e) => e.title)")
-    assert "mean of the step's attempts" in about
-
-
-def test_seconds_of_a_step_and_its_evaluation_add_up(browser: Browser, page: Path) -> None:
-    """Two rows of metrics.jsonl are one point: training row 0 and the evaluation after 1 step."""
-    browser.open(page)
-    points = browser.ask(
-        "(() => { const run = new Run({ ...app.runs[0], metrics: ["
-        "{ step: 0, 'eval/solved': 0, 'time/playing_s': 5, 'time/starting_s': 9 },"
-        "{ step: 0, 'rollout/reward': 0, 'time/playing_s': 1 },"
-        "{ step: 1, 'eval/solved': 0, 'time/playing_s': 2, 'time/starting_s': 9 }] }, 0);"
-        "return timeLines([run]).map((line) => line.points); })()"
-    )
-    (points,) = points
-    assert points == [{"x": 0, "y": 5}, {"x": 1, "y": 3}]
-
-
 def test_a_step_opens_its_rollouts(browser: Browser, page: Path) -> None:
     browser.open(page, "#steps")
     assert len(texts(browser, "tbody tr")) == 2
@@ -343,18 +319,6 @@ def test_any_two_of_several_runs_are_compared(browser: Browser, three: Path) -> 
     assert "3 tasks: run2 earned more on 1" in texts(browser, "section p")[1]
     browser.ask("document.querySelector('tbody tr[tabindex]').click()")
     browser.wait("document.querySelectorAll('.pair .detail[data-shown]').length === 2")
-
-
-def test_two_alike_runs_show_no_empty_table(browser: Browser, folder: Path) -> None:
-    run = read_run(write_run(folder / "twin"))
-    path = folder / "twins.html"
-    path.write_text(make_page([run, run]))
-    browser.open(path, "#differences")
-    assert "They earned the same on every one of them." in texts(browser, "p:not([hidden])")
-    assert browser.ask("document.querySelector('table').hidden") is True
-    browser.ask("document.querySelector('input[type=checkbox]').click()")
-    assert browser.ask("document.querySelector('table').hidden") is False
-    assert browser.ask("document.querySelectorAll('tbody tr').length") == 3
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -21,35 +21,19 @@ const GRAPHS = [
   ["Sampler against learner, largest |Δ logp|",
     [["engine/max_dlogp", "after the update"], ["learner/sampler_gap_max", "on the rollouts"]],
     { log: true, note: "proof that the sampled policy is the trained one: small" }],
+  ["Seconds of a step", [["time/playing_s", "playing"], ["time/learning_s", "learning"]],
+    { note: "sampling with the tools it waits for, and the update" }],
 ];
 
 // A line per run and metric; runs differ by colour where there are several, metrics by dashes then.
-function lines(runs, metrics, prepared = (points) => points) {
+function lines(runs, metrics) {
   const several = runs.length > 1;
   return runs.flatMap((run) => metrics.map(([name, label], m) => ({
     label: several ? `${run.name} ${metrics.length > 1 ? label : ""}`.trim() : label,
-    points: prepared(run.series(name)),
+    points: run.series(name),
     colour: several ? colourOf(run.slot) : COLOURS[m],
     dash: several && m > 0,
   })));
-}
-
-function timeLines(runs) {
-  const [run] = runs;
-  const parts = run.metricNames()
-    .filter((name) => /^time\/.*_s$/.test(name) && !/\/(step|total|starting)_s$/.test(name))
-    .filter((name) => run.series(name).length > 1); // not what happens once
-  const spent = (name) => run.series(name).reduce((sum, point) => sum + point.y, 0);
-  parts.sort((a, b) => spent(b) - spent(a)); // the longest are shown
-  const metrics = parts.map((name) => [name, words(name.slice(5, -2))]);
-  return lines(runs, metrics.slice(0, runs.length > 1 ? 2 : 4), summed);
-}
-
-// A step and the evaluation after it are two rows; their seconds add up.
-function summed(points) {
-  const sums = new Map();
-  for (const { x, y } of points) sums.set(x, (sums.get(x) ?? 0) + y);
-  return [...sums].map(([x, y]) => ({ x, y }));
 }
 
 // [name, value, what it was before]
@@ -87,18 +71,15 @@ function drawOverview(runs, main) {
   const seen = new Set(GRAPHS.flatMap(([, metrics]) => metrics.map(([name]) => name)));
   const others = [...new Set(runs.flatMap((run) => run.metricNames()))].filter((name) => !seen.has(name));
   const more = h("div", { class: "charts" });
-  const filter = h("input", { type: "search", placeholder: "filter by name",
-    "aria-label": "Filter the other metrics", oninput: () => drawMore() });
   const details = h("details", { ontoggle: () => drawMore() },
-    h("summary", {}, `${others.length} more metrics`), h("p", {}, filter), more);
+    h("summary", {}, `${others.length} more metrics`), more);
   const drawMore = () => {
-    const wanted = details.open ? others.filter((name) => name.includes(filter.value)) : [];
+    const wanted = details.open ? others : [];
     const made = wanted.map((name) => chart(name, lines(runs, [[name, name.split("/").at(-1)]])));
     more.replaceChildren(...made.filter(Boolean));
   };
   const charts = GRAPHS.map(([title, metrics, options]) => chart(title, lines(runs, metrics), options));
-  const times = chart("Seconds of a step", timeLines(runs), { note: "the parts that took longest" });
-  main.replaceChildren(h("div", { class: "page" }, drawFacts(runs), h("div", { class: "charts" }, charts, times), details));
+  main.replaceChildren(h("div", { class: "page" }, drawFacts(runs), h("div", { class: "charts" }, charts), details));
 }
 
 const COLUMNS = [
@@ -119,33 +100,23 @@ function statusBar(row) {
   return h("span", { class: "bars", role: "img", title: said, "aria-label": said }, shares.map(([name, share]) => h("i", { style: `width:${100 * share}%;background:${colour(name)}` })));
 }
 
-// Numbers of one column with the same decimals, so that they can be compared at a glance.
-function alike(column) {
-  const values = column.filter((value) => typeof value === "number");
-  const most = Math.max(...values.map(Math.abs));
-  if (values.every(Number.isInteger) || most < 1e-3) return number;
-  const decimals = most >= 10 ? 1 : most >= 1 ? 2 : most >= 0.1 ? 3 : 4;
-  return (value) => (typeof value === "number" ? value.toFixed(decimals) : number(value));
-}
-
 function drawSteps(runs, main, openStep) {
   const tables = runs.map((run) => {
     const rows = run.metrics.filter((row) => "rollout/reward" in row);
     let sorted = ["step", 1];
     const body = h("tbody");
-    const columns = COLUMNS.filter(([, name]) => rows.some((row) => name in row))
-      .map(([label, name, about]) => [label, name, alike(rows.map((row) => row[name])), about]);
+    const columns = COLUMNS.filter(([, name]) => rows.some((row) => name in row));
     const draw = () => body.replaceChildren(...[...rows].sort((a, b) => sorted[1] * ((a[sorted[0]] ?? -1e300) - (b[sorted[0]] ?? -1e300))).map((row) => {
       const open = () => openStep(run, row.step);
       return h("tr", { tabindex: 0, onclick: open, onkeydown: (event) => event.key === "Enter" && open(), title: "show its rollouts" },
-        h("td", {}, row.step + 1), h("td", { class: "left" }, statusBar(row)), columns.map(([, name, shown]) => h("td", {}, shown(row[name]))));
+        h("td", {}, row.step + 1), h("td", { class: "left" }, statusBar(row)), columns.map(([, name]) => h("td", {}, number(row[name]))));
     }));
     const sortBy = (name) => { sorted = [name, sorted[0] === name ? -sorted[1] : 1]; draw(); };
     const heading = (label, name, about = null) => h("th", {}, h("button", { type: "button", title: about, onclick: () => sortBy(name) }, label));
     draw();
     return h("section", { class: "card" }, h("h2", {}, runs.length > 1 ? run.name : "Steps"),
       h("div", { class: "scroll tall" }, h("table", {},
-        h("thead", {}, h("tr", {}, heading("step", "step"), h("th", { class: "left" }, "how rollouts ended"), columns.map(([label, name, , about]) => heading(label, name, about)))), body)));
+        h("thead", {}, h("tr", {}, heading("step", "step"), h("th", { class: "left" }, "how rollouts ended"), columns.map(([label, name, about]) => heading(label, name, about)))), body)));
   });
   main.replaceChildren(h("div", { class: "page" }, tables));
 }
