@@ -18,7 +18,7 @@ from agentgrpo.actions import CallTools, InfrastructureError, ToolCall
 from agentgrpo.agents.tags import TagAgent
 from agentgrpo.config import EndpointConfig, TrainConfig
 from agentgrpo.engine.endpoints import Retriever, make_endpoint, make_retriever
-from agentgrpo.envs.search import Dense, SearchEnv, Summary
+from agentgrpo.envs.search import Dense, DiskCache, SearchEnv, Summary
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.models.encoder import Encoder
 from agentgrpo.run.atomic import read_lines, write_lines
@@ -218,10 +218,16 @@ def test_processes_and_threads_that_ask_at_once_are_told_the_same(
     assert len(mine | theirs) == 1
 
 
-def test_a_file_that_is_no_cache_is_refused(port: int, tmp_path: Path) -> None:
+def test_a_file_that_is_no_cache_is_refused_and_one_that_breaks_is_the_machines(
+    port: int, tmp_path: Path
+) -> None:
     (tmp_path / "text").write_text("no database " * 100)
     with pytest.raises(ValueError, match=r"cache: .*text: file is not a database"):
         searching(port, cache=tmp_path / "text")
+    cache = DiskCache(tmp_path / "kept.sqlite")
+    cache.close()
+    with pytest.raises(InfrastructureError, match=r"kept\.sqlite: .*closed"):
+        cache.get("a", lambda: "b")
 
 
 # branches
