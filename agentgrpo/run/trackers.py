@@ -10,25 +10,13 @@ import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from agentgrpo import extras, parallel
 from agentgrpo.types import Metrics
 from agentgrpo.usercode import describe_error, tell
 
 PROJECT = "agentgrpo"
-
-
-class Tracker(Protocol):
-    """Takes the numbers of a run."""
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Numbers by `area/name`, after `step` optimizer steps."""
-        ...
-
-    def close(self) -> None:
-        """Nothing more will come."""
-        ...
 
 
 class TensorBoard:
@@ -75,16 +63,17 @@ class Service:
         self._module.finish()
 
 
-class Kept:
-    """A tracker whose failure ends nothing: the numbers are in metrics.jsonl.
+class Tracker:
+    """One whose failure ends nothing: the numbers are in metrics.jsonl.
 
     What it raises is said when it begins to fail, and again only after it has worked.
     """
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
+    def __init__(self, name: str, tracker: TensorBoard | Service) -> None:
         self._name, self._tracker, self._fails = name, tracker, False
 
     def write(self, step: int, metrics: Metrics) -> None:
+        """Numbers by `area/name`, after `step` optimizer steps."""
         self._try(f"at step {step}", partial(self._tracker.write, step, metrics))
 
     def close(self) -> None:
@@ -112,22 +101,15 @@ def require(names: Sequence[str]) -> None:
 def open_trackers(
     names: Sequence[str], out_dir: Path, config: dict[str, Any], step: int
 ) -> list[Tracker]:
-    """The trackers of these names ("tensorboard", "trackio", "wandb"); of the first rank alone.
-
-    Of what they raise later, each time that one begins to fail, there is a line on stderr.
-    """
+    """The trackers of these names ("tensorboard", "trackio", "wandb"); of the first rank alone."""
     if parallel.rank() > 0:
         return []
     out_dir.mkdir(parents=True, exist_ok=True)
     return [
-        Kept(
-            name,
-            TensorBoard(out_dir, config, step=step)
-            if name == "tensorboard"
-            else Service(name, out_dir, config),
-        )
+        Tracker(name, TensorBoard(out_dir, config, step=step) if name == "tensorboard"
+                else Service(name, out_dir, config))
         for name in names
-    ]
+    ]  # fmt: skip
 
 
 def _library(name: str) -> Any:
