@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from agentgrpo.envs.graded import GradingPool
 from agentgrpo.sandbox import Limits, SandboxPool, Session, Template
 from agentgrpo.sandbox.grade import check_tests
 from agentgrpo.sandbox.jail import find_nsjail
@@ -201,18 +202,21 @@ def bench_throughput_of_nsjail(seconds: float, threads: int) -> None:
 
 
 def bench_verdicts(count: int) -> None:
-    """Of right code: alone, and beside sessions that fork as fast as they can."""
+    """Of right code, graded in sandboxes apart as rollouts are: alone, and beside sessions that fork
+    as fast as they can.
+    """
     storm = "import os\nwhile True:\n try: os.fork()\n except OSError: pass"
     code, tests = "def f(n): return sum(range(n))", "assert f(1_000) == 499_500"
 
     def timed(beside: str) -> None:
-        spans = [span(lambda: passes.append(check_tests(pool, code, tests).passed))
+        spans = [span(lambda: passes.append(check_tests(grading.pool(), code, tests).passed))
                  for _ in range(count)]  # fmt: skip
-        row(f"verdict {beside}", spans)
-        row(f"verdict {beside}: the 99th of 100", [sorted(spans)[int(0.99 * len(spans))]])
+        row(f"verdict apart, {beside}", spans)
+        row(f"verdict apart, {beside}: the 99th of 100", [sorted(spans)[int(0.99 * len(spans))]])
 
     passes: list[bool] = []
     with SandboxPool(limits=Limits(timeout_s=600.0), max_live=16, min_idle=2) as pool:
+        grading = GradingPool(pool)
         timed("alone")
         storms = [pool.acquire() for _ in range(8)]
         threads = [threading.Thread(target=one.step, args=(storm,)) for one in storms]
@@ -224,6 +228,7 @@ def bench_verdicts(count: int) -> None:
             one.close()
         for thread in threads:
             thread.join()
+        grading.close()
     assert all(passes), f"{passes.count(False)} of {len(passes)} were graded wrong"
 
 
