@@ -202,9 +202,7 @@ def bench_throughput_of_nsjail(seconds: float, threads: int) -> None:
 
 
 def bench_verdicts(count: int) -> None:
-    """Of right code, graded in sandboxes apart as rollouts are: alone, and beside sessions that fork
-    as fast as they can.
-    """
+    """Of right code, graded in sandboxes apart as a run's: alone, and beside fork storms."""
     storm = "import os\nwhile True:\n try: os.fork()\n except OSError: pass"
     code, tests = "def f(n): return sum(range(n))", "assert f(1_000) == 499_500"
 
