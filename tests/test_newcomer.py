@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
 from agentgrpo.files import write_checksums
 from agentgrpo.machine import hardware, packages
@@ -112,16 +111,6 @@ def test_a_run_that_would_be_killed_for_its_memory_is_warned(
     alone = [*room_checks(config, str(tiny_model), trained=True, sampled=False)]
     assert [check.name for check in alone] == ["memory", "disk"], "fine-tuning starts no engine"
     assert not any("engine." in check.remedy for check in alone)
-
-
-def test_where_the_card_cannot_be_asked_the_rest_is_said(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: None)
-    config = TrainConfig(model=str(tiny_model), out_dir=tmp_path)
-    checks = list(room_checks(config, str(tiny_model), trained=True))
-    assert [(check.name, check.ok) for check in checks] == [("memory", True), ("disk", True)]
 
 
 @pytest.mark.parametrize("dry", [True, False])
@@ -230,19 +219,6 @@ def test_a_chat_template_without_tools(
         ),
         "does not show tools",
     )
-
-
-def test_a_reward_of_ones_own_reads_what_columns_it_likes(
-    dry_run: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = "".join(f'{{"question": "a{i}", "rubric": "b"}}\n' for i in range(8))
-    (tmp_path / "rows.jsonl").write_text(rows + rows)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "newcomers_reward.py").write_text("def f(rollout):\n    return {}\n")
-    status, out, err = dry_run("reward.kind=newcomers_reward:f")
-    assert (status, err) == (0, "")
-    assert "8 training tasks, 4 held out" in out
-    assert "4 rows left out: they ask what is held out" in out
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import tracemalloc
 from array import array
 from typing import Any
@@ -174,48 +173,6 @@ def test_a_tree_of_too_many_terms_is_refused() -> None:
             np.full(rows, 2, np.int32), np.arange(rows, dtype=np.int32), each[:rows], 2 * size,
             True, True, False,
         )  # fmt: skip
-
-
-def test_arrays_that_change_meanwhile_give_nonsense_but_no_crash() -> None:
-    sizes = np.arange(1, 65)
-    own_starts = 3 + np.append(0, np.cumsum(sizes[:-1]))
-    starts = np.stack([np.zeros(64), own_starts], 1).astype(np.int32).ravel()
-    ids = np.random.default_rng(0).integers(0, 2, 3 + sizes.sum()).astype(np.int32)
-    stop = threading.Event()
-
-    def scribble() -> None:
-        while not stop.is_set():
-            ids[:] = 1 - ids
-
-    writer = threading.Thread(target=scribble)
-    writer.start()
-    try:
-        for _ in range(300):
-            call = arguments(
-                token_ids=ids,
-                logprobs=-np.ones(sizes.sum(), np.float32),
-                starts=starts,
-                sizes=np.stack([np.full(64, 3), sizes], 1).astype(np.int32).ravel(),
-                logprob_starts=np.where(starts < 3, -1, starts - 3).astype(np.int32),
-                advantages=np.ones(128, np.float32),
-                num_segments=np.full(64, 2, np.int32),
-                samples=np.arange(64, dtype=np.int32),
-                weights=np.ones(64, np.float32),
-                max_tokens=200,
-            )
-            plan = _C.TreePlan(*call)
-            trees = plan.sizes()
-            assert sum(terms for _, terms in trees) == sum(range(1, 65))
-            for number, (num_tokens, _) in enumerate(trees):
-                tokens, terms = (
-                    columns(x, n) for x, n in zip(plan.lay_out(number), (4, 8), strict=True)
-                )
-                at, tout, row = tokens[0], tokens[3], terms[3]
-                assert ((tout > at) & (tout <= num_tokens)).all()
-                assert ((row >= 0) & (row < num_tokens)).all()
-    finally:
-        stop.set()
-        writer.join()
 
 
 ANYTHING = st.one_of(
