@@ -24,7 +24,8 @@ from agentgrpo.data.files import is_from_hub
 from agentgrpo.data.sources import rows_of
 from agentgrpo.files import require_output
 from agentgrpo.models.models import resolve_model
-from agentgrpo.setup.registry import checked_options, env_kind, judges, needs_answers
+from agentgrpo.sandbox.doctor import examine
+from agentgrpo.setup.registry import asks_for_pool, checked_options, env_kind, judges, needs_answers
 from agentgrpo.setup.settings import as_toml, settings
 
 HEAD = """\
@@ -32,6 +33,12 @@ HEAD = """\
 #   agentgrpo train {name} --dry-run    checks it
 #   agentgrpo train {name}              trains
 #   agentgrpo view {out_dir}            shows the result
+
+"""
+
+BARE = """\
+# This machine makes no namespaces (`agentgrpo sandbox doctor` says why), so no code is run. To run
+# it with less isolation, as SECURITY.md says, set allow_degraded = true under [sandbox].
 
 """
 
@@ -83,6 +90,9 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, name:
         if (value := value_of(chosen, key, setting.default)) != setting.default or key in values
     }
     head = HEAD.format(name=name, out_dir=chosen.out_dir)
+    runs_code = len(kinds) < 2 or asks_for_pool(chosen)  # an agent or environment not written yet
+    if runs_code and not chosen.sandbox.allow_degraded and examine()[1] is None:
+        head += BARE
     return head + as_toml(wanted, kinds)
 
 

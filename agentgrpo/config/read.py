@@ -197,9 +197,7 @@ TRLS = {
     "gradient_accumulation_steps": "learner.max_tokens", "output_dir": "out_dir",
     "generation_batch_size": "rollout.tasks_per_step", "save_steps": "save_every",
     "vllm_gpu_memory_utilization": "engine.kv_cache_gib", "eval_steps": "eval_every",
-    "reward_funcs": "reward.functions", "lr_scheduler_type": "learner.decay",
-    "report_to": "trackers", "bf16": "engine.dtype", "peft_config": "learner.lora.rank",
-    "train_dataset": "data.train", "eval_dataset": "data.heldout", "lr": "learner.learning_rate",
+    "reward_funcs": "reward.functions", "report_to": "trackers", "lr": "learner.learning_rate",
 }  # fmt: skip
 """What settings are called here that people bring from GRPOConfig; docs/coming-from.md has all."""
 

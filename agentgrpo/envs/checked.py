@@ -1,8 +1,4 @@
-"""What a user's environment, agent or sampler gives of a rollout, checked when it is given.
-
-What is wrong is refused there, by the name of who gave it, and not where it is recorded or scored,
-after all has been played.
-"""
+"""What a user's environment, agent or sampler gives of a rollout, checked when it is given."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ OWN_NUMBERS = frozenset(
         *("dead_all_equal", "total_s", "decode_s", "idle_s", "observe_s", "engine_steps"),
         *("total_sampled_tokens", "prompt_tokens", "cached_tokens", "infra_failures", "retries"),
         *("branches", "diverged_forks"),
-        *("model", "seed", "tasks", "measures", "kinds", "per_task"),
+        *("model", "seed", "tasks", "measures", "kinds", "left_out", "per_task"),
     }
 )
 """Beside the means of the counts in a line of metrics.jsonl or a report: a count of such a name

@@ -56,10 +56,8 @@ class GymnasiumEnv:
         if num_tasks < 1:
             raise ValueError(f"num_tasks: expected at least 1, got {num_tasks}")
         if abs(seed - HELDOUT_SEED) < num_tasks:
-            raise ValueError(
-                f"seed: {num_tasks} training tasks from {seed} on would share seeds with held-out "
-                f"ones, which begin at {HELDOUT_SEED}"
-            )
+            said = f"seed: {num_tasks} training tasks from {seed} on would share seeds"
+            raise ValueError(f"{said} with held-out ones, which begin at {HELDOUT_SEED}")
         self._id, self._kwargs, self._seed = id, dict(kwargs or {}), seed
         self._num_tasks, self._rules = num_tasks, rules
         self.has_user = act_by == "reply"

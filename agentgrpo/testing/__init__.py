@@ -20,9 +20,5 @@ def __getattr__(name: str) -> object:
     from agentgrpo.machine.runtime import prepare_environment
 
     prepare_environment()
-    wing = {
-        "assert_no_cheat_pays": "cheats",
-        "assert_learns": "learns",
-        "assert_repeats": "repeats",
-    }
-    return getattr(import_module(f"agentgrpo.testing.{wing[name]}"), name)
+    module = "cheats" if name == "assert_no_cheat_pays" else name.removeprefix("assert_")
+    return getattr(import_module(f"agentgrpo.testing.{module}"), name)
