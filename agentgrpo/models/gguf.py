@@ -61,7 +61,7 @@ def import_gguf(gguf_path: Path, out_dir: Path) -> None:
         try:
             partial.rename(out_dir)
         except OSError:  # another process may have been first
-            if not out_dir.exists():
+            if not (out_dir / "config.json").is_file():
                 raise
 
 

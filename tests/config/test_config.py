@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
-from agentgrpo.config.read import load_config, load_config_of, shipped_configs
+from agentgrpo.config.read import TRLS, all_keys, load_config, load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.config.used_by import RECIPE_SECTIONS
 from agentgrpo.setup.settings import settings
@@ -23,6 +25,15 @@ def toml(tmp_path: Path) -> Path:
     path = tmp_path / "c.toml"
     path.write_text(LEAST)
     return path
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trls_names_are_trls_and_lead_to_keys_of_ours() -> None:
+    assert {*TRLS.values()} <= {*all_keys(TrainConfig)}
+    trl = pytest.importorskip("trl", reason="trl is in requirements-dev.txt")
+    known = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    known |= inspect.signature(trl.GRPOTrainer.__init__).parameters.keys()
+    assert {*TRLS} <= known | {"lr"}
 
 
 @pytest.mark.parametrize(
