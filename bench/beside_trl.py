@@ -130,7 +130,10 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
         torch.set_num_threads(threads)  # vLLM has taken them
         step = trainer.state.global_step
         decoder = WholeBatch(trainer.vllm_generation.llm, config.engine.max_model_len)
-        sampler = Sampler(decoder, setup.agent, setup.env, setup.chat, config.rollout)
+        sampler = Sampler(
+            decoder, setup.agent, setup.env, setup.chat, config.rollout,
+            max_live=config.sandbox.max_live,
+        )  # fmt: skip
         groups, _ = sampler.play(tasks[step * count :][:count], size, seed=config.seed_of(step, 0))
         setup.reward.score(groups, step=step)
         rollouts = [rollout for group in groups for rollout in group.rollouts]

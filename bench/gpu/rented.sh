@@ -1,9 +1,9 @@
 #!/bin/sh
 # A card lent for a quarter of an hour: a bare machine without network, 64 MiB carried with each call.
 #   sh bench/gpu/rented.sh pack   here: what such a machine lacks (wheels.txt) into build/rented/parts/1 to 4
-#   sh bench/gpu/rented.sh N      there, N = 1 to 5: unpack what came, then run the stages of call N (stages.py)
+#   sh bench/gpu/rented.sh N      there, N = 1 to 4: unpack what came, then run the stages of call N (stages.py)
 #   sh bench/gpu/rented.sh walk   the calls on a CPU, tiny: does every stage end, with rows?
-# Calls 1 to 4 carry build/rented/parts/N and agentgrpo/_C.abi3.so; vLLM is whole with the last part, so send all before call 3.
+# Calls 1 to 4 carry build/rented/parts/N and agentgrpo/_C.abi3.so; vLLM is whole with the last part, so calls 2 and 3 only bring theirs.
 # Each is, in this order and without a pause, in a copy without .git:
 #   BENCH_COMMIT=COMMIT BENCH_OUT=FOLDER sh bench/gpu/rented.sh N
 # FOLDER is brought back: add its *.jsonl, but for memory.jsonl, to bench/results. What failed is a row of gpu_stages and goes
@@ -54,8 +54,8 @@ pack() {
 
 case ${1:-} in
 pack) pack ;;
-walk) for n in 1 2 3 4 5; do BENCH_OUT="${BENCH_OUT:?a folder}/$n" "$python" -m bench.gpu.stages --walk "$n" || true; done ;;
-[1-5] | [a-z]*)
+walk) for n in 1 4; do BENCH_OUT="${BENCH_OUT:?a folder}/$n" "$python" -m bench.gpu.stages --walk "$n" || true; done ;;
+[1-4] | [a-z]*)
     : "${BENCH_OUT:?a folder for the rows}"
     "$python" bench/gpu/parts.py unpack "$kept/parts" "$kept/site"
     "$python" -m bench.harness || exit 1  # no row without a commit

