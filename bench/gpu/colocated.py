@@ -175,6 +175,8 @@ def measure(config: TrainConfig, cycles: int, record: Callable[..., None]) -> No
     engine = config.engine
     label = engine.weights if engine.weights == "shared" else f"copy {engine.sleep_level}"
     label += ", eager" if engine.enforce_eager else ""
+    label += ", optimizer offloaded" if config.learner.offload_optimizer else ""
+    label += ", LoRA" if config.learner.lora.rank else ""
     for name, values in seen.values.items():
         unit = {"s": "s", "mib": "MiB"}.get(name.rsplit("_", 1)[-1], "nats")
         record(f"{label}: {name}", values, unit, shape)
@@ -224,7 +226,8 @@ def config_for(model: Path, out_dir: Path, weights: str, overrides: Sequence[str
         [
             f'model="{model}"', f'out_dir="{out_dir}"', "learner.learning_rate=1e-4",
             f"learner.trained_layers={1 if 'tiny' in model.name else 28}",
-            f"engine.weights={weights}", *overrides,
+            f"engine.weights={weights}", "engine.max_model_len=1024",  # its tokens are bytes
+            *overrides,
         ],
     )  # fmt: skip
 
