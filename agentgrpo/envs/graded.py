@@ -50,7 +50,7 @@ class GradingPool:
         """They, started at the first use."""
         with self._lock:
             if self._pool is None:
-                limits = self._like.limits
+                limits = replace(self._like.limits, niceness=1)  # verdicts before rollouts
                 self._pool = SandboxPool(
                     limits=replace(limits, memory_mib=max(limits.memory_mib, self._memory_mib)),
                     template=self._template or self._like.template,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentgrpo.sandbox.errors import printable
+from agentgrpo.sandbox.limits import Limits
 
 OWNER = "agentgrpo-sandbox"
 TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
@@ -173,17 +174,18 @@ class ControlGroup:
             return int(stat[stat.index("usage_usec") + 1]) / 1e6
         return None
 
-    def set_limits(self, memory_bytes: int, processes: int, cpus: float) -> None:
+    def set_limits(self, limits: Limits, all_cpus: float) -> None:
         """What all processes in it may use together."""
         memory, layout = self._directories["memory"], self._layout
+        memory_bytes = limits.memory_mib << 20
         _write(memory / layout.memory_limit, memory_bytes)
         with contextlib.suppress(FileNotFoundError):  # a kernel without swap accounting
             _write(memory / layout.swap_limit, memory_bytes if layout.swap_is_total else 0)
         with contextlib.suppress(FileNotFoundError):  # v1 counts what TCP buffers apart
             _write(memory / TCP_LIMIT, memory_bytes // 4)
-        _write(self._directories["pids"] / "pids.max", processes)
+        _write(self._directories["pids"] / "pids.max", limits.processes)
         if "cpu" in self._directories:
-            _set_quota(self._directories["cpu"], layout, cpus)
+            _set_quota(self._directories["cpu"], layout, min(limits.cpus, all_cpus))
 
     def close(self) -> None:
         """Let go of its files; the group stays."""
@@ -194,11 +196,9 @@ class ControlGroup:
 class Cgroups:
     """The groups of one pool, beneath a directory named after this process."""
 
-    def __init__(
-        self, memory_bytes: int, processes: int, cpus: float = 2.0, all_cpus: float | None = None
-    ) -> None:
+    def __init__(self, limits: Limits, all_cpus: float | None = None) -> None:
         self.all_cpus = (os.cpu_count() or 1) / 2 if all_cpus is None else all_cpus
-        self._limits = memory_bytes, processes, min(cpus, self.all_cpus)
+        self._limits = limits
         self._lock = threading.Lock()
         self._all: list[ControlGroup] = []
         self._used: list[ControlGroup] = []
@@ -233,14 +233,16 @@ class Cgroups:
             raise CgroupsUnavailable(told) from error
 
     def _bound_processors(self, path: Path) -> None:
-        """A quota for all sessions together. Where there is none they have their niceness only, and
-        what bounds this process.
+        """A quota for all sessions together, and their weight beside those of other pools. Where
+        there is none they have their niceness only, and what bounds this process.
         """
         try:
             if self.version == 1:
                 remove_stale(path.parent)
                 path.mkdir()
             _set_quota(path, self._layout, self.all_cpus)
+            name, usual = ("cpu.shares", 1024) if self.version == 1 else ("cpu.weight", 100)
+            _write(path / name, 5 * usual // self._limits.niceness)
             self._parents["cpu"] = path
         except OSError as error:
             self.cpu_missing = _told(error)
@@ -256,7 +258,7 @@ class Cgroups:
             directories |= dict.fromkeys(("memory", "pids"), directories.pop(""))
         group = ControlGroup(directories, self._layout)
         self._all.append(group)
-        group.set_limits(*self._limits)
+        group.set_limits(self._limits, self.all_cpus)
         return group
 
     def take(self) -> ControlGroup:

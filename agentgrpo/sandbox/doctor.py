@@ -22,7 +22,6 @@ from agentgrpo.sandbox.template import Template
 from agentgrpo.sandbox.zygote import LADDER, Rung
 
 OLDEST_KERNEL = (5, 9)  # close_range; openat2 and subset=pid are a little older
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def _rungs() -> Iterator[Check]:
 
 def _helpful() -> Iterator[Check]:
     try:
-        groups = Cgroups(256 * MIB, 64)
+        groups = Cgroups(Limits())
         groups.close()
         without = f"; but of processors: {groups.cpu_missing}" if groups.cpu_missing else ""
         yield Check("control groups", True, f"v{groups.version}: limits hold per session{without}")

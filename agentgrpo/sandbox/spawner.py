@@ -27,7 +27,6 @@ from agentgrpo.sandbox.session import Session
 from agentgrpo.sandbox.template import Template
 from agentgrpo.sandbox.zygote import LADDER, Rung, Zygote
 
-MIB = 1 << 20
 CLOSED = "the pool is closed"
 NO_PROC = "parts of this container's /proc are covered, so that no other may be mounted"
 NSJAIL_HEAD = re.compile(r"^\[[A-Z]\]\[\S+\] ")
@@ -99,7 +98,7 @@ class Spawner:
         self.cgroups: Cgroups | None = None
         self.cgroups_missing = ""
         try:
-            self.cgroups = Cgroups(limits.memory_mib * MIB, limits.processes, limits.cpus, all_cpus)
+            self.cgroups = Cgroups(limits, all_cpus)
         except CgroupsUnavailable as reason:
             self.cgroups_missing = str(reason)
         self.failures: dict[Rung, str] = {}

@@ -16,7 +16,7 @@ import pytest
 
 from agentgrpo.machine import hardware, packages
 from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.sandbox import cgroup
+from agentgrpo.sandbox import Limits, cgroup
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
 from agentgrpo.sandbox.doctor import Check
 
@@ -105,7 +105,7 @@ def in_a_child(code: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> li
 def test_memory_is_what_the_control_group_leaves() -> None:
     """A real group of the kernel's, as a container has one: of 600 MiB, 100 written to."""
     try:
-        groups = Cgroups(600 * MIB, processes=50)
+        groups = Cgroups(Limits(memory_mib=600, processes=50))
     except CgroupsUnavailable as reason:
         pytest.skip(f"no control group can be made here: {reason}")
     enter = "import os, sys\nfor fd in sys.argv[1:]:\n os.write(int(fd), b'0')\n"

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def test_controllers_that_were_not_delegated_are_named(delegated: tuple[Path, st
     own, _ = delegated
     code = """
         cgroup.V2_CONTROLLERS = ("memory", "pids")
-        try: cgroup.Cgroups(1 << 20, 9)
+        try: cgroup.Cgroups(Limits())
         except cgroup.CgroupsUnavailable as error: print(error)
         print([path.name for path in own.iterdir() if path.is_dir()])
     """
@@ -126,13 +127,13 @@ def test_no_groups_for_a_user_who_may_not(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(cgroup, "_mounted", lambda: {"": tmp_path})
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(CgroupsUnavailable, match="Permission denied"):
-        Cgroups(1 << 20, 9)
+        Cgroups(Limits())
 
 
 def test_no_cgroup_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "_mounted", dict)
     with pytest.raises(CgroupsUnavailable, match="no cgroup file system"):
-        Cgroups(1 << 20, 9)
+        Cgroups(Limits())
 
 
 def throttled(stat: Path) -> bool:
@@ -162,6 +163,23 @@ def test_processors_are_bounded_for_all_sessions_and_for_each() -> None:
         groups = pool._spawner.cgroups
         assert groups is not None
         assert groups.all_cpus == (os.cpu_count() or 1) / 2, "half of the machine"
+
+
+@pytest.mark.parametrize(("niceness", "shares"), [(1, 5120), (5, 1024), (19, 269)])
+def test_niceness_is_the_weight_of_all_sessions(niceness: int, shares: int, tmp_path: Path) -> None:
+    limits = Limits(niceness=niceness)
+    for name in ("cpu.max", "cpu.weight"):
+        (tmp_path / name).touch()
+    v2: Any = SimpleNamespace(
+        version=2, _layout=cgroup.V2, all_cpus=1, _limits=limits, _parents={}, cpu_missing=""
+    )
+    Cgroups._bound_processors(v2, tmp_path)
+    assert (tmp_path / "cpu.weight").read_text() == str(500 // niceness)
+    with SandboxPool(limits=limits, min_idle=0, zygotes=1) as pool:
+        groups = pool._spawner.cgroups
+        if groups is None or groups.version == 2 or "cpu" not in groups._parents:
+            pytest.skip("no writable v1 cpu hierarchy")
+        assert (groups._parents["cpu"] / "cpu.shares").read_text() == f"{shares}\n"
 
 
 @pytest.mark.parametrize("file", ["cpu.cfs_period_us", "cpu.cfs_quota_us"])

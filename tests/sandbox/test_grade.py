@@ -333,6 +333,7 @@ def test_gradings_do_not_wait_for_rollouts() -> None:
         graders = GradingPool(pool)
         try:
             assert check_tests(graders.pool(), "f = len", "assert f([]) == 0").passed
+            assert (pool.limits.niceness, graders.pool().limits.niceness) == (5, 1)
         finally:
             graders.close()
 

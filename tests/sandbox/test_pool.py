@@ -295,7 +295,7 @@ def test_version_2_groups_speak_the_files_of_version_2(tmp_path: Path) -> None:
     for name in names:  # and no memory.swap.max: a kernel without swap has none
         (tmp_path / name).write_text("max")
     group = ControlGroup(dict.fromkeys(("memory", "pids", "cpu"), tmp_path), V2)
-    group.set_limits(1 << 20, 64, 0.5)
+    group.set_limits(Limits(memory_mib=1), 0.5)
     wrote = {name: (tmp_path / name).read_text() for name in ("memory.max", "pids.max", "cpu.max")}
     assert wrote == {"memory.max": "1048576", "pids.max": "64", "cpu.max": "50000 100000"}
     assert not (tmp_path / "memory.swap.max").exists()
