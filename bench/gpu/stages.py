@@ -147,9 +147,9 @@ STAGES = {
         ("--steps", "1", *TRL_WALK),
     ),
     "learn/profile": Stage(
-        ("bench.gpu.profile", "quickstart", "steps=8", "eval_every=0", "data.num_heldout=8", *PLAY),
-        (*QUICKSTART, "nsjail"), 100,
-        "start 45 s from the cache, 8 steps at 5 s",
+        ("bench.gpu.profile", "quickstart", "steps=10", "eval_every=10", "save_every=10", *PLAY),
+        (*QUICKSTART, "nsjail"), 110,
+        "start 45 s from the cache, 10 steps at 5 s",
         ("steps=3", *LEARN_WALK[1:]),
     ),
     "engine/1.7B/copy-2": _engine(
