@@ -1,6 +1,7 @@
 #!/bin/sh
 # Builds the C extension with ASan and UBSan in a copy of the tree and runs its tests there.
 # Usage: tests/csrc/run_sanitized.sh PYTHON [pytest arguments]
+# A user without rights needs a clone of their own, and a PYTHON that they may enter.
 set -eu
 case "$1" in
 */*) python=$(realpath --no-symlinks "$1") ;; # from here on we are elsewhere
