@@ -20,7 +20,7 @@ import re
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class TextEncoder:
                 "without a tokenizer.json; save it once with a fast tokenizer class"
             )
         self._tokenizer = tokenizer
+        self._ids = lru_cache(256)(self._encoded)  # rollouts of a group begin alike
         framing, written = _control_ids(tokenizer)
         self.control_ids = framing | written
         """Control tokens, spelling to id: the special ones, those spelled `<|...|>`, and the added
@@ -84,10 +85,13 @@ class TextEncoder:
     def encode(self, text: str, mark: str = "") -> Int32:
         """The ids of a rendering whose messages were marked with `mark`."""
         if not mark:
-            return ids_from_list(self._tokenizer.encode(text, add_special_tokens=False))
+            return self._ids(text).copy()
         aliases, tokenizer = self._renamed
         text = self.control.sub(lambda m: aliases[m[0]], text).replace(mark, "")
         return ids_from_list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _encoded(self, text: str) -> Int32:
+        return ids_from_list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_behind(self, text: str, mark: str, before: str = "") -> Int32:
         """The ids of text that stands behind a control token; "": behind text.

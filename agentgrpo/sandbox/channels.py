@@ -55,7 +55,8 @@ def children_of(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+            with open(f"/proc/{pid}/task/{task}/children", "rb", 0) as file:
+                found += map(int, file.read().split())
     return found
 
 
@@ -81,7 +82,8 @@ def tree_cpu_seconds(root: int, but: int) -> float:
 
 def stat_of(pid: int) -> list[str]:
     """What /proc/PID/stat says behind the name, which may hold anything."""
-    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    with open(f"/proc/{pid}/stat", "rb", 0) as file:
+        return file.read().rpartition(b")")[2].decode().split()
 
 
 class Owned:

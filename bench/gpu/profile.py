@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> None:
         (Path(out) / "stacks.txt").write_text("\n".join(lines) + "\n")
     spent: collections.Counter[str] = collections.Counter()
     for stack, seconds in watch.stacks.items():
-        spent[innermost(stack)] += seconds  # type: ignore[assignment]
+        spent[innermost(stack)] += seconds
     note = " ".join(arguments)
     for name, seconds in [("all", sum(spent.values())), *spent.most_common(MOST)]:
         append_row(
