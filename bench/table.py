@@ -58,7 +58,7 @@ LINES = (
     ),
     Line(
         "quickstart's first two steps of 96 rollouts, two quiet cores", "beside_trl",
-        "here", "TRL 1.16.0", "TRL 1.16, vLLM colocated",
+        "here", "TRL 1.16.0", "TRL 1.16, vLLM colocated", note="data.num_heldout=8",
     ),
     Line(
         "recipe, three seeds: held-out quality after fine-tuning on the flywheel's data, greedy",
@@ -152,6 +152,10 @@ LINES = (
         "gpu_quickstart", "heldout_after", "heldout_before", "before",
     ),
     Line("H100: the same: a step", "gpu_quickstart", "step_s"),
+    Line(
+        "H200: quickstart's steps of 384 rollouts, bfloat16", "beside_trl", "here", "TRL 1.16.0",
+        "TRL 1.16, vLLM colocated", note="rollout.tasks_per_step=24",
+    ),
     Line("H100: attention over a tree, error of the output", "gpu_probe", "tree: output"),
     Line(
         "H100: learner's pass, 2 x 16 rollouts of 3,072 tokens, Qwen3 0.6B's shape: prefix trees",
