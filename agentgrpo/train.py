@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.loop import SAVED
-from agentgrpo.setup.build import Parts, build, prepare
+from agentgrpo.setup.build import TrainParts, build, prepare
 from agentgrpo.setup.command import Begin, command
 from agentgrpo.setup.plan import of_steps, of_training, plan
 from agentgrpo.trainer import Trainer
@@ -36,7 +36,7 @@ def run(config: TrainConfig, args: argparse.Namespace, begin: Begin) -> int:
     return work(config, begin, build)
 
 
-def work(config: TrainConfig, begin: Begin, make: Callable[[TrainConfig], Parts]) -> int:
+def work(config: TrainConfig, begin: Begin, make: Callable[[TrainConfig], TrainParts]) -> int:
     """Build the parts and train; the exit status."""
     with Trainer(config, make=make) as trainer:
         begin()

@@ -17,7 +17,7 @@ from agentgrpo.rollout.sampler import as_task
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.interrupt import stop_after_step
-from agentgrpo.setup.build import Parts, build
+from agentgrpo.setup.build import TrainParts, build
 from agentgrpo.types import Metrics, Task
 
 RewardFunction = Callable[..., Any] | str
@@ -55,7 +55,7 @@ class Trainer:
         callbacks: Callback | Sequence[Callback] = (),
         reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
         reward_weights: float | Sequence[float] | None = None,
-        make: Callable[[TrainConfig], Parts] | None = None,
+        make: Callable[[TrainConfig], TrainParts] | None = None,
         **settings: Any,
     ) -> None:
         prepare_environment()
@@ -78,7 +78,7 @@ class Trainer:
                 raise ValueError(f"callbacks: expected agentgrpo.Callback, got {callback!r}")
         self.config = config_of(config, settings)
         self._asked = self._finished = False
-        self._parts: Parts | None = None
+        self._parts: TrainParts | None = None
         parallel.start()
         try:
             self._parts = (make or build)(self.config)
@@ -87,7 +87,7 @@ class Trainer:
                 parallel.stop()
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> TrainParts:
         """Engine, learner, tasks and all else that the run is made of."""
         if self._parts is None:
             raise RuntimeError(

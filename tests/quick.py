@@ -15,7 +15,7 @@ import agentgrpo.loop
 import agentgrpo.setup.build
 from agentgrpo import cli
 from agentgrpo.config import TrainConfig
-from agentgrpo.setup.build import Parts, Player, Ready, _sampler
+from agentgrpo.setup.build import EvalParts, Ready, TrainParts, _sampler
 from agentgrpo.setup.stage import RunSetup
 from agentgrpo.types import Metrics
 from tests.playing import EOT
@@ -64,15 +64,17 @@ class QuickLearner:
         path.write_text("{}")
 
 
-def start_engine(config: TrainConfig, setup: RunSetup, *, trained: bool = False) -> Player:
+def start_engine(config: TrainConfig, setup: RunSetup, *, trained: bool = False) -> EvalParts:
     engine: Any = QuickEngine(setup.chat.tokenizer, config.engine.max_model_len)
     sampler = _sampler(config, setup, engine)
-    return Player(setup=setup, model=setup.model, engine=engine, sampler=sampler)
+    return EvalParts(setup=setup, model=setup.model, engine=engine, sampler=sampler)
 
 
-def with_learner(config: TrainConfig, player: Player, ready: Ready, log: Any, lock: Any) -> Parts:
+def with_learner(
+    config: TrainConfig, player: EvalParts, ready: Ready, log: Any, lock: Any
+) -> TrainParts:
     setup = player.setup
-    return Parts(
+    return TrainParts(
         **vars(player), reward=setup.reward, heldout=setup.heldout, progress=setup.progress,
         learner=cast(Any, QuickLearner()), tasks=ready.tasks, log=log, lock=lock,
         probes=cast(Any, None), agreement_threshold=0.0,

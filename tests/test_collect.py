@@ -21,7 +21,7 @@ from agentgrpo.envs.checked import OWN_NUMBERS
 from agentgrpo.measures.report import report
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.setup.build import Parts
+from agentgrpo.setup.build import TrainParts
 from agentgrpo.types import Group, Rollout, Task
 from agentgrpo.usercode import UserCodeError
 from tests.given import a_config
@@ -104,7 +104,7 @@ def collected(
     stream = Stream()
     parts = SimpleNamespace(sampler=sampler, tasks=stream, reward=scoring, progress=Quiet())
     run = a_config("rollout.tasks_per_step=3", "rollout.group_size=2", *overrides)
-    groups, metrics = collect(run, cast(Parts, parts), step)
+    groups, metrics = collect(run, cast(TrainParts, parts), step)
     return groups, metrics, engine, stream
 
 

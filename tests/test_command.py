@@ -97,7 +97,7 @@ COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
         ["stage_0/pool.jsonl", "stage_0/rl/checkpoints/step_000003"],
     ),
     "curriculum recipe --part 0.select curriculum.start=model": (
-        "recipe.curriculum", ["build_player"], "select", ["stage_0/pool.jsonl"],
+        "recipe.curriculum", ["build_eval"], "select", ["stage_0/pool.jsonl"],
     ),
     "curriculum recipe --part 0.train curriculum.start=model": (
         "recipe.curriculum", ["build"], "train.Trainer.train",
@@ -107,7 +107,7 @@ COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
         "recipe.recipe", ["prepare", "flywheel.questions_of"], "run_parts",
         ["recipe.json", "flywheel/buffer.jsonl", "sft/checkpoints/step_000003"],
     ),
-    "evaluate recipe": ("recipe.evaluate", ["build_player"], "evaluate_recipe", []),
+    "evaluate recipe": ("recipe.evaluate", ["build_eval"], "evaluate_recipe", []),
 }  # fmt: skip
 """Arguments: module, what it makes before its work, the work, and what it continues from."""
 

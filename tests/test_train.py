@@ -20,7 +20,7 @@ from agentgrpo.engine.agreement import Disagreement, Probes
 from agentgrpo.learn.updates import Update
 from agentgrpo.loop import train
 from agentgrpo.run.callbacks import Callback
-from agentgrpo.setup.build import Parts
+from agentgrpo.setup.build import TrainParts
 from agentgrpo.train import main
 from agentgrpo.trainer import Trainer
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
@@ -159,10 +159,10 @@ class FakeRun:
     def close(self) -> None:
         self.calls.append("close")
 
-    def parts(self) -> Parts:
+    def parts(self) -> TrainParts:
         names = ("engine", "learner", "sampler", "tasks", "log", "progress")
         return cast(
-            Parts,
+            TrainParts,
             SimpleNamespace(
                 **dict.fromkeys(names, self),
                 reward=scored_by(self.reward),

@@ -45,7 +45,7 @@ class TextEncoder:
                 "without a tokenizer.json; save it once with a fast tokenizer class"
             )
         self._tokenizer = tokenizer
-        self._ids = lru_cache(256)(self._encoded)  # rollouts of a group begin alike
+        self._ids = lru_cache(128)(tokenizer.encode)  # rollouts of a group begin alike
         framing, written = _control_ids(tokenizer)
         self.control_ids = framing | written
         """Control tokens, spelling to id: the special ones, those spelled `<|...|>`, and the added
@@ -85,13 +85,10 @@ class TextEncoder:
     def encode(self, text: str, mark: str = "") -> Int32:
         """The ids of a rendering whose messages were marked with `mark`."""
         if not mark:
-            return self._ids(text).copy()
+            return ids_from_list(self._ids(text, add_special_tokens=False))
         aliases, tokenizer = self._renamed
         text = self.control.sub(lambda m: aliases[m[0]], text).replace(mark, "")
         return ids_from_list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def _encoded(self, text: str) -> Int32:
-        return ids_from_list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_behind(self, text: str, mark: str, before: str = "") -> Int32:
         """The ids of text that stands behind a control token; "": behind text.

@@ -41,7 +41,7 @@ from agentgrpo.run.atomic import append_lines, whole_lines, write_json
 from agentgrpo.run.folder import lock_run_dir
 from agentgrpo.run.records import read_rollout, read_rollouts, rollout_record
 from agentgrpo.sandbox.doctor import Check
-from agentgrpo.setup.build import Player, build, build_player, prepare
+from agentgrpo.setup.build import EvalParts, build, build_eval, prepare
 from agentgrpo.setup.command import Begin
 from agentgrpo.setup.plan import line, of_training, plan
 from agentgrpo.types import Group
@@ -88,7 +88,7 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
 # -- the parts of a stage --------------------------------------------------------------------------
 
 
-def select(recipe: RecipeConfig, stage: int, player: Player, stream: Tasks) -> dict[str, Any]:
+def select(recipe: RecipeConfig, stage: int, player: EvalParts, stream: Tasks) -> dict[str, Any]:
     """Play the candidates and write what is selected of them.
 
     ValueError: none has both right and wrong rollouts, as selection = "pareto" asks.
@@ -138,7 +138,7 @@ def _selected(
 
 
 def _chunks(
-    recipe: RecipeConfig, stage: int, player: Player, stream: Tasks
+    recipe: RecipeConfig, stage: int, player: EvalParts, stream: Tasks
 ) -> Iterator[list[Group]]:
     """The candidates' groups: from disk as far as they are there, then played and recorded."""
     c, path = recipe.curriculum, folder_of(recipe, stage) / "pool.jsonl"
@@ -279,7 +279,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | N
 def select_part(recipe: RecipeConfig, stage: int, begin: Begin) -> None:
     """Play a stage's candidates and select, in this process."""
     config = recipe.of_run(model=start_model(recipe, stage))
-    with lock_run_dir(folder_of(recipe, stage)), contextlib.closing(build_player(config)) as player:
+    with lock_run_dir(folder_of(recipe, stage)), contextlib.closing(build_eval(config)) as player:
         tasks = player.setup.training_tasks(config)
         begin()
         select(recipe, stage, player, tasks)

@@ -32,14 +32,14 @@ from agentgrpo.recipe.parts import command
 from agentgrpo.run.atomic import write_json, write_text
 from agentgrpo.run.folder import require_folder
 from agentgrpo.run.progress import Progress
-from agentgrpo.setup.build import Player, build_player
+from agentgrpo.setup.build import EvalParts, build_eval
 from agentgrpo.setup.command import Begin
 from agentgrpo.setup.plan import of_playing, plan
 from agentgrpo.setup.stage import prepare_run
 from agentgrpo.types import Rollout
 
 
-def evaluate_recipe(config: RecipeConfig, player: Player) -> dict[str, Any]:
+def evaluate_recipe(config: RecipeConfig, player: EvalParts) -> dict[str, Any]:
     """Play the held-out tasks as the config says; the metrics and measures.report()'s measures.
 
     On several ranks all must call it: each plays its share of the tasks. The first one asks the
@@ -121,7 +121,7 @@ def run(config: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     try:
         console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=parallel.rank() > 0)
         progress = Progress(config.steps, console)
-        with contextlib.closing(build_player(config, progress=progress)) as player:
+        with contextlib.closing(build_eval(config, progress=progress)) as player:
             begin()
             made = evaluate_recipe(config, player)
             if parallel.rank() > 0:

@@ -50,10 +50,13 @@ def pid_of(pidfd: int) -> int:
         return int(next(line.split()[1] for line in info if line.startswith("Pid:")))
 
 
+GONE = (FileNotFoundError, ProcessLookupError)
+
+
 def children_of(pid: int) -> list[int]:
     """The children of a process; none if it has ended."""
     found: list[int] = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    with contextlib.suppress(*GONE):
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children", "rb", 0) as file:
                 found += map(int, file.read().split())
@@ -74,16 +77,11 @@ def tree_cpu_seconds(root: int, but: int) -> float:
     """
     ticks = 0
     for pid in process_tree(root):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            user, system, *waited = map(int, stat_of(pid)[11:15])
+        with contextlib.suppress(*GONE), open(f"/proc/{pid}/stat", "rb", 0) as file:
+            behind_name = file.read().rpartition(b")")[2]  # which may hold anything
+            user, system, *waited = map(int, behind_name.split()[11:15])
             ticks += sum(waited) + (0 if pid == but else user + system)
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def stat_of(pid: int) -> list[str]:
-    """What /proc/PID/stat says behind the name, which may hold anything."""
-    with open(f"/proc/{pid}/stat", "rb", 0) as file:
-        return file.read().rpartition(b")")[2].decode().split()
 
 
 class Owned:

@@ -250,10 +250,9 @@ class Session(ProcessBound):
         """
         if self._ended is not None:
             return self._cpu_at_end
-        told = self.group.cpu_s() if self.group is not None else None
-        if told is None:
-            told = tree_cpu_seconds(self.init_pid, self.pid) + self._cpu_seconds()
-        return told
+        if self.group is not None and (told := self.group.cpu_s()) is not None:
+            return told
+        return tree_cpu_seconds(self.init_pid, self.pid) + self._cpu_seconds()
 
     def _end(self, status: StepStatus, detail: str) -> StepResult:
         if self.group is not None:  # which may be another session's in a moment

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from agentgrpo.sandbox.cgroup import lines_of, memory_bounds
-from agentgrpo.sandbox.channels import process_tree
+from agentgrpo.sandbox.channels import GONE, process_tree
 from agentgrpo.sandbox.jail import PRIVATE
 from agentgrpo.sandbox.result import StepStatus
 from agentgrpo.sandbox.session import Session
@@ -30,7 +30,6 @@ FLOOR = 0.02
 SOCKET_KIB = 2 * 208
 """What a socket holds at most, sent and received: policy.py lets none of its buffers be enlarged,
 and csrc/sandbox_spawn.c sets what TCP's grow to."""
-GONE = (FileNotFoundError, ProcessLookupError)
 PAGE_KIB = os.sysconf("SC_PAGESIZE") >> 10
 
 

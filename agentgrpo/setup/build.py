@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickl
 
 
 @dataclass(kw_only=True)
-class Player:
+class EvalParts:
     """What it takes to play tasks with a policy, without training it."""
 
     setup: RunSetup
@@ -68,7 +68,7 @@ class Player:
 
 
 @dataclass(kw_only=True)
-class Parts(Player):
+class TrainParts(EvalParts):
     """What a training run is made of: what plays, and what learns from it."""
 
     reward: Scoring
@@ -83,7 +83,7 @@ class Parts(Player):
     """Held on out_dir, so that no second run writes there."""
 
     def close(self) -> None:
-        """As a Player's, let the trackers finish, let others write to out_dir, and hold nothing:
+        """As EvalParts', let the trackers finish, let others write to out_dir, and hold nothing:
         vLLM keeps a traceback of its own imports, whose frames hold those that called it, and these
         hold this.
         """
@@ -144,8 +144,8 @@ def build(
     config: TrainConfig,
     *,
     draw: Callable[[Tasks], Tasks] = lambda tasks: tasks,
-    start: Callable[..., Player] | None = None,
-) -> Parts:
+    start: Callable[..., EvalParts] | None = None,
+) -> TrainParts:
     """Make everything a run needs, resumed from the newest checkpoint in out_dir if there is one.
 
     `draw`: what is made of the stream of training tasks before it is drawn from. `start`: instead
@@ -172,7 +172,7 @@ def _require_trainable(model: str) -> None:
     why_not_packed(init_on_meta(model, "bfloat16"))
 
 
-def start_engine(config: TrainConfig, setup: RunSetup, *, trained: bool = False) -> Player:
+def start_engine(config: TrainConfig, setup: RunSetup, *, trained: bool = False) -> EvalParts:
     """Start vLLM for a setup, its adapter in place unless it is trained: then it is published."""
     require(room_checks(config, setup.model, trained=False))
     setup.progress.say("engine: starting vLLM")
@@ -191,7 +191,7 @@ def start_engine(config: TrainConfig, setup: RunSetup, *, trained: bool = False)
         engine.set_adapter(played.tensors(), played.config)
     model = setup.model if played is None else str(played.folder)
     sampler = _sampler(config, setup, engine)
-    return Player(setup=setup, model=model, engine=engine, sampler=sampler)
+    return EvalParts(setup=setup, model=model, engine=engine, sampler=sampler)
 
 
 def _sampler(config: TrainConfig, setup: RunSetup, engine: Engine) -> AnySampler:
@@ -215,9 +215,9 @@ def sampler_on(engine: Any, config: TrainConfig, setup: RunSetup) -> AnySampler:
     return Sampler(engine, setup.agent, setup.env, chat, rollout, max_live=live)
 
 
-def build_player(
+def build_eval(
     config: TrainConfig, *, model: str | None = None, progress: Progress | None = None
-) -> Player:
+) -> EvalParts:
     """Make what it takes to play tasks with `model`, or with config.model, untrained."""
     setup = prepare_run(config, model=model, trained=False, progress=progress)
     try:
@@ -228,8 +228,8 @@ def build_player(
 
 
 def _with_learner(
-    config: TrainConfig, player: Player, ready: Ready, log: RunLog, lock: IO[str]
-) -> Parts:
+    config: TrainConfig, player: EvalParts, ready: Ready, log: RunLog, lock: IO[str]
+) -> TrainParts:
     from agentgrpo.learn.preflight import preflight
 
     engine, setup, tried = player.engine, player.setup, None
@@ -264,7 +264,7 @@ def _with_learner(
     )
     if tried is not None:
         log.write(learner.step_count, preflight=tried)
-    return Parts(
+    return TrainParts(
         **vars(player),
         reward=setup.reward,
         heldout=setup.heldout,
@@ -278,7 +278,7 @@ def _with_learner(
     )
 
 
-def _learner(config: TrainConfig, player: Player, resumed: Path | None) -> Learner:
+def _learner(config: TrainConfig, player: EvalParts, resumed: Path | None) -> Learner:
     """The learner, on the engine's weights, as the checkpoint left it."""
     from agentgrpo.learn.learner import Learner
     from agentgrpo.learn.preflight import LESS_TO_TRAIN

@@ -68,7 +68,7 @@ from agentgrpo.usercode import user_call
 
 @dataclass(slots=True, kw_only=True)
 class RunSetup:
-    """All of a Player but its engine: what can be checked before the model is loaded."""
+    """All of EvalParts but its engine: what can be checked before the model is loaded."""
 
     model: str
     """Its directory or hub name."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.machine.hardware import has_nvidia_gpu
-from agentgrpo.setup.build import Parts, Player, build, sampler_on, start_engine
+from agentgrpo.setup.build import EvalParts, TrainParts, build, sampler_on, start_engine
 from agentgrpo.setup.stage import RunSetup
 
 if TYPE_CHECKING:
@@ -22,15 +22,15 @@ class Engines:
     """
 
     _key: tuple[Any, ...] = ()
-    _player: Player | None = None
+    _player: EvalParts | None = None
     _first: dict[str, torch.Tensor] = field(default_factory=dict)
     """Its weights as they were read."""
 
-    def build(self, config: TrainConfig) -> Parts:
+    def build(self, config: TrainConfig) -> TrainParts:
         """As agentgrpo.setup.build.build()."""
         return build(config, start=self._start)
 
-    def _start(self, config: TrainConfig, setup: RunSetup, *, trained: bool) -> Player:
+    def _start(self, config: TrainConfig, setup: RunSetup, *, trained: bool) -> EvalParts:
         lora = config.learner.lora.rank
         if config.engine.tensor_parallel_size > 1 or lora or setup.adapter is not None:
             self.close()
@@ -48,7 +48,7 @@ class Engines:
         engine.abort_all()
         for name, tensor in engine.model.state_dict().items():
             tensor.copy_(self._first[name])
-        return Player(
+        return EvalParts(
             setup=setup, model=setup.model, engine=engine,
             sampler=sampler_on(engine, config, setup), borrowed=True,
         )  # fmt: skip
