@@ -1,4 +1,4 @@
-"""What an agent does and what its world answers: the values that agents and environments share."""
+"""What an agent does and what its environment answers: values that both share."""
 
 from __future__ import annotations
 

@@ -195,8 +195,8 @@ class Rollout:
     """Rewards of single turns or lines; `rewards` does not hold them, `reward` counts both."""
     timings: dict[str, float] = field(default_factory=dict)
     """Where its time went, in seconds: waiting for its place (`queue_s`), in the engine
-    (`generate_s`), for its world (`tools_s`, `finish_s`), in between (`own_s`). No two runs agree
-    on them."""
+    (`generate_s`), for its environment (`tools_s`, `finish_s`), in between (`own_s`). No two runs
+    agree on them."""
     feedback: list[str] = field(default_factory=list)
     """What the environment said that was wrong with each turn, "" for nothing; turns behind its end
     have none. Shown to the policy in a later turn, or, of the last one, never: a teacher reads it

@@ -336,7 +336,7 @@ def _verify_rollouts(
 
 
 def _reward_faults(rollout: Rollout, run: Run, *, compared: bool) -> Iterator[str]:
-    """Run the shipped reward again on what is recorded; what a world or a function gave is not."""
+    """Run the shipped reward again on what is recorded; not what environments or functions gave."""
     c = run.config.reward
     if rollout.status is Status.INFRA_ERROR:
         return

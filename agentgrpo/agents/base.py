@@ -1,4 +1,4 @@
-"""What a turn of the policy means, whatever the agent, and how the world's answer is said to it."""
+"""What a turn of the policy means, and how the environment's answer is said to it."""
 
 from __future__ import annotations
 

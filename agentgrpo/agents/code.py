@@ -91,7 +91,7 @@ class CodeAgent(PairAgent):
         """The observation as one chat message, or as text of the policy's own message."""
         if isinstance(action, Say):
             return super().observe(action, observation)
-        content, role = self.told(observation), self.observation_role
+        content, role = self.shown(observation), self.observation_role
         return content if role == "assistant" else [{"role": role, "content": content}]
 
 

@@ -81,7 +81,7 @@ class InlineAgent(PairAgent):
         """The result in its tags, for the same message."""
         if isinstance(action, Say):
             return super().observe(action, observation)
-        return self.told(observation, tag="fn_error" if observation.failed else "fn_results")
+        return self.shown(observation, tag="fn_error" if observation.failed else "fn_results")
 
 
 def read_python(body: str, known: Mapping[str, Schema]) -> ToolCall:

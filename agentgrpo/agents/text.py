@@ -138,7 +138,7 @@ class PairAgent(TextAgent, ABC):
     Args:
         open_tag: begins an action.
         close_tag: ends an action, and the turn.
-        observation: how the world's answer is shown; {output} is replaced by it.
+        observation: how the environment's answer is shown; {output} is replaced by it.
         answer_prefix: a reply that has this text and no action ends the rollout; what follows is
             the answer. "": the whole reply is. What lacks it is said to the user, if there is one.
     """
@@ -178,8 +178,8 @@ class PairAgent(TextAgent, ABC):
             return Malformed(f"{self.error}: {error}")
         return self.answered(text, self.answer_prefix)
 
-    def told(self, observation: Observation, **marks: str) -> str:
-        """The world's answer as the policy is shown it, other {marks} than {output} filled in."""
+    def shown(self, observation: Observation, **marks: str) -> str:
+        """The environment's answer as it is shown, other {marks} than {output} filled in."""
         shown = self.observation
         for name, value in marks.items():
             shown = shown.replace(f"{{{name}}}", value)

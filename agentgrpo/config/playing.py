@@ -363,7 +363,8 @@ class SandboxConfig(Section):
     checked; agents show the def line and the docstring."""
     host_cache: Literal["no", "rollout", "run"] = "rollout"
     """Whether the same arguments have the same answer without another call: within a rollout, or
-    within the whole run. With rollout.deterministic, functions that ask the world need "run"."""
+    within the whole run. With rollout.deterministic, functions that read what changes need
+    "run"."""
     host_budget: HostBudgetConfig = HostBudgetConfig()
     all_cpus: NotNegativeNumber = 0.0
     """Processors that all sessions together may keep busy, where a control group can bound it (0:

@@ -101,7 +101,7 @@ class Twice:
         return Finding(self.weight, says, self.remedy, differ[0])
 
 
-def _answers_of_the_world(h: History) -> Iterable[tuple[Any, Any, Seen]]:
+def _same_actions(h: History) -> Iterable[tuple[Any, Any, Seen]]:
     for seen in [*h.train, *h.heldout]:
         before = str(seen.task).encode()
         for number, segment in enumerate(seen.rollout.segments):
@@ -303,8 +303,8 @@ CHECKS: dict[str, Check] = {
     ),
     "moves too much": _worse,
     "sampled too hot": _hot,
-    "world not the same twice": Twice(
-        _answers_of_the_world, 0.89, "the world answered the same tokens with something else",
+    "environment not the same twice": Twice(
+        _same_actions, 0.89, "the environment answered the same tokens with something else",
         "chance, time or state in the tool or environment",
     ),
     "one question, two answers": Twice(

@@ -1,1 +1,1 @@
-"""What the world answers to an action."""
+"""What the environment answers to an action."""

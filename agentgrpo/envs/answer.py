@@ -1,4 +1,4 @@
-"""No world: the answer alone counts, which rewards judge."""
+"""No environment: the answer alone counts, which rewards judge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the world answers to an action. One episode per rollout, used by one thread at a time."""
+"""What an environment answers to an action. One episode a rollout, used by a thread at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentgrpo.types import Task
 
 
 class Episode(Protocol):
-    """The world of one rollout. Who inherits from it gives no rewards and holds nothing."""
+    """The environment of one rollout. Who inherits from it gives no rewards and holds nothing."""
 
     def step(self, action: Action) -> Observation:
         """Carry the action out. May block; never raises for what the policy caused.
@@ -20,7 +20,7 @@ class Episode(Protocol):
         """
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """Rewards that the world itself gives, by name; may block.
+        """Rewards that the environment itself gives, by name; may block.
 
         It may also set `feedback`, text for a teacher (config.teacher): of nothing that is hidden.
 

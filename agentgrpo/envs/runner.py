@@ -108,11 +108,11 @@ class EpisodeRunner:
 
 class _Nothing(Episode):
     def step(self, action: Action) -> Observation:
-        raise TypeError("there is no world that could do anything")
+        raise TypeError("there is no environment that could do anything")
 
 
 NOTHING = _Nothing()
-"""The episode of a rollout that has no world, or none yet."""
+"""The episode of a rollout that has no environment, or none yet."""
 
 
 def checked_episode(made: Any) -> AnyEpisode:

@@ -27,7 +27,7 @@ class MasterAdamW:
 
     Parameters, whole or sharded, are updated in place. `offload`: keep moments and masters in
     page-locked host memory, but for those of the parameter that is being updated; for parameters on
-    CUDA. NEVER RUN on a GPU yet.
+    CUDA.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ history's roles and calls, without its words, are before that stand-in too.
 What ends a turn is learned from the template too, for turns of text and of calls apart. Most close
 a turn: its closer is the last control token of what they put behind it both at the end of a
 conversation and before another message. Some close none: the policy samples the token that opens
-the message of the world (`<|observation|>` of GLM, `<|tool_response>` of Gemma 4), of which only
+the environment's message (`<|observation|>` of GLM, `<|tool_response>` of Gemma 4), of which only
 the rest is appended.
 """
 
@@ -163,7 +163,7 @@ class ChatTemplate:
         """The tokens of text put into an assistant's turn as it is, encoded alone.
 
         `own`: it is the policy's or its author's, who may write the tokens that a turn is written
-        with, such as `<think>`; else it is the world's, and no control token.
+        with, such as `<think>`; else it is the environment's, and no control token.
         """
         (plain,), mark = self._encoder.shield(text, own=[own])
         return self._encoder.encode_behind(plain, mark)
@@ -309,7 +309,7 @@ class ChatTemplate:
         return _Ending(final, "" if opens else found[0])
 
     def _openers(self) -> list[int]:
-        """The tokens that open the world's messages where the template closes no turn."""
+        """The tokens that open the environment's messages where the template closes no turn."""
         found, closers = [], {ending.closer for ending in self._endings.values()}
         for role in ("user", "tool"):
             try:
@@ -388,7 +388,7 @@ class ChatTemplate:
 
 
 def _own(messages: Sequence[Message]) -> Iterator[bool]:
-    """Which messages are not the world's: the policy's, and the author's before its first."""
+    """Which messages are not the environment's: the policy's, and the author's before its first."""
     played = False
     for message in messages:
         played |= message.get("role") == "assistant"

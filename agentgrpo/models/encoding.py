@@ -10,7 +10,7 @@ would give if control tokens had no spelling.
 
 Tokens that frame a turn (`<|im_end|>`) cannot be spelled by anybody. Tokens that a turn is written
 with (`<think>`, `<tool_call>`, `<tool_response>`) are spelled by those whose words they are: the
-policy, and the author of prompts. In what the world says they are text too.
+policy, and the author of prompts. In what the environment says they are text too.
 """
 
 from __future__ import annotations

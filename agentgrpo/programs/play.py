@@ -358,7 +358,7 @@ class _Play:
         tell(f"{failed}; the first {first.failed}")
 
     def _stop(self) -> None:
-        """End what still runs, and leave no world open."""
+        """End what still runs, and leave no environment open."""
         try:
             self.engine.abort(list(self.decoding))
         finally:

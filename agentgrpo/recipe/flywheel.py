@@ -272,10 +272,10 @@ def run_flywheel(
 
     judge = named(recipe.measures.judge) if recipe.measures.judge else None
     quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
-    worlds = EpisodeRunner(3 * config.concurrency, recipe.rollout.call_timeout_s)
+    runner = EpisodeRunner(3 * config.concurrency, recipe.rollout.call_timeout_s)
     context = OperatorContext(
         player=TrajectoryPlayer(
-            loop, setup.agent, setup.env, setup.chat, setup.reward, worlds, limits
+            loop, setup.agent, setup.env, setup.chat, setup.reward, runner, limits
         ),
         reflector=named(config.reflector),
         critic=named(config.critic),

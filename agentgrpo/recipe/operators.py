@@ -168,7 +168,7 @@ def step_hint(context: OperatorContext, chosen: Candidate) -> Trajectory:
     """Everything up to the first flawed step stays; the next turn begins with a hint."""
     number = _first_flaw(context, chosen)
     kept = chosen.trajectory.turns[: number + 1]
-    if kept[-1].told is None:
+    if kept[-1].result is None:
         raise OperatorSkipped("the flawed step is the last one: nothing follows it")
     hint = chosen.rng.choice(list(context.config.step_hints))
     return _continued(context, chosen, "step_hint", kept, begin=hint)
@@ -177,7 +177,7 @@ def step_hint(context: OperatorContext, chosen: Candidate) -> Trajectory:
 def trajectory_hint(context: OperatorContext, chosen: Candidate) -> Trajectory:
     """The wrong answer is taken back: its turn keeps the thought and goes on with a hint."""
     *kept, last = chosen.trajectory.turns
-    if last.told is not None:
+    if last.result is not None:
         raise OperatorSkipped("there is no answer to take back")
     thought = _split(context, last.text)[0]
     hint = chosen.rng.choice(list(context.config.trajectory_hints))
@@ -237,7 +237,7 @@ def _prompt(template: str, chosen: Candidate) -> str:
 
 def _steps(turns: Sequence[PlayedTurn]) -> str:
     return "\n".join(
-        f"Step {number}:\n{turn.text}" + (f"\nResult: {turn.told_text}" if turn.told else "")
+        f"Step {number}:\n{turn.text}" + (f"\nResult: {turn.result_text}" if turn.result else "")
         for number, turn in enumerate(turns, 1)
     )
 

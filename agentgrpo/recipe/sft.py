@@ -146,7 +146,7 @@ def conversation(
 
 
 Told = str | Sequence[Mapping[str, Any]]
-"""What the world says after a turn: text within it, or messages (none after the last)."""
+"""What the environment says after a turn: text within it, or messages (none after the last)."""
 
 
 def _turns(

@@ -3,7 +3,7 @@
 A Trajectory is a rollout by turns. A turn's tokens are those that the engine sampled, or the
 encoding of what somebody else wrote. It is played as any rollout (rollout/play.py), by an engine
 that says the kept turns again before it goes on: so their actions are carried out in a fresh
-episode, the world is as it was, and what the new turn does is answered again.
+episode, the environment is as it was, and what the new turn does is answered again.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Pieces = tuple[tuple[Segment, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlayedTurn:
-    """What was done in one turn, by whom, and what the world said to it."""
+    """What was done in one turn, by whom, and what the environment said to it."""
 
     text: str
     """Without the token that closes it."""
     pieces: Pieces
-    told: Segment | None = None
-    """The tokens of the world's answer; None after the last turn, and before it has answered."""
-    told_text: str = ""
+    result: Segment | None = None
+    """The tokens of the environment's answer; None after the last turn, and before the answer."""
+    result_text: str = ""
 
     @property
     def segments(self) -> list[Segment]:
-        """Of the turn and of the world's answer."""
-        return [segment for segment, _ in self.pieces] + ([self.told] if self.told else [])
+        """Of the turn and of the environment's answer."""
+        return [segment for segment, _ in self.pieces] + ([self.result] if self.result else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,12 +77,12 @@ class Trajectory:
     def record(self) -> dict[str, Any]:
         """JSON values that records.read_rollout() reads; `flywheel` says how it was made.
 
-        Its `authors` has who wrote each segment; None: the prompt, or the world.
+        Its `authors` has who wrote each segment; None: the prompt, or the environment.
         """
         authors: list[str | None] = [None]  # the prompt
         for turn in self.turns:
             authors += [author for _, author in turn.pieces]
-            authors += [None] * (turn.told is not None)
+            authors += [None] * (turn.result is not None)
         made = {
             "operator": self.operator,
             "parent": self.parent,
@@ -97,17 +97,17 @@ class Trajectory:
 class TrajectoryPlayer:
     """Plays attempts, from the start or from kept turns. May be used by many threads at once.
 
-    `env`: reset() and episodes are used from the calling thread's attempt only. `worlds`: where
+    `env`: reset() and episodes are used from the calling thread's attempt only. `runner`: where
     episodes run. `config`: what one attempt may use, kept turns included; history must be "append".
     """
 
     def __init__(
         self, loop: EngineLoop, agent: Agent, env: Environment, chat: ChatTemplate,
-        reward: Scoring, worlds: EpisodeRunner, config: RolloutConfig,
+        reward: Scoring, runner: EpisodeRunner, config: RolloutConfig,
     ) -> None:  # fmt: skip
         self.agent, self.chat = agent, chat
         self._loop, self._env, self._reward = loop, env, reward
-        self._worlds, self._config = worlds, config
+        self._runner, self._config = runner, config
 
     def written(self, text: str, author: str, task: Task) -> PlayedTurn:
         """A turn that somebody wrote: cut behind the first stop string, else closed."""
@@ -141,7 +141,7 @@ class TrajectoryPlayer:
         agent = _Listening(self.agent)
         played = Play(
             _Continued(self._loop, kept, given), cast(Agent, agent), self._env, self.chat,
-            self._worlds, self._config, tasks=[task], group_size=1, seed=0, filters={},
+            self._runner, self._config, tasks=[task], group_size=1, seed=0, filters={},
         )  # fmt: skip
         (group,) = played.run(max_live=1)
         (rollout,) = group.rollouts
@@ -150,9 +150,10 @@ class TrajectoryPlayer:
         turns: list[PlayedTurn] = []
         for segment in rollout.segments[1:]:
             if not segment.sampled:
-                turns[-1] = replace(turns[-1], told=segment, told_text=agent.told[len(turns) - 1])
+                at = len(turns) - 1
+                turns[at] = replace(turns[at], result=segment, result_text=agent.results[at])
             elif len(turns) < len(kept):
-                turns.append(replace(kept[len(turns)], told=None, told_text=""))
+                turns.append(replace(kept[len(turns)], result=None, result_text=""))
             else:
                 first = len(given) if len(turns) == len(kept) else 0
                 turns.append(
@@ -181,13 +182,13 @@ class _Listening:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.told: list[str] = []
+        self.results: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
 
     def observe(self, action: Action, shown: Observation) -> Sequence[Message] | str:
-        self.told.append("\n".join(shown.outputs) or shown.text)
+        self.results.append("\n".join(shown.outputs) or shown.text)
         return self._agent.observe(action, shown)
 
 

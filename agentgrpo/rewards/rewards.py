@@ -78,7 +78,7 @@ async def score_async(
     group: Group, reward: Reward, view: Callable[[Rollout], RolloutView], *,
     limit_s: float | None = None,
 ) -> None:  # fmt: skip
-    """Add the rewards of all rollouts that the machine did not break to what the world gave."""
+    """Add rewards to what the environment gave, of all rollouts that the machine did not break."""
     for index, rollout in enumerate(group.rollouts):
         if rollout.status is Status.INFRA_ERROR:
             continue

@@ -44,7 +44,7 @@ class SamplerStats:
     idle_s: float = 0.0
     """Waiting for tools with nothing to decode."""
     observe_s: float = 0.0
-    """Making tokens of what worlds answered."""
+    """Making tokens of what environments answered."""
     engine_steps: int = 0
     total_sampled_tokens: int = 0
     prompt_tokens: int = 0

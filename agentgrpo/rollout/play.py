@@ -1,9 +1,9 @@
-"""One call of Sampler.play: which rollout is decoding, which waits for its world, which is over.
+"""One call of Sampler.play: which rollout decodes, which waits for its environment, which is over.
 
 A rollout is a line of states: its prompt is asked for, its turn ends, its action is refused, said
 to be malformed or carried out, the result is appended, the next turn is asked for; at some
-point it ends, and another may begin instead. Everything here runs on one thread; worlds answer
-on others, through futures.
+point it ends, and another may begin instead. Everything here runs on one thread; environments
+answer on others, through futures.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import Completion, Group, Rollout, Status, Task, Treatment
 
 Then = Callable[[int, Any], None]
-"""What is to be done with a world's answer, and to which rollout."""
+"""What is to be done with an environment's answer, and to which rollout."""
 
 
 class Waiting:
-    """The futures of worlds that work, by rollout. Used on one thread; worlds answer on others.
+    """The futures of environments that work, by rollout. Used on one thread; they answer on others.
 
     `together`: all answers are taken at once, when the last one is there.
     """
@@ -64,14 +64,14 @@ class Waiting:
         """Seconds spent waiting."""
 
     def add(self, index: int, future: Future[Any], then: Then) -> None:
-        """Wait for a rollout's world, for one thing at a time."""
+        """Wait for a rollout's environment, for one thing at a time."""
         self._futures[index] = (future, then)
         future.add_done_callback(lambda _: self._answered.put(index))
 
     def take(self, *, block: bool) -> Iterator[tuple[int, Future[Any], Then]]:
         """Stop waiting for those that were answered, by a result or by an InfrastructureError.
 
-        Any other error of a world is raised, and it is waited for on: see cancel().
+        Any other error of an environment is raised, and it is waited for on: see cancel().
         """
         if not self._futures:
             return
@@ -104,7 +104,7 @@ class Waiting:
 
     @property
     def abandoned(self) -> set[int]:
-        """Of all that was waited for: those whose worlds have not come back, after wait()."""
+        """Of all that was waited for: those whose environments have not come back, after wait()."""
         done = {i: f for i, (f, _) in self._futures.items() if f.done() and not f.cancelled()}
         return {i for i, future in done.items() if isinstance(future.exception(), Abandoned)}
 
@@ -154,7 +154,7 @@ class Play:
         return self._groups.whole()
 
     def _stop(self) -> None:
-        """Drop what is decoding, and leave no world open."""
+        """Drop what is decoding, and leave no environment open."""
         self.stats.idle_s = self._waiting.idle_s
         begun = self._waiting.cancel()
         try:
@@ -163,8 +163,8 @@ class Play:
             self._close(begun)
 
     def _close(self, begun: Mapping[int, Then]) -> None:
-        """Wait for the worlds that work, close those that are open: there are some where an error
-        has ended the play. It stays the error that is told, whatever closing raises.
+        """Wait for the environments that work, close those that are open: there are some where an
+        error has ended the play. It stays the error that is told, whatever closing raises.
         """
         self._waiting.wait()
         ending = {i for i, then in begun.items() if then == self._finished}
@@ -238,7 +238,7 @@ class Play:
         if again == live.history:
             self._ask(index)
             return
-        self.stats.diverged_forks += 1  # a world that is not a function of its actions
+        self.stats.diverged_forks += 1  # an environment that is not a function of its actions
         self._drop(index, QueuedRollout(index=index, attempt=live.attempt + 1))
 
     # --- turns
@@ -419,10 +419,10 @@ class Play:
             so_far = Transcript.of(live.rollout.segments)
             self._queue.appendleft(QueuedRollout(index=new, fork=live.fork(member, so_far)))
 
-    # --- the world's answers
+    # --- the environment's answers
 
     def _take_answers(self, *, block: bool) -> None:
-        """Continue the rollouts whose worlds answered; wait for one if nothing decodes."""
+        """Continue the rollouts whose environments answered; wait for one if nothing decodes."""
         for index, future, then in self._waiting.take(block=block):
             try:
                 answer = future.result()

@@ -73,7 +73,7 @@ class Sampler(AnySampler):
 
     The engine is awake while playing. Of rollouts `max_live` are played at once, at most as many as
     there are sandbox sessions: a rollout keeps its session until it ends. `max_tool_threads`
-    blocking worlds may work at once; asynchronous ones have no limit.
+    blocking environments may work at once; asynchronous ones have no limit.
     """
 
     def __init__(

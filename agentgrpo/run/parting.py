@@ -104,7 +104,7 @@ def _token(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     apart = min(map(len, ids)) if apart < 0 else apart
     if a["logprobs"] is None or b["logprobs"] is None:
         return (
-            f"token {apart} of what it was shown before: the world or template said another thing"
+            f"token {apart} of what it was shown before: environment or template said another thing"
         )
     pairs = zip(a["logprobs"][:apart], b["logprobs"][:apart], strict=True)
     gaps = [(abs(x - y), place) for place, (x, y) in enumerate(pairs) if x != y]

@@ -121,14 +121,6 @@ STAGES = {
     "engine/1.7B/shared": _engine(
         "1.7B", "shared", 50, 220, "start 80 s, compiles 20 s, 50 cycles at 2.4 s", *LARGE
     ),
-    "decode/async-off": Stage(
-        ("bench.gpu.decode", "--async-scheduling", "false"), ENGINE, 135,
-        "start 95 s: compiled anew for other lengths and batches; 3 x 256 steps at 8 to 20 ms, "
-        "twice",
-    ),
-    "decode/async-on": Stage(
-        ("bench.gpu.decode", "--async-scheduling", "true"), ENGINE, 100, "as off, from its cache"
-    ),
     "learn/quickstart": Stage(
         ("bench.quickstart", *TEN), (*QUICKSTART, "nsjail"), 150,
         "model 10 s, start 80 s, 10 steps at 4 s, 2 evaluations at 5 s",

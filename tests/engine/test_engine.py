@@ -401,13 +401,3 @@ def test_the_record_says_what_vllm_chose(engine: Engine) -> None:
         "device": "cpu", "dtype": "float32", "block_size": 32, "cuda_graphs": "NONE",
     }  # fmt: skip
     assert (said["async_scheduling"], said["sleep_mode"]) == (False, False)
-
-
-def test_one_that_ends_leaves_the_others_at_work(engine: Engine, tiny_model: Path) -> None:
-    other = Engine(tiny_model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 16))
-    other.shutdown()
-    engine.add_request("a", np.arange(9, dtype=np.int32), max_tokens=2, temperature=0.0)
-    done = []
-    while engine.num_in_flight:
-        done += engine.step()
-    assert [len(turn.token_ids) for turn in done] == [2]

@@ -418,9 +418,9 @@ def test_a_hint_that_leaves_no_room_for_a_turn_is_the_end(tmp_path: Path) -> Non
 def test_kept_turns_are_said_again_where_a_second_role_is_asked_too() -> None:
     loop = EngineLoop(StubEngine(TOKENIZER, speak))  # type: ignore[arg-type]
     config = RolloutConfig(max_turns=9, max_turn_tokens=200, max_observation_tokens=200)
-    worlds = EpisodeRunner(1)
+    runner = EpisodeRunner(1)
     reward = scored_by(lambda r: {})
-    player = TrajectoryPlayer(loop, TALKER, Shop(), CHAT, reward, worlds, config)
+    player = TrajectoryPlayer(loop, TALKER, Shop(), CHAT, reward, runner, config)
     with ThreadPoolExecutor(1) as side:
 
         def work() -> tuple[Trajectory, Trajectory]:
@@ -434,7 +434,7 @@ def test_kept_turns_are_said_again_where_a_second_role_is_asked_too() -> None:
         first, again = playing.result()
     assert [turn.text for turn in first.turns] == ["agent 0", "agent 1", "agent 2"]
     assert [turn.text for turn in again.turns] == ["agent 0", "agent 1", "Well, agent 2"]
-    assert [turn.told_text for turn in again.turns] == ["customer 1", "customer 2", ""]
+    assert [turn.result_text for turn in again.turns] == ["customer 1", "customer 2", ""]
     assert again.rollout.stats == first.rollout.stats
     assert again.record()["segments"][:4] == first.record()["segments"][:4]
 
