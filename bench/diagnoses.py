@@ -167,7 +167,7 @@ CASES: dict[str, Case] = {
         ("tool calls fail",), [f"env.kind={HERE}:Worlds", "env.options.fault=fails"]
     ),
     "world_varies": Case(
-        ("world not the same twice",), [f"env.kind={HERE}:Worlds", "env.options.fault=noise"]
+        ("environment not the same twice",), [f"env.kind={HERE}:Worlds", "env.options.fault=noise"]
     ),
     "off_policy": Case(
         ("off-policy", "moves too much"), ["loss.num_iterations=12", "learner.learning_rate=1e-2"]

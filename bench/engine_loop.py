@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,10 +64,45 @@ class Clock:
         return run
 
 
+class FakeExecutor:
+    """Answers each step at once, with the same token for all; in place of a model."""
+
+    def __init__(self, engine: Engine) -> None:
+        from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
+
+        self._logprobs, self._output = LogprobsLists, ModelRunnerOutput
+        self._nothing = EMPTY_MODEL_RUNNER_OUTPUT
+        # a card's runner is vLLM's newer one, which is sent less
+        engine._core.scheduler.use_v2_model_runner = True
+        self._scheduled: Any = None
+
+    def execute_model(self, scheduled: Any, non_block: bool = False) -> Future[Any]:
+        self._scheduled = scheduled
+        return _done(None if scheduled.total_num_scheduled_tokens else self._nothing)
+
+    def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
+        ids = list(self._scheduled.num_scheduled_tokens)
+        column, ones = np.full((len(ids), 1), 5, np.int32), np.ones(len(ids), np.int32)
+        output = self._output(
+            req_ids=ids,
+            req_id_to_index={name: index for index, name in enumerate(ids)},
+            sampled_token_ids=column.tolist(),
+            logprobs=self._logprobs(column, -np.ones((len(ids), 1), np.float32), ones, None),
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        return _done(output) if non_block else output
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
 def make(model: Path, running: int) -> tuple[Engine, Clock]:
     """An engine of the tiny model that is never run, and where its time goes."""
     from agentgrpo.engine.engine import Engine
-    from tests.engine.stand_in import FakeExecutor
 
     config = EngineConfig(
         max_model_len=1024, kv_cache_gib=1.0, max_num_seqs=running, async_scheduling=False

@@ -194,7 +194,7 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "sampled too hot": (
         lambda r, s, i: None, {"rollout.temperature": 2.0, "solved": (0.9, 0.9)},
     ),
-    "world not the same twice": (shown(lambda i: ids(7, i)), {}),
+    "environment not the same twice": (shown(lambda i: ids(7, i)), {}),
     "one question, two answers": (asks(lambda r, s: r.task.id[-1]), {}),
     "rollouts are alike": (prompt_alone, {"rollout.temperature": 0.1, **FLAT}),
     "pays something else": (
