@@ -160,7 +160,8 @@ class Session(ProcessBound):
             if result.status is not StepStatus.OK:
                 return result, []
             piece = result.piece
-            answer.append(piece)
+            if fields[0] != b"put":  # whose answer is empty, and no part of it
+                answer.append(piece)
             if result.more:
                 if fields[0] == b"put" or len(piece) != self.limits.value_kib << 10:
                     broken = "a piece of an answer, cut short"

@@ -442,7 +442,7 @@ def f(x):
 def test_an_answer_is_carried_in_bytes(pool: SandboxPool) -> None:
     """The host reads none of it: it holds an answer's memory, and has nearly no work."""
     for size, passes in ((2_500_000, True), (9_000_000, False)):
-        tests = f"assert len(f({size})) == {size}"
+        tests = f"assert len(f({size})) == {size}\nassert len(f(2)) == 2"
         began = time.thread_time()
         tracemalloc.start()
         verdict = check_tests(pool, "def f(x): return '\\xe9' * x", tests, timeout_s=60.0)
