@@ -367,8 +367,8 @@ class SandboxConfig(Section):
     "run"."""
     host_budget: HostBudgetConfig = HostBudgetConfig()
     all_cpus: NotNegativeNumber = 0.0
-    """Processors that all sessions together may keep busy, where a control group can bound it (0:
-    half of the machine's). The rest is the trainer's."""
+    """Processors that rollouts' sessions may keep busy, all together, where a control group can
+    bound it (0: half of the machine's). Gradings may keep as many busy besides."""
     stateless: bool = False
     """Every code step starts from the beginning: no variables and no files of the step before."""
     allow_degraded: bool = False

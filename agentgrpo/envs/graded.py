@@ -58,6 +58,7 @@ class GradingPool:
                     min_idle=0,
                     zygotes=1,
                     allow_degraded=self._like.degraded,
+                    all_cpus=self._like.all_cpus,
                 )
             return self._pool
 

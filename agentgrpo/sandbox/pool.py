@@ -56,7 +56,7 @@ class SandboxPool(ProcessBound):
         allow_degraded: where none of them works, run code without namespaces (Rung.BARE), and say
             so in every result.
         nsjail: path of the nsjail binary; None looks for it.
-        all_cpus: processors that all sessions together may keep busy; None: half of the machine.
+        all_cpus: processors that all its sessions together may keep busy; None: half the machine.
 
     Raises:
         SandboxUnavailable: this machine cannot isolate; nothing runs unprotected instead.
@@ -78,7 +78,7 @@ class SandboxPool(ProcessBound):
         _require(rungs, max_live, min_idle, zygotes)
         self.template = template or Template()
         self.limits = limits or self.template.limits or Limits()
-        self.max_live, self.min_idle = max_live, min_idle
+        self.max_live, self.min_idle, self.all_cpus = max_live, min_idle, all_cpus
         self._spawner = Spawner(
             self.template,
             self.limits,

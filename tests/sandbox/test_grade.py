@@ -329,11 +329,12 @@ def refuse(*_: object) -> None:
 
 
 def test_gradings_do_not_wait_for_rollouts() -> None:
-    with SandboxPool(min_idle=0, zygotes=1, max_live=1) as pool, pool.acquire():
+    with SandboxPool(min_idle=0, zygotes=1, max_live=1, all_cpus=1.5) as pool, pool.acquire():
         graders = GradingPool(pool)
         try:
             assert check_tests(graders.pool(), "f = len", "assert f([]) == 0").passed
             assert (pool.limits.niceness, graders.pool().limits.niceness) == (5, 1)
+            assert graders.pool().all_cpus == 1.5
         finally:
             graders.close()
 
@@ -451,6 +452,20 @@ def test_an_answer_is_carried_in_bytes(pool: SandboxPool) -> None:
         assert (verdict.passed, "over 32 MiB" in verdict.reason) == (passes, not passes), verdict
         assert peak < 64 << 20
         assert time.thread_time() - began < 1.0
+
+
+def test_no_output_and_no_message_is_long_for_the_host(pool: SandboxPool) -> None:
+    """Four million empty lines were 600 MiB of lists; what an assert says may be any text."""
+    tracemalloc.start()
+    verdict = check_output(pool, "print('\\n' * 4_000_000 + 'x')", "x")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (verdict.passed, "expected 'x', got" in verdict.reason) == (False, True), verdict
+    assert peak < 64 << 20
+    verdict = check_tests(pool, "def f(): return 'x' * 100_000 + 'end'", "assert f() == 1, f()")
+    assert (verdict.passed, len(verdict.reason) <= 4000) == (False, True)
+    assert "AssertionError: xx" in verdict.reason
+    assert verdict.reason.endswith("xend\n")
 
 
 NARROW = {

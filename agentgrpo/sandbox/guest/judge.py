@@ -241,7 +241,8 @@ def run_tests(tests: CodeType, modules: Sequence[str], names: dict[str, str]) ->
         exec(tests, namespace)
         questions.put(f"failed\n{fouls[0]}" if fouls else "passed")
     except BaseException:
-        questions.put(f"{'memory' if short else 'failed'}\n{traceback.format_exc(limit=-5)}")
+        told = traceback.format_exc(limit=-5)
+        questions.put(f"{'memory' if short else 'failed'}\n{told[:2000]}{told[2000:][-2000:]}")
 
 
 def begin(source: str, modules: Sequence[str], names: dict[str, str]) -> None:
