@@ -158,8 +158,8 @@ class Sandbox(ProcessBound):
 
         Args:
             template: a Template, the name of one ("data", "python", or one that was built by
-                ``template build``), or None: "data" if the environment that runs this has numpy,
-                else "python", the interpreter that runs this without packages.
+                ``template build``), or None: "data" if the environment that runs this has
+                IPython, else "python", the interpreter that runs this without packages.
             timeout: seconds until it is killed; set_timeout() starts anew.
             metadata: kept for get_info().
             envs: environment variables of all that runs in it.

@@ -73,7 +73,7 @@ def run_step(arguments: StepArguments) -> RawStep:
 
 
 class Ending(IntEnum):
-    """``enum ending`` of csrc/sandbox_step.h."""
+    """``enum ending`` of csrc/sandbox_step.c."""
 
     RUNNING = 0
     ANSWERED = 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agentgrpo.sandbox.cgroup import lines_of
 from agentgrpo.sandbox.errors import SandboxUnavailable, printable
-from agentgrpo.sandbox.jail import find_nsjail
+from agentgrpo.sandbox.jail import find_nsjail, has_own_ids
 
 CONTAINER = (
     "this container forbids new namespaces; run it with --cap-add SYS_ADMIN, or with "
@@ -93,6 +93,8 @@ def remedy(reason: str) -> str:
         )
     if _in_container() and ("not permitted" in reason or "Permission denied" in reason):
         return CONTAINER
+    if "Invalid argument" in reason and os.geteuid() == 0 and not has_own_ids():
+        return "run as another user, or in a container whose root has all user ids of the machine"
     if "Permission denied" in reason and os.geteuid() != 0:
         return "check that this user may read the interpreter and the template's directories"
     return ""

@@ -20,6 +20,7 @@ FAILED = "clone: Operation not permitted"
         ({"kernel.unprivileged_userns_clone": "0"}, True, False, FAILED, ""),
         ({"kernel.apparmor_restrict_unprivileged_userns": "1"}, True, False, FAILED, ""),
         ({}, False, False, "x: Permission denied", "may read the interpreter"),
+        ({}, True, False, "[Errno 22] Invalid argument: '/tmp/1'", "all user ids of the machine"),
         ({}, False, True, "nothing\n  remedy: known", ""),
         ({}, False, True, f"{FAILED}; remedy: known", ""),
         ({"user.max_user_namespaces": "0"}, False, False, "needs root", ""),
@@ -36,6 +37,7 @@ def test_each_usual_failure_has_its_remedy(
     monkeypatch.setattr(remedies, "_sysctl", sysctls.get)
     monkeypatch.setattr(remedies, "_in_container", lambda: container)
     monkeypatch.setattr(remedies, "masked_proc", list)
+    monkeypatch.setattr(remedies, "has_own_ids", lambda: False)
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
     found = remedies.remedy(reason)
     assert wanted in found
