@@ -1,7 +1,7 @@
 /* Landlock: what a process without a mount namespace of its own may still open.
  *
  * The kernel's headers may be older than the kernel, so its interface (linux/landlock.h) is spelled
- * out here. A version that does not know a right cannot be asked to refuse it.
+ * out here. A version that does not know a right cannot be asked to refuse it (see policy.CHANGES).
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN

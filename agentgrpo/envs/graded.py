@@ -95,11 +95,7 @@ class UnitTestEnv(PythonEnv):
     judges = True
 
     def __init__(
-        self,
-        pool: SandboxPool,
-        timeout_s: float,
-        *,
-        host_tools: HostTools | None = None,
+        self, pool: SandboxPool, timeout_s: float, *, host_tools: HostTools | None = None
     ) -> None:
         super().__init__(pool, timeout_s, host_tools=host_tools)
         self.graders = GradingPool(pool)

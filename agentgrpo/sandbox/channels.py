@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import os
 import select
 import socket
@@ -63,11 +64,11 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def process_tree(root: int) -> list[int]:
-    """A process and all its descendants. Orphans of a session are its init's children."""
+def process_tree(root: int, enough: float = math.inf) -> list[int]:
+    """A process and its descendants, or enough. Orphans of a session are its init's children."""
     found = [root]
     for pid in found:
-        found += children_of(pid)
+        found += children_of(pid) if len(found) <= enough else []
     return found
 
 

@@ -172,7 +172,6 @@ def require_printable(limits: Limits, expected: str) -> None:
 
 
 def _lines(text: bytes | bytearray) -> Iterator[bytes]:
-    """One after the other: four million empty ones are 4 MiB of output, and 600 as a list."""
     return (line.rstrip(BLANK + b"\n") for line in io.BytesIO(text.rstrip(BLANK + b"\n")))
 
 

@@ -261,12 +261,7 @@ def _proc(*, own: bool) -> str:
 
 
 def jail_config(
-    template: Template,
-    binds: Sequence[Bind],
-    *,
-    own_users: bool,
-    own_proc: bool,
-    bounded: bool,
+    template: Template, binds: Sequence[Bind], *, own_users: bool, own_proc: bool, bounded: bool
 ) -> str:
     """The nsjail configuration of a zygote: the machine as sessions will see it.
 

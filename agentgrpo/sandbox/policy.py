@@ -43,7 +43,8 @@ fdatasync:75:83 sync_file_range:277:84
     ),
     (
         "Descriptors that hold data",
-        "`open_files` for each process; a pipe holds 64 KiB, a socket 416 at most",
+        "`open_files` for each process; a pipe holds 64 KiB, a socket `memory_mib` at most, "
+        "without a control group 416 KiB, but TCP's more where /proc/sys is read-only",
         """
 dup:32:23 dup2:33:- dup3:292:24 close_range:436:436 pipe:22:- pipe2:293:59 eventfd:284:-
 eventfd2:290:19 signalfd:282:- signalfd4:289:74 timerfd_create:283:85 timerfd_settime:286:86
@@ -101,8 +102,8 @@ clock_gettime:228:113 clock_getres:229:114 getrandom:318:278
 )
 """What for, who pays for what is allocated and where that is bounded, and the calls."""
 
-OTHER_PROCESSES = "kill tkill tgkill pidfd_open setpriority sched_setaffinity socket connect bind"
-"""Calls that reach beyond the caller's process where no namespace bounds them."""
+BEYOND = "kill tkill tgkill pidfd_open setpriority sched_setaffinity socket connect bind truncate"
+"""Calls that reach others' processes and files where no namespace bounds them."""
 LEAVE_THE_GROUP = ("setsid", "setpgid")
 """Without namespaces they only seem to: the group is what ends with its session."""
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -163,16 +164,22 @@ FLAGS = {
 """Which argument holds flags, those, and how others are answered."""
 OPEN_FLAGS = {"x86_64": 0x7B9FC3, "aarch64": 0x7ADFC3}
 """No O_DIRECT, O_ASYNC, O_NOATIME."""
+EMPTIES, ONLY_EMPTIES = 0x203, [0x200, 0x203]
+"""O_TRUNC without a right to write, by which Landlock goes before version 3."""
 
-FILE_TYPE, CHARACTER_DEVICE, BLOCK_DEVICE = 0o170000, 0o020000, 0o060000
+FILE_TYPE, DEVICES = 0o170000, [0o020000, 0o060000]  # character, block
 RLIMIT_CORE = 4
-MAP_SHARED, MAP_ANONYMOUS = 0x1, 0x20
+SHARED = 0x21  # MAP_SHARED | MAP_ANONYMOUS: it stays when it is unmapped
 FUTEX_FLAGS = 0x180  # FUTEX_PRIVATE_FLAG, FUTEX_CLOCK_REALTIME
 FLUSHES = ("sync", "fsync", "fdatasync", "sync_file_range")
 """They say that they did: what a session can write is in memory, the machine's disks are not its
 own, and even a file that is only read can be flushed."""
 ATTRIBUTES = ("setxattr", "lsetxattr", "fsetxattr")
 """An access control list takes 64 KiB of memory per file that the kernel does not count."""
+CHANGES = """chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat
+utimensat removexattr"""
+"""Without a user of its own they seem to be done: Landlock has no right for them, and git init and
+shutil.copy() would end at a refusal."""
 INIT = 1
 """The session's PID 1, in its own numbering."""
 SIGNALS = ("kill", "tkill", "tgkill")
@@ -233,17 +240,10 @@ def _option(name: str) -> list[Instruction]:
     return [argument, *mask, *seems, *tests]
 
 
-def _no_shared_memory() -> list[Instruction]:
-    """Of mmap, where memory counts as far as it is mapped: none that stays when it is not."""
-    flags, *tests = _only_flags(*FLAGS["mmap"])
-    shared = MAP_SHARED | MAP_ANONYMOUS
-    return [flags, (AND, 0, 0, shared), *_one_of([shared], [_deny(errno.EPERM)]), flags, *tests]
-
-
-def _no_device(index: int) -> list[Instruction]:
-    """Allow it unless the mode that an argument is means a device."""
-    device, *tests = _unless(index, [CHARACTER_DEVICE, BLOCK_DEVICE], errno.EPERM)
-    return [device, (AND, 0, 0, FILE_TYPE), *tests]
+def _but(mask: int, values: list[int], program: list[Instruction]) -> list[Instruction]:
+    """A program that begins with an argument: not if that is, under a mask, one of values."""
+    argument, *tests = program
+    return [argument, (AND, 0, 0, mask), *_one_of(values, [_deny(errno.EPERM)]), argument, *tests]
 
 
 def _socket() -> list[Instruction]:
@@ -305,15 +305,17 @@ def _limits(*, namespaced: bool) -> list[Instruction]:
 
 
 def _filters(
-    machine: str, *, namespaced: bool, shared_memory: bool
+    machine: str, *, namespaced: bool, shared_memory: bool, own_user: bool
 ) -> dict[str, list[Instruction]]:
     """For the calls that depend on their arguments: a program that always returns."""
+    flags = OPEN_FLAGS[machine]
     return {
         **{name: _option(name) for name in OPTIONS},
         **{name: _only_flags(*flags) for name, flags in FLAGS.items()},
-        **({} if shared_memory else {"mmap": _no_shared_memory()}),
-        "open": _only_flags(1, OPEN_FLAGS[machine], errno.EINVAL),
-        "openat": _only_flags(2, OPEN_FLAGS[machine], errno.EINVAL),
+        **({} if shared_memory else {"mmap": _but(SHARED, [SHARED], _only_flags(*FLAGS["mmap"]))}),
+        "open": _but(EMPTIES, ONLY_EMPTIES, _only_flags(1, flags, errno.EINVAL)),
+        "openat": _but(EMPTIES, ONLY_EMPTIES, _only_flags(2, flags, errno.EINVAL)),
+        **({} if own_user else {name: [_deny(0)] for name in CHANGES.split()}),
         **{name: _unless(0, [INIT], 0) for name in SIGNALS},
         **{name: _unless(0, [INIT], errno.ESRCH) for name in ABOUT_A_PROCESS},
         **{name: _priority() for name in ("setpriority", "getpriority")},
@@ -322,8 +324,8 @@ def _filters(
         "setsockopt": _socket_options(),
         **{name: [_deny(0)] for name in FLUSHES},
         **{name: [_deny(errno.EOPNOTSUPP)] for name in ATTRIBUTES},
-        "mknod": _no_device(1),
-        "mknodat": _no_device(2),
+        "mknod": _but(FILE_TYPE, DEVICES, [_argument(1), _ALLOW]),
+        "mknodat": _but(FILE_TYPE, DEVICES, [_argument(2), _ALLOW]),
         "setrlimit": _unless(0, [RLIMIT_CORE], 0),
         "prlimit64": _limits(namespaced=namespaced),
         **({} if namespaced else {name: [_deny(0)] for name in LEAVE_THE_GROUP}),
@@ -363,7 +365,11 @@ def _tree(leaves: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
 
 
 def build(
-    machine: str | None = None, *, namespaced: bool = True, shared_memory: bool = True
+    machine: str | None = None,
+    *,
+    namespaced: bool = True,
+    shared_memory: bool = True,
+    own_user: bool = True,
 ) -> bytes:
     """The seccomp program for this machine: 8 bytes per instruction.
 
@@ -373,6 +379,7 @@ def build(
             processes are left out.
         shared_memory: a control group bounds memory that is not mapped; without one, memory that
             stays when it is unmapped is refused.
+        own_user: files of this process's user are not the session's to change (CHANGES).
 
     Raises:
         SandboxUnavailable: there is no table for this architecture.
@@ -384,7 +391,7 @@ def build(
         )
     numbers = system_calls(machine)
     if not namespaced:
-        numbers = {name: n for name, n in numbers.items() if name not in OTHER_PROCESSES.split()}
+        numbers = {name: n for name, n in numbers.items() if name not in BEYOND.split()}
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, AUDIT_ARCH[machine]),
@@ -393,7 +400,8 @@ def build(
     ]
     if machine == "x86_64":
         program += [(AT_LEAST, 0, 1, X32_BIT), _deny(errno.ENOSYS)]
-    filters = _filters(machine, namespaced=namespaced, shared_memory=shared_memory)
+    about = {"namespaced": namespaced, "shared_memory": shared_memory, "own_user": own_user}
+    filters = _filters(machine, **about)
     by_body: dict[tuple[Instruction, ...], list[int]] = {}
     for name, number in numbers.items():
         by_body.setdefault(tuple(filters.get(name, [_ALLOW])), []).append(number)

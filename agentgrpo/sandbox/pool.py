@@ -263,11 +263,7 @@ class SandboxPool(ProcessBound):
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start, and of sessions now."""
-        return {
-            **self._counts,
-            "idle": len(self._idle),
-            "zygote_restarts": self._spawner.restarts,
-        }
+        return {**self._counts, "idle": len(self._idle), "zygote_restarts": self._spawner.restarts}
 
     def describe(self) -> dict[str, Any]:
         """What was chosen: for the log of whoever runs untrusted code."""

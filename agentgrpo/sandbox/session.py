@@ -263,10 +263,7 @@ class Session(ProcessBound):
         return replace(self._ended)
 
     def _run(
-        self,
-        fields: list[bytes],
-        timeout: float,
-        listener: Callable[[int, bytes], object] | None,
+        self, fields: list[bytes], timeout: float, listener: Callable[[int, bytes], object] | None
     ) -> StepResult:
         raised: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Bounds a session's memory as a whole where no control group does.
+"""Bounds a session as a whole, its memory above all, where no control group does.
 
 The kernel's limit of address space holds for each process; ten of them may use ten times as much.
 A thread adds up what the processes of each session use, its files, which lie in memory, and its
@@ -83,12 +83,20 @@ def files_kib(pid: int) -> int:
     return total >> 10
 
 
-def used_kib(session: Session, enough_kib: int) -> int:
-    """What a session uses; not exact while it is below enough_kib, where exactness costs too much:
-    forks share pages, so that their sum is an upper bound. Without namespaces of its own, what its
-    processes have mapped.
+def tasks(pids: list[int]) -> int:
+    """Processes and threads, which the kernel counts by user: not all sessions have their own."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(*GONE):
+            total += os.stat(f"/proc/{pid}/task").st_nlink - 2  # one link for each, . and ..
+    return total
+
+
+def used_kib(session: Session, pids: list[int], enough_kib: int) -> int:
+    """What a session of these processes uses; not exact while it is below enough_kib, where that
+    costs too much: forks share pages, so that their sum is an upper bound. Without namespaces of
+    its own, what its processes have mapped.
     """
-    pids = process_tree(session.init_pid)
     for pid in pids[1:]:
         keep_polite(pid, session.limits.niceness)
     unmapped = 0 if session.degraded else sockets_kib(session.pid) + files_kib(session.pid)
@@ -143,14 +151,19 @@ class MemoryWatchdog:
     def _look(self) -> None:
         largest: tuple[int, Session] | None = None
         for session in self._sessions():
+            most = session.limits.processes
             try:
-                used = used_kib(session, self._limit_kib)
+                pids = process_tree(session.init_pid, most)
+                many = session.degraded and os.geteuid() != 0 and tasks(pids) > most
+                used = 0 if many else used_kib(session, pids, self._limit_kib)
             except PermissionError:  # its program is a file that nobody may read
                 session.end_by(StepStatus.OOM, "it does not let its memory be counted")
                 continue
             if not session.healthy():  # what had its number may be another's by now
                 continue
-            if used > self._limit_kib:
+            if many:
+                session.end_by(StepStatus.SIGNAL, f"over {most} processes and threads together")
+            elif used > self._limit_kib:
                 limit = f"over {self._limit_kib >> 10} MiB of memory, all processes together"
                 session.end_by(StepStatus.OOM, limit)
             elif largest is None or used > largest[0]:

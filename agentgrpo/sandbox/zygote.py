@@ -18,28 +18,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentgrpo import _C
-from agentgrpo.sandbox import bare, policy
+from agentgrpo.sandbox import bare, jail, policy
 from agentgrpo.sandbox.cgroup import ControlGroup, owner_name, stale_of
 from agentgrpo.sandbox.channels import Channels, SessionPipes, await_ready, process_tree, ready
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.guest import wire
-from agentgrpo.sandbox.jail import (
-    ENVIRONMENT,
-    EXTENSION_FILE,
-    FIRST_UID,
-    HOST_FD,
-    JAIL_ID,
-    NUM_UIDS,
-    Bind,
-    Places,
-    find_nsjail,
-    has_own_ids,
-    jail_config,
-    jail_places,
-    require_no_dumps,
-    shown_paths,
-    tmpfs_options,
-)
+from agentgrpo.sandbox.jail import FIRST_UID, NUM_UIDS, Bind, Places, has_own_ids
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.template import Template
 
@@ -76,11 +60,14 @@ def _settings(
     template: Template, limits: Limits, rung: Rung, places: Places, bounded: bool
 ) -> dict[str, Any]:
     largest_file = max(limits.home_mib, limits.tmp_mib, limits.shm_mib) * MIB
+    namespaced = rung is not Rung.BARE
+    own_user = namespaced or os.geteuid() == 0
+    program = policy.build(namespaced=namespaced, shared_memory=not bounded, own_user=own_user)
     return {
         "site_dirs": places.site_dirs,
         "preload": list(template.preload),
         "python_env": places.environment(template),
-        "tmpfs": [tmpfs_options(limits, mib) for mib in limits.private_mib],
+        "tmpfs": [jail.tmpfs_options(limits, mib) for mib in limits.private_mib],
         "limits": [
             limits.memory_mib * MIB if bounded else 0,
             limits.processes,
@@ -90,7 +77,7 @@ def _settings(
             limits.niceness,
         ],
         "mode": MODES[rung],
-        "filter": policy.build(namespaced=rung is not Rung.BARE, shared_memory=not bounded).hex(),
+        "filter": program.hex(),
         "value_bytes": limits.value_kib << 10,
         "traceback_bytes": limits.traceback_kib << 10,
     }
@@ -118,8 +105,8 @@ class Zygote:
         self._numbers = itertools.count()
         self._own_ids = has_own_ids() or rung in (Rung.ZYGOTE_ROOT, Rung.BARE)
         if rung is not Rung.BARE:  # it promises nothing of the kind
-            require_no_dumps()
-        self.nsjail = "" if rung is Rung.BARE else find_nsjail(nsjail)
+            jail.require_no_dumps()
+        self.nsjail = "" if rung is Rung.BARE else jail.find_nsjail(nsjail)
         remove_stale_scratch()
         self._scratch = tempfile.mkdtemp(prefix=f"{owner_name(os.getpid())}.")
         self._log = os.memfd_create("nsjail-log")
@@ -133,7 +120,7 @@ class Zygote:
                 with contextlib.suppress(ProcessLookupError):  # it has ended, and is not reaped
                     self._process = os.pidfd_open(self.pid)
                     _end_with(lifeline_file, self.pid)
-            find = bare.places if rung is Rung.BARE else jail_places
+            find = bare.places if rung is Rung.BARE else jail.jail_places
             self._places = find(template)
             settings = _settings(template, limits, rung, self._places, bound_address_space)
             self.python_version = self._greet(settings | self._paths())
@@ -146,12 +133,12 @@ class Zygote:
 
     def _launch(self, guest_fd: int, lifeline: int) -> int:
         """Start nsjail by posix_spawn: a fork of a trainer with gigabytes resident takes 100 ms."""
-        binds = shown_paths(self.template, str(_C.__file__))
+        binds = jail.shown_paths(self.template, str(_C.__file__))
         config = os.path.join(self._scratch, "nsjail.cfg")
         env = {"TMPDIR": self._scratch}
         argv = [self.nsjail, "--config", config]
         if self.rung is Rung.BARE:
-            argv, env = bare.command(self.template, self._scratch), dict(ENVIRONMENT)
+            argv, env = bare.command(self.template, self._scratch), dict(jail.ENVIRONMENT)
         elif os.geteuid() == 0:
             argv, binds = self._stage(argv, env, binds)
         with open(config, "w") as file:
@@ -161,13 +148,13 @@ class Zygote:
                 (os.POSIX_SPAWN_DUP2, lifeline, 0),
                 (os.POSIX_SPAWN_DUP2, null.fileno(), 1),
                 (os.POSIX_SPAWN_DUP2, self._log, 2),
-                (os.POSIX_SPAWN_DUP2, guest_fd, HOST_FD),
+                (os.POSIX_SPAWN_DUP2, guest_fd, jail.HOST_FD),
             ]
             defaults = [signal.SIGINT, signal.SIGPIPE]
             return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsigdef=defaults)
 
     def _config(self, binds: list[Bind]) -> str:
-        return jail_config(
+        return jail.jail_config(
             self.template,
             binds,
             own_users=self.rung is Rung.ZYGOTE_USERNS,
@@ -177,7 +164,7 @@ class Zygote:
 
     def _paths(self) -> dict[str, Any]:
         """Where things are, as the zygote sees them."""
-        paths: dict[str, Any] = {"own_proc": self.own_proc, "extension": EXTENSION_FILE}
+        paths: dict[str, Any] = {"own_proc": self.own_proc, "extension": jail.EXTENSION_FILE}
         if self.rung is Rung.BARE:
             paths |= {"extension": bare.reachable(str(_C.__file__)), "homes": self._scratch}
             paths["readable"] = bare.readable_paths(self.template)
@@ -258,7 +245,7 @@ class Zygote:
 
     def _next_uid(self) -> int:
         """Who a session is on the machine: itself, or whom all of them are."""
-        return FIRST_UID + next(_uids) % NUM_UIDS if self._own_ids else JAIL_ID
+        return FIRST_UID + next(_uids) % NUM_UIDS if self._own_ids else jail.JAIL_ID
 
     def _clear_up(self, number: int) -> None:
         if self.rung is Rung.BARE:

@@ -1,14 +1,6 @@
 """Attacks on the channel to the host, on the loop that serves it, and on how an end is reported."""
 
-from agentgrpo.sandbox.hostile.case import (
-    ERROR,
-    EXIT,
-    GOES_ON,
-    OK,
-    Table,
-    Test,
-    a_proc,
-)
+from agentgrpo.sandbox.hostile.case import ERROR, EXIT, GOES_ON, OK, Table, Test, a_proc
 from agentgrpo.sandbox.result import StepResult, StepStatus
 
 BROKEN = StepStatus.PROTOCOL_ERROR

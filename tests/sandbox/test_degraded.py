@@ -61,15 +61,8 @@ def bare(bare_pool: SandboxPool) -> Iterator[Session]:
 
 
 def test_every_result_is_flagged(bare: Session) -> None:
-    endings = [
-        "1",
-        "1 / 0",
-        "import sys; sys.exit()",
-        "#" * (2 << 20),
-        "import os; os._exit(0)",
-        "1",
-    ]
-    results = [bare.step(code) for code in endings]
+    codes = ("1", "1 / 0", "import sys; sys.exit()", "#" * (2 << 20), "import os; os._exit(0)")
+    results = [bare.step(code) for code in (*codes, "1")]
     assert [r.status for r in results] == ["ok", "error", "exit", "error", "exit", "exit"]
     assert all(result.degraded for result in results)
 
@@ -261,7 +254,7 @@ def test_bounds_hold(bare_pool: SandboxPool) -> None:
         ("while True: print('x' * 1000)", {StepStatus.OUTPUT_LIMIT}),
         ("x = []\nwhile True: x.append(bytearray(1 << 20))", {StepStatus.OOM, StepStatus.ERROR}),
         ("import os\nwhile True:\n try: os.fork()\n except OSError: pass",
-         {StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED, StepStatus.OOM}),  # the first met
+         {StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED, StepStatus.OOM, StepStatus.SIGNAL}),
     ):  # fmt: skip
         assert bare_pool.run(code, 1.0).status in wanted
     assert bare_pool.run("6 * 7").value == "42"

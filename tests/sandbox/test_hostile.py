@@ -18,10 +18,7 @@ from tests.sandbox import (  # noqa: F401
     attacks_on_verdicts,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:sandbox degraded"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:sandbox degraded")]
 Endings = dict[str, BaseException | None]
 NOT_BARE = (
     # they ask what a session's own root directory, /proc, signals and sockets show

@@ -50,16 +50,9 @@ def as_nobody(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "PATH": "/usr/bin:/bin",
     }
     return subprocess.run(
-        [_python(), "-B", *arguments],
-        env=environment,
-        cwd=place,
-        user=NOBODY,
-        group=NOBODY,
-        extra_groups=[],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [_python(), "-B", *arguments], env=environment, cwd=place, user=NOBODY, group=NOBODY,
+        extra_groups=[], capture_output=True, text=True, check=False,
+    )  # fmt: skip
 
 
 def _python() -> str:
@@ -92,27 +85,68 @@ SPREAD = (
 """More than a session may use, in processes that each may."""
 
 
+CHANGE = """
+import os
+fd, got = os.open(path, os.O_RDONLY), []
+for change in (lambda f: os.chmod(f, 0), lambda f: os.chown(f, -1, -1), lambda f: os.utime(f),
+               lambda f: os.removexattr(f, "user.x"), lambda f: os.truncate(f, 0),
+               lambda f: os.open(f, os.O_TRUNC), lambda f: os.open(f, os.O_TRUNC | 3)):
+    for f in (path, fd):
+        try: got.append(change(f))
+        except (OSError, TypeError): got.append("no")
+got
+"""
+"""What Landlock has no right for, of a file of the same user that a session may read."""
+THREADS = """
+import threading, time
+threading.stack_size(1 << 16)
+for _ in range(40): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+time.sleep(30)
+"""
+ORDINARY = """
+export GIT_CONFIG_NOSYSTEM=1; git init -q r; cd r; git config user.email a@b; echo 1 > f; git add f
+git config user.name x; git commit -qm one; git checkout -qb b; echo 2 >> f; git stash -q; mkdir d
+git clone -q . ../r2; cp -a f g; tar czf t.tgz f; tar xzpf t.tgz -C d; cat d/f
+python3 -c "import shutil; shutil.copy2('f', 'h'); shutil.copytree('d', 'e')"
+"""
+DEGRADED = """
+import os, threading, time, warnings
+from agentgrpo.sandbox import Limits, SandboxPool, Template
+warnings.simplefilter("ignore")
+secret, own = map(os.path.abspath, ("scratch/secret", "scratch/own"))
+os.mkdir(own); path = own + "/file"
+for name in (path, secret): open(name, "w").write("s")
+before = os.stat(path)
+with SandboxPool(rungs=(), allow_degraded=True, min_idle=0, zygotes=1,
+                 template=Template(site_dirs=(own,)), limits=Limits(processes=20)) as pool:
+    a, b, c, d = (pool.acquire() for _ in range(4))
+    home = a.step('import os; open("f", "w").write("x"); os.getcwd()').value
+    for code in (f'open({home} + "/f")', f"open({secret!r})", f'open("/proc/{os.getpid()}/mem")',
+                 f"import os; os.kill({os.getpid()}, 9)", f"import os; os.kill({b.init_pid}, 9)",
+                 'open("/etc/passwd")'):
+        print(b.step(code).error.name)
+    print(b.step("6 * 7").value, b.step("1").degraded, a.step('open("f").read()').value)
+    print(a.step(f"path = {path!r}{CHANGE}").value)
+    after = os.stat(path)
+    print(after == before, after.st_ctime_ns == before.st_ctime_ns)
+    for _ in range(99): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    code = f"import subprocess; subprocess.run(['bash', '-ec', {ORDINARY!r}], check=True)"
+    print(a.step(code, 40).error)
+    print(b.step(SPREAD, 40).status, a.step("1").value)
+    print(c.step(THREADS, 40).detail, d.step("import os\\nwhile True: os.fork()", 40).detail)
+"""
+
+
 def test_degraded_as_nobody(place: Path) -> None:
     if _C.sandbox_landlock_version() == 0:
         pytest.skip("no Landlock in this kernel")
-    code = (
-        "import os, warnings\nwarnings.simplefilter('ignore')\n"
-        "from agentgrpo.sandbox import SandboxPool\n"
-        "open('scratch/secret', 'w').write('s')\n"
-        "with SandboxPool(rungs=(), allow_degraded=True, min_idle=0, zygotes=1) as pool:\n"
-        " with pool.acquire() as a, pool.acquire() as b:\n"
-        '  home = a.step(\'import os; open("f", "w").write("x"); os.getcwd()\').value\n'
-        "  for code in (f'open({home} + \"/f\")', f'open({os.getcwd()!r} + \"/scratch/secret\")',\n"
-        "               f'open(\"/proc/{os.getpid()}/mem\")',\n"
-        "               f'import os; os.kill({os.getpid()}, 9)',\n"
-        "               f'import os; os.kill({b.init_pid}, 9)', 'open(\"/etc/passwd\")'):\n"
-        "   print(b.step(code).error.name)\n"
-        "  print(b.step('6 * 7').value, b.step('1').degraded, a.step('open(\"f\").read()').value)\n"
-        f"  print(b.step({SPREAD!r}, 40).status, a.step('1').value)\n"
-    )
-    done = as_nobody(place, "-c", code)
+    texts = f"CHANGE, THREADS, ORDINARY, SPREAD = {CHANGE, THREADS, ORDINARY, SPREAD}\n"
+    done = as_nobody(place, "-c", texts + DEGRADED)
     denied = ["PermissionError"] * 3 + ["OSError"] * 2 + ["PermissionError"]
-    assert done.stdout.splitlines() == [*denied, "42 True 'x'", "oom 1"], done
+    over = "over 20 processes and threads together"
+    changed = [f"{[None] * 7 + ['no'] * 7}", "True True"]
+    seen = [*denied, "42 True 'x'", *changed, "None", "oom 1", f"{over} {over}"]
+    assert done.stdout.splitlines() == seen, done
 
 
 def test_directories_that_may_not_be_changed_are_removed(place: Path) -> None:

@@ -55,7 +55,7 @@ MACHINES = pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_exactly_the_named_calls_are_allowed(machine: str) -> None:
     program, arch = policy.build(machine), policy.AUDIT_ARCH[machine]
     known = policy.system_calls(machine)
-    by_argument = policy._filters(machine, namespaced=True, shared_memory=True)
+    by_argument = policy._filters(machine, namespaced=True, shared_memory=True, own_user=True)
     filtered = {known[name] for name in by_argument if name in known}
     for number in range(600):
         answer = decide(program, arch, number)
@@ -127,24 +127,16 @@ REFUSED_FLAGS = {  # each bit, one by one
 def test_exactly_the_listed_flags_are_allowed(machine: str) -> None:
     program, arch = policy.build(machine), policy.AUDIT_ARCH[machine]
     known, arm = policy.system_calls(machine), machine == "aarch64"
-    refused = REFUSED_FLAGS | {
-        "openat": {
-            4,
-            8,
-            16,
-            32,
-            0x2000,
-            O_DIRECT[arm],
-            0x40000,
-            *(1 << bit for bit in range(23, 32)),
-        }
-    }
+    bits = {4, 8, 16, 32, 0x200, 0x2000, O_DIRECT[arm], 0x40000, *(1 << n for n in range(23, 32))}
+    refused = REFUSED_FLAGS | {"openat": bits}
     for call, index in (("clone", 0), ("mmap", 3), ("openat", 2)):
         for bit in range(32):
             answer = decide(program, arch, known[call], *[0] * index, 1 << bit)
             assert (answer != ALLOW) == (1 << bit in refused[call]), (call, hex(1 << bit))
-    for flag in (O_DIRECTORY[arm], O_NOFOLLOW[arm]):
+    for flag in (O_DIRECTORY[arm], O_NOFOLLOW[arm], 0x241, 0x202):
         assert decide(program, arch, known["openat"], 0, 0, flag) == ALLOW
+    for flag in (0x200, 0x203, 0x240):  # O_TRUNC without a right to write
+        assert decide(program, arch, known["openat"], 0, 0, flag) == denied(errno.EPERM)
 
 
 NEEDED_BY = {
@@ -338,7 +330,11 @@ def test_limits_may_be_asked_for_and_core_dumps_not_switched_on(
 def test_without_namespaces_no_call_reaches_another_process() -> None:
     program, arch = policy.build("x86_64", namespaced=False), policy.AUDIT_ARCH["x86_64"]
     known = policy.system_calls("x86_64")
-    for name in policy.OTHER_PROCESSES.split():
+    for name in policy.BEYOND.split():
         assert decide(program, arch, known[name]) == denied(errno.ENOSYS), name
     for name in policy.LEAVE_THE_GROUP:
         assert decide(program, arch, known[name]) == denied(0), name
+    same_user = policy.build("x86_64", namespaced=False, own_user=False)
+    for name in policy.CHANGES.split():
+        assert decide(program, arch, known[name]) == ALLOW, name
+        assert decide(same_user, arch, known[name]) == denied(0), name

@@ -22,14 +22,7 @@ from agentgrpo.sandbox import (
     StepStatus,
     Template,
 )
-from agentgrpo.sandbox.cgroup import (
-    OWNER,
-    V2,
-    ControlGroup,
-    _mounted,
-    owner_name,
-    stale_of,
-)
+from agentgrpo.sandbox.cgroup import OWNER, V2, ControlGroup, _mounted, owner_name, stale_of
 from agentgrpo.sandbox.channels import children_of
 from agentgrpo.sandbox.errors import TemplateUnavailable
 from agentgrpo.sandbox.zygote import remove_stale_scratch

@@ -16,7 +16,6 @@ from agentgrpo.sandbox import (
     SandboxUnavailable,
     Template,
     jail,
-    zygote,
 )
 from agentgrpo.sandbox.__main__ import main
 from agentgrpo.sandbox.templates import build_template, find_template
@@ -200,11 +199,13 @@ def test_a_home_that_python_was_installed_in_is_not_shown(
 
 
 def test_any_number_of_files_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = jail.shown_paths
+
     def many(template: Template, extension: str) -> list[jail.Bind]:
         more = [jail.Bind(__file__, f"/many/{number}/of/them") for number in range(400)]
-        return [*jail.shown_paths(template, extension), *more]
+        return [*shown(template, extension), *more]
 
-    monkeypatch.setattr(zygote, "shown_paths", many)
+    monkeypatch.setattr(jail, "shown_paths", many)
     with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
         assert session.step("import os; len(os.listdir('/many'))").value == "400"
 

@@ -28,6 +28,7 @@ import wire  # type: ignore[import-not-found]
 
 HOST_FD = 8
 UNLIMITED = 2**64 - 1
+OTHERS = 512  # processes that a session's user may start later: watchdog.py tells whose they are
 
 
 def preload(settings: dict[str, Any]) -> None:
@@ -58,34 +59,28 @@ def private_files(settings: dict[str, Any], uid: int, number: int) -> tuple[str,
     return tuple(options + owner for options in settings["tmpfs"])
 
 
-def limits_now(settings: dict[str, Any]) -> tuple[int, ...]:
-    """The limits of the next session. The kernel counts processes per user: where the session has
-    no user of its own, those that the user has already come on top.
-    """
-    memory, processes, *others = settings["limits"]
-    if settings["mode"] == wire.MODE_BARE and os.geteuid() != 0:
-        processes += sum(map(tasks_of_user, filter(str.isdigit, os.listdir("/proc"))))
-    return (memory, processes, *others)
-
-
-def tasks_of_user(pid: str) -> int:
-    """Threads of a process, 0 if it is another user's or has ended."""
-    try:
-        mine = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
-        return len(os.listdir(f"/proc/{pid}/task")) if mine else 0
-    except OSError:
-        return 0
+def tasks_of_user() -> int:
+    """Processes and threads of this user, by whom the kernel counts them."""
+    total = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            found = os.stat(f"/proc/{pid}/task")  # one link for each thread, . and ..
+            total += found.st_nlink - 2 if found.st_uid == os.geteuid() else 0
+    return total
 
 
 def spawn(extension: Any, settings: dict[str, Any], uid: int, number: int, fds: list[int]) -> bool:
     """Make one session. Returns True in the session's interpreter, False in the zygote."""
+    memory, processes, *others = settings["limits"]
+    if settings["mode"] == wire.MODE_BARE and os.geteuid() != 0:
+        processes += OTHERS + tasks_of_user()
     try:
         return bool(
             extension.sandbox_spawn_session(
                 tuple(fds[:5]),
                 tuple([*fds[5:], -1, -1, -1][:3]),
                 private_files(settings, uid, number),
-                limits_now(settings),
+                (memory, processes, *others),
                 settings["mode"],
                 uid,
                 settings["own_proc"],

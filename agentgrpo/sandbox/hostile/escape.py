@@ -174,7 +174,8 @@ row("Set-user-id programs and set*id calls gain nothing",
     got, os.getuid() == me, me != 0""", "([], True, True)"))
 row("A set-user-id bit on an own file gains nothing", ("""
     import os, shutil, subprocess
-    shutil.copy('/usr/bin/id', 'id'); os.chmod('id', 0o6755)
+    os.close(os.open('id', os.O_CREAT, 0o6755)); shutil.copyfile('/usr/bin/id', 'id')
+    os.chmod('id', 0o6755)
     shown = subprocess.run(['./id', '-u'], capture_output=True, text=True).stdout.strip()
     shown == str(os.getuid())""", "True"))
 row("Devices cannot be made; FIFOs can",
@@ -184,10 +185,11 @@ row("Devices cannot be made; FIFOs can",
 row("Everything but home, /tmp and /dev/shm is read-only", (f"""
     import os, sys
     got = []
+    def chmod(p): os.chmod(p, 0o777); os.stat(p).st_mode & 0o777 == 0o777 or 1 / 0  # seems
     for p in {READ_ONLY!r} + [os.__file__, sys.executable]:
-     for go in (lambda: open(p, 'a'), lambda: os.unlink(p), lambda: os.chmod(p, 0o777)):
+     for go in (lambda: open(p, 'a'), lambda: os.unlink(p), lambda: chmod(p)):
       try: go(); got.append(p)
-      except OSError: pass
+      except (OSError, ZeroDivisionError): pass
     got""", "[]"))
 row("No other directory can be written to", ("""
     import os
