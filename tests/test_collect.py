@@ -142,6 +142,7 @@ def test_groups_are_scored_while_others_play() -> None:
     scored_at: dict[int, int] = {}
 
     def look(step: int) -> None:
+        time.sleep(0.001)  # a step takes a while: what has ended is noticed meanwhile
         until = time.monotonic() + 10
         while step == 40 and len(RAN) < 4 and time.monotonic() < until:
             time.sleep(0.001)

@@ -17,6 +17,15 @@ from bench.conversations import SPELLED, Judge, Seen
 from bench.real_templates import MODELS
 
 NAMES = [model.name for model in MODELS]
+LARGE = ("gemma", "gptoss", "mistral_tekken", "gguf/command-r")
+"""Vocabularies that take seconds to read."""
+
+
+def marked(name: str) -> Any:
+    """The name, slow where its vocabulary is large."""
+    return pytest.param(name, marks=pytest.mark.slow) if name.startswith(LARGE) else name
+
+
 NO_TOKEN, NOT_SHOWN = "must end an assistant turn with a special", "does not show an assistant turn"
 REFUSED = {
     # of images: they show contents that are lists of parts alone
@@ -96,7 +105,7 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("name", list(STOPS))
+@pytest.mark.parametrize("name", [marked(name) for name in STOPS])
 def test_a_turn_stops_where_the_template_closes_it_and_nowhere_inside(name: str) -> None:
     judge = judge_of(name)
     assert judge.tokenizer.convert_ids_to_tokens(list(judge.chat.stop_token_ids)) == STOPS[name]
@@ -246,7 +255,7 @@ def test_a_clipped_text_never_exceeds_its_budget(name: str) -> None:
         assert text.startswith(head)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [marked(name) for name in NAMES])
 def test_S2_3_random_conversations_agree_with_the_templates_own_rendering(name: str) -> None:
     """10,000 of each: python -m bench.conversations."""
     if name in REFUSED:

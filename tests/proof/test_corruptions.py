@@ -212,6 +212,7 @@ def test_nothing_is_wrong_with_it(files: Files, tmp_path: Path) -> None:
     assert len({row["status"] for row in files.rollouts}) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_what_fields_say_of_one_another_is_proven_without_the_chain(
     files: Files, corruptions: dict[str, list[Corruption]], tmp_path: Path, part: str
