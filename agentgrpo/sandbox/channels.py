@@ -22,6 +22,7 @@ from agentgrpo.sandbox.guest.wire import REPORT, REPORT_READY, SETUP_STEPS
 from agentgrpo.sandbox.jail import HOME, Places
 
 READY_TIMEOUT_S = 10.0
+GONE = (FileNotFoundError, ProcessLookupError)
 
 
 class SetupFailed(SandboxInfraError):
@@ -49,9 +50,6 @@ def pid_of(pidfd: int) -> int:
     """The process id behind a pidfd, as this process sees it; -1 if it has ended."""
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
         return int(next(line.split()[1] for line in info if line.startswith("Pid:")))
-
-
-GONE = (FileNotFoundError, ProcessLookupError)
 
 
 def children_of(pid: int) -> list[int]:
@@ -199,6 +197,8 @@ class Channels(Owned):
             return False
         try:
             pidfd_send_signal(self.init, SIGKILL)
+            with contextlib.suppress(OSError):  # without namespaces; a storm starves the zygote
+                os.killpg(pid_of(self.init), SIGKILL)
         except ProcessLookupError:  # it has ended by itself
             return False
         finally:

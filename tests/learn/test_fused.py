@@ -44,6 +44,9 @@ NAMES = {
 """Models of test_attention.py, and their types."""
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     let_liger_be_interpreted(monkeypatch)

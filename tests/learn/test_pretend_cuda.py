@@ -45,6 +45,9 @@ groups = learning.groups
 """The fixture of tests/learning."""
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(flex, "compiled", lambda: flex_by_definition)
@@ -143,7 +146,6 @@ def test_the_learner_on_a_card_is_the_learner_on_a_cpu(
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 
 
-@pytest.mark.slow
 def test_the_layers_on_a_card_are_ligers(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -257,7 +259,6 @@ def test_the_heads_gradient_adds_up_in_float32_and_in_place() -> None:
     assert len(places) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("share", "name"), [(True, "two epochs"), (False, "default")])
 def test_nobody_waits_between_the_batches_of_an_update(
     tiny_model: Path, groups: list[Group], name: str, share: bool, request: pytest.FixtureRequest

@@ -224,6 +224,7 @@ def test_what_fields_say_of_one_another_is_proven_without_the_chain(
     assert proven == [], "these notes are none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_an_edit_of_any_field_breaks_the_chain(
     files: Files, corruptions: dict[str, list[Corruption]], tmp_path: Path, part: str

@@ -232,6 +232,19 @@ def test_close_leaves_nothing(bare_pool: SandboxPool) -> None:
     assert not os.path.exists(home.strip("'"))
 
 
+def test_the_host_ends_what_a_zygote_that_is_starved_cannot(bare: Session) -> None:
+    """Or the trainer's end, which is the zygote's, would leave it: SIGSTOP is a storm of forks."""
+    bare.step("import os\nfor _ in range(4):\n if os.fork() == 0:\n  while 1: pass")
+    tree = process_tree(bare.init_pid)
+    zygote = int(Path(f"/proc/{bare.init_pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(zygote, signal.SIGSTOP)
+    try:
+        bare.end_by(StepStatus.SIGNAL, "as the watchdog does")
+        assert within(lambda: all(gone(pid) for pid in tree))
+    finally:
+        os.kill(zygote, signal.SIGCONT)
+
+
 def test_orphans_do_not_outlive_an_interpreter_that_ends(bare: Session) -> None:
     bare.step("import os\nfor _ in range(4):\n if os.fork() == 0:\n  while 1: pass")
     tree = process_tree(bare.init_pid)
