@@ -219,6 +219,7 @@ def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
     assert not mark.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.nsjail
 def test_questions_of_reasoning_gym_are_those_that_it_judges(
     chains: ReasoningGymEnv, monkeypatch: pytest.MonkeyPatch

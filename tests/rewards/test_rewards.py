@@ -135,6 +135,7 @@ for read, unit in READERS:
 """
 
 
+@pytest.mark.slow
 def test_what_is_read_of_a_long_text_takes_time_linear_in_it() -> None:
     """The kernel ends who needs minutes of the CPU; what is quadratic needs hours."""
     code = READ.replace("SIZE", "600_000")
