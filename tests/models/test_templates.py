@@ -17,7 +17,8 @@ from bench.conversations import SPELLED, Judge, Seen
 from bench.real_templates import MODELS
 
 NAMES = [model.name for model in MODELS]
-LARGE = tuple("gemma gptoss mistral_tekken gguf/command-r llama3 deepseekv3 qwen2_5_vl".split())
+LARGE = ("gemma", "gptoss", "mistral_tekken", "gguf/command-r", "llama3", "deepseekv3",
+         "qwen2_5_vl")  # fmt: skip
 """Vocabularies that take seconds to read."""
 
 
