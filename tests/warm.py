@@ -25,14 +25,14 @@ import time
 import traceback
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 from agentgrpo.machine.runtime import ENVIRONMENT
+from agentgrpo.run import interrupt
 
 ROOT = Path(__file__).parent.parent
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.warm_imports"])
-run_another = subprocess.run
 allowed = True  # conftest.py: in tests that are marked slow
 
 
@@ -151,8 +151,10 @@ def _work(
     os.environ.clear()
     os.environ.update(ENVIRONMENT | env)  # as it was before the imports
     os.chdir(cwd)
+    # multiprocessing says nothing of a preload that failed: every command was ten seconds slower
+    assert "tests.warm_imports" in sys.modules, "tests/warm_imports.py cannot be imported"
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(":") if path]
-    subprocess.run = _run_own  # type: ignore[assignment]
+    interrupt.subprocess = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
     sys.exit(_main(arguments))
 
 
@@ -166,21 +168,33 @@ def _main(arguments: tuple[str, ...]) -> int:
     return 0
 
 
-def _run_own(command: list[str], **options: Any) -> Any:
-    """The subprocess.run() of a command: what it starts of this package is a fork of it."""
-    if command[:2] != [sys.executable, "-m"] or not command[2].startswith("agentgrpo"):
-        return run_another(command, **options)
-    sys.stdout.flush()
-    if child := os.fork():
-        _, status = os.waitpid(child, 0)
-        return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(status))
-    if options.get("stdout") == subprocess.DEVNULL:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    status = 1
-    try:
-        status = _main(tuple(command[1:]))
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+class _Fork:
+    """run_child()'s subprocess.Popen: what a command starts of this package is a fork of it."""
+
+    def __init__(self, command: list[str], stdin: int, stdout: int | None) -> None:
+        assert command[:3] == [sys.executable, "-m", "agentgrpo"], command
+        sys.stdout.flush()
+        self._pid = os.fork()
+        if self._pid:
+            return
+        status = 1
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                ours = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, ours)
+            for number, to in enumerate((stdin, stdout)):
+                if to == subprocess.DEVNULL:
+                    os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            status = _main(tuple(command[1:]))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def terminate(self) -> None:
+        os.kill(self._pid, signal.SIGTERM)
