@@ -154,7 +154,7 @@ def _work(
     # multiprocessing says nothing of a preload that failed: every command was ten seconds slower
     assert "tests.warm_imports" in sys.modules, "tests/warm_imports.py cannot be imported"
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(":") if path]
-    interrupt.subprocess = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+    vars(interrupt)["subprocess"] = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)
     sys.exit(_main(arguments))
 
 
@@ -179,12 +179,12 @@ class _Fork:
             return
         status = 1
         try:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                ours = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-                signal.signal(number, ours)
-            for number, to in enumerate((stdin, stdout)):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            for stream, to in enumerate((stdin, stdout)):
                 if to == subprocess.DEVNULL:
-                    os.dup2(os.open(os.devnull, os.O_RDWR), number)
+                    os.dup2(os.open(os.devnull, os.O_RDWR), stream)
             status = _main(tuple(command[1:]))
         except BaseException:
             traceback.print_exc()
