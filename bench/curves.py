@@ -72,10 +72,14 @@ LESSONS: Mapping[str, Lesson] = {
 
 
 def key_of(name: str) -> str:
-    """Names the settings of a task: rows of one key answer one question."""
+    """Names the settings of a task and its environment: rows of one key answer one question."""
     config = load_config(name, LESSONS[name].changes)
     table = config.model_dump(mode="json", exclude={"out_dir", "seed"}, exclude_unset=True)
-    return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:12]
+    asked = hashlib.sha256((settings := json.dumps(table)).encode())
+    for path in sorted(Path(examples.__file__).parent.glob("*.py")):
+        if f"agentgrpo.examples.{path.stem}:" in settings or f'"{path.name}"' in settings:
+            asked.update(path.read_bytes())
+    return asked.hexdigest()[:12]
 
 
 def run(name: str, seed: int, folder: Path) -> dict[str, Any]:

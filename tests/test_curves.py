@@ -75,3 +75,16 @@ def test_the_page_is_of_the_newest_settings_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     curves.draw("letters", curves.by_task(rows)["letters"], tmp_path / "made" / "g.png")
     assert (tmp_path / "made" / "g.png").stat().st_size > 1000
+
+
+def test_an_environment_that_changed_asks_for_new_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = {name: curves.key_of(name) for name in ("letters", "walk", "console")}
+    folder = Path(str(curves.examples.__file__)).parent
+    for path in folder.glob("*.py"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "lessons.py").write_text("# other words")
+    monkeypatch.setattr(curves.examples, "__file__", str(tmp_path / "__init__.py"))
+    changed = [name for name, key in before.items() if curves.key_of(name) != key]
+    assert changed == ["letters"]
