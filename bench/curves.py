@@ -2,6 +2,7 @@
 
     python -m bench.curves [TASK ...] [--seeds 0 1 2] [--folder DIR]
     python -m bench.curves --know-nothing [TASK ...]     what policies get that know nothing
+    python -m bench.curves --losses [TASK ...]           two of them with each loss type
     python -m bench.curves --write                       docs/curves.md and its pictures
 
 A task is a shipped config. Each of its seeds is a row of bench/results/curves.jsonl; one that has a
@@ -31,6 +32,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from agentgrpo import examples
+from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.checkpoint import newest
@@ -69,11 +71,38 @@ LESSONS: Mapping[str, Lesson] = {
         (f"data.num_heldout={HELDOUT}",),
     ),
 }  # fmt: skip
+# with four updates a step, so that the ratio leaves 1; clip ranges as in each paper
+LOSSES: Mapping[str, tuple[str, ...]] = {
+    "grpo": ("loss_type=grpo",),
+    "bnpo": ("loss_type=bnpo",),
+    "dapo": ("loss_type=dapo", "epsilon_high=0.28"),
+    "dr_grpo": ("loss_type=dr_grpo", "scale_rewards=none"),
+    "gspo": (
+        "loss_type=grpo", "importance_sampling_level=sequence", "epsilon=3e-4", "epsilon_high=4e-4",
+    ),
+    "cispo": ("loss_type=cispo", "epsilon_high=5.0"),
+    "gmpo": ("loss_type=gmpo",),
+    "sapo": ("loss_type=sapo",),
+}  # fmt: skip
+COMPARED = ("letters", "walk")
+
+
+def lesson(name: str) -> Lesson:
+    """That of a task, or of a task with a loss type: `letters/gspo`."""
+    task, _, loss = name.partition("/")
+    if not loss:
+        return LESSONS[task]
+    changes = ("num_mini_batches=4", *LOSSES[loss])
+    return LESSONS[task]._replace(changes=tuple(f"loss.{change}" for change in changes))
+
+
+def config_of(name: str) -> TrainConfig:
+    return load_config(name.partition("/")[0], lesson(name).changes)
 
 
 def key_of(name: str) -> str:
     """Names the settings of a task and its environment: rows of one key answer one question."""
-    config = load_config(name, LESSONS[name].changes)
+    config = config_of(name)
     table = config.model_dump(mode="json", exclude={"out_dir", "seed"}, exclude_unset=True)
     asked = hashlib.sha256((settings := json.dumps(table)).encode())
     for path in sorted(Path(examples.__file__).parent.glob("*.py")):
@@ -84,11 +113,17 @@ def key_of(name: str) -> str:
 
 def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train once, in a folder with the files of `agentgrpo init --examples`; what its row holds."""
-    work, out = folder / "files", folder / f"{name}-{seed}"
+    work, out = folder / "files", folder / f"{name.replace('/', '-')}-{seed}"
     if not work.exists():
         examples.write(work)
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "agentgrpo.train", name, *LESSONS[name].changes]
+    command = [
+        sys.executable,
+        "-m",
+        "agentgrpo.train",
+        name.partition("/")[0],
+        *lesson(name).changes,
+    ]
     root = Path(__file__).parents[1]
     used, began = _cpu_seconds(), time.perf_counter()
     subprocess.run(
@@ -148,7 +183,7 @@ def know_nothing(name: str) -> dict[str, float]:
     from agentgrpo.testing.cheats import play_cheats
 
     with contextlib.chdir(DOCS):
-        played = play_cheats(load_config(name, LESSONS[name].changes), tasks=HELDOUT)
+        played = play_cheats(config_of(name), tasks=HELDOUT)
     return {policy: round(seen.solved, 4) for policy, seen in played.items()}
 
 
@@ -158,7 +193,7 @@ def know_nothing(name: str) -> dict[str, float]:
 def by_task(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[str, Any]]]:
     """The rows of each task's newest settings, by seed; -1: what those get that know nothing."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for name in LESSONS:
+    for name in [*LESSONS, *(f"{task}/{loss}" for task in COMPARED for loss in LOSSES)]:
         newest = [row["settings"] for row in rows if row["variant"] == name]
         for row in rows:
             if row["variant"] == name and row["settings"] == newest[-1]:
@@ -175,8 +210,8 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, seeds in found.items():
-        runs = [seeds[seed] for seed in sorted(seeds) if seed >= 0]
-        if not runs:
+        runs = _runs(seeds)
+        if not runs or "/" in name:
             continue
         nothing = seeds.get(-1, {}).get("solved", {})
         best = max(nothing, key=nothing.__getitem__) if nothing else ""
@@ -190,14 +225,28 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     for name, seeds in found.items():
-        if 0 in seeds:
+        if 0 in seeds and "/" not in name:
             before, after = seeds[0]["shown"]
             lines += ["", f"### {name}", "", f"![{name}](curves/{name}.png)", ""]
             lines += ["Before:", "", "```text", before, "```", "", "After:", ""]
             lines += ["```text", after, "```"]
+    if shares := {name: _runs(seeds) for name, seeds in found.items() if "/" in name}:
+        lines += ["", "### Loss types", "", f"| loss | {' | '.join(COMPARED)} |", "|---|---|---|"]
+        for loss in LOSSES:
+            cells = [
+                ", ".join(
+                    f"{run['heldout'][-1][1]:.2f}" for run in shares.get(f"{task}/{loss}", [])
+                )
+                for task in COMPARED
+            ]
+            lines.append(f"| `{loss}` | {' | '.join(cells)} |")
     commits = sorted({row["commit"] for seeds in found.values() for row in seeds.values()})
     devices = sorted({row["device"] for seeds in found.values() for row in seeds.values()})
     return "\n".join([*lines, "", f"Commits {', '.join(commits)}; {', '.join(devices)}."])
+
+
+def _runs(seeds: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [seeds[seed] for seed in sorted(seeds) if seed >= 0]
 
 
 def _mean(runs: Sequence[Mapping[str, Any]], key: str) -> str:
@@ -211,7 +260,7 @@ def draw(name: str, seeds: Mapping[int, Mapping[str, Any]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    runs = [run for seed, run in seeds.items() if seed >= 0]
+    runs = _runs(seeds)
     figure, axis = pyplot.subplots(figsize=(5, 3))
     train = np.array([run["train"] for run in runs])
     heldout = np.array([[share for _, share in run["heldout"]] for run in runs])
@@ -260,17 +309,21 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=None, help="for the runs' files; kept")
     parser.add_argument("--know-nothing", action="store_true")
+    parser.add_argument("--losses", action="store_true")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args(arguments)
-    names = args.tasks or list(LESSONS)
+    names = args.tasks or list(COMPARED if args.losses else LESSONS)
     if unknown := set(names) - set(LESSONS):
         parser.error(f"no such task: {', '.join(sorted(unknown))}")
+    if args.losses:
+        names = [f"{task}/{loss}" for task in names for loss in LOSSES]
     if args.write:
         rows = _rows()
         path = DOCS / "curves.md"
         path.write_text(with_made(path.read_text(), "bench.curves", page(rows)))
         for name, seeds in by_task(rows).items():
-            draw(name, seeds, DOCS / "curves" / f"{name}.png")
+            if "/" not in name and max(seeds) >= 0:
+                draw(name, seeds, DOCS / "curves" / f"{name}.png")
     elif args.know_nothing:
         study(names, [-1], lambda name, seed: {"solved": know_nothing(name)})
     elif args.folder:

@@ -72,6 +72,8 @@ def test_the_page_is_of_the_newest_settings_alone(tmp_path: Path) -> None:
         "| 0.50 | 0.90, 0.80 | 0.46 (always '2') | 1: str.count | 2 | 100 | 7 | 2.0 | 5.0 |" in line
     )
     assert "Q\n2" in said
+    of_loss = {**row(0, 0.7), "variant": "letters/gspo"}
+    assert "| `gspo` | 0.70 |  |" in curves.page([*rows, of_loss])
     pytest.importorskip("matplotlib")
     curves.draw("letters", curves.by_task(rows)["letters"], tmp_path / "made" / "g.png")
     assert (tmp_path / "made" / "g.png").stat().st_size > 1000
@@ -80,11 +82,13 @@ def test_the_page_is_of_the_newest_settings_alone(tmp_path: Path) -> None:
 def test_an_environment_that_changed_asks_for_new_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before = {name: curves.key_of(name) for name in ("letters", "walk", "console")}
+    of_letters = ["letters", *(f"letters/{loss}" for loss in curves.LOSSES)]
+    before = {name: curves.key_of(name) for name in (*of_letters, "walk", "console")}
+    assert len({*before.values()}) == len(before)
     folder = Path(str(curves.examples.__file__)).parent
     for path in folder.glob("*.py"):
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "lessons.py").write_text("# other words")
     monkeypatch.setattr(curves.examples, "__file__", str(tmp_path / "__init__.py"))
     changed = [name for name, key in before.items() if curves.key_of(name) != key]
-    assert changed == ["letters"]
+    assert changed == of_letters
