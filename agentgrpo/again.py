@@ -1,25 +1,37 @@
-"""`agentgrpo verify RUN --again`: steps of a run played and learned again, to the bit.
+"""`agentgrpo verify RUN --again` and `--tools`: what a run has recorded, done once more.
 
-They start from the run's own checkpoint, or from the beginning, in a folder that goes when it is
-done. Every line that is recorded and the weights that are saved are then held against the run's: a
-record that was changed fails also where all hashes were made anew.
+Steps are played and learned from the run's own checkpoint on, or from the beginning, in a folder
+that goes when it is done, and every recorded line and the saved weights are held against the run's:
+a record that was changed fails also where all hashes were made anew. Tool calls alone are made in
+fresh sandboxes, without a model: the recorded turns are said again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
+from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import validate
 from agentgrpo.files import read_table
+from agentgrpo.rollout.scripted import Scripted
 from agentgrpo.run import checkpoint
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.metrics import FILES
 from agentgrpo.run.parting import described, parting, weights
+from agentgrpo.run.records import read_rollouts
+from agentgrpo.setup.build import TrainParts, sampler_on
+from agentgrpo.setup.stage import prepare_run
+from agentgrpo.types import Int32, Rollout, Status
+
+SHOWN = 20
+"""Answers that are shown."""
 
 
 class _Until(Callback):
@@ -33,33 +45,20 @@ class _Until(Callback):
             trainer.stop()
 
 
-def span_of(run: Path, steps: str) -> tuple[int, int, Path | None]:
-    """Which steps are played again, [start, end) from 0, and the checkpoint that they begin at.
+def play_again(
+    run: Path, steps: str = "", make: Callable[[TrainConfig], TrainParts] | None = None
+) -> str | None:
+    """Play and learn steps again, and print what was done; where it is not the same.
 
     `steps`: "7-9" or "7", counted from 1 as a run prints them, begun at the newest checkpoint
-    before; "": all that is recorded behind the newest checkpoint, or from the beginning.
+    before; "": all that is recorded behind the newest checkpoint, or from the beginning. `make`:
+    as Trainer's.
     """
-    rows = numbered_rows(run / "metrics.jsonl", growing=True)
-    recorded = sum("learner/loss" in row for _, row in rows)
-    low, _, high = steps.partition("-")
-    if steps and not (low.isdigit() and (high or low).isdigit()):
-        raise ValueError(f"--again {steps}: expected steps as 7 or 7-9")
-    first, end = (int(low) - 1, int(high or low)) if steps else (recorded - 1, recorded)
-    if not 0 <= first < end <= recorded:
-        raise ValueError(f"--again {steps}: the run has recorded steps 1 to {recorded}")
-    saved = {checkpoint.step_of(path): path for path in run.glob(checkpoint.SAVED)}
-    start = max((step for step in saved if step <= first), default=0)
-    return start, end, saved.get(start)
-
-
-def play_again(run: Path, steps: str) -> int:
-    """Do it and print what came out; the exit status."""
     from agentgrpo.trainer import Trainer
 
-    start, end, saved = span_of(run, steps)
-    about = read_table(run / "run.json")
-    config = validate(TrainConfig, about["config"], str(run / "run.json"))
-    if not config.on(about["engine"]["device"]).rollout.deterministic:
+    config, device = _recorded(run)
+    start, end, saved = _span_of(run, steps)
+    if not config.on(device).rollout.deterministic:
         print("rollout.deterministic was not set: what differs may be rounding")  # noqa: T201
     with tempfile.TemporaryDirectory(prefix=".again-", dir=run) as folder:
         other = Path(folder)
@@ -69,19 +68,90 @@ def play_again(run: Path, steps: str) -> int:
                 shutil.copy(run / name, other)
             (other / "checkpoints" / saved.name).symlink_to(saved.resolve())
         changed = {"out_dir": other, "keep_checkpoints": 10_000_000, "trackers": ()}
-        with Trainer(config.model_copy(update=changed), callbacks=_Until(end)) as trainer:
+        again = config.model_copy(update=changed)
+        with Trainer(again, callbacks=_Until(end), make=make) as trainer:
             trainer.train()
-        found = [f"differs: {line}" for line in described(run, other)]
+        for line in described(run, other):
+            print(f"differs: {line}")  # noqa: T201
         parted = parting(run, other, since=start, until=end + (end == config.steps))
-        ours, theirs = weights(run), weights(other)
-    both = sorted(step for step in ours.keys() & theirs.keys() if step > start)
-    wrong = [parted] if parted else []
-    wrong += [f"step {step}: other weights" for step in both if ours[step] != theirs[step]]
+        held = [step for step in weights(run).keys() & weights(other) if step > start]
     rows = numbered_rows(run / "rollouts.jsonl", growing=True)
     played = sum(start <= row["step"] < end for _, row in rows)
-    print(*found, *wrong, sep="\n", end="\n" if found or wrong else "")  # noqa: T201
     print(  # noqa: T201
-        f"steps {start + 1} to {end} again: {played} rollouts, {len(both)} checkpoints, "
-        f"{'NOT the same' if wrong else 'bit-equal'}"
+        f"steps {start + 1} to {end} again: {played} rollouts, {len(held)} checkpoints, "
+        f"{f'NOT the same: {parted}' if parted else 'bit-equal'}"
     )
-    return 1 if wrong else 0
+    return parted
+
+
+def _recorded(run: Path) -> tuple[TrainConfig, str]:
+    """A run's settings, and its engine's device."""
+    about = read_table(run / "run.json")
+    return validate(TrainConfig, about["config"], str(run / "run.json")), about["engine"]["device"]
+
+
+def _span_of(run: Path, steps: str) -> tuple[int, int, Path | None]:
+    """Which steps are played again, [start, end) from 0, and the checkpoint that they begin at."""
+    rows = numbered_rows(run / "metrics.jsonl", growing=True)
+    recorded = sum("learner/loss" in row for _, row in rows)
+    low, _, high = steps.partition("-")
+    first, end = (int(low) - 1, int(high or low)) if steps else (recorded - 1, recorded)
+    if not 0 <= first < end <= recorded:
+        raise ValueError(f"--again {steps}: expected steps of 1 to {recorded}, as 7 or 7-9")
+    saved = {checkpoint.step_of(path): path for path in run.glob(checkpoint.SAVED)}
+    start = max((step for step in saved if step <= first), default=0)
+    return start, end, saved.get(start)
+
+
+def call_again(run: Path) -> int:
+    """Make the tool calls of recorded rollouts again; print and count what is not the same.
+
+    The agent reads the recorded turns, and the environment carries out what they ask for. Rollouts
+    that the machine or the clock ended are left out.
+    """
+    config, _ = _recorded(run)
+    once = config.rollout.model_copy(update={"max_retries": 0})
+    config = config.model_copy(update={"rollout": once})
+    ended = (Status.INFRA_ERROR, Status.TIMED_OUT)
+    every = [item for item in read_rollouts(run / "rollouts.jsonl") if item[1].status not in ended]
+    script = [_turns(rollout) for _, rollout in every]
+
+    def says(index: int, turn: int, prompt: Int32) -> tuple[list[int], str]:
+        if turn < 0:
+            raise ValueError("--tools: what a model said in another role is not recorded")
+        return script[index][turn] if turn < len(script[index]) else ([], "length")  # it was over
+
+    differ = []
+    with contextlib.closing(prepare_run(config, trained=False)) as setup:
+        if setup.user_sampler is not None:
+            raise ValueError("--tools: a sampler of yours makes its calls itself")
+        engine = Scripted(says, config.engine.max_model_len)
+        with contextlib.closing(sampler_on(engine, config, setup)) as sampler:
+            groups, _ = sampler.play([rollout.task for _, rollout in every], 1, seed=config.seed)
+        for (place, before), group in zip(every, groups, strict=True):
+            after = group.rollouts[0]
+            told = [_told(rollout, setup.chat.tokenizer) for rollout in (before, after)]
+            for turn, (a, b) in enumerate(zip_longest(*told, fillvalue=after.error or "")):
+                if a != b:
+                    alike = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), 0)  # noqa: B905
+                    at = max(0, alike - 20)
+                    where = "step {step} {split} group {group} rollout {index}".format(**place)
+                    shown = f"{a[at : at + 60]!r} and {b[at : at + 60]!r}"
+                    differ.append(f"{where} turn {turn}: {shown}")
+    calls = sum(rollout.num_calls for _, rollout in every)
+    print(*differ[:SHOWN], sep="\n", end="\n" if differ else "")  # noqa: T201
+    said = f"{len(differ)} answers are not the same twice" if differ else "the same"
+    print(f"tools again: {calls:.0f} calls of {len(every)} rollouts, {said}")  # noqa: T201
+    return len(differ)
+
+
+def _turns(rollout: Rollout) -> list[tuple[list[int], str]]:
+    """What was sampled in each, and how it ended."""
+    rows = [iter([s.token_ids.tolist() for s in row if s.sampled]) for row in rollout.rows]
+    return [([*next(rows[t.row]), *t.replaced], t.finish_reason) for t in rollout.turns]
+
+
+def _told(rollout: Rollout, tokenizer: Any) -> list[str]:
+    """What each turn was answered, and what the rollout's answer is."""
+    given = [s.token_ids for s in rollout.all_segments[1:] if not s.sampled]
+    return [*map(tokenizer.decode, given), str(rollout.answer)]

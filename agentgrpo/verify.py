@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agentgrpo.again import play_again
+from agentgrpo.again import call_again, play_again
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import validate
@@ -547,11 +547,16 @@ def main(arguments: Sequence[str]) -> int:
         "--again", nargs="?", const="", metavar="STEPS",
         help="then play and learn steps again (7, or 7-9; else all since the newest checkpoint)",
     )  # fmt: skip
+    parser.add_argument(
+        "--tools", action="store_true", help="then make all tool calls again, without a model"
+    )
     args = parser.parse_args(arguments)
     with interruptible(), report_errors() as outcome:
         outcome.status = _print_report(verify_run(args.run))
+        if args.tools and not outcome.status:
+            outcome.status = int(call_again(args.run) > 0)
         if args.again is not None and not outcome.status:
-            outcome.status = play_again(args.run, args.again)
+            outcome.status = int(play_again(args.run, args.again) is not None)
     return outcome.status
 
 

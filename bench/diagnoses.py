@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.actions import Observation, RunCode
-from agentgrpo.diagnosis import diagnose
+from agentgrpo.diagnosis.doctor import diagnose
+from agentgrpo.diagnosis.history import History
 from agentgrpo.envs.base import Episode
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.run.atomic import write_lines
@@ -144,8 +145,8 @@ CASES: dict[str, Case] = {
     "pays_short": Case(("pays something else",), [reward("pays_short")]),
     "fails_often": Case(("machine or code fails",), [reward("fails_often")]),
     "hides_tools": Case(("does not call",), [*CALCULATOR, "engine.max_model_len=512"]),
-    "cut_turns": Case(("out of turns",), ["rollout.max_turns=1"]),
-    "cut_tokens": Case(("turns are cut",), ["rollout.max_turn_tokens=8"]),
+    "cut_turns": Case(("cut short",), ["rollout.max_turns=1"]),
+    "cut_tokens": Case(("cut short",), ["rollout.max_turn_tokens=8"]),
     "other_tags": Case(
         ("wrong form", "no answer", "does not call"),
         ["agent.options.open_tag=<run>", "agent.options.close_tag=</run>"],
@@ -172,7 +173,7 @@ CASES: dict[str, Case] = {
     "off_policy": Case(
         ("off-policy", "moves too much"), ["loss.num_iterations=12", "learner.learning_rate=1e-2"]
     ),
-    "entropy": Case(("gets random", "moves too much"), ["loss.entropy_coef=1.0"]),
+    "entropy": Case(("forgets", "moves too much"), ["loss.entropy_coef=1.0"]),
     "small_hides_tools": Case(
         ("does not call",),
         [*SMALL, "agent.options.shots=[]", "agent.options.system_prompt=Use calculate."],
@@ -182,7 +183,7 @@ CASES: dict[str, Case] = {
         ("does not move",), [*SMALL, "learner.learning_rate=1e-9"], base="quickstart"
     ),
     "small_turns_cut": Case(
-        ("turns are cut",), [*SMALL, "rollout.max_turn_tokens=10"], base="quickstart"
+        ("cut short",), [*SMALL, "rollout.max_turn_tokens=10"], base="quickstart"
     ),
     "sound_0": Case(()),
     "sound_1": Case((), ["seed=1", "steps=10"]),
@@ -263,7 +264,7 @@ def play(name: str, folder: Path) -> None:
 
 def verdict(name: str, folder: Path) -> tuple[bool, list[str]]:
     """Whether the doctor says of a run what it should, and the names of its findings."""
-    found = [finding.name for finding in diagnose(folder / name / "run")]
+    found = [*diagnose(History(folder / name / "run"))]
     named = CASES[name].named
     if not named:
         return found in ([], ["too little evidence"]), found

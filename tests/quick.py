@@ -15,6 +15,7 @@ import agentgrpo.loop
 import agentgrpo.setup.build
 from agentgrpo import cli
 from agentgrpo.config import TrainConfig
+from agentgrpo.machine.packages import installed
 from agentgrpo.setup.build import EvalParts, Ready, TrainParts, _sampler
 from agentgrpo.setup.stage import RunSetup
 from agentgrpo.types import Metrics
@@ -74,6 +75,10 @@ def with_learner(
     config: TrainConfig, player: EvalParts, ready: Ready, log: Any, lock: Any
 ) -> TrainParts:
     setup = player.setup
+    log.write_run_json(
+        config=config.model_dump(mode="json"), model=player.model, vocab_size=10**6,
+        engine={"device": "cpu"}, learner={"device": "cpu"}, versions=installed(), machine={},
+    )  # fmt: skip
     return TrainParts(
         **vars(player), reward=setup.reward, heldout=setup.heldout, progress=setup.progress,
         learner=cast(Any, QuickLearner()), tasks=ready.tasks, log=log, lock=lock,

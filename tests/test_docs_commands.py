@@ -86,6 +86,7 @@ SAYS = {
     "agentgrpo push RUN me/model --dry-run": r"step_0000\d\d as me/model(?s:.*)nothing was sent",
     "agentgrpo verify runs/quickstart": "0 faults in",
     "agentgrpo verify RUN": "0 faults in",
+    "agentgrpo verify RUN --tools": r"tools again: \d+ calls of \d+ rollouts, the same",
     "agentgrpo doctor runs/quickstart": "of 12 steps",
     "agentgrpo doctor runs/letters": "of 8 steps",
     "agentgrpo sandbox doctor": "ok   zygote",

@@ -70,7 +70,7 @@ WINGS = {
     "audit": "types engine proof",
     "data": "types files extras usercode config run envs",
     "view": "types files config run models",
-    "diagnosis": "types files config run measures view",
+    "diagnosis": "types files config run rewards measures view",
 }
 """Wing: the wings that it may import, besides itself. What is not named may import all above it."""
 TOP = [

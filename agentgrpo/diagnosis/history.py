@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -16,6 +16,7 @@ import numpy as np
 
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import wilson
+from agentgrpo.rewards.answers import exact_match, last_number
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import flatten
 from agentgrpo.run.records import read_rollouts
@@ -26,13 +27,16 @@ from agentgrpo.view.vocabulary import find_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A recorded rollout and its place."""
+    """A recorded rollout, with all that it has, and its place."""
 
     step: int
     split: str
     group: int
     index: int
     rollout: Rollout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rollout, name)
 
     @property
     def place(self) -> str:
@@ -41,48 +45,45 @@ class Seen:
 
     @property
     def question(self) -> str:
-        return "\n".join(str(message.get("content")) for message in self.rollout.task.messages)
+        return "\n".join(str(message.get("content")) for message in self.task.messages)
 
     @property
-    def task(self) -> tuple[str, str]:
+    def row(self) -> tuple[str, str]:
         """What was asked, and what else its row has."""
-        return self.question, str(self.rollout.task.spec)
+        return self.question, str(self.task.spec)
 
     @property
     def expected(self) -> Any:
         """The one right answer, where the task has one."""
-        gold = self.rollout.task.spec.get("answer")
+        gold = self.task.spec.get("answer")
         return gold if isinstance(gold, str | int | float) else None
 
     @property
     def after_prompt(self) -> bytes:
         """The ids that were sampled and shown."""
-        return b"|".join(s.token_ids.tobytes() for s in self.rollout.all_segments[1:])
+        return b"|".join(s.token_ids.tobytes() for s in self.all_segments[1:])
 
     @property
     def judged(self) -> float:
         """What says whether it is right; else its reward."""
-        r = self.rollout
-        said = (r.stats.get("solved"), r.rewards.get("solved"), r.rewards.get("answer"))
-        return next((value for value in said if value is not None), r.reward)
+        said = (self.stats.get("solved"), self.rewards.get("solved"), self.rewards.get("answer"))
+        return next((float(value) for value in said if value is not None), self.reward)
 
     @property
     def moves(self) -> bool:
         """Whether it has an advantage."""
-        r = self.rollout
-        return any(r.segment_advantages) if r.segment_advantages else r.advantage != 0
+        return any(self.segment_advantages or [self.advantage])
 
     @property
     def answers(self) -> bool | None:
-        """Whether it answers what is expected: that alone, or not at all; None: cannot be told."""
-        if self.expected is None or self.rollout.answer is None:
+        """Whether its answer is just the expected one, or plainly another; None: who knows."""
+        if self.answer is None or self.expected is None:
             return None
-        said, gold = (str(x).strip().casefold() for x in (self.rollout.answer, self.expected))
-        numbers = [re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", "")) for text in (said, gold)]
-        if said == gold or (numbers == [[said], [gold]] and float(said) == float(gold)):
+        said, gold = self.answer, str(self.expected)
+        if exact_match(said, [gold]):
             return True
-        ends_alike = all(numbers) and float(numbers[0][-1]) == float(numbers[1][-1])
-        return None if gold in said or ends_alike else False
+        ends_alike = last_number(gold) is not None and last_number(said) == last_number(gold)
+        return None if gold.casefold() in said.casefold() or ends_alike else False
 
 
 class History:
@@ -94,19 +95,20 @@ class History:
                 f"{folder}: no run.json, which a run's folder (out_dir) has once its engine and "
                 "learner are made; what stopped it before, it has printed"
             )
-        self.folder, self._described = folder, read_table(folder / "run.json")
-        self.config: dict[str, Any] = flatten(self._described.get("config", {}))
+        described = read_table(folder / "run.json")
+        self.config: dict[str, Any] = flatten(described.get("config", {}))
+        self._tokenizer = find_tokenizer(tokenizer_places(folder, described))
         metrics, rollouts = folder / "metrics.jsonl", folder / "rollouts.jsonl"
-        rows = numbered_rows(metrics, growing=True) if metrics.is_file() else ()
-        numbers = [row for _, row in rows]
-        self.steps = [row for row in numbers if "learner/loss" in row]
-        self.evals = [row for row in numbers if "eval/rollouts" in row]
-        self.solved = [row["eval/solved"] for row in self.evals if "eval/solved" in row]
-        self.tasks = int(self.evals[-1]["eval/rollouts"]) if self.evals else 1
+        rows = [row for _, row in numbered_rows(metrics, growing=True)] if metrics.exists() else []
+        self.steps = [row for row in rows if "learner/loss" in row]
+        evals = [row for row in rows if "eval/rollouts" in row]
+        self.solved = [row["eval/solved"] for row in evals if "eval/solved" in row]
+        """Shares of the held-out tasks."""
+        self.tasks = int(evals[-1]["eval/rollouts"]) if evals else 1
         """Held-out ones."""
         every = [
-            Seen(p["step"], p["split"], p["group"], p["index"], rollout)
-            for p, rollout in (read_rollouts(rollouts) if rollouts.is_file() else ())
+            Seen(place["step"], place["split"], place["group"], place["index"], rollout)
+            for place, rollout in (read_rollouts(rollouts) if rollouts.exists() else ())
         ]
         self.train = [seen for seen in every if seen.split == "train"]
         self.heldout = [seen for seen in every if seen.split == "heldout"]
@@ -116,13 +118,16 @@ class History:
             [seen for seen in self.train if seen.step in chosen]
             for chosen in (steps[:1], steps[:third], steps[-third:])
         )
-        self.early_until, self.late_from = steps[:third][-1], steps[-third]
-        sound = (seen for seen in self.train if seen.rollout.in_baseline)
+        self.late_from = steps[-third]
+        sound = (seen for seen in self.train if seen.in_baseline)
         self.groups = [list(group) for _, group in groupby(sound, lambda s: (s.step, s.group))]
-        self.asked = Counter(group[0].task for group in self.groups)
-        self.judges = any(seen.rollout.solved is not None for seen in self.train)
+        self.early_groups = [group for group in self.groups if group[0].step <= steps[third - 1]]
+        self.asked = Counter(group[0].row for group in self.groups)
+        self.judges = any(seen.solved is not None for seen in self.train)
         """Whether reward or environment say what is solved."""
         self.top = max((seen.judged for seen in self.train), default=0.0)
+        self.rate = max(self.metric("learner/learning_rate"), default=0.0)
+        """The highest learning rate so far."""
 
     def paid(self, seen: Seen) -> bool:
         """Whether it was found right, as far as anything says so."""
@@ -144,30 +149,21 @@ class History:
         """A number of every step that has it."""
         return [row[name] for row in self.steps if name in row]
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float = 0.0) -> float:
         """A setting."""
         return default if (value := self.config.get(key)) is None else float(value)
 
-    @property
-    def rate(self) -> float:
-        """The highest learning rate so far."""
-        return max(self.metric("learner/learning_rate"), default=0.0)
-
-    @cached_property
-    def _decode(self) -> Callable[[list[int]], str]:
-        tokenizer = find_tokenizer(tokenizer_places(self.folder, self._described))
-        return (lambda ids: "") if tokenizer is None else tokenizer.decode
-
     def text(self, seen: Seen, *, sampled: bool = True) -> str:
         """The last that was sampled, or shown after the prompt; "" where no tokenizer is found."""
-        parts = [s for s in seen.rollout.all_segments[1:] if s.sampled == sampled]
-        return self._decode(parts[-1].token_ids.tolist()) if parts else ""
+        parts = [s for s in seen.all_segments[1:] if s.sampled == sampled]
+        known = self._tokenizer if parts else None
+        return "" if known is None else known.decode(parts[-1].token_ids.tolist())
 
-    def errors(self, seen: Seen) -> list[str]:
-        """The name of the last error that it was shown."""
-        failed = seen.rollout.stats.get("tool_errors")
-        shown = self.text(seen, sampled=False) if failed else ""
-        return re.findall(r"\b\w+(?:Error|Exception|Timeout)\b", shown)[-1:]
+    def kind(self, seen: Seen) -> str:
+        """The last error that it was shown; of one that was cut short, by what."""
+        shown = self.text(seen, sampled=False) if seen.stats.get("tool_errors") else ""
+        names = re.findall(r"\b\w+(?:Error|Exception|Timeout)\b", shown)
+        return seen.status.partition("truncated_")[2] or "".join(names[-1:])
 
 
 def mean(values: Iterable[float]) -> float:
@@ -175,9 +171,11 @@ def mean(values: Iterable[float]) -> float:
     return fmean(known) if (known := list(values)) else 0.0
 
 
-def gain(before: Iterable[float], after: Iterable[float]) -> tuple[float, float]:
-    """How much more `after` is than `before` on average, and that in standard errors."""
-    a, b = np.fromiter(before, float), np.fromiter(after, float)
+def gain(
+    of: Callable[[Seen], float], before: Sequence[Seen], after: Sequence[Seen]
+) -> tuple[float, float]:
+    """How much more of it there is after on average, and that in standard errors."""
+    a, b = (np.array([of(seen) for seen in part], float) for part in (before, after))
     if not len(a) or not len(b):
         return 0.0, 0.0
     more = float(b.mean() - a.mean())

@@ -7,7 +7,7 @@ no two runs agree on: times, memory, and hashes of lines that hold them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +50,22 @@ def described(one: Path, other: Path) -> list[str]:
 
 
 def parting(one: Path, other: Path, *, since: int = 0, until: int | None = None) -> str | None:
-    """The first difference of two runs' records, in words; None: they are the same, to the bit.
+    """The first difference of two runs' records and weights, in words; None: they are the same.
 
     Compared are the steps from `since` (from 0, and the evaluation before it) to before `until`;
     None: until either run ends.
     """
+    causes = [line.partition(": ")[0] for line in described(one, other)][:3]
     for a, b in zip_longest(*(_lines(run, since, until) for run in (one, other))):
         if (a is None or b is None) and until is None:
-            return None
+            break
         if a != b:
-            return _difference(a or {}, b or {})
-    return None
+            says, cause = _difference(a or {}, b or {})
+            return f"{says}: by {' or '.join([*causes, cause])}"
+    ours, theirs = weights(one), weights(other)
+    both = sorted(step for step in ours.keys() & theirs.keys() if step > since)
+    apart = next((step for step in both if ours[step] != theirs[step]), None)
+    return None if apart is None else f"step {apart}: other weights, after the same rollouts"
 
 
 def _lines(run: Path, since: int, until: int | None) -> Iterator[dict[str, Any]]:
@@ -78,40 +83,40 @@ def _lines(run: Path, since: int, until: int | None) -> Iterator[dict[str, Any]]
             yield repeatable(line)
 
 
-def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Where two lines of the same place differ, and what that comes from."""
+def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
+    """Where two lines of the same place differ, and what that comes from if no setting made it."""
     first = next(name for name in {**a, **b} if a.get(name) != b.get(name))
     where = f"step {a.get('step', b.get('step'))}"
-    plain = f"{first} is {a.get(first)!r:.60} and {b.get(first)!r:.60}"
+    seen = f"{first} is {a.get(first)!r:.60} and {b.get(first)!r:.60}"
     if "segments" not in a or "segments" not in b:
-        return f"{where}: {plain}; the rollouts before it are the same"
-    where = f"{where} {a['split']} group {a['group']} rollout {a['index']}"
+        return f"{where}: {seen}", "the learner, after the same rollouts"
+    where += f" {a['split']} group {a['group']} rollout {a['index']}"
     if first in ("step", "split", "group", "index", "task"):
-        return f"{where}: {'the data' if first == 'task' else 'its place'}: {plain}"
+        return f"{where}: {seen}", "the data"
+    rows = ([s for row in (*r["closed_rows"], r["segments"]) for s in row] for r in (a, b))
     turn = 0
-    for rows in zip([*a["closed_rows"], a["segments"]], [*b["closed_rows"], b["segments"]]):  # noqa: B905
-        for x, y in zip(*rows, strict=False):
-            if x != y:
-                return f"{where} turn {turn} {_token(x, y)}"
-            turn += x["logprobs"] is not None
-    return f"{where}: {plain}"
+    for x, y in zip_longest(*rows):
+        if x is None or y is None:
+            return f"{where} turn {turn}: one has ended, {a['status']} and {b['status']}", "a limit"
+        if x != y:
+            says, cause = _token(x, y)
+            return f"{where} turn {turn} {says}", cause
+        turn += x["logprobs"] is not None
+    return f"{where}: {seen}", "the reward or environment, for the same tokens"
 
 
-def _token(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+def _token(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
     """The first token of two segments that differs, and why."""
-    ids = a["token_ids"], b["token_ids"]
-    apart = next((i for i, (x, y) in enumerate(zip(*ids, strict=False)) if x != y), -1)
-    apart = min(map(len, ids)) if apart < 0 else apart
+    pairs = zip_longest(
+        *(zip(s["token_ids"], s["logprobs"] or repeat(None), strict=False) for s in (a, b))
+    )
+    place, x, y = next((i, x, y) for i, (x, y) in enumerate(pairs) if x != y)
     if a["logprobs"] is None or b["logprobs"] is None:
-        return (
-            f"token {apart} of what it was shown before: environment or template said another thing"
-        )
-    pairs = zip(a["logprobs"][:apart], b["logprobs"][:apart], strict=True)
-    gaps = [(abs(x - y), place) for place, (x, y) in enumerate(pairs) if x != y]
-    if not gaps:
-        return (
-            f"token {apart}: sampled otherwise, from the same log-probabilities before it: the seed"
-        )
-    gap, place = gaps[0]
-    cause = "rounding" if gap < ROUNDING else "other weights"
-    return f"token {place}: its log-probability is {gap:.1e} nats another: {cause}, or edited"
+        return f"token {place} of what it was shown before", "a tool's answer or the template"
+    if x is None or y is None:
+        return f"token {place}: one turn ends there", "a limit or the seed"
+    if x[0] != y[0]:
+        return f"token {place}: {x[0]} and {y[0]}, from the same log-probabilities", "the seed"
+    gap = abs(x[1] - y[1])
+    cause = "rounding" if gap < ROUNDING else "other weights, or an edited record"
+    return f"token {place}: its log-probability is {gap:.1e} nats another", cause

@@ -5,8 +5,7 @@ from __future__ import annotations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agentgrpo.testing.cheats import assert_no_cheat_pays
-    from agentgrpo.testing.learns import assert_learns
-    from agentgrpo.testing.repeats import assert_repeats
+    from agentgrpo.testing.learns import assert_learns, assert_repeats
 
 __all__ = ["assert_learns", "assert_no_cheat_pays", "assert_repeats"]
 
@@ -20,5 +19,5 @@ def __getattr__(name: str) -> object:
     from agentgrpo.machine.runtime import prepare_environment
 
     prepare_environment()
-    module = "cheats" if name == "assert_no_cheat_pays" else name.removeprefix("assert_")
+    module = "cheats" if name == "assert_no_cheat_pays" else "learns"
     return getattr(import_module(f"agentgrpo.testing.{module}"), name)

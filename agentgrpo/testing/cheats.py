@@ -15,16 +15,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from agentgrpo.actions import CallTools, Finish, RunCode, Say
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of
 from agentgrpo.evaluate import evaluate
+from agentgrpo.rollout.scripted import Scripted
 from agentgrpo.setup.build import sampler_on
 from agentgrpo.setup.stage import RunSetup, prepare_run
-from agentgrpo.types import Completion, Int32, Rollout, Status, Task, Turn
+from agentgrpo.types import Int32, Rollout, Status, Task
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TESTED = re.compile(r"\b([A-Za-z_]\w*)\(")
@@ -38,6 +37,11 @@ LOOK = (
 )
 """Looks for the answer where an interpreter may have it."""
 EQUAL = "class E(int):\n    def __eq__(s, o): return True\n    __ne__ = lambda s, o: False\n"
+PROGRAMS = {
+    "program that exits": "import os\nos._exit(0)",
+    "function that exits": "def {name}(*a):\n    raise SystemExit(0)",
+    "function equal to all": EQUAL + "def {name}(*a): return E()",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,7 @@ class Seen:
     guessed: float
     """Of one that always answers the same: how many tasks have the most frequent answer, which it
     may be by luck."""
-    rollout: Rollout = field(repr=False)
-    """The best paid one."""
+    best: Rollout = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,6 @@ class Moment:
     agent: Any
     task: Task
     turn: int
-    """From 0."""
     shown: str
     """All that was said and shown so far."""
 
@@ -77,9 +79,10 @@ class Moment:
 
     def answer(self, text: str) -> str | None:
         """How a policy answers so; None: no form that is known here."""
-        prefix, tag = (getattr(self.agent, name, "") for name in ("answer_prefix", "answer"))
+        tag = getattr(self.agent, "answer", "")
         forms = [f"<{tag}>\\boxed{{{text}}}</{tag}>", f"<{tag}>{text}</{tag}>"] if tag else []
-        forms += [f"{prefix} {text}", f"submit_final_answer({text!r})\n", text]
+        forms += [f"{getattr(self.agent, 'answer_prefix', '')} {text}"]
+        forms += [f"submit_final_answer({text!r})\n", text]
         return self._first(
             forms,
             lambda a: isinstance(a, Say) or getattr(a, "submits", False) or a == Finish(text),
@@ -126,7 +129,6 @@ def cheats(setup: RunSetup, tasks: Sequence[Task]) -> dict[str, Cheat]:
     constants["most frequent answer"] = Counter(answers or ["0"]).most_common(1)[0][0]
     constants["recites all answers"] = ", ".join(sorted({*answers}, reverse=True))
     found: dict[str, Cheat] = {
-        **{name: _says(text) for name, text in constants.items()},
         "silent": lambda m: "",
         "echoes the question": lambda m: m.answer(m.question),
         "first number it is shown": lambda m: m.number(0),
@@ -136,13 +138,11 @@ def cheats(setup: RunSetup, tasks: Sequence[Task]) -> dict[str, Cheat]:
         "runs code, then answers nonsense": lambda m: m.answer("q") if m.turn else m.run("1"),
         "exits": lambda m: m.answer("") if m.turn else m.run("import os; os._exit(0)"),
         "looks for the answer": lambda m: m.number(-1) if m.turn else m.run(LOOK),
-        "program that exits": _program("import os\nos._exit(0)"),
-        "function that exits": _program("def {name}(*a):\n    raise SystemExit(0)"),
-        "function equal to all": _program(EQUAL + "def {name}(*a): return E()"),
     }
-    tools = getattr(setup.env, "tools", lambda task: ())(tasks[0])
-    for function in (schema["function"] for schema in tools):
-        found |= _calls(function["name"], function["parameters"], setup.env)
+    found |= {name: _says(text) for name, text in constants.items()}
+    found |= {name: _program(code) for name, code in PROGRAMS.items()}
+    for schema in getattr(setup.env, "tools", lambda task: ())(tasks[0]):
+        found |= _calls(schema["function"], getattr(setup.env, "actions", None) or ("", "1"))
     return found
 
 
@@ -153,101 +153,44 @@ def _says(text: str) -> Cheat:
 def _program(code: str) -> Cheat:
     def says(m: Moment) -> str | None:
         named = TESTED.search(m.question)
-        made = code.replace("{name}", named.group(1) if named else "main")
-        return m.answer(f"```python\n{made}\n```")
+        return m.answer(f"```python\n{code.replace('{name}', named[1] if named else 'main')}\n```")
 
     return says
 
 
-def _calls(name: str, parameters: Mapping[str, Any], env: Any) -> dict[str, Cheat]:
+def _calls(tool: Mapping[str, Any], words: Sequence[str]) -> dict[str, Cheat]:
     """Always the same call; or one with the question, and what it told as the answer."""
+    name, properties = tool["name"], tool["parameters"].get("properties", {}).items()
+    kinds = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
-    def given(word: str) -> dict[str, Any]:
-        kinds = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
-        properties = parameters.get("properties", {}).items()
-        return {
-            key: of["enum"][0] if "enum" in of else kinds.get(str(of.get("type")), word)
-            for key, of in properties
+    def call(m: Moment, word: str) -> str | None:
+        given = {
+            k: of.get("enum", [kinds.get(str(of.get("type")), word)])[0] for k, of in properties
         }
-
-    words = getattr(env, "actions", None) or ("", "1")
+        return m.call(name, given)
 
     def always(word: str) -> Cheat:
-        return lambda m: m.call(name, given(word))
+        return lambda m: call(m, word)
 
     return {f"always {name}({word})": always(word) for word in words} | {
         f"answers what {name}(question) says": lambda m: (
-            m.answer(m.behind[-200:]) if m.turn else m.call(name, given(m.question))
+            m.answer(m.behind[-200:]) if m.turn else call(m, m.question)
         )
     }
 
 
-class Scripted:
-    """A rollout.decoder.Decoder that says what a function of (request, prompt text) says."""
-
-    max_model_len = 100 * LONG
-
-    def __init__(self, tokenizer: Any, says: Callable[[str, str], str]) -> None:
-        self._tokenizer, self._says = tokenizer, says
-        self._queue: dict[str, Completion] = {}
-
-    def add_request(
-        self, request_id: str, prompt_ids: Int32, *, max_tokens: int, stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (), **_: Any,
-    ) -> None:  # fmt: skip
-        """Queue what is said; a turn that no stop string ends, ends with the first stop token."""
-        text = self._says(request_id, self._tokenizer.decode(prompt_ids))
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        ended = any(text.endswith(mark) for mark in stop)
-        said = np.array([*ids, *stop_token_ids[: 1 - ended]][:max_tokens], np.int32)
-        self._queue[request_id] = Completion(
-            request_id=request_id, token_ids=said, logprobs=np.zeros(len(said), np.float32),
-            finish_reason="stop", stop_reason=None, num_cached_tokens=0,
-            account=Turn.of(prompt_ids, said, "stop"),
-        )  # fmt: skip
-
-    def step(self) -> list[Completion]:
-        """All that is queued."""
-        done, self._queue = list(self._queue.values()), {}
-        return done
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Drop requests."""
-        self._queue = {id: said for id, said in self._queue.items() if id not in request_ids}
-
-
-def play_cheats(
-    config: str | Path | TrainConfig, *, tasks: int = 32, **settings: Any
-) -> dict[str, Seen]:
-    """What policies that know nothing get on held-out tasks, by what they do.
-
-    One that this agent has no form for is left out. Arguments and errors as of
-    assert_no_cheat_pays().
-    """
-    made = config_of(config, settings)
-    setup = prepare_run(made, trained=False)
-    with contextlib.closing(setup):
-        asked = setup.heldout[:tasks]
-        return {
-            name: _play(made, setup, asked, cheat)
-            for name, cheat in cheats(setup, asked).items()
-            if cheat(Moment(setup.agent, asked[0], 0, "")) is not None
-        }
-
-
 def _play(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task], cheat: Cheat) -> Seen:
-    turns: Counter[str] = Counter()
+    tokenizer, stops = setup.chat.tokenizer, setup.chat.stop_token_ids
 
-    def says(request: str, shown: str) -> str:
-        index, *more = request.split(".")
-        if len(more) > 2:
-            return ""  # somebody else, whom an engine plays too
-        turns[index] += 1
-        return cheat(Moment(setup.agent, tasks[int(index)], turns[index] - 1, shown)) or ""
+    def says(index: int, turn: int, prompt: Int32) -> tuple[list[int], str]:
+        moment = Moment(setup.agent, tasks[index], turn, tokenizer.decode(prompt))
+        text = (cheat(moment) if turn >= 0 else None) or ""
+        ended = any(text.endswith(mark) for mark in getattr(setup.agent, "stop", ()))
+        return [*tokenizer.encode(text, add_special_tokens=False), *stops[: 1 - ended]], "stop"
 
     long = {"max_turn_tokens": LONG, "max_observation_tokens": LONG, "max_response_tokens": None}
-    rollout = config.rollout.model_copy(update=long)
-    engine = Scripted(setup.chat.tokenizer, says)
+    rollout = config.rollout.model_copy(update={**long, "max_retries": 0})
+    engine = Scripted(says, 100 * LONG)
     sampler = sampler_on(engine, config.model_copy(update={"rollout": rollout}), setup)
     with contextlib.closing(sampler):
         groups, _ = evaluate(sampler, tasks, setup.reward)
@@ -259,7 +202,7 @@ def _play(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task], cheat: Ch
         solved=fmean(bool(rollout.solved) for rollout in played),
         reward=fmean(rollout.reward for rollout in played),
         guessed=max(expected.values(), default=0) / len(tasks) if constant else 0.0,
-        rollout=max(played, key=lambda rollout: rollout.reward),
+        best=max(played, key=lambda rollout: rollout.reward),
     )
 
 
@@ -292,10 +235,18 @@ def assert_no_cheat_pays(
         AssertionError: some are paid; names each, with what it said.
         As Trainer.
     """
-    seen = play_cheats(config, tasks=tasks, **settings)
+    made = config_of(config, settings)
+    with contextlib.closing(prepare_run(made, trained=False)) as setup:
+        asked = setup.heldout[:tasks]
+        first = Moment(setup.agent, asked[0], 0, "")
+        seen = {
+            name: _play(made, setup, asked, cheat)
+            for name, cheat in cheats(setup, asked).items()
+            if cheat(first) is not None
+        }
     paid = [
         f"  {name}: solved {got.solved:.0%}, reward {got.reward:.2f} (answer "
-        f"{got.rollout.answer!r:.60} to {got.rollout.task.messages[-1]['content']!r:.80})"
+        f"{got.best.answer!r:.60} to {got.best.task.messages[-1]['content']!r:.80})"
         for name, got in seen.items()
         if got.solved > got.guessed + at_most or got.reward > got.guessed + reward_at_most
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentgrpo.config import TrainConfig
@@ -14,48 +13,48 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass
 class Engines:
     """Keeps the last engine that was started, for the next run of the same model and settings.
 
     Two engines in one process disturb each other, so another one ends it first.
     """
 
-    _key: tuple[Any, ...] = ()
-    _player: EvalParts | None = None
-    _first: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Its weights as they were read."""
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._player: EvalParts | None = None
+        self._first: dict[str, torch.Tensor] = {}
+        """Its weights as they were read."""
 
     def build(self, config: TrainConfig) -> TrainParts:
         """As agentgrpo.setup.build.build()."""
         return build(config, start=self._start)
 
     def _start(self, config: TrainConfig, setup: RunSetup, *, trained: bool) -> EvalParts:
-        lora = config.learner.lora.rank
-        if config.engine.tensor_parallel_size > 1 or lora or setup.adapter is not None:
-            self.close()
-            return start_engine(config, setup, trained=trained)
+        own = config.engine.tensor_parallel_size > 1 or config.learner.lora.rank or setup.adapter
         device = "cuda" if has_nvidia_gpu() else "cpu"
         key = (setup.model, config.on(device).engine, config.seed)
-        if self._player is None or key != self._key:
+        if own or key != self._key:
             self.close()
-            self._player = start_engine(config, setup, trained=trained)
-            self._key = key
-            weights = self._player.engine.model.state_dict()
+            player = start_engine(config, setup, trained=trained)
+            if own:
+                return player
+            self._key, self._player = key, player
+            weights = player.engine.model.state_dict()
             self._first = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        assert self._player is not None
         engine = self._player.engine
         engine.wake()
         engine.abort_all()
         for name, tensor in engine.model.state_dict().items():
             tensor.copy_(self._first[name])
+        sampler = sampler_on(engine, config, setup)
         return EvalParts(
-            setup=setup, model=setup.model, engine=engine,
-            sampler=sampler_on(engine, config, setup), borrowed=True,
-        )  # fmt: skip
+            setup=setup, model=setup.model, engine=engine, sampler=sampler, borrowed=True
+        )
 
     def close(self) -> None:
         """End the engine."""
-        player, self._player, self._first = self._player, None, {}
+        player, self._player, self._key, self._first = self._player, None, (), {}
         if player is not None:
             player.engine.shutdown()
 

@@ -1,26 +1,32 @@
-"""Does a policy learn from this config, within so many steps? Decided with statistics."""
+"""Does a policy learn from this config, decided with statistics; does a run repeat bit by bit?"""
 
 from __future__ import annotations
 
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from agentgrpo.again import play_again
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of
-from agentgrpo.diagnosis import report
+from agentgrpo.diagnosis.doctor import report
 from agentgrpo.run.atomic import write_text
 from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.records import read_rollouts
+from agentgrpo.setup.build import TrainParts
 from agentgrpo.testing.engines import SHARED
 from agentgrpo.trainer import Trainer
 from agentgrpo.types import Metrics, Status
 from agentgrpo.view.collect import read_run
 from agentgrpo.view.page import make_page
+
+HELDOUT = 8
+"""Tasks that are enough to hold evaluations to it that they repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +56,12 @@ class Learned:
 
 def tail(least: int, count: int, share: float) -> float:
     """Probability of at least so many successes among count, each of probability share."""
-    if not 0 < share < 1:
-        return float(least <= count * share)
-    log_share, log_rest = math.log(share), math.log1p(-share)
-    return math.fsum(
-        math.exp(
-            math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
-            + k * log_share + (count - k) * log_rest
-        )
-        for k in range(least, count + 1)
-    )  # fmt: skip
+    of = Fraction(share)
+    yes, no = of.numerator, of.denominator - of.numerator
+    ways: int = sum(
+        math.comb(count, k) * yes**k * no ** (count - k) for k in range(least, count + 1)
+    )
+    return float(ways / of.denominator**count)
 
 
 def assert_learns(
@@ -81,9 +83,8 @@ def assert_learns(
     as gained, and the test passes with probability `risk` at most, all looks together, if tasks
     change independently: of held-out tasks that are one question in several wordings, keep one.
     False failure: with `solved`, a policy that solves this share of all such tasks fails that part
-    with probability `risk` at most: it fails only where so few were solved that such a policy would
-    not. The paired part has no such bound without a gain to look for; docs/testing.md has how often
-    it misses which gain on how many tasks.
+    with probability `risk` at most. The paired part has no such bound without a gain to look for;
+    docs/testing.md has how often it misses which gain on how many tasks.
 
     The run ends early once a look has shown both, and as hopeless where after half of the steps no
     group of rollouts has carried a gradient: nothing was trained on.
@@ -98,8 +99,7 @@ def assert_learns(
         settings: what is to differ from the config, by section.
 
     Raises:
-        AssertionError: it did not learn; says what is seen in the run, and where the run and its
-            page are.
+        AssertionError: what `agentgrpo doctor` says of the run, and where its page is.
         As Trainer.
     """
     given = {**settings} if steps is None else {**settings, "steps": steps}
@@ -108,8 +108,7 @@ def assert_learns(
     every = max(1, math.ceil(made.steps / looks))
     made = config_of(made, {"eval_every": every, "save_every": made.steps, "keep_checkpoints": 1})
     watch = _Watch(solved, risk, math.ceil(made.steps / every))
-    shared = SHARED[-1].build if SHARED else None
-    with Trainer(made, callbacks=watch, make=shared) as trainer:
+    with Trainer(made, callbacks=watch, make=_shared()) as trainer:
         trainer.train()
     if watch.why is None:
         if keep is None:
@@ -122,12 +121,15 @@ def assert_learns(
     raise AssertionError(f"{watch.why}\n\n{report(folder)}\n\nlook at it: {page}")
 
 
+def _shared() -> Callable[[TrainConfig], TrainParts] | None:
+    return SHARED[-1].build if SHARED else None
+
+
 class _Watch(Callback):
     """Looks at each evaluation, and ends a run that is decided."""
 
     def __init__(self, solved: float | None, risk: float, looks: int) -> None:
-        self._solved, self._risk, self._looks = solved, risk, looks
-        self._before: Mapping[str, bool] = {}
+        self._solved, self._risk, self._looks = solved or 0.0, risk, looks
         self._live = 0.0
         self._decided = False
         self.learned: Learned | None = None
@@ -135,50 +137,63 @@ class _Watch(Callback):
         """Why it is not said to learn; None: it learned."""
 
     def on_step_end(self, trainer: Any, step: int, metrics: Metrics) -> None:
-        """Nothing was trained on in half of the steps: that is hopeless."""
         self._live += metrics["rollout/live_groups"]
         if 2 * step >= trainer.config.steps and not self._live:
             self.why = f"nothing to learn from: no group of {step} steps carried a gradient"
             trainer.stop()
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Metrics) -> None:
-        """Compare with the first."""
-        if self._decided:
+        if step == 0 or self._decided:
             return
-        seen = _heldout(trainer.config.out_dir, step)
-        if step == 0:
-            self._before = seen
-            return
-        self._before = self._before or _heldout(trainer.config.out_dir, 0)  # a run that goes on
-        tasks = seen.keys() & self._before.keys()
+        then, now = (_heldout(trainer.config.out_dir, at) for at in (0, step))
+        pairs = [(then[task], now[task]) for task in then.keys() & now.keys()]
+        right = sum(after for _, after in pairs)
         self.learned = got = Learned(
-            before=sum(self._before[t] for t in tasks) / len(tasks),
-            after=sum(seen[t] for t in tasks) / len(tasks),
-            tasks=len(tasks),
-            gained=sum(seen[t] and not self._before[t] for t in tasks),
-            lost=sum(self._before[t] and not seen[t] for t in tasks),
-            steps=step,
-        )
-        last, right = step == trainer.config.steps, round(got.after * got.tasks)
-        wanted = self._solved or 0.0
+            before=sum(before for before, _ in pairs) / len(pairs), after=right / len(pairs),
+            tasks=len(pairs), gained=sum(after > before for before, after in pairs),
+            lost=sum(before > after for before, after in pairs), steps=step,
+        )  # fmt: skip
         self.why = None
         if got.p_value > self._risk / self._looks:
             self.why = f"did not learn: {got}; p must be at most {self._risk / self._looks:.2g}"
-        elif 1 - tail(right + 1, got.tasks, wanted) <= self._risk:
-            self.why = f"learned too little: {got}; to be solved: {wanted:.2f}"
-        elif got.after >= wanted and not last:
+        elif 1 - tail(right + 1, len(pairs), self._solved) <= self._risk:
+            self.why = f"learned too little: {got}; to be solved: {self._solved:.2f}"
+        elif got.after >= self._solved and step < trainer.config.steps:
             self._decided = True  # a step may still be trained, and evaluated
             trainer.stop()
 
 
 def _heldout(run: Path, step: int) -> dict[str, bool]:
     """Which held-out tasks were solved, by id, at a step; one that timed out was not."""
-    played = [
-        rollout
-        for place, rollout in read_rollouts(run / "rollouts.jsonl")
-        if (place["split"], place["step"]) == ("heldout", step)
-    ]
+    every = read_rollouts(run / "rollouts.jsonl")
+    played = [r for at, r in every if (at["split"], at["step"]) == ("heldout", step)]
     if any(rollout.solved is None for rollout in played if rollout.in_baseline):
         raise ValueError("nobody says which rollouts are solved: set reward.solved_at")
     sound = (rollout for rollout in played if rollout.status is not Status.INFRA_ERROR)
     return {rollout.task.id: bool(rollout.solved) for rollout in sound}
+
+
+def assert_repeats(config: str | Path | TrainConfig, *, steps: int = 2, **settings: Any) -> None:
+    """Train twice from the same weights and fail at the first bit that differs.
+
+    As `agentgrpo verify RUN --again` does it: every token, log-probability, observation, reward and
+    advantage, the numbers of every step and the trained weights are compared; times are not.
+    rollout.deterministic is switched on, which on CUDA costs the overlap of tools with decoding.
+
+    Args:
+        config: a file, a shipped config's name or a TrainConfig.
+        steps: of training.
+        settings: what is to differ from the config, by section.
+
+    Raises:
+        AssertionError: names the step, rollout, turn and token where the second run differs.
+        As Trainer.
+    """
+    made = config_of(config, settings)
+    fewer = {"num_heldout": min(made.data.num_heldout, HELDOUT)}
+    given = {"steps": steps, "save_every": steps, "rollout": {"deterministic": True}, "data": fewer}
+    with tempfile.TemporaryDirectory(prefix="agentgrpo-repeats-") as folder:
+        with Trainer(config_of(made, {**given, "out_dir": folder}), make=_shared()) as trainer:
+            trainer.train()
+        parted = play_again(Path(folder), f"1-{steps}", make=_shared())
+    assert parted is None, f"the second run is another one from here on: {parted}"

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from agentgrpo import cli
-from agentgrpo.diagnosis import CHECKS, diagnose, report
+from agentgrpo.diagnosis.doctor import CHECKS, diagnose, report
+from agentgrpo.diagnosis.history import History
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
@@ -90,7 +91,7 @@ def write(
 
 
 def test_a_sound_run_has_nothing_wrong(tmp_path: Path) -> None:
-    assert diagnose(write(tmp_path)) == []
+    assert diagnose(History(write(tmp_path))) == {}
     assert "Nothing wrong was found" in report(tmp_path)
 
 
@@ -202,9 +203,7 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     ),
     "too easy": (rightly, {"solved": (1.0, 1.0)}),
     "does not call": (a_third(counted(tool_calls=0.0)), FLAT),
-    "turns are cut": (set_to(status=Status.TRUNCATED_LENGTH), FLAT),
-    "out of turns": (set_to(status=Status.TRUNCATED_TURNS), FLAT),
-    "out of calls": (set_to(status=Status.TRUNCATED_CALLS), FLAT),
+    "cut short": (set_to(status=Status.TRUNCATED_TURNS), FLAT),
     "wrong form": (counted(malformed=1.0), FLAT),
     "no answer": (set_to(answer=None), FLAT),
     "tool calls fail": (counted(tool_errors=1.0), FLAT),
@@ -234,7 +233,7 @@ def test_every_check_is_tried() -> None:
 def test_a_fault_is_named_first_or_second(name: str, tmp_path: Path) -> None:
     change, how = FAULTS[name]
     write(tmp_path, change, **how)
-    found = [finding.name for finding in diagnose(tmp_path)]
+    found = [*diagnose(History(tmp_path))]
     assert name in found[:2], found
     said = report(tmp_path).splitlines()
     assert len(said) <= 30

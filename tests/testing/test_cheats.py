@@ -9,7 +9,6 @@ import pytest
 
 from agentgrpo.examples import write
 from agentgrpo.testing import assert_no_cheat_pays
-from agentgrpo.testing.cheats import play_cheats
 from tests import tiny
 
 pytestmark = pytest.mark.nsjail
@@ -84,14 +83,14 @@ def test_a_reward_that_pays_a_cheat_is_named(reward: str, paid: str, model: str)
 
 
 def test_a_constant_may_be_right_as_often_as_its_answer_is(model: str) -> None:
-    seen = play_cheats("letters", tasks=32, model=model)
+    seen = assert_no_cheat_pays("letters", tasks=32, model=model)
     best = seen["most frequent answer"]
     assert 0.3 < best.solved == best.guessed < 0.7
     assert seen["echoes the question"].guessed == seen["never answers"].guessed == 0.0
 
 
 def test_the_same_move_over_and_over_is_among_them(model: str) -> None:
-    seen = play_cheats("walk", tasks=8, model=model)
+    seen = assert_no_cheat_pays("walk", tasks=8, model=model)
     assert {f"always act({way})" for way in ("left", "right", "up", "down")} < set(seen)
     lake = {"id": "FrozenLake-v1", "kwargs": {"desc": ["SFG", "HHH"], "is_slippery": False},
             "actions": ["left", "down", "right", "up"]}  # fmt: skip

@@ -67,10 +67,9 @@ def watched(
         if stops == [step]:
             break
         if step % every == 0:
-            right = shares[step // every]
-            monkeypatch.setattr(
-                learns, "_heldout", lambda run, at, n=right: {str(i): i < n for i in range(100)}
-            )
+            monkeypatch.setattr(learns, "_heldout", lambda run, at: {
+                str(i): i < shares[at // every] for i in range(100)
+            })  # fmt: skip
             watch.on_evaluate(trainer, step, {})
     return watch.why, stops[0] if stops else None
 

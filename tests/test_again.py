@@ -1,0 +1,108 @@
+"""Tool calls of a recorded run made again, and where two recorded runs part.
+
+Runs of the whole command, engine and learner by stand-ins (tests/quick.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentgrpo import cli
+from agentgrpo.again import call_again
+from agentgrpo.run.atomic import write_lines
+from tests.playing import EOT
+from tests.quick import STAND_INS, QuickEngine
+from tests.rollout.stubs import Turn
+
+CONFIG = """
+steps = 2
+eval_every = 1
+[rollout]
+tasks_per_step = 2
+group_size = 2
+deterministic = true
+max_turn_tokens = 99
+[data]
+train = "rows.jsonl"
+heldout = "split"
+num_heldout = 2
+[env]
+kind = "python"
+"""
+Play = Callable[..., Path]
+"""A run of CONFIG in a folder of this name, with `section.key=value`."""
+
+
+@pytest.fixture
+def play(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    for name, stand_in in STAND_INS.items():
+        monkeypatch.setattr(name, stand_in)
+    (tmp_path / "c.toml").write_text(f'model = "{tiny_model}"\n{CONFIG}')
+    write_lines(tmp_path / "rows.jsonl", [{"question": f"{i}?", "answer": i} for i in range(9)])
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, *settings: str) -> Path:
+        assert cli.main(["train", "c.toml", f"out_dir={name}", *settings]) == 0
+        return tmp_path / name
+
+    return run
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize(
+    ("code", "same"),
+    [
+        ("print(6 * 7)", True),
+        ("import time; print(time.time_ns())", False),
+        ("import random; print(random.random())", False),
+    ],
+)
+def test_answers_that_are_not_the_same_twice_are_named(
+    code: str, same: bool, play: Play, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    said = QuickEngine._turn
+
+    def turn(engine: QuickEngine, number: int, prompt: str) -> Turn:
+        usual = said(engine, number, prompt)
+        return Turn(f"<code>{code}</code>{EOT}") if "<code>" in usual.text else usual
+
+    monkeypatch.setattr(QuickEngine, "_turn", turn)
+    run = play("run")
+    capsys.readouterr()
+    assert call_again(run) == (0 if same else 14)
+    out = capsys.readouterr().out
+    answers = "the same" if same else "14 answers are not the same twice"
+    assert f"tools again: 14 calls of 14 rollouts, {answers}\n" in out
+    assert ("step 1 train group 1 rollout 0 turn 0: " in out) != same
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize(
+    ("setting", "parts"),
+    [
+        ("seed=0", "no line that both have"),
+        ("seed=5", "step 0 train group 1 rollout 0: task is .*: by seed or the data"),
+        ("rollout.max_turns=1", "step 0 heldout group 0 rollout 0 turn 1: one has ended, completed "
+         "and truncated_turns: by rollout.max_turns or a limit"),
+        ("rollout.max_turn_tokens=8", "step 0 heldout group 0 rollout 0 turn 0 token 8: one turn "
+         "ends there: by rollout.max_turn_tokens or"),
+        ("rollout.max_observation_tokens=1", "step 1 heldout group 0 rollout 0 turn 1 token 8 of "
+         "what it was shown before: by rollout.max_observation_tokens or a tool's answer"),
+        ("rollout.group_size=3", "step 0 train group 0 rollout 0 turn 1 token 0: its log-prob"),
+        ("reward.format=0.5", "step 0 heldout group 0 rollout 0: rewards is .*: by reward.format"),
+    ],
+)  # fmt: skip
+def test_two_runs_part_where_a_setting_makes_them(
+    setting: str, parts: str, play: Play, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = play("one"), play("other", setting)
+    capsys.readouterr()
+    assert cli.main(["view", str(one), str(other)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(f"they part at {parts}", said), said
+    assert (f"differs: {setting.partition('=')[0]}: " in said) == (setting != "seed=0")
