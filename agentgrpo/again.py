@@ -25,7 +25,7 @@ from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.metrics import FILES
 from agentgrpo.run.parting import described, parting, weights
-from agentgrpo.run.records import read_rollouts
+from agentgrpo.run.records import name_of, read_rollouts
 from agentgrpo.setup.build import TrainParts, sampler_on
 from agentgrpo.setup.stage import prepare_run
 from agentgrpo.types import Int32, Rollout, Status
@@ -135,9 +135,8 @@ def call_again(run: Path) -> int:
                 if a != b:
                     alike = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), 0)  # noqa: B905
                     at = max(0, alike - 20)
-                    where = "step {step} {split} group {group} rollout {index}".format(**place)
                     shown = f"{a[at : at + 60]!r} and {b[at : at + 60]!r}"
-                    differ.append(f"{where} turn {turn}: {shown}")
+                    differ.append(f"{name_of(place)} turn {turn}: {shown}")
     calls = sum(rollout.num_calls for _, rollout in every)
     print(*differ[:SHOWN], sep="\n", end="\n" if differ else "")  # noqa: T201
     said = f"{len(differ)} answers are not the same twice" if differ else "the same"

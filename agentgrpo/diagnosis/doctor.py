@@ -20,6 +20,7 @@ import numpy as np
 
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.diagnosis.history import History, Seen, gain, mean
+from agentgrpo.run.records import name_of
 from agentgrpo.types import Status
 
 MOST = 6
@@ -382,7 +383,7 @@ def report(folder: Path) -> str:
         for seen in finding.seen[:2]:
             text = " ".join(h.text(seen).split())
             said = f": {text[:60]!r}" if text else ""
-            lines.append(f"   {seen.place}: {seen.status}, reward {seen.reward:.3g}{said}")
+            lines.append(f"   {name_of(seen.place)}: {seen.status}, reward {seen.reward:.3g}{said}")
     return "\n".join(line[:200] for line in lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -27,21 +27,13 @@ from agentgrpo.view.vocabulary import find_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A recorded rollout, with all that it has, and its place."""
+    """A recorded rollout with all that it has, and its place: step, split, group and index."""
 
-    step: int
-    split: str
-    group: int
-    index: int
+    place: Mapping[str, Any]
     rollout: Rollout
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.rollout, name)
-
-    @property
-    def place(self) -> str:
-        split = "" if self.split == "train" else f"{self.split} "
-        return f"step {self.step} {split}group {self.group} rollout {self.index}"
+        return self.place[name] if name in self.place else getattr(self.rollout, name)
 
     @property
     def question(self) -> str:
@@ -106,10 +98,7 @@ class History:
         """Shares of the held-out tasks."""
         self.tasks = int(evals[-1]["eval/rollouts"]) if evals else 1
         """Held-out ones."""
-        every = [
-            Seen(place["step"], place["split"], place["group"], place["index"], rollout)
-            for place, rollout in (read_rollouts(rollouts) if rollouts.exists() else ())
-        ]
+        every = [Seen(*of) for of in (read_rollouts(rollouts) if rollouts.exists() else ())]
         self.train = [seen for seen in every if seen.split == "train"]
         self.heldout = [seen for seen in every if seen.split == "heldout"]
         steps = sorted({seen.step for seen in self.train}) or [0]

@@ -16,6 +16,7 @@ from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.checkpoint import SAVED, step_of
 from agentgrpo.run.folder import MAY_CHANGE, flatten
 from agentgrpo.run.metrics import HASHES
+from agentgrpo.run.records import name_of
 
 CLOCKS = ("_s", "seconds", "timings", "_asleep", "_awake", "_before_sleep", *HASHES)
 """How names end of what no two runs agree on: times, and the memory of the machine."""
@@ -90,7 +91,7 @@ def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
     seen = f"{first} is {a.get(first)!r:.60} and {b.get(first)!r:.60}"
     if "segments" not in a or "segments" not in b:
         return f"{where}: {seen}", "the learner, after the same rollouts"
-    where += f" {a['split']} group {a['group']} rollout {a['index']}"
+    where = name_of(a)
     if first in ("step", "split", "group", "index", "task"):
         return f"{where}: {seen}", "the data"
     rows = ([s for row in (*r["closed_rows"], r["segments"]) for s in row] for r in (a, b))

@@ -7,7 +7,7 @@ of Rollout becomes follows from its type, so a new field is recorded without a l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -22,6 +22,11 @@ from agentgrpo.types import Rollout, Task
 
 PLACE = ("step", "split", "group", "index", "previous_hash", "flywheel")
 """Where in its run a rollout was played (or how it was made), beside its fields."""
+
+
+def name_of(place: Mapping[str, Any]) -> str:
+    """A rollout's place in words."""
+    return "step {step} {split} group {group} rollout {index}".format(**place)
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:

@@ -65,17 +65,12 @@ class Moment:
     agent: Any
     task: Task
     turn: int
-    shown: str
-    """All that was said and shown so far."""
+    told: str
+    """What was shown since it last spoke."""
 
     @property
     def question(self) -> str:
         return str(self.task.messages[-1]["content"])
-
-    @property
-    def behind(self) -> str:
-        """What was said and shown behind the question."""
-        return self.shown.rpartition(self.question)[2] if self.turn else ""
 
     def answer(self, text: str) -> str | None:
         """How a policy answers so; None: no form that is known here."""
@@ -103,7 +98,7 @@ class Moment:
 
     def number(self, place: int) -> str | None:
         """The first or last number that it is shown as its answer."""
-        numbers = NUMBER.findall(self.behind) or NUMBER.findall(self.question) or ["0"]
+        numbers = NUMBER.findall(self.told) or NUMBER.findall(self.question) or ["0"]
         return self.answer(numbers[place])
 
     def _between(self, text: str) -> str:
@@ -174,19 +169,23 @@ def _calls(tool: Mapping[str, Any], words: Sequence[str]) -> dict[str, Cheat]:
 
     return {f"always {name}({word})": always(word) for word in words} | {
         f"answers what {name}(question) says": lambda m: (
-            m.answer(m.behind[-200:]) if m.turn else call(m, m.question)
+            m.answer(m.told[-200:]) if m.turn else call(m, m.question)
         )
     }
 
 
 def _play(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task], cheat: Cheat) -> Seen:
     tokenizer, stops = setup.chat.tokenizer, setup.chat.stop_token_ids
+    ends: dict[int, int] = {}
 
     def says(index: int, turn: int, prompt: Int32) -> tuple[list[int], str]:
-        moment = Moment(setup.agent, tasks[index], turn, tokenizer.decode(prompt))
+        told = tokenizer.decode(prompt[ends.get(index, len(prompt)) :], skip_special_tokens=True)
+        moment = Moment(setup.agent, tasks[index], turn, told.strip())
         text = (cheat(moment) if turn >= 0 else None) or ""
         ended = any(text.endswith(mark) for mark in getattr(setup.agent, "stop", ()))
-        return [*tokenizer.encode(text, add_special_tokens=False), *stops[: 1 - ended]], "stop"
+        ids = [*tokenizer.encode(text, add_special_tokens=False), *stops[: 1 - ended]]
+        ends[index] = len(prompt) + len(ids)
+        return ids, "stop"
 
     long = {"max_turn_tokens": LONG, "max_observation_tokens": LONG, "max_response_tokens": None}
     rollout = config.rollout.model_copy(update={**long, "max_retries": 0})

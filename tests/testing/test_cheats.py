@@ -37,7 +37,8 @@ def test_a_shipped_environment_pays_no_cheat(name: str, model: str) -> None:
         "engine": {"max_model_len": 100_000},
         "learner": {"max_tokens": 100_000},
     }
-    seen = assert_no_cheat_pays(name, tasks=6, model=model, **long)
+    overlap = 0.3 if name == "search" else 0.2  # words that what it found shares with the answer
+    seen = assert_no_cheat_pays(name, tasks=6, reward_at_most=overlap, model=model, **long)
     assert len(seen) >= 18, sorted(seen)
 
 
@@ -61,21 +62,38 @@ def equal_number(rollout: Any) -> dict[str, float]:
     return {"answer": float(str(rollout.task.spec["answer"]) == rollout.answer)}
 
 
+def tells(text: str) -> str:
+    """Tells more than it should.
+
+    Args:
+        text: anything.
+    """
+    return "marigold"
+
+
+def flower(rollout: Any) -> dict[str, float]:
+    """Pays what the tool tells."""
+    return {"answer": float("marigold" in (rollout.answer or ""))}
+
+
 @pytest.mark.parametrize(
-    ("reward", "paid"),
+    ("config", "reward", "how", "paid"),
     [
-        ("anything", "echoes the question: solved 100%"),
-        ("words_of_the_question", "recites all answers: solved 100%"),
-        ("having_run", "never answers: solved 0%, reward 0.50"),
-        ("equal_number", ""),
+        ("quickstart", anything, {"reward_at_most": 9}, "echoes the question: solved 100%"),
+        ("quickstart", words_of_the_question, {}, "recites all answers: solved 100%"),
+        ("quickstart", having_run, {}, "never answers: solved 0%, reward 0.50"),
+        ("quickstart", equal_number, {}, ""),
+        ("tools", flower, {"env": {"options": {"tools": [f"{__name__}:tells"]}}},
+         "answers what tells(question) says: solved 100%"),
     ],
-)
-def test_a_reward_that_pays_a_cheat_is_named(reward: str, paid: str, model: str) -> None:
+)  # fmt: skip
+def test_a_reward_that_pays_a_cheat_is_named(
+    config: str, reward: Any, how: dict[str, Any], paid: str, model: str
+) -> None:
     said = ""
+    kind = f"{__name__}:{reward.__name__}"
     try:
-        assert_no_cheat_pays(
-            "quickstart", tasks=8, model=model, reward={"kind": f"{__name__}:{reward}"}
-        )
+        assert_no_cheat_pays(config, tasks=8, model=model, reward={"kind": kind}, **how)
     except AssertionError as error:
         said = str(error)
     assert paid in said
