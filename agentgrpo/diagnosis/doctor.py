@@ -68,11 +68,13 @@ class Share:
         # what does not keep the policy from solving is not the fault
         late = every[0][0][0].step >= h.late_from > 0
         one, other = found[0][0], found[0][-1].rewards
-        kinds = Counter(h.kind(s) for s, *_ in found) if "{kinds}" in self.says else Counter()
+        errors = "{errors}" in self.says
+        kinds = Counter(k for s, *_ in found for k in (h.errors(s) if errors else [s.status]))
+        told = "".join(f", {kind}: {n}" for kind, n in kinds.most_common(3))
         says = self.says.format(
             share=share, said=f"{one.error or one.answer or '':.70}", want=one.expected,
+            errors=told, ends=told,
             part=max(one.rewards, key=lambda k: one.rewards[k] - other.get(k, 0), default="spans"),
-            kinds="".join(f", {kind}: {n}" for kind, n in kinds.most_common(3) if kind),
         )  # fmt: skip
         weight = (low + (high - low) * share) * (h.unsolved if late else 1.0)
         says += f" ({len(found)} of {len(every)})"
@@ -150,7 +152,7 @@ def _worse(h: History) -> Finding | None:
         return None
     base = mean(map(h.paid, h.first))
     says = f"solved went from {base:.2f} in the first step to {base + fell:.2f}, held-out fell by "
-    says += f"{lost:.2f}; the learning rate is {h.rate:.1e}, about what each weight moves by"
+    says += f"{lost:.2f}; the learning rate, about what a weight moves by in a step: {h.rate:.1e}"
     remedy = "learner.learning_rate a tenth of that; learner.max_grad_norm, loss.beta"
     weight = 0.75 if h.rate < 1e-2 else 0.96 if told else 0.9
     return Finding(weight, says, remedy, after or h.first)
@@ -304,7 +306,7 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
     ),
     "cut short": Share(
         lambda h: ((s, s.status in CUT) for s in h.late), 0.35, (0.55, 0.9),
-        "{share:.0%} of the rollouts end where tokens, turns or calls are used up{kinds}",
+        "{share:.0%} of the rollouts end where tokens, turns or calls are used up{ends}",
         "a prompt that asks for less, or: rollout.max_turn_tokens, engine.max_model_len (length); "
         "rollout.max_turns (turns); rollout.max_tool_calls (calls)",
     ),
@@ -324,7 +326,7 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
             (s, 2 * s.stats["tool_errors"] >= s.stats["tool_calls"])
             for s in h.late if s.stats.get("tool_calls")
         ),
-        0.4, (0.55, 0.9), "in {share:.0%} of the rollouts with tool calls these fail{kinds}",
+        0.4, (0.55, 0.9), "in {share:.0%} of the rollouts with tool calls these fail{errors}",
         "what the tool answers; show one right call (agent.options.shots)",
     ),
     "refuses what is agreed on": Share(

@@ -148,11 +148,10 @@ class History:
         known = self._tokenizer if parts else None
         return "" if known is None else known.decode(parts[-1].token_ids.tolist())
 
-    def kind(self, seen: Seen) -> str:
-        """The last error that it was shown; of one that was cut short, by what."""
+    def errors(self, seen: Seen) -> list[str]:
+        """The name of the last error that it was shown."""
         shown = self.text(seen, sampled=False) if seen.stats.get("tool_errors") else ""
-        names = re.findall(r"\b\w+(?:Error|Exception|Timeout)\b", shown)
-        return seen.status.partition("truncated_")[2] or "".join(names[-1:])
+        return re.findall(r"\b\w+(?:Error|Exception|Timeout)\b", shown)[-1:]
 
 
 def mean(values: Iterable[float]) -> float:

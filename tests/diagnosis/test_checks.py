@@ -49,17 +49,18 @@ def played(step: int, group: int, index: int, rng: random.Random, moved: float =
     )  # fmt: skip
 
 
+def nothing(r: Rollout, step: int, index: int) -> None:
+    """Changes it by nothing."""
+
+
 def write(
-    folder: Path, change: Change = lambda r, step, index: None, *, numbers: Any = None,
+    folder: Path, change: Change = nothing, *, numbers: Any = lambda step: {},
     moved: float = 0.2, solved: tuple[float, float] = (0.3, 0.9), heldout: int = 40,
     **settings: Any,
 ) -> Path:  # fmt: skip
     """A run's folder with six steps, each rollout as `change` leaves it."""
-    config, rng = (
-        a_config(f"steps={STEPS}", *(f"{k}={v}" for k, v in settings.items())),
-        random.Random(0),
-    )
-    log = RunLog(folder)
+    config = a_config(f"steps={STEPS}", *(f"{k}={v}" for k, v in settings.items()))
+    rng, log = random.Random(0), RunLog(folder)
     log.write_run_json(config=config.model_dump(mode="json"))
 
     def evaluate(step: int, share: float, moved: float) -> None:
@@ -82,9 +83,7 @@ def write(
         assign_advantages(groups, config.credited)
         log.rollouts(step, groups)
         learner = {"loss": 0.0, "learning_rate": config.learner.learning_rate, "grad_norm": 1.0}
-        learner |= {"entropy_mean": 0.5, "sampler_gap_mean": 1e-6} | (numbers or (lambda s: {}))(
-            step
-        )
+        learner |= {"entropy_mean": 0.5, "sampler_gap_mean": 1e-6} | numbers(step)
         log.write(step, rollout={}, learner=learner, engine={}, time={})
     evaluate(STEPS, solved[1], moved)
     return folder
@@ -95,9 +94,11 @@ def test_a_sound_run_has_nothing_wrong(tmp_path: Path) -> None:
     assert "Nothing wrong was found" in report(tmp_path)
 
 
-def set_to(**fields: Any) -> Change:
+def set_to(below: int = SIZE, **fields: Any) -> Change:
+    """Fields of the first ones of each group."""
+
     def change(r: Rollout, step: int, index: int) -> None:
-        for name, value in fields.items():
+        for name, value in fields.items() if index < below else ():
             setattr(r, name, value)
 
     return change
@@ -130,34 +131,12 @@ def asks(said: Callable[[Rollout, int], object], **fields: Any) -> Change:
     return change
 
 
-def wrongly(format_of: Callable[[int, int], float]) -> Change:
-    """Nobody is right; the part `format` is a function of step and index."""
-
-    def change(r: Rollout, step: int, index: int) -> None:
-        r.answer, r.rewards = "7", {"answer": 0.0, "format": format_of(step, index)}
-
-    return change
-
-
-def rightly(r: Rollout, step: int, index: int) -> None:
-    r.answer, r.rewards["answer"] = str(r.task.spec["answer"]), 1.0
-
-
-def one_broken(r: Rollout, step: int, index: int) -> None:
-    if index == 0:
-        r.status, r.error = Status.INFRA_ERROR, "x"
-
-
-def prompt_alone(r: Rollout, step: int, index: int) -> None:
-    del r.segments[1:]
-
-
-def a_third(change: Change) -> Change:
-    """A third of the rollouts is right in every step, and then the change."""
+def solves(count: int, change: Change = nothing) -> Change:
+    """So many of each group are right in every step, and then the change."""
 
     def both(r: Rollout, step: int, index: int) -> None:
         gold = r.task.spec["answer"]
-        r.answer = str(gold if index < 2 else gold + index)
+        r.answer = str(gold if index < count else gold + index + 1)
         r.rewards["answer"] = float(right(r))
         change(r, step, index)
 
@@ -180,56 +159,44 @@ def wrong_gold(r: Rollout, step: int, index: int) -> None:
 
 FLAT: dict[str, Any] = {"solved": (0.3, 0.3)}
 FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
-    "machine or code fails": (one_broken, {}),
-    "out of time": (
-        lambda r, s, i: setattr(r, "status", Status.TIMED_OUT) if i < 2 else None, FLAT,
-    ),
-    "does not move": (lambda r, s, i: None, {"moved": 1e-5, **FLAT}),
+    "machine or code fails": (set_to(1, status=Status.INFRA_ERROR, error="x"), {}),
+    "out of time": (set_to(2, status=Status.TIMED_OUT), FLAT),
+    "does not move": (nothing, {"moved": 1e-5, **FLAT}),
     "reward not the same twice": (same_reward, FLAT),
     "refuses what is right": (rewarded(lambda r, s, i: float(not right(r) and i == 0)), FLAT),
     "pays what is wrong": (rewarded(lambda r, s, i: float(i < 3)), FLAT),
     "pays nothing": (set_to(rewards={}, answer=None), FLAT),
-    "moves too much": (
-        rewarded(lambda r, s, i: float(right(r) and s < 2)), {"solved": (0.6, 0.1)},
-    ),
-    "sampled too hot": (
-        lambda r, s, i: None, {"rollout.temperature": 2.0, "solved": (0.9, 0.9)},
-    ),
+    "moves too much": (rewarded(lambda r, s, i: float(right(r) and s < 2)), {"solved": (0.6, 0.1)}),
+    "sampled too hot": (nothing, {"rollout.temperature": 2.0, "solved": (0.9, 0.9)}),
     "environment not the same twice": (shown(lambda i: ids(7, i)), {}),
     "one question, two answers": (asks(lambda r, s: r.task.id[-1]), {}),
-    "rollouts are alike": (prompt_alone, {"rollout.temperature": 0.1, **FLAT}),
-    "pays something else": (
-        rewarded(lambda r, s, i: 0.0 if right(r) else 2.0, "long"), FLAT,
-    ),
-    "too easy": (rightly, {"solved": (1.0, 1.0)}),
-    "does not call": (a_third(counted(tool_calls=0.0)), FLAT),
+    "rollouts are alike": (lambda r, s, i: r.segments.__delitem__(slice(1, 9)),
+                           {"rollout.temperature": 0.1, **FLAT}),
+    "pays something else": (rewarded(lambda r, s, i: 0.0 if right(r) else 2.0, "long"), FLAT),
+    "too easy": (solves(6), {"solved": (1.0, 1.0)}),
+    "does not call": (solves(2, counted(tool_calls=0.0)), FLAT),
     "cut short": (set_to(status=Status.TRUNCATED_TURNS), FLAT),
     "wrong form": (counted(malformed=1.0), FLAT),
     "no answer": (set_to(answer=None), FLAT),
     "tool calls fail": (counted(tool_errors=1.0), FLAT),
     "refuses what is agreed on": (wrong_gold, FLAT),
-    "exploits the reward": (
-        a_third(rewarded(lambda r, s, i: 0.1 * s, "long")), {"solved": (0.3, 0.2)},
-    ),
+    "exploits the reward": (solves(2, rewarded(lambda r, s, i: 0.1 * s, "long")),
+                            {"solved": (0.3, 0.2)}),
     "held-out tasks are trained on": (asks(lambda r, s: r.task.id[-1], spec={}), {}),
-    "off-policy": (lambda r, s, i: None, {"numbers": lambda s: {"clip_high_fraction": 0.5}}),
-    "forgets": (
-        a_third(lambda r, s, i: None),
-        {"numbers": lambda s: {"entropy_mean": 0.5 * 2.0**s}, **FLAT},
-    ),
+    "off-policy": (nothing, {"numbers": lambda s: {"clip_high_fraction": 0.5}}),
+    "forgets": (solves(2), {"numbers": lambda s: {"entropy_mean": 0.5 * 2.0**s}, **FLAT}),
     "the same tasks again": (asks(lambda r, s: s < 0, spec={}), {}),
-    "too hard": (wrongly(lambda s, i: 0.1 * (i % 2)), FLAT),
-    "no signal": (wrongly(lambda s, i: 0.1 * (s == 0)), FLAT),
-    "too little evidence": (lambda r, s, i: None, {"heldout": 4, "solved": (0.25, 0.5)}),
+    "too hard": (solves(0, rewarded(lambda r, s, i: 0.1 * (i % 2), "format")), FLAT),
+    "no signal": (solves(0, rewarded(lambda r, s, i: 0.1 * (s == 0), "format")), FLAT),
+    "too little evidence": (nothing, {"heldout": 4, "solved": (0.25, 0.5)}),
 }  # fmt: skip
 """Finding: what is wrong with every rollout, and with the run."""
 
 
-def test_every_check_is_tried() -> None:
-    assert FAULTS.keys() == CHECKS.keys()
+SAYS = {"pays something else": "by 'long' (", "cut short": "used up, truncated_turns: "}
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", CHECKS)
 def test_a_fault_is_named_first_or_second(name: str, tmp_path: Path) -> None:
     change, how = FAULTS[name]
     write(tmp_path, change, **how)
@@ -237,13 +204,7 @@ def test_a_fault_is_named_first_or_second(name: str, tmp_path: Path) -> None:
     assert name in found[:2], found
     said = report(tmp_path).splitlines()
     assert len(said) <= 30
-    assert any(name in line for line in said)
-
-
-def test_a_finding_names_the_part_that_pays(tmp_path: Path) -> None:
-    change, how = FAULTS["pays something else"]
-    write(tmp_path, change, **how)
-    assert "by 'long' (" in report(tmp_path)
+    assert any(SAYS.get(name, name) in line for line in said)
 
 
 def test_a_run_that_was_killed_is_read_as_far_as_it_came(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,6 @@ def having_run(rollout: Any) -> dict[str, float]:
     return {"answer": 0.0, "ran": 0.5 * (rollout.stats["tool_calls"] > 0)}
 
 
-def equal_number(rollout: Any) -> dict[str, float]:
-    """Pays the right number."""
-    return {"answer": float(str(rollout.task.spec["answer"]) == rollout.answer)}
-
-
 def tells(text: str) -> str:
     """Tells more than it should.
 
@@ -82,7 +78,6 @@ def flower(rollout: Any) -> dict[str, float]:
         ("quickstart", anything, {"reward_at_most": 9}, "echoes the question: solved 100%"),
         ("quickstart", words_of_the_question, {}, "recites all answers: solved 100%"),
         ("quickstart", having_run, {}, "never answers: solved 0%, reward 0.50"),
-        ("quickstart", equal_number, {}, ""),
         ("tools", flower, {"env": {"options": {"tools": [f"{__name__}:tells"]}}},
          "answers what tells(question) says: solved 100%"),
     ],
@@ -90,14 +85,9 @@ def flower(rollout: Any) -> dict[str, float]:
 def test_a_reward_that_pays_a_cheat_is_named(
     config: str, reward: Any, how: dict[str, Any], paid: str, model: str
 ) -> None:
-    said = ""
     kind = f"{__name__}:{reward.__name__}"
-    try:
+    with pytest.raises(AssertionError, match=re.escape(paid)):
         assert_no_cheat_pays(config, tasks=8, model=model, reward={"kind": kind}, **how)
-    except AssertionError as error:
-        said = str(error)
-    assert paid in said
-    assert bool(paid) == bool(said)
 
 
 def test_a_constant_may_be_right_as_often_as_its_answer_is(model: str) -> None:
