@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agentgrpo import examples
 from agentgrpo.config.read import load_config, shipped_configs
 from agentgrpo.data.tasks import normalised_question
 from agentgrpo.envs.gymnasium import HELDOUT_SEED
@@ -85,10 +86,10 @@ def test_an_environment_that_changed_asks_for_new_rows(
     of_letters = ["letters", *(f"letters/{loss}" for loss in curves.LOSSES)]
     before = {name: curves.key_of(name) for name in (*of_letters, "walk", "console")}
     assert len({*before.values()}) == len(before)
-    folder = Path(str(curves.examples.__file__)).parent
+    folder = Path(str(examples.__file__)).parent
     for path in folder.glob("*.py"):
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "lessons.py").write_text("# other words")
-    monkeypatch.setattr(curves.examples, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(examples, "__file__", str(tmp_path / "__init__.py"))
     changed = [name for name, key in before.items() if curves.key_of(name) != key]
     assert changed == of_letters
