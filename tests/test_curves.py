@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +81,12 @@ def test_the_page_is_of_the_newest_settings_alone(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "g.png").stat().st_size > 1000
 
 
-def test_an_environment_that_changed_asks_for_new_rows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_new_source_is_a_new_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     of_letters = ["letters", *(f"letters/{loss}" for loss in curves.LOSSES)]
     before = {name: curves.key_of(name) for name in (*of_letters, "walk", "console")}
     assert len({*before.values()}) == len(before)
-    folder = Path(str(examples.__file__)).parent
-    for path in folder.glob("*.py"):
-        (tmp_path / path.name).write_text(path.read_text())
-    (tmp_path / "lessons.py").write_text("# other words")
-    monkeypatch.setattr(examples, "__file__", str(tmp_path / "__init__.py"))
+    made = Path(shutil.copytree(Path(str(examples.__file__)).parent, tmp_path / "examples"))
+    (made / "lessons.py").write_text("# other words")
+    monkeypatch.setattr(examples, "__file__", str(made / "__init__.py"))
     changed = [name for name, key in before.items() if curves.key_of(name) != key]
     assert changed == of_letters

@@ -84,11 +84,9 @@ def test_what_timed_out_was_not_solved_and_what_the_machine_broke_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     place, drop = {"split": "heldout", "step": 4}, {"treatment": Treatment.DROP}
-    ends = {"a": {"rewards": {"solved": 1.0}}, "b": {"status": Status.TIMED_OUT, **drop},
+    ends: Any = {"a": {"rewards": {"solved": 1.0}}, "b": {"status": Status.TIMED_OUT, **drop},
             "c": {"status": Status.INFRA_ERROR, **drop}}  # fmt: skip
-    played = [
-        (place, a_rollout(task=replace(A_TASK, id=name), **how)) for name, how in ends.items()
-    ]
+    played = [(place, a_rollout(task=replace(A_TASK, id=n), **how)) for n, how in ends.items()]
     monkeypatch.setattr(learns, "read_rollouts", lambda path: played)
     assert learns._heldout(Path(), 4) == {"a": True, "b": False}
 
