@@ -57,12 +57,13 @@ class Share:
     remedy: str
     few: int = 8
     """Fewer of them say nothing."""
+    least_found: int = 1
 
     def __call__(self, h: History) -> Finding | None:
         every = [(item if isinstance(item, list) else [item], so) for item, so in self.of(h)]
         found = [items for items, so in every if so]
         share = len(found) / max(1, len(every))
-        if len(every) < self.few or len(found) < 2 or share < self.least:
+        if len(every) < self.few or len(found) < self.least_found or share < self.least:
             return None
         low, high = self.weight
         # what does not keep the policy from solving is not the fault
@@ -151,8 +152,9 @@ def _worse(h: History) -> Finding | None:
     if not told and h.rate < 1e-2:
         return None
     base = mean(map(h.paid, h.first))
-    says = f"solved went from {base:.2f} in the first step to {base + fell:.2f}, held-out fell by "
-    says += f"{lost:.2f}; the learning rate, about what a weight moves by in a step: {h.rate:.1e}"
+    says = f"solved went from {base:.2f} in the first step to {base + fell:.2f}"
+    says += f", held-out {h.solved[0]:.2f} to {h.solved[-1]:.2f}" if h.solved else ""
+    says += f"; the learning rate, about what a weight moves by in a step: {h.rate:.1e}"
     remedy = "learner.learning_rate a tenth of that; learner.max_grad_norm, loss.beta"
     weight = 0.75 if h.rate < 1e-2 else 0.96 if told else 0.9
     return Finding(weight, says, remedy, after or h.first)
@@ -247,7 +249,7 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
             if s.in_baseline and not h.number("reward.sigma_tool") + h.number("reward.sigma_length")
         ),
         0.02, (0.97, 0.97), "a rollout got another reward than one with the same tokens",
-        "the reward function: chance, time or state in it", 2,
+        "the reward function: chance, time or state in it", 2, 2,
     ),
     "refuses what is right": Share(
         lambda h: ((s, not h.paid(s)) for s in h.train if s.answers), 0.2, (0.92, 0.97),
@@ -260,8 +262,9 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
         "reward.kind: what it compares with spec['answer']; docs/agents.md, Rewards",
     ),
     "pays nothing": Share(
-        lambda h: ((s, s.reward == h.train[0].reward and not h.paid(s)) for s in h.train), 1.0,
-        (0.84, 0.84), "all rollouts got the same reward: there is nothing to learn",
+        lambda h: ((s, s.reward == h.train[0].reward)
+                   for s in (() if all(map(h.paid, h.train)) else h.train)),
+        1.0, (0.84, 0.84), "all rollouts got the same reward: there is nothing to learn",
         "reward.kind, docs/your-task.md; a part that pays a smaller step towards the goal",
     ),
     "moves too much": _worse,
@@ -269,12 +272,12 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
     "environment not the same twice": Share(
         lambda h: _twice(_answered(h)), 0.02, (0.89, 0.89),
         "the environment answered the same tokens with something else",
-        "chance, time or state in the tool or environment; `agentgrpo verify RUN --tools`", 2,
+        "chance, time or state in the tool or environment; `agentgrpo verify RUN --tools`", 2, 2,
     ),
     "one question, two answers": Share(
         lambda h: _twice((s.question, s.expected, s) for s in h.train if s.expected is not None),
         0.02, (0.88, 0.88), "a question was asked with another expected answer",
-        "data.train: rows that contradict", 2,
+        "data.train: rows that contradict", 2, 2,
     ),
     "rollouts are alike": Share(
         lambda h: (

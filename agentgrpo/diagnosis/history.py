@@ -16,7 +16,7 @@ import numpy as np
 
 from agentgrpo.files import read_table
 from agentgrpo.measures.measures import wilson
-from agentgrpo.rewards.answers import exact_match, last_number
+from agentgrpo.rewards.answers import exact_match, last_number, only_number
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import flatten
 from agentgrpo.run.records import read_rollouts
@@ -71,11 +71,11 @@ class Seen:
         """Whether its answer is just the expected one, or plainly another; None: who knows."""
         if self.answer is None or self.expected is None:
             return None
-        said, gold = self.answer, str(self.expected)
-        if exact_match(said, [gold]):
+        said, gold = (text.strip().casefold() for text in (self.answer, str(self.expected)))
+        if said == gold or only_number(said) == only_number(gold) is not None:
             return True
-        ends_alike = last_number(gold) is not None and last_number(said) == last_number(gold)
-        return None if gold.casefold() in said.casefold() or ends_alike else False
+        alike = exact_match(said, [gold]) or last_number(said) == last_number(gold) is not None
+        return None if alike or gold in said else False
 
 
 class History:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from agentgrpo import cli
-from agentgrpo.diagnosis.doctor import CHECKS, diagnose, report
+from agentgrpo.diagnosis.doctor import CHECKS, CUT, diagnose, report
 from agentgrpo.diagnosis.history import History
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.run.metrics import RunLog
@@ -175,7 +175,7 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "pays something else": (rewarded(lambda r, s, i: 0.0 if right(r) else 2.0, "long"), FLAT),
     "too easy": (solves(6), {"solved": (1.0, 1.0)}),
     "does not call": (solves(2, counted(tool_calls=0.0)), FLAT),
-    "cut short": (set_to(status=Status.TRUNCATED_TURNS), FLAT),
+    "cut short": (lambda r, s, i: setattr(r, "status", CUT[i % 3]), FLAT),
     "wrong form": (counted(malformed=1.0), FLAT),
     "no answer": (set_to(answer=None), FLAT),
     "tool calls fail": (counted(tool_errors=1.0), FLAT),
@@ -193,7 +193,7 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
 """Finding: what is wrong with every rollout, and with the run."""
 
 
-SAYS = {"pays something else": "by 'long' (", "cut short": "used up, truncated_turns: "}
+SAYS = {"pays something else": "by 'long' (", "cut short": "(72 of 72)"}
 
 
 @pytest.mark.parametrize("name", CHECKS)
