@@ -16,6 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import validate
 from agentgrpo.files import read_table
@@ -27,8 +28,8 @@ from agentgrpo.run.metrics import FILES
 from agentgrpo.run.parting import described, parting, weights
 from agentgrpo.run.records import name_of, read_rollouts
 from agentgrpo.setup.build import TrainParts, sampler_on
-from agentgrpo.setup.stage import prepare_run
-from agentgrpo.types import Int32, Rollout, Status
+from agentgrpo.setup.stage import RunSetup, prepare_run
+from agentgrpo.types import Int32, Rollout, Status, token_hash
 
 SHOWN = 20
 """Answers that are shown."""
@@ -117,11 +118,13 @@ def call_again(run: Path) -> int:
     script = [_turns(rollout) for _, rollout in every]
 
     def says(index: int, turn: int, prompt: Int32) -> tuple[list[int], str]:
-        if turn < 0:
+        if turn < 0 or every[index][1].stats.get("frozen_turns"):
             raise ValueError("--tools: what a model said in another role is not recorded")
-        return script[index][turn] if turn < len(script[index]) else ([], "length")  # it was over
+        left, asked = script[index], token_hash(prompt)  # a program may ask for several at once
+        place = next((i for i, (prompt_hash, *_) in enumerate(left) if prompt_hash == asked), 0)
+        return left.pop(place)[1:] if left else ([], "length")  # it was over
 
-    differ = []
+    differ, broken = [], 0
     with contextlib.closing(prepare_run(config, trained=False)) as setup:
         if setup.user_sampler is not None:
             raise ValueError("--tools: a sampler of yours makes its calls itself")
@@ -130,8 +133,12 @@ def call_again(run: Path) -> int:
             groups, _ = sampler.play([rollout.task for _, rollout in every], 1, seed=config.seed)
         for (place, before), group in zip(every, groups, strict=True):
             after = group.rollouts[0]
-            told = [_told(rollout, setup.chat.tokenizer) for rollout in (before, after)]
-            for turn, (a, b) in enumerate(zip_longest(*told, fillvalue=after.error or "")):
+            if after.status in ended:
+                differ.append(f"{name_of(place)}: {after.status} {after.error or ''}")
+                broken += 1
+                continue
+            told = [_told(rollout, setup) for rollout in (before, after)]
+            for turn, (a, b) in enumerate(zip_longest(*told, fillvalue="")):
                 if a != b:
                     alike = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), 0)  # noqa: B905
                     at = max(0, alike - 20)
@@ -139,18 +146,24 @@ def call_again(run: Path) -> int:
                     differ.append(f"{name_of(place)} turn {turn}: {shown}")
     calls = sum(rollout.num_calls for _, rollout in every)
     print(*differ[:SHOWN], sep="\n", end="\n" if differ else "")  # noqa: T201
-    said = f"{len(differ)} answers are not the same twice" if differ else "the same"
+    said = f"{len(differ) - broken} answers are not the same twice" if differ else "the same"
+    said += f", {broken} rollouts could not be played again" if broken else ""
     print(f"tools again: {calls:.0f} calls of {len(every)} rollouts, {said}")  # noqa: T201
     return len(differ)
 
 
-def _turns(rollout: Rollout) -> list[tuple[list[int], str]]:
-    """What was sampled in each, and how it ended."""
+def _turns(rollout: Rollout) -> list[tuple[str, list[int], str]]:
+    """Of each the prompt's hash, what was sampled, and how it ended."""
     rows = [iter([s.token_ids.tolist() for s in row if s.sampled]) for row in rollout.rows]
-    return [([*next(rows[t.row]), *t.replaced], t.finish_reason) for t in rollout.turns]
+    return [
+        (t.prompt_hash, [*next(rows[t.row]), *t.replaced], t.finish_reason) for t in rollout.turns
+    ]
 
 
-def _told(rollout: Rollout, tokenizer: Any) -> list[str]:
+def _told(rollout: Rollout, setup: RunSetup) -> list[str]:
     """What each turn was answered, and what the rollout's answer is."""
-    given = [s.token_ids for s in rollout.all_segments[1:] if not s.sampled]
-    return [*map(tokenizer.decode, given), str(rollout.answer)]
+    rows = rollout.rows
+    if isinstance(setup.agent, ProgramAgent):  # its conversations end in any order
+        rows = sorted(rows, key=lambda row: row[0].token_ids.tolist())
+    given = [s.token_ids for row in rows for s in row if not s.sampled]
+    return [*map(setup.chat.tokenizer.decode, given[1:]), str(rollout.answer)]

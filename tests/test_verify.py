@@ -22,14 +22,7 @@ from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.updates import Update, mini_batches
 from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.rollout.transcript import Drift, Transcript
-from agentgrpo.types import (
-    Float32,
-    Group,
-    Int32,
-    Rollout,
-    Status,
-    Turn,
-)
+from agentgrpo.types import Float32, Group, Int32, Rollout, Status, Turn
 from tests.given import TASK
 from tests.playing import EOT, TOKENIZER
 from tests.proof.recorded import Files, record

@@ -14,12 +14,16 @@ from typing import Any
 from agentgrpo.files import CHECKSUMS, read_table, read_text
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.checkpoint import SAVED, step_of
-from agentgrpo.run.folder import MAY_CHANGE, flatten
+from agentgrpo.run.folder import flatten
 from agentgrpo.run.metrics import HASHES
-from agentgrpo.run.records import name_of
+from agentgrpo.run.records import PLACE, name_of
 
 CLOCKS = ("_s", "seconds", "timings", "_asleep", "_awake", "_before_sleep", *HASHES)
 """How names end of what no two runs agree on: times, and the memory of the machine."""
+UNSEEN = ("out_dir", "save_every", "keep_checkpoints", "trackers")
+"""Settings that change no record."""
+LATER = ("logprobs", "entropies", "advantage", "advantages")
+"""How names end of what a step adds to its rollouts when all of them are played."""
 ROUNDING = 1e-3
 """Nats that rounding may move a log-probability by."""
 
@@ -46,7 +50,7 @@ def described(one: Path, other: Path) -> list[str]:
         f"{shown[name]}: {a.get(name)!r:.70} and {b.get(name)!r:.70}"
         for name in names
         if name.startswith(("config.", "versions.", "machine.", "engine."))
-        and shown[name] not in MAY_CHANGE - {"steps"}
+        and shown[name] not in UNSEEN
     ]
 
 
@@ -56,7 +60,8 @@ def parting(one: Path, other: Path, *, since: int = 0, until: int | None = None)
     Compared are the steps from `since` (from 0, and the evaluation before it) to before `until`;
     None: until either run ends.
     """
-    causes = [line.partition(": ")[0] for line in described(one, other)][:3]
+    causes = [line.partition(": ")[0] for line in described(one, other)]
+    causes[3:] = [f"{len(causes) - 3} more that differ"] if len(causes) > 3 else []
     for a, b in zip_longest(*(_lines(run, since, until) for run in (one, other))):
         if (a is None or b is None) and until is None:
             break
@@ -70,18 +75,22 @@ def parting(one: Path, other: Path, *, since: int = 0, until: int | None = None)
 
 
 def _lines(run: Path, since: int, until: int | None) -> Iterator[dict[str, Any]]:
-    """In the order of time: the rollouts of a step or evaluation, then its numbers."""
+    """In the order of time: the rollouts of a step, what it adds to them, then its numbers."""
     rollouts = numbered_rows(run / "rollouts.jsonl", growing=True)
     row = next(rollouts, None)
     for _, line in numbered_rows(run / "metrics.jsonl", growing=True):
         place = line["step"], "heldout" if "eval/rollouts" in line else "train"
         wanted = since <= line["step"] and (until is None or line["step"] < until)
+        added = []
         while row is not None and (row[1]["step"], row[1]["split"]) == place:
             if wanted:
-                yield repeatable(row[1])
+                rollout = repeatable(row[1])
+                later = {name: rollout.pop(name) for name in [*rollout] if name.endswith(LATER)}
+                added.append({name: rollout[name] for name in PLACE if name in rollout} | later)
+                yield rollout
             row = next(rollouts, None)
         if wanted:
-            yield repeatable(line)
+            yield from (*added, repeatable(line))
 
 
 def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
@@ -89,8 +98,11 @@ def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
     first = next(name for name in {**a, **b} if a.get(name) != b.get(name))
     where = f"step {a.get('step', b.get('step'))}"
     seen = f"{first} is {a.get(first)!r:.60} and {b.get(first)!r:.60}"
-    if "segments" not in a or "segments" not in b:
-        return f"{where}: {seen}", "the learner, after the same rollouts"
+    if ("segments" in a) != ("segments" in b):
+        return f"{where}: one has played more", "the data or a reward"
+    if "segments" not in a:
+        where = name_of(a) if "group" in a else where
+        return f"{where}: {seen}", "the learner, after the same rollouts and rewards"
     where = name_of(a)
     if first in ("step", "split", "group", "index", "task"):
         return f"{where}: {seen}", "the data"
@@ -117,7 +129,7 @@ def _token(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
     if x is None or y is None:
         return f"token {place}: one turn ends there", "a limit or the seed"
     if x[0] != y[0]:
-        return f"token {place}: {x[0]} and {y[0]}, from the same log-probabilities", "the seed"
+        return f"token {place}: {x[0]} and {y[0]}", "the seed, rounding or other weights"
     gap = abs(x[1] - y[1])
     cause = "rounding" if gap < ROUNDING else "other weights, or an edited record"
     return f"token {place}: its log-probability is {gap:.1e} nats another", cause

@@ -21,15 +21,7 @@ from agentgrpo.sandbox import SandboxPool
 from agentgrpo.setup.registry import make_agent, make_env, require_names
 from agentgrpo.setup.stage import prepare_run
 from agentgrpo.types import Status
-from tests.playing import (
-    CHAT,
-    EOT,
-    given_and_sampled,
-    play,
-    scripted,
-    shown,
-    task,
-)
+from tests.playing import CHAT, EOT, given_and_sampled, play, scripted, shown, task
 from tests.rollout.stubs import Turn
 from tests.test_registry import config
 
