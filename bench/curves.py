@@ -63,7 +63,7 @@ LESSONS: Mapping[str, Lesson] = {
     "console": Lesson("lines of a Python console, word problems", SUMS),
     "tools": Lesson("tool calls in the model's own format, word problems", SUMS),
     "inline": Lesson("calls within the text, word problems", SUMS),
-    "walk": Lesson("a Gymnasium world of two to six moves", "1: the way is told"),
+    "walk": Lesson("a Gymnasium environment of two to six moves", "1: the way is told"),
     "functions": Lesson("programs with hidden tests", "1"),
     "guess": Lesson("a guessing game of four turns", "1: by halving; 0.66 by random guesses"),
     "program": Lesson(
