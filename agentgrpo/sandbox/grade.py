@@ -240,7 +240,7 @@ def _failed(step: StepResult, what: str) -> Verdict:
 def _failed_judge(step: StepResult, what: str) -> Verdict:
     """What fails for want of memory is not for the code to answer."""
     verdict = _failed(step, what)
-    if step.status is not StepStatus.OOM:
+    if step.status is not StepStatus.OOM and getattr(step.error, "name", "") != "MemoryError":
         return verdict
     return replace(verdict, reason=f"{verdict.reason}; {MORE_MEMORY}", infra_error=True)
 

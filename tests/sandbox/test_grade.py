@@ -12,7 +12,8 @@ import pytest
 from agentgrpo.envs.graded import GradingPool
 from agentgrpo.sandbox import Limits, Sandbox, SandboxBusy, SandboxPool, Template, spawner
 from agentgrpo.sandbox.cgroup import CgroupsUnavailable
-from agentgrpo.sandbox.grade import check_all, check_output, check_tests, names_of
+from agentgrpo.sandbox.grade import _failed_judge, check_all, check_output, check_tests, names_of
+from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 
 pytestmark = pytest.mark.nsjail
 
@@ -434,10 +435,11 @@ def f(x):
     n = x"""
     with SandboxPool(limits=Limits(memory_mib=96), min_idle=0, zygotes=1) as pool:
         for size, fits in ((1000, True), (2_000_000, False)):
-            tests = f"assert len(f({size})) == {size}"
-            verdict = check_tests(pool, code, tests, timeout_s=60.0)
+            verdict = check_tests(pool, code, f"assert len(f({size})) == {size}", timeout_s=60.0)
             assert (verdict.passed, verdict.infra_error) == (fits, not fits), verdict
     assert "remedy: a larger limits.memory_mib" in verdict.reason
+    broke = StepResult(status=StepStatus.ERROR, error=StepError("MemoryError", "", ""))
+    assert _failed_judge(broke, "before the judge's own words").infra_error
 
 
 def test_an_answer_is_carried_in_bytes(pool: SandboxPool) -> None:
