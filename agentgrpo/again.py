@@ -96,7 +96,9 @@ def _span_of(run: Path, steps: str) -> tuple[int, int, Path | None]:
     rows = numbered_rows(run / "metrics.jsonl", growing=True)
     recorded = sum("learner/loss" in row for _, row in rows)
     low, _, high = steps.partition("-")
-    first, end = (int(low) - 1, int(high or low)) if steps else (recorded - 1, recorded)
+    digits = low.isdigit() and (high or low).isdigit()
+    asked = (int(low) - 1, int(high or low)) if digits else (-1, -1)
+    first, end = asked if steps else (recorded - 1, recorded)
     if not 0 <= first < end <= recorded:
         raise ValueError(f"--again {steps}: expected steps of 1 to {recorded}, as 7 or 7-9")
     saved = {checkpoint.step_of(path): path for path in run.glob(checkpoint.SAVED)}
