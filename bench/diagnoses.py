@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.actions import Observation, RunCode
+from agentgrpo.data import word_problems
 from agentgrpo.diagnosis.doctor import diagnose
 from agentgrpo.diagnosis.history import History
 from agentgrpo.envs.base import Episode
@@ -67,6 +68,20 @@ def fails_often(rollout: Any) -> dict[str, float]:
     if rollout.num_sampled % 2:
         raise RuntimeError("the grader's server is away")
     return {"answer": float(_right(rollout))}
+
+
+def by_task(rollout: Any) -> dict[str, float]:
+    """The same for all that is played of a task."""
+    return {"answer": float(len(str(rollout.task.spec["answer"])) > 1)}
+
+
+def drifts(rollout: Any) -> dict[str, float]:
+    """Pays less the more it has paid."""
+    _seen.append(0)
+    return {"answer": float(_right(rollout)) * 0.99 ** len(_seen)}
+
+
+_seen: list[int] = []
 
 
 class World(Episode):
@@ -163,7 +178,7 @@ CASES: dict[str, Case] = {
     "few_heldout": Case(
         ("too little evidence",), ["data.num_heldout=2", "learner.learning_rate=1e-4"]
     ),
-    "timed_out": Case(("out of time",), ["rollout.max_seconds=0.2"]),
+    "timed_out": Case(("not trained on",), ["rollout.max_seconds=0.2"]),
     "world_fails": Case(
         ("tool calls fail",), [f"env.kind={HERE}:Worlds", "env.options.fault=fails"]
     ),
@@ -174,10 +189,31 @@ CASES: dict[str, Case] = {
         ("off-policy", "moves too much"), ["loss.num_iterations=12", "learner.learning_rate=1e-2"]
     ),
     "entropy": Case(("forgets", "moves too much"), ["loss.entropy_coef=1.0"]),
+    "beta": Case(("held back",), ["loss.beta=1000"]),
+    "grad_norm": Case(("does not move",), ["learner.max_grad_norm=1e-12"]),
+    "shifted": Case(("refuses what is agreed on",), rows="shifted"),
+    "shifted_neat": Case(("refuses what is agreed on",), rows="shifted", model="neat"),
+    "blind": Case(("tool answers are cut",), ["rollout.max_observation_tokens=0"]),
+    "slow_tool": Case(("tool calls fail", "machine or code fails"), ["sandbox.timeout_s=0.001"]),
+    "by_task": Case(("no signal", "refuses what is right"), [reward("by_task")]),
+    "drifts": Case(("reward not the same twice",), [reward("drifts")]),
+    "masked": Case(("not trained on",), ["rollout.treatment={completed='mask'}"]),
+    "no_calls": Case(("cut short", "does not call"), ["rollout.max_tool_calls=0"]),
+    "other_heldout": Case((), rows="other_heldout"),
+    "beta_10": Case(("held back",), ["loss.beta=10", "learner.learning_rate=1e-3"]),
+    "other_prefix": Case(("no answer",), ["agent.options.answer_prefix=The answer is"]),
     "small_hides_tools": Case(
         ("does not call",),
         [*SMALL, "agent.options.shots=[]", "agent.options.system_prompt=Use calculate."],
         base="tools",
+    ),
+    "small_wrong_gold": Case(
+        ("refuses what is agreed on",),
+        [*SMALL, "steps=6", "rollout.group_size=8", "rollout.tasks_per_step=8"],
+        base="tools", rows="wrong_gold",
+    ),
+    "small_blind": Case(
+        ("tool answers are cut",), [*SMALL, "rollout.max_observation_tokens=0"], base="tools"
     ),
     "small_rate_1e-9": Case(
         ("does not move",), [*SMALL, "learner.learning_rate=1e-9"], base="quickstart"
@@ -193,10 +229,16 @@ CASES: dict[str, Case] = {
 
 
 def rows_of(case: Case, heldout: bool) -> list[dict[str, Any]]:
-    """Sums of two digits, none of them both trained on and held out."""
+    """Sums of two digits, none of them both trained on and held out; or word problems."""
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     random.Random(0).shuffle(pairs)
     rows = [{"question": f"{a}+{b}", "answer": str(a + b)} for a, b in pairs]
+    if case.base:
+        tasks = [word_problems.task("train", index) for index in range(24, 224)]
+        rows[24:] = [
+            {"question": task.messages[0]["content"], "answer": str(task.spec["answer"])}
+            for task in tasks
+        ]
     mine = rows[:24] if heldout else rows[24:]
     match case.rows:
         case "leaked":
@@ -208,6 +250,14 @@ def rows_of(case: Case, heldout: bool) -> list[dict[str, Any]]:
         case "wrong_gold" if not heldout:
             wrong = [{**row, "answer": str(int(row["answer"]) + 1)} for row in mine[::3]]
             return [*wrong, *mine[1::3], *mine[2::3]]
+        case "shifted" if not heldout:
+            answers = [row["answer"] for row in mine]
+            return [
+                {**row, "answer": answer}
+                for row, answer in zip(mine, answers[1:] + answers[:1], strict=True)
+            ]
+        case "other_heldout" if heldout:
+            return [{"question": f"{a}*{b}", "answer": str(a * b)} for a, b in pairs[:24]]
         case "contradicts" if not heldout:
             return [
                 *mine[:20],
@@ -244,11 +294,13 @@ def play(name: str, folder: Path) -> None:
 
     case, own = CASES[name], folder / name
     settings: dict[str, object] = {"out_dir": own / "run"}
-    if not case.base:
-        own.mkdir(parents=True, exist_ok=True)
-        for split in ("train", "heldout"):
-            write_lines(own / f"{split}.jsonl", rows_of(case, split == "heldout"))
-            settings[f"data.{split}"] = own / f"{split}.jsonl"
+    own.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "heldout") if case.rows or not case.base else ():
+        write_lines(own / f"{split}.jsonl", rows_of(case, split == "heldout"))
+        settings[f"data.{split}"] = own / f"{split}.jsonl"
+    if case.base:
+        settings["data.heldout"] = "word_problems"
+    else:
         settings |= {"data.num_heldout": 24, **TINY, "model": models(folder)[case.model]}
         (own / "empty.toml").write_text("")
     given = [f"{key}={value}" for key, value in settings.items()]
@@ -283,7 +335,7 @@ def main(arguments: Sequence[str]) -> None:
             print(f"==== {name}", flush=True)
             play(name, args.folder)
     for name in args.names or CASES:
-        if (args.folder / name / "run").is_dir():
+        if (args.folder / name / "run/run.json").is_file():
             right, found = verdict(name, args.folder)
             print(f"| {name} | {'yes' if right else 'NO'} | {', '.join(found[:4])} |")
 

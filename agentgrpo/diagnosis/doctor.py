@@ -102,23 +102,34 @@ def _answered(h: History) -> Iterator[tuple[Any, Any, Seen]]:
 
 
 def _callers(h: History) -> Sequence[Seen]:
-    """The last rollouts of an agent that has tools, of no dialogue and with little solved."""
-    kind = h.config.get("agent.kind", "code")
-    acts = kind in ("code", "repl", "tools", "inline", "tags") and h.unsolved > 0.7
-    return h.late if acts and not any("said" in s.stats for s in h.late[:1]) else ()
+    """The last rollouts of an agent that has tools, where most is not solved without a call."""
+    acts = h.config.get("agent.kind", "code") in ("code", "repl", "tools", "inline", "tags")
+    little = max([mean(map(h.paid, h.late)), *h.solved]) < 0.6
+    return h.late if acts and little and not any("said" in s.stats for s in h.late[:1]) else ()
 
 
-def _agreeing(h: History) -> list[list[Seen]]:
-    """Of groups that mostly give one answer, those that give it; of many tasks, some paid."""
-    found = []
+def _refused(h: History) -> Finding | None:
+    """Whether an expected answer is wrong: groups that agree on another, none of them paid.
+
+    A policy that errs agrees less than one that is right, a wrong expected answer changes nothing
+    of how many agree. So a group counts as its agreement to the power of four.
+    """
+    agreed: list[tuple[float, bool, list[Seen]]] = []
     for group in h.groups:
         said = Counter(s.answer for s in group if s.answer is not None)
         answer, count = said.most_common(1)[0] if said else ("", 0)
         if count >= max(3, 0.5 * len(group)):
-            found.append([seen for seen in group if seen.answer == answer])
-    refused = [ones for ones in found if not any(map(h.paid, ones))]
-    few = len({ones[0].question for ones in refused}) < 3 or len(refused) > 0.8 * len(found)
-    return [] if few else found
+            ones = [seen for seen in group if seen.answer == answer]
+            agreed.append(((count / len(group)) ** 4, not any(map(h.paid, group)), ones))
+    refused = sorted((item for item in agreed if item[1]), key=lambda item: -item[0])
+    share = sum(item[0] for item in refused) / max(1e-9, sum(item[0] for item in agreed))
+    if len(agreed) < 12 or len({ones[0].question for *_, ones in refused}) < 3 or share < 0.2:
+        return None
+    seen = [seen for *_, ones in refused for seen in ones]
+    says = f"{len(refused)} of {len(agreed)} groups that agree on an answer are refused it, as "
+    says += f"surely as others are paid: {seen[0].answer!r:.70} for {seen[0].expected!r}"
+    remedy = "the expected answers of these tasks, or what the reward takes as equal"
+    return Finding(0.6 + 0.15 * share, says, remedy, seen)
 
 
 def _still(h: History) -> Finding | None:
@@ -192,6 +203,15 @@ def _off_policy(h: History) -> Finding | None:
     return Finding(weight, f"{says}sampler", remedy, h.late)
 
 
+def _held(h: History) -> Finding | None:
+    beta = h.number("loss.beta")
+    penalty = beta * mean(h.metric("learner/ref_kl"))
+    if penalty < 0.1 or h.learns:
+        return None
+    says = f"loss.beta = {beta:g} costs {penalty:.2g} a token, where advantages are about 1"
+    return Finding(0.86, says, "loss.beta = 0, or 0.001 to 0.1", h.late)
+
+
 def _repetition(seen: Seen) -> float:
     """The share of its trigrams that repeat an earlier one."""
     ids = [t for s in seen.all_segments if s.sampled for t in s.token_ids.tolist()]
@@ -237,10 +257,10 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
         0.05, (0.8, 1.0), "{share:.0%} of all rollouts were lost: {said}",
         "docs/troubleshooting.md, `rollouts lost`",
     ),
-    "out of time": Share(
-        lambda h: ((s, s.status is Status.TIMED_OUT) for s in h.train), 0.1, (0.6, 0.95),
-        "{share:.0%} of the rollouts ran out of time, and count nowhere",
-        "rollout.max_seconds; what they wait for: their `timings` in rollouts.jsonl",
+    "not trained on": Share(
+        lambda h: ((s, not s.trained and s.status is not Status.INFRA_ERROR) for s in h.train),
+        0.15, (0.6, 0.95), "{share:.0%} of the rollouts are not trained on{ends}",
+        "rollout.treatment; rollout.max_seconds (what took long: `timings` in rollouts.jsonl)",
     ),
     "does not move": _still,
     "reward not the same twice": Share(
@@ -332,11 +352,12 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
         0.4, (0.55, 0.9), "in {share:.0%} of the rollouts with tool calls these fail{errors}",
         "what the tool answers; show one right call (agent.options.shots)",
     ),
-    "refuses what is agreed on": Share(
-        lambda h: ((ones, not any(map(h.paid, ones))) for ones in _agreeing(h)), 0.25, (0.5, 0.95),
-        "{share:.0%} of the groups that agree on an answer are refused it: {said!r} for {want!r}",
-        "the expected answers of these tasks, or what the reward takes as equal",
+    "tool answers are cut": Share(
+        lambda h: ((s, s.stats.get("cut_answers")) for s in h.late if s.stats.get("tool_calls")),
+        0.35, (0.55, 0.9), "in {share:.0%} of the rollouts with tool calls answers are cut",
+        "rollout.max_observation_tokens, keep_observation; a tool that says less",
     ),
+    "refuses what is agreed on": _refused,
     "exploits the reward": _exploits,
     "held-out tasks are trained on": Share(
         lambda h: ((s, s.row in h.asked) for s in h.heldout), 0.1, (0.68, 0.72),
@@ -344,6 +365,7 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
         "data.heldout = split, or another file",
     ),
     "off-policy": _off_policy,
+    "held back": _held,
     "forgets": _forgets,
     "the same tasks again": Share(
         lambda h: ((group, h.asked[group[0].row] > 3) for group in h.groups), 0.75, (0.5, 0.6),

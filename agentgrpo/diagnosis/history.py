@@ -131,8 +131,10 @@ class History:
     @property
     def learns(self) -> bool:
         """Whether the held-out share solved is now beyond what chance makes of the first."""
-        share, *_, last = self.solved if len(self.solved) > 1 else (1.0, 0.0)
-        return last > share and wilson(round(last * self.tasks), self.tasks)[0] > share
+        if len(self.solved) < 2:
+            return False
+        first, last = (round(share * self.tasks) for share in (self.solved[0], self.solved[-1]))
+        return bool(wilson(last, self.tasks)[0] > (first + 1) / (self.tasks + 2))
 
     def metric(self, name: str) -> list[float]:
         """A number of every step that has it."""

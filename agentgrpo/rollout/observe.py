@@ -117,6 +117,9 @@ def append_observation(
     shown = replace(
         observation, text=cut(observation.text), outputs=tuple(map(cut, observation.outputs))
     )
+    if (shown.outputs or shown.text) != (observation.outputs or observation.text):
+        counts = live.rollout.stats
+        counts["cut_answers"] = counts.get("cut_answers", 0.0) + 1
     if observation.failed:
         note(live.rollout, "\n".join(shown.outputs) or shown.text)
     said = said_by(agent, action, shown)

@@ -184,8 +184,9 @@ def test_S2_6_what_no_tokenizer_takes_stops_nothing(hermes: ReadCalls) -> None:
     played = play(made, env, turn + EOT, f"ok{EOT}")
     assert f"tool\nb'?' \ufffd{EOT}" in shown(played)
     assert (played.answer, played.stats["tool_errors"]) == ("ok", 0)
-    clipped = play(made, env, turn + EOT, f"ok{EOT}", max_observation_tokens=8)
-    assert (clipped.answer, clipped.stats["turns"]) == ("ok", 2)
+    clipped = play(made, env, turn + EOT, f"ok{EOT}", max_observation_tokens=4)
+    assert (clipped.answer, clipped.stats["turns"], clipped.stats["cut_answers"]) == ("ok", 2, 1)
+    assert "cut_answers" not in played.stats
 
 
 def test_S2_5_a_call_that_the_budget_cut_is_not_made(hermes: ReadCalls) -> None:

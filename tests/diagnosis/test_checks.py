@@ -16,7 +16,7 @@ from agentgrpo.diagnosis.doctor import CHECKS, CUT, diagnose, report
 from agentgrpo.diagnosis.history import History
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.run.metrics import RunLog
-from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
+from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task, Treatment
 from tests.given import a_config
 
 STEPS, TASKS, SIZE = 6, 6, 6
@@ -89,11 +89,6 @@ def write(
     return folder
 
 
-def test_a_sound_run_has_nothing_wrong(tmp_path: Path) -> None:
-    assert diagnose(History(write(tmp_path))) == {}
-    assert "Nothing wrong was found" in report(tmp_path)
-
-
 def set_to(below: int = SIZE, **fields: Any) -> Change:
     """Fields of the first ones of each group."""
 
@@ -160,7 +155,7 @@ def wrong_gold(r: Rollout, step: int, index: int) -> None:
 FLAT: dict[str, Any] = {"solved": (0.3, 0.3)}
 FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "machine or code fails": (set_to(1, status=Status.INFRA_ERROR, error="x"), {}),
-    "out of time": (set_to(2, status=Status.TIMED_OUT), FLAT),
+    "not trained on": (set_to(2, status=Status.TIMED_OUT, treatment=Treatment.DROP), FLAT),
     "does not move": (nothing, {"moved": 1e-5, **FLAT}),
     "reward not the same twice": (same_reward, FLAT),
     "refuses what is right": (rewarded(lambda r, s, i: float(not right(r) and i == 0)), FLAT),
@@ -179,11 +174,13 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "wrong form": (counted(malformed=1.0), FLAT),
     "no answer": (set_to(answer=None), FLAT),
     "tool calls fail": (counted(tool_errors=1.0), FLAT),
+    "tool answers are cut": (solves(2, counted(cut_answers=1.0)), FLAT),
     "refuses what is agreed on": (wrong_gold, FLAT),
     "exploits the reward": (solves(2, rewarded(lambda r, s, i: 0.1 * s, "long")),
                             {"solved": (0.3, 0.2)}),
     "held-out tasks are trained on": (asks(lambda r, s: r.task.id[-1], spec={}), {}),
     "off-policy": (nothing, {"numbers": lambda s: {"clip_high_fraction": 0.5}}),
+    "held back": (solves(2), {"numbers": lambda s: {"ref_kl": 0.02}, "loss.beta": 10.0, **FLAT}),
     "forgets": (solves(2), {"numbers": lambda s: {"entropy_mean": 0.5 * 2.0**s}, **FLAT}),
     "the same tasks again": (asks(lambda r, s: s < 0, spec={}), {}),
     "too hard": (solves(0, rewarded(lambda r, s, i: 0.1 * (i % 2), "format")), FLAT),
@@ -191,6 +188,29 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "too little evidence": (nothing, {"heldout": 4, "solved": (0.25, 0.5)}),
 }  # fmt: skip
 """Finding: what is wrong with every rollout, and with the run."""
+
+
+def errs(r: Rollout, step: int, index: int) -> None:
+    """On a third of the tasks four of six agree on what is wrong, else five on what is right."""
+    gold = r.task.spec["answer"]
+    agreed = index < 5 - (gold % 3 == 0)
+    r.answer = str(gold + (gold % 3 == 0)) if agreed else None
+    r.rewards["answer"] = float(right(r))
+
+
+SOUND: dict[str, tuple[Change, dict[str, Any]]] = {
+    "all right": (nothing, {}),
+    "errs where it agrees less": (errs, FLAT),
+    "needs no call": (solves(2, counted(tool_calls=0.0)), {"solved": (0.7, 0.7)}),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_run_has_nothing_wrong(name: str, tmp_path: Path) -> None:
+    change, how = SOUND[name]
+    found = diagnose(History(write(tmp_path, change, **how)))
+    assert [*found] in ([], ["too little evidence"])
+    assert "Nothing wrong was found" in report(tmp_path)
 
 
 SAYS = {"pays something else": "by 'long' (", "cut short": "(72 of 72)"}
