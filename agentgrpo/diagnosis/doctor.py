@@ -102,10 +102,11 @@ def _answered(h: History) -> Iterator[tuple[Any, Any, Seen]]:
 
 
 def _callers(h: History) -> Sequence[Seen]:
-    """The last rollouts of an agent that has tools, where most is not solved without a call."""
+    """The last rollouts of an agent that has tools, of no dialogue and where little is solved."""
     acts = h.config.get("agent.kind", "code") in ("code", "repl", "tools", "inline", "tags")
     little = max([mean(map(h.paid, h.late)), *h.solved]) < 0.6
-    return h.late if acts and little and not any("said" in s.stats for s in h.late[:1]) else ()
+    late = [seen for seen in h.late if seen.in_baseline and "said" not in seen.stats]
+    return late if acts and little else ()
 
 
 def _refused(h: History) -> Finding | None:
@@ -158,8 +159,7 @@ def _still(h: History) -> Finding | None:
 def _worse(h: History) -> Finding | None:
     after = [seen for seen in h.late if seen.step > h.first[0].step]
     (fell, errors), (more, _) = gain(h.paid, h.first, after), gain(REWARD, h.first, after)
-    lost = h.solved[0] - h.solved[-1] if h.solved else 0.0
-    told = lost > max(0.15, 2 * h.tasks**-0.5) or (fell < -0.15 and errors < -3 and more < 0)
+    told = h.learned < -0.15 or (fell < -0.15 and errors < -3 and more < 0)
     if not told and h.rate < 1e-2:
         return None
     base = mean(map(h.paid, h.first))
@@ -206,7 +206,7 @@ def _off_policy(h: History) -> Finding | None:
 def _held(h: History) -> Finding | None:
     beta = h.number("loss.beta")
     penalty = beta * mean(h.metric("learner/ref_kl"))
-    if penalty < 0.1 or h.learns:
+    if penalty < 0.1 or h.learned > 0:
         return None
     says = f"loss.beta = {beta:g} costs {penalty:.2g} a token, where advantages are about 1"
     return Finding(0.86, says, "loss.beta = 0, or 0.001 to 0.1", h.late)
@@ -229,7 +229,8 @@ def _forgets(h: History) -> Finding | None:
     parts = (h.early, h.late)
     calls, more = (mean(s.num_calls for s in part) for part in parts)
     same, again = (mean(map(_repetition, part)) for part in parts)
-    wide = last > max(1.0, 2.5 * first)
+    bonus = h.number("loss.entropy_coef")
+    wide = last > (1.5 * first if bonus else max(1.0, 2.5 * first))
     narrow = last < min(0.05, 0.1 * first) and mean(map(h.paid, h.late)) < 0.6
     idle = calls >= 0.5 and more < 0.4 * calls
     if not (wide or narrow or idle or again > max(0.5, same + 0.15)):
@@ -237,14 +238,14 @@ def _forgets(h: History) -> Finding | None:
     says = f"the reward did not rise; entropy {first:.2f} to {last:.2f} nats, calls {calls:.1f} "
     says += f"to {more:.1f}, trigrams that repeat {same:.0%} to {again:.0%}"
     remedy = "loss.entropy_coef, loss.epsilon_high, learner.learning_rate, reward.tool_cost"
-    return Finding(0.88 if wide and h.number("loss.entropy_coef") else 0.65, says, remedy, h.late)
+    return Finding(0.88 if wide and bonus else 0.65, says, remedy, h.late)
 
 
 def _evidence(h: History) -> Finding | None:
     if len(h.solved) < 2:
         says = f"{len(h.steps)} steps, and no two evaluations that say what is solved"
         return Finding(0.1, says, "more steps; eval_every, reward.solved_at")
-    if h.learns or (h.solved[0] >= 0.95 and h.tasks >= 16):
+    if h.learned or (h.solved[0] >= 0.95 and h.tasks >= 16):
         return None
     says = f"held-out solved {h.solved[0]:.2f} to {h.solved[-1]:.2f} on {h.tasks} tasks in "
     says += f"{len(h.steps)} steps is within what chance makes of them"

@@ -126,15 +126,17 @@ class History:
     def unsolved(self) -> float:
         """From 1 to 1/4, the less the more of the last rollouts solve and if the run learns."""
         solved = mean(map(self.paid, self.late)) if self.judges else 0.0
-        return (1 - 0.5 * solved) * (0.5 if self.learns else 1.0)
+        return (1 - 0.5 * solved) * (0.5 if self.learned > 0 else 1.0)
 
     @property
-    def learns(self) -> bool:
-        """Whether the held-out share solved is now beyond what chance makes of the first."""
+    def learned(self) -> float:
+        """By how much the held-out share solved rose; 0: within what chance makes of the first."""
         if len(self.solved) < 2:
-            return False
+            return 0.0
         first, last = (round(share * self.tasks) for share in (self.solved[0], self.solved[-1]))
-        return bool(wilson(last, self.tasks)[0] > (first + 1) / (self.tasks + 2))
+        low, high = wilson(last, self.tasks)
+        sure = not low <= (first + 1) / (self.tasks + 2) <= high
+        return (last - first) / self.tasks if sure else 0.0
 
     def metric(self, name: str) -> list[float]:
         """A number of every step that has it."""
