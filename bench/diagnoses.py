@@ -65,9 +65,10 @@ def pays_short(rollout: Any) -> dict[str, float]:
 
 
 def fails_often(rollout: Any) -> dict[str, float]:
-    if rollout.num_sampled % 2:
+    """In training alone: an evaluation that cannot be scored ends the run, and says why."""
+    if "train" in rollout.task.id and str(rollout.answer).endswith(tuple("13579")):
         raise RuntimeError("the grader's server is away")
-    return {"answer": float(_right(rollout))}
+    return {"checked": 0.0}
 
 
 def by_task(rollout: Any) -> dict[str, float]:
@@ -158,7 +159,7 @@ CASES: dict[str, Case] = {
     "refuses_right": Case(("refuses what is right",), [reward("refuses_right")]),
     "by_chance": Case(("reward not the same twice", "pays what is wrong"), [reward("by_chance")]),
     "pays_short": Case(("pays something else",), [reward("pays_short")]),
-    "fails_often": Case(("machine or code fails",), [reward("fails_often")]),
+    "fails_often": Case(("machine or code fails",), [f"reward.functions=['{HERE}:fails_often']"]),
     "hides_tools": Case(("does not call",), [*CALCULATOR, "engine.max_model_len=512"]),
     "cut_turns": Case(("cut short",), ["rollout.max_turns=1"]),
     "cut_tokens": Case(("cut short",), ["rollout.max_turn_tokens=8"]),

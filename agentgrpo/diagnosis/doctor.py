@@ -329,32 +329,32 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
         "read a prompt (`agentgrpo view`); agent.kind, agent.options.shots and system_prompt",
     ),
     "cut short": Share(
-        lambda h: ((s, s.status in CUT) for s in h.late), 0.35, (0.55, 0.9),
+        lambda h: ((s, s.status in CUT) for s in h.acting), 0.35, (0.55, 0.9),
         "{share:.0%} of the rollouts end where tokens, turns or calls are used up{ends}",
         "a prompt that asks for less, or: rollout.max_turn_tokens, engine.max_model_len (length); "
         "rollout.max_turns (turns); rollout.max_tool_calls (calls)",
     ),
     "wrong form": Share(
-        lambda h: ((s, s.stats.get("malformed") or s.status is Status.MALFORMED) for s in h.late),
+        lambda h: ((s, s.stats.get("malformed") or s.status is Status.MALFORMED) for s in h.acting),
         0.35, (0.5, 0.9), "{share:.0%} of the rollouts act in a form that is not understood",
         "a worked example (agent.options.shots), agent.options, `agentgrpo sft`",
     ),
     "no answer": Share(
         lambda h: ((s, s.status is Status.COMPLETED and s.answer is None)
-                   for s in h.late if s.expected is not None),
+                   for s in h.acting if s.expected is not None),
         0.35, (0.55, 0.9), "{share:.0%} of the rollouts end without an answer in the asked form",
         "agent.options.answer_prefix, system_prompt, shots",
     ),
     "tool calls fail": Share(
         lambda h: (
             (s, 2 * s.stats["tool_errors"] >= s.stats["tool_calls"])
-            for s in h.late if s.stats.get("tool_calls")
+            for s in h.acting if s.stats.get("tool_calls")
         ),
         0.4, (0.55, 0.9), "in {share:.0%} of the rollouts with tool calls these fail{errors}",
         "what the tool answers; show one right call (agent.options.shots)",
     ),
     "tool answers are cut": Share(
-        lambda h: ((s, s.stats.get("cut_answers")) for s in h.late if s.stats.get("tool_calls")),
+        lambda h: ((s, s.stats.get("cut_answers")) for s in h.acting if s.num_calls),
         0.35, (0.55, 0.9), "in {share:.0%} of the rollouts with tool calls answers are cut",
         "rollout.max_observation_tokens, keep_observation; a tool that says less",
     ),

@@ -123,6 +123,11 @@ class History:
         return seen.judged > 0 and seen.judged >= 0.99 * self.top
 
     @cached_property
+    def acting(self) -> list[Seen]:
+        """The last rollouts; all, where these solve nothing: what failed first may be avoided."""
+        return self.late if mean(map(self.paid, self.late)) > 0.05 else self.train
+
+    @cached_property
     def unsolved(self) -> float:
         """From 1 to 1/4, the less the more of the last rollouts solve and if the run learns."""
         solved = mean(map(self.paid, self.late)) if self.judges else 0.0
