@@ -13,7 +13,8 @@ import pytest
 from agentgrpo.actions import Observation
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.program import ProgramAgent
-from agentgrpo.config import TrainConfig
+from agentgrpo.config import EndpointConfig, TrainConfig
+from agentgrpo.engine.endpoints import HttpEndpoint
 from agentgrpo.envs.graded import UnitTestEnv
 from agentgrpo.machine.footprint import footprint
 from agentgrpo.models.models import teacher_model
@@ -143,6 +144,7 @@ def test_what_grading_hides_is_not_told(
     [
         (["teacher.model=m", "teacher.feedback=errors"], "only one"),
         (["teacher.feedback=error"], "expected errors, solutions or module:function, got 'error'"),
+        (["teacher.model=m", "teacher.topk=2", "teacher.clip=1"], "clip: 1.0 does nothing without"),
         (["teacher.decay=0.5"], r"teacher\.decay: 0\.5 does nothing without teacher\.feedback"),
     ],
 )
@@ -169,6 +171,33 @@ def test_a_program_has_no_prompt_to_read() -> None:
     with pytest.raises(ValueError, match=r"teacher\.feedback: 'errors' needs an agent"):
         teacher_of(a_config("teacher.feedback=errors"), at(program))
     assert teacher_of(a_config("teacher.model=m"), at(program)) is not None
+
+
+def test_a_server_shows_that_it_has_the_policys_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    where = EndpointConfig(kind="http", url="http://localhost:1/v1", model="m")
+
+    def served(name: str, *settings: str, other: int = 0) -> Any:
+        def decode(self: Any, ids: list[int]) -> Any:
+            return TOKENIZER.decode([*ids[:50], ids[50] + other, *ids[51:]])
+
+        monkeypatch.setattr(HttpEndpoint, "decode", decode)
+        monkeypatch.setattr(
+            HttpEndpoint, "score", lambda self, ids, topk: asked.append((len(ids), topk))
+        )
+        setup = at(None)
+        setup.models = {"policy": "policy", "one": HttpEndpoint(where)}
+        return teacher_of(a_config(f"teacher.model=endpoint:{name}", *settings), setup)
+
+    assert served("one", "teacher.topk=3") is not None
+    assert asked == [(2, 3)]
+    with pytest.raises(ValueError, match="tokenizer must be the policy's, and has other tokens"):
+        served("one", other=1)
+    for name in ("two", "policy"):
+        with pytest.raises(ValueError, match="no endpoint of kind 'http' has this name"):
+            served(name)
+    with pytest.raises(ValueError, match=r"rollout\.temperature: 0\.7, but a teacher"):
+        served("one", "rollout.temperature=0.7")
 
 
 def test_what_it_holds_is_counted() -> None:

@@ -234,7 +234,9 @@ class TeacherConfig(Section):
     """A second opinion on each sampled token: on-policy distillation (learn/teacher.py)."""
 
     model: PathOrName | None = None
-    """Another model with the same tokenizer, named as `model` is: held beside the policy."""
+    """Another model with the same tokenizer, named as `model` is: held beside the policy. Or
+    `endpoint:NAME` (kind http): it is behind vLLM's server, which gives log-probabilities of given
+    tokens, at temperature 1."""
     feedback: str = ""
     """The teacher is the policy itself, which has read more of the task: `errors`, what the
     environment said that was wrong with this attempt; `solutions`, another rollout of the group
@@ -242,6 +244,10 @@ class TeacherConfig(Section):
     returning a text. A rollout without a text has no such part."""
     weight: Annotated[float, Field(ge=0, le=1)] = 1.0
     """A token's advantage is weight * the teacher's + (1 - weight) * its group's. 0: no teacher."""
+    topk: Annotated[int, Field(ge=0, le=1000)] = 0
+    """0: the teacher is compared with the policy at the sampled token alone. Otherwise over its so
+    many likeliest tokens and all others together, and their divergence, times weight, is a loss
+    beside the group's advantages (TRL's topk_logits, with a tail)."""
     clip: PositiveNumber = 20.0
     """The teacher's advantage is at most this, and at least minus this, in nats."""
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -255,6 +261,12 @@ class TeacherConfig(Section):
         """Whether there is one."""
         return self.weight > 0 and bool(self.model or self.feedback)
 
+    @property
+    def endpoint(self) -> str | None:
+        """The name of the one that it is behind."""
+        kind, _, name = (self.model or "").partition(":")
+        return name if kind == "endpoint" else None
+
     @pydantic.model_validator(mode="after")
     def _is_one(self) -> TeacherConfig:
         if self.model and self.feedback:
@@ -267,5 +279,6 @@ class TeacherConfig(Section):
                 f"{self.feedback!r}"
             )
         need = "decay max_feedback_tokens", "teacher.feedback", lambda c: c.feedback
-        forbid_unused(self, [need], "teacher.")
+        alone = "clip", "teacher.topk = 0", lambda c: not c.topk
+        forbid_unused(self, [need, alone], "teacher.")
         return self

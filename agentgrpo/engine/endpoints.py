@@ -12,11 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from html.parser import HTMLParser
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from urllib.parse import urljoin, urlsplit
+
+import numpy as np
 
 from agentgrpo.actions import InfrastructureError, Model, ModelRequest, as_json
 from agentgrpo.config import EndpointConfig
@@ -24,7 +26,7 @@ from agentgrpo.config.read import load_callable
 from agentgrpo.extras import require_installed
 from agentgrpo.files import from_json
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.types import Completion, Int32
+from agentgrpo.types import Completion, Float32, Int32
 
 if TYPE_CHECKING:
     import httpx2
@@ -140,6 +142,15 @@ class Server:
         return client
 
 
+class Scored(NamedTuple):
+    """T tokens as a model sees them, but for the first; log-probabilities in nats."""
+
+    logp_T: Float32
+    logp_TK: Float32
+    """Of those that are likeliest in each place, the likeliest first."""
+    ids_TK: Int32
+
+
 class HttpEndpoint(Server, Endpoint):
     """An OpenAI-compatible server (vLLM, llama.cpp, a hosted API): of kind "http"."""
 
@@ -156,6 +167,19 @@ class HttpEndpoint(Server, Endpoint):
                 f"endpoint {self.config.url}: {len(replies)} of {n} replies came"
             )
         return replies
+
+    def score(self, ids: Sequence[int], topk: int = 0) -> Scored:
+        """What a model behind vLLM's server makes of tokens, at temperature 1."""
+        body = {
+            "model": self.config.model, "prompt": ids, "prompt_logprobs": topk, "max_tokens": 1,
+            **self.config.extra,
+        }  # fmt: skip
+        return self._ask("/completions", partial(_scored, ids, topk), body)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Their text, as vLLM's server has it."""
+        url = urljoin(f"{self.config.url.rstrip('/')}/", "../detokenize")
+        return self._ask(url, _prompt, {"model": self.config.model, "tokens": ids})
 
 
 class Retriever(Server):
@@ -199,6 +223,22 @@ def _texts(response: httpx2.Response) -> list[str]:
     """The replies in a server's answer."""
     with _of_form("choices with messages of text", response.content) as answer:
         return [_text(choice["message"]["content"]) for choice in answer["choices"]]
+
+
+def _prompt(response: httpx2.Response) -> str:
+    with _of_form("a prompt", response.content) as answer:
+        return _text(answer["prompt"])
+
+
+def _scored(ids: Sequence[int], topk: int, response: httpx2.Response) -> Scored:
+    """The answer has, in each place but the first, the likeliest tokens and the prompt's own."""
+    with _of_form("a choice with vLLM's prompt_logprobs", response.content) as answer:
+        (_, *places) = answer["choices"][0]["prompt_logprobs"]
+        own = [at[str(i)]["logprob"] for i, at in zip(ids[1:], places, strict=True)]
+        ranked = [sorted((s["rank"], int(i), s["logprob"]) for i, s in at.items()) for at in places]
+        most = np.array([at[:topk] for at in ranked], np.float64).reshape(len(own), topk, 3)
+        logp_T, (_, ids_TK, logp_TK) = np.array(own, np.float32), np.moveaxis(most, -1, 0)
+        return Scored(logp_T, logp_TK.astype(np.float32), ids_TK.astype(np.int32))
 
 
 def _documents(response: httpx2.Response) -> list[dict[str, str]]:

@@ -177,9 +177,12 @@ class Learner:
             updates[seen.update].take(
                 seen.sample_N, seen.turn_N, learner_logprobs=seen.logp_N, entropies=seen.entropy_N
             )
-        for part in parallel.gather(run.advantages):
-            for index, sample_N, turn_N, advantage_N in part:
+        for part in parallel.gather(run.taught):
+            for index, sample_N, turn_N, advantage_N, beside_NK in part:
                 updates[index].take(sample_N, turn_N, token_advantages=advantage_N)
+                own = ~np.isnan(beside_NK).all(1)  # none, where they are of no tokens
+                labels = sample_N[own], turn_N[own]
+                updates[index].take(*labels, learner_topk_logprobs=beside_NK[own])
         tokens = sum(batch.num_tokens for update in updates for batch in update.batches)
         metrics["packed_tokens"] = float(tokens)
         metrics["seconds"] = time.perf_counter() - started
@@ -208,7 +211,7 @@ class Learner:
                         found.append(ScoredBatch.at(index, batch, scored.logp_N, scored.entropy_N))
                     old = scored.logp_N
                 if self._reference is not None:
-                    ref = self._reference(batch, self._temperature)
+                    ref = self._reference(batch, self._temperature).logp_N
                 run.before[index, number] = OldLogps(old if wants_old else None, ref)
         if wants_old or wants_entropy:
             for mine in found:  # not before: the device would have nothing to do meanwhile
@@ -243,8 +246,9 @@ class Learner:
                 losses.append(loss.detach())
                 run.parts.append(measured)
                 if first_pass and self._teacher is not None:
+                    beside_NK = scored.beside_NK.detach().float().cpu().numpy()
                     trained_with = advantage.float().cpu().numpy()
-                    run.advantages.append((index, *batch.labels, trained_with))
+                    run.taught.append((index, *batch.labels, trained_with, beside_NK))
                 if unseen:
                     found.append(ScoredBatch.at(index, batch, scored.logp_N, scored.entropy_N))
         # here and not above: a device that is waited for has nothing to do until the next batch
@@ -265,7 +269,8 @@ class Learner:
         self, batch: PackedBatch, run: StepRecord, before: OldLogps, update: Update, bonus_over: int
     ) -> tuple[Tensor, TermMetrics, PolicyOutput, Tensor]:
         """The loss, the kernel's metrics, what the policy made of the batch, and the advantages."""
-        scored = self._scorer(batch, self._temperature)
+        said = None if self._teacher is None else self._teacher.said(update, batch, self.device)
+        scored = self._scorer(batch, self._temperature, 0 if said is None else said.ids_NK)
         logp_N, entropy_N = scored.logp_N, scored.entropy_N
 
         terms = batch.terms(logp_N.device)
@@ -279,8 +284,8 @@ class Learner:
         else:
             # in the first update the policy is its own old one: a ratio of exactly 1, with gradient
             old = detached if before.old_logp is None else before.old_logp
-        if self._teacher is not None:
-            advantage = self._teacher.advantage(update, batch, advantage, old)
+        if said is not None:
+            advantage = said.advantage(advantage, old)
         loss, metrics = grpo_loss(
             logp_N,
             old,
@@ -295,4 +300,10 @@ class Learner:
             sequence_N=terms.sample_N,
             num_sequences=update.num_samples,
         )
+        if said is not None and said.config.topk:
+            apart_N = said.divergence(scored.beside_NK)
+            loss = loss + said.config.weight * (weight * apart_N).sum()
+            metrics["teacher_kl"] = apart_N.detach().mean()
+            beside_NK = torch.where(said.told_N1, scored.beside_NK.detach(), torch.nan)
+            scored = scored._replace(beside_NK=beside_NK)
         return loss, metrics, scored, advantage

@@ -40,6 +40,8 @@ SCALES = {
 """How they name what logits are divided by, or (False) multiplied; forward_check.py sees if so."""
 
 
+LIKELIEST_ROWS = 512
+"""Whose logits are held at once."""
 NEAR = 3 / 4
 """How long the rows of one pass are in units of its longest: padding is at most a third more."""
 
@@ -49,6 +51,10 @@ class PolicyOutput(NamedTuple):
 
     logp_N: Tensor
     entropy_N: Tensor
+    beside_NK: Tensor
+    """Log-probabilities of other tokens in its place."""
+    ids_NK: Tensor
+    """These tokens."""
 
 
 class Scorer(nn.Module):
@@ -96,8 +102,14 @@ class Scorer(nn.Module):
                 f"a model of type {config.model_type!r} cannot be trained, since here {why}"
             )
 
-    def forward(self, batch: PackedBatch, temperature: float) -> PolicyOutput:
-        """Log-probability and entropy of each term under the tempered distribution."""
+    def forward(
+        self, batch: PackedBatch, temperature: float, beside: Tensor | int = 0
+    ) -> PolicyOutput:
+        """Log-probability and entropy of each term under the tempered distribution.
+
+        `beside`: int64 [N, K], tokens whose log-probabilities in its place are wanted too; or K, of
+        those that are likeliest there.
+        """
         head = self.model.get_output_embeddings()
         if batch.deltas.largest >= head.weight.shape[0]:  # on a card nobody else would look
             raise ValueError(
@@ -105,21 +117,23 @@ class Scorer(nn.Module):
             )
         hidden = self._hidden(batch)
         terms = batch.terms(self.device)
-        return PolicyOutput(
-            *linear_logp(
-                hidden,
-                head.weight,
-                terms.row_N,
-                terms.target_N,
-                uses_U=torch.from_numpy(batch.uses_U),
-                bias_V=getattr(head, "bias", None),
-                temperature=temperature * self._tempering,
-                softcap=self._softcap,
-                logits_dtype=torch.promote_types(hidden.dtype, torch.float32)
-                if self.exact
-                else None,
-            )
+        row_N, target_N1 = terms.row_N, terms.target_N[:, None]
+        if isinstance(beside, int):
+            beside = _likeliest(hidden, head, row_N, beside) if beside else target_N1[:, :0]
+        each = 1 + beside.shape[1]  # terms of the same row, which is projected once
+        logp_N, entropy_N = linear_logp(
+            hidden,
+            head.weight,
+            row_N.repeat_interleave(each),
+            torch.cat([target_N1, beside], 1).flatten(),
+            uses_U=torch.from_numpy(batch.uses_U) * each,
+            bias_V=getattr(head, "bias", None),
+            temperature=temperature * self._tempering,
+            softcap=self._softcap,
+            logits_dtype=torch.promote_types(hidden.dtype, torch.float32) if self.exact else None,
         )
+        logp_NK, entropy_NK = logp_N.view(-1, each), entropy_N.view(-1, each)
+        return PolicyOutput(logp_NK[:, 0], entropy_NK[:, 0], logp_NK[:, 1:], beside)
 
     @property
     def device(self) -> torch.device:
@@ -169,6 +183,13 @@ class Scorer(nn.Module):
         order = [np.arange(lengths[row]) + starts[row] for rows in passes for row in rows]
         places = torch.from_numpy(np.argsort(np.concatenate(order))).to(ids.device)
         return hidden.index_select(0, places)
+
+
+def _likeliest(hidden: Tensor, head: Any, row_N: Tensor, count: int) -> Tensor:
+    """Ids, [N, count], the likeliest first: what caps and tempers logits keeps their order."""
+    return torch.cat(
+        [head(hidden[rows]).topk(count).indices for rows in row_N.split(LIKELIEST_ROWS)]
+    )
 
 
 def _passes(lengths: NDArray[np.int64]) -> list[list[int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentgrpo import parallel
 from agentgrpo.learn.batch import PackedBatch
-from agentgrpo.learn.policy import Policy, Scorer, load_model
+from agentgrpo.learn.policy import Policy, PolicyOutput, Scorer, load_model
 
 
 class Reference:
@@ -32,12 +32,12 @@ class Reference:
         self.scorer = Scorer(frozen, exact=policy.scorer.exact)
 
     @torch.no_grad()
-    def __call__(self, batch: PackedBatch, temperature: float) -> Tensor:
-        """Log-probabilities of the batch's terms, [N]."""
+    def __call__(self, batch: PackedBatch, temperature: float, topk: int = 0) -> PolicyOutput:
+        """What it makes of the batch's terms, as a Scorer."""
         if self.scorer is not None:
-            return self.scorer(batch, temperature).logp_N  # type: ignore[no-any-return]
+            return self.scorer(batch, temperature, topk)  # type: ignore[no-any-return]
         with self._swapped():
-            return self._policy.scorer(batch, temperature).logp_N  # type: ignore[no-any-return]
+            return self._policy.scorer(batch, temperature, topk)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def move(self, alpha: float) -> None:

@@ -69,8 +69,9 @@ class StepRecord:
         self.parts: list[TermMetrics] = []
         self.gaps: list[Float32] = []
         self._seen: list[ScoredTerms] = []
-        self.advantages: list[tuple[int, Int32, Int32, Float32]] = []
-        """With a teacher: update, sample_N, turn_N and what was trained with, of each batch."""
+        self.taught: list[tuple[int, Int32, Int32, Float32, Float32]] = []
+        """With a teacher, of each batch: update, sample_N, turn_N, the advantages that were trained
+        with and the log-probabilities of the teacher's likeliest tokens."""
 
     def saw(self, batch: ScoredBatch) -> None:
         """Remember what the learner made of the terms of an update's batch; waits for it."""

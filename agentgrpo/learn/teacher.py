@@ -7,18 +7,23 @@ The policy samples, the teacher scores the same tokens, and at each of them
 
 is its advantage: the policy gradient of the reverse KL to the teacher (arXiv:2306.13649,
 arXiv:2601.20802). pi_old is what the loss takes its ratio to (loss.old_logps). A token that the
-teacher was told nothing of has no A_teacher: 0.
+teacher was told nothing of has no A_teacher: 0. With teacher.topk it has none either, and its loss
+gets weight * KL(pi || pi_teacher) instead, over the teacher's likeliest tokens and the rest.
 
-It is another model, which reads what the policy read; or the policy itself (arXiv:2601.20802,
+It is another model, which reads what the policy read, in this process or behind a server; or the
+policy itself (arXiv:2601.20802,
 arXiv:2601.19897), which has read more of the task: what was wrong with this attempt, or one that
 was right. What the policy was shown in a turn is not told of its later turns again.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +31,7 @@ from torch import Tensor
 
 from agentgrpo import parallel
 from agentgrpo.config import TeacherConfig
+from agentgrpo.engine.endpoints import Scored
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Policy
@@ -37,19 +43,56 @@ Prompt = Callable[[Task, str], Int32]
 """The ids of a task's prompt in which the user also says a text."""
 Tell = Callable[[Rollout, Sequence[Rollout]], str]
 """What a teacher is told of a rollout, beside others of its task; "" for nothing."""
+Ask = Callable[[list[int], int], Scored]
+"""What a server says of ids, with so many of the likeliest in each place."""
+FIELDS = ("teacher_logprobs", "teacher_topk_logprobs", "topk_ids")
+"""Of a rollout, where it is written down."""
+AT_ONCE = 16
+"""Rows that a server is asked of."""
+
+
+class Said(NamedTuple):
+    """What a teacher said of a batch's terms; nan where it was told nothing."""
+
+    config: TeacherConfig
+    logp_N: Tensor
+    logp_NK: Tensor
+    ids_NK: Tensor
+
+    @property
+    def told_N1(self) -> Tensor:
+        return self.logp_N.isfinite()[:, None]
+
+    def advantage(self, group_N: Tensor, old_N: Tensor) -> Tensor:
+        """Of each term, where its groups alone have group_N, [N]."""
+        limit, weight = self.config.clip, 0.0 if self.config.topk else self.config.weight
+        own_N = (self.logp_N.to(old_N) - old_N).nan_to_num(0.0).clamp(-limit, limit)
+        return weight * own_N + (1 - self.config.weight) * group_N
+
+    def divergence(self, beside_NK: Tensor) -> Tensor:
+        """The reverse KL at each term, [N], of a policy that gives the tokens these nats.
+
+        What the two give to all other tokens is compared as that of one: TRL's topk_logits with
+        distillation_add_tail, at distillation_alpha 1.
+        """
+        ours, theirs = (
+            torch.cat([x, torch.log(-torch.expm1(x.logsumexp(1, True).clamp(max=-1e-7)))], 1)
+            for x in (torch.where(self.told_N1, x, 0.0) for x in (beside_NK, self.logp_NK))
+        )
+        return (ours.exp() * (ours - theirs) * self.told_N1).sum(1)
 
 
 class Teacher:
-    """Scores what the policy sampled: another model, `source`; or the policy behind other prompts,
-    which say what `tell` does, or without it the rollouts' own feedback.
+    """Scores what the policy sampled: another model, `source`, or behind `ask`; or the policy
+    behind other prompts, which say what `tell` does, or without it the rollouts' own feedback.
     """
 
     def __init__(
         self, config: TeacherConfig, policy: Policy, *, source: str | None = None,
-        prompt: Prompt | None = None, tell: Tell | None = None, temperature: float = 1.0,
-        max_tokens: int = 10**7,
+        ask: Ask | None = None, prompt: Prompt | None = None, tell: Tell | None = None,
+        temperature: float = 1.0, max_tokens: int = 10**7,
     ) -> None:  # fmt: skip
-        self._config, self._prompt, self._tell = config, prompt, tell
+        self._config, self._ask, self._prompt, self._tell = config, ask, prompt, tell
         self._temperature, self._max_tokens = temperature, max_tokens
         self._policy = policy
         self._left_out = 0
@@ -60,47 +103,72 @@ class Teacher:
 
     @torch.no_grad()
     def score(self, updates: Sequence[Update]) -> Metrics:
-        """Write the rollouts' teacher_logprobs, in one packed pass; what that cost."""
+        """Write what is said of the rollouts' tokens to their FIELDS; what that cost."""
         started, self._left_out = time.perf_counter(), 0
-        scorer = (self.beside and self.beside.scorer) or self._policy.scorer
-        score = self.beside or (lambda batch, temperature: scorer(batch, temperature).logp_N)
         pairs = [pair for update in updates for pair in self._read(update)]
-        batches = pack_tree(
-            [Group(task=read.task, rollouts=[read]) for read, _ in pairs],
-            max_tokens=self._max_tokens,
-            drop_zero_advantage=False,
-            share_prefixes=scorer.unpacked_reason is None,
-        )
         read, played = zip(*pairs, strict=True) if pairs else ((), ())
-        reading = Update(batches=batches, num_samples=len(read), rollouts=read, played=played)
-        found = []
-        for _, batch, counts in parallel.share(reading.batches):
-            logp_N = score(batch, self._temperature)
-            if counts:
-                found.append((*batch.labels, logp_N.float().cpu().numpy()))
-        for sample_N, turn_N, said_N in (one for part in parallel.gather(found) for one in part):
-            if np.isnan(said_N).any():
+        reading = Update(batches=(), num_samples=len(read), rollouts=read, played=played)
+        found, tokens = self._pass(read) if self._ask is None else self._asked(self._ask, read)
+        everything, terms = [one for part in parallel.gather(found) for one in part], 0
+        for sample_N, turn_N, *said in everything:
+            if np.isnan(said[0]).any():
                 raise FloatingPointError("the teacher gave a token a probability that is nan")
-            reading.take(sample_N, turn_N, teacher_logprobs=said_N)
+            fields = FIELDS if self._config.topk else FIELDS[:1]
+            reading.take(sample_N, turn_N, **dict(zip(fields, said, strict=False)))
+            terms += len(sample_N)
         return {
-            "teacher_tokens": float(sum(batch.num_tokens for batch in reading.batches)),
-            "teacher_terms": float(sum(batch.num_terms for batch in reading.batches)),
+            "teacher_tokens": float(tokens),
+            "teacher_terms": float(terms),
             "teacher_left_out": float(self._left_out),
             "teacher_s": time.perf_counter() - started,
         }
 
-    def advantage(
-        self, update: Update, batch: PackedBatch, group_N: Tensor, old_N: Tensor
-    ) -> Tensor:
-        """Of each term of a batch of the update, where its groups alone have group_N, [N]."""
-        said_N = np.full(batch.num_terms, np.nan, np.float32)
+    def _pass(self, read: Sequence[Rollout]) -> tuple[list[Any], int]:
+        """Of this rank's batches: labels and FIELDS of their terms; and all tokens, packed."""
+        scorer = (self.beside and self.beside.scorer) or self._policy.scorer
+        batches = pack_tree(
+            [Group(task=rollout.task, rollouts=[rollout]) for rollout in read],
+            max_tokens=self._max_tokens,
+            drop_zero_advantage=False,
+            share_prefixes=scorer.unpacked_reason is None,
+        )
+        found, score = [], self.beside or scorer
+        for _, batch, counts in parallel.share(batches):
+            said = score(batch, self._temperature, self._config.topk)
+            values = said.logp_N.float(), said.beside_NK.float(), said.ids_NK.int()
+            if counts:
+                found.append((*batch.labels, *(x.cpu().numpy() for x in values)))
+        return found, sum(batch.num_tokens for batch in batches)
+
+    def _asked(self, ask: Ask, read: Sequence[Rollout]) -> tuple[list[Any], int]:
+        """The same of a server, of one row after the other."""
+        rows = []
+        for sample, rollout in enumerate(read):
+            turns = itertools.count()
+            for row in rollout.rows:
+                labels = [np.full(len(s.token_ids), next(turns) if s.sampled else -1) for s in row]
+                ids = np.concatenate([segment.token_ids for segment in row]).tolist()
+                rows.append((sample, np.concatenate(labels)[1:], ids))
+        mine, found = parallel.mine(rows), []
+        with ThreadPoolExecutor(AT_ONCE, "asks a teacher") as side:
+            answers = side.map(lambda row: ask(row[2], self._config.topk), mine)
+            for (sample, turn_T, _), said in zip(mine, answers, strict=True):
+                own = turn_T >= 0
+                sample_N = np.full(own.sum(), sample)
+                found.append((sample_N, turn_T[own], *(values[own] for values in said)))
+        return found, sum(len(ids) for _, _, ids in rows)
+
+    def said(self, update: Update, batch: PackedBatch, device: str) -> Said:
+        """Of the terms of a batch of the update."""
+        size = batch.num_terms, self._config.topk
+        logp_N, logp_NK = np.full(size[0], np.nan, np.float32), np.zeros(size, np.float32)
+        arrays: tuple[Any, ...] = logp_N, logp_NK, np.zeros(size, np.int64)
         for rollout, segment, own in update.by_segment(*batch.labels):
-            said = rollout.teacher_logprobs and rollout.teacher_logprobs[segment]
-            if said is not None:
-                said_N[own] = said
-        limit, weight = self._config.clip, self._config.weight
-        own_N = (torch.from_numpy(said_N).to(old_N) - old_N).nan_to_num(0.0).clamp(-limit, limit)
-        return weight * own_N + (1 - weight) * group_N
+            for name, array in zip(FIELDS, arrays, strict=True):
+                values = getattr(rollout, name)
+                if values is not None and values[segment] is not None:
+                    array[own] = values[segment].reshape(array[own].shape)
+        return Said(self._config, *(torch.from_numpy(array).to(device) for array in arrays))
 
     def follow(self) -> None:
         """The policy was updated."""

@@ -38,7 +38,7 @@ class Update:
             for name, values_N in fields.items():
                 if getattr(rollout, name) is None:
                     setattr(rollout, name, [None] * len(rollout.all_segments))
-                getattr(rollout, name)[segment] = values_N[own]
+                getattr(rollout, name)[segment] = values_N[own].ravel()
 
     def by_segment(
         self, sample_N: Int32, turn_N: Int32

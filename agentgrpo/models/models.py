@@ -191,9 +191,11 @@ def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplat
 def teacher_model(
     config: TrainConfig, chat: ChatTemplate, say: Callable[[str], None]
 ) -> str | None:
-    """The directory or hub name of teacher.model, whose tokenizer is the policy's."""
+    """The directory or hub name of teacher.model, whose tokenizer is the policy's; None: there is
+    none here.
+    """
     named = config.teacher.model
-    if named is None or not config.teacher.teaches:
+    if named is None or config.teacher.endpoint or not config.teacher.teaches:
         return None
     model = resolve_model(named, say)
     ours, theirs = (known.tokenizer.get_vocab() for known in (chat, chat_of(model)))

@@ -86,11 +86,12 @@ def taught_faults(groups: Sequence[Group], config: TrainConfig) -> Iterator[tupl
             rollout.teacher_logprobs,
             rollout.token_advantages,
         )
+        none = [None] * len(segments)
+        yield from ((*place, fault) for fault in _topk_faults(rollout, c.topk * taught))
         if not taught or rollout.learner_logprobs is None:
             if found or (said and not taught):
                 yield *place, "has numbers of a teacher, and did not learn from one"
             continue
-        none = [None] * len(segments)
         each = rollout.segment_advantages or [rollout.advantage] * len(segments)
         columns = (segments, each, said or none, found or none, rollout.learner_logprobs)
         if len({*map(len, columns)}) > 1:
@@ -100,11 +101,51 @@ def taught_faults(groups: Sequence[Group], config: TrainConfig) -> Iterator[tupl
             old = segment.logprobs if sampler else seen
             fits = seen is None and trained is None
             if seen is not None and old is not None and trained is not None:
-                gap: Floats = np.zeros(len(old)) if theirs is None else theirs.astype(float) - old
+                gap: Floats = np.zeros(len(old))
+                if theirs is not None and not c.topk:
+                    gap = theirs.astype(float) - old
                 wanted = c.weight * np.clip(gap, -c.clip, c.clip) + (1 - c.weight) * own
                 fits = np.shape(trained) == wanted.shape and _near(trained, wanted)
             if not fits:
                 yield *place, f"segment {number}: token_advantages are not its teacher's"
+
+
+def _topk_faults(rollout: Rollout, topk: int) -> Iterator[str]:
+    """What is wrong with the form of what a teacher found likeliest, and with its probabilities."""
+    names = "teacher_logprobs", "topk_ids", "teacher_topk_logprobs", "learner_topk_logprobs"
+    none = [None] * len(rollout.all_segments)
+    columns = rollout.all_segments, *(getattr(rollout, name) or none for name in names)
+    for number, (segment, said, *found) in enumerate(zip(*columns, strict=False)):
+        shape = (len(segment.token_ids) * topk,) if topk and said is not None else ()
+        if {*map(np.shape, found)} != {shape} or (shape and len(said) * topk != shape[0]):
+            yield f"segment {number}: not {topk} tokens of a teacher in each place"
+        elif shape:
+            which, *both = (x.reshape(-1, topk) for x in found)
+            its = np.where(which == segment.token_ids[:, None], both[0] - said[:, None], 0.0)
+            distinct = all(len({*row}) == topk for row in which.tolist())
+            mass = np.max([np.exp(x.astype(float)).sum(1) for x in both])
+            if not (distinct and mass < 1 + 1e-4 and _near(its, np.zeros(its.shape))):
+                yield f"segment {number}: the probabilities of {topk} tokens cannot be these"
+
+
+def divergences_of(rollout: Rollout, topk: int) -> Floats:
+    """The reverse KL to the teacher over its likeliest tokens and the rest as one, of each token
+    that the learner saw; 0 where the teacher was told nothing.
+    """
+    names = "learner_logprobs", "teacher_topk_logprobs", "learner_topk_logprobs"
+    none: list[Float32 | None] = [None] * len(rollout.all_segments)
+    found = [np.zeros(0)]
+    for seen, *both in zip(*(getattr(rollout, name) or none for name in names), strict=False):
+        if seen is not None:
+            fits = {*map(np.shape, both)} == {(len(seen) * topk,)}
+            q, p = (_with_rest(x.reshape(-1, topk)) for x in both) if fits else (np.ones(1),) * 2
+            found.append((p * np.log(p / q)).sum(-1) + np.zeros(len(seen)))
+    return np.concatenate(found)
+
+
+def _with_rest(logp_NK: Float32) -> Floats:
+    p: Floats = np.exp(logp_NK.astype(float))
+    return np.column_stack([p, np.maximum(1 - p.sum(1), 1e-7)])
 
 
 Wanted = dict[int, tuple[float, list[float] | None]]

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from agentgrpo.config import TrainConfig
-from agentgrpo.proof.advantages import is_sample, num_sampled, reward_of
+from agentgrpo.proof.advantages import divergences_of, is_sample, num_sampled, reward_of
 from agentgrpo.proof.tokens import gaps_of
 from agentgrpo.types import Group, Rollout, Status
 
@@ -18,12 +18,12 @@ FLOAT32 = 1e-4
 
 
 def line_faults(
-    row: Mapping[str, Any], wanted: Mapping[str, float], tolerance: float = 1e-9
+    row: Mapping[str, Any], wanted: Mapping[str, float], relative: float = 1e-9, least: float = 1e-9
 ) -> Iterator[str]:
     """Where a line says another number than it should, or lacks one."""
     for name, value in wanted.items():
         said = row.get(name)
-        if not _is_number(said) or not math.isclose(said, value, rel_tol=tolerance, abs_tol=1e-9):
+        if not _is_number(said) or not math.isclose(said, value, rel_tol=relative, abs_tol=least):
             yield f"{name} is {said!r:.40}, the rollouts give {value:.6g}"
 
 
@@ -131,6 +131,10 @@ def learner_faults(
             wanted["learner/entropy_mean"] = float(entropies.sum() / max(len(entropies), 1))
             wanted["learner/sampler_gap_max"] = float(np.abs(gaps).max())
         yield from line_faults(row, wanted, FLOAT32)
+        if config.teacher.teaches and config.teacher.topk and loss.num_iterations == 1:
+            every = [divergences_of(rollout, config.teacher.topk) for rollout in rollouts]
+            apart = float(np.mean(np.concatenate(every)))
+            yield from line_faults(row, {"learner/teacher_kl": apart}, FLOAT32, 1e-6)
     mean, most = (row.get(f"engine/{name}_dlogp") for name in ("mean", "max"))
     if not (_is_number(mean) and _is_number(most) and 0 <= mean <= most <= limit):
         yield f"engine: the probes are {mean!r:.20}, {most!r:.20} apart, promised {limit:.3g}"

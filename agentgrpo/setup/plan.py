@@ -137,7 +137,8 @@ def _learning(config: TrainConfig, model: str) -> Iterator[Check]:
     rows = why_not_packed(init_on_meta(model, "bfloat16"))
     yield line("prefixes", "trees" if rows is None else f"rows: {rows}")
     if (c := config.teacher).teaches:
-        who = f"{c.model}, held in this process" if c.model else f"the policy, reading {c.feedback}"
+        where = "asked row by row" if c.endpoint else "held in this process"
+        who = f"{c.model}, {where}" if c.model else f"the policy, reading {c.feedback}"
         kept = f" (its average, decay {c.decay:g})" if c.decay else ""
         cost = "one more forward pass over what a step sampled"
         yield line("teacher", f"{who}{kept}, weight {c.weight:g}: {cost}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_callable
+from agentgrpo.engine.endpoints import HttpEndpoint, Scored
 from agentgrpo.rollout.observe import prompt_of
 from agentgrpo.setup.stage import RunSetup
 from agentgrpo.types import Int32, Rollout, Task
@@ -30,6 +31,8 @@ def teacher_of(config: TrainConfig, setup: RunSetup) -> Callable[[Policy], Teach
     if not c.teaches:
         return None
     given: dict[str, Any] = {"source": setup.teacher}
+    if c.endpoint is not None:
+        given["ask"] = _served(config, setup)
     if c.feedback:
         if isinstance(setup.agent, ProgramAgent) or setup.user_sampler is not None:
             raise ValueError(
@@ -46,6 +49,26 @@ def teacher_of(config: TrainConfig, setup: RunSetup) -> Callable[[Policy], Teach
         return Teacher(c, policy, temperature=temperature, max_tokens=limit, **given)
 
     return make
+
+
+def _served(config: TrainConfig, setup: RunSetup) -> Callable[[list[int], int], Scored]:
+    """What asks the teacher's server, once it has shown that it has the policy's tokenizer."""
+    c, temperature = config.teacher, config.rollout.temperature
+    server, known = setup.models.get(c.endpoint or ""), setup.chat.tokenizer
+    if not isinstance(server, HttpEndpoint):
+        raise ValueError(f"teacher.model {c.model!r}: no endpoint of kind 'http' has this name")
+    if temperature != 1:
+        raise ValueError(
+            f"rollout.temperature: {temperature:g}, but a teacher behind an endpoint says its "
+            "log-probabilities at temperature 1"
+        )
+    every = [*range(len(known))]
+    if server.decode(every) != known.decode(every):
+        raise ValueError(
+            f"teacher.model {c.model!r}: its tokenizer must be the policy's, and has other tokens"
+        )
+    server.score(every[:2], c.topk)  # it may allow fewer
+    return server.score
 
 
 def _prompt(setup: RunSetup, limit: int, feedback: str, task: Task, text: str) -> Int32:

@@ -352,6 +352,50 @@ def test_an_adapters_checkpoint_is_evaluated_and_trained_on_as_the_run_left_it(
     assert sum("learner/loss" in row for row in rows) == 1
 
 
+TOLD = """
+def own(view):
+    return None if view.answer is None else f"it is not {view.answer}"
+"""
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["teacher.model={other}", "teacher.topk=5"],
+        ["teacher.feedback=solutions", "teacher.decay=0.5"],
+        ["teacher.feedback=told:own", "teacher.topk=3"],
+    ],
+)
+def test_what_any_teacher_said_is_proven(model: Path, tmp_path: Path, settings: list[str]) -> None:
+    (tmp_path / "told.py").write_text(TOLD)
+    other = tiny.make_model_dir(tmp_path / "other", seed=5, tied=False)
+    config = write_config(tmp_path, model)
+    text = config.read_text().replace('feedback = "errors"\n', "").replace("decay = 0.5\n", "")
+    config.write_text(text)
+    given = [setting.format(other=other) for setting in settings]
+    ran = start(config, *given, "steps=2", PYTHONPATH=str(tmp_path))
+    status, _, err = finish(ran)
+    assert status == 0, err
+    run, topk = tmp_path / "run", any("topk" in setting for setting in settings)
+    report = verify.verify_run(run)
+    assert (report.faults, report.unaccounted) == ([], 0)
+    said = [r for r in rollouts(run, "train") if r.teacher_logprobs]
+    assert len(said) > 3
+    assert all((r.learner_topk_logprobs is not None) == topk for r in said)
+    rows = [row for row in read_lines(run / "metrics.jsonl") if "learner/loss" in row]
+    assert all(row["learner/teacher_terms"] > 0 for row in rows)
+    files = Files.of(run)
+    line = next(line for line in files.rollouts if line["teacher_logprobs"])
+    values = next(x for x in line["teacher_topk_logprobs" if topk else "teacher_logprobs"] if x)
+    values[:] = [value - 0.3 for value in values]
+    files.write(run, forged=True)
+    assert any(
+        ("learner/teacher_kl is" if topk else "token_advantages are not") in fault
+        for fault in verify.verify_run(run).faults
+    )
+
+
 def test_a_users_sampler_plays_what_is_trained_on(model: Path, tmp_path: Path) -> None:
     """It adds the two digits itself where the policy's code ends."""
     (tmp_path / "mine.py").write_text("""

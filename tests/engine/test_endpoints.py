@@ -191,6 +191,48 @@ def test_answers_of_another_form_are_never_text(server: Any, answer: Any) -> Non
         endpoint(server).complete(USER)
 
 
+OWN, FIRST, SECOND = (
+    {"11": {"logprob": -11.5, "rank": 2922, "decoded_token": " capital"}},
+    {"29": {"logprob": -0.75, "rank": 1, "decoded_token": "-"}},
+    {"28": {"logprob": -2.5, "rank": 2, "decoded_token": ","}},
+)
+
+
+def prompt_logprobs(*places: dict[str, Any] | None) -> dict[str, Any]:
+    """As vLLM 0.32's server answered one of 4 tokens, but for the numbers."""
+    choice = {"index": 0, "text": " lies", "prompt_logprobs": [*places], "prompt_token_ids": None}
+    return {"object": "text_completion", "choices": [choice]}
+
+
+def test_tokens_are_scored_by_vllms_server(server: Any) -> None:
+    answers = prompt_logprobs(None, OWN | FIRST | SECOND, FIRST | SECOND), {"prompt": "a b"}
+    server.answers = [lambda body, answer=answer: (200, answer) for answer in answers]
+    said = endpoint(server).score([7, 11, 28], 2)
+    assert said.logp_T.tolist() == [-11.5, -2.5]
+    assert said.ids_TK.tolist() == [[29, 28]] * 2
+    assert said.logp_TK.tolist() == [[-0.75, -2.5]] * 2
+    assert endpoint(server).decode([7, 11]) == "a b"
+    (path, _, body), (other, _, asked) = server.seen
+    assert (path, other) == ("/v1/completions", "/detokenize")
+    assert body == {"model": "m", "prompt": [7, 11, 28], "prompt_logprobs": 2, "max_tokens": 1}
+    assert asked == {"model": "m", "tokens": [7, 11]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"choices": [{"text": "a server without them"}]},
+        prompt_logprobs(None, OWN | FIRST | SECOND),
+        prompt_logprobs(None, OWN, FIRST | SECOND),
+        prompt_logprobs(None, FIRST | SECOND, FIRST | SECOND),
+    ],
+)
+def test_scores_of_another_form_are_none(server: Any, answer: Any) -> None:
+    server.answers = [lambda body: (200, answer)]
+    with pytest.raises(InfrastructureError, match="expected a choice with vLLM's prompt_logprobs"):
+        endpoint(server).score([7, 11, 28], 2)
+
+
 def test_a_server_that_is_too_slow_is_asked_again(server: Any) -> None:
     late = threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,12 +14,14 @@ import pytest
 import torch
 
 from agentgrpo.config import LossConfig, TeacherConfig, TrainConfig
+from agentgrpo.engine.endpoints import Scored
+from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.teacher import Teacher
+from agentgrpo.learn.teacher import FIELDS, Teacher
 from agentgrpo.learn.updates import plan_updates
-from agentgrpo.proof.advantages import taught_faults
+from agentgrpo.proof.advantages import divergences_of, taught_faults
 from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
-from tests.learn.given import TASK, TEMPERATURE, logp_of, oracle_model, run_config
+from tests.learn.given import TASK, TEMPERATURE, logp_of, mask_of, oracle_model, run_config
 from tests.learn.test_trl import Recorder, Table, padded
 from tests.learn.test_trl import played as played
 from tests.tiny import VOCAB, make_model_dir
@@ -37,8 +40,8 @@ class Other:
 
     scorer = Table(7)
 
-    def __call__(self, batch: Any, temperature: float) -> torch.Tensor:
-        return self.scorer(batch, temperature).logp_N
+    def __call__(self, *asked: Any) -> Any:
+        return self.scorer(*asked)
 
 
 def config_of(loss: LossConfig, teacher: TeacherConfig) -> TrainConfig:
@@ -49,15 +52,21 @@ def config_of(loss: LossConfig, teacher: TeacherConfig) -> TrainConfig:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_sampled_token_is_trls(
-    make_learner: MakeLearner, played: list[Group], masked: bool
+@pytest.mark.parametrize(("topk", "weight"), [(0, 1.0), (0, 0.3), (5, 1.0), (1, 0.3)])
+def test_the_loss_is_trls(
+    make_learner: MakeLearner, played: list[Group], masked: bool, topk: int, weight: float
 ) -> None:
-    """Of several turns, prefixes shared, in several batches; TRL's in one of padded rows."""
+    """Of several turns, prefixes shared, in several batches; TRL's in one of padded rows.
+
+    TRL's function takes the likeliest tokens of its first argument: given the teacher there, and
+    the other direction of the divergence, it is what TRL does with a teacher behind a server.
+    """
     pytest.importorskip("trl", reason="trl is in requirements-dev.txt")
     trl: Any = importlib.import_module("trl.experimental.sdpo.loss_utils")
     if masked:
         played[0].rollouts[1].treatment = played[0].rollouts[1].treatment.MASK
-    teacher = TeacherConfig(model="t")
+    teacher = TeacherConfig(model="t", topk=topk, weight=weight)
+    assign_advantages(played, ALONE)
     learner: Any = make_learner(ALONE, teacher=taught(teacher, source=None, max_tokens=32))
     learner._scorer = table = Table(0)
     learner._teacher.beside = Other()
@@ -69,13 +78,25 @@ def test_the_sampled_token_is_trls(
 
     student, rollouts = Table(0), [r for g in played for r in g.rollouts]
     batch = padded(rollouts, student, student.logp.detach(), Table(7).logp.detach())
-    both = [
-        torch.stack([logp, torch.log(-torch.expm1(logp))], -1)
-        for logp in (batch["logp"], batch["ref"])
-    ]
-    first = torch.zeros_like(batch["mask"], dtype=torch.long)
-    each = trl.compute_sampled_token_self_distillation_loss(*both, first, distillation_alpha=1.0)
     mask = batch["mask"]
+    if topk:
+        each = trl.compute_topk_self_distillation_loss(
+            Table(7).rows(batch["ids"]).detach(), student.rows(batch["ids"]),
+            distillation_topk=topk, distillation_alpha=0.0, distillation_add_tail=True,
+        )  # fmt: skip
+        assert said["teacher_kl"] == pytest.approx(
+            float((each * mask).sum() / mask.sum()), rel=1e-5
+        )
+    else:
+        both = [
+            torch.stack([logp, torch.log(-torch.expm1(logp))], -1)
+            for logp in (batch["logp"], batch["ref"])
+        ]
+        first = torch.zeros_like(mask, dtype=torch.long)
+        each = trl.compute_sampled_token_self_distillation_loss(
+            *both, first, distillation_alpha=1.0
+        )
+    each = weight * each - (1 - weight) * batch["advantages"][:, None] * batch["logp"]
     loss = ((each * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
     (wanted,) = torch.autograd.grad(loss, student.logp)
     assert wanted.abs().max() > 1e-4
@@ -124,6 +145,61 @@ def test_every_token_is_trained_with_what_is_recorded(
         assert changed[1] is not None
         changed[1][0] += 0.01
         assert [fault[:2] for fault in taught_faults(groups, config)] == [(1, 2)]
+
+
+@pytest.mark.parametrize("kind", ["rows", "trees"])
+def test_the_likeliest_tokens_are_compared_and_recorded(
+    make_learner: MakeLearner, groups: list[Group], tiny_model: Path, tmp_path: Path, kind: str
+) -> None:
+    """In float64 from the models' whole distributions; the proof comes to the same divergence."""
+    other, weight, topk = make_model_dir(tmp_path / "other", seed=5), 0.4, 6
+    teacher = TeacherConfig(model="t", weight=weight, topk=topk)
+    config = run_config(ALONE).model_copy(update={"teacher": teacher})
+    learner = make_learner(
+        ALONE, teacher=taught(teacher, source=str(other), temperature=TEMPERATURE)
+    )
+    updates = plan_updates(groups, config, step=0, share_prefixes=kind == "trees")
+    said = learner.step(updates)
+    apart = []
+    for rollout in (r for g in groups for r in g.rollouts):
+        theirs, ours = (distributions(oracle_model(f), rollout) for f in (other, tiny_model))
+        ids, first, second, trained = (
+            torch.from_numpy(np.concatenate([x for x in column or () if x is not None]))
+            for column in (
+                rollout.topk_ids, rollout.teacher_topk_logprobs, rollout.learner_topk_logprobs,
+                rollout.token_advantages,
+            )
+        )  # fmt: skip
+        wanted = theirs.topk(topk)
+        assert torch.equal(ids.view(-1, topk).long(), wanted.indices)
+        torch.testing.assert_close(
+            first.view(-1, topk).double(), wanted.values, rtol=1e-4, atol=1e-4
+        )
+        at = ours.gather(1, wanted.indices)
+        torch.testing.assert_close(second.view(-1, topk).double(), at, rtol=1e-4, atol=1e-4)
+        assert np.allclose(trained, (1 - weight) * rollout.advantage)
+        p, q = (torch.cat([x.exp(), 1 - x.exp().sum(1, True)], 1) for x in (at, wanted.values))
+        apart += (p * (p / q).log()).sum(1).tolist()
+        np.testing.assert_allclose(divergences_of(rollout, topk), apart[-len(p) :], atol=1e-5)
+    assert said["teacher_kl"] == pytest.approx(np.mean(apart), rel=1e-4)
+    assert list(taught_faults(groups, config)) == []
+    changes: list[tuple[str, Any]] = [
+        ("topk_ids", lambda x: x[:2].fill(7)),
+        ("teacher_topk_logprobs", lambda x: x[:topk].fill(-0.1)),
+        ("learner_topk_logprobs", lambda x: x.resize(topk, refcheck=False)),
+    ]
+    for name, change in changes:
+        forged = copy.deepcopy(groups)
+        change(getattr(forged[1].rollouts[2], name)[1])
+        assert [fault[:2] for fault in taught_faults(forged, config)] == [(1, 2)], name
+
+
+def distributions(model: Any, rollout: Rollout) -> torch.Tensor:
+    """Of the sampled tokens, [N, V], through the whole model, one rollout alone."""
+    ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE
+    return torch.log_softmax(logits, -1)[torch.from_numpy(mask_of(rollout)[1:])]
 
 
 PROMPT = np.array([5, 6, 7, 8], np.int32)
@@ -186,6 +262,42 @@ def test_what_was_read_in_a_turn_is_not_told_again(
     assert all((values == 0).all() for values in trained)
 
 
+@pytest.mark.parametrize("topk", [0, 4])
+def test_a_server_says_what_the_model_would_here(
+    make_learner: MakeLearner, groups: list[Group], tmp_path: Path, topk: int
+) -> None:
+    """Of several turns and rows, which it is asked for one by one."""
+    other = make_model_dir(tmp_path / "other", seed=5)
+    model, teacher = oracle_model(other), TeacherConfig(model="t", topk=topk)
+
+    def ask(ids: list[int], count: int) -> Scored:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1] / TEMPERATURE
+        logp, ids_T = torch.log_softmax(logits, -1), torch.tensor(ids)
+        most = logp.topk(count)
+        each = logp.gather(1, ids_T[1:, None])[:, 0], most.values, most.indices
+        return Scored(*(x.numpy() for x in each))
+
+    groups[1].rollouts.append(two_rows())
+    found = []
+    for given in ({"source": str(other), "temperature": TEMPERATURE}, {"ask": ask}):
+        played = copy.deepcopy(groups)
+        learner = make_learner(ALONE, teacher=taught(teacher, **given))
+        said = learner.step(plan_updates(played, config_of(ALONE, teacher), step=0))
+        rollouts = [r for g in played for r in g.rollouts]
+        found.append((said["teacher_terms"], rollouts, [*learner.policy.trained]))
+    (terms, here, trained), (asked, there, from_there) = found
+    assert terms == asked > 0
+    for ours, theirs in zip(here, there, strict=True):
+        for name in FIELDS[: 3 if topk else 1]:
+            columns = getattr(ours, name), getattr(theirs, name)
+            for a, b in zip(*columns, strict=True):
+                assert (a is None) == (b is None)
+                assert a is None or np.allclose(a, b, rtol=1e-5, atol=1e-5)
+    for p, q in zip(trained, from_there, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
 def test_a_solution_is_another_rollouts(make_learner: MakeLearner) -> None:
     rollouts = [two_rows() for _ in range(3)]
     rollouts[1].rewards["solved"] = 1.0
@@ -205,21 +317,24 @@ def test_a_solution_is_another_rollouts(make_learner: MakeLearner) -> None:
     assert said["teacher_tokens"] < 2 * 17, "two that read the same share it"
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.75])
+@pytest.mark.parametrize(
+    ("decay", "topk", "more"), [(0.0, 0, {}), (0.75, 0, {}), (0.75, 3, {"lora": {"rank": 2}})]
+)
 def test_the_average_follows_each_update_and_is_resumed(
-    make_learner: MakeLearner, groups: list[Group], tmp_path: Path, decay: float
-) -> None:
+    make_learner: MakeLearner, groups: list[Group], tmp_path: Path, decay: float, topk: int,
+    more: dict[str, Any],
+) -> None:  # fmt: skip
     for rollout in (r for g in groups for r in g.rollouts):
         rollout.feedback = ["x"]
 
     def prompt(task: Task, text: str) -> Int32:
         return np.arange(3, 20, dtype=np.int32) % VOCAB
 
-    teacher = TeacherConfig(feedback="errors", decay=decay)
+    teacher = TeacherConfig(feedback="errors", decay=decay, topk=topk)
     given = taught(teacher, prompt=prompt, temperature=TEMPERATURE)
     loss = LossConfig(num_mini_batches=2)
     config = run_config(loss).model_copy(update={"teacher": teacher})
-    learner = make_learner(loss, teacher=given)
+    learner = make_learner(loss, teacher=given, **more)
     first = [p.detach().clone() for p in learner.policy.trained]
     kept = []
     for step in range(2):
@@ -234,7 +349,7 @@ def test_the_average_follows_each_update_and_is_resumed(
         assert min(far) > 0
         assert min(near) > 0
     learner.save_state(tmp_path / "state.pt")
-    resumed = make_learner(loss, teacher=given)
+    resumed = make_learner(loss, teacher=given, **more)
     with torch.no_grad():
         for p, saved in zip(resumed.policy.trained, kept[-1], strict=True):
             p.copy_(saved)

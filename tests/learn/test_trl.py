@@ -44,7 +44,10 @@ OUR_DEFAULTS = {
 
 
 class Table:
-    """A model that has an opinion on every token id, and none on what came before it."""
+    """A model that has an opinion on every token id, and none on what came before it.
+
+    With `beside`, of such tokens too: all are log-probabilities of a distribution over the ids.
+    """
 
     unpacked_reason = None
 
@@ -55,9 +58,20 @@ class Table:
         for leaf in (self.logp, self.entropy):
             leaf.requires_grad_()
 
-    def __call__(self, batch: PackedBatch, temperature: float) -> PolicyOutput:
+    def __call__(
+        self, batch: PackedBatch, temperature: float, beside: Tensor | int = 0
+    ) -> PolicyOutput:
         at = torch.from_numpy(batch.target_N).long()
-        return PolicyOutput(self.logp[at], self.entropy[at])
+        if isinstance(beside, int):
+            beside = self.rows(at).topk(beside).indices
+        return PolicyOutput(
+            self.logp[at], self.entropy[at], self.rows(at).gather(1, beside), beside
+        )
+
+    def rows(self, at: Tensor) -> Tensor:
+        """A distribution for each place of the ids, which nobody else has."""
+        turned = (torch.arange(SIZE) + 7 * at[..., None]) % SIZE
+        return torch.log_softmax(3 * self.logp, -1)[turned]
 
     def move(self) -> None:
         """What an update does to it here."""
@@ -175,7 +189,7 @@ def padded(
                 mask[row, here] = float(rollout.trained)
                 sampler[row, here] = torch.from_numpy(segment.logprobs).double()
     return {
-        "logp": table.logp[ids], "entropy": table.entropy[ids], "old": start[ids],
+        "ids": ids, "logp": table.logp[ids], "entropy": table.entropy[ids], "old": start[ids],
         "ref": reference[ids], "sampler": sampler, "mask": mask.double(),
         "advantages": torch.tensor([r.advantage for r in rollouts], dtype=torch.float32).double(),
     }  # fmt: skip
