@@ -75,9 +75,10 @@ class Said(NamedTuple):
         What the two give to all other tokens is compared as that of one: TRL's topk_logits with
         distillation_add_tail, at distillation_alpha 1.
         """
+        both = beside_NK, self.logp_NK
         ours, theirs = (
             torch.cat([x, torch.log(-torch.expm1(x.logsumexp(1, True).clamp(max=-1e-7)))], 1)
-            for x in (torch.where(self.told_N1, x, 0.0) for x in (beside_NK, self.logp_NK))
+            for x in (torch.where(self.told_N1, x.to(beside_NK), 0.0) for x in both)
         )
         return (ours.exp() * (ours - theirs) * self.told_N1).sum(1)
 
