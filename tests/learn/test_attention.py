@@ -201,7 +201,7 @@ def loss_of(scorer: Scorer, batches: Sequence[PackedBatch]) -> torch.Tensor:
     """The on-policy objective at temperature 0.8, and a term of the entropy."""
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
-        logp, entropy = scorer(batch, 0.8)
+        logp, entropy, *_ = scorer(batch, 0.8)
         weight = torch.from_numpy(batch.advantage_N).double()
         total = total - (weight * logp).sum() + 0.1 * (weight * entropy).sum()
     return total
