@@ -23,6 +23,7 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -35,8 +36,7 @@
 enum mode {
     MODE_USERNS, /* clone into new namespaces, user namespace included */
     MODE_ROOT,   /* the same without a user namespace, under a user id of the session's own */
-    MODE_BARE,   /* no namespaces: Landlock, the filter, limits; home_options is the directory to
-                  * work in, tmp_options the readable paths, joined by ":" */
+    MODE_BARE,   /* no namespaces: Landlock, the filter, limits */
 };
 /* JAIL_ID: of agentgrpo/sandbox/jail.py, the user seen inside. */
 enum { MAX_CGROUPS = 3, JAIL_ID = 65534 };
@@ -102,13 +102,26 @@ set_effective_user(unsigned int uid)
                : 0;
 }
 
+/* The template's tree, copied where it is written to, onto a tmpfs that the session's /tmp then
+ * covers, as an empty directory covers the tree itself. Whether it failed. */
+static int
+mount_tree(const char *size, unsigned long plain)
+{
+    const char *dirs = "lowerdir=/sandbox/tree,upperdir=/tmp/1,workdir=/tmp/2,userxattr";
+    return mount("tmpfs", "/tmp", "tmpfs", plain, size) < 0 || mkdir("/tmp/1", 0755) < 0 ||
+           mkdir("/tmp/2", 0755) < 0 || mkdir("/home/user/repo", 0755) < 0 ||
+           mount("overlay", "/home/user/repo", "overlay", plain, dirs) < 0 ||
+           mount("tmpfs", "/sandbox/tree", "tmpfs", plain | MS_RDONLY, "size=4k") < 0;
+}
+
 static void
 mount_private_files(const struct session_spec *spec)
 {
     const unsigned long plain = MS_NOSUID | MS_NODEV;
     if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0 ||
-        mount("tmpfs", "/tmp", "tmpfs", plain, spec->tmp_options) < 0 ||
         mount("tmpfs", "/home/user", "tmpfs", plain, spec->home_options) < 0 ||
+        (access("/sandbox/tree", F_OK) == 0 && mount_tree(spec->home_options, plain)) ||
+        mount("tmpfs", "/tmp", "tmpfs", plain, spec->tmp_options) < 0 ||
         mount("tmpfs", "/dev/shm", "tmpfs", plain | MS_NOEXEC, spec->shm_options) < 0) {
         refuse(spec, SANDBOX_SETUP_MOUNTS);
     }

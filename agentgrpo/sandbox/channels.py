@@ -260,8 +260,7 @@ class Root(Owned):
 
     def beneath(self, path: str) -> str:
         """A path_of(), as it is found from directory."""
-        home = self.places.home
-        return path if self.places.own_root else "/" + os.path.relpath(path, home)
+        return path if self.places.own_root else "/" + os.path.relpath(path, self.places.home)
 
     def require_alive(self) -> None:
         """Raises what __init__() does if the session's interpreter has ended."""

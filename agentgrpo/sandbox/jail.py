@@ -117,6 +117,7 @@ def shown_paths(template: Template, extension: str) -> list[Bind]:
         )
     guest = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest")
     binds = [Bind(guest, GUEST_DIR), Bind(extension, EXTENSION_FILE)]
+    binds += [Bind(os.path.realpath(template.tree), "/sandbox/tree")] if template.tree else []
     paths = {path: path for path in (*template.interpreter_paths, *template.mounts)}
     paths |= dict(zip(template.site_dirs, shown_site_dirs(template), strict=True))
     for path, target in paths.items():

@@ -249,11 +249,12 @@ class Spawner:
             else f"address space of each process, a watchdog over all of them; no control group: "
             f"{self.cgroups_missing}"
         )
+        own = has_own_ids() and not self._template.tree
         return {
             "rung": str(self.rung),
             "stronger_rungs_failed": {str(rung): why for rung, why in self.failures.items()},
             "degraded": self.rung is Rung.BARE,
-            "users": "one per session" if has_own_ids() else "one for all sessions",
+            "users": "one per session" if own else "one for all sessions",
             "proc": self._proc(),
             "memory_limit": memory,
             "processors": self._processors(),

@@ -38,6 +38,9 @@ class Template:
     """Environment of the code, besides PATH, HOME, LANG and TMPDIR."""
     mounts: tuple[str, ...] = ()
     """Further files or directories to show read-only."""
+    tree: str = ""
+    """A directory that is ~/repo in each session, whose changes are its own copies. Needs user
+    namespaces; the sessions share a user id, whom all files in it must belong to."""
     limits: Limits | None = None
     """Bounds of its sessions, where the pool is not given others."""
     setup: str = ""

@@ -104,6 +104,8 @@ class Zygote:
         self._bounded = bound_address_space
         self._numbers = itertools.count()
         self._own_ids = has_own_ids() or rung in (Rung.ZYGOTE_ROOT, Rung.BARE)
+        if template.tree and rung is not Rung.ZYGOTE_USERNS:
+            raise SandboxUnavailable("a template's tree needs user namespaces")
         if rung is not Rung.BARE:  # it promises nothing of the kind
             jail.require_no_dumps()
         self.nsjail = "" if rung is Rung.BARE else jail.find_nsjail(nsjail)
@@ -240,12 +242,12 @@ class Zygote:
                     ) from error
             pipes.close_theirs()
             init, interpreter = await_ready(pipes.status, 2)
-            channels = pipes.detach(init, interpreter, self, places)
-            return channels, partial(self._clear_up, number)
+            return pipes.detach(init, interpreter, self, places), partial(self._clear_up, number)
 
     def _next_uid(self) -> int:
         """Who a session is on the machine: itself, or whom all of them are."""
-        return FIRST_UID + next(_uids) % NUM_UIDS if self._own_ids else jail.JAIL_ID
+        number = 0 if self.template.tree else next(_uids)  # an overlay copies nobody else's files
+        return FIRST_UID + number % NUM_UIDS if self._own_ids else jail.JAIL_ID
 
     def _clear_up(self, number: int) -> None:
         if self.rung is Rung.BARE:
