@@ -12,7 +12,6 @@ status.
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import os
 import random
@@ -22,86 +21,17 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import coverage
 import pytest
 
+from agentgrpo.envs.repair_places import Mutant, mutants_of
+
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("agentgrpo", "bench", "csrc", "docs", "kernels", "tests")
-SWAPS: dict[type[ast.AST], type[Any]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-    ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div,
-    ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.USub: ast.UAdd,
-}  # fmt: skip
-"""An operator: what takes its place."""
-
 TestsByLine = dict[str, dict[int, list[str]]]
-
-
-class Mutant(NamedTuple):
-    """`old`, which stands at (line, column) of `file` and spans one line, becomes `new`."""
-
-    file: str
-    line: int
-    column: int
-    old: str
-    new: str
-
-    def apply(self, text: str) -> str:
-        lines = text.splitlines(keepends=True)
-        line = lines[self.line - 1].encode()
-        end = self.column + len(self.old.encode())
-        assert line[self.column : end].decode() == self.old
-        lines[self.line - 1] = (line[: self.column] + self.new.encode() + line[end:]).decode()
-        return "".join(lines)
-
-
-def changed(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that may take a node's place: an operator swapped, a number or truth another."""
-    match node:
-        case ast.Compare(left, [op], [right]) if type(op) in SWAPS:
-            yield ast.Compare(left, [SWAPS[type(op)]()], [right])
-        case ast.BoolOp(op, values):
-            yield ast.BoolOp(SWAPS[type(op)](), values)
-        case ast.BinOp(left, op, right) if type(op) in SWAPS:
-            yield ast.BinOp(left, SWAPS[type(op)](), right)
-        case ast.UnaryOp(ast.Not(), operand):
-            yield operand
-        case ast.UnaryOp(op, operand) if type(op) in SWAPS:
-            yield ast.UnaryOp(SWAPS[type(op)](), operand)
-        case ast.Constant(bool() as value):
-            yield ast.Constant(not value)
-        case ast.Constant(int() | float() as value):
-            yield ast.Constant(value + 1)
-        case ast.IfExp(test, body, orelse):
-            yield ast.IfExp(test, orelse, body)
-        case ast.Expr(ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Continue() | ast.Break():
-            yield ast.Pass()
-
-
-def mutants_of(file: str, text: str) -> Iterator[Mutant]:
-    """Every mutant of a file, in the order of its syntax tree; none of annotations or messages."""
-
-    def walk(node: ast.AST) -> Iterator[ast.AST]:
-        yield node
-        for field, value in ast.iter_fields(node):
-            if field in ("annotation", "returns", "decorator_list", "exc", "msg"):
-                continue
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
-                    yield from walk(child)
-
-    for node in walk(ast.parse(text)):
-        if not isinstance(node, ast.expr | ast.stmt) or node.lineno != node.end_lineno:
-            continue
-        old = ast.get_source_segment(text, node) or ""
-        for new in changed(node):
-            said = f"({ast.unparse(new)})" if isinstance(new, ast.expr) else ast.unparse(new)
-            yield Mutant(file, node.lineno, node.col_offset, old, said)
 
 
 class Contexts:
