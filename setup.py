@@ -68,6 +68,7 @@ setup(
         "lora": ["peft"],
         "math": ["math-verify"],
         "parquet": ["datasets>=4", "pyarrow"],
+        "repair": ["packaging", "pytest"],
         "mcp": ["mcp"],
         "search": [],  # BM25 is SQLite's
         "gym": ["gymnasium", "reasoning-gym", "sympy"],

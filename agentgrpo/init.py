@@ -3,8 +3,9 @@
 The data is one JSON object a line with a question and its answer, or Parquet, or a directory that
 datasets' save_to_disk wrote, or a dataset of the Hugging Face hub (owner/name; data.subset=NAME and
 data.split=NAME say which part). Some of its rows are held out, to see whether the policy learns.
-`env` instead of data: the tasks of an environment that has its own (env.kind). With --examples:
-the files that shipped configs expect of you, to try these with.
+`env` instead of data: the tasks of an environment that has its own (env.kind). With --repair
+instead of data: tasks made from packages (docs/repair.md), those held out from others than those
+trained on. With --examples: the files that shipped configs expect of you, to try these with.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import load_config
 from agentgrpo.data.files import is_from_hub
 from agentgrpo.data.sources import rows_of
+from agentgrpo.envs import repair_tasks
 from agentgrpo.files import require_output
 from agentgrpo.models.models import resolve_model
 from agentgrpo.sandbox.doctor import examine
@@ -131,10 +133,15 @@ def main(arguments: list[str]) -> int:
         "--examples", nargs="?", type=Path, const=Path(), metavar="FOLDER",
         help="write the files that shipped configs expect, here or into a folder",
     )  # fmt: skip
+    parser.add_argument("--repair", action="append", metavar="PACKAGE", help="or a folder")
+    parser.add_argument("--tasks", type=int, default=50, help="of each kind from each package")
+    parser.add_argument("--show", default="test", choices=repair_tasks.WANTED, help="of them")
     parser.add_argument("--question", default="question", help="column of the question")
     parser.add_argument("--answer", default="answer", help="column of the expected answer")
     args = parser.parse_intermixed_args(arguments)
-    if args.examples is None and args.data is None:
+    if args.repair and args.data:
+        args.overrides.insert(0, args.data)
+    if args.examples is None and (args.model is None or not (args.data or args.repair)):
         parser.error("the following arguments are required: model, data")
     try:
         if args.examples is not None:
@@ -145,6 +152,9 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"{args.output} exists; remove it, or choose another with --output")
         if not args.model.startswith("package:"):
             resolve_model(args.model)
+        if args.repair:
+            args.data, *more = repair_tasks.write(args.repair, args.output, args.tasks, args.show)
+            args.overrides[:0] = more
         values = values_for(
             args.model, args.data, args.overrides, question=args.question, answer=args.answer,
             out_dir=Path("runs", args.output.stem),

@@ -100,7 +100,7 @@ class PythonEnv:
         host_tools: functions of this process that the code may call (sandbox.host_tools).
     """
 
-    answers = ("code",)
+    answers: tuple[str, ...] = ("code",)
 
     def __init__(
         self,
@@ -127,6 +127,9 @@ class PythonEnv:
 
 class PythonEpisode(SandboxEpisode):
     """One rollout's interpreters."""
+
+    directory: str | None = None
+    """Where those besides Python's start; None: at home."""
 
     def __init__(self, env: PythonEnv, task: Task) -> None:
         super().__init__(env.pool, env.host_tools)
@@ -202,7 +205,9 @@ class PythonEpisode(SandboxEpisode):
         if language == "python":
             return session
         if language not in self._contexts:
-            self._contexts[language] = start_context(session, language, self._env.pool.template)
+            self._contexts[language] = start_context(
+                session, language, self._pool.template, directory=self.directory
+            )
         return self._contexts[language]
 
     def close(self) -> None:

@@ -72,6 +72,7 @@ ENVIRONMENTS = {
     "mcp": "agentgrpo.envs.mcp:McpEnv",
     "answer": "agentgrpo.envs.answer:AnswerEnv",
     "unit_tests": "agentgrpo.envs.graded:UnitTestEnv",
+    "repair": "agentgrpo.envs.repair:RepairEnv",
     "search": "agentgrpo.envs.search:SearchEnv",
     "tagged": "agentgrpo.envs.tagged:TaggedEnv",
     "gymnasium": "agentgrpo.envs.gymnasium:GymnasiumEnv",

@@ -1,0 +1,193 @@
+"""A package that is broken, in a sandbox, to be repaired; its own tests decide (repair_judge.py).
+
+A task's spec is a row of repair_tasks.py. Sessions of a package come from a pool of its own, whose
+sandbox shows its files and no others.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any, Literal
+
+from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Schema
+from agentgrpo.envs.console import ConsoleEpisode
+from agentgrpo.envs.graded import partial_credit
+from agentgrpo.envs.python import PythonEnv, PythonEpisode, SandboxEpisode, as_infra_error
+from agentgrpo.envs.repair_judge import REPO, Answer, Tree, answer_in, judge, patch, prepare, put
+from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
+from agentgrpo.sandbox import HostTools, SandboxInfraError, SandboxPool, Session
+from agentgrpo.sandbox.program import Program
+from agentgrpo.types import Task
+
+VERDICT_S = 30.0  # of a processor, for the tests of an answer
+MOST_SHOWN = 6000  # bytes of what a tool answers
+
+
+class RepairEnv(PythonEnv):
+    """Episodes in ~/repo, by code, tools (read, search, replace, run_tests) or a console's lines.
+
+    Args:
+        pool: what the packages' pools are made like.
+        timeout_s: of one step.
+        partial: less than all is worth its share of the tests that were broken.
+        answer: what counts: the files of the tree, or the answer's text, which is the one line that
+            the question asks for.
+        console: the agent types lines (agent.kind = "repl").
+        host_tools: as for PythonEnv.
+    """
+
+    answers: tuple[str, ...] = ("code", "tools", "lines")
+    judges = True
+
+    def __init__(
+        self, pool: SandboxPool, timeout_s: float, *, partial: bool = False, console: bool = False,
+        answer: Literal["tree", "line"] = "tree", host_tools: HostTools | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(pool, timeout_s, host_tools=host_tools)
+        if pool.degraded:
+            raise ValueError("env.kind: 'repair' needs namespaces, and this machine makes none")
+        self.partial, self.answer, self.console = partial, answer, console
+        self.line_rewards: dict[str, float] = {}
+        self._rooms: dict[str, tuple[Tree, SandboxPool]] = {}
+        self._lock = threading.Lock()
+
+    def tools(self, task: Task) -> Sequence[Schema]:
+        return RepairEpisode(self, task).toolset().schemas
+
+    def reset(self, task: Task) -> Any:
+        missing = {"source", "tree", "diff", "tests", "others", "file", "line"} - task.spec.keys()
+        if missing:
+            raise ValueError(f"task {task.id}: no row of a repair task, it has no {missing}")
+        return RepairConsole(self, task) if self.console else RepairEpisode(self, task)
+
+    def room(self, task: Task) -> tuple[Tree, SandboxPool]:
+        """A task's package and its sessions, made at their first use."""
+        source, like = task.spec["source"], self.pool
+        with self._lock:
+            if source not in self._rooms:
+                tree, live = prepare(source), {"max_live": like.max_live, "min_idle": 2}
+                pool = tree.pool(like.template, like.limits, **live, all_cpus=like.all_cpus)
+                self._rooms[source] = tree, pool
+            if self._rooms[source][0].digest != task.spec["tree"]:
+                raise ValueError(f"task {task.id}: {source} has changed since it was made of it")
+            return self._rooms[source]
+
+    def close(self) -> None:
+        for _, pool in self._rooms.values():
+            pool.close()
+
+
+class Repairing(SandboxEpisode):
+    """One rollout's repository, however it acts there."""
+
+    _env: Any
+    _session: Any
+    _task: Task
+    feedback = ""
+    """What was wrong with the answer, for a teacher."""
+
+    def _broken(self) -> Answer:
+        diff, (tree, self._pool) = self._task.spec["diff"], self._env.room(self._task)
+        files = re.findall(r"^--- a/(.*)$", diff, re.MULTILINE)
+        return {path: patch(tree.read(path), path, diff) for path in files}
+
+    def _begin(self) -> Session:
+        broken, session = self._broken(), super()._begin()
+        with closing(session.files()) as files:
+            put(files, broken)
+        return session
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        """`solved`: all broken tests pass, and no other fails; `partial`: the share of those."""
+        given, (tree, pool) = self._broken(), self._env.room(self._task)
+        with as_infra_error():
+            changed = self._answer(given, answer, tree)
+            self.close()  # nothing of it runs beside the verdict, which has its place in the pool
+            if changed == given:
+                self.feedback = "nothing was changed"
+                return partial_credit(0.0)
+            share, verdict = judge(pool, tree, self._task.spec, changed, VERDICT_S)
+        self.feedback = verdict.reason
+        if verdict.infra_error:
+            raise InfrastructureError(verdict.reason)
+        return partial_credit(share if self._env.partial else float(share >= 1))
+
+    def _answer(self, given: Answer, answer: str | None, tree: Tree) -> Answer:
+        if self._env.answer == "tree":
+            alive = self._session is not None and self._session.alive
+            return answer_in(self._session, given, tree.sources()) if alive else given
+        path, number = self._task.spec["file"], self._task.spec["line"]
+        lines = given[path].splitlines(True)
+        old, new = lines[number - 1], (answer or "").strip("\r\n` \t")
+        indent = old[: len(old) - len(old.lstrip())]
+        lines[number - 1] = old if "\n" in new else f"{indent}{new}\n"
+        return {**given, path: "".join(lines)}
+
+
+class RepairConsole(Repairing, ConsoleEpisode):
+    """At a console."""
+
+    def __init__(self, env: Any, task: Task) -> None:
+        super().__init__(env)
+        self._task = task
+
+
+class RepairEpisode(Repairing, PythonEpisode):
+    """By code or tools, in any order."""
+
+    directory = REPO
+
+    def step(self, action: Action) -> Observation:
+        if not isinstance(action, CallTools):
+            return super().step(action)
+        if self._session is None:
+            with as_infra_error():
+                self._begin()
+        return observed([self.toolset().call(call) for call in calls_of(action)])
+
+    def toolset(self) -> Toolset:
+        """Its tools."""
+        return Toolset(
+            [Tool(one) for one in (self.read, self.search, self.replace, self.run_tests)]
+        )
+
+    def _shell(self, command: str) -> str:
+        session, timeout_s = self._session, self._env.timeout_s
+        try:
+            program = Program(
+                session.channels, ["/bin/bash", "-c", command], directory=REPO, output_max=4 << 20,
+                env=session.places.environment(self._pool.template),
+            )  # fmt: skip
+            with closing(program):
+                program.close_stdin()
+                late = "" if program.wait(timeout_s) else f"\nstill running after {timeout_s:g} s"
+                return program.stdout[-MOST_SHOWN:].decode("utf-8", "replace") + late
+        except SandboxInfraError as error:
+            raise InfrastructureError(str(error)) from error
+
+    def read(self, path: str, first: int = 1, last: int = 200) -> str:
+        """Lines of a file of the repository, from the first to the last, with their numbers."""
+        return self._shell(f"nl -ba -- {shlex.quote(path)} 2>&1 | sed -n {first},{last}p")
+
+    def search(self, pattern: str) -> str:
+        """Lines of the repository's Python files that match a pattern of grep -E."""
+        return self._shell(
+            f"grep -rnE --include='*.py' -e {shlex.quote(pattern)} . 2>&1 | head -n 60"
+        )
+
+    def replace(self, path: str, old: str, new: str) -> str:
+        """Replace a text that stands in a file of the repository exactly once."""
+        with closing(self._session.files()) as files:
+            text = files.read(f"{REPO}/{path}")
+            if text.count(old) != 1:
+                raise ValueError(f"the text stands there {text.count(old)} times")
+            files.write(f"{REPO}/{path}", text.replace(old, new))
+        return "replaced"
+
+    def run_tests(self, tests: str = "") -> str:
+        """Run tests by pytest: files or names as it takes them; all if none is named."""
+        return self._shell(f"python -m pytest -q -x --tb=short {tests} 2>&1 | tail -n 60")

@@ -1,0 +1,233 @@
+"""Repair tasks made from packages: a place is broken, and the package's own tests show it.
+
+Each is proven when it is made, by what judges answers: its tests pass before the break and fail
+behind it, no change scores 0, and the reverse of the break scores 1. All code of a package runs in
+the sandbox. The same packages, kinds and seed give the same tasks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from agentgrpo.envs.repair_judge import REPO, RUNNER, TEST, Tree, judge, patch, prepare, run_tests
+from agentgrpo.envs.repair_places import bodies_of, function_at, mutants_of, without_brackets
+from agentgrpo.files import read_json
+from agentgrpo.run.atomic import write_json, write_lines
+from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
+
+KINDS = ("place", "several", "body", "commit")
+"""One place, two or three of a file, a function's body, or a commit of a checkout taken back."""
+CPUS = os.cpu_count() or 1
+SUITE_S, VERDICT_S = 900.0, 6.0  # of a processor, for a suite and for the tests of a task
+MOST_TESTS = 40  # of a task: of those that run its lines those that run the fewest others
+Row = dict[str, Any]
+Known = Mapping[str, Mapping[str, Sequence[int]]]
+Break = tuple[Mapping[str, str], str, int, list[str]]
+"""Files of a tree, broken; file and line of the first place; tests that run what was changed."""
+WANTED: Mapping[str, str] = {
+    "test": "Repair its modules there. Its tests are right.",
+    "function": "Repair this function there. Its tests are right.",
+    "line": "One line of it is wrong. Answer with that line as it should be, and nothing else.",
+}
+"""How much a question shows: a test that fails; the function too; so that one line is asked for."""
+PROMPT = (
+    "You repair a Python package. Write bash between <code> and </code>; it runs in the repository "
+    "and you see what it prints. When the tests pass, reply with: Answer: done"
+)
+AGENTS = {True: ("", "Reply with one line.", "python"), False: ("Answer:", PROMPT, "bash")}
+
+
+def make(
+    sources: Sequence[str], *, count: int, kinds: Sequence[str] = KINDS, show: str = "test",
+    seed: int = 0,
+) -> list[Row]:  # fmt: skip
+    """Up to `count` tasks of each kind from each package, on all processors; ValueError if a source
+    is no package, or its tests do not run.
+    """
+    rows: list[Row] = []
+    with Progress() as bar:
+        for source in (str(Path(s).resolve()) if Path(s).is_dir() else s for s in sources):
+            tree, limits = prepare(source), Limits(cpu_s=900, value_kib=1 << 16, output_max_mib=64)
+            with tree.pool(Template(), limits, min_idle=0, all_cpus=CPUS) as pool:
+                known = kept(tree.folder / "baseline.json", partial(baseline, tree, pool))
+                for kind in kinds:
+                    task = bar.add_task(f"{tree.name} {tree.version} {kind}", total=count)
+                    tell = partial(bar.update, task)
+                    found = breaks(tree, kind, known, seed, source)
+                    name = tree.folder / f"tasks-{kind}-{show}-{seed}-{count}.json"
+                    proven = partial(
+                        prove_some, count, found, partial(prove, tree, pool, kind, show)
+                    )
+                    made = kept(name, partial(proven, tell))
+                    tell(completed=len(made), total=len(made))
+                    rows += [row | {"source": source} for row in made]
+    return rows
+
+
+def prove_some(count: int, found: Iterator[Break], prove: Any, tell: Any) -> list[Row]:
+    """The first of them that are proven, tried on all processors."""
+    done: list[Row] = []
+    with ThreadPoolExecutor(CPUS) as threads:
+        while len(done) < count and (some := [*itertools.islice(found, 2 * CPUS)]):
+            done = [*done, *filter(None, threads.map(prove, some))][:count]
+            tell(completed=len(done))
+    return done
+
+
+def kept(path: Path, make: Callable[[], Any]) -> Any:
+    """What is made once, and kept in a file."""
+    if not path.exists():
+        write_json(path, make())
+    return read_json(path)
+
+
+def baseline(tree: Tree, pool: SandboxPool) -> dict[str, dict[str, list[int]]]:
+    """The lines, by file, of each test that passed three times: as it is, backwards, and so by
+    another process with another hash seed.
+    """
+    first = run_tests(pool, {}, [], SUITE_S, traced=True)
+    second = run_tests(pool, {}, [], SUITE_S, backwards=True)
+    with Sandbox.create(pool=pool, timeout=5 * SUITE_S) as sandbox:
+        sandbox.files.write("/tmp/run.py", f"{RUNNER}\nprint('\\n' + run([], {REPO!r}, '', True))")
+        command = "PYTHONHASHSEED=2 python /tmp/run.py || true"
+        said: Any = sandbox.commands.run(command, cwd=REPO, timeout=5 * SUITE_S)
+    runs = [run["outcomes"] for run in (first, second, json.loads(said.stdout.splitlines()[-1]))]
+    stable = [test for test in runs[0] if all(run.get(test) == "p" for run in runs)]
+    if not stable:
+        raise ValueError(f"{tree.name}: no test passes each of three times: {first['said'][-999:]}")
+    return {test: first["lines"][test] for test in stable}
+
+
+def breaks(tree: Tree, kind: str, known: Known, seed: int, source: str) -> Iterator[Break]:
+    """All that can be tried, in the order of the seed."""
+    rng = random.Random(f"{seed} {kind} {tree.digest}")
+    if kind == "commit":
+        yield from _commits(tree, known, source) if Path(source, ".git").exists() else ()
+        return
+    by_line: dict[tuple[str, int], set[str]] = {}
+    for test, files in known.items():
+        for file, line in ((file, line) for file, lines in files.items() for line in lines):
+            by_line.setdefault((file, line), set()).add(test)
+    places = []
+    for file in tree.sources():
+        with contextlib.suppress(SyntaxError, ValueError):
+            found = (bodies_of if kind == "body" else mutants_of)(file, tree.read(file))
+            places += [p for p in found if any((file, line) in by_line for line in p.lines)]
+    rng.shuffle(places)
+    for place in places:
+        chosen, text = [place], tree.read(place.file)
+        if kind == "several":
+            others = {p.line: p for p in places if p.file == place.file and p.line != place.line}
+            chosen += rng.sample([*others.values()], min(len(others), rng.choice((1, 2))))
+        for one in sorted(chosen, key=lambda p: -p.line):  # the last first: lines stay
+            text = without_brackets(one, text).apply(text)
+        ran = {t for p in chosen for n in p.lines for t in by_line.get((p.file, n), ())}
+        yield {place.file: text}, place.file, place.line, _chosen(ran, known)
+
+
+def _chosen(tests: set[str], known: Known) -> list[str]:
+    """MOST_TESTS of some tests."""
+    size = {test: sum(map(len, known[test].values())) for test in tests}
+    return sorted(sorted(tests, key=lambda test: (size[test], test))[:MOST_TESTS])
+
+
+def _commits(tree: Tree, known: Known, source: str) -> Iterator[Break]:
+    """Commits of a checkout, taken back out of it as it is now, but for their tests."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", source, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    for commit in git("log", "--no-merges", "--format=%H", "-n", "500").split():
+        shown = ["show", "--format=", "--relative", "--no-renames", "--no-ext-diff", commit]
+        names = git(*shown, "--name-only").splitlines()
+        files = sorted({*names} & {*tree.sources()})
+        if not files or not any(map(TEST.fullmatch, names)):
+            continue
+        with tempfile.TemporaryDirectory() as place:
+            for file in files:
+                Path(place, file).parent.mkdir(parents=True, exist_ok=True)
+                Path(place, file).write_text(tree.read(file))
+            back, diff = ["git", "apply", "-R", "-"], git(*shown, "--", *files).encode()
+            if subprocess.run(back, input=diff, cwd=place, capture_output=True).returncode:
+                continue  # what came later has changed the same lines
+            answer = {file: at.read_text() for file in files if (at := Path(place, file)).exists()}
+        ran = {test for test, lines in known.items() if {*files} & lines.keys()}
+        yield answer, files[0], 1, _chosen(ran, known)
+
+
+def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) -> Row | None:
+    """The task of a break; None if no test fails by it, or it is not judged as it should be."""
+    answer, file, line, tests = broken
+    original = {path: tree.read(path) for path in answer}
+    ran = run_tests(pool, answer, tests, VERDICT_S)
+    failing = [test for test in tests if ran["outcomes"].get(test) == "f"]
+    if not failing or {*ran["outcomes"].values()} - {"p", "f"}:
+        return None
+    diff = ""
+    for path, text in original.items():
+        both = text.splitlines(True), answer[path].splitlines(True)
+        diff += "".join(difflib.unified_diff(*both, f"a/{path}", f"b/{path}"))
+    row: Row = {
+        "package": tree.name, "version": tree.version, "tree": tree.digest, "kind": kind,
+        "diff": diff, "tests": failing, "others": [test for test in tests if test not in failing],
+    }  # fmt: skip
+    scores = [judge(pool, tree, row, one, VERDICT_S)[0] for one in (answer, original)]
+    again = {path: patch(text, path, diff) for path, text in original.items()}
+    if scores != [0.0, 1.0] or again != answer:
+        return None
+    said, shown = ran["said"][-1500:], ""
+    if show != "test":
+        said = "\n".join(re.findall(r"^[>E] .*", ran["said"], re.MULTILINE)[:8])
+        first, last = function_at(answer[file], line)
+        lines = "\n".join(answer[file].splitlines()[first - 1 : last])
+        shown = f"{file}, from line {first} on:\n\n{lines}\n\n"
+    question = f"{tree.name} in {REPO} is broken: {len(failing)} tests fail, such as {failing[0]}"
+    question += f"\n\n{said}\n\n{shown}{WANTED[show]}"
+    id = hashlib.sha256(f"{tree.name} {diff}".encode()).hexdigest()[:16]
+    return row | {"id": id, "file": file, "line": line, "question": question}
+
+
+def hold_out(rows: Sequence[Row], seed: int = 0) -> tuple[list[Row], list[Row]]:
+    """Rows to train on and rows to evaluate by, which share no package; where there is but one, no
+    file, and where that is one too, ValueError.
+    """
+    key = "package" if len({row["package"] for row in rows}) > 1 else "file"
+    keys = sorted({row[key] for row in rows})
+    if len(keys) < 2:
+        raise ValueError(f"{len(rows)} tasks of one file or none: nothing can be held out")
+    random.Random(seed).shuffle(keys)
+    held = keys[: max(1, len(keys) // 5)]
+    return [row for row in rows if row[key] not in held], [row for row in rows if row[key] in held]
+
+
+def write(sources: Sequence[str], config: Path, count: int, show: str) -> list[str]:
+    """Make tasks and write them beside a config to be: the file to train on, and its settings."""
+    line = show == "line"
+    both = hold_out(make(sources, count=count, kinds=KINDS[:1] if line else KINDS, show=show))
+    paths = [config.resolve().with_suffix(f".{name}.jsonl") for name in ("train", "heldout")]
+    for path, rows in zip(paths, both, strict=True):
+        write_lines(path, rows)
+    prefix, prompt, language = AGENTS[line]
+    return [
+        str(paths[0]), "env.kind=repair", f"env.options.answer={'line' if line else 'tree'}",
+        f"data.heldout={paths[1]}", f"data.num_heldout={min(64, len(both[1]))}",
+        f"agent.options.answer_prefix={prefix}", f"agent.options.system_prompt={prompt}",
+        f"agent.options.language={language}", "reward.format=0.0",
+    ]  # fmt: skip
