@@ -3,9 +3,8 @@
 The data is one JSON object a line with a question and its answer, or Parquet, or a directory that
 datasets' save_to_disk wrote, or a dataset of the Hugging Face hub (owner/name; data.subset=NAME and
 data.split=NAME say which part). Some of its rows are held out, to see whether the policy learns.
-`env` instead of data: the tasks of an environment that has its own (env.kind). With --repair
-instead of data: tasks made from packages (docs/repair.md), those held out from others than those
-trained on. With --examples: the files that shipped configs expect of you, to try these with.
+`env` instead of data: the tasks of an environment that has its own (env.kind); --repair: tasks made
+from packages (docs/repair.md). With --examples: the files that shipped configs expect of you.
 """
 
 from __future__ import annotations

@@ -128,8 +128,7 @@ class PythonEnv:
 class PythonEpisode(SandboxEpisode):
     """One rollout's interpreters."""
 
-    directory: str | None = None
-    """Where those besides Python's start; None: at home."""
+    directory: str | None = None  # where those besides Python's start; None: at home
 
     def __init__(self, env: PythonEnv, task: Task) -> None:
         super().__init__(env.pool, env.host_tools)

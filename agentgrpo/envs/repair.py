@@ -1,16 +1,16 @@
 """A package that is broken, in a sandbox, to be repaired; its own tests decide (repair_judge.py).
 
-A task's spec is a row of repair_tasks.py. Sessions of a package come from a pool of its own, whose
-sandbox shows its files and no others.
+A task's spec is a row of repair_tasks.py. Sessions are of a pool that shows the package's files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import shlex
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from typing import Any, Literal
 
 from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Schema
@@ -34,8 +34,8 @@ class RepairEnv(PythonEnv):
         pool: what the packages' pools are made like.
         timeout_s: of one step.
         partial: less than all is worth its share of the tests that were broken.
-        answer: what counts: the files of the tree, or the answer's text, which is the one line that
-            the question asks for.
+        answer: what counts: the files of the tree; or the answer's text, which is the one line that
+            the question asks for, or of a program what RepairEpisode.changed() gave it.
         console: the agent types lines (agent.kind = "repl").
         host_tools: as for PythonEnv.
     """
@@ -45,7 +45,7 @@ class RepairEnv(PythonEnv):
 
     def __init__(
         self, pool: SandboxPool, timeout_s: float, *, partial: bool = False, console: bool = False,
-        answer: Literal["tree", "line"] = "tree", host_tools: HostTools | None = None,
+        answer: Literal["tree", "line", "changed"] = "tree", host_tools: HostTools | None = None,
     ) -> None:  # fmt: skip
         super().__init__(pool, timeout_s, host_tools=host_tools)
         if pool.degraded:
@@ -88,7 +88,6 @@ class Repairing(SandboxEpisode):
     _session: Any
     _task: Task
     feedback = ""
-    """What was wrong with the answer, for a teacher."""
 
     def _broken(self) -> Answer:
         diff, (tree, self._pool) = self._task.spec["diff"], self._env.room(self._task)
@@ -97,7 +96,7 @@ class Repairing(SandboxEpisode):
 
     def _begin(self) -> Session:
         broken, session = self._broken(), super()._begin()
-        with closing(session.files()) as files:
+        with contextlib.closing(session.files()) as files:
             put(files, broken)
         return session
 
@@ -120,6 +119,11 @@ class Repairing(SandboxEpisode):
         if self._env.answer == "tree":
             alive = self._session is not None and self._session.alive
             return answer_in(self._session, given, tree.sources()) if alive else given
+        if self._env.answer == "changed":
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                told = dict(json.loads(answer or "{}"))
+                given = {**given, **{p: str(told[p]) for p in tree.sources() if p in told}}
+            return given
         path, number = self._task.spec["file"], self._task.spec["line"]
         lines = given[path].splitlines(True)
         old, new = lines[number - 1], (answer or "").strip("\r\n` \t")
@@ -149,6 +153,11 @@ class RepairEpisode(Repairing, PythonEpisode):
                 self._begin()
         return observed([self.toolset().call(call) for call in calls_of(action)])
 
+    def changed(self) -> str:
+        """The modules that were changed so far, as the answer of a program that plays in it."""
+        given, (tree, _) = self._broken(), self._env.room(self._task)
+        return json.dumps(answer_in(self._session, given, tree.sources()))
+
     def toolset(self) -> Toolset:
         """Its tools."""
         return Toolset(
@@ -162,7 +171,7 @@ class RepairEpisode(Repairing, PythonEpisode):
                 session.channels, ["/bin/bash", "-c", command], directory=REPO, output_max=4 << 20,
                 env=session.places.environment(self._pool.template),
             )  # fmt: skip
-            with closing(program):
+            with contextlib.closing(program):
                 program.close_stdin()
                 late = "" if program.wait(timeout_s) else f"\nstill running after {timeout_s:g} s"
                 return program.stdout[-MOST_SHOWN:].decode("utf-8", "replace") + late
@@ -181,7 +190,7 @@ class RepairEpisode(Repairing, PythonEpisode):
 
     def replace(self, path: str, old: str, new: str) -> str:
         """Replace a text that stands in a file of the repository exactly once."""
-        with closing(self._session.files()) as files:
+        with contextlib.closing(self._session.files()) as files:
             text = files.read(f"{REPO}/{path}")
             if text.count(old) != 1:
                 raise ValueError(f"the text stands there {text.count(old)} times")

@@ -1,11 +1,10 @@
 """Packages as they are repaired, and what a repair is worth by their own tests.
 
 A tree is a package's files alone, with no history and no second copy (no .git, RECORD, wheel or
-entry among the packages beside it), made once, under a name that its content decides, in the user's
-cache. Of an answer only the text of modules counts, tried in a fresh session. What is graded runs
-in the process of its tests, as pytest has it. So that it does not decide on the verdict: it may not
-use more words that look at or change the interpreter than its file had (WORDS), what the tests are
-run with is compared (repair_runner.py), and the verdict comes with a secret that was made for it.
+entry among the packages beside it), kept in the user's cache under a name that its content decides.
+Of an answer only the text of modules counts, in a fresh session. It runs in the process of its
+tests, as pytest has it. So that it does not decide on the verdict, its words are counted (WORDS),
+what the tests are run with is compared (repair_runner.py), and the verdict comes with a secret.
 """
 
 from __future__ import annotations
@@ -202,8 +201,7 @@ def patch(text: str, path: str, diff: str) -> str:
 
 RUNNER = (Path(__file__).parent / "repair_runner.py").read_text()
 MOST = 1 << 20  # bytes of a file of an answer
-Answer = Mapping[str, str]
-"""Files that were changed."""
+Answer = Mapping[str, str]  # the files that were changed
 REACHING = """
 ABCMeta ALWAYS_EQ EnumMeta EnumType __bases__ __bool__ __builtins__ __class__ __closure__ __code__
 __contains__ __dict__ __eq__ __file__ __ge__ __getattr__ __getattribute__ __globals__ __gt__
@@ -218,8 +216,7 @@ signal socket subprocess sys tb_frame tb_next tempfile thread threading time tra
 unittest vars weakref zipimport
 """
 WORDS = frozenset(REACHING.split())
-"""Names, attributes, modules and texts by which code reaches beyond its own values, or decides what
-its values are equal to."""
+"""By these code reaches beyond its own values, or decides what its values are equal to."""
 
 
 def words_of(source: str) -> Counter[str]:

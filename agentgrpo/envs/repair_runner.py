@@ -1,7 +1,7 @@
 """Runs in a session (repair_judge.py): tests by pytest, and what came of each.
 
-What the tests are run with, the files of the tree aside, is kept in mind before and compared
-afterwards: a package that replaces an assertion, a reporter or a function of another module fails.
+What the tests are run with, the tree aside, is compared before and afterwards: who replaces an
+assertion, a reporter or a function of another module fails.
 """
 
 from __future__ import annotations

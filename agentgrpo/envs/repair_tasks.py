@@ -35,7 +35,7 @@ KINDS = ("place", "several", "body", "commit")
 """One place, two or three of a file, a function's body, or a commit of a checkout taken back."""
 CPUS = os.cpu_count() or 1
 SUITE_S, VERDICT_S = 900.0, 6.0  # of a processor, for a suite and for the tests of a task
-MOST_TESTS = 40  # of a task: of those that run its lines those that run the fewest others
+MOST_TESTS = 40  # of a task
 Row = dict[str, Any]
 Known = Mapping[str, Mapping[str, Sequence[int]]]
 Break = tuple[Mapping[str, str], str, int, list[str]]
@@ -71,10 +71,8 @@ def make(
                     tell = partial(bar.update, task)
                     found = breaks(tree, kind, known, seed, source)
                     name = tree.folder / f"tasks-{kind}-{show}-{seed}-{count}.json"
-                    proven = partial(
-                        prove_some, count, found, partial(prove, tree, pool, kind, show)
-                    )
-                    made = kept(name, partial(proven, tell))
+                    one = partial(prove, tree, pool, kind, show)
+                    made = kept(name, partial(prove_some, count, found, one, tell))
                     tell(completed=len(made), total=len(made))
                     rows += [row | {"source": source} for row in made]
     return rows
@@ -142,9 +140,8 @@ def breaks(tree: Tree, kind: str, known: Known, seed: int, source: str) -> Itera
 
 
 def _chosen(tests: set[str], known: Known) -> list[str]:
-    """MOST_TESTS of some tests."""
-    size = {test: sum(map(len, known[test].values())) for test in tests}
-    return sorted(sorted(tests, key=lambda test: (size[test], test))[:MOST_TESTS])
+    """MOST_TESTS of some tests: those that run the fewest lines."""
+    return sorted(tests, key=lambda t: (sum(map(len, known[t].values())), t))[:MOST_TESTS]
 
 
 def _commits(tree: Tree, known: Known, source: str) -> Iterator[Break]:

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from agentgrpo import init
 from agentgrpo.actions import CallTools, RunCode, ToolCall
 from agentgrpo.envs import repair_judge, repair_tasks
 from agentgrpo.envs.repair import RepairConsole, RepairEnv, RepairEpisode
-from agentgrpo.run.atomic import read_lines
+from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.sandbox import Limits, SandboxPool
-from agentgrpo.types import Task
+from agentgrpo.types import Status, Task
 from tests import warm
+from tests.programs.clients import ENVIRONMENT
+from tests.programs.test_play import sampler_of, turn
 
 PRICES = '''\
 """Prices."""
@@ -477,3 +481,31 @@ def test_from_a_folder_to_verdicts(
     played = read_lines(tmp_path / "run" / "rollouts.jsonl")
     assert {record["rewards"]["solved"] for record in played} == {0.0}
     assert sum(record["stats"]["tool_calls"] for record in played) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the client's own packages
+def test_mini_swe_agent_repairs_it(
+    rows: list[dict[str, Any]], env: RepairEnv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unmodified, through the endpoint; its commands run in a session, its answer is what changed."""
+    pytest.importorskip("minisweagent", reason="requirements-dev.txt")
+    row = of_kind(rows, "body")
+    write_lines(tmp_path / "tasks.jsonl", [row])
+    for name, value in (*ENVIRONMENT.items(), ("REPAIR_TASKS", str(tmp_path / "tasks.jsonl"))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(env, "answer", "changed")
+    agent = importlib.import_module("tests.programs.repairing").agent
+
+    def told(says: list[str], number: int, _: str) -> Any:
+        return turn(says[number])
+
+    for lines, paid in ((PRICES, 1.0), (PRICES.replace(">=", ">"), 0.0)):
+        code = f"cat > shop/prices.py << 'END'\n{lines}END\necho x > shop/tests/test_prices.py"
+        done = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+        calls = [json.dumps({"name": "bash", "arguments": {"command": c}}) for c in (code, done)]
+        says = [f"<tool_call>{call}</tool_call>" for call in calls]
+        sampler, _ = sampler_of(agent, partial(told, says), env=env, max_turn_tokens=4000)
+        ((group,), _) = sampler.play([task_of(row)], 1, seed=0)
+        (rollout,) = group.rollouts
+        assert (rollout.status, rollout.rewards["solved"]) == (Status.COMPLETED, paid)
