@@ -34,6 +34,8 @@ from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
 KINDS = ("place", "several", "body", "commit")
 """One place, two or three of a file, a function's body, or a commit of a checkout taken back."""
 CPUS = os.cpu_count() or 1
+MAKER = hashlib.sha256(RUNNER.encode() + Path(__file__).read_bytes()).hexdigest()[:8]
+"""Of what is made by other code nothing is kept."""
 SUITE_S, VERDICT_S = 900.0, 6.0  # of a processor, for a suite and for the tests of a task
 MOST_TESTS = 40  # of a task
 Row = dict[str, Any]
@@ -65,12 +67,12 @@ def make(
         for source in (str(Path(s).resolve()) if Path(s).is_dir() else s for s in sources):
             tree, limits = prepare(source), Limits(cpu_s=900, value_kib=1 << 16, output_max_mib=64)
             with tree.pool(Template(), limits, min_idle=0, all_cpus=CPUS) as pool:
-                known = kept(tree.folder / "baseline.json", partial(baseline, tree, pool))
+                known = kept(tree.folder / f"{MAKER}-baseline.json", partial(baseline, tree, pool))
                 for kind in kinds:
                     task = bar.add_task(f"{tree.name} {tree.version} {kind}", total=count)
                     tell = partial(bar.update, task)
                     found = breaks(tree, kind, known, seed, source)
-                    name = tree.folder / f"tasks-{kind}-{show}-{seed}-{count}.json"
+                    name = tree.folder / f"{MAKER}-{kind}-{show}-{seed}-{count}.json"
                     one = partial(prove, tree, pool, kind, show)
                     made = kept(name, partial(prove_some, count, found, one, tell))
                     tell(completed=len(made), total=len(made))
@@ -202,9 +204,7 @@ def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) ->
 
 
 def hold_out(rows: Sequence[Row], seed: int = 0) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows to evaluate by, which share no package; where there is but one, no
-    file, and where that is one too, ValueError.
-    """
+    """Rows to train on and rows to evaluate by: they share no package, or of one alone no file."""
     key = "package" if len({row["package"] for row in rows}) > 1 else "file"
     keys = sorted({row[key] for row in rows})
     if len(keys) < 2:

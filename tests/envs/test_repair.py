@@ -22,6 +22,7 @@ from agentgrpo.envs import repair_judge, repair_tasks
 from agentgrpo.envs.repair import RepairConsole, RepairEnv, RepairEpisode
 from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.sandbox import Limits, SandboxPool
+from agentgrpo.testing import assert_no_cheat_pays
 from agentgrpo.types import Status, Task
 from tests import warm
 from tests.programs.clients import ENVIRONMENT
@@ -481,6 +482,7 @@ def test_from_a_folder_to_verdicts(
     played = read_lines(tmp_path / "run" / "rollouts.jsonl")
     assert {record["rewards"]["solved"] for record in played} == {0.0}
     assert sum(record["stats"]["tool_calls"] for record in played) > 0
+    assert len(assert_no_cheat_pays(path, at_most=0.0, reward_at_most=0.0, tasks=2)) > 15
 
 
 @pytest.mark.slow
