@@ -93,7 +93,8 @@ def _numbering() -> str:
 
 def lines_of(path: str) -> list[str]:
     """Of a file of /proc. Names of files and of processes in it may be any bytes."""
-    return Path(path).read_bytes().decode("utf-8", "surrogateescape").removesuffix("\n").split("\n")
+    text = Path(path).read_bytes().decode("utf-8", "surrogateescape")
+    return text.removesuffix("\n").split("\n")
 
 
 def _mounted() -> dict[str, Path]:

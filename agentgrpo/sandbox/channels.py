@@ -260,7 +260,8 @@ class Root(Owned):
 
     def beneath(self, path: str) -> str:
         """A path_of(), as it is found from directory."""
-        return path if self.places.own_root else "/" + os.path.relpath(path, self.places.home)
+        home = self.places.home
+        return path if self.places.own_root else "/" + os.path.relpath(path, home)
 
     def require_alive(self) -> None:
         """Raises what __init__() does if the session's interpreter has ended."""

@@ -229,7 +229,8 @@ class Files(ProcessBound):
     def get_info(self, path: str) -> EntryInfo:
         """What an entry is; a link is not followed."""
         with self._parent(path) as (fd, name):
-            return _entry(fd, name, os.path.dirname(os.path.normpath(self._full(path))))
+            full = os.path.normpath(self._full(path))
+            return _entry(fd, name, os.path.dirname(full))
 
     def exists(self, path: str) -> bool:
         """Whether something is there; a link counts as what it points to inside the session."""

@@ -93,7 +93,8 @@ def _text(data: bytes) -> str:
 def _joined(stream: Stream) -> str:
     if not stream.left_out:
         return _text(stream.head + stream.tail)
-    return f"{_text(stream.head)}\n... {stream.left_out} bytes left out ...\n{_text(stream.tail)}"
+    missing = f"\n... {stream.left_out} bytes left out ...\n"
+    return _text(stream.head) + missing + _text(stream.tail)
 
 
 def show_output(raw: RawStep, result: StepResult) -> None:

@@ -236,7 +236,8 @@ def _option(name: str) -> list[Instruction]:
     index, error, values = OPTIONS[name]
     argument, *tests = _only(index, values, error)
     mask = [(AND, 0, 0, ~FUTEX_FLAGS & 0xFFFFFFFF)] if name == "futex" else []
-    return [argument, *mask, *(_one_of(SEEMS[name], [_deny(0)]) if name in SEEMS else []), *tests]
+    seems = _one_of(SEEMS[name], [_deny(0)]) if name in SEEMS else []
+    return [argument, *mask, *seems, *tests]
 
 
 def _but(mask: int, values: list[int], program: list[Instruction]) -> list[Instruction]:

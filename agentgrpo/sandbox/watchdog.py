@@ -68,7 +68,8 @@ def sockets_kib(pid: int) -> int:
     accepted.
     """
     with contextlib.suppress(*GONE):
-        return int(Path(f"/proc/{pid}/net/sockstat").read_text().split(maxsplit=3)[2]) * SOCKET_KIB
+        used = Path(f"/proc/{pid}/net/sockstat").read_text().split(maxsplit=3)[2]
+        return int(used) * SOCKET_KIB
     return 0
 
 

@@ -242,7 +242,8 @@ class Zygote:
                     ) from error
             pipes.close_theirs()
             init, interpreter = await_ready(pipes.status, 2)
-            return pipes.detach(init, interpreter, self, places), partial(self._clear_up, number)
+            channels = pipes.detach(init, interpreter, self, places)
+            return channels, partial(self._clear_up, number)
 
     def _next_uid(self) -> int:
         """Who a session is on the machine: itself, or whom all of them are."""
