@@ -36,7 +36,8 @@
 enum mode {
     MODE_USERNS, /* clone into new namespaces, user namespace included */
     MODE_ROOT,   /* the same without a user namespace, under a user id of the session's own */
-    MODE_BARE,   /* no namespaces: Landlock, the filter, limits */
+    MODE_BARE,   /* no namespaces: Landlock, the filter, limits; home_options is the directory to
+                  * work in, tmp_options the readable paths, joined by ":" */
 };
 /* JAIL_ID: of agentgrpo/sandbox/jail.py, the user seen inside. */
 enum { MAX_CGROUPS = 3, JAIL_ID = 65534 };
