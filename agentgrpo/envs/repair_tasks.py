@@ -34,7 +34,8 @@ from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
 KINDS = ("place", "several", "body", "commit")
 """One place, two or three of a file, a function's body, or a commit of a checkout taken back."""
 CPUS = os.cpu_count() or 1
-MAKER = hashlib.sha256(RUNNER.encode() + Path(__file__).read_bytes()).hexdigest()[:8]
+CODE = sorted(Path(__file__).parent.glob("repair*.py"))
+MAKER = hashlib.sha256(b"".join(path.read_bytes() for path in CODE)).hexdigest()[:8]
 """Of what is made by other code nothing is kept."""
 SUITE_S, VERDICT_S = 900.0, 6.0  # of a processor, for a suite and for the tests of a task
 MOST_TESTS = 40  # of a task
