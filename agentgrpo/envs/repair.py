@@ -104,7 +104,7 @@ class Repairing(SandboxEpisode):
         """`solved`: all broken tests pass, and no other fails; `partial`: the share of those."""
         given, (tree, pool) = self._broken(), self._env.room(self._task)
         with as_infra_error():
-            changed = self._answer(given, answer, tree)
+            changed = self._answer(given, answer)
             self.close()  # nothing of it runs beside the verdict, which has its place in the pool
             if changed == given:
                 self.feedback = "nothing was changed"
@@ -115,14 +115,14 @@ class Repairing(SandboxEpisode):
             raise InfrastructureError(verdict.reason)
         return partial_credit(share if self._env.partial else float(share >= 1))
 
-    def _answer(self, given: Answer, answer: str | None, tree: Tree) -> Answer:
+    def _answer(self, given: Answer, answer: str | None) -> Answer:
         if self._env.answer == "tree":
             alive = self._session is not None and self._session.alive
-            return answer_in(self._session, given, tree.sources()) if alive else given
+            return answer_in(self._session, given) if alive else given
         if self._env.answer == "changed":
             with contextlib.suppress(ValueError, TypeError, RecursionError):
                 told = dict(json.loads(answer or "{}"))
-                given = {**given, **{p: str(told[p]) for p in tree.sources() if p in told}}
+                given = {path: str(told.get(path, text)) for path, text in given.items()}
             return given
         path, number = self._task.spec["file"], self._task.spec["line"]
         lines = given[path].splitlines(True)
@@ -154,9 +154,8 @@ class RepairEpisode(Repairing, PythonEpisode):
         return observed([self.toolset().call(call) for call in calls_of(action)])
 
     def changed(self) -> str:
-        """The modules that were changed so far, as the answer of a program that plays in it."""
-        given, (tree, _) = self._broken(), self._env.room(self._task)
-        return json.dumps(answer_in(self._session, given, tree.sources()))
+        """What it has made of the broken files, as the answer of a program that plays in it."""
+        return json.dumps(answer_in(self._session, self._broken()))
 
     def toolset(self) -> Toolset:
         """Its tools."""

@@ -40,7 +40,6 @@ from agentgrpo.sandbox.jail import FIRST_UID, has_own_ids, shown_site_dirs
 from agentgrpo.sandbox.result import StepStatus
 
 REPO = "/home/user/repo"  # where a session has it
-MADE = 1_577_836_800  # the time of all its files, so that one that was written since is seen
 NO_PART = re.compile(r"\.|__pycache__$|(build|dist|venv|env|node_modules|.*\.egg-info)$")
 TEST = re.compile(r"(.*/)?(tests?(/.*)?|testing/.*|test_[^/]*|[^/]*_test\.py|conftest.*|setup\.py)")
 SETUP = f"import os, sys\nos.chdir({REPO!r})\nsys.path[:0] = [{REPO!r}, {REPO + '/src'!r}]"
@@ -74,7 +73,7 @@ class Tree(NamedTuple):
             like, name=f"repair {self.name}", tree=str(self.folder / "tree"), preload=("pytest",),
             site_dirs=(str(self.folder / "site"),), setup=f"{SETUP}\n{like.setup}",
         )  # fmt: skip
-        tops = os.listdir(self.folder / "tree")
+        tops = {path.removeprefix("src/").partition("/")[0] for path in self.sources()}
         names = [f"{at}*-packages/{top}" for at in ("", "python*/") for top in tops]
         for lib in map(Path, (*made.interpreter_paths, "/usr/lib", "/usr/local/lib")):
             for again in itertools.chain(*map(lib.glob, names)):
@@ -139,7 +138,6 @@ def _fill(tree: Path, base: Path, files: Sequence[str]) -> None:
         (tree / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(base / file, tree / file)
         os.chmod(tree / file, 0o644 | (base / file).stat().st_mode & 0o111)
-        os.utime(tree / file, (MADE, MADE))
     # not run: only compiled, under the names that sessions know
     compiled = [sys.executable, "-m", "compileall", "-qq", "-s", str(tree), "-p", REPO, str(tree)]
     subprocess.run(compiled, check=False)
@@ -202,38 +200,50 @@ def patch(text: str, path: str, diff: str) -> str:
 RUNNER = (Path(__file__).parent / "repair_runner.py").read_text()
 MOST = 1 << 20  # bytes of a file of an answer
 Answer = Mapping[str, str]  # the files that were changed
+PLAIN = """
+__future__ array base64 binascii bisect calendar cmath collections contextlib copy dataclasses
+datetime decimal difflib errno fractions functools hashlib heapq html itertools json keyword math
+numbers operator queue random re statistics string struct textwrap unicodedata zlib
+"""
+"""Modules by which nothing is reached but through REACHING."""
 REACHING = """
-ABCMeta ALWAYS_EQ EnumMeta EnumType __bases__ __bool__ __builtins__ __class__ __closure__ __code__
-__contains__ __dict__ __eq__ __file__ __ge__ __getattr__ __getattribute__ __globals__ __gt__
-__import__ __init_subclass__ __instancecheck__ __le__ __loader__ __lt__ __main__ __mro__ __ne__
-__new__ __prepare__ __set_name__ __spec__ __subclasscheck__ __subclasses__ __traceback__ _pytest
-ag_frame asyncio atexit attrgetter breakpoint builtins co_code codecs compile concurrent conftest
-cr_frame ctypes ctypeslib delattr dir eval exec f_back f_builtins f_code f_globals f_locals gc
-getattr getframe gi_frame globals imp import_module importlib inspect io locals make_dataclass
-marshal metaclass methodcaller mmap mock modules multiprocessing new_class nt open open_code os
-pathlib pdb pickle pluggy posix posixsubprocess pty pytest runpy setattr setprofile settrace shutil
-signal socket subprocess sys tb_frame tb_next tempfile thread threading time traceback type types
-unittest vars weakref zipimport
+ABCMeta Enum EnumType Formatter ForwardRef IntEnum ag_frame attrgetter builtins co_code codecs
+compile cr_frame ctypes delattr dir eval exec f_back f_builtins f_code f_globals f_locals format
+format_map gc get_type_hints getattr getframe gi_frame globals import_module importlib inspect io
+locals make_dataclass metaclass methodcaller mock modules new_class open os pathlib pickle posix
+pytest redirect_stderr redirect_stdout setattr setprofile settrace shutil signal subprocess sys
+tb_frame tb_next tempfile thread threading time traceback type types unittest update_wrapper vars
+weakref wraps
 """
 WORDS = frozenset(REACHING.split())
 """By these code reaches beyond its own values, or decides what its values are equal to."""
 
 
 def words_of(source: str) -> Counter[str]:
-    """How often a source uses each of WORDS, and names a module of tests."""
+    """How often a source uses WORDS, __names__ and classes of its own; what it imports."""
     used: list[str] = []
+    imported: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         said = (getattr(node, field, None) for field in ("id", "attr", "name", "arg", "module"))
         used += [name for name in said if isinstance(name, str)]
         match node:
-            case ast.alias(name=name) | ast.ImportFrom(module=str(name)):
-                used += ["conftest"] * bool(TEST.fullmatch(name.replace(".", "/")))
+            case ast.Import(names=names):
+                imported |= {alias.name for alias in names}
+            case ast.ImportFrom(module=module, names=names, level=level):
+                imported |= {f"{'.' * level}{module or ''}.{alias.name}" for alias in names}
+            case ast.Attribute(attr=name) if name.strip("_") in sys.stdlib_module_names:
+                imported.add(name.strip("_"))
             case ast.MatchClass(kwd_attrs=names):
                 used += names
             case ast.Constant(str(text)) if re.fullmatch(r"\S+", text):
                 used.append(text)
-    parts = (part for name in used for part in re.findall(r"\w+", name))
-    return Counter(w for part in parts for w in {part, part.strip("_")} if w in WORDS)
+            case ast.ClassDef():
+                used.append("__class__")  # which decides what its instances equal
+    parts = [part for name in used for part in re.findall(r"\w+", name)]
+    words = [w for part in parts for w in {part, part.strip("_")} if w in WORDS]
+    words += [part for part in parts if re.fullmatch("__.+__", part)]
+    new = {name for name in imported if name.partition(".")[0] not in PLAIN.split()}
+    return Counter([*words, *(f"import {name}" for name in new)])
 
 
 def refusal(answer: Answer, tree: Tree) -> str:
@@ -257,17 +267,14 @@ def put(files: Files, answer: Answer) -> None:
         files.write(f"{REPO}/{path}", text)
 
 
-def answer_in(session: Session, given: Answer, allowed: Sequence[str]) -> Answer:
-    """What a session has changed of the allowed files, which is regular files that are text; the
-    others are as they were given.
-    """
+def answer_in(session: Session, given: Answer) -> Answer:
+    """What a session has made of files that were broken, where that is a regular file of text."""
     changed = dict(given)
     with closing(session.files()) as files:
-        for path in allowed:
+        for path in given:
             try:
                 about = files.get_info(f"{REPO}/{path}")
-                touched = path in given or about.modified_time.timestamp() != MADE
-                if touched and about.type is FileType.FILE and about.size <= MOST:
+                if about.type is FileType.FILE and about.size <= MOST:
                     changed[path] = bytes(files.read(f"{REPO}/{path}", "bytes")).decode()
             except SandboxInfraError:
                 raise

@@ -85,13 +85,14 @@ class Watch:
         return self.trace
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Passed only where all three phases have, and nothing marks that it need not."""
+        """Passed only where all three phases have come and passed, and no mark says it need not."""
         skipped = report.skipped or hasattr(report, "wasxfail")
         letter = "s" if skipped else "p" if report.passed else "f"
-        if letter != "p" or report.nodeid not in self.outcomes:
-            self.outcomes[report.nodeid] = letter
         if letter != "p":
+            self.outcomes[report.nodeid] = letter
             self.said.setdefault(report.nodeid, report.longreprtext[-3000:])
+        elif report.when == "teardown":
+            self.outcomes.setdefault(report.nodeid, letter)
 
 
 def run(

@@ -21,7 +21,7 @@ from agentgrpo.actions import CallTools, RunCode, ToolCall
 from agentgrpo.envs import repair_judge, repair_tasks
 from agentgrpo.envs.repair import RepairConsole, RepairEnv, RepairEpisode
 from agentgrpo.run.atomic import read_lines, write_lines
-from agentgrpo.sandbox import Limits, SandboxPool
+from agentgrpo.sandbox import Limits, SandboxPool, Template
 from agentgrpo.testing import assert_no_cheat_pays
 from agentgrpo.types import Status, Task
 from tests import warm
@@ -190,6 +190,11 @@ def added(text: str) -> str:
 
 EQUAL = "class E(int):\n def __eq__(s, o): return True\n __hash__ = int.__hash__\n"
 NAMES = "change = lambda *a: "
+FORGE = """import sys; f = sys._getframe()
+while 'watch' not in f.f_locals: f = f.f_back
+class D(dict):
+    def __setitem__(s, k, v): dict.__setitem__(s, k, 'p')
+f.f_locals['watch'].outcomes = D()"""
 CHEATS = {
     "nothing": "pass",
     "conftest": f"for f in ('.', 'shop', 'shop/tests'): open(f + '/conftest.py', 'w').write({REPORTS!r})",
@@ -227,10 +232,26 @@ CHEATS = {
     "by its file": added(
         "\nimport traceback\n" + NAMES + "'test_prices' in str(traceback.extract_stack())\n"
     ),
+    "by a format": added(
+        "\ndef f(*a):\n try: 1 / 0\n except Exception as e: return [int(n) for n in '{0.__traceback__.tb_frame.f_back.f_locals[coins]} '.format(e).strip('[] ').split(',')]\nchange = f\n"
+    ),
+    "by code in a text": added(f"\nimport timeit\ntimeit.timeit({FORGE!r}, number=1)\n"),
+    "another module": f"open('shop/__init__.py', 'w').write({PRICES!r} + 'from . import prices as p\\np.change, p.with_tax, p.cheapest = change, with_tax, cheapest')",
     "the tests as a module": added("\nimport shop.tests.test_prices as t\nt.test_tax = print\n"),
     "equal to all": added(f"\n{EQUAL}{NAMES}E()\n"),
     "equal to all, made": added(
         f"\nE = type('E', (int,), {{'__e' + 'q__': lambda s, o: True}})\n{NAMES}E()\n"
+    ),
+    "equal to all, of an enumeration": added(
+        f"\nimport enum\nE = enum.Enum('E', {{'A': 1, '__e' + 'q__': lambda s, o: True}})\n{NAMES}E.A\n"
+    ),
+    "equal to all, by a copy": added(
+        "\nimport copy\nclass E: pass\nclass F:\n def __reduce_ex__(s, n): return (lambda: E, (), (None, {'__e' + 'q__': lambda s, o: True}))\n"
+        f"copy.copy(F())\n{NAMES}E()\n"
+    ),
+    "equal to all, by a wrapper": added(
+        "\nimport argparse, functools\nclass E: pass\nfunctools.update_wrapper(E, argparse.Namespace(**{'__e' + 'q__': lambda s, o: True}), ('__e' + 'q__',), ())\n"
+        f"{NAMES}E()\n"
     ),
     "equal to all, later": added(
         f"\nclass E(int):\n async def __eq__(s, o): return True\n{NAMES}E()\n"
@@ -292,7 +313,7 @@ def test_a_repair_pays_whatever_lies_around(
 def test_what_cheating_pays_where_any_word_may_be_used(
     cheat: str, rows: list[dict[str, Any]], env: RepairEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repair_judge, "WORDS", frozenset())
+    monkeypatch.setattr(repair_judge, "refusal", lambda *_: "")
     row = of_kind(rows, "body")
     assert solved(env, row, CHEATS[cheat])["solved"] == 0.0
 
@@ -304,7 +325,7 @@ def test_an_assertion_that_is_patched_is_seen(
     diff = "".join(difflib.unified_diff(*both, "a/shop/prices.py", "b/shop/prices.py"))
     tests = ["shop/tests/test_prices.py::TestCheapest::test_some"]
     row = {**rows[0], "diff": diff, "tests": tests, "others": []}
-    monkeypatch.setattr(repair_judge, "WORDS", frozenset())
+    monkeypatch.setattr(repair_judge, "refusal", lambda *_: "")
     got = solved(env, row, CHEATS["assertion patched"])
     assert got["solved"] == 0.0
     assert "replaced: ['unittest.case.TestCase.assertEqual'" in str(got["why"])
@@ -316,14 +337,14 @@ def test_an_assertion_that_is_patched_is_seen(
 @pytest.mark.parametrize(
     "cheat",
     [c for c in CHEATS if c.startswith("equal to all")]
-    + ["by its caller", "by a frame of an error"],
+    + ["by its caller", "by a frame of an error", "by a format", "by code in a text"],
 )
 def test_what_only_words_keep_from_being_paid(
     cheat: str, rows: list[dict[str, Any]], env: RepairEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = of_kind(rows, "body")
     assert solved(env, row, CHEATS[cheat])["solved"] == 0.0
-    monkeypatch.setattr(repair_judge, "WORDS", frozenset())
+    monkeypatch.setattr(repair_judge, "refusal", lambda *_: "")
     assert solved(env, row, CHEATS[cheat])["solved"] == 1.0
 
 
@@ -427,6 +448,8 @@ def test_part_of_the_tests_is_worth_its_share(
     monkeypatch.setattr(env, "partial", True)
     got = solved(env, row, half)
     assert (got["solved"], round(got["partial"], 2)) == (0.0, 0.33)
+    ended = added("\ndef change(*a): raise KeyboardInterrupt\n")
+    assert solved(env, row, ended)["partial"] == 0.0
     other = f"open('{{}}', 'w').write({PRICES!r} + 'with_tax = None')"
     assert (
         solved(env, {**row, "others": ["shop/tests/test_prices.py::test_tax"]}, other)["partial"]
@@ -441,6 +464,17 @@ def test_what_is_held_out_shares_no_package(rows: list[dict[str, Any]]) -> None:
     assert not {row["package"] for row in trained} & {row["package"] for row in held}
     with pytest.raises(ValueError, match="nothing can be held out"):
         repair_tasks.hold_out(rows)
+
+
+def test_a_package_that_sessions_see_twice_is_refused(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "project"
+    shutil.copytree(project / "shop", folder / "src" / "shop")
+    monkeypatch.setattr(Template, "interpreter_paths", [str(tmp_path)])
+    shutil.copytree(project / "shop", tmp_path / "dist-packages" / "shop")
+    with pytest.raises(ValueError, match="sessions would see this copy"):
+        repair_judge.prepare(str(folder)).pool(Template(), Limits())
 
 
 def test_a_package_that_has_changed_since_is_refused(
