@@ -11,7 +11,7 @@ import re
 import shlex
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Schema
 from agentgrpo.envs.console import ConsoleEpisode
@@ -62,7 +62,9 @@ class RepairEnv(PythonEnv):
         missing = {"source", "tree", "diff", "tests", "others", "file", "line"} - task.spec.keys()
         if missing:
             raise ValueError(f"task {task.id}: no row of a repair task, it has no {missing}")
-        return RepairConsole(self, task) if self.console else RepairEpisode(self, task)
+        episode: Any = RepairConsole(cast(Any, self)) if self.console else RepairEpisode(self, task)
+        episode._task = task
+        return episode
 
     def room(self, task: Task) -> tuple[Tree, SandboxPool]:
         """A task's package and its sessions, made at their first use."""
@@ -126,18 +128,14 @@ class Repairing(SandboxEpisode):
             return given
         path, number = self._task.spec["file"], self._task.spec["line"]
         lines = given[path].splitlines(True)
-        old, new = lines[number - 1], (answer or "").strip("\r\n` \t")
-        indent = old[: len(old) - len(old.lstrip())]
-        lines[number - 1] = old if "\n" in new else f"{indent}{new}\n"
+        old, new = lines[number - 1].strip(), (answer or "").strip("\r\n` \t")
+        if new and "\n" not in new:
+            lines[number - 1] = lines[number - 1].replace(old, new)
         return {**given, path: "".join(lines)}
 
 
 class RepairConsole(Repairing, ConsoleEpisode):
     """At a console."""
-
-    def __init__(self, env: Any, task: Task) -> None:
-        super().__init__(env)
-        self._task = task
 
 
 class RepairEpisode(Repairing, PythonEpisode):
@@ -159,9 +157,7 @@ class RepairEpisode(Repairing, PythonEpisode):
 
     def toolset(self) -> Toolset:
         """Its tools."""
-        return Toolset(
-            [Tool(one) for one in (self.read, self.search, self.replace, self.run_tests)]
-        )
+        return Toolset([Tool(f) for f in (self.read, self.search, self.replace, self.run_tests)])
 
     def _shell(self, command: str) -> str:
         session, timeout_s = self._session, self._env.timeout_s
@@ -183,9 +179,7 @@ class RepairEpisode(Repairing, PythonEpisode):
 
     def search(self, pattern: str) -> str:
         """Lines of the repository's Python files that match a pattern of grep -E."""
-        return self._shell(
-            f"grep -rnE --include='*.py' -e {shlex.quote(pattern)} . 2>&1 | head -n 60"
-        )
+        return self._shell(f"grep -rnE --include='*.py' -e {shlex.quote(pattern)} . |& head -60")
 
     def replace(self, path: str, old: str, new: str) -> str:
         """Replace a text that stands in a file of the repository exactly once."""

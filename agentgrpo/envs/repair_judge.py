@@ -3,8 +3,8 @@
 A tree is a package's files alone, with no history and no second copy (no .git, RECORD, wheel or
 entry among the packages beside it), kept in the user's cache under a name that its content decides.
 Of an answer only the text of modules counts, in a fresh session. It runs in the process of its
-tests, as pytest has it. So that it does not decide on the verdict, its words are counted (WORDS),
-what the tests are run with is compared (repair_runner.py), and the verdict comes with a secret.
+tests, as pytest has it. So that it does not decide on the verdict, its words are counted, what
+the tests run with is compared (repair_runner.py), and the verdict comes with a secret.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ class Tree(NamedTuple):
     name: str
     version: str
     folder: Path
-
-    @property
-    def digest(self) -> str:
-        return self.folder.name.rpartition("-")[2]
+    digest: str
 
     def sources(self) -> list[str]:
         """The files that may be broken and repaired: modules that are no tests."""
@@ -95,7 +92,8 @@ def prepare(source: str) -> Tree:
     for path in files:
         digest.update(path.encode() + hashlib.sha256((base / path).read_bytes()).digest())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "agentgrpo", "repair")
-    folder = cache / f"{name}-{digest.hexdigest()[:12]}"
+    said = digest.hexdigest()[:12]
+    folder = cache / f"{name}-{said}"
     if not folder.is_dir():
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
@@ -103,7 +101,7 @@ def prepare(source: str) -> Tree:
             _fill(new / "tree", base, files)
             _fill_site(new / "site", name, version, needed)
             new.rename(folder)
-    return Tree(name, version, folder)
+    return Tree(name, version, folder, said)
 
 
 def _found(source: str) -> tuple[str, str, Path, list[str], list[str]]:
@@ -215,14 +213,14 @@ pytest redirect_stderr redirect_stdout setattr setprofile settrace shutil signal
 tb_frame tb_next tempfile thread threading time traceback type types unittest update_wrapper vars
 weakref wraps
 """
-WORDS = frozenset(REACHING.split())
 """By these code reaches beyond its own values, or decides what its values are equal to."""
 
 
 def words_of(source: str) -> Counter[str]:
-    """How often a source uses WORDS, __names__ and classes of its own; what it imports."""
+    """How often a source uses REACHING, __names__ and classes of its own; what it imports."""
     used: list[str] = []
     imported: set[str] = set()
+    reaching = REACHING.split()
     for node in ast.walk(ast.parse(source)):
         said = (getattr(node, field, None) for field in ("id", "attr", "name", "arg", "module"))
         used += [name for name in said if isinstance(name, str)]
@@ -240,7 +238,7 @@ def words_of(source: str) -> Counter[str]:
             case ast.ClassDef():
                 used.append("__class__")  # which decides what its instances equal
     parts = [part for name in used for part in re.findall(r"\w+", name)]
-    words = [w for part in parts for w in {part, part.strip("_")} if w in WORDS]
+    words = [w for part in parts for w in {part, part.strip("_")} if w in reaching]
     words += [part for part in parts if re.fullmatch("__.+__", part)]
     new = {name for name in imported if name.partition(".")[0] not in PLAIN.split()}
     return Counter([*words, *(f"import {name}" for name in new)])

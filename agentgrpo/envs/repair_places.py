@@ -84,13 +84,12 @@ def mutants_of(file: str, text: str) -> Iterator[Mutant]:
             yield Mutant(file, node.lineno, node.col_offset, old, said)
 
 
-def without_brackets(mutant: Mutant, text: str) -> Mutant:
-    """A mutant that does not show what was changed by brackets that nothing needs."""
-    bare = mutant._replace(new=mutant.new[1:-1])
+def apply(mutant: Mutant, text: str) -> str:
+    """A file's text with a mutant, and without brackets that nothing needs."""
+    made, bare = mutant.apply(text), mutant._replace(new=mutant.new[1:-1]).apply(text)
     with contextlib.suppress(SyntaxError, ValueError):
-        same = ast.dump(ast.parse(mutant.apply(text))) == ast.dump(ast.parse(bare.apply(text)))
-        return bare if same and mutant.new[:1] == "(" else mutant
-    return mutant
+        return bare if ast.dump(ast.parse(made)) == ast.dump(ast.parse(bare)) else made
+    return made
 
 
 def bodies_of(file: str, text: str) -> Iterator[Mutant]:
@@ -104,11 +103,3 @@ def bodies_of(file: str, text: str) -> Iterator[Mutant]:
                 lines[-1] = lines[-1][: last.end_col_offset]
                 old = b"".join(lines)[first.col_offset :].decode()
                 yield Mutant(file, first.lineno, first.col_offset, old, "raise NotImplementedError")
-
-
-def function_at(text: str, line: int) -> tuple[int, int]:
-    """The first and last line of the innermost function around a line, or of the file."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
-    around = [(n.lineno, end) for n in found if n.lineno <= line <= (end := n.end_lineno or 0)]
-    return max(around, default=(1, text.count("\n") + 1))

@@ -6,10 +6,10 @@ assertion, a reporter or a function of another module fails.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -38,15 +38,12 @@ def load_what_they_import(files: Sequence[str], root: str) -> None:
     """The modules that tests name, but the tree's: before the tree can change them."""
     path, sys.path = sys.path, [p for p in sys.path if not p.startswith(root)]
     for file in files:
-        with contextlib.suppress(OSError, SyntaxError, ValueError), open(file) as opened:
-            nodes = [*ast.walk(ast.parse(opened.read()))]
-            names = [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
-            names += [
-                n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level
-            ]
-            for name in names:
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
+        with contextlib.suppress(OSError), open(file, encoding="utf-8") as opened:
+            said = re.findall(r"^ *(?:import|from) +(\w[\w., ]*)", opened.read(), re.MULTILINE)
+            for names in (one.partition(" import ")[0].split(",") for one in said):
+                for name in (named.split()[0] for named in names if named.strip()):
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(name)
     sys.path = path
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from rich.progress import Progress
 
 from agentgrpo.envs.repair_judge import REPO, RUNNER, TEST, Tree, judge, patch, prepare, run_tests
-from agentgrpo.envs.repair_places import bodies_of, function_at, mutants_of, without_brackets
+from agentgrpo.envs.repair_places import apply, bodies_of, mutants_of
 from agentgrpo.files import read_json
 from agentgrpo.run.atomic import write_json, write_lines
 from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
@@ -34,9 +34,8 @@ from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
 KINDS = ("place", "several", "body", "commit")
 """One place, two or three of a file, a function's body, or a commit of a checkout taken back."""
 CPUS = os.cpu_count() or 1
-CODE = sorted(Path(__file__).parent.glob("repair*.py"))
+CODE = sorted(Path(__file__).parent.glob("repair*.py"))  # of what others made nothing is kept
 MAKER = hashlib.sha256(b"".join(path.read_bytes() for path in CODE)).hexdigest()[:8]
-"""Of what is made by other code nothing is kept."""
 SUITE_S, VERDICT_S = 900.0, 6.0  # of a processor, for a suite and for the tests of a task
 MOST_TESTS = 40  # of a task
 Row = dict[str, Any]
@@ -45,15 +44,19 @@ Break = tuple[Mapping[str, str], str, int, list[str]]
 """Files of a tree, broken; file and line of the first place; tests that run what was changed."""
 WANTED: Mapping[str, str] = {
     "test": "Repair its modules there. Its tests are right.",
-    "function": "Repair this function there. Its tests are right.",
-    "line": "One line of it is wrong. Answer with that line as it should be, and nothing else.",
+    "line": "This line is wrong:",
 }
-"""How much a question shows: a test that fails; the function too; so that one line is asked for."""
-PROMPT = (
+"""What a question shows: a test that fails, or the wrong line alone."""
+REPAIR = (
     "You repair a Python package. Write bash between <code> and </code>; it runs in the repository "
     "and you see what it prints. When the tests pass, reply with: Answer: done"
 )
-AGENTS = {True: ("", "Reply with one line.", "python"), False: ("Answer:", PROMPT, "bash")}
+LINE = "Reply with the line as it should be, and nothing else."
+SHOT = '[{{role="user", content="This line is wrong:\\n{}"}}, {{role="assistant", content="{}"}}]'
+SHOTS = (  # a line, and as it should be
+    ("if count != 0:", "if count == 0:"), ("return first - rest", "return first + rest"),
+    ("if name in names:", "if name not in names:"), ("if items:", "if not items:"),
+)  # fmt: skip
 
 
 def make(
@@ -64,30 +67,27 @@ def make(
     is no package, or its tests do not run.
     """
     rows: list[Row] = []
-    with Progress() as bar:
-        for source in (str(Path(s).resolve()) if Path(s).is_dir() else s for s in sources):
-            tree, limits = prepare(source), Limits(cpu_s=900, value_kib=1 << 16, output_max_mib=64)
-            with tree.pool(Template(), limits, min_idle=0, all_cpus=CPUS) as pool:
-                known = kept(tree.folder / f"{MAKER}-baseline.json", partial(baseline, tree, pool))
-                for kind in kinds:
-                    task = bar.add_task(f"{tree.name} {tree.version} {kind}", total=count)
-                    tell = partial(bar.update, task)
-                    found = breaks(tree, kind, known, seed, source)
-                    name = tree.folder / f"{MAKER}-{kind}-{show}-{seed}-{count}.json"
-                    one = partial(prove, tree, pool, kind, show)
-                    made = kept(name, partial(prove_some, count, found, one, tell))
-                    tell(completed=len(made), total=len(made))
-                    rows += [row | {"source": source} for row in made]
+    for source in (str(Path(s).resolve()) if Path(s).is_dir() else s for s in sources):
+        tree, limits = prepare(source), Limits(cpu_s=900, value_kib=1 << 16, output_max_mib=64)
+        with tree.pool(Template(), limits, min_idle=0, all_cpus=CPUS) as pool:
+            known = kept(tree.folder / f"{MAKER}-baseline.json", partial(baseline, tree, pool))
+            for kind in kinds:
+                found = breaks(tree, kind, known, seed, source)
+                one = partial(prove, tree, pool, kind, show)
+                some = partial(prove_some, f"{tree.name} {tree.version} {kind}", count, found, one)
+                made = kept(tree.folder / f"{MAKER}-{kind}-{show}-{seed}-{count}.json", some)
+                rows += [row | {"source": source} for row in made]
     return rows
 
 
-def prove_some(count: int, found: Iterator[Break], prove: Any, tell: Any) -> list[Row]:
+def prove_some(name: str, count: int, found: Iterator[Break], prove: Any) -> list[Row]:
     """The first of them that are proven, tried on all processors."""
     done: list[Row] = []
-    with ThreadPoolExecutor(CPUS) as threads:
+    with Progress() as bar, ThreadPoolExecutor(CPUS) as threads:
+        task = bar.add_task(name, total=count)
         while len(done) < count and (some := [*itertools.islice(found, 2 * CPUS)]):
             done = [*done, *filter(None, threads.map(prove, some))][:count]
-            tell(completed=len(done))
+            bar.update(task, completed=len(done))
     return done
 
 
@@ -137,7 +137,7 @@ def breaks(tree: Tree, kind: str, known: Known, seed: int, source: str) -> Itera
             others = {p.line: p for p in places if p.file == place.file and p.line != place.line}
             chosen += rng.sample([*others.values()], min(len(others), rng.choice((1, 2))))
         for one in sorted(chosen, key=lambda p: -p.line):  # the last first: lines stay
-            text = without_brackets(one, text).apply(text)
+            text = apply(one, text)
         ran = {t for p in chosen for n in p.lines for t in by_line.get((p.file, n), ())}
         yield {place.file: text}, place.file, place.line, _chosen(ran, known)
 
@@ -169,12 +169,16 @@ def _commits(tree: Tree, known: Known, source: str) -> Iterator[Break]:
                 continue  # what came later has changed the same lines
             answer = {file: at.read_text() for file in files if (at := Path(place, file)).exists()}
         ran = {test for test, lines in known.items() if {*files} & lines.keys()}
-        yield answer, files[0], 1, _chosen(ran, known)
+        if answer:
+            yield answer, min(answer), 1, _chosen(ran, known)
 
 
 def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) -> Row | None:
     """The task of a break; None if no test fails by it, or it is not judged as it should be."""
     answer, file, line, tests = broken
+    wrong = answer[file].splitlines()[line - 1].strip()
+    if show == "line" and wrong == "pass":  # nobody can know what stood there
+        return None
     original = {path: tree.read(path) for path in answer}
     ran = run_tests(pool, answer, tests, VERDICT_S)
     failing = [test for test in tests if ran["outcomes"].get(test) == "f"]
@@ -188,20 +192,19 @@ def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) ->
         "package": tree.name, "version": tree.version, "tree": tree.digest, "kind": kind,
         "diff": diff, "tests": failing, "others": [test for test in tests if test not in failing],
     }  # fmt: skip
-    scores = [judge(pool, tree, row, one, VERDICT_S)[0] for one in (answer, original)]
+    answers = [answer, original]
+    if show == "line":  # which is not to be mended by leaving it out
+        lines = answer[file].splitlines(True)
+        answers.insert(0, {file: "".join([*lines[: line - 1], "\n", *lines[line:]])})
+    scores = [judge(pool, tree, row, one, VERDICT_S)[0] for one in answers]
     again = {path: patch(text, path, diff) for path, text in original.items()}
-    if scores != [0.0, 1.0] or again != answer:
+    if 1.0 in scores[:-1] or scores[-1] != 1.0 or again != answer:
         return None
-    said, shown = ran["said"][-1500:], ""
-    if show != "test":
-        said = "\n".join(re.findall(r"^[>E] .*", ran["said"], re.MULTILINE)[:8])
-        first, last = function_at(answer[file], line)
-        lines = "\n".join(answer[file].splitlines()[first - 1 : last])
-        shown = f"{file}, from line {first} on:\n\n{lines}\n\n"
-    question = f"{tree.name} in {REPO} is broken: {len(failing)} tests fail, such as {failing[0]}"
-    question += f"\n\n{said}\n\n{shown}{WANTED[show]}"
+    told = f"{tree.name} in {REPO} is broken: {len(failing)} tests fail, such as {failing[0]}"
+    said = re.sub(r"0x[0-9a-f]+", "0x...", ran["said"][-1500:])
+    shown = f"{told}\n\n{said}\n\n{WANTED[show]}" if show == "test" else f"{WANTED[show]}\n{wrong}"
     id = hashlib.sha256(f"{tree.name} {diff}".encode()).hexdigest()[:16]
-    return row | {"id": id, "file": file, "line": line, "question": question}
+    return row | {"id": id, "file": file, "line": line, "question": shown}
 
 
 def hold_out(rows: Sequence[Row], seed: int = 0) -> tuple[list[Row], list[Row]]:
@@ -217,15 +220,17 @@ def hold_out(rows: Sequence[Row], seed: int = 0) -> tuple[list[Row], list[Row]]:
 
 def write(sources: Sequence[str], config: Path, count: int, show: str) -> list[str]:
     """Make tasks and write them beside a config to be: the file to train on, and its settings."""
-    line = show == "line"
-    both = hold_out(make(sources, count=count, kinds=KINDS[:1] if line else KINDS, show=show))
+    kinds = KINDS[:1] if show == "line" else KINDS
+    parts = hold_out(make(sources, count=count, kinds=kinds, show=show))
     paths = [config.resolve().with_suffix(f".{name}.jsonl") for name in ("train", "heldout")]
-    for path, rows in zip(paths, both, strict=True):
+    for path, rows in zip(paths, parts, strict=True):
         write_lines(path, rows)
-    prefix, prompt, language = AGENTS[line]
+    answer, agent = "tree", [f"system_prompt={REPAIR}", "language=bash"]
+    if show == "line":
+        shots = ", ".join(SHOT.format(*both) for both in SHOTS)
+        answer, agent = "line", [f"system_prompt={LINE}", "answer_prefix=", f"shots=[{shots}]"]
     return [
-        str(paths[0]), "env.kind=repair", f"env.options.answer={'line' if line else 'tree'}",
-        f"data.heldout={paths[1]}", f"data.num_heldout={min(64, len(both[1]))}",
-        f"agent.options.answer_prefix={prefix}", f"agent.options.system_prompt={prompt}",
-        f"agent.options.language={language}", "reward.format=0.0",
+        str(paths[0]), "env.kind=repair", f"env.options.answer={answer}", "reward.format=0.0",
+        f"data.heldout={paths[1]}", f"data.num_heldout={min(64, len(parts[1]))}",
+        *(f"agent.options.{option}" for option in agent),
     ]  # fmt: skip
