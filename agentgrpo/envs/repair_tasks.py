@@ -214,7 +214,7 @@ def hold_out(rows: Sequence[Row], seed: int = 0) -> tuple[list[Row], list[Row]]:
     if len(keys) < 2:
         raise ValueError(f"{len(rows)} tasks of one file or none: nothing can be held out")
     random.Random(seed).shuffle(keys)
-    held = keys[: max(1, len(keys) // 5)]
+    held = keys[: max(1, len(keys) // 4)]
     return [row for row in rows if row[key] not in held], [row for row in rows if row[key] in held]
 
 
