@@ -268,7 +268,7 @@ def draw(name: str, seeds: Mapping[int, Mapping[str, Any]], path: Path) -> None:
     heldout = np.array([[share for _, share in run["heldout"]] for run in runs])
     at = [step for step, _ in runs[0]["heldout"]]
     lines = [("in training, sampled", np.arange(train.shape[1]) + 0.5, train, "#9ab")]
-    lines += [(f"held out ({HELDOUT}), greedy", np.array(at), heldout, "#1f4e79")]
+    lines += [(f"held out ({runs[0]['shape']['tasks']}), greedy", np.array(at), heldout, "#1f4e79")]
     for label, steps, shares, colour in lines:
         axis.plot(steps, shares.mean(0), "o-", color=colour, markersize=3, label=label)
         axis.fill_between(steps, shares.min(0), shares.max(0), color=colour, alpha=0.25, lw=0)

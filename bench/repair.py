@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from agentgrpo.envs.repair_judge import judge, patch, prepare, put
 from agentgrpo.envs.repair_tasks import KINDS, make
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.sandbox import Limits, Template
-from bench.curves import row_of
-from bench.harness import append_row, traced_row
+from bench.curves import DOCS, draw, row_of
+from bench.harness import append_row, rows_folder, traced_row
+from bench.pages import with_made
 
-LIVE = 200
+LIVE, VERDICTS = 200, 60
+CPUS = os.cpu_count() or 1
 SETTINGS = [
     "steps=16", "rollout.tasks_per_step=12", "rollout.deterministic=cpu",
     "rollout.max_turn_tokens=48", "engine.max_model_len=512", "learner.learning_rate=1e-4",
@@ -39,7 +42,7 @@ Row = dict[str, Any]
 
 
 def row(variant: str, values: list[float], unit: str, note: str, **shape: int) -> None:
-    note += f"; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    note += f"; load average {os.getloadavg()[0]:.1f} on {CPUS} cores"
     append_row("repair", variant, values, unit=unit, shape=shape, note=note)
 
 
@@ -50,7 +53,9 @@ def available_mib() -> float:
 
 def tasks(source: str, count: int) -> list[Row]:
     """Tasks of a package; made before, they take no time."""
-    rows = []
+    rows, began = [], time.perf_counter()
+    make([source], count=0, kinds=KINDS[:1])
+    row("tests run three times", [time.perf_counter() - began], "s", source)
     for kind in KINDS:
         began = time.perf_counter()
         made = make([source], count=count, kinds=[kind])
@@ -65,7 +70,12 @@ def sessions(source: str, rows: list[Row]) -> None:
     tree = prepare(source)
     size = sum(path.stat().st_size for path in (tree.folder / "tree").rglob("*"))
     limits = Limits()
-    pool = tree.pool(Template(), limits, max_live=LIVE + 1, min_idle=0, all_cpus=os.cpu_count())
+
+    def verdict(task: Row) -> tuple[float, float]:
+        began, original = time.perf_counter(), {task["file"]: tree.read(task["file"])}
+        return judge(pool, tree, task, original, 30.0)[0], time.perf_counter() - began
+
+    pool = tree.pool(Template(), limits, max_live=LIVE + 1, min_idle=0, all_cpus=CPUS)
     with pool, ExitStack() as live:
         before, times = available_mib(), []
         for number in range(LIVE):
@@ -80,14 +90,15 @@ def sessions(source: str, rows: list[Row]) -> None:
         used = before - available_mib()
         row("sessions live", [used], "MiB", source, sessions=LIVE, tree_kib=size >> 10)
         live.close()
-        verdicts = []
-        for task in rows:
-            path = task["file"]
-            began = time.perf_counter()
-            share, _ = judge(pool, tree, task, {path: tree.read(path)}, 30.0)
-            verdicts.append(time.perf_counter() - began)
-            assert share == 1.0 or task["kind"] == "commit", task["id"]
-        row("verdict", verdicts, "s", source, tests=len(rows))
+        some = rows[:: max(1, len(rows) // VERDICTS)]
+        times, began = [], time.perf_counter()
+        with ThreadPoolExecutor(CPUS) as threads:
+            for task, (share, seconds) in zip(some, threads.map(verdict, some), strict=True):
+                assert share == 1.0 or task["kind"] == "commit", task["id"]
+                times.append(seconds)
+        minutes = (time.perf_counter() - began) / 60
+        row("verdict", times, "s", f"{source}, {CPUS} at a time", verdicts=len(some))
+        row("verdicts a minute", [len(some) / minutes], "1", source, verdicts=len(some))
 
 
 def learn(sources: list[str], count: int, seeds: int) -> None:
@@ -102,23 +113,58 @@ def learn(sources: list[str], count: int, seeds: int) -> None:
             command = [sys.executable, "-m", "agentgrpo.train", str(config), *SETTINGS]
             command += [f"seed={seed}", f"out_dir={out}", "keep_checkpoints=1"]
             subprocess.run(command, check=True)
-            shape = {"seed": seed, "tasks": len(read_lines(config.with_suffix(".train.jsonl")))}
+            tasks = [
+                len(read_lines(config.with_suffix(f".{n}.jsonl"))) for n in ("heldout", "train")
+            ]
+            shape = {"seed": seed, "tasks": tasks[0], "train": tasks[1]}
             row = {"shape": shape, "packages": sources, "settings": SETTINGS, **row_of(out)}
             traced_row("repair_curves", "line", {**row, "seconds": time.perf_counter() - began})
             shutil.rmtree(out / "checkpoints")
 
 
+def write() -> None:
+    """The tables and the picture of docs/repair.md."""
+    rows = read_lines(rows_folder() / "repair.jsonl")
+    seen = {(row["note"].split(";")[0].split(",")[0], row["variant"]): row for row in rows}
+    names = list(dict.fromkeys(package for package, _ in seen))
+    lines = ["| package | tasks proven: " + ", ".join(KINDS[:3]) + " | seconds a task | tests run "
+             "three times, s | session ready, ms | verdict, s | verdicts a minute |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for name in names:
+        made = [seen[name, f"task proven, {kind}"] for kind in KINDS[:3]]
+        others = ("tests run three times", "session ready", "verdict", "verdicts a minute")
+        cells = [name, ", ".join(str(row["shape"]["proven"]) for row in made)]
+        cells.append(", ".join(f"{row['p50']:.2f}" for row in made))
+        cells += [f"{seen[name, variant]['p50']:.3g}" for variant in others]
+        lines.append("| " + " | ".join(cells) + " |")
+    total = sum(seen[name, f"task proven, {kind}"]["shape"]["proven"]
+                for name in names for kind in KINDS[:3])  # fmt: skip
+    lines.append(f"\n{total:,} tasks in all. Medians; {rows[-1]['device']}.")
+    curves = {r["shape"]["seed"]: r for r in read_lines(rows_folder() / "repair_curves.jsonl")}
+    draw("repair", curves, DOCS / "curves" / "repair.png")
+    lines += ["\n| seed | held out, before | after | in training, first and last step |"]
+    lines += ["|---|---|---|---|"]
+    for seed, row in sorted(curves.items()):
+        shares = row["heldout"][0][1], row["heldout"][-1][1], row["train"][0], row["train"][-1]
+        lines.append("| {} | {:.2f} | {:.2f} | {:.2f}, {:.2f} |".format(seed, *shares))
+    page = DOCS / "repair.md"
+    page.write_text(with_made(page.read_text(), "bench.repair", "\n".join(lines)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.repair", description=__doc__)
-    parser.add_argument("packages", nargs="+", help="installed, with their tests")
+    parser.add_argument("packages", nargs="*", help="installed, with their tests")
     parser.add_argument("--tasks", type=int, default=10, help="of each kind from each")
     parser.add_argument("--learn", type=int, default=0, metavar="SEEDS", help="train instead")
+    parser.add_argument("--write", action="store_true", help="docs/repair.md, of the rows")
     args = parser.parse_args()
-    if args.learn:
+    if args.write:
+        write()
+    elif args.learn:
         learn(args.packages, args.tasks, args.learn)
-        return
-    for source in args.packages:
-        sessions(source, tasks(source, args.tasks))
+    else:
+        for source in args.packages:
+            sessions(source, tasks(source, args.tasks))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Repair tasks made from packages: a place is broken, and the package's own tests show it.
 
-Each is proven when it is made, by what judges answers: its tests pass before the break and fail
-behind it, no change scores 0, and the reverse of the break scores 1. All code of a package runs in
-the sandbox. The same packages, kinds and seed give the same tasks.
+Each is proven when it is made, by what judges answers: its tests pass before the break, some fail
+behind it, so that no change scores 0, and the reverse of the break scores 1. All code of a package
+runs in the sandbox. The same packages, kinds and seed give the same tasks.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) ->
         "package": tree.name, "version": tree.version, "tree": tree.digest, "kind": kind,
         "diff": diff, "tests": failing, "others": [test for test in tests if test not in failing],
     }  # fmt: skip
-    answers = [answer, original]
+    answers = [original]
     if show == "line":  # which is not to be mended by leaving it out
         lines = answer[file].splitlines(True)
         answers.insert(0, {file: "".join([*lines[: line - 1], "\n", *lines[line:]])})
