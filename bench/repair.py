@@ -1,7 +1,7 @@
 """Repair tasks made from packages, sessions ready and live, verdicts: rows of repair.jsonl.
 
     python -m bench.repair mpmath
-    python -m bench.repair --tasks 90 toolz glom pyflakes hyperlink simplejson face ...
+    python -m bench.repair --tasks 90 toolz glom pyflakes hyperlink simplejson face automat ...
     python -m bench.repair --learn 3 --tasks 32 toolz glom pyflakes ...
 
 The second makes some 2,000 tasks of three kinds over eight packages, which must be installed, with
@@ -34,7 +34,7 @@ from bench.pages import with_made
 LIVE, VERDICTS = 200, 60
 CPUS = os.cpu_count() or 1
 SETTINGS = [
-    "steps=12", "rollout.tasks_per_step=12", "rollout.deterministic=cpu",
+    "steps=8", "rollout.tasks_per_step=12", "rollout.deterministic=cpu",
     "rollout.max_turn_tokens=48", "engine.max_model_len=512", "learner.learning_rate=1e-4",
     "learner.decay=linear", "learner.trained_layers=12",
 ]  # fmt: skip

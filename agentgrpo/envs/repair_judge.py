@@ -1,7 +1,7 @@
 """Packages as they are repaired, and what a repair is worth by their own tests.
 
-A tree is a package's files alone, with no history and no second copy (no .git, RECORD, wheel or
-entry among the packages beside it), kept in the user's cache under a name that its content decides.
+A tree is a package's files alone, with no history and no second copy (no .git, RECORD or wheel),
+kept in the user's cache under a name that its content decides.
 Of an answer only the text of modules counts, in a fresh session. It runs in the process of its
 tests, as pytest has it. So that it does not decide on the verdict, its words are counted, what
 the tests run with is compared (repair_runner.py), and the verdict comes with a secret.
@@ -10,6 +10,7 @@ the tests run with is compared (repair_runner.py), and the verdict comes with a 
 from __future__ import annotations
 
 import ast
+import base64
 import functools
 import hashlib
 import importlib.util
@@ -25,7 +26,7 @@ import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -203,7 +204,6 @@ __future__ array base64 binascii bisect calendar cmath collections contextlib co
 datetime decimal difflib errno fractions functools hashlib heapq html itertools json keyword math
 numbers operator queue random re statistics string struct textwrap unicodedata zlib
 """
-"""Modules by which nothing is reached but through REACHING."""
 REACHING = """
 ABCMeta Enum EnumType Formatter ForwardRef IntEnum ag_frame attrgetter builtins co_code codecs
 compile cr_frame ctypes delattr dir eval exec f_back f_builtins f_code f_globals f_locals format
@@ -213,7 +213,15 @@ pytest redirect_stderr redirect_stdout setattr setprofile settrace shutil signal
 tb_frame tb_next tempfile thread threading time traceback type types unittest update_wrapper vars
 weakref wraps
 """
-"""By these code reaches beyond its own values, or decides what its values are equal to."""
+"""By these code reaches beyond its own values, or decides what they are equal to; not by PLAIN."""
+
+
+def parsed(source: str) -> ast.Module:
+    """CPython takes the depth of all threads' trees for one's (gh-106905), hence more than once."""
+    for _ in range(9):
+        with suppress(SystemError):
+            return ast.parse(source)
+    return ast.parse(source)
 
 
 def words_of(source: str) -> Counter[str]:
@@ -221,7 +229,7 @@ def words_of(source: str) -> Counter[str]:
     used: list[str] = []
     imported: set[str] = set()
     reaching = REACHING.split()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         said = (getattr(node, field, None) for field in ("id", "attr", "name", "arg", "module"))
         used += [name for name in said if isinstance(name, str)]
         match node:
@@ -297,7 +305,7 @@ def run_tests(
             step = session.step(f"{RUNNER}\n{call}", clock.seconds())
     said = step.error.traceback if step.error is not None else step.detail
     try:
-        told = json.loads(ast.literal_eval(step.value or ""))
+        told = json.loads(base64.b64decode((step.value or "")[1:-1]))
         if step.status is StepStatus.OK and told["secret"] == secret:
             return {**told, "infra_error": False}
     except Exception as error:  # whatever somebody else's text makes of its parts

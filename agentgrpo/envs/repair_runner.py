@@ -6,6 +6,7 @@ assertion, a reporter or a function of another module fails.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib
 import json
@@ -48,9 +49,7 @@ def load_what_they_import(files: Sequence[str], root: str) -> None:
 
 
 class Watch:
-    """A plugin: how each test ended (p: passed, f, s), what it said and, traced, which lines of
-    which files of the tree it ran.
-    """
+    """A plugin: how each test ended (p: passed, f, s), what it said, which lines it ran."""
 
     def __init__(self, root: str, backwards: bool, traced: bool) -> None:
         self.root, self.backwards, self.traced = root, backwards, traced
@@ -95,7 +94,7 @@ class Watch:
 def run(
     tests: Sequence[str], root: str, secret: str, backwards: bool = False, traced: bool = False
 ) -> str:
-    """Run tests, or all; JSON of the secret and of what was seen."""
+    """Run tests, or all; JSON of the secret and of what was seen, in base64."""
     load_what_they_import(sorted({test.partition("::")[0] for test in tests}), root)
     before, watch = instruments(root), Watch(root, backwards, traced)
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", root, "-W", "ignore"]
@@ -103,8 +102,9 @@ def run(
     after = instruments(root)
     replaced = [".".join(key) for key in before if after.get(key) is not before[key]]
     said = [watch.said[test] for test in tests if test in watch.said]
-    return json.dumps({
+    seen = {
         "secret": secret, "outcomes": {} if replaced else watch.outcomes,
         "said": f"replaced: {replaced[:5]}" if replaced else said[0] if said else "",
         "lines": watch.lines if traced else {},
-    })  # fmt: skip
+    }  # fmt: skip
+    return base64.b64encode(json.dumps(seen).encode()).decode()

@@ -7,6 +7,7 @@ runs in the sandbox. The same packages, kinds and seed give the same tasks.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import difflib
 import hashlib
@@ -31,8 +32,7 @@ from agentgrpo.files import read_json
 from agentgrpo.run.atomic import write_json, write_lines
 from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
 
-KINDS = ("place", "several", "body", "commit")
-"""One place, two or three of a file, a function's body, or a commit of a checkout taken back."""
+KINDS = ("place", "several", "body", "commit")  # as docs/repair.md has them
 CPUS = os.cpu_count() or 1
 CODE = sorted(Path(__file__).parent.glob("repair*.py"))  # of what others made nothing is kept
 MAKER = hashlib.sha256(b"".join(path.read_bytes() for path in CODE)).hexdigest()[:8]
@@ -42,10 +42,7 @@ Row = dict[str, Any]
 Known = Mapping[str, Mapping[str, Sequence[int]]]
 Break = tuple[Mapping[str, str], str, int, list[str]]
 """Files of a tree, broken; file and line of the first place; tests that run what was changed."""
-WANTED: Mapping[str, str] = {
-    "test": "Repair its modules there. Its tests are right.",
-    "line": "This line is wrong:",
-}
+WANTED = {"test": "Repair its modules there. Its tests are right.", "line": "This line is wrong:"}
 """What a question shows: a test that fails, or the wrong line alone."""
 REPAIR = (
     "You repair a Python package. Write bash between <code> and </code>; it runs in the repository "
@@ -108,7 +105,8 @@ def baseline(tree: Tree, pool: SandboxPool) -> dict[str, dict[str, list[int]]]:
         sandbox.files.write("/tmp/run.py", f"{RUNNER}\nprint('\\n' + run([], {REPO!r}, '', True))")
         command = "PYTHONHASHSEED=2 python /tmp/run.py || true"
         said: Any = sandbox.commands.run(command, cwd=REPO, timeout=5 * SUITE_S)
-    runs = [run["outcomes"] for run in (first, second, json.loads(said.stdout.splitlines()[-1]))]
+    third = json.loads(base64.b64decode(said.stdout.splitlines()[-1]))
+    runs = [run["outcomes"] for run in (first, second, third)]
     stable = [test for test in runs[0] if all(run.get(test) == "p" for run in runs)]
     if not stable:
         raise ValueError(f"{tree.name}: no test passes each of three times: {first['said'][-999:]}")
