@@ -208,8 +208,8 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     found = by_task(rows)
     lines = [
         "| config | how it acts | first weights | after training, by seed | knows nothing "
-        "| best possible | steps | tokens | calls | core minutes | minutes |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| best possible | steps | tokens | calls | core minutes |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, seeds in found.items():
         runs = _runs(seeds)
@@ -223,7 +223,6 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{nothing[best]:.2f} ({best})" if nothing else "not run",
             LESSONS[name].best, str(len(runs[0]["train"])), _mean(runs, "tokens"),
             _mean(runs, "tool_calls"), f"{fmean(run['cpu_s'] for run in runs) / 60:.1f}",
-            f"{fmean(run['seconds'] for run in runs) / 60:.1f}",
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     for name, seeds in found.items():
