@@ -1,7 +1,4 @@
-"""A package that is broken, in a sandbox, to be repaired; its own tests decide (repair_judge.py).
-
-A task's spec is a row of repair_tasks.py. Sessions are of a pool that shows the package's files.
-"""
+"""A broken package in a sandbox, to be repaired; its own tests decide (repair_judge.py)."""
 
 from __future__ import annotations
 

@@ -93,8 +93,7 @@ def prepare(source: str) -> Tree:
     for path in files:
         digest.update(path.encode() + hashlib.sha256((base / path).read_bytes()).digest())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "agentgrpo", "repair")
-    said = digest.hexdigest()[:12]
-    folder = cache / f"{name}-{said}"
+    folder = cache / f"{name}-{(said := digest.hexdigest()[:12])}"
     if not folder.is_dir():
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
@@ -197,7 +196,6 @@ def patch(text: str, path: str, diff: str) -> str:
 
 
 RUNNER = (Path(__file__).parent / "repair_runner.py").read_text()
-MOST = 1 << 20  # bytes of a file of an answer
 Answer = Mapping[str, str]  # the files that were changed
 PLAIN = """
 __future__ array base64 binascii bisect calendar cmath collections contextlib copy dataclasses
@@ -280,7 +278,7 @@ def answer_in(session: Session, given: Answer) -> Answer:
         for path in given:
             try:
                 about = files.get_info(f"{REPO}/{path}")
-                if about.type is FileType.FILE and about.size <= MOST:
+                if about.type is FileType.FILE and about.size <= 1 << 20:
                     changed[path] = bytes(files.read(f"{REPO}/{path}", "bytes")).decode()
             except SandboxInfraError:
                 raise

@@ -13,7 +13,6 @@ SWAPS: dict[type[ast.AST], type[Any]] = {
     ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div,
     ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.USub: ast.UAdd,
 }  # fmt: skip
-"""An operator: what takes its place."""
 
 
 class Mutant(NamedTuple):

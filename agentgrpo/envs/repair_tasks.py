@@ -41,7 +41,6 @@ MOST_TESTS = 40  # of a task
 Row = dict[str, Any]
 Known = Mapping[str, Mapping[str, Sequence[int]]]
 Break = tuple[Mapping[str, str], str, int, list[str]]
-"""Files of a tree, broken; file and line of the first place; tests that run what was changed."""
 WANTED = {"test": "Repair its modules there. Its tests are right.", "line": "This line is wrong:"}
 """What a question shows: a test that fails, or the wrong line alone."""
 REPAIR = (
@@ -114,7 +113,7 @@ def baseline(tree: Tree, pool: SandboxPool) -> dict[str, dict[str, list[int]]]:
 
 
 def breaks(tree: Tree, kind: str, known: Known, seed: int, source: str) -> Iterator[Break]:
-    """All that can be tried, in the order of the seed."""
+    """All that can be tried, by the seed: files, file and line of the first place, its tests."""
     rng = random.Random(f"{seed} {kind} {tree.digest}")
     if kind == "commit":
         yield from _commits(tree, known, source) if Path(source, ".git").exists() else ()
