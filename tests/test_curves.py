@@ -58,8 +58,8 @@ def test_halving_always_finds_the_number_and_nothing_else_is_paid_in_full() -> N
 
 def row(seed: int, after: float, settings: str = "new") -> dict[str, Any]:
     return {
-        "variant": "letters", "settings": settings, "shape": {"seed": seed}, "commit": "abc",
-        "device": "2 x X", "heldout": [[0, 0.5], [8, after]], "train": [0.4, 0.6], "tokens": 100,
+        "variant": "letters", "settings": settings, "shape": {"seed": seed, "tasks": 8},
+        "commit": "abc", "device": "2 x X", "heldout": [[0, 0.5], [8, after]], "train": [0.4, 0.6], "tokens": 100,
         "tool_calls": 7.0, "cpu_s": 120, "seconds": 300, "shown": ["Q\n1", "Q\n2"],
     }  # fmt: skip
 
@@ -70,9 +70,7 @@ def test_the_page_is_of_the_newest_settings_alone(tmp_path: Path) -> None:
     rows = [row(0, 0.1, "old"), row(0, 0.9), nothing, row(1, 0.8)]
     said = curves.page(rows)
     (line,) = [line for line in said.splitlines() if line.startswith("| [`letters`]")]
-    assert (
-        "| 0.50 | 0.90, 0.80 | 0.46 (always '2') | 1: str.count | 2 | 100 | 7 | 2.0 | 5.0 |" in line
-    )
+    assert "| 0.50 | 0.90, 0.80 | 0.46 (always '2') | 1: str.count | 2 | 100 | 7 | 2.0 |" in line
     assert "Q\n2" in said
     of_loss = {**row(0, 0.7), "variant": "letters/gspo"}
     assert "| `gspo` | 0.70 |  |" in curves.page([*rows, of_loss])
