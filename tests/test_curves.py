@@ -59,8 +59,9 @@ def test_halving_always_finds_the_number_and_nothing_else_is_paid_in_full() -> N
 def row(seed: int, after: float, settings: str = "new") -> dict[str, Any]:
     return {
         "variant": "letters", "settings": settings, "shape": {"seed": seed, "tasks": 8},
-        "commit": "abc", "device": "2 x X", "heldout": [[0, 0.5], [8, after]], "train": [0.4, 0.6], "tokens": 100,
-        "tool_calls": 7.0, "cpu_s": 120, "seconds": 300, "shown": ["Q\n1", "Q\n2"],
+        "commit": "abc", "device": "2 x X", "heldout": [[0, 0.5], [8, after]],
+        "train": [0.4, 0.6], "tokens": 100, "tool_calls": 7.0, "cpu_s": 120, "seconds": 300,
+        "shown": ["Q\n1", "Q\n2"],
     }  # fmt: skip
 
 
