@@ -1,11 +1,11 @@
 """Repair tasks made from packages, sessions ready and live, verdicts: rows of repair.jsonl.
 
-    python -m bench.repair mpmath
+    python -m bench.repair toolz
     python -m bench.repair --tasks 90 toolz glom pyflakes hyperlink simplejson face automat ...
-    python -m bench.repair --learn 3 --tasks 32 toolz glom pyflakes ...
+    python -m bench.repair --learn 3 --tasks 24 toolz glom pyflakes ...
 
-The second makes some 2,000 tasks of three kinds over eight packages, which must be installed, with
-their tests. The third trains SmolLM2-135M on their lines with three seeds: repair_curves.jsonl.
+The second made 2,072 tasks of three kinds over nine packages, which must be installed with their
+tests, or be folders. The third trains SmolLM2-135M on lines of them: rows of repair_curves.jsonl.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from agentgrpo import init
 from agentgrpo.envs.repair_judge import judge, patch, prepare, put
 from agentgrpo.envs.repair_tasks import KINDS, make
+from agentgrpo.machine.hardware import cpu_count, memory_bytes
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.sandbox import Limits, Template
 from bench.curves import DOCS, draw, row_of
@@ -32,7 +33,7 @@ from bench.harness import append_row, rows_folder, traced_row
 from bench.pages import with_made
 
 LIVE, VERDICTS = 200, 60
-CPUS = os.cpu_count() or 1
+CPUS = cpu_count()
 SETTINGS = [
     "steps=8", "rollout.tasks_per_step=12", "rollout.deterministic=cpu",
     "rollout.max_turn_tokens=48", "engine.max_model_len=512", "learner.learning_rate=1e-4",
@@ -44,11 +45,6 @@ Row = dict[str, Any]
 def row(variant: str, values: list[float], unit: str, note: str, **shape: int) -> None:
     note += f"; load average {os.getloadavg()[0]:.1f} on {CPUS} cores"
     append_row("repair", variant, values, unit=unit, shape=shape, note=note)
-
-
-def available_mib() -> float:
-    found = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
-    return int(found.split()[0]) / 1024
 
 
 def tasks(source: str, count: int) -> list[Row]:
@@ -77,7 +73,7 @@ def sessions(source: str, rows: list[Row]) -> None:
 
     pool = tree.pool(Template(), limits, max_live=LIVE + 1, min_idle=0, all_cpus=CPUS)
     with pool, ExitStack() as live:
-        before, times = available_mib(), []
+        before, times = memory_bytes()[1], []
         for number in range(LIVE):
             task = rows[number % len(rows)]
             path = task["file"]
@@ -87,7 +83,7 @@ def sessions(source: str, rows: list[Row]) -> None:
                 put(files, {path: patch(tree.read(path), path, task["diff"])})
             times.append((time.perf_counter() - began) * 1e3)
         row("session ready", times, "ms", source, tree_kib=size >> 10)
-        used = before - available_mib()
+        used = (before - memory_bytes()[1]) / (1 << 20)
         row("sessions live", [used], "MiB", source, sessions=LIVE, tree_kib=size >> 10)
         live.close()
         some = rows[:: max(1, len(rows) // VERDICTS)]

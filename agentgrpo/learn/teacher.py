@@ -142,7 +142,7 @@ class Teacher:
         return found, sum(batch.num_tokens for batch in batches)
 
     def _asked(self, ask: Ask, read: Sequence[Rollout]) -> tuple[list[Any], int]:
-        """The same of a server, of one row after the other."""
+        """The same of a server, which is asked row by row."""
         rows = []
         for sample, rollout in enumerate(read):
             turns = itertools.count()

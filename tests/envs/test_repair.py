@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import json
@@ -436,6 +437,32 @@ def test_a_line_mends_it(
                            (None, 0.0), ("import os; os._exit(0)", 0.0), (PRICES, 0.0)):  # fmt: skip
             episode = env.reset(task_of(row))
             assert episode.finish(said)["solved"] == paid, (said, episode.feedback)
+            assert (episode.feedback == "nothing was changed") == (said in ("", None, PRICES))
+
+
+def test_a_line_that_may_be_left_out_is_no_task(project: Path) -> None:
+    """One was once: every answer that was empty mended it."""
+    file, place = "shop/prices.py", PRICES.index("    left, coins")
+    broken = {file: f"{PRICES[:place]}    return None\n{PRICES[place:]}"}
+    tests = ["shop/tests/test_prices.py::test_change[100-coins0]"]
+    task = (broken, file, PRICES[:place].count("\n") + 1, tests)
+    tree = repair_judge.prepare(str(project))
+    with tree.pool(Template(), Limits(), min_idle=0) as pool:
+        made = [repair_tasks.prove(tree, pool, "place", show, task) for show in ("test", "line")]
+    assert made[0] is not None
+    assert made[1] is None
+
+
+def test_what_threads_do_to_each_other_is_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, raised = ast.parse, [SystemError("AST constructor recursion depth mismatch")]
+
+    def spoilt(text: str) -> ast.Module:
+        if raised:
+            raise raised.pop()
+        return parse(text)
+
+    monkeypatch.setattr(ast, "parse", spoilt)
+    assert repair_judge.words_of("eval('1')")["eval"] == 1
 
 
 def test_part_of_the_tests_is_worth_its_share(
