@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import itertools
 import json
+import os
 import random
 import re
 import subprocess
@@ -28,12 +29,11 @@ from rich.progress import Progress
 from agentgrpo.envs.repair_judge import REPO, RUNNER, TEST, Tree, judge, patch, prepare, run_tests
 from agentgrpo.envs.repair_places import apply, bodies_of, mutants_of
 from agentgrpo.files import read_json
-from agentgrpo.machine.hardware import cpu_count
 from agentgrpo.run.atomic import write_json, write_lines
 from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
 
 KINDS = ("place", "several", "body", "commit")  # as docs/repair.md has them
-CPUS = cpu_count()
+CPUS = len(os.sched_getaffinity(0))
 CODE = sorted(Path(__file__).parent.glob("repair*.py"))  # of what others made nothing is kept
 MAKER = hashlib.sha256(b"".join(path.read_bytes() for path in CODE)).hexdigest()[:8]
 SUITE_S, VERDICT_S = 900.0, 6.0  # of a processor, for a suite and for the tests of a task
