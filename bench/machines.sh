@@ -5,10 +5,10 @@
 #
 # Rows share a clone of HEAD and the environment that the first of them installs, under WORK. Each prints how both
 # commands ended; WORK/ROW-quickstart.log and -test.log have all. QUICK='steps=1 ...': settings of the quickstart;
-# SECOND=fast: instead of `make test`, or '' for none. Most rows need root, which makes the machine look so; those of
+# FIRST='': without it; SECOND=fast: instead of `make test`, or '' for none. Most rows need root, which makes the machine look so; those of
 # users need a WORK and a PYTHON that everybody may enter, and noexec a WORK that is not below /tmp.
 set -u
-: "${WORK:=$HOME/machines}" "${PYTHON:=python3}" "${QUICK=}" "${SECOND=test}" "${MORE=}"
+: "${WORK:=$HOME/machines}" "${PYTHON:=python3}" "${QUICK=}" "${FIRST=quickstart}" "${SECOND=test}" "${MORE=}"
 ROOT=$(cd "$(dirname "$0")/.." && pwd) CLONE=$WORK/clone VENV=$WORK/venv HOUSE=$WORK/home
 mkdir -p "$WORK/home" "$WORK/runs"
 test -e "$CLONE" || git clone --quiet "$ROOT" "$CLONE"
@@ -16,7 +16,7 @@ cc -O1 -o "$WORK/like_container" "$ROOT/tests/csrc/like_container.c"
 
 both() { # ROW PREFIX...: what goes before each command
     row=$1; shift
-    for target in quickstart $SECOND; do
+    for target in $FIRST $SECOND; do
         log=$WORK/$row-$target.log start=$(date +%s)
         ( cd "$CLONE" && "$@" env -i PATH=/usr/bin:/bin HOME="$HOUSE" LANG=C.UTF-8 PIP_CONFIG_FILE=/dev/null $MORE \
             make PYTHON="$PYTHON" VENV="$VENV" ARGS="out_dir=$WORK/runs/$row $QUICK" $target ) > "$log" 2>&1

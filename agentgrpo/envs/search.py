@@ -15,6 +15,7 @@ import re
 import sqlite3
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
@@ -273,6 +274,7 @@ class DiskCache:
             self._file = sqlite3.connect(
                 path, timeout=BUSY_S, check_same_thread=False, isolation_level=None
             )
+            weakref.finalize(self, self._file.close)
             self._file.execute(
                 "CREATE TABLE IF NOT EXISTS answers (asked TEXT PRIMARY KEY, answer TEXT NOT NULL)"
             )
@@ -360,6 +362,7 @@ class _ByWords:
     def __init__(self, texts: Sequence[tuple[str, str, str]]) -> None:
         self._lock = threading.Lock()
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
+        weakref.finalize(self, self._index.close)
         self._index.execute("CREATE VIRTUAL TABLE texts USING fts5(id UNINDEXED, title, text)")
         self._index.executemany("INSERT INTO texts VALUES (?, ?, ?)", texts)
 

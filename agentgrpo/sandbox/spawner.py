@@ -246,8 +246,7 @@ class Spawner:
         memory = (
             f"control group (v{self.cgroups.version}) per session"
             if self.cgroups is not None
-            else f"address space of each process, a watchdog over all of them; no control group: "
-            f"{self.cgroups_missing}"
+            else f"per process, a watchdog over all; no control group: {self.cgroups_missing}"
         )
         own = has_own_ids() and not self._template.tree
         return {

@@ -235,7 +235,8 @@ def _sandbox_told_of(config: SandboxConfig, progress: Progress) -> SandboxPool:
     for warning in said:
         progress.say(f"WARNING: {warning.message}")
     jail = pool.describe()
-    progress.say(f"sandbox: {jail['rung']}, memory limit: {jail['memory_limit']}")
+    limit, _, _ = str(jail["memory_limit"]).partition(";")  # why no other: run.json, the doctor
+    progress.say(f"sandbox: {jail['rung']}, memory limit: {limit}")
     progress.watch("sandbox", functools.partial(_busy, pool))
     return pool
 

@@ -396,6 +396,7 @@ def test_what_any_teacher_said_is_proven(model: Path, tmp_path: Path, settings: 
     )
 
 
+@pytest.mark.nsjail
 def test_a_users_sampler_plays_what_is_trained_on(model: Path, tmp_path: Path) -> None:
     """It adds the two digits itself where the policy's code ends."""
     (tmp_path / "mine.py").write_text("""

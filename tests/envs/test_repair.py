@@ -530,6 +530,7 @@ def test_from_a_folder_to_verdicts(
         "steps=1",
         f"out_dir={tmp_path}/run",
         "engine.max_model_len=1024",
+        "data.max_prompt_tokens=960",  # how long a failure is told differs by the Python
         "rollout.max_turn_tokens=64",
     ]
     assert init.main([*made, "-o", str(path), "rollout.max_turns=2", *more]) == 0

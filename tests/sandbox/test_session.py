@@ -46,7 +46,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "an exception has a name, a value and a traceback of user code only": [
         ("def f():\n    return 1 / 0\nf()", (ERROR,
          lambda r: (r.error.name, r.error.value) == ("ZeroDivisionError", "division by zero"),
-         lambda r: r.error.traceback.splitlines()[:4] == [
+         lambda r: [line for line in r.error.traceback.splitlines() if line.strip(" ~^")][:4] == [
              "Traceback (most recent call last):",
              '  File "<cell 1>", line 3, in <module>',
              "    f()",

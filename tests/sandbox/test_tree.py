@@ -66,6 +66,7 @@ def test_the_folder_itself_is_seen_nowhere(pool: SandboxPool, tree: Path) -> Non
     assert pool.describe()["users"] == "one for all sessions"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="zygote-root needs root")
 def test_it_needs_user_namespaces(tree: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="needs user namespaces"):
         SandboxPool(template=Template(tree=str(tree)), rungs=(Rung.ZYGOTE_ROOT,))
