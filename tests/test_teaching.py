@@ -200,15 +200,22 @@ def test_a_server_shows_that_it_has_the_policys_tokenizer(monkeypatch: pytest.Mo
         served("one", "rollout.temperature=0.7")
 
 
-def test_what_it_holds_is_counted() -> None:
+@pytest.mark.parametrize(
+    ("cuda", "given", "other", "held"),
+    [
+        (False, "feedback=errors", {}, 0),
+        (False, "feedback=errors decay=0.9", {}, 4400),
+        (False, "model=m", {"x": (7, 100)}, 2800),
+        (False, "model=m weight=0 topk=5", {"x": (7, 100)}, 0),
+        (False, "model=endpoint:m topk=5", {}, 12 * 5 * (2 * 3 * 4 * 50)),
+        (True, "feedback=errors topk=5", {}, 12 * 5 * 2048),
+    ],
+)
+def test_what_it_holds_is_counted(
+    cuda: bool, given: str, other: dict[str, tuple[int, int]], held: int
+) -> None:
     shapes = {"model.layers.0.a.weight": (10, 10), "head.weight": (100, 10)}
-    sizes = {
-        name: footprint(a_config(*given), shapes, cuda=False, teacher=other).copies
-        for name, given, other in [
-            ("nobody", ["teacher.feedback=errors"], {}),
-            ("average", ["teacher.feedback=errors", "teacher.decay=0.9"], {}),
-            ("model", ["teacher.model=m"], {"x": (7, 100)}),
-            ("off", ["teacher.model=m", "teacher.weight=0"], {"x": (7, 100)}),
-        ]
-    }
-    assert sizes == {"nobody": 0, "average": 4400, "model": 2800, "off": 0}
+    small = ["tasks_per_step=2", "group_size=3", "max_turns=4", "max_turn_tokens=50"]
+    settings = [f"rollout.{x}" for x in small] + [f"teacher.{x}" for x in given.split()]
+    config = a_config("learner.max_tokens=2048", *settings)
+    assert footprint(config, shapes, cuda=cuda, teacher=other).copies == held

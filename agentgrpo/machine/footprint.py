@@ -29,6 +29,9 @@ ALLOCATORS = 0.8
 LIBRARIES = int(1.2 * GIB)
 """Of a process on a CPU: code, and what its libraries keep by shape once a run has settled, after
 some 20 steps: 1.1 GiB beside the counted parts in one run of the quickstart (bench/LOG.md)."""
+SAID = 12
+"""Of a likely token in the place of a sampled one: its id, what a teacher and the learner give it;
+or on a GPU, where ids have 64 bits, without the last."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -43,7 +46,8 @@ class Footprint:
     weights: int
     copies: int
     """A replica of the learner's own, where weights are not shared, the KL's frozen one, and the
-    teacher: another model, or an average of what is trained."""
+    teacher: another model, or an average of what is trained; with teacher.topk what it said, of all
+    that a step samples, or on a GPU of one batch."""
     optimizer: int
     """float32 masters (an adapter is its own) and moments; none here if offloaded on CUDA."""
     gradients: int
@@ -105,6 +109,9 @@ def footprint(
     if trained and sampled and config.teacher.teaches:
         beside += count(teacher) * width
         beside += (4 if adapted else width) * changed * (config.teacher.decay > 0)
+        r = config.rollout
+        played = r.tasks_per_step * r.group_size * r.max_sampled_tokens
+        beside += SAID * config.teacher.topk * (learner.max_tokens if cuda else played)
     return Footprint(
         parameters=parameters,
         trained=changed,
