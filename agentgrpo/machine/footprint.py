@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from agentgrpo import parallel
@@ -86,7 +85,7 @@ class Footprint:
 
 def footprint(
     config: TrainConfig, shapes: Shapes, *, cuda: bool | None = None, ranks: int | None = None,
-    trained: bool = True, sampled: bool = True, teacher: Shapes = MappingProxyType({}),
+    trained: bool = True, sampled: bool = True, teacher: Shapes | None = None,
 ) -> Footprint:  # fmt: skip
     """Memory of one process of a run: of each rank, with a learner, or an engine, or both.
 
@@ -94,7 +93,7 @@ def footprint(
     here. `teacher`: of another model.
     """
     cuda = hardware.has_nvidia_gpu() if cuda is None else cuda
-    ranks, learner = ranks or parallel.world_size(), config.learner
+    ranks, learner, rollout = ranks or parallel.world_size(), config.learner, config.rollout
     width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
     parameters, sizes = count(shapes), trained_sizes(shapes, learner)
     weights, changed = parameters * width, sum(sizes)
@@ -107,10 +106,9 @@ def footprint(
     waiting = 0 if exact else width * (max(sizes, default=0) if ranks == 1 else changed)
     beside = (4 * changed if adapted else weights) * (config.loss.beta > 0)
     if trained and sampled and config.teacher.teaches:
-        beside += count(teacher) * width
+        beside += count(teacher or {}) * width
         beside += (4 if adapted else width) * changed * (config.teacher.decay > 0)
-        r = config.rollout
-        played = r.tasks_per_step * r.group_size * r.max_sampled_tokens
+        played = rollout.tasks_per_step * rollout.group_size * rollout.max_sampled_tokens
         beside += SAID * config.teacher.topk * (learner.max_tokens if cuda else played)
     return Footprint(
         parameters=parameters,
@@ -208,7 +206,7 @@ def room_checks(
     """
     held = footprint(
         config, shapes_at(model), trained=trained, sampled=sampled,
-        teacher=shapes_at(teacher) if teacher else {},
+        teacher=shapes_at(teacher) if teacher else None,
     )  # fmt: skip
     card = hardware.gpu_memory_bytes() if held.cuda else None
     known = card is not None or not held.cuda
