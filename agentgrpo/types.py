@@ -210,12 +210,10 @@ class Rollout:
     teacher_logprobs: list[Float32 | None] | None = None
     """In the same form: the teacher's log-probabilities, of what it was given to read."""
     topk_ids: list[Int32 | None] | None = None
-    """With teacher.topk: where the teacher scored a token, those that it found likeliest there, the
-    likeliest first, token by token."""
     teacher_topk_logprobs: list[Float32 | None] | None = None
-    """Of these, the teacher's log-probabilities."""
     learner_topk_logprobs: list[Float32 | None] | None = None
-    """Of these, the learner's, when they were first trained with."""
+    """With teacher.topk, where the teacher scored a token: those that it found likeliest there, the
+    likeliest first, token by token, what it gave them, and what the learner did at first."""
     token_advantages: list[Float32 | None] | None = None
     """In the same form, with a teacher: what each token was trained with, which is of `advantage`
     and of the teacher's (learn/teacher.py)."""

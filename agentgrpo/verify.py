@@ -411,9 +411,8 @@ def _wanted(rollouts: Sequence[Rollout], config: TrainConfig) -> Counter[int]:
 
     Where the loss reads a rollout's tokens together, any row of it moves the others'.
     """
-    loss, taught = config.loss, config.teacher
-    all_move = loss.beta != 0 or loss.entropy_coef != 0 or loss.top_entropy_quantile < 1
-    all_move |= taught.weight > 0 and bool(taught.model or taught.feedback)
+    loss, all_move = config.loss, config.teacher.teaches
+    all_move |= loss.beta != 0 or loss.entropy_coef != 0 or loss.top_entropy_quantile < 1
     together = reads_whole_rollouts(config.loss)
     counts: Counter[int] = Counter()
     for index, rollout in enumerate(rollouts):

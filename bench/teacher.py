@@ -1,21 +1,24 @@
 """Does a teacher teach? Held-out share solved after some steps, beside GRPO's from the same start.
 
     python -m bench.teacher model TEACHER [section.key=value ...] [--seeds 0 1 2] [--arms ...]
-    python -m bench.teacher feedback TASKS [section.key=value ...] [--seeds 0 1 2] [--arms ...]
+    python -m bench.teacher feedback [section.key=value ...] [--seeds 0 1 2] [--arms ...]
     python -m bench.teacher sums [--seeds 0 1 2]
+    python -m bench.teacher --write                 the table of docs/losses.md, from the rows
 
 model: the quickstart, with the checkpoint TEACHER as its teacher, or with its rewards alone.
-feedback: `unit_tests` on the file TASKS (`agentgrpo init --examples` writes one), with rewards
-alone, or taught by what was wrong, by that of another task, or by a rollout that was right. Every
-run is a process and an empty folder; a row each: the share after the last step, and in its note the
-share after each evaluation, the tokens sampled and the teacher's seconds. sums: the same as model
-in minutes, of the tests' model of two layers, which adds two digits by code in two of three tries;
-its teacher is its own last checkpoint after 40 steps of rewards. Tried at temperature 1.
+feedback: the config `functions`, programs with hidden tests, with rewards alone, or taught by what
+was wrong, by that of another task, or by a rollout that was right. Eight steps of 48 rollouts;
+every run is a process and an empty folder, and a row: the share after the last step, and in its
+note the share after each evaluation, the tokens sampled and the teacher's seconds. sums: the same
+as model in minutes, of the tests' model of two layers, which adds two digits by code in two of
+three tries; its teacher is its own last checkpoint after 40 steps of rewards. Tried at
+temperature 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import subprocess
 import sys
@@ -26,10 +29,15 @@ from typing import Any
 from agentgrpo.config import TrainConfig
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.run.atomic import read_lines
-from bench.harness import append_row
+from bench.harness import RESULTS, append_row, measured_commit
+from bench.pages import with_made
 
-STEPS = ["steps=8", "eval_every=2", "save_every=8", "keep_checkpoints=1", "rollout.refill_below=0",
-         "rollout.max_refills=0", "rollout.tasks_per_step=6", "rollout.group_size=8"]  # fmt: skip
+PAGE = Path(__file__).parents[1] / "docs" / "losses.md"
+STEPS = ["steps=8", "save_every=8", "keep_checkpoints=1", "rollout.refill_below=0",
+         "rollout.max_refills=0", "rollout.tasks_per_step=6", "rollout.group_size=8",
+         "data.num_heldout=64"]  # fmt: skip
+RUNS = {"model": ("quickstart", "eval_every=2"), "feedback": ("functions", "eval_every=4")}
+"""A shipped config, and which steps are looked at."""
 ARMS = {
     "model": {"grpo": "", "teacher": "model={given}"},
     "feedback": {
@@ -54,10 +62,8 @@ def shuffled(view: Any) -> str:
 def run(part: str, arm: str, seed: int, given: str, folder: Path, overrides: list[str]) -> None:
     """One run, and its row."""
     teacher = ARMS[part][arm].format(given=given)
-    data = [f"data.train={given}"] if part == "feedback" else []
-    settings = [*STEPS, *data, *overrides, *([f"teacher.{teacher}"] if teacher else [])]
-    name = "quickstart" if part == "model" else "unit_tests"
-    command = [sys.executable, "-m", "agentgrpo.train", name, *settings]
+    settings = [*STEPS, *overrides, *([f"teacher.{teacher}"] if teacher else [])]
+    command = [sys.executable, "-m", "agentgrpo.train", *RUNS[part], *settings]
     subprocess.run([*command, f"seed={seed}", f"out_dir={folder}"], check=True)
     append(part, arm, seed, read_lines(folder / "metrics.jsonl"), " ".join(overrides))
 
@@ -114,24 +120,48 @@ def append(part: str, arm: str, seed: int, rows: list[dict[str, Any]], note: str
     )  # fmt: skip
 
 
+def table() -> str:
+    """Of each arm its shares by seed, and the tokens of its longest run, from the newest rows."""
+    steps = 0, 2, 4, 8
+    found: dict[str, dict[int, tuple[dict[int, float], int]]] = {}
+    for row in read_lines(RESULTS / "teacher.jsonl"):
+        curve, _, spent = row["note"].partition("by step ")[2].partition("}, ")
+        said = ast.literal_eval(curve + "}"), int(spent.split()[0])
+        found.setdefault(row["variant"], {})[row["shape"]["seed"]] = said
+    lines = [f"| part, arm | {' | '.join(f'after {step} steps' for step in steps)} | tokens |"]
+    lines.append("|---" * (2 + len(steps)) + "|")
+    for arm, seeds in found.items():
+        runs = [run for _, run in sorted(seeds.items())]
+        cells = [", ".join(f"{c[step]:.2f}" for c, _ in runs if step in c) for step in steps]
+        lines.append(f"| {' | '.join([arm, *cells])} | {max(spent for _, spent in runs):,} |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str]) -> None:
     """Run the seeds, each with every arm before the next."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=[*ARMS, "sums"])
-    parser.add_argument("given", nargs="?", default="", help="TEACHER or TASKS")
+    parser.add_argument("part", nargs="?", choices=[*ARMS, "sums"])
+    parser.add_argument("given", nargs="*", help="TEACHER of model, and section.key=value ...")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--write", action="store_true")
     args = parser.parse_intermixed_args(arguments)
-    with tempfile.TemporaryDirectory() as made:
-        if args.part == "sums":
-            prepare_environment()
+    if args.write:
+        PAGE.write_text(with_made(PAGE.read_text(), "bench.teacher", table()))
+        return
+    if args.part is None or (args.part == "model" and not args.given):
+        parser.error("a part, and of model its TEACHER")
+    measured_commit()  # before the first run, and not after it
+    if args.part == "sums":
+        prepare_environment()
+        with tempfile.TemporaryDirectory() as made:
             run_sums(args.seeds, Path(made))
-            return
-        for seed in args.seeds:
-            for arm in args.arms or ARMS[args.part]:
-                folder = Path(made) / f"{arm}_{seed}"
-                run(args.part, arm, seed, args.given, folder, args.overrides)
+        return
+    teacher = args.given.pop(0) if args.part == "model" else ""
+    for seed in args.seeds:
+        for arm in args.arms or ARMS[args.part]:
+            with tempfile.TemporaryDirectory() as made:  # a checkpoint in each
+                run(args.part, arm, seed, teacher, Path(made), args.given)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from agentgrpo.kernels.linear_logp import linear_logp
-from bench import harness, pages
+from bench import harness, pages, teacher
 from bench.__main__ import scripts
 from bench.gpu import kernels, stages, step
 from bench.gpu.stages import CALLS, STAGES
@@ -32,6 +32,8 @@ def test_the_page_has_the_newest_rows() -> None:
     made = table()
     assert pages.with_made(PAGE.read_text(), "bench.table", made) == PAGE.read_text()
     assert all(line.what in made for line in LINES)
+    taught = teacher.PAGE.read_text()
+    assert pages.with_made(taught, "bench.teacher", teacher.table()) == taught
 
 
 def test_an_extension_older_than_its_sources_makes_no_row(

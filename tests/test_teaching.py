@@ -16,6 +16,7 @@ from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import EndpointConfig, TrainConfig
 from agentgrpo.engine.endpoints import HttpEndpoint
 from agentgrpo.envs.graded import UnitTestEnv
+from agentgrpo.learn.teacher import Teacher
 from agentgrpo.machine.footprint import footprint
 from agentgrpo.models.models import teacher_model
 from agentgrpo.rollout.observe import prompt_of
@@ -41,11 +42,12 @@ def at(agent: Any) -> Any:
 def read(config: TrainConfig, agent: Any, group: list[Rollout]) -> list[list[str]]:
     """The prompts that the teacher of a config reads of each rollout of a group."""
     policy: Any = SimpleNamespace(scorer=None, trained=[])
-    make = teacher_of(config, at(agent))
-    assert make is not None
+    given = teacher_of(config, at(agent))
+    assert given is not None
+    teacher = Teacher(policy, 1.0, 4096, **given)
     update: Any = SimpleNamespace(rollouts=group, played=group)
     read: list[list[str]] = [[] for _ in group]
-    for rollout, own in make(policy)._read(update):
+    for rollout, own in teacher._read(update):
         read[group.index(own)].append(TOKENIZER.decode(rollout.rows[0][0].token_ids))
     return read
 
@@ -143,7 +145,6 @@ def test_what_grading_hides_is_not_told(
     ("settings", "message"),
     [
         (["teacher.model=m", "teacher.feedback=errors"], "only one"),
-        (["teacher.feedback=error"], "expected errors, solutions or module:function, got 'error'"),
         (["teacher.model=m", "teacher.topk=2", "teacher.clip=1"], "clip: 1.0 does nothing without"),
         (["teacher.decay=0.5"], r"teacher\.decay: 0\.5 does nothing without teacher\.feedback"),
     ],
@@ -171,6 +172,8 @@ def test_a_program_has_no_prompt_to_read() -> None:
     with pytest.raises(ValueError, match=r"teacher\.feedback: 'errors' needs an agent"):
         teacher_of(a_config("teacher.feedback=errors"), at(program))
     assert teacher_of(a_config("teacher.model=m"), at(program)) is not None
+    with pytest.raises(ValueError, match="if not errors or solutions: expected 'module:function'"):
+        teacher_of(a_config("teacher.feedback=error"), at(None))
 
 
 def test_a_server_shows_that_it_has_the_policys_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,15 +203,22 @@ def test_a_server_shows_that_it_has_the_policys_tokenizer(monkeypatch: pytest.Mo
         served("one", "rollout.temperature=0.7")
 
 
-def test_what_it_holds_is_counted() -> None:
+@pytest.mark.parametrize(
+    ("cuda", "given", "other", "held"),
+    [
+        (False, "feedback=errors", {}, 0),
+        (False, "feedback=errors decay=0.9", {}, 4400),
+        (False, "model=m", {"x": (7, 100)}, 2800),
+        (False, "model=m weight=0 topk=5", {"x": (7, 100)}, 0),
+        (False, "model=endpoint:m topk=5", {}, 12 * 5 * (2 * 3 * 4 * 50)),
+        (True, "feedback=errors topk=5", {}, 12 * 5 * 2048),
+    ],
+)
+def test_what_it_holds_is_counted(
+    cuda: bool, given: str, other: dict[str, tuple[int, int]], held: int
+) -> None:
     shapes = {"model.layers.0.a.weight": (10, 10), "head.weight": (100, 10)}
-    sizes = {
-        name: footprint(a_config(*given), shapes, cuda=False, teacher=other).copies
-        for name, given, other in [
-            ("nobody", ["teacher.feedback=errors"], {}),
-            ("average", ["teacher.feedback=errors", "teacher.decay=0.9"], {}),
-            ("model", ["teacher.model=m"], {"x": (7, 100)}),
-            ("off", ["teacher.model=m", "teacher.weight=0"], {"x": (7, 100)}),
-        ]
-    }
-    assert sizes == {"nobody": 0, "average": 4400, "model": 2800, "off": 0}
+    small = ["tasks_per_step=2", "group_size=3", "max_turns=4", "max_turn_tokens=50"]
+    settings = [f"rollout.{x}" for x in small] + [f"teacher.{x}" for x in given.split()]
+    config = a_config("learner.max_tokens=2048", *settings)
+    assert footprint(config, shapes, cuda=cuda, teacher=other).copies == held

@@ -273,11 +273,6 @@ class TeacherConfig(Section):
             raise ValueError(
                 f"teacher.model {self.model!r} and teacher.feedback {self.feedback!r}: only one"
             )
-        if self.feedback not in ("", "errors", "solutions") and ":" not in self.feedback:
-            raise ValueError(
-                "teacher.feedback: expected errors, solutions or module:function, got "
-                f"{self.feedback!r}"
-            )
         need = "decay max_feedback_tokens", "teacher.feedback", lambda c: c.feedback
         alone = "clip", "teacher.topk = 0", lambda c: not c.topk
         forbid_unused(self, [need, alone], "teacher.")

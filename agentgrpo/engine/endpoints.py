@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from html.parser import HTMLParser
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urljoin, urlsplit
 
 import numpy as np
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 T = TypeVar("T")
+Scores = tuple[Float32, Float32, Int32]
 
 
 class Endpoint(ABC):
@@ -142,15 +143,6 @@ class Server:
         return client
 
 
-class Scored(NamedTuple):
-    """T tokens as a model sees them, but for the first; log-probabilities in nats."""
-
-    logp_T: Float32
-    logp_TK: Float32
-    """Of those that are likeliest in each place, the likeliest first."""
-    ids_TK: Int32
-
-
 class HttpEndpoint(Server, Endpoint):
     """An OpenAI-compatible server (vLLM, llama.cpp, a hosted API): of kind "http"."""
 
@@ -168,8 +160,10 @@ class HttpEndpoint(Server, Endpoint):
             )
         return replies
 
-    def score(self, ids: Sequence[int], topk: int = 0) -> Scored:
-        """What a model behind vLLM's server makes of tokens, at temperature 1."""
+    def score(self, ids: Sequence[int], topk: int = 0) -> Scores:
+        """What a model behind vLLM's server makes of tokens, at temperature 1, but for the first:
+        nats, [T]; those of the likeliest in each place, the likeliest first, and their ids, [T, K].
+        """
         body = {
             "model": self.config.model, "prompt": ids, "prompt_logprobs": topk, "max_tokens": 1,
             **self.config.extra,
@@ -230,7 +224,7 @@ def _prompt(response: httpx2.Response) -> str:
         return _text(answer["prompt"])
 
 
-def _scored(ids: Sequence[int], topk: int, response: httpx2.Response) -> Scored:
+def _scored(ids: Sequence[int], topk: int, response: httpx2.Response) -> Scores:
     """The answer has, in each place but the first, the likeliest tokens and the prompt's own."""
     with _of_form("a choice with vLLM's prompt_logprobs", response.content) as answer:
         (_, *places) = answer["choices"][0]["prompt_logprobs"]
@@ -238,7 +232,7 @@ def _scored(ids: Sequence[int], topk: int, response: httpx2.Response) -> Scored:
         ranked = [sorted((s["rank"], int(i), s["logprob"]) for i, s in at.items()) for at in places]
         most = np.array([at[:topk] for at in ranked], np.float64).reshape(len(own), topk, 3)
         logp_T, (_, ids_TK, logp_TK) = np.array(own, np.float32), np.moveaxis(most, -1, 0)
-        return Scored(logp_T, logp_TK.astype(np.float32), ids_TK.astype(np.int32))
+        return logp_T, logp_TK.astype(np.float32), ids_TK.astype(np.int32)
 
 
 def _documents(response: httpx2.Response) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ the sampler's log-probability.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Learner:
         temperature: float,
         dlogp_limit: float,
         reference: str | Path | None = None,
-        teacher: Callable[[Policy], Teacher] | None = None,
+        teacher: Mapping[str, Any] | None = None,
     ) -> None:
         self.policy, self._publisher, self._config, self._loss = policy, publisher, config, loss
         self.model, self.device, self._scorer = policy.model, policy.device, policy.scorer
@@ -66,8 +66,12 @@ class Learner:
         self._objective = objective_of(loss)
         own = None if policy.adapter is not None else reference
         self._reference = Reference(policy, own) if loss.beta else None
-        self._teacher = teacher(policy) if teacher is not None else None
-        self._average = self._teacher.beside if self._teacher is not None else None
+        limits = temperature, config.max_tokens
+        self._teacher = None if teacher is None else Teacher(policy, *limits, **teacher)
+        self._beside = {"reference": self._reference}
+        """Other models, by the names of what a resumed run needs of them."""
+        if self._teacher is not None:
+            self._beside["teacher"] = self._teacher.beside
         self._optimizer = MasterAdamW(
             policy.trained,
             lr=config.learning_rate,
@@ -119,8 +123,7 @@ class Learner:
         state = {
             "optimizer": self._optimizer.state_dict(),
             "step": self.step_count,
-            "reference": [] if self._reference is None else self._reference.state(),
-            "teacher": [] if self._average is None else self._average.state(),
+            **{name: model.state() if model else [] for name, model in self._beside.items()},
             **more,
         }
         if parallel.rank() == 0:
@@ -136,10 +139,9 @@ class Learner:
                 f"{path} is of a run with other trained parameters: {error}"
             ) from error
         self.step_count = state["step"]
-        if self._reference is not None:
-            self._reference.load(state["reference"])
-        if self._average is not None:
-            self._average.load(state.get("teacher", []))
+        for name, model in self._beside.items():
+            if model is not None:
+                model.load(state.get(name, []))
         return state
 
     def step(self, updates: Sequence[Update]) -> Metrics:
@@ -166,23 +168,15 @@ class Learner:
             for index, update in enumerate(updates):
                 if update.batches:
                     self._update(run, index, update, first_pass=epoch == 0)
-                if self._teacher is not None:
-                    self._teacher.follow()
+                for model in filter(None, self._beside.values()):
+                    model.follow()
         self.step_count += 1
         self._optimizer.zero_grad()  # the engine's cache needs the room
         trim()
         metrics: Metrics = {"learning_rate": self._optimizer.lr, "updates": float(len(run.losses))}
         metrics |= run.metrics(self._objective) | taught
-        for seen in run.seen():
-            updates[seen.update].take(
-                seen.sample_N, seen.turn_N, learner_logprobs=seen.logp_N, entropies=seen.entropy_N
-            )
-        for part in parallel.gather(run.taught):
-            for index, sample_N, turn_N, advantage_N, beside_NK in part:
-                updates[index].take(sample_N, turn_N, token_advantages=advantage_N)
-                own = ~np.isnan(beside_NK).all(1)  # none, where they are of no tokens
-                labels = sample_N[own], turn_N[own]
-                updates[index].take(*labels, learner_topk_logprobs=beside_NK[own])
+        for index, sample_N, turn_N, fields in run.told():
+            updates[index].take(sample_N, turn_N, **fields)
         tokens = sum(batch.num_tokens for update in updates for batch in update.batches)
         metrics["packed_tokens"] = float(tokens)
         metrics["seconds"] = time.perf_counter() - started
@@ -220,12 +214,12 @@ class Learner:
             run.looked = True
         if wants_entropy:
             # over the terms of all ranks, or each would train on a share of its own
-            seen = run.seen()
-            together = np.concatenate([each.entropy_N for each in seen])
+            seen = [(index, fields["entropies"]) for index, _, _, fields in run.told()]
+            together = np.concatenate([entropy_N for _, entropy_N in seen])
             threshold = float(np.quantile(together, 1 - self._loss.top_entropy_quantile))
             run.entropy_threshold = threshold
-            for each in seen:
-                run.above_threshold[each.update] += int((each.entropy_N >= threshold).sum())
+            for index, entropy_N in seen:
+                run.above_threshold[index] += int((entropy_N >= threshold).sum())
 
     def _update(self, run: StepRecord, index: int, update: Update, *, first_pass: bool) -> None:
         self._optimizer.zero_grad()
@@ -236,7 +230,7 @@ class Learner:
         # always in this order: float sums depend on it, and a resumed run comes to the same bits
         for number, batch, counts in parallel.share(update.batches):
             before = run.before[index, number]
-            loss, measured, scored, advantage = self._loss_of(
+            loss, measured, scored, made = self._loss_of(
                 batch, run, before, update, max(bonus_over, 1)
             )
             # FSDP averages gradients over the ranks; the weights are a share of the whole
@@ -245,10 +239,9 @@ class Learner:
             if counts:
                 losses.append(loss.detach())
                 run.parts.append(measured)
-                if first_pass and self._teacher is not None:
-                    beside_NK = scored.beside_NK.detach().float().cpu().numpy()
-                    trained_with = advantage.float().cpu().numpy()
-                    run.taught.append((index, *batch.labels, trained_with, beside_NK))
+                if first_pass and made:
+                    arrays = {name: x.detach().float().cpu().numpy() for name, x in made.items()}
+                    run.made.append((index, *batch.labels, arrays))
                 if unseen:
                     found.append(ScoredBatch.at(index, batch, scored.logp_N, scored.entropy_N))
         # here and not above: a device that is waited for has nothing to do until the next batch
@@ -267,8 +260,10 @@ class Learner:
 
     def _loss_of(
         self, batch: PackedBatch, run: StepRecord, before: OldLogps, update: Update, bonus_over: int
-    ) -> tuple[Tensor, TermMetrics, PolicyOutput, Tensor]:
-        """The loss, the kernel's metrics, what the policy made of the batch, and the advantages."""
+    ) -> tuple[Tensor, TermMetrics, PolicyOutput, dict[str, Tensor]]:
+        """The loss, the kernel's metrics, what the policy made of the batch, and with a teacher
+        what a rollout is told of it, by its fields.
+        """
         said = None if self._teacher is None else self._teacher.said(update, batch, self.device)
         scored = self._scorer(batch, self._temperature, 0 if said is None else said.ids_NK)
         logp_N, entropy_N = scored.logp_N, scored.entropy_N
@@ -284,8 +279,9 @@ class Learner:
         else:
             # in the first update the policy is its own old one: a ratio of exactly 1, with gradient
             old = detached if before.old_logp is None else before.old_logp
+        made = {}
         if said is not None:
-            advantage = said.advantage(advantage, old)
+            made["token_advantages"] = advantage = said.advantage(advantage, old)
         loss, metrics = grpo_loss(
             logp_N,
             old,
@@ -304,6 +300,5 @@ class Learner:
             apart_N = said.divergence(scored.beside_NK)
             loss = loss + said.config.weight * (weight * apart_N).sum()
             metrics["teacher_kl"] = apart_N.detach().mean()
-            beside_NK = torch.where(said.told_N1, scored.beside_NK.detach(), torch.nan)
-            scored = scored._replace(beside_NK=beside_NK)
-        return loss, metrics, scored, advantage
+            made["learner_topk_logprobs"] = scored.beside_NK.where(said.told_N1, torch.nan)
+        return loss, metrics, scored, made

@@ -118,8 +118,10 @@ class Scorer(nn.Module):
         hidden = self._hidden(batch)
         terms = batch.terms(self.device)
         row_N, target_N1 = terms.row_N, terms.target_N[:, None]
-        if isinstance(beside, int):
-            beside = _likeliest(hidden, head, row_N, beside) if beside else target_N1[:, :0]
+        if isinstance(beside, int):  # what caps and tempers logits keeps their order
+            parts = row_N.split(LIKELIEST_ROWS) if beside else ()
+            found = [head(hidden[rows]).topk(beside).indices for rows in parts]
+            beside = torch.cat(found) if found else target_N1[:, :0]
         each = 1 + beside.shape[1]  # terms of the same row, which is projected once
         logp_N, entropy_N = linear_logp(
             hidden,
@@ -183,13 +185,6 @@ class Scorer(nn.Module):
         order = [np.arange(lengths[row]) + starts[row] for rows in passes for row in rows]
         places = torch.from_numpy(np.argsort(np.concatenate(order))).to(ids.device)
         return hidden.index_select(0, places)
-
-
-def _likeliest(hidden: Tensor, head: Any, row_N: Tensor, count: int) -> Tensor:
-    """Ids, [N, count], the likeliest first: what caps and tempers logits keeps their order."""
-    return torch.cat(
-        [head(hidden[rows]).topk(count).indices for rows in row_N.split(LIKELIEST_ROWS)]
-    )
 
 
 def _passes(lengths: NDArray[np.int64]) -> list[list[int]]:

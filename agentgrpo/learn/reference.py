@@ -3,47 +3,79 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentgrpo import parallel
+from agentgrpo.engine.endpoints import Scores
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.policy import Policy, PolicyOutput, Scorer, load_model
+
+Ask = Callable[[list[int], int], Scores]
+"""What a server says of ids and so many of the likeliest (engine.endpoints.HttpEndpoint.score)."""
+AT_ONCE = 16
+"""Rows that a server is asked of."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A Scorer's part, of a model behind a server, which is asked row by row."""
+
+    ask: Ask
+    unpacked_reason = "a server reads rows"
+
+    def __call__(self, batch: PackedBatch, temperature: float, topk: int = 0) -> PolicyOutput:
+        ends_R = np.flatnonzero(np.diff(batch.tout_T, append=-1)) + 1
+        rows = np.split(batch.input_ids_T, ends_R[:-1])
+        target = dict(zip(batch.row_N.tolist(), batch.target_N.tolist(), strict=True))
+        ids = [[*row.tolist(), target[end - 1]] for row, end in zip(rows, ends_R, strict=True)]
+        with ThreadPoolExecutor(AT_ONCE, "asks a server") as side:
+            said = [*side.map(lambda row: self.ask(row, topk), ids)]
+        logp_N, logp_NK, ids_NK = (
+            torch.from_numpy(np.concatenate(each)[batch.row_N]) for each in zip(*said, strict=True)
+        )
+        return PolicyOutput(logp_N, torch.full_like(logp_N, torch.nan), logp_NK, ids_NK)
 
 
 class Reference:
     """A frozen model, or the policy with copies of its trained parameters, as they began.
 
-    `source`: the model's directory or name; None: the copies, which move() may change.
+    `source`: the model's directory or name, or what asks its server; None: the copies, which keep
+    `decay` of themselves at each update.
     """
 
-    def __init__(self, policy: Policy, source: str | Path | None) -> None:
-        self._policy = policy
-        self.scorer: Scorer | None = None
+    def __init__(self, policy: Policy, source: str | Path | Ask | None, decay: float = 1.0) -> None:
+        self._policy, self._decay = policy, decay
+        self.scorer: Scorer | Served | None = None
         self._pairs: list[tuple[Tensor, Tensor]] = []
         """Parameters of its own that a resumed run needs, each with the policy's."""
         if source is None:
             self._pairs = [(parallel.whole(ours).clone(), ours) for ours in policy.trained]
-            return
-        frozen = load_model(source, device=policy.device, dtype=policy.dtype)
-        self.scorer = Scorer(frozen, exact=policy.scorer.exact)
+        elif callable(source):
+            self.scorer = Served(source)
+        else:
+            frozen = load_model(source, device=policy.device, dtype=policy.dtype)
+            self.scorer = Scorer(frozen, exact=policy.scorer.exact)
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch, temperature: float, topk: int = 0) -> PolicyOutput:
         """What it makes of the batch's terms, as a Scorer."""
         if self.scorer is not None:
-            return self.scorer(batch, temperature, topk)  # type: ignore[no-any-return]
+            return self.scorer(batch, temperature, topk)
         with self._swapped():
             return self._policy.scorer(batch, temperature, topk)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def move(self, alpha: float) -> None:
-        """Become alpha * policy + (1 - alpha) * itself."""
-        for theirs, ours in self._pairs:
-            theirs.mul_(1 - alpha).add_(parallel.whole(ours), alpha=alpha)
+    def follow(self) -> None:
+        """The policy was updated."""
+        for theirs, ours in self._pairs if self._decay < 1 else ():
+            theirs.mul_(self._decay).add_(parallel.whole(ours), alpha=1 - self._decay)
 
     def state(self) -> list[Tensor | None]:
         """What a resumed run needs of it, on the first rank; all must ask."""

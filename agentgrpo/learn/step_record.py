@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentgrpo import parallel
@@ -44,14 +45,9 @@ class ScoredBatch(NamedTuple):
         return cls(update, *batch.labels, seen)
 
 
-class ScoredTerms(NamedTuple):
-    """What the learner made of a batch's terms when it first saw them, [N] each."""
-
-    update: int
-    sample_N: Int32
-    turn_N: Int32
-    logp_N: Float32
-    entropy_N: Float32
+Made = tuple[int, Int32, Int32, dict[str, NDArray[Any]]]
+"""An update, sample_N and turn_N of terms, and what was made of them: [N] or [N, K] of each field
+of a rollout."""
 
 
 class StepRecord:
@@ -68,20 +64,21 @@ class StepRecord:
         self.norms: list[float] = []
         self.parts: list[TermMetrics] = []
         self.gaps: list[Float32] = []
-        self._seen: list[ScoredTerms] = []
-        self.taught: list[tuple[int, Int32, Int32, Float32, Float32]] = []
-        """With a teacher, of each batch: update, sample_N, turn_N, the advantages that were trained
-        with and the log-probabilities of the teacher's likeliest tokens."""
+        self.made: list[Made] = []
+        """What the rollouts are told, of this rank's batches."""
+        self._labels: list[tuple[int, Int32]] = []
 
     def saw(self, batch: ScoredBatch) -> None:
         """Remember what the learner made of the terms of an update's batch; waits for it."""
         logp, entropy, gap = batch.seen_3N.cpu().numpy()
         self.gaps.append(gap)
-        self._seen.append(ScoredTerms(batch.update, batch.sample_N, batch.turn_N, logp, entropy))
+        self._labels.append((batch.update, batch.sample_N))
+        fields = {"learner_logprobs": logp, "entropies": entropy}
+        self.made.append((batch.update, batch.sample_N, batch.turn_N, fields))
 
-    def seen(self) -> list[ScoredTerms]:
-        """All that the ranks saw."""
-        return [seen for part in parallel.gather(self._seen) for seen in part]
+    def told(self) -> list[Made]:
+        """What all ranks made."""
+        return [made for part in parallel.gather(self.made) for made in part]
 
     def metrics(self, objective: Objective) -> Metrics:
         metrics = {
@@ -97,8 +94,7 @@ class StepRecord:
                 for part in parts
             ]
         )
-        labels = [(seen.update, seen.sample_N) for seen in self._seen]
-        ours = parallel.gather(list(zip(self.gaps, labels, strict=True)))
+        ours = parallel.gather(list(zip(self.gaps, self._labels, strict=True)))
         gaps, samples = [], []
         for gap, (update, sample) in (item for part in ours for item in part):
             gaps.append(gap)

@@ -1,27 +1,18 @@
 """A teacher's opinion on each sampled token: distillation on the policy's own rollouts.
 
-The policy samples, the teacher scores the same tokens, and at each of them
-
-    A_teacher = clip(log pi_teacher - log pi_old, -teacher.clip, teacher.clip)
-    A         = teacher.weight * A_teacher + (1 - teacher.weight) * A_group
-
-is its advantage: the policy gradient of the reverse KL to the teacher (arXiv:2306.13649,
-arXiv:2601.20802). pi_old is what the loss takes its ratio to (loss.old_logps). A token that the
-teacher was told nothing of has no A_teacher: 0. With teacher.topk it has none either, and its loss
-gets weight * KL(pi || pi_teacher) instead, over the teacher's likeliest tokens and the rest.
-
-It is another model, which reads what the policy read, in this process or behind a server; or the
-policy itself (arXiv:2601.20802,
-arXiv:2601.19897), which has read more of the task: what was wrong with this attempt, or one that
-was right. What the policy was shown in a turn is not told of its later turns again.
+The policy samples, the teacher scores the same tokens, and log pi_teacher - log pi_old at each is
+its advantage, or with teacher.topk a divergence its loss (docs/losses.md; arXiv:2306.13649,
+arXiv:2601.20802, arXiv:2601.19897). pi_old is what the loss takes its ratio to. The teacher is
+another model, or the policy itself, which has read more of the task; what the policy was shown in a
+turn is not told of its later turns again.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,11 +22,10 @@ from torch import Tensor
 
 from agentgrpo import parallel
 from agentgrpo.config import TeacherConfig
-from agentgrpo.engine.endpoints import Scored
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Policy
-from agentgrpo.learn.reference import Reference
+from agentgrpo.learn.reference import Ask, Reference
 from agentgrpo.learn.updates import Update
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Task
 
@@ -43,12 +33,8 @@ Prompt = Callable[[Task, str], Int32]
 """The ids of a task's prompt in which the user also says a text."""
 Tell = Callable[[Rollout, Sequence[Rollout]], str]
 """What a teacher is told of a rollout, beside others of its task; "" for nothing."""
-Ask = Callable[[list[int], int], Scored]
-"""What a server says of ids, with so many of the likeliest in each place."""
 FIELDS = ("teacher_logprobs", "teacher_topk_logprobs", "topk_ids")
 """Of a rollout, where it is written down."""
-AT_ONCE = 16
-"""Rows that a server is asked of."""
 
 
 class Said(NamedTuple):
@@ -84,22 +70,21 @@ class Said(NamedTuple):
 
 
 class Teacher:
-    """Scores what the policy sampled: another model, `source`, or behind `ask`; or the policy
-    behind other prompts, which say what `tell` does, or without it the rollouts' own feedback.
+    """Scores what the policy sampled: another model (`source`, a Reference's), or the policy behind
+    other prompts, which say what `tell` does, or without it the rollouts' own feedback.
     """
 
     def __init__(
-        self, config: TeacherConfig, policy: Policy, *, source: str | None = None,
-        ask: Ask | None = None, prompt: Prompt | None = None, tell: Tell | None = None,
-        temperature: float = 1.0, max_tokens: int = 10**7,
+        self, policy: Policy, temperature: float, max_tokens: int, *, config: TeacherConfig,
+        source: str | Ask | None = None, prompt: Prompt | None = None, tell: Tell | None = None,
     ) -> None:  # fmt: skip
-        self._config, self._ask, self._prompt, self._tell = config, ask, prompt, tell
+        self._policy, self._config, self._prompt, self._tell = policy, config, prompt, tell
         self._temperature, self._max_tokens = temperature, max_tokens
-        self._policy = policy
         self._left_out = 0
         """Turns that it had something to read for, and was not given: too long with it, or in a row
         that does not begin with the prompt."""
-        self.beside = Reference(policy, source) if source or config.decay else None
+        own = source or config.decay
+        self.beside = Reference(policy, source, config.decay) if own else None
         """Its weights, where they are not the policy's."""
 
     @torch.no_grad()
@@ -109,23 +94,6 @@ class Teacher:
         pairs = [pair for update in updates for pair in self._read(update)]
         read, played = zip(*pairs, strict=True) if pairs else ((), ())
         reading = Update(batches=(), num_samples=len(read), rollouts=read, played=played)
-        found, tokens = self._pass(read) if self._ask is None else self._asked(self._ask, read)
-        everything, terms = [one for part in parallel.gather(found) for one in part], 0
-        for sample_N, turn_N, *said in everything:
-            if np.isnan(said[0]).any():
-                raise FloatingPointError("the teacher gave a token a probability that is nan")
-            fields = FIELDS if self._config.topk else FIELDS[:1]
-            reading.take(sample_N, turn_N, **dict(zip(fields, said, strict=False)))
-            terms += len(sample_N)
-        return {
-            "teacher_tokens": float(tokens),
-            "teacher_terms": float(terms),
-            "teacher_left_out": float(self._left_out),
-            "teacher_s": time.perf_counter() - started,
-        }
-
-    def _pass(self, read: Sequence[Rollout]) -> tuple[list[Any], int]:
-        """Of this rank's batches: labels and FIELDS of their terms; and all tokens, packed."""
         scorer = (self.beside and self.beside.scorer) or self._policy.scorer
         batches = pack_tree(
             [Group(task=rollout.task, rollouts=[rollout]) for rollout in read],
@@ -133,31 +101,23 @@ class Teacher:
             drop_zero_advantage=False,
             share_prefixes=scorer.unpacked_reason is None,
         )
-        found, score = [], self.beside or scorer
+        found, score, terms = [], self.beside or scorer, 0
         for _, batch, counts in parallel.share(batches):
             said = score(batch, self._temperature, self._config.topk)
             values = said.logp_N.float(), said.beside_NK.float(), said.ids_NK.int()
             if counts:
                 found.append((*batch.labels, *(x.cpu().numpy() for x in values)))
-        return found, sum(batch.num_tokens for batch in batches)
-
-    def _asked(self, ask: Ask, read: Sequence[Rollout]) -> tuple[list[Any], int]:
-        """The same of a server, which is asked row by row."""
-        rows = []
-        for sample, rollout in enumerate(read):
-            turns = itertools.count()
-            for row in rollout.rows:
-                labels = [np.full(len(s.token_ids), next(turns) if s.sampled else -1) for s in row]
-                ids = np.concatenate([segment.token_ids for segment in row]).tolist()
-                rows.append((sample, np.concatenate(labels)[1:], ids))
-        mine, found = parallel.mine(rows), []
-        with ThreadPoolExecutor(AT_ONCE, "asks a teacher") as side:
-            answers = side.map(lambda row: ask(row[2], self._config.topk), mine)
-            for (sample, turn_T, _), said in zip(mine, answers, strict=True):
-                own = turn_T >= 0
-                sample_N = np.full(own.sum(), sample)
-                found.append((sample_N, turn_T[own], *(values[own] for values in said)))
-        return found, sum(len(ids) for _, _, ids in rows)
+        for sample_N, turn_N, *arrays in (one for part in parallel.gather(found) for one in part):
+            if np.isnan(arrays[0]).any():
+                raise FloatingPointError("the teacher gave a token a probability that is nan")
+            reading.take(sample_N, turn_N, **dict(zip(FIELDS, arrays, strict=True)))
+            terms += len(sample_N)
+        return {
+            "teacher_tokens": float(sum(batch.num_tokens for batch in batches)),
+            "teacher_terms": float(terms),
+            "teacher_left_out": float(self._left_out),
+            "teacher_s": time.perf_counter() - started,
+        }
 
     def said(self, update: Update, batch: PackedBatch, device: str) -> Said:
         """Of the terms of a batch of the update."""
@@ -171,28 +131,20 @@ class Teacher:
                     array[own] = values[segment].reshape(array[own].shape)
         return Said(self._config, *(torch.from_numpy(array).to(device) for array in arrays))
 
-    def follow(self) -> None:
-        """The policy was updated."""
-        if self.beside is not None and self._config.decay:
-            self.beside.move(1 - self._config.decay)
-
     def _read(self, update: Update) -> Iterator[tuple[Rollout, Rollout]]:
         """Rollouts of an update as the teacher reads them, each with what was played."""
-        played: dict[int, list[Rollout]] = {}
-        for rollout in update.played:
-            played.setdefault(id(rollout.task), []).append(rollout)
         for rollout, own in zip(update.rollouts, update.played, strict=True):
-            if not self._config.feedback:
+            if self._prompt is None:
                 yield rollout, own
                 continue
-            for text, segments in self._texts(own, played[id(own.task)]).items():
-                assert self._prompt is not None
-                read = _behind(self._prompt(own.task, text), rollout, segments)
-                if max(sum(len(s.token_ids) for s in row) for row in read.rows) <= self._max_tokens:
-                    self._left_out += len(segments) - sum(s.sampled for s in read.all_segments)
+            group = [other for other in update.played if other.task is own.task]
+            for text, wanted in self._texts(own, group).items():
+                read = _behind(self._prompt(own.task, text), rollout, wanted)
+                longest = max(sum(len(s.token_ids) for s in row) for row in read.rows)
+                fits = longest <= self._max_tokens
+                self._left_out += len(wanted) - fits * sum(s.sampled for s in read.all_segments)
+                if fits:
                     yield read, own
-                else:
-                    self._left_out += len(segments)
 
     def _texts(self, rollout: Rollout, group: Sequence[Rollout]) -> Mapping[str, set[int]]:
         """What it is told, and of which segments' tokens: not what was read before them."""
@@ -213,9 +165,7 @@ def _behind(prompt: Int32, rollout: Rollout, wanted: set[int]) -> Rollout:
     A later row begins with the conversation so far: what the prompts differ in is replaced there.
     """
     first = rollout.rows[0][0].token_ids
-    size = min(len(first), len(prompt))
-    differs = np.flatnonzero(first[-size:][::-1] != prompt[-size:][::-1])
-    same = int(differs[0]) if len(differs) else size
+    same = sum(itertools.takewhile(bool, map(operator.eq, first[::-1], prompt[::-1])))
     cut, number, rows = len(first) - same, 0, []
     for row in rollout.rows:
         begin, begins = row[0].token_ids, np.array_equal(row[0].token_ids[:cut], first[:cut])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from agentgrpo.learn.losses import (
     token_weights,
 )
 from agentgrpo.learn.packing import pack_tree
-from agentgrpo.types import Float32, Group, Int32, Rollout, Segment
+from agentgrpo.types import Group, Int32, Rollout, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,10 +33,14 @@ class Update:
     played: Sequence[Rollout] = ()
     """The same as they were played: what is told and recorded."""
 
-    def take(self, sample_N: Int32, turn_N: Int32, **fields: Float32) -> None:
-        """Write what was made of a batch's terms to these fields of the rollouts they belong to."""
+    def take(self, sample_N: Int32, turn_N: Int32, **fields: NDArray[Any]) -> None:
+        """Write what was made of a batch's terms to these fields of the rollouts they belong to;
+        where it is all nan, or of no tokens, there is nothing.
+        """
         for rollout, segment, own in self.by_segment(sample_N, turn_N):
             for name, values_N in fields.items():
+                if np.isnan(values_N[own]).all():
+                    continue
                 if getattr(rollout, name) is None:
                     setattr(rollout, name, [None] * len(rollout.all_segments))
                 getattr(rollout, name)[segment] = values_N[own].ravel()

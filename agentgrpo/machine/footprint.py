@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from agentgrpo import parallel
@@ -29,6 +28,9 @@ ALLOCATORS = 0.8
 LIBRARIES = int(1.2 * GIB)
 """Of a process on a CPU: code, and what its libraries keep by shape once a run has settled, after
 some 20 steps: 1.1 GiB beside the counted parts in one run of the quickstart (bench/LOG.md)."""
+SAID = 12
+"""Of a likely token in the place of a sampled one: its id, what a teacher and the learner give it;
+or on a GPU, where ids have 64 bits, without the last."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -43,7 +45,8 @@ class Footprint:
     weights: int
     copies: int
     """A replica of the learner's own, where weights are not shared, the KL's frozen one, and the
-    teacher: another model, or an average of what is trained."""
+    teacher: another model, or an average of what is trained; with teacher.topk what it said, of all
+    that a step samples, or on a GPU of one batch."""
     optimizer: int
     """float32 masters (an adapter is its own) and moments; none here if offloaded on CUDA."""
     gradients: int
@@ -82,7 +85,7 @@ class Footprint:
 
 def footprint(
     config: TrainConfig, shapes: Shapes, *, cuda: bool | None = None, ranks: int | None = None,
-    trained: bool = True, sampled: bool = True, teacher: Shapes = MappingProxyType({}),
+    trained: bool = True, sampled: bool = True, teacher: Shapes | None = None,
 ) -> Footprint:  # fmt: skip
     """Memory of one process of a run: of each rank, with a learner, or an engine, or both.
 
@@ -90,7 +93,7 @@ def footprint(
     here. `teacher`: of another model.
     """
     cuda = hardware.has_nvidia_gpu() if cuda is None else cuda
-    ranks, learner = ranks or parallel.world_size(), config.learner
+    ranks, learner, rollout = ranks or parallel.world_size(), config.learner, config.rollout
     width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
     parameters, sizes = count(shapes), trained_sizes(shapes, learner)
     weights, changed = parameters * width, sum(sizes)
@@ -103,8 +106,10 @@ def footprint(
     waiting = 0 if exact else width * (max(sizes, default=0) if ranks == 1 else changed)
     beside = (4 * changed if adapted else weights) * (config.loss.beta > 0)
     if trained and sampled and config.teacher.teaches:
-        beside += count(teacher) * width
+        beside += count(teacher or {}) * width
         beside += (4 if adapted else width) * changed * (config.teacher.decay > 0)
+        played = rollout.tasks_per_step * rollout.group_size * rollout.max_sampled_tokens
+        beside += SAID * config.teacher.topk * (learner.max_tokens if cuda else played)
     return Footprint(
         parameters=parameters,
         trained=changed,
@@ -201,7 +206,7 @@ def room_checks(
     """
     held = footprint(
         config, shapes_at(model), trained=trained, sampled=sampled,
-        teacher=shapes_at(teacher) if teacher else {},
+        teacher=shapes_at(teacher) if teacher else None,
     )  # fmt: skip
     card = hardware.gpu_memory_bytes() if held.cuda else None
     known = card is not None or not held.cuda

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentgrpo.config import LossConfig, TrainConfig
-from agentgrpo.types import Float32, Group, Rollout, Segment, Status, Treatment
+from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Treatment
 
 Floats = NDArray[np.float64]
 
@@ -29,6 +29,11 @@ NORMALISERS: Mapping[str, str] = {
 """Of the shipped losses. loss.normaliser overrides it."""
 OWN_NORMALISER = "token_mean"
 """Of a loss of the user's own."""
+TAUGHT = (
+    "token_advantages", "teacher_logprobs", "topk_ids", "teacher_topk_logprobs",
+    "learner_topk_logprobs",
+)  # fmt: skip
+"""Of a rollout, what only a teacher gives it."""
 
 
 def is_sample(rollout: Rollout) -> bool:
@@ -70,62 +75,53 @@ def advantage_faults(groups: Sequence[Group], loss: LossConfig) -> Iterator[tupl
 
 
 def taught_faults(groups: Sequence[Group], config: TrainConfig) -> Iterator[tuple[int, int, str]]:
-    """Where a token's recorded advantage is not that of its group and of its teacher together.
+    """Where a token's recorded advantage is not that of its group and of its teacher together, or
+    what a teacher found likeliest cannot be.
 
     Yields group, rollout, and what is wrong with it.
     """
-    c, sampler = config.teacher, config.loss.old_logps == "sampler"
-    taught = c.weight > 0 and bool(c.model or c.feedback)
-    for place, rollout in [
-        ((g, i), rollout)
-        for g, group in enumerate(groups)
-        for i, rollout in enumerate(group.rollouts)
-    ]:
-        segments, said, found = (
-            rollout.all_segments,
-            rollout.teacher_logprobs,
-            rollout.token_advantages,
-        )
-        none = [None] * len(segments)
-        yield from ((*place, fault) for fault in _topk_faults(rollout, c.topk * taught))
-        if not taught or rollout.learner_logprobs is None:
-            if found or (said and not taught):
-                yield *place, "has numbers of a teacher, and did not learn from one"
-            continue
-        each = rollout.segment_advantages or [rollout.advantage] * len(segments)
-        columns = (segments, each, said or none, found or none, rollout.learner_logprobs)
-        if len({*map(len, columns)}) > 1:
-            yield *place, "teacher_logprobs, token_advantages: not one for each segment"
-            continue
-        for number, (segment, own, theirs, trained, seen) in enumerate(zip(*columns, strict=True)):
-            old = segment.logprobs if sampler else seen
-            fits = seen is None and trained is None
-            if seen is not None and old is not None and trained is not None:
-                gap: Floats = np.zeros(len(old))
-                if theirs is not None and not c.topk:
-                    gap = theirs.astype(float) - old
-                wanted = c.weight * np.clip(gap, -c.clip, c.clip) + (1 - c.weight) * own
-                fits = np.shape(trained) == wanted.shape and _near(trained, wanted)
-            if not fits:
-                yield *place, f"segment {number}: token_advantages are not its teacher's"
+    for g, group in enumerate(groups):
+        for index, rollout in enumerate(group.rollouts):
+            yield from ((g, index, fault) for fault in _taught_faults(rollout, config))
 
 
-def _topk_faults(rollout: Rollout, topk: int) -> Iterator[str]:
-    """What is wrong with the form of what a teacher found likeliest, and with its probabilities."""
-    names = "teacher_logprobs", "topk_ids", "teacher_topk_logprobs", "learner_topk_logprobs"
-    none = [None] * len(rollout.all_segments)
-    columns = rollout.all_segments, *(getattr(rollout, name) or none for name in names)
-    for number, (segment, said, *found) in enumerate(zip(*columns, strict=False)):
-        shape = (len(segment.token_ids) * topk,) if topk and said is not None else ()
-        if {*map(np.shape, found)} != {shape} or (shape and len(said) * topk != shape[0]):
-            yield f"segment {number}: not {topk} tokens of a teacher in each place"
-        elif shape:
-            which, *both = (x.reshape(-1, topk) for x in found)
-            its = np.where(which == segment.token_ids[:, None], both[0] - said[:, None], 0.0)
-            distinct = all(len({*row}) == topk for row in which.tolist())
-            mass = np.max([np.exp(x.astype(float)).sum(1) for x in both])
-            if not (distinct and mass < 1 + 1e-4 and _near(its, np.zeros(its.shape))):
-                yield f"segment {number}: the probabilities of {topk} tokens cannot be these"
+def _taught_faults(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
+    c, segments, seen_by = config.teacher, rollout.all_segments, rollout.learner_logprobs
+    fields = [getattr(rollout, name) for name in TAUGHT]
+    if not c.teaches or seen_by is None:
+        if any(fields):
+            yield "has numbers of a teacher, and did not learn from one"
+        return
+    each = rollout.segment_advantages or [rollout.advantage] * len(segments)
+    columns = segments, each, seen_by, *(field or [None] * len(segments) for field in fields)
+    if len({*map(len, columns)}) > 1:
+        yield f"{', '.join(TAUGHT)}: not one for each segment"
+        return
+    for number, (segment, own, seen, trained, said, *likely) in enumerate(
+        zip(*columns, strict=True)
+    ):
+        old = segment.logprobs if config.loss.old_logps == "sampler" else seen
+        fits = seen is None and trained is None
+        if seen is not None and old is not None and trained is not None:
+            gap = 0.0 if said is None or c.topk else said.astype(float) - old
+            wanted = c.weight * np.clip(gap, -c.clip, c.clip) + (1 - c.weight) * own
+            fits = np.shape(trained) == np.shape(old) and _near(trained, wanted)
+        if not fits:
+            yield f"segment {number}: token_advantages are not its teacher's"
+        size = len(segment.token_ids)
+        shape = (size * c.topk,) if c.topk and said is not None else ()
+        if {*map(np.shape, likely)} != {shape} or (shape and len(said) != size):
+            yield f"segment {number}: not {c.topk} tokens of a teacher in each place"
+        elif shape and not _can_be(segment, said, *(x.reshape(size, -1) for x in likely)):
+            yield f"segment {number}: the probabilities of {c.topk} tokens cannot be these"
+
+
+def _can_be(segment: Segment, said: Float32, ids: Int32, theirs: Float32, ours: Float32) -> bool:
+    """Whether these may be the likeliest tokens in each place, and their log-probabilities."""
+    its = np.where(ids == segment.token_ids[:, None], theirs - said[:, None], 0.0)
+    distinct = all(len({*row}) == len(row) for row in ids.tolist())
+    mass = np.exp(np.stack([theirs, ours]).astype(float)).sum(-1).max()
+    return distinct and mass < 1 + 1e-4 and _near(its, np.zeros(its.shape))
 
 
 def divergences_of(rollout: Rollout, topk: int) -> Floats:

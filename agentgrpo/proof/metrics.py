@@ -61,12 +61,13 @@ def step_sums(
 ) -> dict[str, float]:
     """Of a training step: means, groups with a gradient, and what the engine was asked for."""
     rollouts = [r for group in groups for r in group.rollouts]
-    taught = config.teacher.teaches  # of whatever was sampled
-    moves = _counts if taught else _has_gradient
+    taught = config.teacher.teaches
     sums = {
         **played(groups, "rollout"),
         "rollout/groups": len(groups),
-        "rollout/live_groups": sum(any(map(moves, g.rollouts)) for g in groups),
+        "rollout/live_groups": sum(
+            any(_has_gradient(r, taught) for r in g.rollouts) for g in groups
+        ),
     }
     unseen = any(
         r.stats.get(of) for r in rollouts for of in ("frozen_turns", "undelivered")
@@ -84,15 +85,13 @@ def step_sums(
     return sums
 
 
-def _has_gradient(rollout: Rollout) -> bool:
+def _has_gradient(rollout: Rollout, taught: bool) -> bool:
+    if taught:  # of whatever was sampled
+        return is_sample(rollout) and num_sampled(rollout.rows) > 0
     segments = rollout.all_segments
     each = rollout.segment_advantages or [rollout.advantage] * len(segments)
     pairs = zip(segments, each, strict=False)
     return any(value for s, value in pairs if s.sampled and len(s.token_ids))
-
-
-def _counts(rollout: Rollout) -> bool:
-    return is_sample(rollout) and num_sampled(rollout.rows) > 0
 
 
 def learner_faults(

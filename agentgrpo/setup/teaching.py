@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_callable
-from agentgrpo.engine.endpoints import HttpEndpoint, Scored
+from agentgrpo.engine.endpoints import HttpEndpoint, Scores
 from agentgrpo.rollout.observe import prompt_of
 from agentgrpo.setup.stage import RunSetup
 from agentgrpo.types import Int32, Rollout, Task
 from agentgrpo.usercode import user_call
-
-if TYPE_CHECKING:  # torch: seconds
-    from agentgrpo.learn.policy import Policy
-    from agentgrpo.learn.teacher import Teacher
 
 SOLUTION = "\nCorrect solution:\n\n{}\n\n"
 FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{}\n\n"
@@ -25,33 +21,24 @@ REQUEST = "\n\nCorrectly solve the original question.\n"
 """TRL's, of its SDPOConfig."""
 
 
-def teacher_of(config: TrainConfig, setup: RunSetup) -> Callable[[Policy], Teacher] | None:
-    """What makes the teacher of a policy; None: there is none."""
+def teacher_of(config: TrainConfig, setup: RunSetup) -> dict[str, Any] | None:
+    """What a learn.teacher.Teacher is made with besides the policy; None: there is none."""
     c = config.teacher
     if not c.teaches:
         return None
-    given: dict[str, Any] = {"source": setup.teacher}
-    if c.endpoint is not None:
-        given["ask"] = _served(config, setup)
-    if c.feedback:
-        if isinstance(setup.agent, ProgramAgent) or setup.user_sampler is not None:
-            raise ValueError(
-                f"teacher.feedback: {c.feedback!r} needs an agent whose prompts are rendered here: "
-                "no program, and no rollout.sampler; teacher.model works with both"
-            )
-        given["prompt"] = partial(_prompt, setup, c.max_feedback_tokens, c.feedback)
-        given["tell"] = None if c.feedback == "errors" else _tell(c.feedback, setup)
-
-    def make(policy: Policy) -> Teacher:
-        from agentgrpo.learn.teacher import Teacher
-
-        limit, temperature = config.learner.max_tokens, config.rollout.temperature
-        return Teacher(c, policy, temperature=temperature, max_tokens=limit, **given)
-
-    return make
+    if c.model:
+        return {"config": c, "source": _served(config, setup) if c.endpoint else setup.teacher}
+    if isinstance(setup.agent, ProgramAgent) or setup.user_sampler is not None:
+        raise ValueError(
+            f"teacher.feedback: {c.feedback!r} needs an agent whose prompts are rendered here: "
+            "no program, and no rollout.sampler; teacher.model works with both"
+        )
+    tell = None if c.feedback == "errors" else _tell(c.feedback, setup)
+    prompt = partial(_prompt, setup, c.max_feedback_tokens, c.feedback)
+    return {"config": c, "prompt": prompt, "tell": tell}
 
 
-def _served(config: TrainConfig, setup: RunSetup) -> Callable[[list[int], int], Scored]:
+def _served(config: TrainConfig, setup: RunSetup) -> Callable[[list[int], int], Scores]:
     """What asks the teacher's server, once it has shown that it has the policy's tokenizer."""
     c, temperature = config.teacher, config.rollout.temperature
     server, known = setup.models.get(c.endpoint or ""), setup.chat.tokenizer
@@ -84,7 +71,7 @@ def _tell(feedback: str, setup: RunSetup) -> Callable[[Rollout, Sequence[Rollout
         return lambda own, group: next(
             (view(other).text for other in group if other is not own and other.solved), ""
         )
-    function = load_callable(feedback, key="teacher.feedback")
+    function = load_callable(feedback, key="teacher.feedback, if not errors or solutions")
 
     def tell(own: Rollout, group: Sequence[Rollout]) -> str:
         with user_call(function, task=own.task.id):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from agentgrpo import verify
 from agentgrpo.run.atomic import read_lines, write_lines
@@ -22,7 +23,10 @@ from agentgrpo.run.records import read_rollout
 from agentgrpo.types import Rollout
 from agentgrpo.view.collect import STREAMS, read_run
 from tests import tiny
+from tests.engine.test_endpoints import prompt_logprobs
+from tests.engine.test_endpoints import server as server
 from tests.given import TASK
+from tests.learn.given import oracle_model
 from tests.proof.recorded import Files
 from tests.warm import ROOT, Command, environment
 
@@ -358,22 +362,51 @@ def own(view):
 """
 
 
+def scores_of(model: Any, ids: Any) -> Any:
+    """Log-probabilities of all tokens in the place of ids[1:]."""
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([[*ids]])).logits[0, :-1], -1)
+
+
+def as_vllm_answers(model: Any) -> Any:
+    """What vLLM's server would say of tokens, if its model were this one."""
+
+    def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        if "tokens" in body:
+            return 200, {"prompt": tiny.make_tokenizer().decode(body["tokens"])}
+        places: list[Any] = [None]
+        for own, logp in zip(body["prompt"][1:], scores_of(model, body["prompt"]), strict=True):
+            order = logp.argsort(descending=True).tolist()
+            kept = {own, *order[: body["prompt_logprobs"]]}
+            said = {i: {"logprob": logp[i].item(), "rank": order.index(i) + 1} for i in kept}
+            places.append(said)
+        return 200, prompt_logprobs(*places)
+
+    return answer
+
+
 @pytest.mark.nsjail
 @pytest.mark.parametrize(
     "settings",
     [
         ["teacher.model={other}", "teacher.topk=5"],
+        ["teacher.model=endpoint:other", "endpoints.other.url=http://127.0.0.1:{port}/v1"],
         ["teacher.feedback=solutions", "teacher.decay=0.5"],
         ["teacher.feedback=told:own", "teacher.topk=3"],
     ],
+    ids=["model", "server", "solutions", "function"],
 )
-def test_what_any_teacher_said_is_proven(model: Path, tmp_path: Path, settings: list[str]) -> None:
+def test_what_any_teacher_said_is_proven(
+    model: Path, tmp_path: Path, server: Any, settings: list[str]
+) -> None:
     (tmp_path / "told.py").write_text(TOLD)
-    other = tiny.make_model_dir(tmp_path / "other", seed=5, tied=False)
+    folder = tiny.make_model_dir(tmp_path / "other", seed=5, tied=False)
+    other = oracle_model(folder)
+    server.answers = [as_vllm_answers(other)] * 1000
     config = write_config(tmp_path, model)
     text = config.read_text().replace('feedback = "errors"\n', "").replace("decay = 0.5\n", "")
-    config.write_text(text)
-    given = [setting.format(other=other) for setting in settings]
+    config.write_text(text + '[endpoints.other]\nkind = "http"\nurl = "http://x"\nmodel = "m"\n')
+    given = [setting.format(other=folder, port=server.server_port) for setting in settings]
     ran = start(config, *given, "steps=2", PYTHONPATH=str(tmp_path))
     status, _, err = finish(ran)
     assert status == 0, err
@@ -383,6 +416,12 @@ def test_what_any_teacher_said_is_proven(model: Path, tmp_path: Path, settings: 
     said = [r for r in rollouts(run, "train") if r.teacher_logprobs]
     assert len(said) > 3
     assert all((r.learner_topk_logprobs is not None) == topk for r in said)
+    for rollout in said if "teacher.model" in settings[0] else ():
+        each = [np.full(len(s.token_ids), s.sampled) for s in rollout.segments]
+        sampled = np.concatenate(each)[1:]
+        wanted = scores_of(other, rollout.token_ids)[sampled, rollout.token_ids[1:][sampled]]
+        found = np.concatenate([x for x in rollout.teacher_logprobs or () if x is not None])
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
     rows = [row for row in read_lines(run / "metrics.jsonl") if "learner/loss" in row]
     assert all(row["learner/teacher_terms"] > 0 for row in rows)
     files = Files.of(run)

@@ -208,9 +208,7 @@ def test_tokens_are_scored_by_vllms_server(server: Any) -> None:
     answers = prompt_logprobs(None, OWN | FIRST | SECOND, FIRST | SECOND), {"prompt": "a b"}
     server.answers = [lambda body, answer=answer: (200, answer) for answer in answers]
     said = endpoint(server).score([7, 11, 28], 2)
-    assert said.logp_T.tolist() == [-11.5, -2.5]
-    assert said.ids_TK.tolist() == [[29, 28]] * 2
-    assert said.logp_TK.tolist() == [[-0.75, -2.5]] * 2
+    assert [x.tolist() for x in said] == [[-11.5, -2.5], [[-0.75, -2.5]] * 2, [[29, 28]] * 2]
     assert endpoint(server).decode([7, 11]) == "a b"
     (path, _, body), (other, _, asked) = server.seen
     assert (path, other) == ("/v1/completions", "/detokenize")

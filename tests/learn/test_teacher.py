@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from agentgrpo.config import LossConfig, TeacherConfig, TrainConfig
-from agentgrpo.engine.endpoints import Scored
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.teacher import FIELDS, Teacher
+from agentgrpo.learn.teacher import FIELDS
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.proof.advantages import divergences_of, taught_faults
 from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
@@ -31,8 +30,8 @@ CRITIC = TeacherConfig(feedback="errors")
 ALONE = LossConfig(loss_type="grpo", vllm_importance_sampling_correction=False)
 
 
-def taught(config: TeacherConfig, **given: Any) -> Callable[..., Teacher]:
-    return lambda policy: Teacher(config, policy, **given)
+def taught(config: TeacherConfig, **given: Any) -> dict[str, Any]:
+    return {"config": config, **given}
 
 
 class Other:
@@ -67,7 +66,7 @@ def test_the_loss_is_trls(
         played[0].rollouts[1].treatment = played[0].rollouts[1].treatment.MASK
     teacher = TeacherConfig(model="t", topk=topk, weight=weight)
     assign_advantages(played, ALONE)
-    learner: Any = make_learner(ALONE, teacher=taught(teacher, source=None, max_tokens=32))
+    learner: Any = make_learner(ALONE, teacher=taught(teacher), max_tokens=32)
     learner._scorer = table = Table(0)
     learner._teacher.beside = Other()
     learner._optimizer = recorder = Recorder(table)
@@ -121,7 +120,7 @@ def test_every_token_is_trained_with_what_is_recorded(
     loss = LossConfig.model_validate(more)
     teacher = TeacherConfig(model="t", weight=weight, clip=clip)
     config = run_config(loss).model_copy(update={"teacher": teacher})
-    given = taught(teacher, source=str(other), temperature=TEMPERATURE) if teacher.teaches else None
+    given = taught(teacher, source=str(other)) if teacher.teaches else None
     learner = make_learner(loss, teacher=given)
     learner.step(plan_updates(groups, config, step=0))
     theirs, ours = oracle_model(other), oracle_model(tiny_model)
@@ -155,9 +154,7 @@ def test_the_likeliest_tokens_are_compared_and_recorded(
     other, weight, topk = make_model_dir(tmp_path / "other", seed=5), 0.4, 100
     teacher = TeacherConfig(model="t", weight=weight, topk=topk)
     config = run_config(ALONE).model_copy(update={"teacher": teacher})
-    learner = make_learner(
-        ALONE, teacher=taught(teacher, source=str(other), temperature=TEMPERATURE)
-    )
+    learner = make_learner(ALONE, teacher=taught(teacher, source=str(other)))
     updates = plan_updates(groups, config, step=0, share_prefixes=kind == "trees")
     said = learner.step(updates)
     apart = []
@@ -231,7 +228,7 @@ def test_what_was_read_in_a_turn_is_not_told_again(
 ) -> None:
     """What is wrong with the first turn is told of it alone; a later row is behind the text too."""
     rollout, silent = two_rows(), replace(two_rows(), feedback=[])
-    learner = make_learner(teacher=taught(CRITIC, prompt=asked, temperature=TEMPERATURE))
+    learner = make_learner(teacher=taught(CRITIC, prompt=asked))
     config = config_of(ALONE, CRITIC)
     learner.step(plan_updates([Group(task=TASK, rollouts=[rollout, silent])], config, step=0))
     model = oracle_model(tiny_model)
@@ -271,17 +268,17 @@ def test_a_server_says_what_the_model_would_here(
     other = make_model_dir(tmp_path / "other", seed=5)
     model, teacher = oracle_model(other), TeacherConfig(model="t", topk=topk)
 
-    def ask(ids: list[int], count: int) -> Scored:
+    def ask(ids: list[int], count: int) -> Any:
         with torch.no_grad():
             logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1] / TEMPERATURE
         logp, ids_T = torch.log_softmax(logits, -1), torch.tensor(ids)
         most = logp.topk(count)
         each = logp.gather(1, ids_T[1:, None])[:, 0], most.values, most.indices
-        return Scored(*(x.numpy() for x in each))
+        return tuple(x.numpy() for x in each)
 
     groups[1].rollouts.append(two_rows())
     found = []
-    for given in ({"source": str(other), "temperature": TEMPERATURE}, {"ask": ask}):
+    for given in ({"source": str(other)}, {"source": ask}):
         played = copy.deepcopy(groups)
         learner = make_learner(ALONE, teacher=taught(teacher, **given))
         said = learner.step(plan_updates(played, config_of(ALONE, teacher), step=0))
@@ -332,7 +329,7 @@ def test_the_average_follows_each_update_and_is_resumed(
         return np.arange(3, 20, dtype=np.int32) % VOCAB
 
     teacher = TeacherConfig(feedback="errors", decay=decay, topk=topk)
-    given = taught(teacher, prompt=prompt, temperature=TEMPERATURE)
+    given = taught(teacher, prompt=prompt)
     loss = LossConfig(num_mini_batches=2)
     config = run_config(loss).model_copy(update={"teacher": teacher})
     learner = make_learner(loss, teacher=given, **more)

@@ -104,11 +104,8 @@ class Learner:
                 }
                 run.parts.append({**parts, "sampler_gap_max": gap.max()})
         metrics = run.metrics(self._config.loss)
-        for seen_part in run.seen():
-            live[seen_part.update].take(
-                seen_part.sample_N, seen_part.turn_N,
-                learner_logprobs=seen_part.logp_N, entropies=seen_part.entropy_N,
-            )  # fmt: skip
+        for index, sample_N, turn_N, fields in run.told():
+            live[index].take(sample_N, turn_N, **fields)
         self.step_count += 1
         rate = self._config.learner.learning_rate_at(self.step_count - 1, self._config.steps)
         tokens = sum(len(b.input_ids_T) for update in live for b in update.batches)
