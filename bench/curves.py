@@ -182,10 +182,11 @@ def know_nothing(name: str) -> dict[str, float]:
     """By the name of a policy that knows nothing, the share of held-out tasks that it solves."""
     from agentgrpo.testing import assert_no_cheat_pays
 
-    with contextlib.chdir(DOCS):
-        played = assert_no_cheat_pays(
-            config_of(name), at_most=1.0, reward_at_most=1e9, tasks=HELDOUT
-        )
+    config = config_of(name)
+    with tempfile.TemporaryDirectory() as folder:
+        examples.write(work := Path(folder) / "files")
+        with contextlib.chdir(work):
+            played = assert_no_cheat_pays(config, at_most=1.0, reward_at_most=1e9, tasks=HELDOUT)
     return {policy: round(seen.solved, 4) for policy, seen in played.items()}
 
 
@@ -220,7 +221,7 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [
             f"[`{name}`](#{name})", LESSONS[name].acts, f"{runs[0]['heldout'][0][1]:.2f}",
             ", ".join(f"{run['heldout'][-1][1]:.2f}" for run in runs),
-            f"{nothing[best]:.2f} ({best})" if nothing else "not run",
+            (f"{nothing[best]:.2f} ({best})" if nothing[best] else "0") if nothing else "not run",
             LESSONS[name].best, str(len(runs[0]["train"])), _mean(runs, "tokens"),
             _mean(runs, "tool_calls"), f"{fmean(run['cpu_s'] for run in runs) / 60:.1f}",
         ]  # fmt: skip

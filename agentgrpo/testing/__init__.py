@@ -14,10 +14,9 @@ def __getattr__(name: str) -> object:
     """Each when it is asked for: the plugin, which every pytest loads, needs none."""
     if name not in __all__:
         raise AttributeError(f"module 'agentgrpo.testing' has no attribute {name!r}")
-    from importlib import import_module
-
     from agentgrpo.machine.runtime import prepare_environment
 
     prepare_environment()
-    module = "cheats" if name == "assert_no_cheat_pays" else "learns"
-    return getattr(import_module(f"agentgrpo.testing.{module}"), name)
+    from agentgrpo.testing import cheats, learns
+
+    return getattr(cheats if name == "assert_no_cheat_pays" else learns, name)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +17,26 @@ from agentgrpo.diagnosis.doctor import report
 from agentgrpo.run.atomic import write_text
 from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.records import read_rollouts
-from agentgrpo.setup.build import TrainParts
 from agentgrpo.testing.engines import SHARED
 from agentgrpo.trainer import Trainer
 from agentgrpo.types import Metrics, Status
 from agentgrpo.view.collect import read_run
 from agentgrpo.view.page import make_page
 
-HELDOUT = 8
-"""Tasks that are enough to hold evaluations to it that they repeat."""
-
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a run came to."""
+    """What a run came to: of the held-out tasks, what share was solved before and after."""
 
     before: float
-    """Share of the held-out tasks that are solved by the first weights."""
     after: float
     tasks: int
     gained: int
     """Tasks solved after and not before."""
     lost: int
     steps: int
-
-    @property
-    def p_value(self) -> float:
-        """Of as many gained among those that changed, if each went either way by a coin."""
-        return tail(self.gained, self.gained + self.lost, 0.5)
+    p_value: float
+    """Of as many gained among those that changed, if each went either way by a coin."""
 
     def __str__(self) -> str:
         return (
@@ -56,12 +47,10 @@ class Learned:
 
 def tail(least: int, count: int, share: float) -> float:
     """Probability of at least so many successes among count, each of probability share."""
-    of = Fraction(share)
-    yes, no = of.numerator, of.denominator - of.numerator
-    ways: int = sum(
-        math.comb(count, k) * yes**k * no ** (count - k) for k in range(least, count + 1)
-    )
-    return float(ways / of.denominator**count)
+    yes, every = share.as_integer_ratio()
+    parts = range(least, count + 1)
+    ways = sum(math.comb(count, k) * yes**k * (every - yes) ** (count - k) for k in parts)
+    return float(ways / every**count)
 
 
 def assert_learns(
@@ -70,7 +59,6 @@ def assert_learns(
     solved: float | None = None,
     steps: int | None = None,
     risk: float = 0.01,
-    looks: int = 2,
     keep: str | Path | None = None,
     **settings: Any,
 ) -> Learned:
@@ -94,7 +82,6 @@ def assert_learns(
         solved: share of the held-out tasks that is to be solved in the end; None: any gain.
         steps: of training, instead of the config's.
         risk: see above.
-        looks: evaluations after the first, evenly over the steps.
         keep: the run's folder, kept; None: a temporary one, which is kept if this fails.
         settings: what is to differ from the config, by section.
 
@@ -102,65 +89,56 @@ def assert_learns(
         AssertionError: what `agentgrpo doctor` says of the run, and where its page is.
         As Trainer.
     """
-    given = {**settings} if steps is None else {**settings, "steps": steps}
     folder = Path(keep or tempfile.mkdtemp(prefix="agentgrpo-learns-"))
-    made = config_of(config, {**given, "out_dir": str(folder)})
-    every = max(1, math.ceil(made.steps / looks))
-    made = config_of(made, {"eval_every": every, "save_every": made.steps, "keep_checkpoints": 1})
-    watch = _Watch(solved, risk, math.ceil(made.steps / every))
-    with Trainer(made, callbacks=watch, make=_shared()) as trainer:
+    steps = steps or config_of(config, settings).steps
+    every = math.ceil(steps / 2)  # one look halfway, one at the end
+    looks = {"eval_every": every, "save_every": steps, "keep_checkpoints": 1}
+    made = config_of(config, {**settings, **looks, "steps": steps, "out_dir": str(folder)})
+    watch = _Watch(solved or 0.0, risk, math.ceil(steps / every))
+    with Trainer(made, callbacks=watch, make=SHARED[-1].build if SHARED else None) as trainer:
         trainer.train()
-    if watch.why is None:
+    if isinstance(watch.outcome, Learned):
         if keep is None:
             shutil.rmtree(folder)
-        assert watch.learned is not None
-        return watch.learned
+        return watch.outcome
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    page = folder / "view.html"
-    write_text(page, make_page([read_run(folder)]))
-    raise AssertionError(f"{watch.why}\n\n{report(folder)}\n\nlook at it: {page}")
-
-
-def _shared() -> Callable[[TrainConfig], TrainParts] | None:
-    return SHARED[-1].build if SHARED else None
+    write_text(page := folder / "view.html", make_page([read_run(folder)]))
+    raise AssertionError(f"{watch.outcome}\n\n{report(folder)}\n\nlook at it: {page}")
 
 
 class _Watch(Callback):
     """Looks at each evaluation, and ends a run that is decided."""
 
-    def __init__(self, solved: float | None, risk: float, looks: int) -> None:
-        self._solved, self._risk, self._looks = solved or 0.0, risk, looks
-        self._live = 0.0
-        self._decided = False
-        self.learned: Learned | None = None
-        self.why: str | None = "the run was stopped before its first look"
-        """Why it is not said to learn; None: it learned."""
+    outcome: Learned | str = "the run was stopped before its first look"
+    """Or why it is not said to learn."""
+
+    def __init__(self, solved: float, risk: float, looks: int) -> None:
+        self._solved, self._risk, self._each = solved, risk, risk / looks
+        self._live = self._decided = False
 
     def on_step_end(self, trainer: Any, step: int, metrics: Metrics) -> None:
-        self._live += metrics["rollout/live_groups"]
+        self._live |= metrics["rollout/live_groups"] > 0
         if 2 * step >= trainer.config.steps and not self._live:
-            self.why = f"nothing to learn from: no group of {step} steps carried a gradient"
+            self.outcome = f"nothing to learn from: no group of {step} steps carried a gradient"
             trainer.stop()
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Metrics) -> None:
-        if step == 0 or self._decided:
+        if step == 0 or self._decided:  # a step may still be trained, and evaluated
             return
         then, now = (_heldout(trainer.config.out_dir, at) for at in (0, step))
-        pairs = [(then[task], now[task]) for task in then.keys() & now.keys()]
-        right = sum(after for _, after in pairs)
-        self.learned = got = Learned(
-            before=sum(before for before, _ in pairs) / len(pairs), after=right / len(pairs),
-            tasks=len(pairs), gained=sum(after > before for before, after in pairs),
-            lost=sum(before > after for before, after in pairs), steps=step,
-        )  # fmt: skip
-        self.why = None
-        if got.p_value > self._risk / self._looks:
-            self.why = f"did not learn: {got}; p must be at most {self._risk / self._looks:.2g}"
-        elif 1 - tail(right + 1, len(pairs), self._solved) <= self._risk:
-            self.why = f"learned too little: {got}; to be solved: {self._solved:.2f}"
-        elif got.after >= self._solved and step < trainer.config.steps:
-            self._decided = True  # a step may still be trained, and evaluated
-            trainer.stop()
+        pairs = Counter((then[task], now[task]) for task in then.keys() & now.keys())
+        gained, lost, kept = pairs[False, True], pairs[True, False], pairs[True, True]
+        of, right, p = pairs.total(), kept + gained, tail(gained, gained + lost, 0.5)
+        got = Learned((kept + lost) / of, right / of, of, gained, lost, step, p)
+        if p > self._each:
+            self.outcome = f"did not learn: {got}; p must be at most {self._each:.2g}"
+        elif 1 - tail(right + 1, of, self._solved) <= self._risk:
+            self.outcome = f"learned too little: {got}; to be solved: {self._solved:.2f}"
+        else:
+            self.outcome = got
+            if got.after >= self._solved and step < trainer.config.steps:
+                self._decided = True
+                trainer.stop()
 
 
 def _heldout(run: Path, step: int) -> dict[str, bool]:
@@ -190,10 +168,11 @@ def assert_repeats(config: str | Path | TrainConfig, *, steps: int = 2, **settin
         As Trainer.
     """
     made = config_of(config, settings)
-    fewer = {"num_heldout": min(made.data.num_heldout, HELDOUT)}
+    fewer = {"num_heldout": min(made.data.num_heldout, 8)}  # enough to see that they repeat
     given = {"steps": steps, "save_every": steps, "rollout": {"deterministic": True}, "data": fewer}
+    make = SHARED[-1].build if SHARED else None
     with tempfile.TemporaryDirectory(prefix="agentgrpo-repeats-") as folder:
-        with Trainer(config_of(made, {**given, "out_dir": folder}), make=_shared()) as trainer:
+        with Trainer(config_of(made, {**given, "out_dir": folder}), make=make) as trainer:
             trainer.train()
-        parted = play_again(Path(folder), f"1-{steps}", make=_shared())
+        parted = play_again(Path(folder), f"1-{steps}", make=make)
     assert parted is None, f"the second run is another one from here on: {parted}"

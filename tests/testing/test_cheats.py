@@ -41,6 +41,8 @@ def test_a_shipped_environment_pays_no_cheat(name: str, model: str) -> None:
     overlap = 0.3 if name == "search" else 0.2  # words that what it found shares with the answer
     seen = assert_no_cheat_pays(name, tasks=6, reward_at_most=overlap, model=model, **long)
     assert len(seen) >= 18, sorted(seen)
+    if name == "console":  # a line that is no Python costs 0.3 there
+        assert seen["looks for the answer"].reward == seen["exits"].reward == 0.0
 
 
 def anything(rollout: Any) -> dict[str, float]:
