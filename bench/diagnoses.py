@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
+
 from agentgrpo.actions import Observation, RunCode
 from agentgrpo.data import word_problems
 from agentgrpo.diagnosis.doctor import diagnose
@@ -83,6 +85,14 @@ def drifts(rollout: Any) -> dict[str, float]:
 
 
 _seen: list[int] = []
+
+
+async def asks_for_little(task: Any, *, base_url: str, api_key: str, model: str) -> str:
+    """A program that has another model's limit in its request."""
+    messages = [{"role": "system", "content": "S"}, *task["messages"]]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        said = await client.chat.completions.create(model=model, messages=messages, max_tokens=8)
+    return said.choices[0].message.content or ""
 
 
 class World(Episode):
@@ -154,7 +164,7 @@ CASES: dict[str, Case] = {
     "rate_1e-1": Case(("moves too much",), ["learner.learning_rate=1e-1"]),
     "warmup": Case(("does not move",), ["learner.warmup_steps=1000000"]),
     "pays_any": Case(("pays what is wrong",), [reward("pays_any")]),
-    "pays_nothing": Case(("pays nothing", "refuses what is right"), [reward("pays_nothing")]),
+    "pays_nothing": Case(("no signal", "refuses what is right"), [reward("pays_nothing")]),
     "pays_wrong": Case(("pays what is wrong", "refuses what is right"), [reward("pays_wrong")]),
     "refuses_right": Case(("refuses what is right",), [reward("refuses_right")]),
     "by_chance": Case(("reward not the same twice", "pays what is wrong"), [reward("by_chance")]),
@@ -170,7 +180,7 @@ CASES: dict[str, Case] = {
     "cold": Case(("rollouts are alike",), ["rollout.temperature=0.02"]),
     "hot": Case(("sampled too hot",), ["rollout.temperature=2.0"]),
     "solved": Case(("too easy",), model="neat"),
-    "impossible": Case(("too hard", "pays nothing"), rows="impossible"),
+    "impossible": Case(("too hard", "no signal"), rows="impossible"),
     "wrong_gold": Case(("refuses what is agreed on",), rows="wrong_gold"),
     "wrong_gold_neat": Case(("refuses what is agreed on",), rows="wrong_gold", model="neat"),
     "contradicts": Case(("one question, two answers",), rows="contradicts"),
@@ -200,7 +210,13 @@ CASES: dict[str, Case] = {
     "drifts": Case(("reward not the same twice",), [reward("drifts")]),
     "masked": Case(("not trained on",), ["rollout.treatment={completed='mask'}"]),
     "no_calls": Case(("cut short", "does not call"), ["rollout.max_tool_calls=0"]),
-    "other_heldout": Case((), rows="other_heldout"),
+    "other_heldout": Case(("held-out tasks are others",), rows="other_heldout"),
+    "program_cut": Case(
+        ("cut short",),
+        ["agent.kind=program", "reward.kind=text", "rollout.deterministic=false",
+         f"agent.options={{call='{HERE}:asks_for_little'}}"],
+    ),
+    "bash": Case(("tool calls fail",), ["agent.options.language=bash"]),
     "beta_10": Case(("held back",), ["loss.beta=10", "learner.learning_rate=1e-3"]),
     "other_prefix": Case(("no answer",), ["agent.options.answer_prefix=The answer is"]),
     "small_hides_tools": Case(

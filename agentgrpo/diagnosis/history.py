@@ -1,4 +1,4 @@
-"""A run's records as the checks look at them: steps, groups, evaluations, and their texts."""
+"""A run's records as the checks look at them: steps, groups, evaluations, numbers and texts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from agentgrpo.rewards.answers import exact_match, last_number, only_number
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.folder import flatten
 from agentgrpo.run.records import read_rollouts
-from agentgrpo.types import Rollout
+from agentgrpo.types import Rollout, Status
 from agentgrpo.view.collect import tokenizer_places
 from agentgrpo.view.vocabulary import find_tokenizer
 
@@ -77,33 +76,31 @@ class Seen:
         alike = exact_match(said, [gold]) or last_number(said) == last_number(gold) is not None
         return None if alike or gold in said else False
 
+    @property
+    def repetition(self) -> float:
+        """The share of its trigrams that repeat an earlier one."""
+        ids = [t for s in self.all_segments if s.sampled for t in s.token_ids.tolist()]
+        grams = [*zip(ids, ids[1:], ids[2:], strict=False)]
+        return 1 - len({*grams}) / len(grams) if len(grams) > 16 else 0.0
+
 
 class History:
-    """What a run has recorded so far."""
+    """What a run has recorded so far, with a name for each number that a check looks at."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / "run.json").is_file():
-            raise FileNotFoundError(
-                f"{folder}: no run.json, which a run's folder (out_dir) has once its engine and "
-                "learner are made; what stopped it before, it has printed"
-            )
+            raise FileNotFoundError(f"{folder}: no run.json: it is no run's folder, or never began")
         described = read_table(folder / "run.json")
         self.config: dict[str, Any] = flatten(described.get("config", {}))
         self._tokenizer = find_tokenizer(tokenizer_places(folder, described))
         metrics, rollouts = folder / "metrics.jsonl", folder / "rollouts.jsonl"
         rows = [row for _, row in numbered_rows(metrics, growing=True)] if metrics.exists() else []
-        self.steps = [row for row in rows if "learner/loss" in row]
-        evals = [row for row in rows if "eval/rollouts" in row]
-        self.solved = [row["eval/solved"] for row in evals if "eval/solved" in row]
-        """Shares of the held-out tasks."""
-        self.tasks = int(evals[-1]["eval/rollouts"]) if evals else 1
-        """Held-out ones."""
         every = [Seen(*of) for of in (read_rollouts(rollouts) if rollouts.exists() else ())]
         self.train = [seen for seen in every if seen.split == "train"]
         self.heldout = [seen for seen in every if seen.split == "heldout"]
         steps = sorted({seen.step for seen in self.train}) or [0]
         third = max(1, len(steps) // 3)
-        self.first, self.early, self.late = (
+        first, early, self.late = (
             [seen for seen in self.train if seen.step in chosen]
             for chosen in (steps[:1], steps[:third], steps[-third:])
         )
@@ -112,40 +109,72 @@ class History:
         self.groups = [list(group) for _, group in groupby(sound, lambda s: (s.step, s.group))]
         self.early_groups = [group for group in self.groups if group[0].step <= steps[third - 1]]
         self.asked = Counter(group[0].row for group in self.groups)
+
+        # of the training tasks: solved in the first step, in the last ones
         self.judges = any(seen.solved is not None for seen in self.train)
         """Whether reward or environment say what is solved."""
         self.top = max((seen.judged for seen in self.train), default=0.0)
-        self.rate = max(self.metric("learner/learning_rate"), default=0.0)
-        """The highest learning rate so far."""
+        self.base, self.end = (mean(map(self.paid, part)) for part in (first, self.late))
+        tasks = len({(seen.step, seen.group) for seen in self.late}) or 1
+        self.at_least, _ = wilson(round(self.end * tasks), tasks)
+        self.gained, self.gained_by = gain(self.paid, early, self.late)
+        self.rose, self.rose_by = gain(lambda seen: seen.reward, early, self.late)
+        self.acting = self.late if self.end > 0.05 else self.train
+        """The last rollouts; all, where these solve nothing: what failed first may be avoided."""
+
+        # of the held-out ones: solved in each evaluation
+        evals = [row for row in rows if "eval/rollouts" in row]
+        self.tasks = int(evals[-1]["eval/rollouts"]) if evals else 1
+        self.solved = [row["eval/solved"] for row in evals if "eval/solved" in row]
+        before, after = [*self.solved[:1], *self.solved[-1:]] or (0.0, 0.0)
+        self.change = " -> ".join(f"{share:.2f}" for share in dict.fromkeys((before, after)))
+        self.greedier = before - self.base
+        """How much more the first policy solves as it is evaluated than as it is sampled."""
+        low, self.at_most = wilson(round(after * self.tasks), self.tasks)
+        likely = low <= (round(before * self.tasks) + 1) / (self.tasks + 2) <= self.at_most
+        self.learned = 0.0 if likely else after - before
+        """By how much the share rose; 0: within what chance makes of the first."""
+        self.sank = self.learned < -0.15
+        self.sank |= self.gained < -0.15 and self.gained_by < -3 and self.rose < 0
+        self.unsolved = (1 - 0.5 * self.end * self.judges) * (0.5 if self.learned > 0 else 1.0)
+        """From 1 to 1/4, the less the more of the last rollouts solve and if the run learns."""
+
+        # of the policy: from the early steps to the last ones
+        self.calls, self.repeats = (
+            [mean(getattr(seen, name) for seen in part) for part in (early, self.late)]
+            for name in ("num_calls", "repetition")
+        )
+        self._learned = [row for row in rows if "learner/loss" in row]
+        self.steps = len(self._learned)
+        nats = self.metric("entropy_mean")
+        third = max(1, len(nats) // 3)
+        self.nats = mean(nats[:third]), mean(nats[-third:])
+        self.rate = max(self.metric("learning_rate"), default=0.0)
+        self.kl, self.gap = mean(self.metric("approx_kl")), mean(self.metric("mismatch_kl"))
+        self.noise = mean(self.metric("sampler_gap_mean"))
+        self.clipped = sum(mean(self.metric(f"clip_{side}_fraction")) for side in ("low", "high"))
+        self.penalty = self.number("loss.beta") * mean(self.metric("ref_kl"))
+        self.temperature = self.number("rollout.temperature", 1.0)
 
     def paid(self, seen: Seen) -> bool:
         """Whether it was found right, as far as anything says so."""
         return seen.judged > 0 and seen.judged >= 0.99 * self.top
 
-    @cached_property
-    def acting(self) -> list[Seen]:
-        """The last rollouts; all, where these solve nothing: what failed first may be avoided."""
-        return self.late if mean(map(self.paid, self.late)) > 0.05 else self.train
-
-    @cached_property
-    def unsolved(self) -> float:
-        """From 1 to 1/4, the less the more of the last rollouts solve and if the run learns."""
-        solved = mean(map(self.paid, self.late)) if self.judges else 0.0
-        return (1 - 0.5 * solved) * (0.5 if self.learned > 0 else 1.0)
-
     @property
-    def learned(self) -> float:
-        """By how much the held-out share solved rose; 0: within what chance makes of the first."""
-        if len(self.solved) < 2:
-            return 0.0
-        first, last = (round(share * self.tasks) for share in (self.solved[0], self.solved[-1]))
-        low, high = wilson(last, self.tasks)
-        sure = not low <= (first + 1) / (self.tasks + 2) <= high
-        return (last - first) / self.tasks if sure else 0.0
+    def moved(self) -> float | None:
+        """By how many nats a token of held-out turns became likelier or less; None: who knows."""
+        turns: dict[int, dict[Any, float]] = {}
+        for seen in self.heldout:
+            for first in [s.logprobs for s in seen.all_segments if s.sampled][:1]:
+                turns.setdefault(seen.step, {})[seen.row] = float(first.mean())
+        then, now = (turns[min(turns)], turns[max(turns)]) if len(turns) > 1 else ({}, {})
+        apart = [abs(then[row] - now[row]) for row in then.keys() & now.keys()]
+        pushed = self.number("loss.beta") or any(seen.moves for seen in self.train)
+        return median(apart) if apart and pushed else None  # no gradient: others say why
 
     def metric(self, name: str) -> list[float]:
-        """A number of every step that has it."""
-        return [row[name] for row in self.steps if name in row]
+        """A number of the learner's, of every step that has it."""
+        return [row[key] for row in self._learned if (key := f"learner/{name}") in row]
 
     def number(self, key: str, default: float = 0.0) -> float:
         """A setting."""
@@ -157,10 +186,18 @@ class History:
         known = self._tokenizer if parts else None
         return "" if known is None else known.decode(parts[-1].token_ids.tolist())
 
-    def errors(self, seen: Seen) -> list[str]:
-        """The name of the last error that it was shown."""
+    def told(self, seen: Seen) -> str:
+        """How a rollout ended, in a line."""
+        text = " ".join(self.text(seen).split())
+        told = f"{seen.status}, reward {seen.reward:.3g}{f': {text[:60]!r}' if text else ''}"
+        told += "" if seen.expected is None else f", expected {seen.expected!r:.50}"
+        return f"{told}, {seen.error}" if seen.error else told
+
+    def kinds(self, seen: Seen) -> list[str]:
+        """How it ended, if not well, and the last error that it was shown, by their names."""
         shown = self.text(seen, sampled=False) if seen.stats.get("tool_errors") else ""
-        return re.findall(r"\b\w+(?:Error|Exception|Timeout)\b", shown)[-1:]
+        ended = [] if seen.status is Status.COMPLETED else [str(seen.status)]
+        return ended + re.findall(r"\b\w+(?:Error|Exception|Timeout)\b", shown)[-1:]
 
 
 def mean(values: Iterable[float]) -> float:

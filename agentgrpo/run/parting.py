@@ -7,7 +7,8 @@ no two runs agree on: times, memory, and hashes of lines that hold them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import repeat, zip_longest
+from heapq import merge
+from itertools import chain, groupby, repeat, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from agentgrpo.files import CHECKSUMS, read_table, read_text
 from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.checkpoint import SAVED, step_of
 from agentgrpo.run.folder import flatten
-from agentgrpo.run.metrics import HASHES
+from agentgrpo.run.metrics import FILES, HASHES
 from agentgrpo.run.records import PLACE, name_of
 
 CLOCKS = ("_s", "seconds", "timings", "_asleep", "_awake", "_before_sleep", *HASHES)
@@ -76,60 +77,53 @@ def parting(one: Path, other: Path, *, since: int = 0, until: int | None = None)
 
 def _lines(run: Path, since: int, until: int | None) -> Iterator[dict[str, Any]]:
     """In the order of time: the rollouts of a step, what it adds to them, then its numbers."""
-    rollouts = numbered_rows(run / "rollouts.jsonl", growing=True)
-    row = next(rollouts, None)
-    for _, line in numbered_rows(run / "metrics.jsonl", growing=True):
-        place = line["step"], "heldout" if "eval/rollouts" in line else "train"
-        wanted = since <= line["step"] and (until is None or line["step"] < until)
-        added = []
-        while row is not None and (row[1]["step"], row[1]["split"]) == place:
-            if wanted:
-                rollout = repeatable(row[1])
-                later = {name: rollout.pop(name) for name in [*rollout] if name.endswith(LATER)}
-                added.append({name: rollout[name] for name in PLACE if name in rollout} | later)
-                yield rollout
-            row = next(rollouts, None)
-        if wanted:
-            yield from (*added, repeatable(line))
+
+    def when(row: Mapping[str, Any]) -> tuple[int, bool, bool]:
+        heldout = row.get("split") == "heldout" or "eval/rollouts" in row
+        return row["step"], not heldout, "split" not in row
+
+    files = [(row for _, row in numbered_rows(run / name, growing=True)) for name in FILES]
+    for (step, *_), block in groupby(merge(*files, key=when), when):
+        if since <= step and (until is None or step < until):
+            rows = [*map(repeatable, block)]
+            yield from ({k: row[k] for k in row if not k.endswith(LATER)} for row in rows)
+            yield from ({k: row[k] for k in row if k.endswith((*LATER, *PLACE))} for row in rows)
 
 
 def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
     """Where two lines of the same place differ, and what that comes from if no setting made it."""
     first = next(name for name in {**a, **b} if a.get(name) != b.get(name))
-    where = f"step {a.get('step', b.get('step'))}"
-    seen = f"{first} is {a.get(first)!r:.60} and {b.get(first)!r:.60}"
+    one = a if "split" in a else b
+    where = name_of(one) if "split" in one else f"step {a.get('step', b.get('step'))}"
+    seen = f"{where}: {first} is {a.get(first)!r:.60} and {b.get(first)!r:.60}"
     if ("segments" in a) != ("segments" in b):
         return f"{where}: one has played more", "the data or a reward"
     if "segments" not in a:
-        where = name_of(a) if "group" in a else where
-        return f"{where}: {seen}", "the learner, after the same rollouts and rewards"
-    where = name_of(a)
-    if first in ("step", "split", "group", "index", "task"):
-        return f"{where}: {seen}", "the data"
-    rows = ([s for row in (*r["closed_rows"], r["segments"]) for s in row] for r in (a, b))
+        return seen, "the learner, after the same rollouts and rewards"
+    if first in (*PLACE, "task"):
+        return seen, "the data"
     turn = 0
-    for x, y in zip_longest(*rows):
+    for x, y in zip_longest(*(chain(*r["closed_rows"], r["segments"]) for r in (a, b))):
         if x is None or y is None:
             return f"{where} turn {turn}: one has ended, {a['status']} and {b['status']}", "a limit"
         if x != y:
             says, cause = _token(x, y)
-            return f"{where} turn {turn} {says}", cause
+            return f"{where} turn {turn} token {says}", cause
         turn += x["logprobs"] is not None
-    return f"{where}: {seen}", "the reward or environment, for the same tokens"
+    return seen, "the reward or environment, for the same tokens"
 
 
 def _token(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
     """The first token of two segments that differs, and why."""
-    pairs = zip_longest(
-        *(zip(s["token_ids"], s["logprobs"] or repeat(None), strict=False) for s in (a, b))
-    )
-    place, x, y = next((i, x, y) for i, (x, y) in enumerate(pairs) if x != y)
+    pairs = (zip(s["token_ids"], s["logprobs"] or repeat(0.0), strict=False) for s in (a, b))
+    place, x, y = next((i, x, y) for i, (x, y) in enumerate(zip_longest(*pairs)) if x != y)
     if a["logprobs"] is None or b["logprobs"] is None:
-        return f"token {place} of what it was shown before", "a tool's answer or the template"
+        return f"{place} of what it was shown before", "a tool's answer or the template"
     if x is None or y is None:
-        return f"token {place}: one turn ends there", "a limit or the seed"
+        return f"{place}: one turn ends there", "a limit or the seed"
     if x[0] != y[0]:
-        return f"token {place}: {x[0]} and {y[0]}", "the seed, rounding or other weights"
-    gap = abs(x[1] - y[1])
-    cause = "rounding" if gap < ROUNDING else "other weights, or an edited record"
-    return f"token {place}: its log-probability is {gap:.1e} nats another", cause
+        return f"{place}: {x[0]} and {y[0]}", "the seed, rounding or other weights"
+    cause = (
+        "rounding" if (gap := abs(x[1] - y[1])) < ROUNDING else "other weights, or an edited record"
+    )
+    return f"{place}: its log-probability is {gap:.1e} nats another", cause

@@ -16,7 +16,7 @@ from agentgrpo.diagnosis.doctor import CHECKS, CUT, diagnose, report
 from agentgrpo.diagnosis.history import History
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.run.metrics import RunLog
-from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task, Treatment
+from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task, Treatment, Turn
 from tests.given import a_config
 
 STEPS, TASKS, SIZE = 6, 6, 6
@@ -152,6 +152,22 @@ def wrong_gold(r: Rollout, step: int, index: int) -> None:
     r.answer = r.answer if index != 5 else None
 
 
+def cut_at_first(right: int) -> Change:
+    """Most of four steps end where tokens are used up; of the last two so many are right."""
+
+    def change(r: Rollout, step: int, index: int) -> None:
+        if step >= STEPS - 2:
+            solves(right)(r, step, index)
+        elif step >= 0 and index > 1:
+            r.status, r.answer, r.rewards["answer"] = Status.TRUNCATED_LENGTH, None, 0.0
+
+    return change
+
+
+def rises(step: int) -> dict[str, float]:
+    return {"entropy_mean": 0.4 + 0.1 * step}
+
+
 FLAT: dict[str, Any] = {"solved": (0.3, 0.3)}
 FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "machine or code fails": (set_to(1, status=Status.INFRA_ERROR, error="x"), {}),
@@ -160,8 +176,8 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "reward not the same twice": (same_reward, FLAT),
     "refuses what is right": (rewarded(lambda r, s, i: float(not right(r) and i == 0)), FLAT),
     "pays what is wrong": (rewarded(lambda r, s, i: float(i < 3)), FLAT),
-    "pays nothing": (set_to(rewards={}, answer=None), FLAT),
     "moves too much": (rewarded(lambda r, s, i: float(right(r) and s < 2)), {"solved": (0.6, 0.1)}),
+    "moves too much: held-out tasks alone": (solves(2), {"solved": (1.0, 0.67), "heldout": 24}),
     "sampled too hot": (nothing, {"rollout.temperature": 2.0, "solved": (0.9, 0.9)}),
     "environment not the same twice": (shown(lambda i: ids(7, i)), {}),
     "one question, two answers": (asks(lambda r, s: r.task.id[-1]), {}),
@@ -171,6 +187,9 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "too easy": (solves(6), {"solved": (1.0, 1.0)}),
     "does not call": (solves(2, counted(tool_calls=0.0)), FLAT),
     "cut short": (lambda r, s, i: setattr(r, "status", CUT[i % 3]), FLAT),
+    "cut short: at first, then it guesses": (cut_at_first(0), FLAT),
+    "cut short: by what a program asks for": (
+        solves(0, set_to(turns=[Turn.of(ids(1), ids(9), "length")], answer="")), FLAT),
     "wrong form": (counted(malformed=1.0), FLAT),
     "no answer": (set_to(answer=None), FLAT),
     "tool calls fail": (counted(tool_errors=1.0), FLAT),
@@ -179,15 +198,18 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "exploits the reward": (solves(2, rewarded(lambda r, s, i: 0.1 * s, "long")),
                             {"solved": (0.3, 0.2)}),
     "held-out tasks are trained on": (asks(lambda r, s: r.task.id[-1], spec={}), {}),
+    "held-out tasks are others": (solves(5), {"solved": (0.1, 0.1)}),
     "off-policy": (nothing, {"numbers": lambda s: {"clip_high_fraction": 0.5}}),
     "held back": (solves(2), {"numbers": lambda s: {"ref_kl": 0.02}, "loss.beta": 10.0, **FLAT}),
     "forgets": (solves(2), {"numbers": lambda s: {"entropy_mean": 0.5 * 2.0**s}, **FLAT}),
+    "forgets: by an entropy bonus": (
+        solves(2), {"numbers": rises, "loss.entropy_coef": 1.0, **FLAT}),
     "the same tasks again": (asks(lambda r, s: s < 0, spec={}), {}),
     "too hard": (solves(0, rewarded(lambda r, s, i: 0.1 * (i % 2), "format")), FLAT),
     "no signal": (solves(0, rewarded(lambda r, s, i: 0.1 * (s == 0), "format")), FLAT),
     "too little evidence": (nothing, {"heldout": 4, "solved": (0.25, 0.5)}),
 }  # fmt: skip
-"""Finding: what is wrong with every rollout, and with the run."""
+"""Finding, with what is special: what is wrong with every rollout, and with the run."""
 
 
 def errs(r: Rollout, step: int, index: int) -> None:
@@ -201,6 +223,10 @@ def errs(r: Rollout, step: int, index: int) -> None:
 SOUND: dict[str, tuple[Change, dict[str, Any]]] = {
     "all right": (nothing, {}),
     "errs where it agrees less": (errs, FLAT),
+    "fewer by chance": (solves(2), {"solved": (0.6, 0.4), "heldout": 20}),
+    "harder held-out tasks by chance": (solves(4), {"solved": (0.4, 0.4)}),
+    "is cut at first, then solves": (cut_at_first(3), {}),
+    "more entropy without a bonus": (solves(2), {"numbers": rises, **FLAT}),
     "needs no call": (solves(2, counted(tool_calls=0.0)), {"solved": (0.7, 0.7)}),
 }
 
@@ -216,15 +242,16 @@ def test_a_sound_run_has_nothing_wrong(name: str, tmp_path: Path) -> None:
 SAYS = {"pays something else": "by 'long' (", "cut short": "(72 of 72)"}
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", sorted({*CHECKS, *FAULTS}))
 def test_a_fault_is_named_first_or_second(name: str, tmp_path: Path) -> None:
     change, how = FAULTS[name]
     write(tmp_path, change, **how)
     found = [*diagnose(History(tmp_path))]
+    name, _, special = name.partition(":")
     assert name in found[:2], found
     said = report(tmp_path).splitlines()
     assert len(said) <= 30
-    assert any(SAYS.get(name, name) in line for line in said)
+    assert any((name if special else SAYS.get(name, name)) in line for line in said)
 
 
 def test_a_run_that_was_killed_is_read_as_far_as_it_came(
