@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,12 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
         "rollout.treatment; rollout.max_seconds (what took long: `timings` in rollouts.jsonl)",
     ),
     "does not move": Whole(
-        lambda h: 0.95 * (h.moved is not None and h.moved <= max(1e-4, h.noise)),
-        "log-probabilities of held-out turns moved by {h.moved:.1e} nats; the learning rate is "
-        "{h.rate:.1e}", "learner.learning_rate (1e-6 for all weights, 1e-4 for LoRA), warmup_steps",
+        lambda h: 0.95 * h.pushed * (
+            h.moved <= max(1e-4, h.noise) or (isnan(h.moved) and 0 < h.rate <= 1e-8)
+        ),
+        "the learning rate is {h.rate:.1e}; log-probabilities of held-out turns moved by "
+        "{h.moved:.1e} nats (nan: evaluated once)",
+        "learner.learning_rate (1e-6 for all weights, 1e-4 for LoRA), warmup_steps",
     ),
     "reward not the same twice": Share(
         lambda h: _twice(
@@ -222,8 +226,8 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
     ),
     "does not call": Share(
         lambda h: ((s, not s.num_calls) for s in h.late
-                   if h.config.get("agent.kind", "code") in CALLERS and max(h.end, *h.solved) < 0.6
-                   and s.in_baseline and "said" not in s.stats),
+                   if h.config.get("agent.kind", "code") in CALLERS
+                   and max([h.end, *h.solved]) < 0.6 and s.in_baseline and "said" not in s.stats),
         0.9, (0.0, 0.88), "{share:.0%} of the last rollouts call nothing: is the policy shown its "
         "tools?", "a prompt (`agentgrpo view`); agent.kind, agent.options.shots and system_prompt",
     ),
@@ -314,8 +318,9 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
     ),
     "too little evidence": Whole(
         lambda h: 0.1 * (not h.learned and not (h.tasks >= 16 and h.solved[:1] >= [0.95])),
-        "{h.change} held-out tasks solved of {h.tasks}, in {h.steps} steps, is within what chance "
-        "makes of them", "data.num_heldout, eval_every, more steps, several seeds",
+        "held-out solved: {h.change}, of {h.tasks} tasks, after {h.steps} steps: no more than what "
+        "chance makes of them",
+        "data.num_heldout, eval_every, reward.solved_at, more steps, several seeds",
     ),
 }  # fmt: skip
 """What is looked for, by name."""

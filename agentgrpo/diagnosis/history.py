@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import nan
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -63,7 +64,7 @@ class Seen:
     @property
     def moves(self) -> bool:
         """Whether it has an advantage."""
-        return any(self.segment_advantages or [self.advantage])
+        return any(self.segment_advantages or [self.advantage]) or bool(self.token_advantages)
 
     @property
     def answers(self) -> bool | None:
@@ -124,13 +125,16 @@ class History:
 
         # of the held-out ones: solved in each evaluation
         evals = [row for row in rows if "eval/rollouts" in row]
-        self.tasks = int(evals[-1]["eval/rollouts"]) if evals else 1
+        self.tasks = int(evals[-1]["eval/rollouts"]) if evals else 0
         self.solved = [row["eval/solved"] for row in evals if "eval/solved" in row]
-        before, after = [*self.solved[:1], *self.solved[-1:]] or (0.0, 0.0)
-        self.change = " -> ".join(f"{share:.2f}" for share in dict.fromkeys((before, after)))
+        before, after = [*self.solved[:1], *self.solved[-1:]] or (self.base, self.base)
+        change = " -> ".join(f"{share:.2f}" for share in dict.fromkeys((before, after)))
+        self.change = change if self.solved else "not said"
         self.greedier = before - self.base
         """How much more the first policy solves as it is evaluated than as it is sampled."""
-        low, self.at_most = wilson(round(after * self.tasks), self.tasks)
+        low, self.at_most = (
+            wilson(round(after * self.tasks), self.tasks) if self.solved else (0.0, 1.0)
+        )
         likely = low <= (round(before * self.tasks) + 1) / (self.tasks + 2) <= self.at_most
         self.learned = 0.0 if likely else after - before
         """By how much the share rose; 0: within what chance makes of the first."""
@@ -146,6 +150,8 @@ class History:
         )
         self._learned = [row for row in rows if "learner/loss" in row]
         self.steps = len(self._learned)
+        self.pushed = self.number("loss.beta") > 0 or any(seen.moves for seen in self.train)
+        """Whether there was a gradient: if not, other findings say why."""
         nats = self.metric("entropy_mean")
         third = max(1, len(nats) // 3)
         self.nats = mean(nats[:third]), mean(nats[-third:])
@@ -161,16 +167,15 @@ class History:
         return seen.judged > 0 and seen.judged >= 0.99 * self.top
 
     @property
-    def moved(self) -> float | None:
-        """By how many nats a token of held-out turns became likelier or less; None: who knows."""
+    def moved(self) -> float:
+        """By how many nats a token of held-out turns became likelier or less; nan: who knows."""
         turns: dict[int, dict[Any, float]] = {}
         for seen in self.heldout:
             for first in [s.logprobs for s in seen.all_segments if s.sampled][:1]:
                 turns.setdefault(seen.step, {})[seen.row] = float(first.mean())
         then, now = (turns[min(turns)], turns[max(turns)]) if len(turns) > 1 else ({}, {})
         apart = [abs(then[row] - now[row]) for row in then.keys() & now.keys()]
-        pushed = self.number("loss.beta") or any(seen.moves for seen in self.train)
-        return median(apart) if apart and pushed else None  # no gradient: others say why
+        return median(apart) if apart else nan
 
     def metric(self, name: str) -> list[float]:
         """A number of the learner's, of every step that has it."""
@@ -190,7 +195,8 @@ class History:
         """How a rollout ended, in a line."""
         text = " ".join(self.text(seen).split())
         told = f"{seen.status}, reward {seen.reward:.3g}{f': {text[:60]!r}' if text else ''}"
-        told += "" if seen.expected is None else f", expected {seen.expected!r:.50}"
+        if seen.expected is not None:
+            told += f", answer {seen.answer!r:.50}, expected {seen.expected!r:.50}"
         return f"{told}, {seen.error}" if seen.error else told
 
     def kinds(self, seen: Seen) -> list[str]:

@@ -89,7 +89,8 @@ def _taught_faults(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
     c, segments, seen_by = config.teacher, rollout.all_segments, rollout.learner_logprobs
     fields = [getattr(rollout, name) for name in TAUGHT]
     if not c.teaches or seen_by is None:
-        if any(fields):
+        # what a teacher said is there before a step that the learner then refuses
+        if any(fields if not c.teaches else (rollout.token_advantages, fields[-1])):
             yield "has numbers of a teacher, and did not learn from one"
         return
     each = rollout.segment_advantages or [rollout.advantage] * len(segments)
@@ -100,6 +101,10 @@ def _taught_faults(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
     for number, (segment, own, seen, trained, said, *likely) in enumerate(
         zip(*columns, strict=True)
     ):
+        size = len(segment.token_ids)
+        if said is not None and len(said) != size:
+            yield f"segment {number}: {len(said)} numbers of a teacher, for {size} tokens"
+            continue
         old = segment.logprobs if config.loss.old_logps == "sampler" else seen
         fits = seen is None and trained is None
         if seen is not None and old is not None and trained is not None:
@@ -108,9 +113,8 @@ def _taught_faults(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
             fits = np.shape(trained) == np.shape(old) and _near(trained, wanted)
         if not fits:
             yield f"segment {number}: token_advantages are not its teacher's"
-        size = len(segment.token_ids)
         shape = (size * c.topk,) if c.topk and said is not None else ()
-        if {*map(np.shape, likely)} != {shape} or (shape and len(said) != size):
+        if {*map(np.shape, likely)} != {shape}:
             yield f"segment {number}: not {c.topk} tokens of a teacher in each place"
         elif shape and not _can_be(segment, said, *(x.reshape(size, -1) for x in likely)):
             yield f"segment {number}: the probabilities of {c.topk} tokens cannot be these"

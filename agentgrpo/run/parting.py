@@ -82,7 +82,11 @@ def _lines(run: Path, since: int, until: int | None) -> Iterator[dict[str, Any]]
         heldout = row.get("split") == "heldout" or "eval/rollouts" in row
         return row["step"], not heldout, "split" not in row
 
-    files = [(row for _, row in numbered_rows(run / name, growing=True)) for name in FILES]
+    files = [
+        (row for _, row in numbered_rows(run / name, growing=True)
+         if not any(key.startswith("preflight/") for key in row))  # before any step
+        for name in FILES
+    ]  # fmt: skip
     for (step, *_), block in groupby(merge(*files, key=when), when):
         if since <= step and (until is None or step < until):
             rows = [*map(repeatable, block)]

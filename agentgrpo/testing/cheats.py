@@ -219,8 +219,9 @@ def assert_no_cheat_pays(
         for name, got in seen.items()
         if got.solved > got.guessed + at_most or got.reward > got.guessed + reward_at_most
     ]
-    assert not paid, (
-        f"{len(paid)} of {len(seen)} policies that know nothing are paid (at most {at_most:.0%}"
-        f" solved and a reward of {reward_at_most:g} are allowed):\n" + "\n".join(paid)
-    )
+    if paid:
+        raise AssertionError(
+            f"{len(paid)} of {len(seen)} policies that know nothing are paid (at most {at_most:.0%}"
+            f" solved and a reward of {reward_at_most:g} are allowed):\n" + "\n".join(paid)
+        )
     return seen

@@ -55,7 +55,7 @@ def nothing(r: Rollout, step: int, index: int) -> None:
 
 def write(
     folder: Path, change: Change = nothing, *, numbers: Any = lambda step: {},
-    moved: float = 0.2, solved: tuple[float, float] = (0.3, 0.9), heldout: int = 40,
+    moved: float = 0.2, solved: tuple[float | None, ...] = (0.3, 0.9), heldout: int = 40,
     **settings: Any,
 ) -> Path:  # fmt: skip
     """A run's folder with six steps, each rollout as `change` leaves it."""
@@ -63,14 +63,15 @@ def write(
     rng, log = random.Random(0), RunLog(folder)
     log.write_run_json(config=config.model_dump(mode="json"))
 
-    def evaluate(step: int, share: float, moved: float) -> None:
+    def evaluate(step: int, share: float | None, moved: float) -> None:
         groups = []
         for g in range(heldout):
             rollout = played(-1, g, 0, random.Random(g), moved)
             change(rollout, -1, 0)
             groups.append(Group(task=rollout.task, rollouts=[rollout]))
         log.rollouts(step, groups, split="heldout")
-        log.write(step, eval={"rollouts": float(heldout), "solved": share}, time={})
+        said = {} if share is None else {"solved": share}
+        log.write(step, eval={"rollouts": float(heldout)} | said, time={})
 
     evaluate(0, solved[0], 0.0)
     for step in range(STEPS):
@@ -85,7 +86,8 @@ def write(
         learner = {"loss": 0.0, "learning_rate": config.learner.learning_rate, "grad_norm": 1.0}
         learner |= {"entropy_mean": 0.5, "sampler_gap_mean": 1e-6} | numbers(step)
         log.write(step, rollout={}, learner=learner, engine={}, time={})
-    evaluate(STEPS, solved[1], moved)
+    for share in solved[1:]:
+        evaluate(STEPS, share, moved)
     return folder
 
 
@@ -173,6 +175,8 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "machine or code fails": (set_to(1, status=Status.INFRA_ERROR, error="x"), {}),
     "not trained on": (set_to(2, status=Status.TIMED_OUT, treatment=Treatment.DROP), FLAT),
     "does not move": (nothing, {"moved": 1e-5, **FLAT}),
+    "does not move: evaluated once": (
+        nothing, {"solved": (0.3,), "learner.learning_rate": 1e-9}),
     "reward not the same twice": (same_reward, FLAT),
     "refuses what is right": (rewarded(lambda r, s, i: float(not right(r) and i == 0)), FLAT),
     "pays what is wrong": (rewarded(lambda r, s, i: float(i < 3)), FLAT),
@@ -220,6 +224,15 @@ def errs(r: Rollout, step: int, index: int) -> None:
     r.rewards["answer"] = float(right(r))
 
 
+def taught(r: Rollout, step: int, index: int) -> None:
+    """No reward tells its group's rollouts apart."""
+    solves(SIZE * (int(r.task.id[-1]) % 2))(r, step, index)
+    if step >= 0:
+        r.token_advantages = [
+            np.full(2, 0.4, np.float32) if s.sampled else None for s in r.segments
+        ]
+
+
 SOUND: dict[str, tuple[Change, dict[str, Any]]] = {
     "all right": (nothing, {}),
     "errs where it agrees less": (errs, FLAT),
@@ -228,6 +241,11 @@ SOUND: dict[str, tuple[Change, dict[str, Any]]] = {
     "is cut at first, then solves": (cut_at_first(3), {}),
     "more entropy without a bonus": (solves(2), {"numbers": rises, **FLAT}),
     "needs no call": (solves(2, counted(tool_calls=0.0)), {"solved": (0.7, 0.7)}),
+    "nobody says what is solved": (
+        lambda r, s, i: r.rewards.update(mine=r.rewards.pop("answer")),
+        {"solved": (None, None)},
+    ),
+    "a teacher's alone": (taught, {"solved": (0.3, 0.9)}),
 }
 
 

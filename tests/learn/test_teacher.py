@@ -144,6 +144,9 @@ def test_every_token_is_trained_with_what_is_recorded(
         assert changed[1] is not None
         changed[1][0] += 0.01
         assert [fault[:2] for fault in taught_faults(groups, config)] == [(1, 2)]
+        for rollout in (r for g in groups for r in g.rollouts):
+            rollout.token_advantages = rollout.learner_logprobs = None
+        assert list(taught_faults(groups, config)) == []  # the learner refused the step
 
 
 @pytest.mark.parametrize("kind", ["rows", "trees"])

@@ -65,6 +65,7 @@ def watched(
         ([40, 60, 60], [3.0] * 4, 0.9, "learned too little", None),
         ([40, 60, 84], [3.0] * 4, 0.9, None, None),  # 84 of 100 is not below 0.9 for certain
         ([40, 40, 45], [3.0] * 4, None, "did not learn", None),  # 5 gained: p = 0.03
+        ([40, 40, 47], [3.0] * 4, None, "did not learn", None),  # p = 0.008, at one look of two
         ([40, 40, 20], [3.0] * 4, None, "did not learn", None),
         ([40, 40, 40], [0.0] * 4, None, "nothing to learn from: no group of 2 steps", 2),
     ],
