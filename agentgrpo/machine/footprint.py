@@ -25,9 +25,9 @@ GIB = 2**30
 WIDTH = {"float32": 4, "bfloat16": 2}
 ALLOCATORS = 0.8
 """Share of a card that the sums may fill; the rest is for what they leave out."""
-LIBRARIES = int(1.2 * GIB)
+LIBRARIES = int(1.4 * GIB)
 """Of a process on a CPU: code, and what its libraries keep by shape once a run has settled, after
-some 20 steps: 1.1 GiB beside the counted parts in one run of the quickstart (bench/LOG.md)."""
+some 50 steps: 1.3 GiB beside the counted parts in 200 steps of the quickstart (bench/LOG.md)."""
 SAID = 12
 """Of a likely token in the place of a sampled one: its id, what a teacher and the learner give it;
 or on a GPU, where ids have 64 bits, without the last."""
