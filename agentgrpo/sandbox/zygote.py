@@ -1,6 +1,7 @@
 """The host's handle on a zygote: start it in its jail, ask it for sessions, end it."""
 
 import contextlib
+import ctypes
 import fcntl
 import itertools
 import json
@@ -10,7 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
@@ -33,6 +34,7 @@ END_S = 2.0
 """How long a zygote may take to end by itself."""
 STAGES = ("/mnt", "/media", "/srv", "/run", "/tmp")
 MIB = 1 << 20
+ADDR_NO_RANDOMIZE = 0x40000
 
 
 class Rung(StrEnum):
@@ -81,6 +83,18 @@ def _settings(
         "value_bytes": limits.value_kib << 10,
         "traceback_bytes": limits.traceback_kib << 10,
     }
+
+
+@contextlib.contextmanager
+def _addresses_not_randomized() -> Iterator[None]:
+    """What this thread starts shows the same addresses in each run, where that is allowed."""
+    personality = ctypes.CDLL(None).personality
+    before = personality(0xFFFFFFFF)
+    personality(before | ADDR_NO_RANDOMIZE)
+    try:
+        yield
+    finally:
+        personality(before)
 
 
 class Zygote:
@@ -153,7 +167,8 @@ class Zygote:
                 (os.POSIX_SPAWN_DUP2, guest_fd, jail.HOST_FD),
             ]
             defaults = [signal.SIGINT, signal.SIGPIPE]
-            return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsigdef=defaults)
+            with _addresses_not_randomized():
+                return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsigdef=defaults)
 
     def _config(self, binds: list[Bind]) -> str:
         return jail.jail_config(

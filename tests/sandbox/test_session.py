@@ -61,6 +61,16 @@ def test_step(session: Session, name: str) -> None:
     play(session, *ROWS[name])
 
 
+def test_what_code_shows_of_an_object_is_the_same_in_each_run() -> None:
+    shown = set()
+    for _ in range(2):
+        with SandboxPool() as pool, pool.acquire() as session:
+            code = "print(object(), [].append, (x for x in '1'), id({}), {'a', 'b', 'c'})"
+            shown.add(session.step(code).stdout)
+    assert len(shown) == 1
+    assert "0x7f" in shown.pop()
+
+
 def test_syntax_error_looks_like_pythons(session: Session) -> None:
     result = session.step("def f(:")
     assert result.error is not None
