@@ -189,7 +189,7 @@ def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_pa
         "[engine]\nmax_model_len = 256\nkv_cache_gib = 1.5\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", STARVED, str(int(1.7 * GIB)), "c.toml"],
+        [sys.executable, "-c", STARVED, str(int(1.85 * GIB)), "c.toml"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

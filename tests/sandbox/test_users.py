@@ -53,7 +53,10 @@ def test_users_are_given_out_where_there_are_any(
     root: bool, spans: str, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
-    monkeypatch.setattr(Path, "read_text", lambda _: spans)
+    read = Path.read_text  # of a watchdog's thread too
+    monkeypatch.setattr(
+        Path, "read_text", lambda path: spans if path.name == "uid_map" else read(path)
+    )
     assert has_own_ids() is own
 
 
