@@ -51,7 +51,7 @@ def endings(request: pytest.FixtureRequest) -> Endings:
         chosen = {"rungs": (), "allow_degraded": True}
         cases = [case for case in cases if not case.name.startswith(NOT_BARE)]
     with SandboxPool(limits=LIMITS, max_live=16, min_idle=2, **chosen) as pool:
-        if rung is Rung.BARE and pool.describe()["memory_limit"].startswith("address space"):
+        if rung is Rung.BARE and pool.describe()["memory_limit"].startswith("per process"):
             cases = [case for case in cases if not case.name.startswith("What unix sockets")]
         return {case.name: ending for case, ending in run_cases(cases, pool)}
 
