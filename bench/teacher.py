@@ -29,6 +29,7 @@ from typing import Any
 from agentgrpo.config import TrainConfig
 from agentgrpo.machine.runtime import prepare_environment
 from agentgrpo.run.atomic import read_lines
+from agentgrpo.setup.teaching import FORMS
 from bench.harness import RESULTS, append_row, measured_commit
 from bench.pages import with_made
 
@@ -51,12 +52,15 @@ _said: dict[str, str] = {}
 
 
 def shuffled(view: Any) -> str:
-    """What was wrong with the last attempt at another task that something was wrong with."""
+    """What was wrong with the last attempt at another task that something was wrong with, in the
+    words that `errors` has around it.
+    """
     if own := "\n".join(filter(None, view.feedback)):
         _said.pop(view.task.id, None)
         _said[view.task.id] = own
     others = [said for task, said in _said.items() if task != view.task.id]
-    return others[-1] if own and others else ""
+    told = FORMS["errors"].format(others[-1]) if own and others else ""
+    return told.removeprefix("\n")  # one of two line breaks is there already
 
 
 def run(part: str, arm: str, seed: int, given: str, folder: Path, overrides: list[str]) -> None:

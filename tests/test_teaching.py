@@ -107,9 +107,9 @@ def test_a_solution_is_shown_to_the_others_and_a_function_says_what_it_likes() -
     assert [len(prompts) for prompts in solutions] == [1, 0, 1]
     assert "\nCorrect solution:\n\n42\n\n" in solutions[0][0]
     told = read(a_config(f"teacher.feedback={__name__}:own"), agent, group)
-    assert [[f"it is {SECRET}" in prompt for prompt in prompts] for prompts in told] == [
-        [True], [], [True],
-    ]  # fmt: skip
+    plain = TOKENIZER.decode(prompt_of(agent, CHAT, one, functools.partial(user_call))[0])
+    wanted = f"{plain.removesuffix(END)}\n\nit is {SECRET}{END}"
+    assert told == [[wanted], [], [wanted]]
 
 
 @pytest.mark.nsjail
@@ -162,6 +162,17 @@ def test_a_teacher_has_the_policys_tokenizer_or_is_not_there(tmp_path: Path) -> 
     config = a_config(f"teacher.model={tmp_path}")
     with pytest.raises(ValueError, match=r"teacher\.model .* has the id 259 for 'ab', .* None"):
         teacher_model(config, CHAT, say)
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text(
+        '{"base_model_name_or_path": "b", "r": 1, "lora_alpha": 1}'
+    )
+    (adapter / "adapter_model.safetensors").touch()
+    for wrong, said in (
+        (tmp_path / "gone", "no such directory"),
+        (adapter, "an adapter, expected"),
+    ):
+        with pytest.raises(ValueError, match=rf"teacher\.model: model '{wrong}': {said}"):
+            teacher_model(a_config(f"teacher.model={wrong}"), CHAT, say)
     for nobody in (a_config(), a_config("teacher.model=gone", "teacher.weight=0")):
         assert teacher_model(nobody, CHAT, say) is None
         assert teacher_of(nobody, at(None)) is None

@@ -241,7 +241,7 @@ class TeacherConfig(Section):
     """The teacher is the policy itself, which has read more of the task: `errors`, what the
     environment said that was wrong with this attempt; `solutions`, another rollout of the group
     that solved it; or your own `module:function`, called with the rollout as a reward function is,
-    returning a text. A rollout without a text has no such part."""
+    returning a text, which is read as it is. A rollout without a text has no such part."""
     weight: Annotated[float, Field(ge=0, le=1)] = 1.0
     """A token's advantage is weight * the teacher's + (1 - weight) * its group's. 0: no teacher."""
     topk: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -253,7 +253,7 @@ class TeacherConfig(Section):
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """feedback: the teacher's weights are an average of the policy's past ones, which keeps this
     share of itself at each optimizer update. 0: they are the policy's."""
-    max_feedback_tokens: Positive = 512
+    max_feedback_tokens: Positive = 2048
     """Of a text that it reads; the middle of longer ones is left out."""
 
     @property

@@ -110,6 +110,8 @@ class Repairing(SandboxEpisode):
                 return partial_credit(0.0)
             share, verdict = judge(pool, tree, self._task.spec, changed, VERDICT_S)
         self.feedback = verdict.reason
+        if verdict.reason and self._env.answer != "tree":  # it is not shown the tests
+            self.feedback = f"{share:.0%} of the tests that have to pass do"
         if verdict.infra_error:
             raise InfrastructureError(verdict.reason)
         return partial_credit(share if self._env.partial else float(share >= 1))

@@ -56,7 +56,11 @@ class Reference:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         """Parameters of its own that a resumed run needs, each with the policy's."""
         if source is None:
-            self._pairs = [(parallel.whole(ours).clone(), ours) for ours in policy.trained]
+            kept = torch.float32 if decay < 1 else None  # bfloat16 would round small steps away
+            self._pairs = [
+                (parallel.whole(ours).to(kept or ours.dtype, copy=True), ours)
+                for ours in policy.trained
+            ]
         elif callable(source):
             self.scorer = Served(source)
         else:

@@ -197,7 +197,12 @@ def teacher_model(
     named = config.teacher.model
     if named is None or config.teacher.endpoint or not config.teacher.teaches:
         return None
-    model = resolve_model(named, say)
+    try:
+        if saved_adapter(named) is not None:
+            raise ValueError(f"model {named!r}: an adapter, expected a whole model's directory")
+        model = resolve_model(named, say)
+    except ValueError as error:
+        raise ValueError(f"teacher.model: {error}") from None
     ours, theirs = (known.tokenizer.get_vocab() for known in (chat, chat_of(model)))
     if other := sorted({token for token, _ in ours.items() ^ theirs.items()}):
         raise ValueError(

@@ -98,10 +98,15 @@ def _taught_faults(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
     if len({*map(len, columns)}) > 1:
         yield f"{', '.join(TAUGHT)}: not one for each segment"
         return
+    turn = -1
     for number, (segment, own, seen, trained, said, *likely) in enumerate(
         zip(*columns, strict=True)
     ):
-        size = len(segment.token_ids)
+        size, turn = len(segment.token_ids), turn + segment.sampled
+        if said is None and c.model and seen is not None:
+            yield f"segment {number}: its teacher said nothing"
+        if said is not None and c.feedback == "errors" and not any(rollout.feedback[turn:]):
+            yield f"segment {number}: its teacher had nothing to read"
         if said is not None and len(said) != size:
             yield f"segment {number}: {len(said)} numbers of a teacher, for {size} tokens"
             continue

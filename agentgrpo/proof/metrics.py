@@ -129,6 +129,9 @@ def learner_faults(
         if one_update and loss.top_entropy_quantile == 1:  # else of policies that no record holds
             wanted["learner/entropy_mean"] = float(entropies.sum() / max(len(entropies), 1))
             wanted["learner/sampler_gap_max"] = float(np.abs(gaps).max())
+        if config.teacher.teaches:
+            told = [s for r in rollouts for s in r.teacher_logprobs or () if s is not None]
+            wanted["learner/teacher_terms"] = float(sum(map(len, told)))
         yield from line_faults(row, wanted, FLOAT32)
         if config.teacher.teaches and config.teacher.topk and loss.num_iterations == 1:
             every = [divergences_of(rollout, config.teacher.topk) for rollout in rollouts]

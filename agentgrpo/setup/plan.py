@@ -141,6 +141,8 @@ def _learning(config: TrainConfig, model: str) -> Iterator[Check]:
         who = f"{c.model}, {where}" if c.model else f"the policy, reading {c.feedback}"
         kept = f" (its average, decay {c.decay:g})" if c.decay else ""
         cost = "one more forward pass over what a step sampled"
+        if c.feedback == "errors":
+            cost += ", or several: a rollout is read once for each turn with another text"
         yield line("teacher", f"{who}{kept}, weight {c.weight:g}: {cost}")
 
 

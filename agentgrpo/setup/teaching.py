@@ -19,6 +19,7 @@ SOLUTION = "\nCorrect solution:\n\n{}\n\n"
 FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{}\n\n"
 REQUEST = "\n\nCorrectly solve the original question.\n"
 """TRL's, of its SDPOConfig."""
+FORMS = {"errors": FEEDBACK + REQUEST, "solutions": SOLUTION + REQUEST}
 
 
 def teacher_of(config: TrainConfig, setup: RunSetup) -> dict[str, Any] | None:
@@ -59,8 +60,7 @@ def _served(config: TrainConfig, setup: RunSetup) -> Callable[[list[int], int], 
 
 
 def _prompt(setup: RunSetup, limit: int, feedback: str, task: Task, text: str) -> Int32:
-    form = SOLUTION if feedback == "solutions" else FEEDBACK
-    more = form.format(setup.chat.clip(text, limit)) + REQUEST
+    more = FORMS.get(feedback, "\n\n{}").format(setup.chat.clip(text, limit))
     return prompt_of(setup.agent, setup.chat, task, partial(user_call, task=task.id), more)[0]
 
 

@@ -433,6 +433,9 @@ def test_what_any_teacher_said_is_proven(
         ("learner/teacher_kl is" if topk else "token_advantages are not") in fault
         for fault in verify.verify_run(run).faults
     )
+    line["teacher_logprobs"] = None
+    files.write(run, forged=True)
+    assert any("learner/teacher_terms is" in fault for fault in verify.verify_run(run).faults)
 
 
 @pytest.mark.nsjail

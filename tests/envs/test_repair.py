@@ -437,7 +437,9 @@ def test_a_line_mends_it(
                            (None, 0.0), ("import os; os._exit(0)", 0.0), (PRICES, 0.0)):  # fmt: skip
             episode = env.reset(task_of(row))
             assert episode.finish(said)["solved"] == paid, (said, episode.feedback)
-            assert (episode.feedback == "nothing was changed") == (said in ("", None, PRICES))
+            nothing = said in ("", None, PRICES)
+            told = "nothing was changed" if nothing else "0% of the tests that have to pass do"
+            assert episode.feedback == ("" if paid else told), said
 
 
 def test_a_line_that_may_be_left_out_is_no_task(project: Path) -> None:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from agentgrpo.config import LossConfig, TeacherConfig, TrainConfig
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.reference import Reference
 from agentgrpo.learn.teacher import FIELDS
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.proof.advantages import divergences_of, taught_faults
@@ -144,6 +146,11 @@ def test_every_token_is_trained_with_what_is_recorded(
         assert changed[1] is not None
         changed[1][0] += 0.01
         assert [fault[:2] for fault in taught_faults(groups, config)] == [(1, 2)]
+        forged = groups[0].rollouts[1]
+        own = [None if x is None else np.zeros_like(x) for x in forged.token_advantages or ()]
+        silent = replace(forged, advantage=0.0, teacher_logprobs=None, token_advantages=own)
+        faults = list(taught_faults([Group(task=TASK, rollouts=[silent])], config))
+        assert {fault[2].partition(": ")[2] for fault in faults} == {"its teacher said nothing"}
         for rollout in (r for g in groups for r in g.rollouts):
             rollout.token_advantages = rollout.learner_logprobs = None
         assert list(taught_faults(groups, config)) == []  # the learner refused the step
@@ -259,6 +266,11 @@ def test_what_was_read_in_a_turn_is_not_told_again(
             atol=1e-4,
         )
     assert silent.teacher_logprobs is None
+    assert list(taught_faults([Group(task=TASK, rollouts=[rollout, silent])], config)) == []
+    rollout.feedback[2] = ""
+    faults = taught_faults([Group(task=TASK, rollouts=[rollout])], config)
+    said = "its teacher had nothing to read"
+    assert [fault[2] for fault in faults] == [f"segment {n}: {said}" for n in (3, 5)]
     trained = [a for a in silent.token_advantages or () if a is not None]
     assert all((values == 0).all() for values in trained)
 
@@ -316,6 +328,19 @@ def test_a_solution_is_another_rollouts(make_learner: MakeLearner) -> None:
     assert [r.teacher_logprobs is not None for r in rollouts] == [True, False, True]
     assert said["teacher_terms"] == 10
     assert said["teacher_tokens"] < 2 * 17, "two that read the same share it"
+
+
+def test_an_average_of_bfloat16_weights_gets_where_they_are() -> None:
+    """In float32: in bfloat16 steps of a hundredth of 2 % would be rounded away."""
+    weights = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    policy: Any = SimpleNamespace(trained=[weights])
+    average = Reference(policy, None, decay=0.99)
+    weights.data.mul_(1.02)
+    for _ in range(1000):
+        average.follow()
+    (kept,) = average.state()
+    assert kept is not None
+    torch.testing.assert_close(kept, weights.float(), rtol=1e-4, atol=0.0)
 
 
 @pytest.mark.parametrize(
