@@ -273,7 +273,7 @@ class TeacherConfig(Section):
             raise ValueError(
                 f"teacher.model {self.model!r} and teacher.feedback {self.feedback!r}: only one"
             )
-        need = "decay max_feedback_tokens", "teacher.feedback", lambda c: c.feedback
+        need = "decay", "teacher.feedback", lambda c: c.feedback
         alone = "clip", "teacher.topk = 0", lambda c: not c.topk
         forbid_unused(self, [need, alone], "teacher.")
         return self

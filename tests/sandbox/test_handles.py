@@ -145,7 +145,7 @@ def test_what_ran_in_the_background_keeps_nothing() -> None:
                     handle.wait()
                 assert (ended.value.exit_code, ended.value.stdout) in [(137, "there\n"), (137, "")]
         assert within(lambda: not sandbox.commands.list())
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert within(lambda: len(os.listdir("/proc/self/fd")) <= before)
         for _ in range(3):
             sandbox.commands.run("head -c 1000000 /dev/zero")
         assert not sandbox.commands._running, "nor its output"

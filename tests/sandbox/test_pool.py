@@ -1,5 +1,6 @@
 """Pools: admission, prewarming, deaths of zygotes and of the whole trainer."""
 
+import operator
 import os
 import signal
 import subprocess
@@ -91,15 +92,19 @@ def has_ended(zygote: Any) -> bool:
 
 def test_dead_zygotes_leave_nothing_behind() -> None:
     with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
-        traces = set()
-        for _ in range(4):
-            pool.acquire().close()
+
+        def traces() -> tuple[int, int, int]:
             groups = pool._spawner.cgroups
-            traces.add(traces_of_zygotes(len(groups._all) if groups is not None else 0))
+            return traces_of_zygotes(len(groups._all) if groups is not None else 0)
+
+        pool.acquire().close()
+        most = traces()
+        for _ in range(3):
             zygote = pool._spawner._zygotes[0]
             os.kill(zygote.pid, signal.SIGKILL)
             assert has_ended(zygote)
-        assert len(traces) == 1, traces
+            pool.acquire().close()  # threads of earlier tests open a file now and then
+            assert within(lambda: all(map(operator.le, traces(), most))), (traces(), most)
         assert pool.metrics()["zygote_restarts"] == 3
         assert session.step("1").status is StepStatus.INFRA_ERROR
 
@@ -129,7 +134,7 @@ def test_closed_pool_gives_nothing_and_leaves_nothing() -> None:
     assert session.step("1").state_lost
     with pytest.raises(SandboxException, match="closed"):
         pool.acquire()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert within(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_environment_of_a_session_is_not_seen_by_the_next() -> None:
