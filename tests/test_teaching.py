@@ -169,7 +169,7 @@ def test_a_teacher_has_the_policys_tokenizer_or_is_not_there(tmp_path: Path) -> 
     (adapter / "adapter_model.safetensors").touch()
     for wrong, said in (
         (tmp_path / "gone", "no such directory"),
-        (adapter, "an adapter, expected"),
+        (adapter, "the directory holds an adapter, not"),
     ):
         with pytest.raises(ValueError, match=rf"teacher\.model: model '{wrong}': {said}"):
             teacher_model(a_config(f"teacher.model={wrong}"), CHAT, say)

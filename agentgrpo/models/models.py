@@ -78,9 +78,7 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
     if folder.is_dir():
         model = str(folder)
         if saved_adapter(model) is not None:
-            raise ValueError(
-                f"model {model!r}: the directory holds an adapter: name the model that it is to"
-            )
+            raise ValueError(f"model {model!r}: the directory holds an adapter, not a whole model")
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {model!r}: the directory holds no config.json")
         for path in folder.glob("*.json"):
@@ -198,8 +196,6 @@ def teacher_model(
     if named is None or config.teacher.endpoint or not config.teacher.teaches:
         return None
     try:
-        if saved_adapter(named) is not None:
-            raise ValueError(f"model {named!r}: an adapter, expected a whole model's directory")
         model = resolve_model(named, say)
     except ValueError as error:
         raise ValueError(f"teacher.model: {error}") from None

@@ -125,7 +125,7 @@ def test_training_goes_on_from_an_adapter_as_it_is(
     written = json.dumps({**described, "target_modules": layers})
     (tmp_path / "adapter_config.json").write_text(written)
     (tmp_path / "adapter_model.safetensors").touch()
-    with pytest.raises(ValueError, match="holds an adapter: name the model that it is to"):
+    with pytest.raises(ValueError, match="holds an adapter, not a whole model"):
         resolve_model(str(tmp_path))
     assert (named_base(str(tmp_path)), named_base("m")) == ("m", "m")
     adapter = saved_adapter(str(tmp_path))
