@@ -69,7 +69,7 @@ def run(part: str, arm: str, seed: int, given: str, folder: Path, overrides: lis
     settings = [*STEPS, *overrides, *([f"teacher.{teacher}"] if teacher else [])]
     command = [sys.executable, "-m", "agentgrpo.train", *RUNS[part], *settings]
     subprocess.run([*command, f"seed={seed}", f"out_dir={folder}"], check=True)
-    append(part, arm, seed, read_lines(folder / "metrics.jsonl"), " ".join(overrides))
+    append(part, " ".join([arm, *overrides]), seed, read_lines(folder / "metrics.jsonl"))
 
 
 def run_sums(seeds: list[int], made: Path) -> None:
@@ -106,10 +106,10 @@ def run_sums(seeds: list[int], made: Path) -> None:
         arms: dict[str, dict[str, str]] = {"grpo": {}, "teacher": teacher}
         for arm, given in arms.items():
             rows = played(made / f"{arm}_{seed}", steps=8, seed=seed, teacher=given)
-            append("sums", arm, seed, rows, f"teacher {curve[40]:.3f}")
+            append("sums", arm, seed, rows, f"teacher {curve[40]:.3f} ")
 
 
-def append(part: str, arm: str, seed: int, rows: list[dict[str, Any]], note: str) -> None:
+def append(part: str, arm: str, seed: int, rows: list[dict[str, Any]], note: str = "") -> None:
     """A run's row."""
     curve = {row["step"]: round(row["eval/solved"], 3) for row in rows if "eval/solved" in row}
     steps = [row for row in rows if "learner/loss" in row]
@@ -119,7 +119,7 @@ def append(part: str, arm: str, seed: int, rows: list[dict[str, Any]], note: str
     append_row(
         "teacher", f"{part}, {arm}", [curve[max(curve)]], unit="share",
         shape={"seed": seed, "steps": max(curve)},
-        note=f"{note} by step {curve}, {tokens:.0f} tokens sampled, "
+        note=f"{note}by step {curve}, {tokens:.0f} tokens sampled, "
         f"{spent:.1f} s of {learning:.1f} s of learning were the teacher's",
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,9 +168,18 @@ def test_a_teacher_has_the_policys_tokenizer_or_is_not_there(tmp_path: Path) -> 
         '{"base_model_name_or_path": "b", "r": 1, "lora_alpha": 1}'
     )
     (adapter / "adapter_model.safetensors").touch()
+    (base := tmp_path / "base").mkdir()  # a base model: no chat template
+    make_tokenizer(None).save_pretrained(base)
+    (broken := tmp_path / "broken").mkdir()
+    (broken / "tokenizer.json").write_text("{")
+    for folder in (base, broken):
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(tmp_path / name, folder)
+    assert teacher_model(a_config(f"teacher.model={base}"), CHAT, say) == str(base)
     for wrong, said in (
         (tmp_path / "gone", "no such directory"),
         (adapter, "the directory holds an adapter, not"),
+        (broken, "its tokenizer cannot be read"),
     ):
         with pytest.raises(ValueError, match=rf"teacher\.model: model '{wrong}': {said}"):
             teacher_model(a_config(f"teacher.model={wrong}"), CHAT, say)

@@ -167,17 +167,22 @@ def named_base(model: str) -> str:
     return model if adapter is None else adapter.base
 
 
-def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """The chat template of a model's tokenizer; what ends a turn is in generation_config.json."""
+def _tokenizer_of(model: str) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging
-    from transformers.utils.hub import cached_file
 
     logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ValueError(f"model {model!r}: its tokenizer cannot be read: {error}") from error
+
+
+def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """The chat template of a model's tokenizer; what ends a turn is in generation_config.json."""
+    from transformers.utils.hub import cached_file
+
+    tokenizer = _tokenizer_of(model)
     found = cached_file(
         model, "generation_config.json", _raise_exceptions_for_missing_entries=False
     )
@@ -196,10 +201,10 @@ def teacher_model(
     if named is None or config.teacher.endpoint or not config.teacher.teaches:
         return None
     try:
-        model = resolve_model(named, say)
+        taught_by = _tokenizer_of(model := resolve_model(named, say))
     except ValueError as error:
         raise ValueError(f"teacher.model: {error}") from None
-    ours, theirs = (known.tokenizer.get_vocab() for known in (chat, chat_of(model)))
+    ours, theirs = chat.tokenizer.get_vocab(), taught_by.get_vocab()
     if other := sorted({token for token, _ in ours.items() ^ theirs.items()}):
         raise ValueError(
             f"teacher.model {named!r}: its tokenizer must be the policy's, and has the id "
