@@ -7,6 +7,7 @@
 
 extern PyMethodDef agentgrpo_sandbox_files_methods[];
 extern PyMethodDef agentgrpo_sandbox_landlock_methods[];
+extern PyMethodDef agentgrpo_sandbox_memory_methods[];
 extern PyMethodDef agentgrpo_sandbox_spawn_methods[];
 extern PyMethodDef agentgrpo_sandbox_step_methods[];
 

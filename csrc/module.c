@@ -14,6 +14,7 @@ add_all(PyObject *module)
     PyMethodDef *const tables[] = {
         agentgrpo_sandbox_files_methods,
         agentgrpo_sandbox_landlock_methods,
+        agentgrpo_sandbox_memory_methods,
         agentgrpo_sandbox_spawn_methods,
         agentgrpo_sandbox_step_methods,
     };

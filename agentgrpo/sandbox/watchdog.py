@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from agentgrpo import _C
 from agentgrpo.sandbox.cgroup import lines_of, memory_bounds
 from agentgrpo.sandbox.channels import GONE, process_tree
 from agentgrpo.sandbox.jail import PRIVATE
@@ -30,37 +31,6 @@ FLOOR = 0.02
 SOCKET_KIB = 2 * 208
 """What a socket holds at most, sent and received: policy.py lets none of its buffers be enlarged,
 and csrc/sandbox_spawn.c sets what TCP's grow to."""
-PAGE_KIB = os.sysconf("SC_PAGESIZE") >> 10
-
-
-def _a_thread(pid: int) -> str:
-    """A thread of a process that runs: it outlives its main one, of which the kernel says nothing
-    then. Of one that is being reaped there may be none: a path that is not there.
-    """
-    return f"/proc/{pid}/task/{max(os.listdir(f'/proc/{pid}/task'), key=int, default='-')}"
-
-
-def private_kib(pid: int) -> int:
-    """Memory of a process that no file backs, pages shared with its parent counted in full; 0 if it
-    has ended.
-    """
-    with contextlib.suppress(*GONE):
-        resident, shared = Path(_a_thread(pid), "statm").read_text().split()[1:3]
-        return (int(resident) - int(shared)) * PAGE_KIB
-    return 0
-
-
-def proportional_kib(pid: int) -> int:
-    """Memory of a process, each page divided by the number of processes that share it; its
-    private_kib(), which is no less, if this user may not know.
-    """
-    try:
-        lines = Path(_a_thread(pid), "smaps_rollup").read_text().splitlines()
-    except GONE:
-        return 0
-    except PermissionError:
-        return private_kib(pid)
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("Pss:", "SwapPss:")))
 
 
 def sockets_kib(pid: int) -> int:
@@ -92,16 +62,14 @@ def tasks(pids: list[int]) -> int:
     return total
 
 
-def used_kib(session: Session, pids: list[int], enough_kib: int) -> int:
-    """What a session of these processes uses; not exact while it is below enough_kib, where that
-    costs too much: forks share pages, so that their sum is an upper bound. Without namespaces of
-    its own, what its processes have mapped.
+def used_kib(session: Session, enough_kib: int) -> int:
+    """What a session uses, its processes together; not exact while it is below enough_kib, where
+    that costs too much: forks share pages, so that their sum is an upper bound. Without namespaces
+    of its own, what its processes have mapped.
     """
-    for pid in pids[1:]:
-        keep_polite(pid, session.limits.niceness)
-    unmapped = 0 if session.degraded else sockets_kib(session.pid) + files_kib(session.pid)
-    used = unmapped + sum(map(private_kib, pids))
-    return used if used <= enough_kib else unmapped + sum(map(proportional_kib, pids))
+    own = 0 if session.degraded else sockets_kib(session.pid) + files_kib(session.pid)
+    most = session.limits.processes
+    return own + _C.sandbox_tree_kib(session.init_pid, most, enough_kib - own)
 
 
 def available() -> float:
@@ -154,8 +122,10 @@ class MemoryWatchdog:
             most = session.limits.processes
             try:
                 pids = process_tree(session.init_pid, most)
+                for pid in pids[1:]:
+                    keep_polite(pid, session.limits.niceness)
                 many = session.degraded and os.geteuid() != 0 and tasks(pids) > most
-                used = 0 if many else used_kib(session, pids, self._limit_kib)
+                used = 0 if many else used_kib(session, self._limit_kib)
             except PermissionError:  # its program is a file that nobody may read
                 session.end_by(StepStatus.OOM, "it does not let its memory be counted")
                 continue

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from agentgrpo._C import sandbox_tree_kib
 from agentgrpo.sandbox import Limits, SandboxPool, Session, StepStatus, cgroup, spawner, watchdog
 from agentgrpo.sandbox.channels import process_tree
 from agentgrpo.sandbox.hostile.kernel import HOPS
 from agentgrpo.sandbox.watchdog import (
     SOCKET_KIB,
     files_kib,
-    private_kib,
-    proportional_kib,
     sockets_kib,
     used_kib,
 )
@@ -64,6 +63,14 @@ SHARED = (
     "import os, time\nx = bytearray(40 << 20); x[::4096] = b'1' * len(x[::4096])\n"
     "for _ in range(4):\n if os.fork() == 0:\n  time.sleep(60)"
 )
+COMING = (
+    "import os, time\nx = b'1' * (40 << 20); stop = time.monotonic() + 3\n"
+    "def come():\n"
+    " if (pid := os.fork()) == 0: y = b'1' * (8 << 20); os._exit(0)\n"
+    " return pid\n"
+    "came = [come() for _ in range(4)]\n"
+    "while time.monotonic() < stop: os.waitpid(came.pop(0), 0); came.append(come())\n"
+)
 UNIX_SOCKETS = (
     "import os, socket, time\nfor _ in range(4):\n if os.fork() == 0:\n"
     "  more = [socket.socketpair() for _ in range(60)]\n  time.sleep(60)\n"
@@ -106,24 +113,27 @@ def test_between_steps_too(groupless: SandboxPool) -> None:
         assert session.step("1").status is StepStatus.OOM
 
 
-@pytest.mark.parametrize("code", [spread(3, 12), SHARED], ids=["little", "pages that forks share"])
+@pytest.mark.parametrize(
+    "code",
+    [spread(3, 12), SHARED, COMING],
+    ids=["little", "pages that forks share", "processes that come and go"],
+)
 def test_memory_below_the_limit_is_left_alone(
     code: str, groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with groupless.acquire() as session:
         looks = 0
 
-        def counting(one: Session, pids: list[int], enough_kib: int) -> int:
+        def counting(one: Session, enough_kib: int) -> int:
             nonlocal looks
             looks += one is session
-            return used_kib(one, pids, enough_kib)
+            return used_kib(one, enough_kib)
 
         assert session.step(code, 20).status is StepStatus.OK
         monkeypatch.setattr(watchdog, "used_kib", counting)
         assert within(lambda: looks >= 5)
         assert session.step("6 * 7").value == "42"
-        pids = process_tree(session.init_pid)
-        assert 36 << 10 < used_kib(session, pids, 0) < 128 << 10, "pages count once"
+        assert 36 << 10 < used_kib(session, 0) < 128 << 10, "pages count once"
 
 
 def test_sockets_count_as_if_they_were_full(groupless: SandboxPool) -> None:
@@ -208,7 +218,7 @@ def test_a_host_without_descriptors_goes_on_watching(
         assert result.status is StepStatus.OOM, "it still watches"
 
 
-def test_proportional_memory_is_what_the_kernel_says() -> None:
+def test_memory_is_what_the_kernel_says() -> None:
     code = (
         "x = bytearray(50 << 20); x[::4096] = b'1' * len(x[::4096]); print(1, flush=True); input()"
     )
@@ -217,16 +227,11 @@ def test_proportional_memory_is_what_the_kernel_says() -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert 50 << 10 <= proportional_kib(process.pid) < 80 << 10
+        for enough in (0, 1 << 30):
+            assert 50 << 10 <= sandbox_tree_kib(process.pid, 1, enough) < 80 << 10
         process.kill()
-    assert proportional_kib(process.pid) == private_kib(process.pid) == 0
+    assert sandbox_tree_kib(process.pid, 1, 0) == 0
     assert process_tree(os.getpid())[0] == os.getpid()
-
-
-def test_a_process_that_is_being_reaped_has_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One look in a thousand at processes that end at once is at such a one."""
-    monkeypatch.setattr(os, "listdir", lambda _: [])
-    assert proportional_kib(os.getpid()) == private_kib(os.getpid()) == 0
 
 
 def test_watching_ends_with_the_pool(groupless: SandboxPool) -> None:

@@ -26,14 +26,15 @@ HOPS = (
     "import os, time\nread, write = os.pipe()\nstop = time.monotonic() + {seconds}\n"
     "for _ in range({chains}):\n"
     " if os.fork() == 0:\n"
-    "  x = bytearray({mib} << 20); x[::4096] = b'1' * len(x[::4096])\n"
+    "  x = []\n"
     "  while time.monotonic() < stop:\n"
     "   try:\n    if os.fork() != 0: os._exit(0)\n"
     "   except OSError: pass  # too many have not been reaped yet\n"
+    "   if len(x) < {mib}: x.append(b'1' * (1 << 20))\n"
     "  os._exit(0)\n"
     "os.close(write); os.read(read, 1)  # until all of them have ended"
 )
-"""Chains of processes, each the child of the one before, that hand on mib of memory."""
+"""Chains of processes, each the child of the one before, that hand on memory, up to mib."""
 
 
 def hops(session: Session) -> str:

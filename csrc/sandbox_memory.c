@@ -1,0 +1,243 @@
+/* What a process and its descendants have of the machine's memory, counted without the interpreter:
+ * processes that fork and end all the time would be gone before other threads let it read on. */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "methods.h"
+
+enum { ROUNDS = 2, TRIES = 3 };
+
+struct pids {
+    int *at;
+    size_t count, room;
+};
+
+static int
+push(struct pids *pids, int pid)
+{
+    if (pids->count == pids->room) {
+        const size_t room = pids->room ? 2 * pids->room : 64;
+        int *at = realloc(pids->at, room * sizeof *at);
+        if (at == NULL) {
+            return -1;
+        }
+        pids->at = at;
+        pids->room = room;
+    }
+    pids->at[pids->count++] = pid;
+    return 0;
+}
+
+static int
+holds(const struct pids *pids, int pid)
+{
+    for (size_t i = 0; i < pids->count; i++) {
+        if (pids->at[i] == pid) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Whether the last call failed because the process has ended. */
+static int
+gone(void)
+{
+    return errno == ENOENT || errno == ESRCH;
+}
+
+/* Reads a file of /proc as a string, of which more than fits is left out. Returns 0, or -1. */
+static int
+read_text(const char *path, char *text, size_t size)
+{
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) {
+        return -1;
+    }
+    size_t got = 0;
+    ssize_t more;
+    while ((more = read(fd, text + got, size - 1 - got)) > 0) {
+        got += (size_t)more;
+    }
+    text[got] = '\0';
+    const int failed = errno;
+    close(fd);
+    errno = failed;
+    return more < 0 ? -1 : 0;
+}
+
+/* Calls visit with each thread of a process, the newest last. Returns 0, also if it has ended, or
+ * -1. */
+static int
+each_thread(int pid, int (*visit)(int pid, int thread, void *context), void *context)
+{
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/task", pid);
+    DIR *directory = opendir(path);
+    if (directory == NULL) {
+        return gone() ? 0 : -1;
+    }
+    int failed = 0;
+    const struct dirent *entry;
+    while (!failed && (entry = readdir(directory)) != NULL) {
+        const int thread = atoi(entry->d_name); /* 0: . and .. */
+        failed = thread != 0 && visit(pid, thread, context) < 0 && !gone();
+    }
+    const int error = errno;
+    closedir(directory);
+    errno = error;
+    return failed ? -1 : 0;
+}
+
+static int
+add_children(int pid, int thread, void *found)
+{
+    char path[64], text[8192];
+    snprintf(path, sizeof path, "/proc/%d/task/%d/children", pid, thread);
+    if (read_text(path, text, sizeof text) < 0) {
+        return -1;
+    }
+    char *next = text;
+    for (long child; (child = strtol(next, &next, 10)) != 0;) {
+        if (push(found, (int)child) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* A process and its descendants, or more than most. Returns 0, or -1. */
+static int
+list_tree(int root, size_t most, struct pids *found)
+{
+    found->count = 0;
+    int failed = push(found, root);
+    for (size_t i = 0; !failed && i < found->count && found->count <= most; i++) {
+        failed = each_thread(found->at[i], add_children, found);
+    }
+    return failed;
+}
+
+static int
+newest(int Py_UNUSED(pid), int thread, void *found)
+{
+    *(int *)found = thread > *(int *)found ? thread : *(int *)found;
+    return 0;
+}
+
+/* KiB of a process that no file backs, pages that it shares with its parent in full (exact: each
+ * divided by the number of processes that share it, if this user may know); 0 if it has ended, -1
+ * with errno. Of its newest thread, which outlives the main one, of which the kernel says nothing
+ * then. */
+static long
+process_kib(int pid, int exact)
+{
+    char path[64], text[4096];
+    int thread = 0;
+    if (each_thread(pid, newest, &thread) < 0) {
+        return -1;
+    }
+    const char *name = exact ? "smaps_rollup" : "statm";
+    snprintf(path, sizeof path, "/proc/%d/task/%d/%s", pid, thread, name);
+    if (read_text(path, text, sizeof text) < 0) {
+        const int denied = errno == EACCES || errno == EPERM;
+        return gone() ? 0 : exact && denied ? process_kib(pid, 0) : -1;
+    }
+    long kib = 0;
+    if (!exact) {
+        long resident = 0, shared = 0;
+        sscanf(text, "%*d %ld %ld", &resident, &shared);
+        return (resident - shared) * (sysconf(_SC_PAGESIZE) >> 10);
+    }
+    for (const char *line = text; line != NULL; line = strchr(line, '\n')) {
+        line += *line == '\n';
+        long part = 0;
+        if (sscanf(line, "Pss: %ld", &part) == 1 || sscanf(line, "SwapPss: %ld", &part) == 1) {
+            kib += part;
+        }
+    }
+    return kib;
+}
+
+/* Adds up the processes that are not in counted yet, and puts them there. Returns KiB, or -1. */
+static long
+add_up(const struct pids *pids, int exact, struct pids *counted)
+{
+    long total = 0;
+    for (size_t i = 0; i < pids->count; i++) {
+        if (!holds(counted, pids->at[i])) {
+            const long kib = process_kib(pids->at[i], exact);
+            if (kib < 0 || push(counted, pids->at[i]) < 0) {
+                return -1;
+            }
+            total += kib;
+        }
+    }
+    return total;
+}
+
+/* Returns KiB, or -1 with errno. Exact, the processes that come while it is counted are counted
+ * too: one that forks and ends hands its memory on. What has ended meanwhile then counts beside
+ * what came after it, hence the least of some tries. */
+static long
+tree_memory(int root, size_t most, long enough, struct pids *pids, struct pids *counted)
+{
+    long least = list_tree(root, most, pids) < 0 ? -1 : add_up(pids, 0, counted);
+    for (int i = 0; i < TRIES && least > enough; i++) {
+        long total = 0;
+        counted->count = 0;
+        for (int round = 0; round < ROUNDS; round++) {
+            const long more = list_tree(root, most, pids) < 0 ? -1 : add_up(pids, 1, counted);
+            if (more < 0) {
+                return -1;
+            }
+            total += more;
+        }
+        least = total < least ? total : least;
+    }
+    return least;
+}
+
+PyDoc_STRVAR(
+    tree_kib_doc,
+    "tree_kib($module, root, most, enough_kib, /)\n"
+    "--\n"
+    "\n"
+    "KiB of memory that a process and its descendants use, of those (about most) that are\n"
+    "looked at, without what files back. Above enough_kib each page counts once; what is\n"
+    "not above it is an upper bound, where pages that forks share count for each.\n"
+    "Raises OSError.");
+
+static PyObject *
+tree_kib(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    int root;
+    Py_ssize_t most;
+    long enough, kib;
+    if (!PyArg_ParseTuple(args, "inl", &root, &most, &enough)) {
+        return NULL;
+    }
+    struct pids pids = {0}, counted = {0};
+    Py_BEGIN_ALLOW_THREADS
+        kib = tree_memory(root, (size_t)most, enough, &pids, &counted);
+        const int error = errno;
+        free(pids.at);
+        free(counted.at);
+        errno = error;
+    Py_END_ALLOW_THREADS
+    return kib < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(kib);
+}
+
+PyMethodDef agentgrpo_sandbox_memory_methods[] = {
+    {"sandbox_tree_kib", tree_kib, METH_VARARGS, tree_kib_doc},
+    {NULL, NULL, 0, NULL},
+};
