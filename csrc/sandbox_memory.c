@@ -14,7 +14,7 @@
 
 #include "methods.h"
 
-enum { ROUNDS = 2, TRIES = 3 };
+enum { ROUNDS = 4, TRIES = 3 };
 
 struct pids {
     int *at;
@@ -75,8 +75,8 @@ read_text(const char *path, char *text, size_t size)
     return more < 0 ? -1 : 0;
 }
 
-/* Calls visit with each thread of a process, the newest last. Returns 0, also if it has ended, or
- * -1. */
+/* Calls visit with each thread of a process, the main one first. Returns 0, also if it has ended,
+ * or -1. */
 static int
 each_thread(int pid, int (*visit)(int pid, int thread, void *context), void *context)
 {
@@ -98,66 +98,61 @@ each_thread(int pid, int (*visit)(int pid, int thread, void *context), void *con
     return failed ? -1 : 0;
 }
 
+struct listing {
+    struct pids *found;
+    const struct pids *skipped;
+};
+
 static int
-add_children(int pid, int thread, void *found)
+add_children(int pid, int thread, void *context)
 {
-    char path[64], text[8192];
+    const struct listing *listing = context;
+    char path[64];
     snprintf(path, sizeof path, "/proc/%d/task/%d/children", pid, thread);
-    if (read_text(path, text, sizeof text) < 0) {
+    FILE *file = fopen(path, "re");
+    if (file == NULL) {
         return -1;
     }
-    char *next = text;
-    for (long child; (child = strtol(next, &next, 10)) != 0;) {
-        if (push(found, (int)child) < 0) {
-            return -1;
-        }
+    int failed = 0;
+    for (int child; !failed && fscanf(file, "%d", &child) == 1;) {
+        failed = !holds(listing->skipped, child) && push(listing->found, child) < 0;
     }
-    return 0;
+    fclose(file);
+    return failed ? -1 : 0;
 }
 
-/* A process and its descendants, or more than most. Returns 0, or -1. */
+/* A process and its descendants but those that are skipped, or more than most. Returns 0, or -1. */
 static int
-list_tree(int root, size_t most, struct pids *found)
+list_tree(int root, size_t most, struct pids *found, const struct pids *skipped)
 {
+    struct listing listing = {found, skipped};
     found->count = 0;
     int failed = push(found, root);
     for (size_t i = 0; !failed && i < found->count && found->count <= most; i++) {
-        failed = each_thread(found->at[i], add_children, found);
+        failed = each_thread(found->at[i], add_children, &listing);
     }
     return failed;
 }
 
-static int
-newest(int Py_UNUSED(pid), int thread, void *found)
-{
-    *(int *)found = thread > *(int *)found ? thread : *(int *)found;
-    return 0;
-}
-
-/* KiB of a process that no file backs, pages that it shares with its parent in full (exact: each
- * divided by the number of processes that share it, if this user may know); 0 if it has ended, -1
- * with errno. Of its newest thread, which outlives the main one, of which the kernel says nothing
- * then. */
+/* KiB that the files of one thread say its process uses and no file backs, pages that it shares
+ * with its parent in full; exact: each divided by the number of processes that share it, if this
+ * user may know. 0 if it has ended, -1 with errno. */
 static long
-process_kib(int pid, int exact)
+thread_kib(int pid, int thread, int exact)
 {
     char path[64], text[4096];
-    int thread = 0;
-    if (each_thread(pid, newest, &thread) < 0) {
-        return -1;
-    }
     const char *name = exact ? "smaps_rollup" : "statm";
     snprintf(path, sizeof path, "/proc/%d/task/%d/%s", pid, thread, name);
     if (read_text(path, text, sizeof text) < 0) {
         const int denied = errno == EACCES || errno == EPERM;
-        return gone() ? 0 : exact && denied ? process_kib(pid, 0) : -1;
+        return gone() ? 0 : exact && denied ? thread_kib(pid, thread, 0) : -1;
     }
-    long kib = 0;
     if (!exact) {
         long resident = 0, shared = 0;
         sscanf(text, "%*d %ld %ld", &resident, &shared);
         return (resident - shared) * (sysconf(_SC_PAGESIZE) >> 10);
     }
+    long kib = 0;
     for (const char *line = text; line != NULL; line = strchr(line, '\n')) {
         line += *line == '\n';
         long part = 0;
@@ -168,6 +163,20 @@ process_kib(int pid, int exact)
     return kib;
 }
 
+struct look {
+    long kib;
+    int exact;
+};
+
+/* Of a main thread that has ended while others run the kernel says nothing. */
+static int
+look_at(int pid, int thread, void *context)
+{
+    struct look *look = context;
+    look->kib = look->kib != 0 ? look->kib : thread_kib(pid, thread, look->exact);
+    return look->kib < 0 ? -1 : 0;
+}
+
 /* Adds up the processes that are not in counted yet, and puts them there. Returns KiB, or -1. */
 static long
 add_up(const struct pids *pids, int exact, struct pids *counted)
@@ -175,28 +184,29 @@ add_up(const struct pids *pids, int exact, struct pids *counted)
     long total = 0;
     for (size_t i = 0; i < pids->count; i++) {
         if (!holds(counted, pids->at[i])) {
-            const long kib = process_kib(pids->at[i], exact);
-            if (kib < 0 || push(counted, pids->at[i]) < 0) {
+            struct look look = {0, exact};
+            if (each_thread(pids->at[i], look_at, &look) < 0 || push(counted, pids->at[i]) < 0) {
                 return -1;
             }
-            total += kib;
+            total += look.kib;
         }
     }
     return total;
 }
 
-/* Returns KiB, or -1 with errno. Exact, the processes that come while it is counted are counted
- * too: one that forks and ends hands its memory on. What has ended meanwhile then counts beside
- * what came after it, hence the least of some tries. */
+/* Returns KiB, or -1 with errno. Exact, what is orphaned while it is counted is counted too: a
+ * process that forks and ends hands its memory on. What has ended meanwhile then counts beside what
+ * came after it, hence the least of some tries. */
 static long
 tree_memory(int root, size_t most, long enough, struct pids *pids, struct pids *counted)
 {
-    long least = list_tree(root, most, pids) < 0 ? -1 : add_up(pids, 0, counted);
-    for (int i = 0; i < TRIES && least > enough; i++) {
+    long least = list_tree(root, most, pids, counted) < 0 ? -1 : add_up(pids, 0, counted);
+    for (int i = 0; i < TRIES && least >= 0 && least > enough; i++) {
         long total = 0;
         counted->count = 0;
         for (int round = 0; round < ROUNDS; round++) {
-            const long more = list_tree(root, most, pids) < 0 ? -1 : add_up(pids, 1, counted);
+            const int failed = list_tree(root, most, pids, counted);
+            const long more = failed ? -1 : add_up(pids, 1, counted);
             if (more < 0) {
                 return -1;
             }

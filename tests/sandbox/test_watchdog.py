@@ -64,12 +64,13 @@ SHARED = (
     "for _ in range(4):\n if os.fork() == 0:\n  time.sleep(60)"
 )
 COMING = (
-    "import os, time\nx = b'1' * (40 << 20); stop = time.monotonic() + 3\n"
+    "import os, subprocess, time\nx = b'1' * (64 << 20); stop = time.monotonic() + 2\n"
     "def come():\n"
-    " if (pid := os.fork()) == 0: y = b'1' * (8 << 20); os._exit(0)\n"
+    " if (pid := os.fork()) == 0: y = b'1' * (1 << 20); os._exit(0)\n"
     " return pid\n"
     "came = [come() for _ in range(4)]\n"
     "while time.monotonic() < stop: os.waitpid(came.pop(0), 0); came.append(come())\n"
+    "while time.monotonic() < stop + 2: subprocess.run(['/bin/true'])\n"
 )
 UNIX_SOCKETS = (
     "import os, socket, time\nfor _ in range(4):\n if os.fork() == 0:\n"
@@ -116,7 +117,7 @@ def test_between_steps_too(groupless: SandboxPool) -> None:
 @pytest.mark.parametrize(
     "code",
     [spread(3, 12), SHARED, COMING],
-    ids=["little", "pages that forks share", "processes that come and go"],
+    ids=["little", "pages that forks share", "forks_and_ends"],
 )
 def test_memory_below_the_limit_is_left_alone(
     code: str, groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
