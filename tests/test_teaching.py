@@ -227,12 +227,12 @@ def test_a_server_shows_that_it_has_the_policys_tokenizer(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("cuda", "given", "other", "held"),
     [
-        (False, "feedback=errors", {}, 0),
-        (False, "feedback=errors decay=0.9", {}, 4400),
+        (False, "feedback=errors", {}, 4400),
+        (False, "feedback=errors decay=0", {}, 0),
         (False, "model=m", {"x": (7, 100)}, 2800),
         (False, "model=m weight=0 topk=5", {"x": (7, 100)}, 0),
         (False, "model=endpoint:m topk=5", {}, 12 * 5 * (2 * 3 * 4 * 50)),
-        (True, "feedback=errors topk=5", {}, 12 * 5 * 2048),
+        (True, "feedback=errors topk=5 decay=0", {}, 12 * 5 * 2048),
     ],
 )
 def test_what_it_holds_is_counted(

@@ -250,9 +250,10 @@ class TeacherConfig(Section):
     beside the group's advantages (TRL's topk_logits, with a tail)."""
     clip: PositiveNumber = 20.0
     """The teacher's advantage is at most this, and at least minus this, in nats."""
-    decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """feedback: the teacher's weights are an average of the policy's past ones, which keeps this
-    share of itself at each optimizer update. 0: they are the policy's."""
+    share of itself at each optimizer update. 0: they are the policy's, which takes no memory, and
+    nothing holds the teacher where it was."""
     max_feedback_tokens: Positive = 2048
     """Of a text that it reads; the middle of longer ones is left out."""
 
@@ -260,6 +261,11 @@ class TeacherConfig(Section):
     def teaches(self) -> bool:
         """Whether there is one."""
         return self.weight > 0 and bool(self.model or self.feedback)
+
+    @property
+    def average(self) -> float:
+        """`decay`, where there is an average."""
+        return self.decay if self.teaches and self.feedback else 0.0
 
     @property
     def endpoint(self) -> str | None:
@@ -273,7 +279,7 @@ class TeacherConfig(Section):
             raise ValueError(
                 f"teacher.model {self.model!r} and teacher.feedback {self.feedback!r}: only one"
             )
-        need = "decay", "teacher.feedback", lambda c: c.feedback
+        need = "decay", "teacher.feedback", lambda c: c.feedback or not c.decay
         alone = "clip", "teacher.topk = 0", lambda c: not c.topk
         forbid_unused(self, [need, alone], "teacher.")
         return self

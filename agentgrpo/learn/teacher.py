@@ -83,8 +83,8 @@ class Teacher:
         self._left_out = 0
         """Turns that it had something to read for, and was not given: too long with it, or in a row
         that does not begin with the prompt."""
-        own = source or config.decay
-        self.beside = Reference(policy, source, config.decay) if own else None
+        own = source or config.average
+        self.beside = Reference(policy, source, config.average) if own else None
         """Its weights, where they are not the policy's."""
 
     @torch.no_grad()

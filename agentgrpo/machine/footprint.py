@@ -107,7 +107,7 @@ def footprint(
     beside = (4 * changed if adapted else weights) * (config.loss.beta > 0)
     if trained and sampled and config.teacher.teaches:
         beside += count(teacher or {}) * width
-        beside += 4 * changed * (config.teacher.decay > 0)
+        beside += 4 * changed * (config.teacher.average > 0)
         played = rollout.tasks_per_step * rollout.group_size * rollout.max_sampled_tokens
         beside += SAID * config.teacher.topk * (learner.max_tokens if cuda else played)
     return Footprint(

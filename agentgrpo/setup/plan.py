@@ -139,7 +139,7 @@ def _learning(config: TrainConfig, model: str) -> Iterator[Check]:
     if (c := config.teacher).teaches:
         where = "asked row by row" if c.endpoint else "held in this process"
         who = f"{c.model}, {where}" if c.model else f"the policy, reading {c.feedback}"
-        kept = f" (its average, decay {c.decay:g})" if c.decay else ""
+        kept = f" (its average, decay {c.decay:g})" if c.average else ""
         cost = "one more forward pass over what a step sampled"
         if c.feedback == "errors":
             cost += ", or several: a rollout is read once for each turn with another text"
