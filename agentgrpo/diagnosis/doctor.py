@@ -114,7 +114,8 @@ def _refused(h: History) -> Finding | None:
     """Whether an expected answer is wrong: groups that agree on another, none of them paid.
 
     A policy that errs agrees less than one that is right, a wrong expected answer changes nothing
-    of how many agree. So a group counts as its agreement to the power of four.
+    of how many agree. So a group counts as its agreement to the power of four. In a run that has
+    learned much the errors were its own.
     """
     agreed = [
         ((count / len(group)) ** 4, [seen for seen in group if seen.answer == answer], group)
@@ -124,7 +125,8 @@ def _refused(h: History) -> Finding | None:
     ]
     refused = [item for item in agreed if not any(map(h.paid, item[2]))]
     share = sum(item[0] for item in refused) / max(1e-9, sum(item[0] for item in agreed))
-    if len(agreed) < 12 or len({ones[0].question for _, ones, _ in refused}) < 3 or share < 0.2:
+    few = len(agreed) < 12 or len({ones[0].question for _, ones, _ in refused}) < 3
+    if few or share < 0.2 or h.learned > 0.3:
         return None
     says = f"{len(refused)} of {len(agreed)} groups that agree on an answer are refused it, as "
     remedy = "the expected answers of these tasks, or what the reward takes as equal"

@@ -236,6 +236,7 @@ def taught(r: Rollout, step: int, index: int) -> None:
 SOUND: dict[str, tuple[Change, dict[str, Any]]] = {
     "all right": (nothing, {}),
     "errs where it agrees less": (errs, FLAT),
+    "agrees on what is wrong, and learns": (wrong_gold, {"solved": (0.1, 0.7), "heldout": 64}),
     "fewer by chance": (solves(2), {"solved": (0.6, 0.4), "heldout": 20}),
     "harder held-out tasks by chance": (solves(4), {"solved": (0.4, 0.4)}),
     "is cut at first, then solves": (cut_at_first(3), {}),
