@@ -84,7 +84,7 @@ LOSSES: Mapping[str, tuple[str, ...]] = {
     "gmpo": ("loss_type=gmpo",),
     "sapo": ("loss_type=sapo",),
 }  # fmt: skip
-COMPARED = ("letters", "walk")
+COMPARED = ("letters", "functions")
 
 
 def lesson(name: str) -> Lesson:
@@ -233,15 +233,12 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
             lines += ["Before:", "", "```text", before, "```", "", "After:", ""]
             lines += ["```text", after, "```"]
     if shares := {name: _runs(seeds) for name, seeds in found.items() if "/" in name}:
-        lines += ["", "### Loss types", "", f"| loss | {' | '.join(COMPARED)} |", "|---|---|---|"]
-        for loss in LOSSES:
-            cells = [
-                ", ".join(
-                    f"{run['heldout'][-1][1]:.2f}" for run in shares.get(f"{task}/{loss}", [])
-                )
-                for task in COMPARED
-            ]
-            lines.append(f"| `{loss}` | {' | '.join(cells)} |")
+        lines += ["", "### Loss types", "", f"| loss | {' | '.join(COMPARED)} |"]
+        lines += ["|---" * (1 + len(COMPARED)) + "|"]
+        lines += [
+            f"| `{loss}` | {' | '.join(_cell(shares.get(f'{t}/{loss}', [])) for t in COMPARED)} |"
+            for loss in LOSSES
+        ]
     commits = sorted({row["commit"] for seeds in found.values() for row in seeds.values()})
     devices = sorted({row["device"] for seeds in found.values() for row in seeds.values()})
     return "\n".join([*lines, "", f"Commits {', '.join(commits)}; {', '.join(devices)}."])
@@ -249,6 +246,14 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _runs(seeds: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [seeds[seed] for seed in sorted(seeds) if seed >= 0]
+
+
+def _cell(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Held-out shares by seed, and the mean share of all that was sampled in training."""
+    if not runs:
+        return ""
+    shares = ", ".join(f"{run['heldout'][-1][1]:.2f}" for run in runs)
+    return f"{shares}; {fmean(fmean(run['train']) for run in runs):.2f}"
 
 
 def _mean(runs: Sequence[Mapping[str, Any]], key: str) -> str:

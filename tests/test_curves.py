@@ -77,7 +77,7 @@ def test_the_page_is_of_the_newest_settings_alone(tmp_path: Path) -> None:
     assert "| 0.50 | 1.00 | 0 | 1: the way is told |" in said
     assert "Q\n2" in said
     of_loss = {**row(0, 0.7), "variant": "letters/gspo"}
-    assert "| `gspo` | 0.70 |  |" in curves.page([*rows, of_loss])
+    assert "| `gspo` | 0.70; 0.50 |  |" in curves.page([*rows, of_loss])
     pytest.importorskip("matplotlib")
     curves.draw("letters", curves.by_task(rows)["letters"], tmp_path / "made" / "g.png")
     assert (tmp_path / "made" / "g.png").stat().st_size > 1000
