@@ -7,7 +7,7 @@
 
 A task is a shipped config. Each of its seeds is a row of bench/results/curves.jsonl; one that has a
 row of the same settings is skipped, so that the same command goes on where it was stopped. What is
-held out is played greedily, and repeats bit by bit however busy the machine is; minutes do not.
+held out is played greedily. But for `program` a run repeats bit by bit however busy the machine is.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
             ", ".join(f"{run['heldout'][-1][1]:.2f}" for run in runs),
             (f"{nothing[best]:.2f} ({best})" if nothing[best] else "0") if nothing else "not run",
             LESSONS[name].best, str(len(runs[0]["train"])), _mean(runs, "tokens"),
-            _mean(runs, "tool_calls"), f"{fmean(run['cpu_s'] for run in runs) / 60:.1f}",
+            _mean(runs, "tool_calls"), _minutes(runs),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     for name, seeds in found.items():
@@ -254,6 +254,11 @@ def _cell(runs: Sequence[Mapping[str, Any]]) -> str:
         return ""
     shares = ", ".join(f"{run['heldout'][-1][1]:.2f}" for run in runs)
     return f"{shares}; {fmean(fmean(run['train']) for run in runs):.2f}"
+
+
+def _minutes(runs: Sequence[Mapping[str, Any]]) -> str:
+    spent = [run["cpu_s"] / 60 for run in runs]
+    return f"{min(spent):.1f} to {max(spent):.1f}"
 
 
 def _mean(runs: Sequence[Mapping[str, Any]], key: str) -> str:

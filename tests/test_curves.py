@@ -69,11 +69,12 @@ def test_the_page_is_of_the_newest_settings_alone(tmp_path: Path) -> None:
     nothing = {"variant": "letters", "settings": "new", "shape": {"seed": -1}, "commit": "abc",
                "device": "2 x X", "solved": {"silent": 0.0, "always '2'": 0.46}}  # fmt: skip
     none = {**nothing, "variant": "walk", "solved": {"silent": 0.0}}
-    rows = [row(0, 0.1, "old"), row(0, 0.9), nothing, row(1, 0.8), none]
+    rows = [row(0, 0.1, "old"), row(0, 0.9), nothing, none]
+    rows += [{**row(1, 0.8), "cpu_s": 180}]
     rows += [{**row(0, 1.0), "variant": "walk"}]
     said = curves.page(rows)
     (line,) = [line for line in said.splitlines() if line.startswith("| [`letters`]")]
-    assert "| 0.50 | 0.90, 0.80 | 0.46 (always '2') | 1: str.count | 2 | 100 | 7 | 2.0 |" in line
+    assert "| 0.90, 0.80 | 0.46 (always '2') | 1: str.count | 2 | 100 | 7 | 2.0 to 3.0 |" in line
     assert "| 0.50 | 1.00 | 0 | 1: the way is told |" in said
     assert "Q\n2" in said
     of_loss = {**row(0, 0.7), "variant": "letters/gspo"}
