@@ -126,7 +126,7 @@ def append(part: str, arm: str, seed: int, rows: list[dict[str, Any]], note: str
 
 def table() -> str:
     """Of each arm its shares by seed, and the tokens of its longest run, from the newest rows."""
-    steps = 0, 2, 4, 8
+    steps = 0, 2, 4, 6, 8
     found: dict[str, dict[int, tuple[dict[int, float], int]]] = {}
     for row in read_lines(RESULTS / "teacher.jsonl"):
         curve, _, spent = row["note"].partition("by step ")[2].partition("}, ")
