@@ -239,6 +239,10 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
             f"| `{loss}` | {' | '.join(_cell(shares.get(f'{t}/{loss}', [])) for t in COMPARED)} |"
             for loss in LOSSES
         ]
+        chances = [
+            _chance([shares.get(f"{task}/{loss}", []) for loss in LOSSES]) for task in COMPARED
+        ]
+        lines.append(f"| as far apart by chance | {' | '.join(chances)} |")
     commits = sorted({row["commit"] for seeds in found.values() for row in seeds.values()})
     devices = sorted({row["device"] for seeds in found.values() for row in seeds.values()})
     return "\n".join([*lines, "", f"Commits {', '.join(commits)}; {', '.join(devices)}."])
@@ -254,6 +258,22 @@ def _cell(runs: Sequence[Mapping[str, Any]]) -> str:
         return ""
     shares = ", ".join(f"{run['heldout'][-1][1]:.2f}" for run in runs)
     return f"{shares}; {fmean(fmean(run['train']) for run in runs):.2f}"
+
+
+def _chance(losses: Sequence[Sequence[Mapping[str, Any]]], times: int = 20_000) -> str:
+    """How often the means of the losses vary as much when the losses are exchanged at random within
+    each seed: held out; in training. The variance orders such tables as F, seeds as blocks, would.
+    """
+    if len({len(runs) for runs in losses}) > 1 or len(losses[0]) < 2:
+        return ""
+    random = np.random.default_rng(0)
+    said = []
+    for share in (lambda run: run["heldout"][-1][1], lambda run: fmean(run["train"])):
+        shares = np.array([[share(run) for run in runs] for runs in losses])
+        seen = shares.mean(1).var() - 1e-12  # rounding makes no difference
+        shuffled = (random.permuted(shares, axis=0) for _ in range(times))
+        said.append(f"{fmean(made.mean(1).var() >= seen for made in shuffled):.1%}")
+    return "; ".join(said)
 
 
 def _minutes(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -84,6 +84,18 @@ def test_the_page_is_of_the_newest_settings_alone(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "g.png").stat().st_size > 1000
 
 
+def test_how_often_losses_lie_as_far_apart_by_chance() -> None:
+    def said(*shares: tuple[float, ...]) -> str:
+        return curves._chance([[row(0, share) for share in of] for of in shares])
+
+    same_means = said((0.1, 0.2, 0.3), (0.2, 0.3, 0.1), (0.3, 0.1, 0.2))
+    assert same_means.startswith("100.0%; ")
+    ordered = said((0.1, 0.21, 0.3), (0.4, 0.5, 0.62), (0.7, 0.81, 0.9))
+    chance = float(ordered.partition("%")[0]) / 100  # one order of six in each of three seeds
+    assert chance == pytest.approx(1 / 36, abs=0.005)
+    assert said((0.1,), (0.2, 0.3)) == ""
+
+
 def test_a_new_source_is_a_new_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     of_letters = ["letters", *(f"letters/{loss}" for loss in curves.LOSSES)]
     before = {name: curves.key_of(name) for name in (*of_letters, "walk", "console")}
