@@ -233,7 +233,16 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
             lines += ["Before:", "", "```text", before, "```", "", "After:", ""]
             lines += ["```text", after, "```"]
     if shares := {name: _runs(seeds) for name, seeds in found.items() if "/" in name}:
-        lines += ["", "### Loss types", "", f"| loss | {' | '.join(COMPARED)} |"]
+        lines += [
+            "",
+            "### Loss types",
+            "",
+            "Held-out share after the last step, by seed; share of what "
+            "was sampled in training, the mean of steps and seeds. Last line: how often the "
+            "losses' means vary as much when losses are exchanged at random within each seed.",
+            "",
+            f"| loss | {' | '.join(COMPARED)} |",
+        ]
         lines += ["|---" * (1 + len(COMPARED)) + "|"]
         lines += [
             f"| `{loss}` | {' | '.join(_cell(shares.get(f'{t}/{loss}', [])) for t in COMPARED)} |"
@@ -242,7 +251,7 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         chances = [
             _chance([shares.get(f"{task}/{loss}", []) for loss in LOSSES]) for task in COMPARED
         ]
-        lines.append(f"| as far apart by chance | {' | '.join(chances)} |")
+        lines.append(f"| by chance | {' | '.join(chances)} |")
     commits = sorted({row["commit"] for seeds in found.values() for row in seeds.values()})
     devices = sorted({row["device"] for seeds in found.values() for row in seeds.values()})
     return "\n".join([*lines, "", f"Commits {', '.join(commits)}; {', '.join(devices)}."])
