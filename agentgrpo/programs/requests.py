@@ -6,6 +6,7 @@ both written from it, so they cannot differ.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -43,6 +44,8 @@ REFUSED = (
     "audio", "function_call", "functions", "moderation", "web_search_options", "logprobs",
     "top_logprobs",
 )  # fmt: skip
+OTHER_FIELDS = 32
+"""How many fields of no protocol are counted in a request, and how many characters of a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +127,7 @@ Tokens = Annotated[int, Field(ge=1)]
 class Body(BaseModel):
     """What the requests of all protocols have."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)  # see other_fields()
     model: Literal["policy", "policy:frozen"]
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -190,13 +193,20 @@ def parse_body(
         first = error.errors(include_url=False)[0]
         places = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
         param = "".join(places).removeprefix(".")
-        if first["type"] == "extra_forbidden":
-            said = "there is no such parameter"
-        else:
-            said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-            said += f", got {first['input']!r:.80}"
+        said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        said += f", got {first['input']!r:.80}"
         code = "model_not_found" if param == "model" else None
         raise BadRequest(f"{param}: {said}", code, param) from None
+
+
+def other_fields(body: Body) -> dict[str, Any]:
+    """Fields that the protocol does not have: vLLM's, OpenRouter's, Ollama's, misspelled ones.
+
+    They are ignored, counted and reported. Their names come from the program and go into records,
+    so their number and length are limited.
+    """
+    extra = sorted((body.model_extra or {}).items())[:OTHER_FIELDS]
+    return {re.sub(r"\W", "_", name[:OTHER_FIELDS]): value for name, value in extra}
 
 
 def turn_request(
@@ -205,6 +215,7 @@ def turn_request(
 ) -> TurnRequest:  # fmt: skip
     """What a body asks for; tools, a choice and overrides as chat completions have them."""
     given = {name: getattr(body, name, None) for name in OVERRIDES} | {**overrides}
+    given |= other_fields(body)
     given = {name: value for name, value in given.items() if value not in NOTHING}
     if choice not in (None, "auto", "none"):
         name = None if choice == "required" else choice["function"]["name"]

@@ -179,9 +179,9 @@ class Session:
         if self.ended_by is None and turns >= self.config.max_turns:
             self.ended_by = Status.TRUNCATED_TURNS
         if self.ended_by is Status.TIMED_OUT or (self.ended_by is not None and not frozen):
-            cut = f"a turn was cut after {self.config.max_turn_tokens} tokens, as all are"
+            cut = "a turn was cut at rollout.max_turn_tokens"
             why = {
-                Status.TRUNCATED_TURNS: f"the rollout has had its {turns} turns",
+                Status.TRUNCATED_TURNS: f"the rollout has had its {turns} turns (rollout.max_turns)",
                 Status.TIMED_OUT: "the rollout's time is up",
             }
             raise self._too_long(why.get(self.ended_by, cut))

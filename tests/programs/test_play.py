@@ -234,6 +234,7 @@ def test_a_turn_that_the_request_cuts_goes_on_and_one_that_the_run_cuts_does_not
         with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
             await o.ask(messages)
         assert caught.value.code == "context_length_exceeded"
+        assert "rollout.max_turn_tokens" in str(caught.value)
         return "cut"
 
     rollout = alone(asking(program), lambda *_: turn("a long tale " * 9), max_turn_tokens=20)

@@ -40,6 +40,51 @@ def test_what_bends_the_distribution_is_counted_in_training_and_said_once(
     assert said.count(told) == 1
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "vllm": {
+        "ignore_eos": True, "min_tokens": 3, "stop_token_ids": [2], "guided_json": SCHEMA,
+        "skip_special_tokens": False, "continue_final_message": True, "priority": 1,
+        "truncate_prompt_tokens": None, "cache_salt": "x", "return_token_ids": True,
+    },
+    "openrouter": {
+        "provider": {"sort": "price"}, "models": ["a/b"], "transforms": [], "route": "fallback",
+        "usage": {"include": True}, "plugins": [{"id": "web"}], "reasoning": {"effort": "low"},
+    },
+    "ollama": {"options": {"num_ctx": 9}, "keep_alive": "5m", "think": False, "format": "json"},
+    "sglang": {"regex": "x+", "separate_reasoning": True, "no_stop_trim": True},
+    "llama.cpp": {"cache_prompt": True, "n_predict": 9, "grammar": "root ::= 1", "mirostat": 2},
+    "misspelled": {"max_token": 9},
+    "hostile": {"\x1b[2J" + "x" * 99: 1, **{f"a{number:02d}": 1 for number in range(99)}},
+}  # fmt: skip
+"""Fields of other servers, by whose they are. None means that a field is not used."""
+
+
+@pytest.mark.parametrize("server", OTHERS)
+@pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
+def test_fields_of_other_servers_are_accepted_and_reported_once(
+    server: str, api: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = OTHERS[server]
+
+    async def use(client: Any, o: Any) -> None:
+        body = {"input": "Q"} if api == "responses" else {"messages": Q, "max_tokens": 9}
+        body |= {"model": "policy", **fields}
+        for _ in range(2):
+            await client.post(f"/{api}", body=body, cast_to=object)
+
+    rollout = alone(asking(use), lambda *_: turn("x"))
+    assert len(rollout.turns) == 2
+    names = {n.removeprefix("unenforced_") for n in rollout.stats if n.startswith("unenforced_")}
+    said = capsys.readouterr().err
+    if server == "hostile":
+        assert len(names) == 32 == max(map(len, names))
+        assert "\x1b" not in said
+        return
+    own = {"reasoning"} if api == "responses" else set()
+    assert names - {"reasoning_effort"} == {n for n in fields if fields[n] is not None} - own
+    assert [said.count(f" {name},") for name in names] == [1] * len(names)
+
+
 def test_an_evaluation_is_sampled_as_its_own_settings_say() -> None:
     play = {"temperature": 0.0, "filters": {"min_p": 0.1}}
     groups, engine = played(asking(wishing), lambda *_: turn("x"), play=play)
