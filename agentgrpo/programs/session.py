@@ -181,7 +181,7 @@ class Session:
         if self.ended_by is Status.TIMED_OUT or (self.ended_by is not None and not frozen):
             cut = "a turn was cut at rollout.max_turn_tokens"
             why = {
-                Status.TRUNCATED_TURNS: f"the rollout has had its {turns} turns (rollout.max_turns)",
+                Status.TRUNCATED_TURNS: f"the rollout had its rollout.max_turns, {turns}",
                 Status.TIMED_OUT: "the rollout's time is up",
             }
             raise self._too_long(why.get(self.ended_by, cut))
