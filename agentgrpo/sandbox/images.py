@@ -1,0 +1,282 @@
+"""Container images as root directories of sessions: added once, shared by layer.
+
+The store is agentgrpo/images in the user's cache directory: layers/NAME is an unpacked layer,
+images/NAME.json an image. Processes share it: each unfinished layer is locked, and layers are
+only deleted while no process uses the store.
+"""
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import zlib
+from base64 import urlsafe_b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agentgrpo.sandbox.boundary import public
+from agentgrpo.sandbox.jail import FIRST_UID, JAIL_ID, has_own_ids
+from agentgrpo.sandbox.layers import ImageError, NewLayer
+from agentgrpo.sandbox.sources import Hashed, Layer, decompressed, find_contents, machine
+
+MAX_LAYERS = 128
+SIZE = "user.agentgrpo.bytes"
+"""Attribute of a layer: the bytes of its files."""
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+Progress = Callable[[str, int, int], None]
+"""Called with what is read, its bytes so far, and their number (0: unknown)."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class Image(NamedTuple):
+    """An image of the store."""
+
+    name: str
+    layers: tuple[str, ...]
+    """Paths of its unpacked layers, the lowest first; each name has at most 20 characters."""
+    env: dict[str, str]
+    workdir: str
+    digest: str
+    """sha256 of its manifest; without one, of its configuration or of its tar."""
+    bytes: int
+    """Of all its files. Other images may share its layers."""
+
+
+def store_dir() -> Path:
+    """The directory of images, which is made if it is missing."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    store = Path(cache, "agentgrpo", "images")
+    for folder in (store, store / "layers", store / "images"):
+        folder.mkdir(mode=0o700 if folder == store else 0o755, parents=True, exist_ok=True)
+    return store
+
+
+def owner() -> int:
+    """Whom the files of layers belong to: the user of all sessions of images (-1: this one)."""
+    if os.geteuid() != 0:
+        return -1
+    return FIRST_UID if has_own_ids() else JAIL_ID
+
+
+@contextlib.contextmanager
+def hold() -> Iterator[None]:
+    """Keep all layers: none is deleted until the end, in any process."""
+    with (store_dir() / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+def get_image(name: str) -> Image:
+    """The image of that name; ValueError if it was not added."""
+    path = store_dir() / "images" / f"{_checked(name)}.json"
+    try:
+        record = json.loads(path.read_text())
+    except FileNotFoundError:
+        names = ", ".join(image.name for image in list_images()) or "none"
+        raise ImageError(
+            f"image: expected one of the store ({names}), got {name!r}. Remedy: agentgrpo sandbox "
+            f"image add {name} SOURCE"
+        ) from None
+    layers = tuple(str(store_dir() / "layers" / layer) for layer in record.pop("layers"))
+    return Image(name=name, layers=layers, **record)
+
+
+def list_images() -> list[Image]:
+    """All images, by name."""
+    found = sorted((store_dir() / "images").glob("*.json"))
+    return [get_image(path.stem) for path in found]
+
+
+@public
+def remove_image(name: str) -> None:
+    """Remove an image, and the layers that no other has once no process uses the store."""
+    get_image(name)
+    (store_dir() / "images" / f"{name}.json").unlink(missing_ok=True)
+    delete_unused()
+
+
+def delete_unused() -> bool:
+    """Delete layers of no image; False if the store is in use, so that nothing was deleted."""
+    store = store_dir()
+    with (store / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        used = {layer for image in list_images() for layer in image.layers}
+        for path in (store / "layers").iterdir():
+            if str(path) not in used:
+                shutil.rmtree(path)
+    return True
+
+
+def save_image(
+    name: str, layers: Sequence[str], env: Mapping[str, str], workdir: str, digest: str
+) -> Image:
+    """Record an image of finished layers (names, the lowest first); hold() must keep them."""
+    if len(layers) > MAX_LAYERS:
+        raise ImageError(f"{name}: expected at most {MAX_LAYERS} layers, got {len(layers)}")
+    folder = store_dir()
+    sizes = [int(os.getxattr(folder / "layers" / layer, SIZE)) for layer in layers]
+    record = {"layers": list(layers), "env": dict(env), "workdir": workdir, "digest": digest}
+    path = folder / "images" / f"{_checked(name)}.json"
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
+        json.dump({**record, "bytes": sum(sizes)}, file, indent=1)
+    os.replace(file.name, path)
+    return get_image(name)
+
+
+def layer_name(*key: object) -> str:
+    """The name of a layer of this content, which depends on what lies below and on its owner."""
+    digest = hashlib.sha256(json.dumps([owner(), *key]).encode()).digest()
+    return urlsafe_b64encode(digest[:15]).decode()
+
+
+@contextlib.contextmanager
+def new_layer(name: str) -> Iterator[Path | None]:
+    """A directory to fill, which becomes the layer; None if the layer exists.
+
+    Another process that makes the same layer waits. What an interrupted one left is used again.
+    """
+    final = store_dir() / "layers" / name
+    scratch = final.with_name(f".new-{name}")
+    while not final.is_dir():
+        scratch.mkdir(exist_ok=True)
+        with _locked(scratch) as fd:
+            if fd < 0 or final.is_dir():  # another process finished or removed it
+                continue
+            try:
+                _empty(scratch, fd)
+                yield scratch
+                scratch.rename(final)
+            except BaseException:
+                shutil.rmtree(scratch)
+                raise
+            return
+    yield None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """A descriptor of a locked directory; -1 if it is not there any more."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield -1
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        same = folder.is_dir() and os.path.samestat(os.fstat(fd), os.lstat(folder))
+        yield fd if same else -1
+    finally:
+        os.close(fd)
+
+
+def _empty(folder: Path, fd: int) -> None:
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+    os.fchmod(fd, 0o755)
+    if owner() >= 0:
+        os.fchown(fd, owner(), owner())
+    set_bytes(folder, 0)
+
+
+def set_bytes(layer: Path, size: int) -> None:
+    """Record how many bytes the files of a layer have."""
+    os.setxattr(layer, SIZE, b"%d" % size)
+
+
+@public
+def add_image(
+    name: str, source: str | os.PathLike[str], *, progress: Progress | None = None
+) -> Image:
+    """Unpack an image into the store, as far as its layers are not there.
+
+    Args:
+        name: what to call it; an image of that name is replaced.
+        source: a folder or tar of an OCI layout, a tar of `docker save`, a folder or tar of a root
+            directory (tars may be compressed), or a registry's `docker://[HOST/]NAME[:TAG][@DIGEST]`.
+        progress: called while a layer is read.
+
+    Raises:
+        ImageError: the source is no image, is damaged, or is larger than the bounds.
+    """
+    _checked(name)
+    with hold(), _explained(os.fspath(source)), contextlib.ExitStack() as opened:
+        contents = find_contents(os.fspath(source), opened)
+        platform = (
+            contents.config.get("os", "linux"),
+            contents.config.get("architecture", machine()),
+        )
+        if platform != ("linux", machine()):
+            raise ImageError(f"expected an image for linux/{machine()}, got {'/'.join(platform)}")
+        if len(contents.layers) > MAX_LAYERS:
+            raise ImageError(f"expected at most {MAX_LAYERS} layers, got {len(contents.layers)}")
+        layers: list[str] = []
+        for number, layer in enumerate(contents.layers):
+            key = layer_name(*(below.diff for below in contents.layers[: number + 1]))
+            with new_layer(key) as scratch:
+                if scratch is not None:
+                    label = f"{name}: layer {number + 1} of {len(contents.layers)}"
+                    report = partial(progress or _quiet, label)
+                    fill(scratch, layers, layer, contents.open, report)
+            layers.append(key)
+        ran = contents.config.get("config") or {}
+        env = {"PATH": PATH} | dict(pair.split("=", 1) for pair in ran.get("Env") or ())
+        return save_image(name, layers, env, ran.get("WorkingDir") or "/", contents.digest)
+
+
+def _quiet(label: str, done: int, total: int) -> None:
+    del label, done, total
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ImageError(f"image name: expected letters, digits and '._-', got {name!r}")
+    return name
+
+
+@contextlib.contextmanager
+def _explained(source: str) -> Iterator[None]:
+    """Name the source in each error that its content causes."""
+    try:
+        yield
+    except ImageError as error:
+        raise ImageError(f"{source}: {error}") from error
+    except (
+        *(tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, LookupError),
+        *(TypeError, AttributeError, OverflowError, RecursionError),
+    ) as error:
+        raise ImageError(f"{source}: damaged, or no image: {error!r:.200}") from error
+
+
+def fill(
+    scratch: Path, below: Sequence[str], layer: Layer, open_blob: Callable[[str], Any],
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> None:  # fmt: skip
+    """Unpack a layer and verify both of its digests."""
+    paths = [str(scratch.parent / name) for name in below]
+    with open_blob(layer.blob) as raw:
+        packed = Hashed(raw, lambda done: report(done, layer.size))
+        with (
+            decompressed(packed) as plain,
+            contextlib.closing(NewLayer(str(scratch), paths, owner())) as new,
+        ):
+            content = Hashed(plain)
+            new.unpack(content)  # type: ignore[arg-type]
+            if content.finish() != layer.diff:
+                raise ImageError(f"the content of layer {layer.blob} is not {layer.diff}")
+        if layer.blob.startswith("sha256:") and packed.finish() != layer.blob:
+            raise ImageError(f"layer {layer.blob} is not what its digest says")
+        set_bytes(scratch, new.bytes)
