@@ -26,7 +26,8 @@ enum sandbox_setup_step {
 };
 
 /* One message of a session's PID 1 to the host. READY carries pidfds: of PID 1 and PID 2 for a
- * session, of the new process for a command. */
+ * session, followed by the directory of the changes to its image if it has one; of the new process
+ * for a command. */
 struct sandbox_report {
     uint32_t kind;
     int32_t value;  /* EXIT: the wait status; FAILED: the setup step */

@@ -35,7 +35,7 @@ sandbox_report(int status_fd, const struct sandbox_report *message, const int *f
 {
     struct iovec body = {.iov_base = (void *)(uintptr_t)message, .iov_len = sizeof *message};
     union {
-        char bytes[CMSG_SPACE(2 * sizeof(int))];
+        char bytes[CMSG_SPACE(3 * sizeof(int))];
         struct cmsghdr align;
     } control = {0};
     struct msghdr header = {.msg_iov = &body, .msg_iovlen = 1};
@@ -164,6 +164,9 @@ run_program(char *text, const char *end, const struct sandbox_order *order, cons
         fcntl(4, F_SETFD, 0);
     }
     execve(arguments[0], arguments, environment);
+    if (errno == ENOENT && strcmp(arguments[0], "/bin/bash") == 0) { /* an image may have sh only */
+        execve("/bin/sh", arguments, environment);
+    }
     sandbox_refuse(count, SANDBOX_SETUP_EXEC);
 }
 

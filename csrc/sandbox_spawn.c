@@ -12,6 +12,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <linux/capability.h>
 #include <net/if.h>
 #include <sched.h>
@@ -41,15 +42,26 @@ enum mode {
 };
 /* JAIL_ID: of agentgrpo/sandbox/jail.py, the user seen inside. */
 enum { MAX_CGROUPS = 3, JAIL_ID = 65534 };
+/* Capabilities of a session that has an image, over its own user namespace: it owns its files. The
+ * host checks for the same mask (spawner.py). */
+enum {
+    ROOT_CAPABILITIES = 1 << CAP_CHOWN | 1 << CAP_DAC_OVERRIDE | 1 << CAP_FOWNER | 1 << CAP_FSETID |
+    1 << CAP_SETGID | 1 << CAP_SETUID | 1 << CAP_KILL | 1 << CAP_NET_BIND_SERVICE |
+    1 << CAP_SYS_CHROOT
+};
 /* They count for the owner of the namespace too: 96000 would be all that the host's user has. */
 enum { MAX_QUEUED_SIGNALS = 64 };
 
 struct session_spec {
     int status, request, response, out, err;
     const char *home_options, *tmp_options, *shm_options;
+    const char *layers; /* of its image, relative to /sandbox/layers, the topmost first, joined by
+                         * ":"; "" for a session of the machine's files */
+    const char *directory;    /* of its image: where its interpreter starts */
     int cgroups[MAX_CGROUPS]; /* -1: none */
     unsigned long long address_space, processes, file_size;
-    int niceness, mode, own_proc;
+    int niceness, mode, own_proc, own_network;
+    int upper; /* directory of the changes to its image, -1 without one */
     unsigned int uid;
     struct sandbox_bounds bounds;
 };
@@ -58,6 +70,12 @@ static void
 refuse(const struct session_spec *spec, enum sandbox_setup_step step)
 {
     sandbox_refuse(spec->status, step);
+}
+
+static int
+has_image(const struct session_spec *spec)
+{
+    return spec->layers[0] != 0;
 }
 
 static int
@@ -78,11 +96,12 @@ static void
 enter_user_namespace(const struct session_spec *spec)
 {
     char map[64];
-    PyOS_snprintf(map, sizeof map, "%u %u 1", JAIL_ID, spec->uid);
+    const unsigned int inside = has_image(spec) ? 0 : JAIL_ID;
+    PyOS_snprintf(map, sizeof map, "%u %u 1", inside, spec->uid);
     if (write_file("/proc/self/setgroups", "deny") < 0 ||
         write_file("/proc/self/uid_map", map) < 0 || write_file("/proc/self/gid_map", map) < 0 ||
-        syscall(SYS_setresgid, JAIL_ID, JAIL_ID, JAIL_ID) < 0 ||
-        syscall(SYS_setresuid, JAIL_ID, JAIL_ID, JAIL_ID) < 0) {
+        syscall(SYS_setresgid, inside, inside, inside) < 0 ||
+        syscall(SYS_setresuid, inside, inside, inside) < 0) {
         refuse(spec, SANDBOX_SETUP_USERS);
     }
 }
@@ -115,24 +134,87 @@ mount_tree(const char *size, unsigned long plain)
            mount("tmpfs", "/sandbox/tree", "tmpfs", plain | MS_RDONLY, "size=4k") < 0;
 }
 
+/* Names that an image may lack: its working directory, and localhost. Called after pivot_root, so
+ * that no link of the image leads out of it. Whether it failed. */
+static int
+complete_image(const char *directory)
+{
+    static const char hosts[] = "127.0.0.1 localhost sandbox\n::1 localhost\n";
+    char path[PATH_MAX];
+    PyOS_snprintf(path, sizeof path, "%s/", directory);
+    for (char *slash = strchr(path + 1, '/'); slash != NULL; slash = strchr(slash + 1, '/')) {
+        *slash = 0;
+        mkdir(path, 0755);
+        *slash = '/';
+    }
+    struct stat about;
+    mkdir("/etc", 0755);
+    if (lstat("/etc/hosts", &about) < 0 || (S_ISREG(about.st_mode) && about.st_size == 0)) {
+        const int fd = open("/etc/hosts", O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
+        if (fd < 0 || write(fd, hosts, sizeof hosts - 1) < 0) {
+            return -1;
+        }
+        close(fd);
+    }
+    return chdir(path);
+}
+
+/* Makes the image the root directory: its layers, and above them a tmpfs for the session's changes.
+ * /dev is the jail's, /proc the session's. Whether it failed. */
+static int
+mount_image(struct session_spec *spec, unsigned long plain)
+{
+    static char options[8192];
+    static const char *const dirs[] = {"proc", "dev"};
+    static const char terminals[] = "newinstance,ptmxmode=0666,mode=0620,max=16";
+    PyOS_snprintf(options, sizeof options, "userxattr,upperdir=/tmp/1,workdir=/tmp/2,lowerdir=%s",
+                  spec->layers);
+    if (strlen(options) >= 4095) { /* the kernel reads one page, and would leave layers out */
+        errno = E2BIG;
+        return -1;
+    }
+    if (mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, terminals) < 0 ||
+        chdir("/sandbox/layers") < 0 ||
+        mount("tmpfs", "/tmp", "tmpfs", plain, spec->home_options) < 0 ||
+        mkdir("/tmp/1", 0755) < 0 || mkdir("/tmp/2", 0755) < 0 || mkdir("/tmp/3", 0755) < 0 ||
+        mount("overlay", "/tmp/3", "overlay", plain, options) < 0 || chdir("/tmp/3") < 0) {
+        return -1;
+    }
+    for (size_t i = 0; i < sizeof dirs / sizeof *dirs; i++) {
+        struct stat about; /* a link would be followed by mount(); no process can change it yet */
+        mkdir(dirs[i], 0755);
+        if (lstat(dirs[i], &about) < 0 || !S_ISDIR(about.st_mode)) {
+            errno = ENOTDIR;
+            return -1;
+        }
+    }
+    spec->upper = open("/tmp/1", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    return spec->upper < 0 || mount("/dev", "dev", NULL, MS_BIND | MS_REC, NULL) < 0 ||
+           mount("/proc", "proc", NULL, MS_MOVE, NULL) < 0 ||
+           syscall(SYS_pivot_root, ".", ".") < 0 || umount2(".", MNT_DETACH) < 0 ||
+           complete_image(spec->directory) < 0;
+}
+
 static void
-mount_private_files(const struct session_spec *spec)
+mount_private_files(struct session_spec *spec)
 {
     const unsigned long plain = MS_NOSUID | MS_NODEV;
+    const int image = has_image(spec);
     if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0 ||
-        mount("tmpfs", "/home/user", "tmpfs", plain, spec->home_options) < 0 ||
-        (access("/sandbox/tree", F_OK) == 0 && mount_tree(spec->home_options, plain)) ||
-        mount("tmpfs", "/tmp", "tmpfs", plain, spec->tmp_options) < 0 ||
+        (!image && (mount("tmpfs", "/home/user", "tmpfs", plain, spec->home_options) < 0 ||
+                    (access("/sandbox/tree", F_OK) == 0 && mount_tree(spec->home_options, plain)) ||
+                    mount("tmpfs", "/tmp", "tmpfs", plain, spec->tmp_options) < 0)) ||
         mount("tmpfs", "/dev/shm", "tmpfs", plain | MS_NOEXEC, spec->shm_options) < 0) {
         refuse(spec, SANDBOX_SETUP_MOUNTS);
     }
     const unsigned long locked = plain | MS_NOEXEC | MS_RDONLY;
-    const int failed = spec->own_proc ? mount("proc", "/proc", "proc", locked, "subset=pid")
+    const char *subset = image ? NULL : "subset=pid"; /* programs of an image read /proc/meminfo */
+    const int failed = spec->own_proc ? mount("proc", "/proc", "proc", locked, subset)
                                       : mount("tmpfs", "/proc", "tmpfs", locked, "size=4k");
     if (failed < 0) {
         refuse(spec, SANDBOX_SETUP_PROC);
     }
-    if (chdir("/home/user") < 0) {
+    if (image ? mount_image(spec, plain) : chdir("/home/user") < 0) {
         refuse(spec, SANDBOX_SETUP_MOUNTS);
     }
 }
@@ -182,8 +264,12 @@ set_limits(const struct session_spec *spec)
 static void
 drop_privileges(const struct session_spec *spec)
 {
+    const unsigned int kept = has_image(spec) ? ROOT_CAPABILITIES : 0;
     const int has_capabilities = spec->mode != MODE_BARE || geteuid() == 0;
     for (unsigned long capability = 0; has_capabilities; capability++) {
+        if (capability < 32 && (kept >> capability & 1) != 0) {
+            continue;
+        }
         if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0) {
             if (errno == EINVAL && capability > 0) { /* one past the kernel's last capability */
                 break;
@@ -198,9 +284,9 @@ drop_privileges(const struct session_spec *spec)
         refuse(spec, SANDBOX_SETUP_PRIVILEGES);
     }
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
-    struct __user_cap_data_struct none[2] = {0};
+    struct __user_cap_data_struct data[2] = {{kept, kept, kept}, {0, 0, 0}};
     if (prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) < 0 ||
-        syscall(SYS_capset, &header, none) < 0 || prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0) {
+        syscall(SYS_capset, &header, data) < 0 || prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0) {
         refuse(spec, SANDBOX_SETUP_PRIVILEGES);
     }
 }
@@ -217,7 +303,7 @@ enter_cgroups(const struct session_spec *spec)
 }
 
 static void
-enter_namespaces(const struct session_spec *spec)
+enter_namespaces(struct session_spec *spec)
 {
     if (spec->mode == MODE_USERNS) {
         enter_user_namespace(spec);
@@ -226,7 +312,9 @@ enter_namespaces(const struct session_spec *spec)
         refuse(spec, SANDBOX_SETUP_CGROUP);
     }
     prctl(PR_SET_PDEATHSIG, SIGKILL); /* a change of user would take it away again */
-    raise_loopback(spec);
+    if (spec->own_network) {
+        raise_loopback(spec);
+    }
     mount_private_files(spec);
     if (sethostname("sandbox", 7) < 0) {
         refuse(spec, SANDBOX_SETUP_NETWORK);
@@ -249,7 +337,7 @@ enter_group(const struct session_spec *spec)
 
 /* In PID 1: sets the session up; returns only in PID 2. */
 static void
-run_session(const struct session_spec *spec)
+run_session(struct session_spec *spec)
 {
     signal(SIGCHLD, SIG_DFL); /* the zygote ignores it, which would discard the exit status */
     enter_cgroups(spec);
@@ -272,12 +360,12 @@ run_session(const struct session_spec *spec)
     }
     if (interpreter > 0) {
         const int fds[] = {(int)syscall(SYS_pidfd_open, getpid(), 0),
-                           (int)syscall(SYS_pidfd_open, interpreter, 0)};
+                           (int)syscall(SYS_pidfd_open, interpreter, 0), spec->upper};
         if (fds[0] < 0 || fds[1] < 0) {
             refuse(spec, SANDBOX_SETUP_FORK);
         }
         const struct sandbox_report ready = {.kind = SANDBOX_REPORT_READY};
-        sandbox_report(spec->status, &ready, fds, 2);
+        sandbox_report(spec->status, &ready, fds, spec->upper < 0 ? 2 : 3);
         sandbox_run_init(spec->status, interpreter, &spec->bounds);
     }
     sigprocmask(SIG_SETMASK, &before, NULL);
@@ -291,12 +379,13 @@ run_session(const struct session_spec *spec)
     close(5); /* the status socket, kept to complain on until here */
 }
 
-/* tmpfs are mount options of (home, tmp, shm); without namespaces the home directory, the readable
- * paths joined by ':', and nothing. limits: address space, processes, bytes of a file, CPU seconds,
- * open files, niceness. */
+/* files are mount options of (home, tmp, shm), then layers and working directory of an image;
+ * without namespaces the home directory, the readable paths joined by ':', and nothing. limits:
+ * address space, processes, bytes of a file, CPU seconds, open files, niceness. */
 PyDoc_STRVAR(
     spawn_session_doc,
-    "spawn_session($module, channels, cgroups, tmpfs, limits, mode, uid, own_proc, filter, /)\n"
+    "spawn_session($module, channels, cgroups, files, limits, mode, uid, own_proc, own_network, "
+    "filter, /)\n"
     "--\n"
     "\n"
     "Turn a clone of this process into a session; None in the zygote, True in PID 2. What goes\n"
@@ -306,14 +395,15 @@ PyDoc_STRVAR(
 static PyObject *
 spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    struct session_spec spec;
+    struct session_spec spec = {.upper = -1};
     Py_ssize_t filter_bytes;
-    if (!PyArg_ParseTuple(args, "(iiiii)(iii)(sss)(KKKKii)iIpy#", &spec.status, &spec.request,
+    if (!PyArg_ParseTuple(args, "(iiiii)(iii)(sssss)(KKKKii)iIppy#", &spec.status, &spec.request,
                           &spec.response, &spec.out, &spec.err, &spec.cgroups[0], &spec.cgroups[1],
                           &spec.cgroups[2], &spec.home_options, &spec.tmp_options,
-                          &spec.shm_options, &spec.address_space, &spec.processes, &spec.file_size,
-                          &spec.bounds.cpu_s, &spec.bounds.open_files, &spec.niceness, &spec.mode,
-                          &spec.uid, &spec.own_proc, &spec.bounds.filter, &filter_bytes)) {
+                          &spec.shm_options, &spec.layers, &spec.directory, &spec.address_space,
+                          &spec.processes, &spec.file_size, &spec.bounds.cpu_s,
+                          &spec.bounds.open_files, &spec.niceness, &spec.mode, &spec.uid,
+                          &spec.own_proc, &spec.own_network, &spec.bounds.filter, &filter_bytes)) {
         return NULL;
     }
     if (filter_bytes == 0 || filter_bytes % 8 != 0 || filter_bytes / 8 > 4096) {
@@ -334,9 +424,10 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     PyOS_BeforeFork();
-    const int namespaces = spec.mode == MODE_BARE     ? 0
-                           : spec.mode == MODE_USERNS ? NAMESPACES
-                                                      : NAMESPACES & ~CLONE_NEWUSER;
+    const int namespaces = (spec.mode == MODE_BARE     ? 0
+                            : spec.mode == MODE_USERNS ? NAMESPACES
+                                                       : NAMESPACES & ~CLONE_NEWUSER) &
+                           ~(spec.own_network ? 0 : CLONE_NEWNET);
     const long pid = syscall(SYS_clone, (unsigned long)(namespaces | SIGCHLD), 0, 0, 0, 0);
     if (pid != 0) {
         const int error = errno;

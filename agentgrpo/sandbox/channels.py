@@ -156,11 +156,12 @@ class Channels(Owned):
         owner: user id that files and pipes of the session are given to; None if this process is
             not root and has no choice.
         places: where the session finds things.
+        upper: the directory of the changes to its image, -1 if it has none.
     """
 
     __slots__ = (
         "err", "init", "interpreter", "out", "owner", "places", "request", "response", "status",
-        "supervisor",
+        "supervisor", "upper",
     )  # fmt: skip
 
     def __init__(
@@ -176,8 +177,11 @@ class Channels(Owned):
         supervisor: Supervisor,
         owner: int | None,
         places: Places,
+        upper: int = -1,
     ) -> None:
-        super().__init__(request, response, out, err, status, init, interpreter)
+        own = (request, response, out, err, status, init, interpreter)
+        super().__init__(*own, *([upper] if upper >= 0 else []))
+        self.upper = upper
         self.request, self.response, self.out, self.err = request, response, out, err
         self.status, self.init, self.interpreter = status, init, interpreter
         self.supervisor, self.owner, self.places = supervisor, owner, places
@@ -317,12 +321,12 @@ class SessionPipes:
         self._close(self._theirs)
 
     def detach(
-        self, init: int, interpreter: int, supervisor: Supervisor, places: Places
+        self, init: int, interpreter: int, supervisor: Supervisor, places: Places, upper: int = -1
     ) -> Channels:
         """Hand our ends to the caller."""
         ours = (*self._mine, self.status.detach(), init, interpreter)
         self._mine.clear()
-        return Channels(*ours, supervisor=supervisor, owner=self._owner, places=places)
+        return Channels(*ours, supervisor=supervisor, owner=self._owner, places=places, upper=upper)
 
     def __enter__(self) -> Self:
         return self
@@ -334,7 +338,9 @@ class SessionPipes:
 
 
 def await_ready(status: socket.socket, num_fds: int) -> list[int]:
-    """The pidfds of PID 1 and PID 2, or of one program, once init has started them."""
+    """The pidfds of PID 1 and PID 2 (of an image also the directory of changes), or of one program,
+    once init has started them.
+    """
     if not ready(status.fileno(), READY_TIMEOUT_S * 1e3):
         raise NoReport("a new process did not report in time")
     try:

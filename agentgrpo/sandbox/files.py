@@ -251,7 +251,7 @@ class Files(ProcessBound):
     def _remove_directory(self, path: str) -> None:
         """By a program in the session: what its code puts there meanwhile is the session's."""
         argv = ["/bin/bash", "-c", REMOVE, path]
-        program = Program(self._channels, argv, env={}, directory="/usr", output_max=MIB)
+        program = Program(self._channels, argv, env={}, directory="/", output_max=MIB)
         program.close_stdin()
         try:
             if not program.wait(REMOVE_S):

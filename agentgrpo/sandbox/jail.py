@@ -3,10 +3,11 @@
 import os
 import resource
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 from agentgrpo.sandbox.errors import SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.limits import Limits
@@ -44,6 +45,12 @@ ENVIRONMENT = {
 PYTHON_OPTIONS = ("-s", "-P", "-S", "-B", "-X", "utf8")
 READ_ONLY = {"rw": False, "nosuid": True, "nodev": True}
 WRITABLE = {"rw": True, "nosuid": True, "nodev": True}
+IMAGE_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+}
+"""Of the code in an image that does not set them itself."""
 _STREAMS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 
 
@@ -66,6 +73,26 @@ def find_nsjail(path: str | None = None) -> str:
     return os.path.realpath(wanted)
 
 
+class Image(Protocol):
+    """The root directory of sessions, as images.py and snapshots.py describe it."""
+
+    @property
+    def name(self) -> str:
+        """What the user calls it."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Directories below store_dir(), bottom first."""
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """Environment variables of what runs in it."""
+
+    @property
+    def workdir(self) -> str:
+        """The directory that commands start in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where a session finds things."""
@@ -79,9 +106,18 @@ class Places:
     """It has a root directory of its own; else nothing but its home is its own."""
     libraries: str = ""
     """Where an interpreter that is a copy has its own: it may say where they were."""
+    image: "Image | None" = None
+    """Its root directory; home is its working directory then."""
+
+    @property
+    def private(self) -> tuple[str, ...]:
+        """The mount points of its own memory file systems."""
+        return PRIVATE if self.image is None else ("/", "/dev/shm")
 
     def environment(self, template: Template) -> dict[str, str]:
         """What the code finds in os.environ."""
+        if self.image is not None:
+            return {**IMAGE_ENVIRONMENT, **self.image.env, **template.env}
         return {
             "PATH": "/usr/local/bin:/usr/bin:/bin",
             "HOME": self.home,
@@ -151,6 +187,15 @@ def _mount(**keys: str | bool) -> str:
         for key, value in keys.items()
     )
     return f"mount {{ {body} }}"
+
+
+def _terminals() -> list[str]:
+    """Where each session of an image mounts terminals of its own."""
+    return [
+        _mount(dst="/dev/pts", fstype="tmpfs", options="size=4k", **READ_ONLY),
+        _mount(src="pts/ptmx", dst="/dev/ptmx", is_symlink=True),
+        _mount(src="/dev/tty", dst="/dev/tty", is_bind=True, rw=False),
+    ]
 
 
 def _system_mounts(binds: Sequence[Bind], *, bounded: bool) -> list[str]:
@@ -262,7 +307,13 @@ def _proc(*, own: bool) -> str:
 
 
 def jail_config(
-    template: Template, binds: Sequence[Bind], *, own_users: bool, own_proc: bool, bounded: bool
+    template: Template,
+    binds: Sequence[Bind],
+    *,
+    own_users: bool,
+    own_proc: bool,
+    bounded: bool,
+    own_network: bool = True,
 ) -> str:
     """The nsjail configuration of a zygote: the machine as sessions will see it.
 
@@ -278,13 +329,14 @@ def jail_config(
             parts of its own), the zygote sees this machine's, covered parts and all, and sessions
             see an empty directory.
         bounded: memory is bounded only where it is mapped, see _system_mounts().
+        own_network: False: sessions share this machine's network.
     """
     arguments = [*PYTHON_OPTIONS, f"{GUEST_DIR}/zygote.py"]
     arguments_text = " ".join(f"arg: {_text(argument)}" for argument in arguments)
     lines = [
         'name: "agentgrpo-sandbox" mode: ONCE hostname: "sandbox" time_limit: 0 cwd: "/"',
         "log_level: WARNING keep_env: false disable_no_new_privs: false",
-        "clone_newnet: true clone_newns: true clone_newpid: true",
+        f"clone_newnet: {str(own_network).lower()} clone_newns: true clone_newpid: true",
         "clone_newipc: true clone_newuts: true clone_newcgroup: true nice_level: 0",
         *_identity(own_users=own_users),
         "rlimit_fsize_type: HARD rlimit_as_type: HARD rlimit_cpu_type: HARD",
@@ -298,6 +350,7 @@ def jail_config(
         f"pass_fd: {HOST_FD}",
         *(f"envar: {_text(f'{key}={value}')}" for key, value in ENVIRONMENT.items()),
         *_system_mounts(binds, bounded=bounded),
+        *(_terminals() if template.image else []),
         *_private(),
         _proc(own=own_proc),
         *(_bind(bind) for bind in binds),

@@ -102,6 +102,18 @@ clock_gettime:228:113 clock_getres:229:114 getrandom:318:278
 )
 """What for, who pays for what is allocated and where that is bounded, and the calls."""
 
+IMAGE_GROUP = (
+    "Images",
+    "`inotify`: the kernel's limit per user; kernel memory by control group",
+    """
+inotify_init:253:- inotify_init1:294:26 inotify_add_watch:254:27 inotify_rm_watch:255:28
+chroot:161:51
+""",
+)
+"""Further calls of services and package managers, in sessions of an image."""
+ONE_USER = """chown lchown fchown fchownat setgroups setuid setgid setreuid setregid setresuid
+setresgid"""
+"""In sessions of an image these seem to be done: root is the only user that is mapped."""
 BEYOND = "kill tkill tgkill pidfd_open setpriority sched_setaffinity socket connect bind truncate"
 """Calls that reach others' processes and files where no namespace bounds them."""
 LEAVE_THE_GROUP = ("setsid", "setpgid")
@@ -156,6 +168,23 @@ business (RWF_NOWAIT)."""
 SEEMS = {"prctl": [4], "fcntl": [6, 7, 37, 38]}
 """What seems to be done: PR_SET_DUMPABLE hides from the watchdog; record locks (flock() is real)
 take memory that the kernel does not count."""
+IMAGE_OPTIONS = {
+    "ioctl": {
+        0x5401: "TCGETS", 0x5402: "TCSETS", 0x5403: "TCSETSW", 0x5404: "TCSETSF", 0x5409: "TCSBRK",
+        0x540A: "TCXONC", 0x540B: "TCFLSH", 0x540E: "TIOCSCTTY", 0x540F: "TIOCGPGRP",
+        0x5410: "TIOCSPGRP", 0x5413: "TIOCGWINSZ", 0x5414: "TIOCSWINSZ", 0x5422: "TIOCNOTTY",
+        0x5429: "TIOCGSID", 0x5441: "TIOCGPTPEER", 0x80045430: "TIOCGPTN",
+        0x40045431: "TIOCSPTLCK", 0x802C542A: "TCGETS2", 0x402C542B: "TCSETS2",
+        0x402C542C: "TCSETSW2", 0x402C542D: "TCSETSF2"},
+}  # fmt: skip
+"""More values of OPTIONS in sessions of an image, which have terminals of their own. Not TIOCSTI,
+which types into a terminal, and not TIOCSETD, which loads kernel modules."""
+IMAGE_SEEMS = {"ioctl": [0x5452], "fcntl": [8]}
+"""FIOASYNC and F_SETOWN, of nginx: signals instead of poll()."""
+IMAGE_SOCKET_OPTIONS = {
+    0: {1: "IP_TOS", 11: "IP_RECVERR"},
+    6: {3: "TCP_CORK", 9: "TCP_DEFER_ACCEPT", 12: "TCP_QUICKACK", 18: "TCP_USER_TIMEOUT"},
+}
 SEEMING_SOCKET_OPTIONS = [7, 8]  # SO_SNDBUF, SO_RCVBUF: a socket holds what it is counted as
 FLAGS = {
     "clone": (0, 0x17D4FFF, errno.EPERM),  # threads, forks: no namespaces, no pidfd
@@ -232,12 +261,13 @@ def _only_flags(index: int, flags: int, error: int) -> list[Instruction]:
     return [_argument(index), (ANY_BIT, 0, 1, ~flags & 0xFFFFFFFF), _deny(error), _ALLOW]
 
 
-def _option(name: str) -> list[Instruction]:
+def _option(name: str, image: bool = False) -> list[Instruction]:
     index, error, values = OPTIONS[name]
-    argument, *tests = _only(index, values, error)
+    more = IMAGE_OPTIONS.get(name, {}) if image else {}
+    argument, *tests = _only(index, [*values, *more], error)
     mask = [(AND, 0, 0, ~FUTEX_FLAGS & 0xFFFFFFFF)] if name == "futex" else []
-    seems = _one_of(SEEMS[name], [_deny(0)]) if name in SEEMS else []
-    return [argument, *mask, *seems, *tests]
+    seeming = [*SEEMS.get(name, []), *(IMAGE_SEEMS.get(name, []) if image else [])]
+    return [argument, *mask, *(_one_of(seeming, [_deny(0)]) if seeming else []), *tests]
 
 
 def _but(mask: int, values: list[int], program: list[Instruction]) -> list[Instruction]:
@@ -266,9 +296,12 @@ def _connected_pairs() -> list[Instruction]:
     return [_argument(1), (AND, 0, 0, 0xF), *connected, _deny(errno.EPROTONOSUPPORT)]
 
 
-def _socket_options() -> list[Instruction]:
+def _socket_options(image: bool) -> list[Instruction]:
     levels: list[Instruction] = []
-    for level, options in SOCKET_OPTIONS.items():
+    allowed = {level: [*options] for level, options in SOCKET_OPTIONS.items()}
+    for level, more in IMAGE_SOCKET_OPTIONS.items() if image else ():
+        allowed[level] = [*allowed.get(level, []), *more]
+    for level, options in allowed.items():
         option, *tests = _only(2, options, errno.ENOPROTOOPT)
         seems = _one_of(SEEMING_SOCKET_OPTIONS, [_deny(0)]) if level == 1 else []
         levels += _one_of([level], [option, *seems, *tests])
@@ -305,12 +338,12 @@ def _limits(*, namespaced: bool) -> list[Instruction]:
 
 
 def _filters(
-    machine: str, *, namespaced: bool, shared_memory: bool, own_user: bool
+    machine: str, *, namespaced: bool, shared_memory: bool, own_user: bool, image: bool = False
 ) -> dict[str, list[Instruction]]:
     """For the calls that depend on their arguments: a program that always returns."""
     flags = OPEN_FLAGS[machine]
     return {
-        **{name: _option(name) for name in OPTIONS},
+        **{name: _option(name, image) for name in OPTIONS},
         **{name: _only_flags(*flags) for name, flags in FLAGS.items()},
         **({} if shared_memory else {"mmap": _but(SHARED, [SHARED], _only_flags(*FLAGS["mmap"]))}),
         "open": _but(EMPTIES, ONLY_EMPTIES, _only_flags(1, flags, errno.EINVAL)),
@@ -321,7 +354,7 @@ def _filters(
         **{name: _priority() for name in ("setpriority", "getpriority")},
         **{name: _unless(0, CLOCKS_OF_INIT, errno.EINVAL) for name in CLOCKS},
         "socket": _socket(),
-        "setsockopt": _socket_options(),
+        "setsockopt": _socket_options(image),
         **{name: [_deny(0)] for name in FLUSHES},
         **{name: [_deny(errno.EOPNOTSUPP)] for name in ATTRIBUTES},
         "mknod": _but(FILE_TYPE, DEVICES, [_argument(1), _ALLOW]),
@@ -330,13 +363,15 @@ def _filters(
         "prlimit64": _limits(namespaced=namespaced),
         **({} if namespaced else {name: [_deny(0)] for name in LEAVE_THE_GROUP}),
         **({} if namespaced else {"socketpair": _connected_pairs()}),
+        **({name: [_deny(0)] for name in ONE_USER.split()} if image else {}),
     }
 
 
-def system_calls(machine: str) -> dict[str, int]:
+def system_calls(machine: str, image: bool = False) -> dict[str, int]:
     """Name to number of every call the policy knows, argument-filtered ones included."""
     column = {"x86_64": 1, "aarch64": 2}[machine]
-    rows = [entry.split(":") for _, _, calls in GROUPS for entry in calls.split()]
+    groups = (*GROUPS, IMAGE_GROUP) if image else GROUPS
+    rows = [entry.split(":") for _, _, calls in groups for entry in calls.split()]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
@@ -370,6 +405,7 @@ def build(
     namespaced: bool = True,
     shared_memory: bool = True,
     own_user: bool = True,
+    image: bool = False,
 ) -> bytes:
     """The seccomp program for this machine: 8 bytes per instruction.
 
@@ -380,6 +416,7 @@ def build(
         shared_memory: a control group bounds memory that is not mapped; without one, memory that
             stays when it is unmapped is refused.
         own_user: files of this process's user are not the session's to change (CHANGES).
+        image: for sessions of an image, which have terminals and one mapped user.
 
     Raises:
         SandboxUnavailable: there is no table for this architecture.
@@ -389,7 +426,7 @@ def build(
         raise SandboxUnavailable(
             f"no system call table for {machine!r}; the sandbox knows {', '.join(AUDIT_ARCH)}"
         )
-    numbers = system_calls(machine)
+    numbers = system_calls(machine, image)
     if not namespaced:
         numbers = {name: n for name, n in numbers.items() if name not in BEYOND.split()}
     program: list[Instruction] = [
@@ -401,7 +438,7 @@ def build(
     if machine == "x86_64":
         program += [(AT_LEAST, 0, 1, X32_BIT), _deny(errno.ENOSYS)]
     about = {"namespaced": namespaced, "shared_memory": shared_memory, "own_user": own_user}
-    filters = _filters(machine, **about)
+    filters = _filters(machine, **about, image=image)
     by_body: dict[tuple[Instruction, ...], list[int]] = {}
     for name, number in numbers.items():
         by_body.setdefault(tuple(filters.get(name, [_ALLOW])), []).append(number)

@@ -9,15 +9,19 @@ from typing import Any, Self
 
 from agentgrpo.sandbox.boundary import ProcessBound, public
 from agentgrpo.sandbox.errors import (
+    InvalidArgumentException,
     SandboxBusy,
     SandboxException,
     SandboxInfraError,
     SandboxUnavailable,
 )
 from agentgrpo.sandbox.host_tools import HostCalls
+from agentgrpo.sandbox.images import get_image
+from agentgrpo.sandbox.jail import Image
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
+from agentgrpo.sandbox.snapshots import Snapshot
 from agentgrpo.sandbox.spawner import CLOSED, Spawner
 from agentgrpo.sandbox.template import Template, check_environment
 from agentgrpo.sandbox.watchdog import MemoryWatchdog
@@ -47,7 +51,7 @@ class SandboxPool(ProcessBound):
 
     Args:
         limits: what each session may use; None: what its template says, if it does.
-        template: the environment the sessions find.
+        template: the environment the sessions find. One with an image makes a pool for all images.
         max_live: sessions that may be in use at once; ``acquire()`` waits for a free one.
         min_idle: sessions kept ready besides those, started in the background. 0 starts each when
             it is asked for.
@@ -57,6 +61,8 @@ class SandboxPool(ProcessBound):
             so in every result.
         nsjail: path of the nsjail binary; None looks for it.
         all_cpus: processors that all its sessions together may keep busy; None: half the machine.
+        own_network: False: sessions share this machine's network, its loopback services included.
+            Only to build images of authors that you trust.
 
     Raises:
         SandboxUnavailable: this machine cannot isolate; nothing runs unprotected instead.
@@ -74,10 +80,13 @@ class SandboxPool(ProcessBound):
         allow_degraded: bool = False,
         nsjail: str | None = None,
         all_cpus: float | None = None,
+        own_network: bool = True,
     ) -> None:
         _require(rungs, max_live, min_idle, zygotes)
         self.template = template or Template()
         self.limits = limits or self.template.limits or Limits()
+        if not own_network and not self.template.image:
+            raise ValueError("own_network: expected True without template.image, got False")
         self.max_live, self.min_idle, self.all_cpus = max_live, min_idle, all_cpus
         self._spawner = Spawner(
             self.template,
@@ -86,7 +95,10 @@ class SandboxPool(ProcessBound):
             rungs=(*rungs, Rung.BARE) if allow_degraded else rungs,
             nsjail=nsjail,
             all_cpus=all_cpus,
+            image=self._image_of(self.template.image) if self.template.image else None,
+            own_network=own_network,
         )
+        self._snapshots: list[Snapshot] = []
         self.degraded = self._spawner.rung is Rung.BARE
         if self.degraded:
             warnings.warn(DEGRADED, stacklevel=2)
@@ -120,6 +132,7 @@ class SandboxPool(ProcessBound):
 
     def acquire(
         self,
+        image: str | Image | float | None = None,
         timeout_s: float = 60.0,
         *,
         env: Mapping[str, str] | None = None,
@@ -128,6 +141,8 @@ class SandboxPool(ProcessBound):
         """A fresh session, waiting up to timeout_s while max_live sessions are in use.
 
         Args:
+            image: the name of an image, or a snapshot, to start from instead of the template's
+                image. Needs a template with an image. A number is taken as timeout_s.
             timeout_s: how long to wait for a place.
             env: environment variables of the session, besides the template's.
             host: functions of this process that the session's code may call.
@@ -135,12 +150,16 @@ class SandboxPool(ProcessBound):
         Raises:
             SandboxBusy: none became free in time.
             SandboxInfraError: the sandbox itself failed.
-            ValueError: env is malformed.
+            ValueError: env is malformed, or the pool is not one of images.
+            NotFoundException: there is no image of that name.
         """
         check_environment("env", env or {})
+        if isinstance(image, (int, float)):
+            timeout_s, image = image, None
+        other = None if image is None else self._image_of(image)
         self._admit(timeout_s)
         try:
-            session = self._take_idle() or self._start()
+            session = self._start(other) if other else self._take_idle() or self._start()
         except BaseException as error:
             self._leave()
             if self._closed and isinstance(error, Exception):
@@ -166,9 +185,9 @@ class SandboxPool(ProcessBound):
         if self.max_live < 2:
             raise ValueError("two sessions at once need a pool with max_live of at least 2")
         with self._pairing:
-            first = self.acquire(timeout_s)
+            first = self.acquire(timeout_s=timeout_s)
             try:
-                return first, self.acquire(timeout_s)
+                return first, self.acquire(timeout_s=timeout_s)
             except BaseException:
                 first.close()
                 raise
@@ -184,7 +203,7 @@ class SandboxPool(ProcessBound):
         """The stateless mode: Session.step() in a session of its own, which is over afterwards;
         wait_s is how long to wait for a place.
         """
-        with self.acquire(wait_s) as session:
+        with self.acquire(timeout_s=wait_s) as session:
             return session.step(code, timeout_s, env=env)
 
     def _admit(self, timeout_s: float) -> None:
@@ -220,11 +239,25 @@ class SandboxPool(ProcessBound):
         except IndexError:
             return None
 
-    def _start(self) -> Session:
-        spawned = self._spawner.spawn()
+    def _image_of(self, image: str | Image) -> Image:
+        if not self.template.image:
+            raise InvalidArgumentException(
+                f"image: expected None, as template {self.template.name!r} of the pool has no "
+                f"image, got {image!r:.99}. Make the pool with Template(image=NAME)"
+            )
+        if isinstance(image, str):
+            return get_image(image)
+        if not isinstance(getattr(image, "layers", None), tuple):
+            raise InvalidArgumentException(
+                f"image: expected a name or a snapshot, got {image!r:.99}"
+            )
+        return image
+
+    def _start(self, image: Image | None = None) -> Session:
+        spawned = self._spawner.spawn(image)
         session = Session(
             spawned.channels, self.limits, group=spawned.group, on_close=spawned.release,
-            degraded=self.degraded,
+            degraded=self.degraded, snapshots=self._snapshots,
         )  # fmt: skip
         with self._lock:
             self._live.append(session)
@@ -294,6 +327,8 @@ class SandboxPool(ProcessBound):
         for session in self._copy_of_live():
             session.close()
         self._spawner.close()
+        for snapshot in self._snapshots:
+            snapshot.remove()
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from agentgrpo.sandbox.boundary import ProcessBound, public
 from agentgrpo.sandbox.calls import HostCallStep
 from agentgrpo.sandbox.cgroup import ControlGroup
 from agentgrpo.sandbox.channels import Channels, Root, pid_of, tree_cpu_seconds
-from agentgrpo.sandbox.errors import InvalidArgumentException
+from agentgrpo.sandbox.errors import InvalidArgumentException, NotSupportedException
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.guest.wire import Malformed, encode
 from agentgrpo.sandbox.host_tools import HostCalls, within_a_call_of
@@ -30,6 +30,7 @@ from agentgrpo.sandbox.outcome import (
     show_output,
 )
 from agentgrpo.sandbox.result import CLOSED, StepError, StepResult, StepStatus
+from agentgrpo.sandbox.snapshots import Snapshot, take
 from agentgrpo.sandbox.template import check_environment
 
 MIB = 1 << 20
@@ -61,6 +62,7 @@ class Session(ProcessBound):
     After anything that ends it (``state_lost``), every further step says how it ended.
     The channels are its own from then on, also if it cannot be made; on_close is called once.
     guest_of: the session that it is a further interpreter of (contexts.py).
+    snapshots: of its pool, to which snapshot() adds.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class Session(ProcessBound):
         on_close: Callable[[], None] | None = None,
         degraded: bool = False,
         guest_of: "Session | None" = None,
+        snapshots: list[Snapshot] | None = None,
     ) -> None:
         self.limits, self.degraded, self._guest_of = limits, degraded, guest_of
         self._channels = channels
+        self._snapshots = [] if snapshots is None else snapshots
         self.group = group
         """Its control group, if there is one."""
         self._on_close = [on_close] if on_close is not None else []
@@ -442,6 +446,25 @@ class Session(ProcessBound):
         if self._channels.is_closed():
             root.close()
         return Files(root, self._channels)
+
+    def snapshot(self) -> Snapshot:
+        """Copy what it has changed of its image's files. The session goes on. Until the pool is
+        closed, pool.acquire(snapshot) starts others from the copy. Processes are not copied.
+
+        Raises:
+            NotSupportedException: it has no image.
+            SandboxException: the changes are more or deeper than can be kept.
+            SandboxNotFoundException: it was closed.
+        """
+        image = self.places.image
+        if image is None:
+            raise NotSupportedException(
+                "snapshot(): the session has no image (Template(image=...))"
+            )
+        with self._channels.borrowed() as channels:
+            snapshot = take(channels.upper, image, self.limits, channels.owner)
+        self._snapshots.append(snapshot)
+        return snapshot
 
     @property
     def alive(self) -> bool:

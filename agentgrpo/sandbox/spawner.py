@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from agentgrpo.sandbox import jail
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, ControlGroup
 from agentgrpo.sandbox.channels import Channels, pid_of
 from agentgrpo.sandbox.errors import (
@@ -44,15 +45,20 @@ class Spawned:
     release: Callable[[], None]
 
 
-def verify(channels: Channels, rung: Rung) -> None:
+ROOT_CAPABILITIES = 0x404FB
+"""Nine, of the root of an image over its own user namespace: csrc/sandbox_spawn.c."""
+
+
+def verify(channels: Channels, rung: Rung, own_network: bool = True) -> None:
     """Look at a session from outside, where it cannot lie."""
+    allowed = 0 if channels.places.image is None else ROOT_CAPABILITIES
     for what, pidfd in (("init", channels.init), ("interpreter", channels.interpreter)):
         pid = pid_of(pidfd)
         with open(f"/proc/{pid}/status", errors="replace") as status:
             found = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
         # a user without capabilities cannot empty the bounding set, and cannot use it either
         kinds = CAPABILITIES[:4] if rung is Rung.BARE and os.geteuid() else CAPABILITIES
-        problems = [f"{key} is {found[key]}" for key in kinds if int(found[key], 16)]
+        problems = [f"{key} is {found[key]}" for key in kinds if int(found[key], 16) & ~allowed]
         if found["NoNewPrivs"] != "1":
             problems.append("new privileges can be gained")
         if what == "interpreter" and found["Seccomp"] != "2":
@@ -65,7 +71,8 @@ def verify(channels: Channels, rung: Rung) -> None:
         problems += [
             f"it shares the {name} namespace with the host"
             for name in wanted
-            if os.readlink(f"/proc/{pid}/ns/{name}") == os.readlink(f"/proc/self/ns/{name}")
+            if (name != "net" or own_network)
+            and os.readlink(f"/proc/{pid}/ns/{name}") == os.readlink(f"/proc/self/ns/{name}")
         ]
         if problems:
             raise SandboxUnavailable(f"{rung}: the {what} is not isolated: {'; '.join(problems)}")
@@ -88,8 +95,11 @@ class Spawner:
         rungs: Sequence[Rung] = LADDER,
         nsjail: str | None = None,
         all_cpus: float | None = None,
+        image: jail.Image | None = None,
+        own_network: bool = True,
     ) -> None:
         self._template, self._limits, self._nsjail = template, limits, nsjail
+        self._image, self._own_network = image, own_network
         self._lock = threading.Lock()
         self._zygotes: list[Zygote] = []
         self._next = 0
@@ -166,7 +176,7 @@ class Spawner:
         try:
             if session.warm_up().status is not StepStatus.OK:
                 raise SandboxUnavailable("a session started but did not answer")
-            verify(spawned.channels, self.rung)
+            verify(spawned.channels, self.rung, self._own_network)
         finally:
             session.close()
 
@@ -180,17 +190,18 @@ class Spawner:
             nsjail=self._nsjail,
             bound_address_space=self.cgroups is None,
             own_proc=self.own_proc,
+            own_network=self._own_network,
         )
         self.python_version, self.nsjail = zygote.python_version, zygote.nsjail
         return zygote
 
-    def spawn(self) -> Spawned:
-        """Start a session."""
+    def spawn(self, image: jail.Image | None = None) -> Spawned:
+        """Start a session, of this image instead of the template's."""
         if self._closed:
             raise SandboxException(CLOSED)
         group = self._take_group()
         try:
-            channels, clear_up = self._spawn_in(group)
+            channels, clear_up = self._spawn_in(group, image or self._image)
         except BaseException as error:
             self._give_back(group)
             if isinstance(error, OSError):
@@ -209,15 +220,17 @@ class Spawner:
         except OSError as error:
             raise SandboxInfraError(f"no control group for another session: {error}") from error
 
-    def _spawn_in(self, group: ControlGroup | None) -> tuple[Channels, Callable[[], None]]:
+    def _spawn_in(
+        self, group: ControlGroup | None, image: jail.Image | None
+    ) -> tuple[Channels, Callable[[], None]]:
         """A session's descriptors, and what to call when it is over."""
         zygote = self._pick()
         try:
-            return zygote.spawn(group)
+            return zygote.spawn(group, image)
         except SandboxInfraError:
             if zygote.answers():  # it is well; this session could not be set up
                 raise
-            return self._replace(zygote).spawn(group)
+            return self._replace(zygote).spawn(group, image)
 
     def _give_back(self, group: ControlGroup | None) -> None:
         if self.cgroups is not None and group is not None:
@@ -248,7 +261,7 @@ class Spawner:
             if self.cgroups is not None
             else f"per process, a watchdog over all; no control group: {self.cgroups_missing}"
         )
-        own = has_own_ids() and not self._template.tree
+        own = has_own_ids() and not (self._template.tree or self._template.image)
         return {
             "rung": str(self.rung),
             "stronger_rungs_failed": {str(rung): why for rung, why in self.failures.items()},

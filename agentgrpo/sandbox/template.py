@@ -41,6 +41,9 @@ class Template:
     tree: str = ""
     """A directory that is ~/repo in each session, whose changes are its own copies. Needs user
     namespaces; the sessions share a user id, whom all files in it must belong to."""
+    image: str = ""
+    """The name of an image (``agentgrpo sandbox image add``), whose files are the root directory of
+    each session; steps are bash commands. Needs user namespaces; the sessions share a user id."""
     limits: Limits | None = None
     """Bounds of its sessions, where the pool is not given others."""
     setup: str = ""
@@ -55,6 +58,13 @@ class Template:
                         f"template.{key}: expected an absolute path that exists, got {path!r}"
                     )
         check_environment("template.env", self.env)
+        unused = ("python", "site_dirs", "preload", "mounts", "tree", "setup") if self.image else ()
+        for key in unused:
+            if getattr(self, key):
+                raise ValueError(
+                    f"template.{key}: expected nothing, as sessions of an image see only the "
+                    f"image, got {getattr(self, key)!r:.99}. Remove it, or template.image"
+                )
 
     @property
     def interpreter(self) -> str:

@@ -43,11 +43,11 @@ def sockets_kib(pid: int) -> int:
     return 0
 
 
-def files_kib(pid: int) -> int:
+def files_kib(pid: int, directories: Iterable[str] = PRIVATE) -> int:
     """What lies in a session's private directories, deleted files that are open included."""
     total = 0
     with contextlib.suppress(*GONE):
-        for directory in PRIVATE:
+        for directory in directories:
             found = os.statvfs(f"/proc/{pid}/root{directory}")
             total += (found.f_blocks - found.f_bfree) * found.f_frsize
     return total >> 10
@@ -67,7 +67,11 @@ def used_kib(session: Session, enough_kib: int) -> int:
     that costs too much: forks share pages, so that their sum is an upper bound. Without namespaces
     of its own, what its processes have mapped.
     """
-    own = 0 if session.degraded else sockets_kib(session.pid) + files_kib(session.pid)
+    own = (
+        0
+        if session.degraded
+        else (sockets_kib(session.pid) + files_kib(session.pid, session.places.private))
+    )
     most = session.limits.processes
     return own + _C.sandbox_tree_kib(session.init_pid, most, enough_kib - own)
 

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 from agentgrpo import _C
-from agentgrpo.sandbox import bare, jail, policy
+from agentgrpo.sandbox import bare, jail, policy, snapshots
+from agentgrpo.sandbox.boundary import as_bytes
 from agentgrpo.sandbox.cgroup import ControlGroup, owner_name, stale_of
 from agentgrpo.sandbox.channels import Channels, SessionPipes, await_ready, process_tree, ready
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
@@ -59,13 +61,20 @@ _uids = itertools.count(secrets.randbelow(NUM_UIDS))  # of all zygotes, and not 
 
 
 def _settings(
-    template: Template, limits: Limits, rung: Rung, places: Places, bounded: bool
+    template: Template, limits: Limits, rung: Rung, places: Places, bounded: bool, own_network: bool
 ) -> dict[str, Any]:
     largest_file = max(limits.home_mib, limits.tmp_mib, limits.shm_mib) * MIB
     namespaced = rung is not Rung.BARE
     own_user = namespaced or os.geteuid() == 0
-    program = policy.build(namespaced=namespaced, shared_memory=not bounded, own_user=own_user)
+    program = policy.build(
+        namespaced=namespaced,
+        shared_memory=not bounded,
+        own_user=own_user,
+        image=bool(template.image),
+    )
     return {
+        "image": bool(template.image),
+        "own_network": own_network,
         "site_dirs": places.site_dirs,
         "preload": list(template.preload),
         "python_env": places.environment(template),
@@ -100,6 +109,9 @@ def _addresses_not_randomized() -> Iterator[None]:
 class Zygote:
     """One preloaded interpreter in its jail. ``spawn()`` may be called from several threads.
 
+    Args:
+        own_network: False: sessions share this machine's network (to build images).
+
     Raises:
         SandboxUnavailable: the jail cannot be set up here; the message says what to do.
     """
@@ -113,13 +125,15 @@ class Zygote:
         nsjail: str | None = None,
         bound_address_space: bool = True,
         own_proc: bool = True,
+        own_network: bool = True,
     ) -> None:
         self.template, self.limits, self.rung, self.own_proc = template, limits, rung, own_proc
-        self._bounded = bound_address_space
+        self._bounded, self._own_network = bound_address_space, own_network
         self._numbers = itertools.count()
         self._own_ids = has_own_ids() or rung in (Rung.ZYGOTE_ROOT, Rung.BARE)
-        if template.tree and rung is not Rung.ZYGOTE_USERNS:
-            raise SandboxUnavailable("a template's tree needs user namespaces")
+        if (template.tree or template.image) and rung is not Rung.ZYGOTE_USERNS:
+            kind = "image" if template.image else "tree"
+            raise SandboxUnavailable(f"a template's {kind} needs user namespaces; {rung} has none")
         if rung is not Rung.BARE:  # it promises nothing of the kind
             jail.require_no_dumps()
         self.nsjail = "" if rung is Rung.BARE else jail.find_nsjail(nsjail)
@@ -138,7 +152,9 @@ class Zygote:
                     _end_with(lifeline_file, self.pid)
             find = bare.places if rung is Rung.BARE else jail.jail_places
             self._places = find(template)
-            settings = _settings(template, limits, rung, self._places, bound_address_space)
+            settings = _settings(
+                template, limits, rung, self._places, bound_address_space, own_network
+            )
             self.python_version = self._greet(settings | self._paths())
             for pid in process_tree(self.pid):  # inherited by sessions, which may not lower it:
                 # a machine without memory left ends them, not the trainer
@@ -150,6 +166,7 @@ class Zygote:
     def _launch(self, guest_fd: int, lifeline: int) -> int:
         """Start nsjail by posix_spawn: a fork of a trainer with gigabytes resident takes 100 ms."""
         binds = jail.shown_paths(self.template, str(_C.__file__))
+        binds += snapshots.shown_layers() if self.template.image else []
         config = os.path.join(self._scratch, "nsjail.cfg")
         env = {"TMPDIR": self._scratch}
         argv = [self.nsjail, "--config", config]
@@ -177,6 +194,7 @@ class Zygote:
             own_users=self.rung is Rung.ZYGOTE_USERNS,
             own_proc=self.own_proc,
             bounded=self._bounded,
+            own_network=self._own_network,
         )
 
     def _paths(self) -> dict[str, Any]:
@@ -236,8 +254,11 @@ class Zygote:
             return ""
         return os.pread(self._log, 65536, 0).decode(errors="replace").strip()
 
-    def spawn(self, group: ControlGroup | None = None) -> tuple[Channels, Callable[[], None]]:
+    def spawn(
+        self, group: ControlGroup | None = None, image: jail.Image | None = None
+    ) -> tuple[Channels, Callable[[], None]]:
         """Start a session, in a control group if there is one; its interpreter is about to run.
+        image: its root directory, if the template has one.
 
         Returns its descriptors, and what to call when it is over.
         """
@@ -245,24 +266,32 @@ class Zygote:
         if self.rung is Rung.BARE:
             home = bare.make_home(self._scratch, number, uid)
             places = replace(places, home=home, tmp=home)
+        order = [f"{uid} {number}", "", ""]
+        if image is not None:
+            places = replace(places, home=image.workdir or "/", image=image)
+            variables = places.environment(self.template).items()
+            order[1:] = [snapshots.lower_dirs(image), places.home, *chain(*variables)]
         with SessionPipes(uid if os.geteuid() == 0 else None) as pipes:
             with contextlib.ExitStack() as opened:
                 groups = opened.enter_context(group.attaching()) if group is not None else []
-                asked = [b"%d %d" % (uid, number)]
+                message = as_bytes("\0".join(order))
                 try:
-                    socket.send_fds(self._host, asked, [*pipes.theirs, *groups])
+                    socket.send_fds(self._host, [message], [*pipes.theirs, *groups])
                 except OSError as error:
                     raise SandboxInfraError(
                         f"the zygote is gone ({error}): {self.log()}"
                     ) from error
             pipes.close_theirs()
-            init, interpreter = await_ready(pipes.status, 2)
-            channels = pipes.detach(init, interpreter, self, places)
+            init, interpreter, *upper = await_ready(pipes.status, 2 if image is None else 3)
+            channels = pipes.detach(init, interpreter, self, places, *upper)
             return channels, partial(self._clear_up, number)
 
     def _next_uid(self) -> int:
         """Who a session is on the machine: itself, or whom all of them are."""
-        number = 0 if self.template.tree else next(_uids)  # an overlay copies nobody else's files
+        shared = (
+            self.template.tree or self.template.image
+        )  # an overlay copies only its user's files
+        number = 0 if shared else next(_uids)
         return FIRST_UID + number % NUM_UIDS if self._own_ids else jail.JAIL_ID
 
     def _clear_up(self, number: int) -> None:

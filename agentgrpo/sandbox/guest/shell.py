@@ -1,7 +1,9 @@
-"""A persistent bash as a context of a session: variables, functions and directory stay.
+"""A persistent bash as a context of a session, or as the session itself in the root directory of an
+image: variables, functions and directory stay.
 
 Speaks the protocol of repl.py to the host and hands each cell to one bash, which evaluates it and
-reports its status on a pipe of its own.
+reports its status on a pipe of its own. Nothing is imported after the start: an image may have no
+Python.
 """
 
 import fcntl
@@ -10,9 +12,12 @@ import signal
 import subprocess
 import sys
 from types import FrameType
+from typing import Any, Never
 
 sys.path.insert(0, os.path.dirname(__file__))
 from load import isolated  # type: ignore[import-not-found]
+
+protocol = isolated("repl")
 
 LOOP = (
     'while IFS= read -r -d "" -u 10 _agentgrpo_cell; do eval "$_agentgrpo_cell"; echo "$?" >&11; '
@@ -29,45 +34,73 @@ nothing (`command`: in posix mode a builtin that fails would end it).
 
 def main() -> None:
     """Serve the host until it closes the request pipe or bash ends."""
-    protocol = isolated("repl")
     for fd in (3, 4):
         fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
-    cells, cells_in = os.pipe()
-    status_out, statuses = os.pipe()
-    bash = subprocess.Popen(
-        ["/bin/bash", "--noprofile", "--norc", "-c", LOOP.format(cells, statuses)],
-        pass_fds=(cells, statuses),
-        start_new_session=True,
-    )
-    os.close(cells)
-    os.close(statuses)
+    serve()
 
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        os.killpg(bash.pid, signal.SIGINT)
 
-    signal.signal(signal.SIGINT, interrupt)
-    with open(status_out) as results, open(cells_in, "wb", buffering=0) as feed:
+class Bash:
+    """One bash that evaluates cells, started with the first of them."""
 
-        def evaluate(cell: bytes) -> str:
-            feed.write(cell.replace(b"\0", b"") + b"\0")
-            status = results.readline().strip()
-            if not status:  # the cell ended bash itself
-                os._exit(bash.wait() & 0xFF)
-            return status
+    def __init__(self) -> None:
+        self.process: Any = None
 
-        while True:
-            number, fields = protocol["receive"]()
-            if fields[0] not in (b"run", b"cell"):
-                protocol["send"](number, [b"ok"])
-                continue
-            names = b" ".join(fields[2::2])
-            if names:
-                evaluate(BEFORE % (names, exported(fields[2:])))
-            status = evaluate(fields[1])
-            if names:
-                evaluate(AFTER % names)
-            failed = [b"error", b"ExitStatus", status.encode(), b""]
-            protocol["send"](number, [b"ok"] if status == "0" else failed)
+    def interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+        """Send SIGINT to its group."""
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGINT)
+
+    def start(self) -> None:
+        """Start it. Raises FileNotFoundError in an image without bash."""
+        cells, cells_in = os.pipe()
+        status_out, statuses = os.pipe()
+        self.process = subprocess.Popen(
+            ["/bin/bash", "--noprofile", "--norc", "-c", LOOP.format(cells, statuses)],
+            pass_fds=(cells, statuses),
+            start_new_session=True,
+        )
+        os.close(cells)
+        os.close(statuses)
+        self.results = open(status_out)  # noqa: SIM115 (until the process ends)
+        self.feed = open(cells_in, "wb", buffering=0)  # noqa: SIM115
+
+    def evaluate(self, cell: bytes) -> str:
+        """The exit status of a cell."""
+        if self.process is None:
+            self.start()
+        self.feed.write(cell.replace(b"\0", b"") + b"\0")
+        status = self.results.readline().strip()
+        if not status:  # the cell ended bash itself
+            os._exit(self.process.wait() & 0xFF)
+        return status
+
+    def answer(self, fields: list[bytes]) -> list[bytes]:
+        """Do what a request asks; the fields of its answer."""
+        if fields[0] == b"env":
+            return self.answer([b"run", exported(fields[1:])])
+        if fields[0] not in (b"run", b"cell"):
+            return [b"error", b"NotSupported", b"bash has no " + fields[0], b""]
+        names = b" ".join(fields[2::2])
+        if names:
+            self.evaluate(BEFORE % (names, exported(fields[2:])))
+        status = self.evaluate(fields[1])
+        if names:
+            self.evaluate(AFTER % names)
+        return [b"ok"] if status == "0" else [b"error", b"ExitStatus", status.encode(), b""]
+
+
+def serve(_interpreter: object = None) -> Never:
+    """Answer requests until the host closes the request pipe or bash ends."""
+    bash = Bash()
+    signal.signal(signal.SIGINT, bash.interrupt)
+    while True:
+        number, fields = protocol["receive"]()
+        try:
+            answer = bash.answer(fields)
+        except FileNotFoundError:
+            missing = b"this image has no /bin/bash; run commands by sh (Sandbox.commands)"
+            answer = [b"error", b"FileNotFoundError", missing, b""]
+        protocol["send"](number, answer)
 
 
 def exported(pairs: list[bytes]) -> bytes:
@@ -78,4 +111,5 @@ def exported(pairs: list[bytes]) -> bytes:
     )
 
 
-main()
+if __name__ == "__main__":
+    main()

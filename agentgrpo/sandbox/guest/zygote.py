@@ -6,8 +6,9 @@ it, because everything in its memory is inherited by every later session.
 
 Protocol (SOCK_SEQPACKET): the host sends one JSON settings message; the zygote preloads and answers
 ``ready ...`` or ``failed ...``; from then on each message carries the descriptors of one new
-session, the user id it runs under and its number, and nothing else; or ``answer`` and a pipe, to
-show that it lives.
+session, the user id it runs under and its number, and of one in an image the layers, the working
+directory and the variables that the image itself sets; or ``answer`` and a pipe, to show that it
+lives.
 """
 
 import array
@@ -51,12 +52,16 @@ def address_space_in_use() -> int:
         return int(statm.read().split()[0]) * os.sysconf("SC_PAGESIZE")
 
 
-def private_files(settings: dict[str, Any], uid: int, number: int) -> tuple[str, ...]:
-    """Mount options of a session's private directories; without namespaces, paths instead."""
+def private_files(
+    settings: dict[str, Any], uid: int, number: int, layers: str, directory: str
+) -> tuple[str, ...]:
+    """Mount options of a session's private directories and its image; without namespaces, paths
+    instead.
+    """
     if settings["mode"] == wire.MODE_BARE:
-        return f"{settings['homes']}/{number}", ":".join(settings["readable"]), ""
+        return f"{settings['homes']}/{number}", ":".join(settings["readable"]), "", "", ""
     owner = f",uid={uid},gid={uid}" if settings["mode"] == wire.MODE_ROOT else ""
-    return tuple(options + owner for options in settings["tmpfs"])
+    return *(options + owner for options in settings["tmpfs"]), layers, directory
 
 
 def tasks_of_user() -> int:
@@ -69,7 +74,14 @@ def tasks_of_user() -> int:
     return total
 
 
-def spawn(extension: Any, settings: dict[str, Any], uid: int, number: int, fds: list[int]) -> bool:
+def spawn(
+    extension: Any,
+    settings: dict[str, Any],
+    uid: int,
+    number: int,
+    image: tuple[str, str],
+    fds: list[int],
+) -> bool:
     """Make one session. Returns True in the session's interpreter, False in the zygote."""
     memory, processes, *others = settings["limits"]
     if settings["mode"] == wire.MODE_BARE and os.geteuid() != 0:
@@ -79,11 +91,12 @@ def spawn(extension: Any, settings: dict[str, Any], uid: int, number: int, fds: 
             extension.sandbox_spawn_session(
                 tuple(fds[:5]),
                 tuple([*fds[5:], -1, -1, -1][:3]),
-                private_files(settings, uid, number),
+                private_files(settings, uid, number, *image),
                 (memory, processes, *others),
                 settings["mode"],
                 uid,
                 settings["own_proc"],
+                settings["own_network"],
                 settings["filter"],
             )
         )
@@ -97,7 +110,7 @@ def spawn(extension: Any, settings: dict[str, Any], uid: int, number: int, fds: 
 
 def receive(host: socket.socket) -> tuple[bytes, list[int]]:
     """What is asked for, and the descriptors that came with it."""
-    message, ancillary, _, _ = host.recvmsg(64, socket.CMSG_SPACE(8 * 4))
+    message, ancillary, _, _ = host.recvmsg(1 << 17, socket.CMSG_SPACE(8 * 4))
     if not message:  # the host is gone, and with this process goes every session
         os._exit(0)
     fds = array.array("i")
@@ -151,8 +164,10 @@ def collapse(extension: Any) -> None:
                 extension.sandbox_collapse(*(int(bound, 16) for bound in span.split("-")))
 
 
-def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> None:
-    """Answer spawn requests; returns only in a new session's interpreter."""
+def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> dict[str, str]:
+    """Answer spawn requests; returns only in a new session's interpreter, the variables that its
+    image sets.
+    """
     host.send(b"ready " + ".".join(map(str, sys.version_info[:3])).encode())
     while True:
         asked, fds = receive(host)
@@ -161,9 +176,10 @@ def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> None
                 os.write(fds[0], b"!")
             os.close(fds[0])
             continue
-        uid, number = map(int, asked.split())
-        if spawn(extension, settings, uid, number, fds):
-            return
+        ids, layers, directory, *variables = asked.decode("utf-8", "surrogateescape").split("\0")
+        uid, number = map(int, ids.split())
+        if spawn(extension, settings, uid, number, (layers, directory), fds):
+            return dict(zip(variables[::2], variables[1::2], strict=True))
         for fd in fds:
             os.close(fd)
 
@@ -173,15 +189,17 @@ def main() -> None:
     host = socket.socket(fileno=HOST_FD)
     os.umask(0o022)  # of every session, whatever the trainer's is
     try:
-        loop = load.isolated("repl")
+        settings = json.loads(host.recv(1 << 20))
+        loop = load.isolated("shell" if settings["image"] else "repl")
+        interpreter = None
         for name in ("load", "console", "wire"):  # the names are the user's
             sys.modules.pop(name, None)
-        settings = json.loads(host.recv(1 << 20))
         extension = load.extension(settings["extension"])
         preload(settings)
-        sizes = settings["value_bytes"], settings["traceback_bytes"]
-        interpreter = loop["prepare"](settings["python_env"], *sizes)
-        loop["warm_up"](interpreter)
+        if not settings["image"]:
+            sizes = settings["value_bytes"], settings["traceback_bytes"]
+            interpreter = loop["prepare"](settings["python_env"], *sizes)
+            loop["warm_up"](interpreter)
         gc.collect()
         gc.freeze()
         collapse(extension)
@@ -189,10 +207,13 @@ def main() -> None:
     except BaseException:
         host.send(b"failed " + traceback.format_exc()[-8000:].encode(errors="replace"))
         os._exit(1)
-    serve(host, extension, settings)
+    variables = serve(host, extension, settings)
     host.detach()  # closed by the clone; its number may already mean something else
     if settings["mode"] == wire.MODE_BARE:
         os.environ |= {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
+    if settings["image"]:
+        os.environ.clear()
+        os.environ.update(variables)
     loop["serve"](interpreter)
 
 

@@ -1,0 +1,85 @@
+"""A small image of the host's own bash, coreutils and Python, for tests without a registry."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from agentgrpo.sandbox.images import store_dir
+from agentgrpo.sandbox.jail import FIRST_UID, has_own_ids
+
+TOOLS = [
+    "bash", "cat", "chmod", "chown", "chroot", "cp", "dash", "env", "expr", "find",
+    "grep", "head", "hostname", "id", "ln", "ls", "mkdir", "mkfifo", "mknod", "mount",
+    "mv", "nsenter", "ps", "readlink", "rm", "rmdir", "sed", "seq", "sh", "sleep", "sort",
+    "stat", "tail", "touch", "tr", "true", "truncate", "tty", "umount", "uname",
+    "unshare", "wc", "script",
+]  # fmt: skip
+STDLIB = ("test", "idlelib", "tkinter", "ensurepip", "lib2to3", "site-packages", "__pycache__",
+          "config-*", "dist-packages", "pydoc_data", "turtledemo")  # fmt: skip
+PASSWD = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/sh\n"
+
+
+def libraries(program: str) -> list[str]:
+    """The shared libraries of a program, its loader included."""
+    told = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    return [word for word in told.split() if word.startswith("/")]
+
+
+def add_tiny_image(name: str = "tiny", *, python: bool = True, tools: Iterable[str] = TOOLS) -> str:
+    """Put it into the store that $XDG_CACHE_HOME names; its name."""
+    root = store_dir() / "layers" / f"base-{name}"
+    for folder in ("root", "etc", "usr/bin", "usr/lib", "usr/lib64"):
+        (root / folder).mkdir(parents=True)
+    (root / "tmp").mkdir()
+    (root / "tmp").chmod(0o1777)
+    for folder in ("bin", "lib", "lib64"):
+        (root / folder).symlink_to(f"usr/{folder}")
+    programs = {f"/usr/bin/{tool}": shutil.which(tool, path="/usr/bin:/bin") for tool in tools}
+    if python:
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        real = os.path.realpath(os.path.join(sys.base_prefix, "bin", version))
+        programs[f"/usr/bin/{version}"] = real
+        (root / "usr/bin/python3").symlink_to(version)
+        stdlib = os.path.dirname(os.__file__)
+        copied = root / "usr/lib" / version
+        shutil.copytree(stdlib, copied, True, shutil.ignore_patterns(*STDLIB))
+        for extension in (copied / "lib-dynload").glob("*.so"):
+            programs |= {path: path for path in libraries(str(extension))}
+    for target, source in programs.items():
+        if source is not None:
+            _copy(source, root, target)
+            for library in libraries(source):
+                _copy(library, root, library)
+    (root / "etc/passwd").write_text(PASSWD)
+    (root / "etc/group").write_text("root:x:0:\nnogroup:x:65534:\n")
+    (root / "etc/version").write_text("1\n")
+    give(root)
+    record(name, [root.name])
+    return name
+
+
+def _copy(source: str, root: Path, target: str) -> None:
+    place = root / target.lstrip("/")
+    if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(os.path.realpath(source), place)
+
+
+def give(layer: Path) -> None:
+    """Make a directory a layer: what belongs to the user of sessions."""
+    layer.chmod(0o755)
+    if has_own_ids():
+        subprocess.run(["chown", "-hR", f"{FIRST_UID}:{FIRST_UID}", layer], check=True)
+
+
+def record(name: str, layers: list[str], workdir: str = "/app/work") -> None:
+    """Record an image of these layers."""
+    env = {"PATH": "/usr/bin:/bin", "GREETING": "hello world"}
+    fields = {"layers": layers, "env": env, "workdir": workdir, "digest": "", "bytes": 0}
+    (store_dir() / "images" / f"{name}.json").write_text(json.dumps(fields))
