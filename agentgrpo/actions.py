@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -82,6 +83,51 @@ class ModelReply:
 
 
 Action = RunCode | CallTools | Say | Finish | Malformed | ModelReply
+
+
+THOUGHTS = {
+    "<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>",
+    "<mm:think>": "</mm:think>", "<|START_THINKING|>": "<|END_THINKING|>",
+    "\u25c1think\u25b7": "\u25c1/think\u25b7", "<|channel>thought": "<channel|>",
+    "<|channel|>analysis<|message|>": "<|end|>", "<|open|>think<|sep|>": "<|close|>think<|sep|>",
+}  # fmt: skip
+"""What opens a thought and what closes it, in the families that vLLM's reasoning parsers know."""
+CALLS = (
+    r"(?i:<[^<>\n]{0,32}(?:tool|func|invoke|action|plugin|calls|python_))|<\|open\|>tools"
+    r"|\[TOOL_CALLS|functools|(?:^|(?<=[>\]]))[ \t]*(?!\[THINK)[\[{]"
+)
+"""Pattern of what begins a call in some family of models."""
+_TAGS = "|".join(map(re.escape, [*THOUGHTS, *THOUGHTS.values()]))
+_BARE = "|".join(re.escape(tag) for tag in THOUGHTS.values() if "think" in tag.lower())
+_FINAL = r"(?:(?:<\|start\|>assistant)?<\|channel\|>final<\|message\|>)?"
+
+
+def split_thoughts(text: str, marks: str = r"\S") -> tuple[str, str, str]:
+    r"""The text of a turn that is acted on, its thoughts, and what opened one that is not closed.
+
+    A text that closes a thought without opening it begins in one. Tags in quotes are text, and so
+    are all behind the first mark of an action, a pattern: those of code and of arguments.
+
+    >>> split_thoughts("<think>4?</think>\n5 <think>or 6</think>.<think>no", marks="<code>")
+    ('5 .', '4?or 6no', '<think>')
+    >>> split_thoughts("hm</think><code>'a</think>'; '<think>'", marks="<code>")[0]
+    "<code>'a</think>'; '<think>'"
+    """
+    pairs = (rf"{re.escape(a)}.*?(?:{re.escape(b)}{_FINAL}|\Z)" for a, b in THOUGHTS.items())
+    thought = rf"(?<!['\"`])(?:{'|'.join(pairs)})"
+    begun = rf"\A(?:(?!{_TAGS}|{marks}).)*(?:{_BARE})(?!['\")\]]|`(?!``))"
+    parts = re.compile(rf"({begun}|{thought})|(?:{marks}).*", re.DOTALL | re.MULTILINE)
+    found = [part[1] for part in parts.finditer(text) if part[1]]
+    kept = parts.sub(lambda part: "" if part[1] else part[0], text)
+    opener = next((tag for tag in THOUGHTS if found and found[-1].startswith(tag)), "")
+    inside = "" if opener and THOUGHTS[opener] in found[-1] else opener
+    thoughts = re.sub(f"(?:{_TAGS}){_FINAL}", "", "".join(found))
+    return kept.lstrip("\n") if found else kept, thoughts, inside
+
+
+def open_thought(prompt: str) -> str:
+    """What opened the thought that the end of a prompt begins a turn in, or ""."""
+    return next((tag for tag in THOUGHTS if prompt.rstrip().endswith(tag)), "")
 
 
 SUBMIT = "submit_final_answer"

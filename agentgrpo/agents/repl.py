@@ -75,7 +75,7 @@ class ReplAgent(TextAgent):
         banner = python_banner() if self.banner is None else self.banner
         return banner + PROMPTS[0].rstrip()
 
-    def parse(self, text: str, task: Task) -> Action:
+    def read(self, text: str, task: Task) -> Action:
         r"""The line up to its newline. Without one the policy ended its message: its last line.
 
         >>> agent, task = ReplAgent(), Task(id="", messages=(), spec={})

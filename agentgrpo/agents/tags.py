@@ -77,12 +77,16 @@ class TagAgent(TextAgent):
         """The end tags of search, code and answer."""
         return tuple(f"</{name}>" for name in (*self._acts, self.answer))
 
+    @property
+    def marks(self) -> str:
+        return f"<(?:{'|'.join((*self._acts, self.answer))})>"
+
     def prompt(self, task: Task) -> str:
         """What each tag is for."""
         acts = (f"<{name}>" for name in (*self._acts, self.answer))
         return PROMPT.format(search=self.search, python=self.python) + self.talk(*acts)
 
-    def parse(self, text: str, task: Task) -> Action:
+    def read(self, text: str, task: Task) -> Action:
         r"""What the turn's last pair of tags asks for; without one, what is said, or no answer.
 
         >>> agent, task = TagAgent(), Task(id="", messages=(), spec={})
@@ -105,7 +109,7 @@ class TagAgent(TextAgent):
             if name == self.search:
                 return CallTools((ToolCall("search", {"query": body.strip()}),))
             return RunCode(body.strip("\n"))
-        return self.said(text.rpartition(f"</{self.think}>")[2])
+        return self.said(text)
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
         """The result between its tags, for the same message; tags within it broken up."""

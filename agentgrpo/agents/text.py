@@ -13,6 +13,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from agentgrpo.actions import (
+    THOUGHTS,
     Action,
     Finish,
     Malformed,
@@ -20,6 +21,7 @@ from agentgrpo.actions import (
     Observation,
     Say,
     Schema,
+    split_thoughts,
 )
 from agentgrpo.types import Task
 
@@ -37,9 +39,7 @@ class ExampleMessage(TypedDict):
 
 Shots = Sequence[Sequence[ExampleMessage]]
 """Worked examples, each a list of messages."""
-THOUGHTS = re.compile(r"\A\s*<think>.*?</think>|\A.*?</think>(?!['\")\]]|`(?!``))", re.DOTALL)
-"""What a turn begins with and says to nobody; its beginning may be the template's. A program that
-has the tag in a text of its own is none."""
+IN_THOUGHT = "Error: nothing inside a thought is carried out; first close it with {}"
 
 
 def answer_in(text: str, prefix: str) -> str | None:
@@ -65,6 +65,9 @@ class TextAgent:
         system_prompt: what the policy is told first; "" is nothing, None what the agent says of
             itself.
         shots: worked examples, each a list of messages, shown before the task.
+        act_in_thoughts: carry out calls and code inside a thought (<think>...</think>, or as the
+            model's family writes it) too. False: only text outside of thoughts, as where vLLM
+            serves the model with a reasoning parser. An answer is always outside.
     """
 
     acts: ClassVar[tuple[str, ...]] = ()
@@ -75,6 +78,7 @@ class TextAgent:
     env: Any = None
     system_prompt: str | None = None
     shots: Shots = ()
+    act_in_thoughts: bool = False
 
     @property
     def has_user(self) -> bool:
@@ -91,6 +95,11 @@ class TextAgent:
     def stop(self) -> tuple[str, ...]:
         """Strings that end a turn."""
         return ()
+
+    @property
+    def marks(self) -> str:
+        """Pattern of what begins an action, see split_thoughts(). Any text."""
+        return r"\S"
 
     def prompt(self, task: Task) -> str:
         """What the agent says of itself."""
@@ -110,6 +119,21 @@ class TextAgent:
         """None for the chat template: the prompt says what there is."""
         return ()
 
+    def parse(self, text: str, task: Task) -> Action:
+        """The action of what a turn says outside of its thoughts; see act_in_thoughts."""
+        if self.act_in_thoughts:
+            action = self.read(text, task)
+            if not isinstance(action, Finish | Say):
+                return action
+        acted_on, thoughts, inside = split_thoughts(text, self.marks)
+        if inside and any(stop in thoughts for stop in self.stop):
+            return Malformed(IN_THOUGHT.format(THOUGHTS[inside]))
+        return self.read(acted_on, task)
+
+    def read(self, text: str, task: Task) -> Action:
+        """The action of a text that is acted on: the whole turn, or what follows its thoughts."""
+        return self.answered(text, "")
+
     def said(self, text: str, answer: str | None = None) -> Action:
         """What a turn without an action means: it is said to the user; if there is none, the end.
 
@@ -118,11 +142,11 @@ class TextAgent:
         """
         if not self.has_user:
             return Finish(answer)
-        return Say(THOUGHTS.sub("", text, count=1).strip(), answer)
+        return Say(text.strip(), answer)
 
     def answered(self, text: str, prefix: str) -> Action:
-        """What a turn without an action means, less its thoughts: an answer, or what is said."""
-        answer = answer_in(THOUGHTS.sub("", text, count=1), prefix)
+        """What a text without an action means: an answer, or what is said."""
+        answer = answer_in(text, prefix)
         ends = bool(prefix) and answer is not None
         return Finish(answer) if ends else self.said(text, answer)
 
@@ -155,6 +179,10 @@ class PairAgent(TextAgent, ABC):
         """The tag that ends an action."""
         return (self.close_tag,)
 
+    @property
+    def marks(self) -> str:
+        return re.escape(self.open_tag)
+
     @abstractmethod
     def act(self, body: str, task: Task) -> Action:
         """The action of what stands between the tags.
@@ -163,7 +191,7 @@ class PairAgent(TextAgent, ABC):
             ValueError: it is none; the message is for the policy.
         """
 
-    def parse(self, text: str, task: Task) -> Action:
+    def read(self, text: str, task: Task) -> Action:
         """What is between the first open tag and the next close tag; else the answer, if any."""
         _, opened, rest = text.partition(self.open_tag)
         body, closed, _ = rest.partition(self.close_tag)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from agentgrpo.actions import (
+    CALLS,
     Action,
     CallTools,
     Malformed,
@@ -57,6 +58,7 @@ class ToolAgent(TextAgent):
     """
 
     acts = ("tools",)
+    marks = CALLS
     env: Any
     call_reader: Callable[[str], ReadCalls]
     observation_role: Literal["user", "tool"] = "tool"
@@ -87,7 +89,7 @@ class ToolAgent(TextAgent):
         tools: Sequence[Schema] = self.env.tools(task)
         return tools
 
-    def parse(self, text: str, task: Task) -> Action:
+    def read(self, text: str, task: Task) -> Action:
         """Calls, or an error if one cannot be read; else the answer or what is said."""
         reading = self._read_calls(text, self.env.tools(task))
         if not reading.calls:

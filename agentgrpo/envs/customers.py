@@ -24,6 +24,7 @@ from agentgrpo.actions import (
     Say,
     Schema,
     ToolCall,
+    split_thoughts,
 )
 from agentgrpo.config import NO_REFERENCE
 from agentgrpo.config.read import load_callable
@@ -110,7 +111,7 @@ class ModelUser:
 
     def on_reply(self, text: str) -> str | None:
         """What the customer says, without its thoughts; None where they end the talk."""
-        said = text.rpartition("</think>")[2].strip()
+        said = split_thoughts(text, "(?!)")[0].strip()
         self._messages.append({"role": "assistant", "content": said})
         return None if any(mark in said for mark in STOP_MARKERS) else said
 

@@ -44,6 +44,7 @@ class ProgramSampler(AnySampler):
         self._engine, self._launcher, self._env = engine, launcher, env
         self._chat, self._read_calls = chat, agent.read_calls
         self._max_live, self._timeout_s = max_live, agent.timeout_s
+        self._act_in_thoughts = agent.act_in_thoughts
         self._endpoint: Endpoint | None = None
         self._said: set[str] = set()
 
@@ -61,11 +62,8 @@ class ProgramSampler(AnySampler):
         endpoint = self._endpoint
 
         def session(ask: Any) -> Session:
-            return endpoint.open(
-                lambda key: Session(
-                    key, self._chat, config, self._engine.max_model_len, self._read_calls, ask
-                )
-            )
+            given = self._chat, config, self._engine.max_model_len, self._read_calls
+            return endpoint.open(lambda key: Session(key, *given, ask, self._act_in_thoughts))
 
         runner = EpisodeRunner(self._max_live, config.call_timeout_s)
         played = Groups(tasks, seed, self._env, config, group_size, ended)

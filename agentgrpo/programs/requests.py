@@ -268,7 +268,7 @@ def chat_json(reply: Reply) -> dict[str, Any]:
         "role": "assistant",
         "content": message.content or (None if message.calls else ""),
         "refusal": None,
-        "reasoning_content": None,  # where it is not said, litellm cuts thoughts out of content
+        "reasoning_content": message.reasoning,  # without it litellm looks for thoughts in content
     }
     if message.calls:
         said["tool_calls"] = [_call_json(call) for call in message.calls]
@@ -280,6 +280,8 @@ def chat_chunks(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any] | 
     """The answer as data of server-sent events."""
     message = reply.message
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if message.reasoning:
+        deltas.append({"reasoning_content": message.reasoning})
     if message.content:
         deltas.append({"content": message.content})
     for index, call in enumerate(message.calls):

@@ -13,7 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from agentgrpo.actions import InfrastructureError, ReadCalls, Reading
+from agentgrpo.actions import (
+    CALLS,
+    InfrastructureError,
+    ReadCalls,
+    Reading,
+    open_thought,
+    split_thoughts,
+)
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import Conversations, Prompt
@@ -75,6 +82,8 @@ class Session:
     max_model_len: int
     read_calls: ReadCalls
     ask: Callable[[SampleRequest], None]
+    act_in_thoughts: bool = False
+    """Whether the text that is read, and given to the client, is the whole turn."""
     ended_by: Status | None = None
     """Why the policy says nothing more, if that is so."""
     refused: Status | None = None
@@ -260,8 +269,12 @@ class Session:
         stopped = turn.stop_reason
         if isinstance(stopped, str) and stopped in text:
             text = text[: text.index(stopped)]
+        thoughts: str | None = None
+        if not self.act_in_thoughts:
+            text = open_thought(self.chat.decode(pending.prompt.token_ids[-16:])) + text
+            text, thoughts, _ = split_thoughts(text, CALLS if asked.tools else r"\S")
         if not asked.tools or turn.finish_reason == "length":
-            return Message("assistant", text)
+            return Message("assistant", text, reasoning=thoughts)
         try:
             reading = self.read_calls(text, asked.tools)
         except Exception:  # for what a client's schema says
@@ -269,12 +282,12 @@ class Session:
         found = [(name, arguments or "{}") for name, arguments in reading.calls]
         if not found or (asked.objects and not all(is_object(text) for _, text in found)):
             self.stats["malformed"] += reading.attempted or bool(found)
-            return Message("assistant", text)
+            return Message("assistant", text, reasoning=thoughts)
         calls = tuple(
             Call(call_id(*pending.seed_key, number), function, arguments)
             for number, (function, arguments) in enumerate(found)
         )
-        return Message("assistant", reading.content, calls)
+        return Message("assistant", reading.content, calls, thoughts)
 
     # --- the end
 

@@ -39,6 +39,8 @@ class RunningRollout:
     """The conversation so far, where it is rendered again for each turn."""
     message_start: int = 0
     """Where in the row the policy's own message begins whose last turn is being sampled."""
+    thought: str = ""
+    """What opened the thought in which the turn that is being sampled begins; "": in none."""
     roles: list[str] = field(default_factory=list)
     """Those of the messages before the turn that is being sampled."""
     asked_for: Action | None = None

@@ -141,6 +141,7 @@ def _append(
     if any(isinstance(t, str) and chat.exceeds(t, live.budget.max_length) for t in texts):
         return Status.TRUNCATED_LENGTH  # whatever the agent made of what was cut
     last_id = int(live.transcript.ids[-1])
+    live.thought = live.thought if isinstance(said, str) else ""
     if isinstance(said, str):
         if last_id in chat.stop_token_ids:  # that closed what the text would have gone into
             return Status.COMPLETED

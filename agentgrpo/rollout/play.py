@@ -30,6 +30,8 @@ from agentgrpo.actions import (
     ModelRequest,
     Observation,
     Say,
+    open_thought,
+    split_thoughts,
 )
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
@@ -127,6 +129,7 @@ class Play:
         self._groups = Groups(tasks, seed, env, config, group_size, ended)
         self._group_size, self._filters, self.stats = group_size, filters, self._groups.stats
         self._branches = 0 < config.branching.initial < group_size
+        self._skips_thoughts = not getattr(agent, "act_in_thoughts", True)
         self._vocab_size = len(chat.tokenizer)
         self._plans: list[GroupPlan] = []
         self._queue: deque[QueuedRollout] = deque()
@@ -254,6 +257,9 @@ class Play:
         with self._groups.users(index, type(self._agent)):
             stop = self._agent.stop  # may be a property
         live.took("own_s")
+        if self._skips_thoughts:
+            last = self._chat.decode(live.transcript.ids[-16:])
+            live.thought = open_thought(last) or live.thought
         self._engine.add_request(
             request_id,
             live.transcript.ids,
@@ -311,8 +317,10 @@ class Play:
             self._end(index, Status.TRUNCATED_LENGTH)
         else:
             with self._groups.users(index, self._agent.parse):
-                text = self._chat.decode(turn.token_ids)
+                text = live.thought + self._chat.decode(turn.token_ids)
                 action = parsed(self._agent, text, live.rollout.task)
+            if self._skips_thoughts:
+                live.thought = split_thoughts(text, getattr(self._agent, "marks", r"\S"))[2]
             self._act(index, action)
 
     def _act(self, index: int, action: Action) -> None:

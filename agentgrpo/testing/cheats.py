@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.actions import CallTools, RunCode
+from agentgrpo.actions import THOUGHTS, CallTools, RunCode, open_thought
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of
@@ -157,7 +157,8 @@ def _play(
     def says(index: int, turn: int, prompt: Int32) -> tuple[list[int], str]:
         told = tokenizer.decode(prompt[ends.get(index, len(prompt)) :], skip_special_tokens=True)
         moment = Moment(setup.agent, tasks[index], turn, told.strip())
-        text = (cheat(moment) if turn >= 0 else None) or ""
+        opened = open_thought(tokenizer.decode(prompt[-16:]))  # by the template: says nothing in it
+        text = THOUGHTS.get(opened, "") + ((cheat(moment) if turn >= 0 else None) or "")
         ended = text.endswith(tuple(getattr(setup.agent, "stop", ())))
         ids = [*tokenizer.encode(text, add_special_tokens=False), *stops[: 1 - ended]]
         ends[index] = len(prompt) + len(ids)

@@ -71,7 +71,7 @@ CALLED = '<tool_call>{"city": "Seattle, WA"}</tool_call>'
 TAGS = {"system_prompt": ""}
 KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "inline": (
-        {"kind": "inline", "options": {"answer_prefix": "<answer>"}},
+        {"kind": "inline", "options": {"answer_prefix": "<answer>", "act_in_thoughts": True}},
         {"kind": "tools", "options": TOOLS},
         [
             f"<think>Which city?</think>\n{ASK}{EOT}",

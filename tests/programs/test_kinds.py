@@ -56,7 +56,7 @@ def test_ranks_of_one_engine_play_programs_together() -> None:
     def rank(place: int) -> None:
         engine, team = cast(Any, engines[place]), cast(Any, Member(board, place))
         leader = Leader(engine, team)
-        agent: Any = SimpleNamespace(read_calls=None, timeout_s=60.0)
+        agent: Any = SimpleNamespace(read_calls=None, timeout_s=60.0, act_in_thoughts=False)
         inner = ProgramSampler(
             cast(Any, leader), agent, program, AnswerEnv(), CHAT, config, max_live=9
         )

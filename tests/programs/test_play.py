@@ -20,6 +20,7 @@ from agentgrpo.actions import Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.envs.base import Environment
+from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.launch import Awaited, Launcher
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.programs.session import TOO_LONG
@@ -29,6 +30,7 @@ from agentgrpo.usercode import UserCodeError
 from tests.models.test_templates import judge_of
 from tests.playing import CHAT, EOT, TOKENIZER, scripted, tasks
 from tests.rollout.stubs import StubEngine, Turn
+from tests.tiny import CHATML, make_tokenizer
 
 ADD = {
     "type": "function",
@@ -80,13 +82,16 @@ def sampler_of(
     *,
     timeout_s: float = 60.0,
     env: Environment | None = None,
+    act_in_thoughts: bool = False,
     **config: Any,
 ) -> tuple[ProgramSampler, StubEngine]:
     """What plays a program, and its engine."""
     launcher: Any = program if hasattr(program, "start") else Awaited(cast(Any, program))
     engine = engine if isinstance(engine, StubEngine) else scripted(engine)
     settings = {"max_turns": 9, "max_turn_tokens": 99, "max_retries": 0, **config}
-    agent: Any = SimpleNamespace(read_calls=globals()["read_calls"], timeout_s=timeout_s)
+    agent: Any = SimpleNamespace(
+        read_calls=globals()["read_calls"], timeout_s=timeout_s, act_in_thoughts=act_in_thoughts
+    )
     sampler = ProgramSampler(
         cast(Any, engine), agent, launcher, env or AnswerEnv(), CHAT, RolloutConfig(**settings),
         max_live=64,
@@ -222,6 +227,50 @@ def test_a_stream_and_a_plain_answer_are_the_same() -> None:
     rollout = alone(asking(program), lambda number, prompt: turn(f"think {CALL}"))
     assert rollout.answer == "same"
     assert len(rollout.rows) == 2
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_call_in_a_thought_is_not_made(
+    whole: bool, opened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thoughts are given apart from what is said, and the conversation stays one row."""
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    chat = ChatTemplate(make_tokenizer(template)) if opened else CHAT
+    monkeypatch.setitem(globals(), "CHAT", chat)
+    begun = "" if opened else "<think>"
+    turns = [f"{begun}3? {CALL}</think>\n\n{CALL}", f"{begun}3</think>\n4", f"{begun}5"]
+    calls = [2, 0, 0] if whole else [1, 0, 0]
+    said = [None, turns[1], turns[2]] if whole else [None, "4", ""]
+    thoughts = [None] * 3 if whole else [f"3? {CALL}", "3", "5"]
+
+    async def program(client: Any, o: Any) -> str:
+        messages: list[Any] = [{"role": "user", "content": "Q"}]
+        for number in range(3):
+            message = (await o.ask(messages, tools=[ADD])).choices[0].message
+            assert len(message.tool_calls or ()) == calls[number]
+            assert message.reasoning_content == thoughts[number]
+            assert message.content in (said[number], begun) or number == 0
+            kept = message.model_dump(exclude={"reasoning_content"} if number else None)
+            results = [
+                {"role": "tool", "tool_call_id": made.id, "content": "3"}
+                for made in message.tool_calls or ()
+            ]
+            messages += [kept, *(results or [{"role": "user", "content": "more"}])]
+        async for chunk in await o.ask(messages, tools=[ADD], stream=True):
+            for choice in chunk.choices:
+                thought = getattr(choice.delta, "reasoning_content", None)
+                assert thought in (None, "6")
+        return str(message.content)
+
+    rollout = alone(
+        asking(program),
+        lambda number, _: turn([*turns, f"{begun}6</think>7"][number]),
+        act_in_thoughts=whole,
+        max_turn_tokens=300,
+    )
+    assert rollout.answer == said[2]
+    assert len(rollout.rows) == 1
 
 
 def test_a_turn_that_the_request_cuts_goes_on_and_one_that_the_run_cuts_does_not() -> None:
