@@ -1,4 +1,4 @@
-"""The sandbox alone: examine this machine, attack it, prepare environments."""
+"""The sandbox alone: examine this machine, attack it, prepare environments and images."""
 
 if __name__ == "__main__":  # before the imports: a package may be missing
     from agentgrpo import cli
@@ -6,14 +6,17 @@ if __name__ == "__main__":  # before the imports: a package may be missing
     cli.run("sandbox")
 
 import argparse
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, doctor
 from agentgrpo.sandbox.hostile import CASES, LIMITS, Skip, run_cases
+from agentgrpo.sandbox.images import Progress, add_image, list_images, remove_image
 from agentgrpo.sandbox.templates import build_template
 
 
@@ -63,6 +66,50 @@ def build(arguments: argparse.Namespace) -> None:
     )
 
 
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def report(label: str, done: int, total: int) -> None:
+            bars.update(task, description=label, completed=done, total=total or None)
+
+        yield report
+
+
+def image(arguments: argparse.Namespace) -> None:
+    """Add, list or remove images."""
+    if arguments.action == "list":
+        for known in list_images():
+            size = f"{known.bytes / 1e6:,.1f} MB"
+            print(f"{known.name:30} {len(known.layers):3} layers {size:>12}  {known.digest[:19]}")
+    elif arguments.action == "remove":
+        remove_image(arguments.name)
+    else:
+        with _progress() as report:
+            added = add_image(arguments.name, arguments.source, progress=report)
+        print(f"{added.name}: {len(added.layers)} layers, {added.bytes / 1e6:,.1f} MB")
+
+
+def _image_parser(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True)
+    add = actions.add_parser("add", help="unpack an image into the store")
+    add.add_argument("name")
+    add.add_argument(
+        "source",
+        help="OCI layout (folder or tar), tar of `docker save`, folder or tar of a root directory, "
+        "or docker://[HOST/]NAME[:TAG][@DIGEST]",
+    )
+    actions.add_parser("list", help="name, layers, size and digest of each image")
+    actions.add_parser("remove", help="remove an image and its unused layers").add_argument("name")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that was asked for (None: of the command line); 0 if all is well."""
     parser = argparse.ArgumentParser(prog="agentgrpo sandbox", description=__doc__)
@@ -76,6 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     maker.add_argument("--preload", action="append", default=[], help="module to import once")
     maker.add_argument("--tool", action="append", default=[], type=Path, help="script to run first")
     maker.add_argument("--limit", action="append", default=[], metavar="NAME=NUMBER")
+    _image_parser(commands.add_parser("image", help="container images as root directories"))
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "doctor":
@@ -84,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0 if usable else 1
         if chosen.command == "selftest":
             return 1 if selftest() else 0
-        build(chosen)
+        (image if chosen.command == "image" else build)(chosen)
     except (SandboxException, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -66,12 +67,9 @@ def owner() -> int:
     return FIRST_UID if has_own_ids() else JAIL_ID
 
 
-@contextlib.contextmanager
-def hold() -> Iterator[None]:
+def hold() -> contextlib.AbstractContextManager[None]:
     """Keep all layers: none is deleted until the end, in any process."""
-    with (store_dir() / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        yield
+    return _locked("used", fcntl.LOCK_SH)
 
 
 def get_image(name: str) -> Image:
@@ -105,17 +103,15 @@ def remove_image(name: str) -> None:
 
 def delete_unused() -> bool:
     """Delete layers of no image; False if the store is in use, so that nothing was deleted."""
-    store = store_dir()
-    with (store / "lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        used = {layer for image in list_images() for layer in image.layers}
-        for path in (store / "layers").iterdir():
-            if str(path) not in used:
-                shutil.rmtree(path)
-    return True
+    try:
+        with _locked("used", fcntl.LOCK_EX | fcntl.LOCK_NB):
+            used = {layer for image in list_images() for layer in image.layers}
+            for path in (store_dir() / "layers").iterdir():
+                if str(path) not in used:
+                    shutil.rmtree(path)
+        return True
+    except BlockingIOError:
+        return False
 
 
 def save_image(
@@ -144,52 +140,33 @@ def layer_name(*key: object) -> str:
 def new_layer(name: str) -> Iterator[Path | None]:
     """A directory to fill, which becomes the layer; None if the layer exists.
 
-    Another process that makes the same layer waits. What an interrupted one left is used again.
+    The processes of a store make one layer at a time.
     """
     final = store_dir() / "layers" / name
-    scratch = final.with_name(f".new-{name}")
-    while not final.is_dir():
-        scratch.mkdir(exist_ok=True)
-        with _locked(scratch) as fd:
-            if fd < 0 or final.is_dir():  # another process finished or removed it
-                continue
-            try:
-                _empty(scratch, fd)
-                yield scratch
-                scratch.rename(final)
-            except BaseException:
-                shutil.rmtree(scratch)
-                raise
+    with contextlib.nullcontext() if final.is_dir() else _locked("making", fcntl.LOCK_EX):
+        if final.is_dir():
+            yield None
             return
-    yield None
+        scratch = final.with_name(".new")
+        if scratch.is_dir():  # of a process that was killed
+            shutil.rmtree(scratch)
+        scratch.mkdir()
+        scratch.chmod(0o755)
+        if owner() >= 0:
+            os.chown(scratch, owner(), owner())
+        try:
+            yield scratch
+            scratch.rename(final)
+        except BaseException:
+            shutil.rmtree(scratch)
+            raise
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[int]:
-    """A descriptor of a locked directory; -1 if it is not there any more."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield -1
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        same = folder.is_dir() and os.path.samestat(os.fstat(fd), os.lstat(folder))
-        yield fd if same else -1
-    finally:
-        os.close(fd)
-
-
-def _empty(folder: Path, fd: int) -> None:
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
-    os.fchmod(fd, 0o755)
-    if owner() >= 0:
-        os.fchown(fd, owner(), owner())
-    set_bytes(folder, 0)
+def _locked(name: str, kind: int) -> Iterator[None]:
+    with (store_dir() / name).open("a") as lock:
+        fcntl.flock(lock, kind)
+        yield
 
 
 def set_bytes(layer: Path, size: int) -> None:
@@ -256,7 +233,7 @@ def _explained(source: str) -> Iterator[None]:
         raise ImageError(f"{source}: {error}") from error
     except (
         *(tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, LookupError),
-        *(TypeError, AttributeError, OverflowError, RecursionError),
+        *(TypeError, AttributeError, OverflowError, RecursionError, FileNotFoundError),
     ) as error:
         raise ImageError(f"{source}: damaged, or no image: {error!r:.200}") from error
 
@@ -269,12 +246,10 @@ def fill(
     paths = [str(scratch.parent / name) for name in below]
     with open_blob(layer.blob) as raw:
         packed = Hashed(raw, lambda done: report(done, layer.size))
-        with (
-            decompressed(packed) as plain,
-            contextlib.closing(NewLayer(str(scratch), paths, owner())) as new,
-        ):
+        new = NewLayer(str(scratch), paths, owner())
+        with decompressed(io.BufferedReader(packed)) as plain:
             content = Hashed(plain)
-            new.unpack(content)  # type: ignore[arg-type]
+            new.unpack(content)
             if content.finish() != layer.diff:
                 raise ImageError(f"the content of layer {layer.blob} is not {layer.diff}")
         if layer.blob.startswith("sha256:") and packed.finish() != layer.blob:

@@ -50,16 +50,15 @@ class Registry:
             host, name = "registry-1.docker.io", name if "/" in name else f"library/{name}"
         local = host.partition(":")[0] in ("localhost", "127.0.0.1")
         self._base, self._name = f"http{'' if local else 's'}://{host}/v2/{name}", name
-        self.digest, self._wanted, self._token = digest or "", digest or tag or "latest", ""
+        self.reference, self._token = digest or tag or "latest", ""
         self._opener = urllib.request.build_opener(_Redirects)
 
-    def index(self) -> Any:
-        return self.manifest(self._wanted)
-
     def manifest(self, reference: str) -> Any:
+        """The response that has a manifest."""
         return self._get(f"manifests/{reference}")
 
-    def open(self, digest: str) -> Any:
+    def blob(self, digest: str) -> Any:
+        """The response that has a configuration or layer."""
         return self._get(f"blobs/{digest}")
 
     def _get(self, path: str) -> Any:

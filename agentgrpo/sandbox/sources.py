@@ -3,7 +3,7 @@
 import contextlib
 import gzip
 import hashlib
-import importlib
+import io
 import json
 import os
 import re
@@ -12,13 +12,13 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 from agentgrpo.sandbox.layers import MAX_BYTES, Header, ImageError, clean
+from agentgrpo.sandbox.registry import Registry
 
 MAX_JSON, MAX_MEMBERS = 8 << 20, 100_000
 ROOT_FOLDERS = {"bin", "usr", "etc", "sbin"}
-_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 class Layer(NamedTuple):
@@ -38,33 +38,18 @@ class Contents(NamedTuple):
     open: Callable[[str], Any]
 
 
-class Blobs(Protocol):
-    """Where the parts of an OCI image are read from; nothing is verified yet."""
-
-    def index(self) -> Any:
-        """The image's manifest, or an index of manifests."""
-
-    def manifest(self, digest: str) -> Any:
-        """A manifest."""
-
-    def open(self, digest: str) -> Any:
-        """A configuration or layer."""
-
-
 def find_contents(source: str, opened: contextlib.ExitStack) -> Contents:
     """Recognise a source, and read all of it but its layers."""
     if source.startswith("docker://"):
-        from agentgrpo.sandbox.registry import Registry
-
         registry = Registry(source.removeprefix("docker://"))
-        return _oci(registry, registry.digest, several=True)
+        return _oci(registry.manifest, registry.blob, registry.reference, several=True)
     path = Path(source)
-    if (path / "oci-layout").is_file():
-        return _oci(_Layout(lambda name: (path / name).open("rb")))
+    if path.is_dir() and (path / "oci-layout").is_file():
+        return _layout(lambda name: (path / name).open("rb"))
     if path.is_dir():
         if not ROOT_FOLDERS & set(os.listdir(path)):
             raise ImageError("expected an OCI layout or a root directory with bin, usr or etc")
-        packed = opened.enter_context(scratch_file())
+        packed = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         with tarfile.open(fileobj=packed, mode="w") as tar:
             pack(tar, path, "")
         return _root(packed)
@@ -72,9 +57,9 @@ def find_contents(source: str, opened: contextlib.ExitStack) -> Contents:
         raise ImageError("no such file or folder; an image of a registry is docker://NAME")
     file = _plain(path, opened)
     archive = _Archive(file)
-    if archive.has("oci-layout"):
-        return _oci(_Layout(archive.open))
-    if archive.has("manifest.json"):
+    if "oci-layout" in archive.members:
+        return _layout(archive.open)
+    if "manifest.json" in archive.members:
         return _docker(archive)
     if not ROOT_FOLDERS & archive.folders:
         raise ImageError("the tar holds no OCI layout, no image of `docker save` and no root")
@@ -91,38 +76,49 @@ def _fits(manifest: dict[str, Any]) -> bool:
     return (platform.get("os"), platform.get("architecture")) == ("linux", machine())
 
 
-def _read(file: IO[bytes], digest: str = "") -> tuple[Any, str]:
-    """A JSON file that has this digest, and its digest."""
+def _read(file: Any, digest: str = "") -> tuple[Any, str]:
+    """A JSON file, which has this digest if it is one of sha256; and its digest."""
+    data = b""
     with file:
-        data = b""
         while len(data) <= MAX_JSON and (more := file.read(1 << 20)):
             data += more
-    found = f"sha256:{hashlib.sha256(data).hexdigest()}"
-    if len(data) > MAX_JSON or digest not in ("", found):
-        raise ImageError(f"{digest}: expected a manifest of this digest, got {found}")
-    return json.loads(data), found
+    actual = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    if len(data) > MAX_JSON or (digest.startswith("sha256:") and digest != actual):
+        raise ImageError(f"{digest}: expected a file of this digest, got {actual}")
+    return json.loads(data), actual
 
 
-def _oci(blobs: Blobs, digest: str = "", *, several: bool = False) -> Contents:
+def _layout(open_file: Callable[[str], Any]) -> Contents:
+    def blob(digest: str) -> Any:
+        match = re.fullmatch("sha256:([0-9a-f]{64})", digest)
+        if match is None:
+            raise ImageError(f"expected a sha256 digest, got {digest!r:.80}")
+        return open_file(f"blobs/sha256/{match[1]}")
+
+    return _oci(lambda name: blob(name) if name else open_file("index.json"), blob)
+
+
+def _oci(
+    manifest: Callable[[str], Any], blob: Callable[[str], Any], name: str = "",
+    *, several: bool = False,
+) -> Contents:  # fmt: skip
     """The image for this machine of a layout or registry."""
-    manifest, digest = _read(blobs.index(), digest)
-    while "manifests" in manifest:  # an index of platforms may be below the first
-        fits = list(dict.fromkeys(m["digest"] for m in manifest["manifests"] if _fits(m)))
-        if not fits:
-            raise ImageError(f"no image for linux/{machine()}")
-        if len(fits) > 1 and not several:
-            raise ImageError(f"expected one image, got {len(fits)}. Remedy: copy out one of them")
-        manifest, digest = _read(blobs.manifest(fits[0]), fits[0])
-    config, _ = _read(blobs.open(manifest["config"]["digest"]), manifest["config"]["digest"])
-    named = [(layer["digest"], int(layer.get("size", 0))) for layer in manifest["layers"]]
-    return Contents(config, _layers(config, named), digest, blobs.open)
+    chosen, digest = _read(manifest(name), name)
+    while "manifests" in chosen:  # an index of platforms may be below the first
+        fits = list(dict.fromkeys(m["digest"] for m in chosen["manifests"] if _fits(m)))
+        if not fits or (len(fits) > 1 and not several):
+            raise ImageError(f"expected one image for linux/{machine()}, got {len(fits)}")
+        chosen, digest = _read(manifest(fits[0]), fits[0])
+    config, _ = _read(blob(chosen["config"]["digest"]), chosen["config"]["digest"])
+    blobs = [(layer["digest"], int(layer.get("size", 0))) for layer in chosen["layers"]]
+    return Contents(config, _layers(config, blobs), digest, blob)
 
 
-def _layers(config: dict[str, Any], named: list[tuple[str, int]]) -> list[Layer]:
+def _layers(config: dict[str, Any], blobs: list[tuple[str, int]]) -> list[Layer]:
     diffs = config["rootfs"]["diff_ids"]
-    if len(diffs) != len(named) or not named:
-        raise ImageError(f"{len(named)} layers, and {len(diffs)} digests of their content")
-    return [Layer(blob, diff, size) for (blob, size), diff in zip(named, diffs, strict=True)]
+    if len(diffs) != len(blobs) or not blobs:
+        raise ImageError(f"{len(blobs)} layers, and {len(diffs)} digests of their content")
+    return [Layer(blob, diff, size) for (blob, size), diff in zip(blobs, diffs, strict=True)]
 
 
 def _docker(archive: "_Archive") -> Contents:
@@ -130,43 +126,21 @@ def _docker(archive: "_Archive") -> Contents:
     if len(images) != 1:
         raise ImageError(f"expected one image, got {len(images)}. Remedy: docker save NAME")
     config, digest = _read(archive.open(images[0]["Config"]))
-    named = [(name, 0) for name in images[0]["Layers"]]
-    return Contents(config, _layers(config, named), digest, archive.open)
+    layers = _layers(config, [(name, 0) for name in images[0]["Layers"]])
+    return Contents(config, layers, digest, archive.open)
 
 
 def _root(file: IO[bytes]) -> Contents:
     """The one layer of a root directory's tar."""
+    file.seek(0)
+    diff = Hashed(file).finish()
+    size = file.tell()
 
     def start(_: str) -> Any:
         file.seek(0)
         return contextlib.nullcontext(file)
 
-    with start("") as whole:
-        diff = Hashed(whole).finish()
-    return Contents({}, [Layer("", diff, file.tell())], diff, start)
-
-
-class _Layout:
-    """An OCI layout, in a folder or in an archive."""
-
-    def __init__(self, open_file: Callable[[str], IO[bytes]]) -> None:
-        self._open = open_file
-
-    def index(self) -> IO[bytes]:
-        return self._open("index.json")
-
-    def open(self, digest: str) -> IO[bytes]:
-        match = _DIGEST.fullmatch(digest)
-        if match is None:
-            raise ImageError(f"expected a sha256 digest, got {digest!r:.80}")
-        return self._open(f"blobs/sha256/{match[1]}")
-
-    manifest = open
-
-
-def scratch_file() -> IO[bytes]:
-    """A file without a name."""
-    return tempfile.TemporaryFile()
+    return Contents({}, [Layer("", diff, size)], diff, start)
 
 
 class _Archive:
@@ -174,143 +148,107 @@ class _Archive:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._tar = tarfile.open(fileobj=file, mode="r:", tarinfo=Header)  # noqa: SIM115
-        self._members: dict[str, tarfile.TarInfo] = {}
+        self.members: dict[str, tarfile.TarInfo] = {}
         self.folders: set[str] = set()
         while (member := self._tar.next()) is not None:
             self._tar.members.clear()  # type: ignore[attr-defined]
             name = clean(member.name)
             self.folders.add(name.partition("/")[0])
             if name.count("/") < 3 and not member.isdir():
-                self._members[name] = member
-            if len(self._members) > MAX_MEMBERS:
+                self.members[name] = member
+            if len(self.members) > MAX_MEMBERS:
                 raise ImageError(f"over {MAX_MEMBERS} files at the top of the archive")
 
-    def has(self, name: str) -> bool:
-        return name in self._members
-
-    def open(self, name: str) -> IO[bytes]:
-        member = self._members.get(clean(name))
+    def open(self, name: str) -> Any:
+        member = self.members.get(clean(name))
         for _ in range(8):  # before 2024 `docker save` wrote equal layers as links
             if member is not None and member.issym():
                 target = f"{os.path.dirname(member.name)}/{member.linkname}"
-                member = self._members.get(clean(target))
-        file = self._tar.extractfile(member) if member is not None and member.isreg() else None
-        if file is None:
+                member = self.members.get(clean(target))
+        if member is None or not member.isreg():
             raise ImageError(f"the archive has no file {name!r:.80}")
-        return file
+        return self._tar.extractfile(member)
 
 
 def _plain(path: Path, opened: contextlib.ExitStack) -> IO[bytes]:
     """A tar, decompressed to a temporary file if it is compressed."""
     file = opened.enter_context(path.open("rb"))
     with decompressed(file) as content:
-        if isinstance(content, Prefixed):
-            file.seek(0)
-            return file
-        copy = opened.enter_context(scratch_file())
+        if content is file:
+            return file  # type: ignore[no-any-return]
+        copy: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         counted = Hashed(content)
-        while data := counted.read():
+        while data := counted.read(1 << 20):
             copy.write(data)
-        copy.seek(0)
-        return copy
+    copy.seek(0)
+    return copy
 
 
 def pack(tar: tarfile.TarFile, folder: Path, target: str, mtime: int | None = None) -> None:
-    """Add a folder's files, folders and links; no link is followed, also if files are exchanged."""
+    """Add a folder's files, folders and links. No link is followed, even if files are exchanged."""
     for base, folders, files, fd in os.fwalk(folder):
         folders.sort()
         for name in sorted((*folders, *files)):
             info = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            at = os.path.normpath(f"/{target}/{os.path.relpath(base, folder)}/{name}").strip("/")
-            member = tarfile.TarInfo(at)
+            member = tarfile.TarInfo(
+                os.path.normpath(f"/{target}/{os.path.relpath(base, folder)}/{name}").strip("/")
+            )
             member.mode = stat.S_IMODE(info.st_mode)
             member.mtime = int(info.st_mtime) if mtime is None else mtime
-            if stat.S_ISDIR(info.st_mode):
+            if stat.S_ISREG(info.st_mode):
+                with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=fd), "rb") as file:
+                    member.size = os.fstat(file.fileno()).st_size
+                    tar.addfile(member, file)
+            elif stat.S_ISDIR(info.st_mode):
                 member.type = tarfile.DIRTYPE
+                tar.addfile(member)
             elif stat.S_ISLNK(info.st_mode):
                 member.type, member.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=fd)
-            elif stat.S_ISREG(info.st_mode):
-                pack_file(tar, member, os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=fd))
-                continue
-            else:
-                continue
-            tar.addfile(member)
+                tar.addfile(member)
 
 
-def pack_file(tar: tarfile.TarFile, member: tarfile.TarInfo, fd: int) -> None:
-    """Add one open file, of the size that it has now."""
-    with open(fd, "rb") as file:
-        member.size = os.fstat(fd).st_size
-        tar.addfile(member, file)
-
-
-class Hashed:
+class Hashed(io.RawIOBase):
     """A file that is hashed and counted while it is read."""
 
     def __init__(self, file: Any, report: Callable[[int], None] | None = None) -> None:
         self._file, self._hash, self._size, self._report = file, hashlib.sha256(), 0, report
 
-    def read(self, size: int = -1) -> bytes:
-        data: bytes = self._file.read(min(size, 1 << 20) if size >= 0 else 1 << 20)
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
         self._hash.update(data)
         self._size += len(data)
         if self._size > MAX_BYTES:
             raise ImageError(f"a layer has over {MAX_BYTES} bytes")
         if self._report is not None:
             self._report(self._size)
-        return data
+        return len(data)
 
     def finish(self) -> str:
         """The digest of all of it."""
-        while self.read():
+        while self.read(1 << 20):
             pass
         return f"sha256:{self._hash.hexdigest()}"
 
 
-class Prefixed:
-    """A file whose first bytes were read already."""
-
-    def __init__(self, head: bytes, file: Any) -> None:
-        self._head, self._file = head, file
-
-    def read(self, size: int = -1) -> bytes:
-        if not self._head:
-            return bytes(self._file.read(size))
-        size = len(self._head) if size < 0 else size
-        data, self._head = self._head[:size], self._head[size:]
-        return data
-
-
 @contextlib.contextmanager
 def decompressed(file: Any) -> Iterator[Any]:
-    """What a file holds, by its first bytes."""
-    head = b""
-    while len(head) < 4 and (more := file.read(4 - len(head))):
-        head += more
-    whole = Prefixed(head, file)
+    """What a buffered file holds, by its first bytes."""
+    head = file.peek(4)
     if head.startswith(b"\x1f\x8b"):
-        with gzip.GzipFile(fileobj=whole) as plain:  # type: ignore[call-overload]
+        with gzip.GzipFile(fileobj=file) as plain:
             yield plain
-    elif head == b"\x28\xb5\x2f\xfd":
-        with _zstd(whole) as plain:
-            yield plain
+    elif head.startswith(b"\x28\xb5\x2f\xfd"):
+        try:
+            import zstandard  # type: ignore[import-not-found, unused-ignore]
+        except ImportError:
+            raise ImageError("it is compressed by zstd. Remedy: pip install zstandard") from None
+        try:
+            yield zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        except zstandard.ZstdError as error:
+            raise ImageError(f"zstd: {error}") from error
     else:
-        yield whole
-
-
-@contextlib.contextmanager
-def _zstd(file: Any) -> Iterator[Any]:
-    """By Python's own module (from 3.14 on), its backport, or zstandard."""
-    for name in ("compression.zstd", "backports.zstd", "zstandard"):
-        with contextlib.suppress(ImportError):
-            module = importlib.import_module(name)
-            break
-    else:
-        raise ImageError("a layer is compressed by zstd. Remedy: pip install zstandard")
-    try:
-        if name == "zstandard":
-            yield module.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-        else:
-            yield module.ZstdFile(file)
-    except module.ZstdError as error:
-        raise ImageError(f"zstd: {error}") from error
+        yield file

@@ -3,24 +3,32 @@
 import contextlib
 import gzip
 import hashlib
+import http.server
 import io
 import json
 import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 import tarfile
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import agentgrpo
 from agentgrpo.sandbox import images
-from agentgrpo.sandbox.images import add_image, get_image, list_images, store_dir
-from agentgrpo.sandbox.layers import OPAQUE, ImageError, NewLayer, Stack
+from agentgrpo.sandbox.images import add_image, get_image, list_images, remove_image, store_dir
+from agentgrpo.sandbox.layers import OPAQUE, ImageError, NewLayer, Stack, is_whiteout
+from tests.sandbox.test_nobody import _python
 
 OTHER = {"x86_64": "arm64", "aarch64": "amd64"}[os.uname().machine]
+REPOSITORY = Path(__file__).parents[2]
 FILES = "etc/ etc/os=one bin->usr/bin"
 
 
@@ -55,8 +63,12 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def gzipped(data: bytes) -> bytes:
+    return gzip.compress(data, mtime=0)
+
+
 def write_layout(
-    folder: Path, *tars: bytes, pack: Any = gzip.compress, architecture: str = "", **config: Any
+    folder: Path, *tars: bytes, pack: Any = gzipped, architecture: str = "", **config: Any
 ) -> Path:
     """An OCI layout of one image."""
     (folder / "blobs" / "sha256").mkdir(parents=True)
@@ -80,10 +92,7 @@ def write_layout(
 
 def unpack(data: bytes, top: Path, *below: Path) -> NewLayer:
     new = NewLayer(str(top), [str(path) for path in below], -1)
-    try:
-        new.unpack(io.BytesIO(data))
-    finally:
-        new.close()
+    new.unpack(io.BytesIO(data))
     return new
 
 
@@ -348,7 +357,7 @@ def refused_sources(at: Path) -> dict[str, tuple[Path, str]]:
     (at / "huge.tar").write_bytes(ROOT[:2048] + huge.tobuf() + b"\0" * 4096)
     return {
         "another machine's": (layout, OTHER),
-        "several images": (two, "expected one image, got 2"),
+        "several images": (two, "expected one image .* got 2"),
         "a digest that is a path": (outside, "expected a sha256 digest"),
         "no list of manifests": (odd, "no image"),
         "nested without end": (deep, "no image"),
@@ -398,3 +407,198 @@ def test_bombs(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ImageError):
         add_image("x", write_layout(tmp_path / "s", data))
     assert list(store_dir().glob("*/*")) == []
+
+
+ADD = "import sys; from agentgrpo.sandbox.images import add_image; add_image(*sys.argv[1:])"
+
+
+def test_processes_that_add_the_same_layers(tmp_path: Path) -> None:
+    source = write_layout(tmp_path / "s", ROOT, tar_of(" ".join(f"d{i}/f=1" for i in range(500))))
+    names = ["a", "b", "c"]
+    started = [
+        subprocess.Popen([sys.executable, "-c", ADD, name, str(source)], cwd=REPOSITORY)
+        for name in names
+    ]
+    assert [process.wait(60) for process in started] == [0, 0, 0]
+    layers = {image.layers for image in list_images()}
+    assert len(layers) == 1
+    assert {path.name for path in (store_dir() / "layers").iterdir()} == {
+        Path(layer).name for layer in layers.pop()
+    }
+
+
+def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+    folder = write_layout(tmp_path / "s", ROOT, tar_of("x=2"))
+    blobs = {path.name: path for path in (folder / "blobs" / "sha256").iterdir()}
+    slow = blobs[sha256(gzipped(tar_of("x=2")))]
+    data = slow.read_bytes()
+    slow.unlink()
+    os.mkfifo(slow)  # the second layer waits for somebody who writes
+    process = subprocess.Popen([sys.executable, "-c", ADD, "x", str(folder)], cwd=REPOSITORY)
+    with slow.open("wb") as pipe:
+        pipe.write(data[:30])
+        pipe.flush()
+        while not (store_dir() / "layers" / ".new").is_dir():
+            assert process.poll() is None
+        process.kill()
+        process.wait()
+    assert (store_dir() / "layers" / ".new").is_dir()
+    assert list_images() == []
+    slow.unlink()
+    slow.write_bytes(data)
+    assert shown(add_image("x", folder)) == "bin->usr/bin etc/ etc/os=one x=2"
+    assert not (store_dir() / "layers" / ".new").exists()
+
+
+def test_layers_are_deleted_when_nothing_uses_them(tmp_path: Path) -> None:
+    add_image("x", write_layout(tmp_path / "x", ROOT, tar_of("x=1")))
+    kept = add_image("y", write_layout(tmp_path / "y", ROOT))
+    with images.hold():
+        remove_image("x")
+        assert len(list((store_dir() / "layers").iterdir())) == 2
+    images.delete_unused()
+    assert [str(path) for path in (store_dir() / "layers").iterdir()] == list(kept.layers)
+    with pytest.raises(ImageError, match="image add x SOURCE"):
+        remove_image("x")
+
+
+def test_the_environment_and_directory_of_an_image(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"Env": ["A=b=c", "PATH=/opt/bin"], "WorkingDir": "/app"}
+    image = add_image("x", write_layout(tmp_path / "x", ROOT, **config))
+    assert (image.env, image.workdir) == ({"PATH": "/opt/bin", "A": "b=c"}, "/app")
+    other = add_image("x", write_layout(tmp_path / "y", tar_of("etc/")))
+    assert other.layers != image.layers
+    assert get_image("x") == other
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_nobody_adds_an_image(tmp_path: Path) -> None:
+    home = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        home.chmod(0o777)
+        source = packed(
+            write_layout(tmp_path / "s", ROOT, tar_of("etc/.wh.os= b=1")), home / "s.tar"
+        )
+        package = home / "agentgrpo"
+        shutil.copytree(Path(agentgrpo.__path__[0], "sandbox"), package / "sandbox")
+        for name in ("_C", "usercode", "cli", "extras"):
+            for path in Path(agentgrpo.__path__[0]).glob(f"{name}*.*"):
+                shutil.copy(path, package)
+        (package / "__init__.py").touch()
+        done = subprocess.run(
+            [_python(), "-B", "-c", ADD, "x", str(source)], cwd=home, user=65534, group=65534,
+            extra_groups=[], env={"XDG_CACHE_HOME": str(home / "cache"), "PATH": "/usr/bin:/bin"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        files = [
+            path.lstat() for path in (home / "cache" / "agentgrpo" / "images" / "layers").rglob("*")
+        ]
+        assert {info.st_uid for info in files} == {65534}
+        assert any(is_whiteout(info) for info in files)
+    finally:
+        shutil.rmtree(home)
+
+
+# a registry
+
+
+class Registry(http.server.BaseHTTPRequestHandler):
+    """One image, behind a token; blobs are on another host."""
+
+    folder: Path
+    requests: list[tuple[str, str | None]]
+    wrong = ""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        token = self.headers.get("Authorization")
+        self.requests.append((self.path, token))
+        host = f"http://{self.headers['Host']}"
+        match = re.fullmatch(r"/v2/org/x/(manifests|blobs)/(.*)", self.path)
+        if self.path.startswith("/token"):
+            self._send(200, json.dumps({"token": "t"}).encode())
+        elif self.path.startswith("/cdn/"):
+            data = self._blob(self.path[5:])
+            self._send(200, data[::-1] if self.wrong == "blob" else data)
+        elif match is None:
+            self._send(404, b"")
+        elif token != "Bearer t":
+            challenge = f'Bearer realm="{host}/token",service="s",scope="repository:org/x:pull"'
+            self._send(401, b"", ("WWW-Authenticate", challenge))
+        elif match[1] == "blobs":
+            other = host.replace("127.0.0.1", "localhost")
+            self._send(307, b"", ("Location", f"{other}/cdn/{match[2].removeprefix('sha256:')}"))
+        elif match[2] == "v1":
+            self._send(200, (self.folder / "index.json").read_bytes())
+        elif match[2].startswith("sha256:"):
+            data = (
+                self.folder / "blobs" / "sha256" / match[2].removeprefix("sha256:")
+            ).read_bytes()
+            self._send(200, data + b" " if self.wrong == "manifest" else data)
+        else:
+            self._send(404, b"")
+
+    def _blob(self, name: str) -> bytes:
+        return (self.folder / "blobs" / "sha256" / name).read_bytes()
+
+    def _send(self, code: int, data: bytes, *headers: tuple[str, str]) -> None:
+        self.send_response(code)
+        for name, value in (*headers, ("Content-Length", str(len(data)))):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(
+            data[:-9] if self.wrong == "cut" and self.path.startswith("/cdn") else data
+        )
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[tuple[type[Registry], str]]:
+    folder = write_layout(tmp_path / "registry", ROOT)
+
+    class Handler(Registry):
+        pass
+
+    Handler.folder, Handler.requests = folder, []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield Handler, f"docker://127.0.0.1:{server.server_port}/org/x"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("by", ["tag", "digest"])
+def test_an_image_of_a_registry(registry: tuple[type[Registry], str], by: str) -> None:
+    handler, name = registry
+    digest = json.loads((handler.folder / "index.json").read_text())["manifests"][0]["digest"]
+    image = add_image("x", f"{name}:v1" if by == "tag" else f"{name}@{digest}")
+    assert image.digest == digest
+    assert shown(image) == "bin->usr/bin etc/ etc/os=one"
+    blobs = [token for path, token in handler.requests if path.startswith("/cdn/")]
+    assert blobs == [None, None]  # the other host gets no token
+    assert [path for path, _ in handler.requests if path.startswith("/token")] == [
+        "/token?service=s&scope=repository%3Aorg%2Fx%3Apull"
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["manifest", "blob", "cut"])
+def test_a_registry_that_sends_something_else(
+    registry: tuple[type[Registry], str], wrong: str
+) -> None:
+    handler, name = registry
+    digest = json.loads((handler.folder / "index.json").read_text())["manifests"][0]["digest"]
+    handler.wrong = wrong
+    with pytest.raises(ImageError):
+        add_image("x", f"{name}@{digest}")
+    assert list(store_dir().glob("*/*")) == []
+
+
+def test_references(registry: tuple[type[Registry], str]) -> None:
+    with pytest.raises(ImageError, match="404"):
+        add_image("x", f"{registry[1]}:v2")
+    for reference in ("docker://", "docker://UPPER", "docker://x@sha256:12", "docker://a b"):
+        with pytest.raises(ImageError, match="expected docker://"):
+            add_image("x", reference)
