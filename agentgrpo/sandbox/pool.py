@@ -1,5 +1,6 @@
 """A pool of sessions: the part of the sandbox that the trainer talks to."""
 
+import contextlib
 import threading
 import warnings
 from collections import deque
@@ -16,12 +17,11 @@ from agentgrpo.sandbox.errors import (
     SandboxUnavailable,
 )
 from agentgrpo.sandbox.host_tools import HostCalls
-from agentgrpo.sandbox.images import get_image
-from agentgrpo.sandbox.jail import Image
+from agentgrpo.sandbox.images import Image, get_image, hold, list_images
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
-from agentgrpo.sandbox.snapshots import Snapshot
+from agentgrpo.sandbox.snapshots import remove
 from agentgrpo.sandbox.spawner import CLOSED, Spawner
 from agentgrpo.sandbox.template import Template, check_environment
 from agentgrpo.sandbox.watchdog import MemoryWatchdog
@@ -88,6 +88,9 @@ class SandboxPool(ProcessBound):
         if not own_network and not self.template.image:
             raise ValueError("own_network: expected True without template.image, got False")
         self.max_live, self.min_idle, self.all_cpus = max_live, min_idle, all_cpus
+        self._held = contextlib.ExitStack()
+        if self.template.image:
+            self._held.enter_context(hold())
         self._spawner = Spawner(
             self.template,
             self.limits,
@@ -98,7 +101,7 @@ class SandboxPool(ProcessBound):
             image=self._image_of(self.template.image) if self.template.image else None,
             own_network=own_network,
         )
-        self._snapshots: list[Snapshot] = []
+        self._snapshots: list[Image] = []
         self.degraded = self._spawner.rung is Rung.BARE
         if self.degraded:
             warnings.warn(DEGRADED, stacklevel=2)
@@ -154,6 +157,10 @@ class SandboxPool(ProcessBound):
             NotFoundException: there is no image of that name.
         """
         check_environment("env", env or {})
+        if host is not None and self.template.image:
+            raise InvalidArgumentException(
+                "host: expected None, as the bash of an image cannot call functions, got HostCalls"
+            )
         if isinstance(image, (int, float)):
             timeout_s, image = image, None
         other = None if image is None else self._image_of(image)
@@ -247,7 +254,7 @@ class SandboxPool(ProcessBound):
             )
         if isinstance(image, str):
             return get_image(image)
-        if not isinstance(getattr(image, "layers", None), tuple):
+        if not isinstance(image, Image):
             raise InvalidArgumentException(
                 f"image: expected a name or a snapshot, got {image!r:.99}"
             )
@@ -304,7 +311,7 @@ class SandboxPool(ProcessBound):
             **self._spawner.describe(),
             "nsjail": self._spawner.nsjail,
             "python": self._spawner.python_version,
-            "template": self.template.name,
+            "template": self.template.image or self.template.name,
             "max_live": self.max_live,
             "limits": asdict(self.limits),
         }
@@ -327,8 +334,12 @@ class SandboxPool(ProcessBound):
         for session in self._copy_of_live():
             session.close()
         self._spawner.close()
-        for snapshot in self._snapshots:
-            snapshot.remove()
+        self._held.close()
+        if self._snapshots:
+            used = {layer for image in list_images() for layer in image.layers}
+            for snapshot in self._snapshots:
+                if snapshot.layers[-1] not in used:
+                    remove(snapshot)
 
     def __enter__(self) -> Self:
         return self

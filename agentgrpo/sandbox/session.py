@@ -18,6 +18,7 @@ from agentgrpo.sandbox.errors import InvalidArgumentException, NotSupportedExcep
 from agentgrpo.sandbox.files import Files
 from agentgrpo.sandbox.guest.wire import Malformed, encode
 from agentgrpo.sandbox.host_tools import HostCalls, within_a_call_of
+from agentgrpo.sandbox.images import Image
 from agentgrpo.sandbox.jail import Places
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.outcome import (
@@ -30,7 +31,7 @@ from agentgrpo.sandbox.outcome import (
     show_output,
 )
 from agentgrpo.sandbox.result import CLOSED, StepError, StepResult, StepStatus
-from agentgrpo.sandbox.snapshots import Snapshot, take
+from agentgrpo.sandbox.snapshots import take
 from agentgrpo.sandbox.template import check_environment
 
 MIB = 1 << 20
@@ -74,7 +75,7 @@ class Session(ProcessBound):
         on_close: Callable[[], None] | None = None,
         degraded: bool = False,
         guest_of: "Session | None" = None,
-        snapshots: list[Snapshot] | None = None,
+        snapshots: list[Image] | None = None,
     ) -> None:
         self.limits, self.degraded, self._guest_of = limits, degraded, guest_of
         self._channels = channels
@@ -447,9 +448,10 @@ class Session(ProcessBound):
             root.close()
         return Files(root, self._channels)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, name: str | None = None) -> Image:
         """Copy what it has changed of its image's files. The session goes on. Until the pool is
-        closed, pool.acquire(snapshot) starts others from the copy. Processes are not copied.
+        closed, pool.acquire(snapshot) starts others from the copy; one with a name is an image of
+        the store from then on. Processes are not copied.
 
         Raises:
             NotSupportedException: it has no image.
@@ -462,7 +464,7 @@ class Session(ProcessBound):
                 "snapshot(): the session has no image (Template(image=...))"
             )
         with self._channels.borrowed() as channels:
-            snapshot = take(channels.upper, image, self.limits, channels.owner)
+            snapshot = take(channels.upper, image, self.limits, channels.owner, name)
         self._snapshots.append(snapshot)
         return snapshot
 

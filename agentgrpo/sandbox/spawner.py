@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agentgrpo.sandbox import jail
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable, ControlGroup
 from agentgrpo.sandbox.channels import Channels, pid_of
 from agentgrpo.sandbox.errors import (
@@ -20,6 +19,7 @@ from agentgrpo.sandbox.errors import (
     SandboxUnavailable,
     TemplateUnavailable,
 )
+from agentgrpo.sandbox.images import Image
 from agentgrpo.sandbox.jail import FIRST_UID, has_own_ids
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.remedies import OTHERWISE, masked_proc, remedy
@@ -95,7 +95,7 @@ class Spawner:
         rungs: Sequence[Rung] = LADDER,
         nsjail: str | None = None,
         all_cpus: float | None = None,
-        image: jail.Image | None = None,
+        image: Image | None = None,
         own_network: bool = True,
     ) -> None:
         self._template, self._limits, self._nsjail = template, limits, nsjail
@@ -195,7 +195,7 @@ class Spawner:
         self.python_version, self.nsjail = zygote.python_version, zygote.nsjail
         return zygote
 
-    def spawn(self, image: jail.Image | None = None) -> Spawned:
+    def spawn(self, image: Image | None = None) -> Spawned:
         """Start a session, of this image instead of the template's."""
         if self._closed:
             raise SandboxException(CLOSED)
@@ -221,7 +221,7 @@ class Spawner:
             raise SandboxInfraError(f"no control group for another session: {error}") from error
 
     def _spawn_in(
-        self, group: ControlGroup | None, image: jail.Image | None
+        self, group: ControlGroup | None, image: Image | None
     ) -> tuple[Channels, Callable[[], None]]:
         """A session's descriptors, and what to call when it is over."""
         zygote = self._pick()

@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentgrpo import _C
-from agentgrpo.sandbox import bare, jail, policy, snapshots
+from agentgrpo.sandbox import bare, jail, policy
 from agentgrpo.sandbox.boundary import as_bytes
 from agentgrpo.sandbox.cgroup import ControlGroup, owner_name, stale_of
 from agentgrpo.sandbox.channels import Channels, SessionPipes, await_ready, process_tree, ready
 from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.guest import wire
+from agentgrpo.sandbox.images import Image, store_dir
 from agentgrpo.sandbox.jail import FIRST_UID, NUM_UIDS, Bind, Places, has_own_ids
 from agentgrpo.sandbox.limits import Limits
+from agentgrpo.sandbox.snapshots import lower_dirs
 from agentgrpo.sandbox.template import Template
 
 START_TIMEOUT_S = 60.0
@@ -166,7 +168,8 @@ class Zygote:
     def _launch(self, guest_fd: int, lifeline: int) -> int:
         """Start nsjail by posix_spawn: a fork of a trainer with gigabytes resident takes 100 ms."""
         binds = jail.shown_paths(self.template, str(_C.__file__))
-        binds += snapshots.shown_layers() if self.template.image else []
+        layers = Bind(str(store_dir() / "layers"), "/sandbox/layers")
+        binds += [layers] if self.template.image else []
         config = os.path.join(self._scratch, "nsjail.cfg")
         env = {"TMPDIR": self._scratch}
         argv = [self.nsjail, "--config", config]
@@ -255,7 +258,7 @@ class Zygote:
         return os.pread(self._log, 65536, 0).decode(errors="replace").strip()
 
     def spawn(
-        self, group: ControlGroup | None = None, image: jail.Image | None = None
+        self, group: ControlGroup | None = None, image: Image | None = None
     ) -> tuple[Channels, Callable[[], None]]:
         """Start a session, in a control group if there is one; its interpreter is about to run.
         image: its root directory, if the template has one.
@@ -270,7 +273,7 @@ class Zygote:
         if image is not None:
             places = replace(places, home=image.workdir or "/", image=image)
             variables = places.environment(self.template).items()
-            order[1:] = [snapshots.lower_dirs(image), places.home, *chain(*variables)]
+            order[1:] = [lower_dirs(image), places.home, *chain(*variables)]
         with SessionPipes(uid if os.geteuid() == 0 else None) as pipes:
             with contextlib.ExitStack() as opened:
                 groups = opened.enter_context(group.attaching()) if group is not None else []

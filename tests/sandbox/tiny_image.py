@@ -7,10 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from agentgrpo.sandbox.images import store_dir
+from agentgrpo.sandbox.images import add_image, get_image, set_bytes, store_dir
 from agentgrpo.sandbox.jail import FIRST_UID, has_own_ids
 
 TOOLS = [
@@ -31,9 +32,9 @@ def libraries(program: str) -> list[str]:
     return [word for word in told.split() if word.startswith("/")]
 
 
-def add_tiny_image(name: str = "tiny", *, python: bool = True, tools: Iterable[str] = TOOLS) -> str:
+def add_tiny_image(name: str = "base", *, python: bool = True, tools: Iterable[str] = TOOLS) -> str:
     """Put it into the store that $XDG_CACHE_HOME names; its name."""
-    root = store_dir() / "layers" / f"base-{name}"
+    root = Path(tempfile.mkdtemp())
     for folder in ("root", "etc", "usr/bin", "usr/lib", "usr/lib64"):
         (root / folder).mkdir(parents=True)
     (root / "tmp").mkdir()
@@ -59,8 +60,8 @@ def add_tiny_image(name: str = "tiny", *, python: bool = True, tools: Iterable[s
     (root / "etc/passwd").write_text(PASSWD)
     (root / "etc/group").write_text("root:x:0:\nnogroup:x:65534:\n")
     (root / "etc/version").write_text("1\n")
-    give(root)
-    record(name, [root.name])
+    add_image(name, root)
+    shutil.rmtree(root)
     return name
 
 
@@ -74,12 +75,14 @@ def _copy(source: str, root: Path, target: str) -> None:
 def give(layer: Path) -> None:
     """Make a directory a layer: what belongs to the user of sessions."""
     layer.chmod(0o755)
+    set_bytes(layer, 0)
     if has_own_ids():
         subprocess.run(["chown", "-hR", f"{FIRST_UID}:{FIRST_UID}", layer], check=True)
 
 
 def record(name: str, layers: list[str], workdir: str = "/app/work") -> None:
-    """Record an image of these layers."""
+    """Record an image of these layers above the one of add_tiny_image("base")."""
     env = {"PATH": "/usr/bin:/bin", "GREETING": "hello world"}
-    fields = {"layers": layers, "env": env, "workdir": workdir, "digest": "", "bytes": 0}
+    base = Path(get_image("base").layers[0]).name
+    fields = {"layers": [base, *layers], "env": env, "workdir": workdir, "digest": "", "bytes": 0}
     (store_dir() / "images" / f"{name}.json").write_text(json.dumps(fields))

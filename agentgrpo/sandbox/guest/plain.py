@@ -1,0 +1,101 @@
+"""A Python with state by the python3 of an image, to which it is passed as ``python3 -c``: an image
+has none of this project's files. Speaks the protocol of repl.py (run, cell, env) on descriptors 3
+and 4. Runs on Python 3.6 and newer. Arguments: bytes of a value, bytes of a traceback.
+"""
+
+import ast
+import linecache
+import os
+import signal
+import struct
+import sys
+import traceback
+import types
+from typing import Any
+
+running = False
+
+
+def receive() -> Any:
+    """The next request: its number and its fields."""
+    body = b""
+    while len(body) < 4 or len(body) < 4 + struct.unpack_from("<I", body)[0]:
+        more = os.read(3, 1 << 16)
+        if not more:
+            os._exit(0)
+        body += more
+    number, count = struct.unpack_from("<II", body, 4)
+    at, fields = 12, []
+    for _ in range(count):
+        end = at + 4 + struct.unpack_from("<I", body, at)[0]
+        fields.append(body[at + 4 : end].decode("utf-8", "surrogatepass"))
+        at = end
+    return number, fields
+
+
+def send(number: int, fields: Any) -> None:
+    """An answer: texts and the most bytes of each."""
+    parts = [text.encode("utf-8", "backslashreplace")[:size] for text, size in fields]
+    body = b"".join(struct.pack("<I", len(part)) + part for part in parts)
+    body = struct.pack("<III", 8 + len(body), number, len(parts)) + body
+    while body:
+        body = body[os.write(4, body) :]
+
+
+def interrupt(_signal: int, _frame: Any) -> None:
+    """Stop a cell; between cells there is nothing to stop."""
+    if running:
+        raise KeyboardInterrupt
+
+
+def run(source: str, name: str, names: Any, value_size: int, traceback_size: int) -> Any:
+    """Run a cell; the fields of its answer."""
+    global running
+    signal.signal(signal.SIGINT, interrupt)
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    try:
+        running = True
+        tree = ast.parse(source, name)
+        last: Any = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), names)
+        value = last and eval(compile(ast.Expression(last.value), name, "eval"), names)
+        return [("ok", 9)] + ([] if value is None else [("value", 9), (repr(value), value_size)])
+    except SystemExit as stop:
+        return [("exit", 9), (repr(stop.code), 200)]
+    except BaseException as error:
+        running = False
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without this function's
+        text = "".join(traceback.format_exception(type(error), error, frames, -40))
+        fields = [("error", 9), (type(error).__name__, 200), (str(error), 4096)]
+        return [*fields, (text, traceback_size)]
+    finally:
+        running = False
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def main(value_size: int, traceback_size: int) -> None:
+    """Answer requests until the host closes the request pipe."""
+    os.set_inheritable(3, False)
+    os.set_inheritable(4, False)
+    signal.signal(signal.SIGINT, interrupt)
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv, cells = [""], 0
+    while True:
+        number, (kind, *rest) = receive()
+        if kind not in ("run", "cell", "env"):
+            send(number, [("error", 9), ("NotSupported", 99), (kind, 99), ("", 1)])
+            continue
+        code = rest.pop(0) if kind != "env" else ""
+        before = dict(os.environ)
+        os.environ.update(zip(rest[::2], rest[1::2]))  # noqa: B905 (not before 3.10)
+        cells += 1
+        answer = run(code, f"<cell {cells}>", vars(module), value_size, traceback_size)
+        if kind != "env":
+            os.environ.clear()
+            os.environ.update(before)
+        send(number, answer)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
