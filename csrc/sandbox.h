@@ -23,6 +23,7 @@ enum sandbox_setup_step {
     SANDBOX_SETUP_STREAMS,
     SANDBOX_SETUP_FILTER,
     SANDBOX_SETUP_EXEC,
+    SANDBOX_SETUP_IMAGE,
 };
 
 /* One message of a session's PID 1 to the host. READY carries pidfds: of PID 1 and PID 2 for a

@@ -215,7 +215,7 @@ mount_private_files(struct session_spec *spec)
         refuse(spec, SANDBOX_SETUP_PROC);
     }
     if (image ? mount_image(spec, plain) : chdir("/home/user") < 0) {
-        refuse(spec, SANDBOX_SETUP_MOUNTS);
+        refuse(spec, image ? SANDBOX_SETUP_IMAGE : SANDBOX_SETUP_MOUNTS);
     }
 }
 

@@ -356,7 +356,8 @@ class Sandbox(ProcessBound):
         """End a context, given itself or its id."""
         found, session = self._made(context)
         if session is self._session:
-            raise not_supported(f"an end of the {found.id} context before its sandbox's")
+            name = found.language.title()
+            raise not_supported(f"an end of the default {name} context before its sandbox's")
         if session is not None:
             session.close()
         del self._contexts[found.id]

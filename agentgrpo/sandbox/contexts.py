@@ -102,7 +102,7 @@ def start_context(
         context.close()
         if ready.status is StepStatus.INFRA_ERROR:
             raise SandboxInfraError(ready.detail)
-        if places.image is not None and "not found" in ready.stderr:
+        if places.image is not None and ready.exit_code == 127:
             raise NotSupportedException(
                 f"image {places.image.name!r} has no {language}; remedy: install it when the image "
                 "is built, or use language='bash'"

@@ -7,13 +7,14 @@ what the usual failures look like.
 import platform
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentgrpo import _C
 from agentgrpo.sandbox import policy
 from agentgrpo.sandbox.boundary import public
 from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
-from agentgrpo.sandbox.errors import SandboxInfraError, SandboxUnavailable
+from agentgrpo.sandbox.errors import SandboxException, SandboxInfraError, SandboxUnavailable
+from agentgrpo.sandbox.images import Image, hold, layer_name, new_layer, store_dir
 from agentgrpo.sandbox.jail import find_nsjail
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.remedies import OTHERWISE, SYSTEM_PATHS, cgroup_remedy, masked_proc
@@ -85,6 +86,18 @@ def _rungs() -> Iterator[Check]:
             yield _failed(rung, str(error))
 
 
+def _images() -> Check:
+    """Start a session of an image that has nothing in it."""
+    try:
+        with hold(), new_layer(layer_name("empty")):
+            layers = (str(store_dir() / "layers" / layer_name("empty")),)
+        empty = Image("empty", layers, {}, "/", "", 0)
+        Spawner(Template(image="empty"), Limits(), zygotes=1, rungs=LADDER[:1], image=empty).close()
+        return Check("images", True, "a session of an empty image was started")
+    except (SandboxException, OSError) as error:
+        return replace(_failed(LADDER[0], str(error)), name="images")
+
+
 def _helpful() -> Iterator[Check]:
     try:
         groups = Cgroups(Limits())
@@ -93,6 +106,7 @@ def _helpful() -> Iterator[Check]:
         yield Check("control groups", True, f"v{groups.version}: limits hold per session{without}")
     except CgroupsUnavailable as error:
         yield Check("control groups", False, str(error), cgroup_remedy())
+    yield _images()
     if covered := masked_proc():
         yield Check("/proc", False, f"covered: {' '.join(covered[:4])} ...", SYSTEM_PATHS)
     landlock = _C.sandbox_landlock_version()

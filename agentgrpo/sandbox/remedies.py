@@ -33,6 +33,10 @@ OTHERWISE = (
     "its own for each session remain: SECURITY.md has what holds then."
 )
 MORE_FILES = "this process may open too few files; ulimit -n 65536"
+OVERLAY = (
+    "images need overlayfs in user namespaces: Linux 5.11 or newer, `modprobe overlay`, a cache "
+    "directory ($XDG_CACHE_HOME) on ext4, xfs, btrfs or tmpfs, and no profile that refuses mounts"
+)
 WITHOUT = "; until then a watchdog adds up the memory of each session every 50 ms"
 SYSTEM_PATHS = (
     "sessions do without /proc; to give them one, run the container with "
@@ -76,6 +80,8 @@ def remedy(reason: str) -> str:
     """What to change, given why a rung failed; "" if that says it already."""
     if "remedy:" in reason or "needs root" in reason:
         return ""
+    if "mounting its image" in reason:
+        return OVERLAY
     if "Too many open files" in reason:
         return MORE_FILES
     if limit := re.search(r"setrlimit\(\d+, RLIMIT_(\w+)", reason):

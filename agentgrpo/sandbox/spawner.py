@@ -138,7 +138,7 @@ class Spawner:
         raise SandboxUnavailable(
             f"this machine cannot isolate untrusted code, so none will be run:\n"
             f"{self.failures_text()}\n"
-            + ("" if Rung.BARE in rungs else f"{OTHERWISE}\n")
+            + ("" if Rung.BARE in rungs or self._template.image else f"{OTHERWISE}\n")
             + "`agentgrpo sandbox doctor` looks at this machine in detail."
         )
 

@@ -120,6 +120,34 @@ def test_doctor_says_that_proc_is_covered_and_what_to_change() -> None:
     assert shown.count("systempaths=unconfined") == 1
 
 
+STACKED = """
+mount -t tmpfs x /mnt; cd /mnt; mkdir a b c d e f g
+mount -t overlay x -o lowerdir=a,upperdir=b,workdir=c d
+mount -t overlay x -o lowerdir=d,upperdir=e,workdir=f g
+export XDG_CACHE_HOME=/mnt/g
+"""
+"""A cache directory on which the kernel mounts no further overlay."""
+IMAGE = """
+import os
+from agentgrpo.sandbox import SandboxPool, SandboxUnavailable, Template, doctor
+from agentgrpo.sandbox.images import add_image
+print(doctor.report()[0])
+os.makedirs("/mnt/root/bin")
+add_image("a", "/mnt/root")
+try: SandboxPool(template=Template(image="a"))
+except SandboxUnavailable as reason: print(reason)
+"""
+
+
+def test_where_overlayfs_cannot_be_mounted_images_are_refused_with_the_remedy() -> None:
+    done = in_a_mount_namespace(STACKED, IMAGE)
+    assert f"MISS {'images':16} setup failed at mounting its image" in done.stdout, done
+    assert "allow_degraded" not in done.stdout
+    assert "zygote-userns: setup failed at mounting its image" in done.stdout
+    assert "zygote-root: a template's image needs user namespaces" in done.stdout
+    assert done.stdout.count("images need overlayfs in user namespaces") == 2
+
+
 @pytest.mark.slow
 def test_whole_suite_holds_without_proc() -> None:
     code = (

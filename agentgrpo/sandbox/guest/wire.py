@@ -50,6 +50,7 @@ SETUP_STEPS = {
     "STREAMS": "arranging its descriptors",
     "FILTER": "installing the system call filter",
     "EXEC": "running the program",
+    "IMAGE": "mounting its image",
 }
 """enum sandbox_setup_step, in order: what a report of kind FAILED names by its value."""
 
