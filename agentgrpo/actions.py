@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
+from urllib.parse import unquote
 
 from agentgrpo.usercode import InfrastructureError as InfrastructureError
 
@@ -18,6 +20,65 @@ Message = Mapping[str, Any]
 
 Schema = Mapping[str, Any]
 """A tool as templates and engines know it: `{"type": "function", "function": {"name": ...}}`."""
+
+
+MOST_PARTS = 10_000
+"""Of one tool's schema, its references inlined."""
+_VALUES, _BY_NAME = ("default", "const", "enum", "examples"), ("properties", "patternProperties")
+
+
+def inlined(tool: Schema) -> Schema:
+    """A tool whose schema has no references, which parsers of calls and templates do not follow.
+
+    A model that contains itself is shown once; within itself it is only a value of its type.
+    ValueError: a reference leads nowhere, or the schema has more than MOST_PARTS parts.
+    """
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or "$ref" not in str(function):
+        return tool
+    root, parts = function.get("parameters"), itertools.count(1)
+
+    def target(ref: str) -> Mapping[str, Any]:
+        found: Any = root if ref.startswith("#") else None
+        try:
+            for part in filter(None, ref[1:].split("/")):
+                key = unquote(part).replace("~1", "/").replace("~0", "~")
+                found = found[int(key) if isinstance(found, list) else key]
+        except (KeyError, TypeError, ValueError, IndexError):
+            found = None
+        if not isinstance(found, Mapping):
+            raise ValueError(f"tool {function['name']}: nothing in its schema is at $ref {ref!r}")
+        return found
+
+    def schema(node: Any, within: tuple[str, ...] = ()) -> Any:
+        if next(parts) > MOST_PARTS:
+            raise ValueError(f"tool {function['name']}: its schema has over {MOST_PARTS} parts")
+        if isinstance(node, list):
+            return [schema(one, within) for one in node]
+        if not isinstance(node, Mapping):
+            return node
+        rest, ref, all_of = dict(node), node.get("$ref"), node.get("allOf")
+        if isinstance(ref, str):
+            whole = {**target(ref), **{k: v for k, v in rest.items() if k != "$ref"}}
+            if ref not in within:
+                return schema(whole, (*within, ref))
+            return {k: v for k, v in whole.items() if k in ("type", "title", "description")}
+        if isinstance(all_of, list) and len(all_of) == 1 and isinstance(all_of[0], Mapping):
+            del rest["allOf"]  # as pydantic 1 writes a reference with a description
+            return schema({**all_of[0], **rest}, within)
+        if isinstance(rest.get("discriminator"), Mapping):  # it maps to references
+            rest["discriminator"] = {"propertyName": rest["discriminator"].get("propertyName")}
+        return {
+            key: value
+            if key in _VALUES
+            else {name: schema(one, within) for name, one in value.items()}
+            if key in _BY_NAME and isinstance(value, Mapping)
+            else schema(value, within)
+            for key, value in rest.items()
+            if key not in ("$defs", "definitions")
+        }
+
+    return {**tool, "function": {**function, "parameters": schema(root, ("#",))}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,12 +69,12 @@ class InlineAgent(PairAgent):
             example=f"{self.open_tag}{EXAMPLES[self.call_form]}{self.close_tag}",
             prefix=self.answer_prefix,
             talk=self.talk(self.open_tag, self.answer_prefix),
-            tools="\n".join(map(signature, self.env.tools(task))),
+            tools="\n".join(map(signature, self.schemas(task))),
         )
 
     def act(self, body: str, task: Task) -> Action:
         """The one call between the tags."""
-        known = {tool["function"]["name"]: tool for tool in self.env.tools(task)}
+        known = {tool["function"]["name"]: tool for tool in self.schemas(task)}
         return CallTools((FORMS[self.call_form](body.strip(), known),))
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:

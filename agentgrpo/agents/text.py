@@ -21,6 +21,7 @@ from agentgrpo.actions import (
     Observation,
     Say,
     Schema,
+    inlined,
     split_thoughts,
 )
 from agentgrpo.types import Task
@@ -118,6 +119,10 @@ class TextAgent:
     def tools(self, task: Task) -> Sequence[Schema]:
         """None for the chat template: the prompt says what there is."""
         return ()
+
+    def schemas(self, task: Task) -> Sequence[Schema]:
+        """The environment's tools, without references."""
+        return [inlined(tool) for tool in self.env.tools(task)]
 
     def parse(self, text: str, task: Task) -> Action:
         """The action of what a turn says outside of its thoughts; see act_in_thoughts."""

@@ -86,12 +86,11 @@ class ToolAgent(TextAgent):
         return [{"role": "system", "content": joined}, *told[1:]]
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        tools: Sequence[Schema] = self.env.tools(task)
-        return tools
+        return self.schemas(task)
 
     def read(self, text: str, task: Task) -> Action:
         """Calls, or an error if one cannot be read; else the answer or what is said."""
-        reading = self._read_calls(text, self.env.tools(task))
+        reading = self._read_calls(text, self.schemas(task))
         if not reading.calls:
             if reading.attempted:
                 return Malformed("Error: the tool call could not be read; no call was made")

@@ -20,11 +20,13 @@ from agentgrpo.actions import Action, Observation, Schema
 from agentgrpo.config.read import load_callable
 from agentgrpo.envs.base import Episode
 from agentgrpo.envs.runner import LOOP
-from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
+from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed, require_same
 from agentgrpo.types import Task
 from agentgrpo.usercode import as_number, run_sync
 
 NOT_TOOLS = ("reset", "get_reward", "close", "tasks")
+NOT_SHOWN = "\0"
+"""In place of what reset returned: the task's prompt was not made by begin()."""
 
 
 class FactoryEnv:
@@ -50,6 +52,8 @@ class FactoryEnv:
             factory = load_callable(factory, key="env.options.factory")
         self._factory = factory
         self._first = first = factory()  # tells of every task, and is played with by none
+        self._openings: dict[tuple[str, str], str | None] = {}
+        """What reset said of each task, by its id and its last message."""
         self.judges = hasattr(first, "get_reward")
         self._schemas = Toolset(_tools(first)).schemas
         if not self._schemas:
@@ -72,14 +76,20 @@ class FactoryEnv:
 
     def begin(self, task: Task) -> Task:
         """The task with what reset says of it at the end of its last message."""
-        opening = _reset(self._first, task.spec)
+        opening, again = _reset(self._first, task.spec), FactoryEpisode(self._factory(), task)
+        try:
+            again.begin(opening)
+        finally:
+            again.close()
         *before, last = task.messages
         content = "\n\n".join(text for text in (last["content"], opening) if text)
+        self._openings[task.id, content] = opening
         return replace(task, messages=(*before, {**last, "content": content}))
 
     def reset(self, task: Task) -> FactoryEpisode:
         """A new instance; its reset runs before its first step."""
-        return FactoryEpisode(self._factory(), task)
+        shown = self._openings.get((task.id, task.messages[-1]["content"]), NOT_SHOWN)
+        return FactoryEpisode(self._factory(), task, shown)
 
 
 def _tools(instance: Any) -> list[Tool]:
@@ -107,16 +117,19 @@ def _reset(instance: Any, row: Mapping[str, Any]) -> str | None:
 class FactoryEpisode(Episode):
     """An instance of the class; its reset runs before all else."""
 
-    def __init__(self, instance: Any, task: Task) -> None:
+    def __init__(self, instance: Any, task: Task, shown: str | None = NOT_SHOWN) -> None:
         self._toolset = Toolset(_tools(instance))
-        self.environment, self._spec = instance, task.spec
+        self.environment, self._task, self._shown = instance, task, shown
         """The instance, which reward functions in TRL's form may ask for."""
         self._begun = False
 
-    def _begin(self) -> None:
+    def begin(self, shown: str | None) -> None:
+        """Reset the instance once; it must return what the prompt shows."""
         if not self._begun:
-            self._begun = True
-            _reset(self.environment, self._spec)
+            self._begun, name = True, type(self.environment).__name__
+            opening = _reset(self.environment, self._task.spec)
+            if shown != NOT_SHOWN:
+                require_same(f"factory: {name}.reset({self._task.id})", shown, opening, "the row")
 
     def _call(self, name: str) -> Any:
         """A method of the instance, if it has one."""
@@ -124,7 +137,7 @@ class FactoryEpisode(Episode):
 
     def step(self, action: Action) -> Observation:
         """Call the methods of a turn in their order, until one ends the episode."""
-        self._begin()
+        self.begin(self._shown)
         answers = []
         for call in calls_of(action):
             answers.append(self._toolset.call(call))
@@ -136,7 +149,7 @@ class FactoryEpisode(Episode):
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """What get_reward says: a number (part `environment`) or named parts."""
-        self._begin()
+        self.begin(self._shown)
         value = self._call("get_reward")
         if isinstance(value, Mapping):
             return value

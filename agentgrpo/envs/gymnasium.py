@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from agentgrpo.actions import Action, Observation, Say, Schema
 from agentgrpo.envs.base import Episode
-from agentgrpo.envs.tools import Tool, calls_of
+from agentgrpo.envs.tools import Tool, calls_of, require_same
 from agentgrpo.extras import import_optional
 from agentgrpo.types import Task
 
@@ -60,6 +60,8 @@ class GymnasiumEnv:
             raise ValueError(f"{said} with held-out ones, which begin at {HELDOUT_SEED}")
         self._id, self._kwargs, self._seed = id, dict(kwargs or {}), seed
         self._num_tasks, self._rules = num_tasks, rules
+        self.shown: dict[int, str] = {}
+        """The first observation of each seed, in its task's prompt."""
         self.has_user = act_by == "reply"
         world = self.make()
         self.actions = _action_names(world.action_space, actions)
@@ -94,9 +96,11 @@ class GymnasiumEnv:
     def _task(self, seed: int) -> Task:
         world = self.make()
         observation, _ = world.reset(seed=seed)
-        content = f"{self._rules}\n\n{shown(world, observation)}".strip()
+        first, again = shown(world, observation), shown(world, world.reset(seed=seed)[0])
+        require_same(f"id: {self._id}.reset(seed={seed})", first, again, "np_random")
         world.close()
-        message = {"role": "user", "content": content}
+        message = {"role": "user", "content": f"{self._rules}\n\n{first}".strip()}
+        self.shown[seed] = first
         return Task(id=f"{self._id}/{seed}", messages=(message,), spec={"seed": seed})
 
     def reset(self, task: Task) -> GymnasiumEpisode:
@@ -115,7 +119,10 @@ class GymnasiumEpisode(Episode):
         """Take the actions of a turn, in their order, until one ends the episode."""
         if self._world is None:
             self._world = self._env.make()
-            self._world.reset(seed=self._seed)
+            observation, _ = self._world.reset(seed=self._seed)
+            if first := self._env.shown.get(self._seed):
+                now = shown(self._world, observation)
+                require_same(f"id: reset(seed={self._seed})", first, now, "np_random")
         if isinstance(action, Say):
             return self.act(action.text)
         texts, reward, failed = [], 0.0, False

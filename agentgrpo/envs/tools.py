@@ -19,7 +19,15 @@ from typing import Any
 
 import pydantic
 
-from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Schema, ToolCall
+from agentgrpo.actions import (
+    Action,
+    CallTools,
+    InfrastructureError,
+    Observation,
+    Schema,
+    ToolCall,
+    inlined,
+)
 from agentgrpo.config.read import load_callable
 from agentgrpo.envs.base import AsyncEpisode, Episode
 from agentgrpo.envs.runner import LOOP, settled
@@ -42,7 +50,7 @@ def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> S
     """A tool as templates and engines know it; `parameters` is the JSON schema of an object."""
     kept = {key: value for key, value in parameters.items() if key not in ("title", "$schema")}
     function = {"name": name, "description": description, "parameters": {"properties": {}, **kept}}
-    return {"type": "function", "function": function}
+    return inlined({"type": "function", "function": function})
 
 
 class Tool:
@@ -162,6 +170,15 @@ def observed(answers: Sequence[Answer]) -> Observation:
     texts = tuple(answer.text for answer in answers)
     counts = {kind: float(number) for kind, number in errors.items()}
     return Observation("\n".join(texts), failed=bool(errors), outputs=texts, counts=counts)
+
+
+def require_same(reset: str, shown: str | None, text: str | None, source: str) -> None:
+    """ValueError: a reset returned another text than the one that the task's prompt shows."""
+    if text != shown:
+        raise ValueError(
+            f"{reset}: expected the same text each time, got {shown!r:.400}, which the prompt "
+            f"shows, then {text!r:.400}. Draw the state from {source}, not anew in each reset"
+        )
 
 
 def calls_of(action: Action) -> tuple[ToolCall, ...]:

@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
 )
 
+from agentgrpo.actions import inlined
 from agentgrpo.programs.messages import BadRequest, Call, ChatMessage, Message, named
 from agentgrpo.types import Completion
 
@@ -224,6 +225,10 @@ def turn_request(
         given["tool_choice"] = choice
     if one_call:
         given["parallel_tool_calls"] = False
+    try:
+        tools = [inlined(tool) for tool in tools]
+    except ValueError as error:
+        raise BadRequest(f"tools: {error}", param="tools") from None
     return TurnRequest(
         tools=() if choice == "none" else tuple(tools), stream=bool(body.stream),
         frozen=body.model == FROZEN, overrides=given, **more,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -586,6 +588,73 @@ def test_a_factorys_first_submission_ends_the_turn() -> None:
     twice = CallTools(tuple(ToolCall("submit", {"x": x}) for x in ("wrong", "right")))
     told: Any = FactoryEnv(Submits).reset(task()).step(twice)
     assert (told.done, told.answer, told.outputs) == (True, "wrong", ("ok",))
+
+
+class Drawn(Counter):
+    """Its state is drawn anew in each reset, from `draws`."""
+
+    draws: Iterator[str | None] = iter(())
+
+    def reset(self, start: int = 0, **row: Any) -> Any:
+        super().reset(start)
+        return next(Drawn.draws)
+
+
+DRAWN = [
+    (["a 1", "a 2"], "begin", "'a 1', which the prompt shows, then 'a 2'. Draw the state from the"),
+    (["a", None], "begin", "'a', which the prompt shows, then None"),
+    ([None, "a"], "begin", "None, which the prompt shows, then 'a'"),
+    (["a", "a", "b"], "step", "'a', which the prompt shows, then 'b'"),
+    (["a", "a", None], "finish", "'a', which the prompt shows, then None"),
+    (["1", "1", "11"], "step", "'1', which the prompt shows, then '11'"),
+    (["a", "a", "a"], "", ""),
+    ([None, None, None], "", ""),
+]
+
+
+@pytest.mark.parametrize(("draws", "where", "message"), DRAWN)
+def test_a_reset_that_draws_another_state_than_the_prompt_shows_is_refused(
+    draws: list[str | None], where: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Drawn, "draws", iter(draws))
+    env = FactoryEnv(Drawn)
+    reached = "begin"
+    expected = re.escape(message)
+    with pytest.raises(ValueError, match=expected) if where else contextlib.nullcontext():
+        begun = env.begin(task("Q", start=1))
+        episode, reached = env.reset(begun), "step" if where != "finish" else "finish"
+        if where != "finish":
+            episode.step(CallTools((ToolCall("add", {"n": 1}),)))
+        episode.finish(None)
+    assert reached == (where or "step")
+
+
+def test_a_task_that_was_not_begun_shows_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drawn, "draws", iter(["b"]))
+    FactoryEnv(Drawn).reset(task("Q", start=1)).finish(None)
+
+
+@pytest.mark.parametrize(("same", "where"), [(1, "reset(seed=0)"), (2, "reset(seed=0)"), (9, "")])
+def test_a_world_that_ignores_its_seed_is_refused(same: int, where: str) -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    count = itertools.count()
+
+    class Unseeded(gymnasium.Env):  # type: ignore[misc, name-defined]
+        action_space = gymnasium.spaces.Discrete(2)
+        observation_space = gymnasium.spaces.Discrete(99)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return next(count) // same, {}
+
+        def step(self, action: Any) -> Any:
+            return 0, 0.0, False, False, {}
+
+    name = f"Unseeded{same}-v0"
+    gymnasium.register(name, entry_point=Unseeded)
+    env = GymnasiumEnv(name, num_tasks=1)
+    with pytest.raises(ValueError, match=re.escape(where)) if where else contextlib.nullcontext():
+        (begun,) = env.tasks("train")
+        env.reset(begun).step(CallTools((ToolCall("act", {"action": "0"}),)))
 
 
 def test_what_a_factory_may_not_do_is_said() -> None:
