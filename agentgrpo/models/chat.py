@@ -20,15 +20,19 @@ the rest is appended.
 
 from __future__ import annotations
 
+import json
 import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jinja2
 
+from agentgrpo.files import read_table
 from agentgrpo.models.encoding import TextEncoder
 from agentgrpo.types import Int32
 
@@ -58,7 +62,7 @@ class ChatTemplate:
     """The model's chat template, as the operations a rollout needs.
 
     `tokenizer` is a fast one of transformers; `options` is what the template is given besides
-    messages and tools; `eos_token_ids` end a turn by the model's generation_config.json.
+    messages and tools; `generation_config` is the model's, whose `eos_token_id` ends a turn too.
 
     ValueError: there is no chat template, or it does not end an assistant turn with a control token
     right after its content, so that a turn's tokens could not be appended.
@@ -66,7 +70,7 @@ class ChatTemplate:
 
     def __init__(
         self, tokenizer: Any, options: Mapping[str, Any] | None = None, *,
-        eos_token_ids: Sequence[int] = (),
+        generation_config: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self._name = tokenizer.name_or_path
         if not getattr(tokenizer, "chat_template", None):
@@ -78,6 +82,9 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._encoder = TextEncoder(tokenizer)
         self._inner: frozenset[str] = frozenset()
+        self._generation_config = dict(generation_config)
+        eos_ids = generation_config.get("eos_token_id")
+        eos_token_ids = [eos_ids] if isinstance(eos_ids, int) else eos_ids or []
         self._eos_ids = {*eos_token_ids, tokenizer.eos_token_id}
         plain = self._ending("text", _turn(_MARK))
         self._inner = self._within_turns() - {plain.final or plain.closer}
@@ -100,6 +107,24 @@ class ChatTemplate:
         self._shown_roles: set[tuple[str, ...]] = set()
         self.require_roles(["user"])
         self._looks_back = any(self._depends_on(roles, past) for roles in _LATER for past in _PASTS)
+
+    @property
+    def unknown_stops(self) -> tuple[str, ...]:
+        """Tokens that end a turn here, but neither by the tokenizer nor by generation_config."""
+        ids = [i for i in self.stop_token_ids if i not in self._eos_ids]
+        return tuple(self.tokenizer.convert_ids_to_tokens(ids))
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer into a checkpoint, and where a served turn ends.
+
+        Trained turns end with any of stop_token_ids. vLLM, SGLang, TGI and transformers read them
+        from generation_config.json; the model's own may name only the end of a document.
+        """
+        self.tokenizer.save_pretrained(folder)
+        path = folder / "generation_config.json"
+        table = read_table(path) if path.exists() else self._generation_config
+        table = {**table, "eos_token_id": list(self.stop_token_ids)}
+        path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
     def require_roles(self, roles: Sequence[str]) -> None:
         """Check that messages of these roles, in this order, can follow an assistant turn."""

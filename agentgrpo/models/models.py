@@ -186,9 +186,8 @@ def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplat
     found = cached_file(
         model, "generation_config.json", _raise_exceptions_for_missing_entries=False
     )
-    ends = read_table(Path(found)).get("eos_token_id") if found else None
-    eos = [ends] if isinstance(ends, int) else ends or []
-    return ChatTemplate(tokenizer, options, eos_token_ids=eos)
+    table = read_table(Path(found)) if found else {}
+    return ChatTemplate(tokenizer, options, generation_config=table)
 
 
 def teacher_model(

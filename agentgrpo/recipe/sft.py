@@ -305,7 +305,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
 
         def write(folder: Path) -> None:
             learner.policy.save(folder)
-            setup.chat.tokenizer.save_pretrained(folder)
+            setup.chat.save(folder)
             learner.save_state(folder / checkpoint.STATE, log_offsets=log.offsets())
 
         begin()

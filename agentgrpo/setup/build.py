@@ -99,7 +99,7 @@ class TrainParts(EvalParts):
         def write(folder: Path) -> None:
             self.learner.policy.save(folder)
             if parallel.rank() == 0:
-                self.setup.chat.tokenizer.save_pretrained(folder)
+                self.setup.chat.save(folder)
             self.learner.save_state(
                 folder / checkpoint.STATE,
                 tasks=self.tasks.state_dict(),

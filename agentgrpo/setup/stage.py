@@ -193,6 +193,11 @@ def prepare_run(
         if model is None or adapter is not None:  # an adapter's folder holds no model
             model = base_of(begun) if begun else resolve_model(config.model, progress.say)
         chat = chat_of(model, config.rollout.template_options)
+        if trained and config.learner.lora.rank and (stops := chat.unknown_stops):
+            progress.say(
+                f"adapter: turns end with {', '.join(stops)}, which the base model does not list "
+                "as eos_token_id; serve the adapter with vLLM's --generation-config CHECKPOINT"
+            )
         device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
         check_model(config, model, device=device, trained=trained)
         agent = make_agent(config, env, functools.partial(_call_reader, chat), pool)

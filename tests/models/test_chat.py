@@ -105,6 +105,27 @@ def test_what_ends_a_turn_by_generation_config_stops_it_too(
     assert chat_of(str(tmp_path)).stop_token_ids == stops
 
 
+@pytest.mark.parametrize("saved", [None, {"temperature": 0.5, "eos_token_id": 0}])
+def test_a_checkpoint_lists_all_ids_that_end_a_turn(
+    tmp_path: Path, saved: Mapping[str, Any] | None
+) -> None:
+    """A full model writes its own generation_config.json first; an adapter writes none."""
+    base, checkpoint = tmp_path / "base", tmp_path / "checkpoint"
+    make_tokenizer(eos="<|endoftext|>").save_pretrained(base)
+    (base / "generation_config.json").write_text('{"top_p": 0.9, "eos_token_id": 0}')
+    chat = chat_of(str(base))
+    assert (chat.stop_token_ids, chat.unknown_stops) == ((2, 0), ("<|im_end|>",))
+    checkpoint.mkdir()
+    if saved is not None:
+        (checkpoint / "generation_config.json").write_text(json.dumps(saved))
+    for _ in range(2):
+        chat.save(checkpoint)
+        written = json.loads((checkpoint / "generation_config.json").read_text())
+        assert written == {**(saved or {"top_p": 0.9}), "eos_token_id": [2, 0]}
+        chat = chat_of(str(checkpoint))  # as a run that resumes, or trains it further
+        assert (chat.stop_token_ids, chat.unknown_stops) == ((2, 0), ())
+
+
 def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")

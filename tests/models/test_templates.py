@@ -113,6 +113,18 @@ def test_a_turn_stops_where_the_template_closes_it_and_nowhere_inside(name: str)
     assert judge.tokenizer.convert_ids_to_tokens(judge.chat.end_of_turn_id) == STOPS[name][0]
 
 
+@pytest.mark.parametrize("name", [marked(name) for name in STOPS])
+def test_saved_stop_ids_are_read_back_as_the_same_template(name: str) -> None:
+    """A resumed run reads its own stop ids as the model's eos."""
+    chat = judge_of(name).chat
+    again = ChatTemplate(
+        chat.tokenizer, generation_config={"eos_token_id": list(chat.stop_token_ids)}
+    )
+    for attribute in ("end_of_turn_id", "_endings", "_opening_ids", "_inner"):
+        assert getattr(again, attribute) == getattr(chat, attribute), attribute
+    assert {*again.stop_token_ids} == {*chat.stop_token_ids}
+
+
 R7B = "llama.cpp/CohereForAI-c4ai-command-r7b-12-2024-tool_use"
 TOOL = [{"role": "tool", "content": "r", "name": "f"}]
 GO_ON = [{"role": "user", "content": "x"}]
