@@ -132,7 +132,7 @@ def test_every_command_has_a_dry_run_that_writes_nothing(
 
 
 PATHS = {
-    "train {c} --dry-run model=./nosuch": "model './nosuch': no such directory",
+    "train {c} --dry-run model=./nosuch": "model './nosuch': nosuch: no such file",
     "train {c} --dry-run model={here}/model/config.json": "config.json': a file, expected a dir",
     "train {c} --dry-run model={here}": "the directory holds no config.json",
     "train {c} --dry-run model=some/--model": "its tokenizer cannot be read: Repo id",
@@ -263,6 +263,38 @@ def test_every_file_that_cannot_be_read_is_named(
     assert told.startswith("error: "), told
     assert names in told
     assert "[Errno" not in told
+
+
+LORA = "learner.lora.rank=4 learner.lora.target_modules="
+LATE = {
+    f'train c.toml {LORA}["nope"]': "learner.lora.target_modules: no linear layer has this name: "
+    "'nope'; linear layers of this model: down_proj, gate_proj, k_proj",
+    f'sft recipe.toml {LORA}["q_proj",".*attn.*"]': "no linear layer has this name: '.*attn.*'",
+    f'train c.toml {LORA}["lm_head"]': "the head cannot have an adapter: 'lm_head'",
+    "train c.toml engine.kv_cache_gib=0.0005": "engine.kv_cache_gib: engine.max_model_len = 1024 "
+    "tokens take 0.000977 GiB, and it is 0.0005; remedy: engine.kv_cache_gib=0.01, or "
+    "a lower engine.max_model_len",
+    "evaluate recipe.toml engine.kv_cache_gib=0.0009": "remedy: engine.kv_cache_gib=0.01",
+    "train c.toml engine.async_scheduling=true": "engine.async_scheduling must not be true on cpu",
+    "train c.toml data.train=nosuch.jsonl": "nosuch.jsonl: no such file or directory in {here}",
+    "train c.toml sandbox.tools=nosuch.py": "nosuch.py: no such file or directory in {here}",
+    "train c.toml model=some/nosuch/model": "no such file or directory in {here}",
+    'train c.toml agent.kind=program agent.options.command=["python","p.py"] '
+    'agent.options.files=["p.py"]': "p.py: no such file or directory in {here}",
+}
+
+
+@pytest.mark.parametrize("line", LATE)
+def test_a_mistake_that_only_vllm_or_the_learner_noticed_is_found_by_the_dry_run(
+    place: Path, said: Said, line: str
+) -> None:
+    status, told = said(f"{line} --dry-run")
+    assert (status, told.count("\n")) == (2, 1), told
+    assert LATE[line].format(here=place) in told
+
+
+def test_sft_starts_no_engine_and_needs_no_cache(said: Said) -> None:
+    assert said("sft recipe.toml engine.kv_cache_gib=0.0005 --dry-run")[0] == 0
 
 
 UNREAD = {

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from agentgrpo.actions import ReadCalls
 from agentgrpo.agents.text import Shots, TextAgent
+from agentgrpo.files import not_found
 from agentgrpo.types import Task
 
 
@@ -68,7 +69,7 @@ class ProgramAgent(TextAgent):
                 raise ValueError(f"{name}: {getattr(self, name)!r} does nothing without command")
         for path in self.files:
             if not path.exists():
-                raise ValueError(f"files: {path} does not exist")
+                raise ValueError(f"files: {not_found(path)}")
         self.read_calls = self.call_reader(self.parser)
 
     @staticmethod

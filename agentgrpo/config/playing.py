@@ -52,6 +52,14 @@ class EngineConfig(Section):
     stops; in bfloat16 one in a thousand sampled tokens may be further apart. None: 1e-3 in float32,
     1.0 in bfloat16 (measured spread: 5e-5 and 0.43)."""
 
+    def schedules_ahead(self, device: str) -> bool:
+        """What async_scheduling means on a device; on others than CUDA vLLM switches it off."""
+        if self.async_scheduling and device != "cuda":
+            raise ValueError(
+                f"engine.async_scheduling must not be true on {device}: vLLM has it on CUDA"
+            )
+        return device == "cuda" if self.async_scheduling is None else self.async_scheduling
+
     @pydantic.model_validator(mode="after")
     def _may_drop(self) -> EngineConfig:
         if self.sleep_level == 2 and self.weights != "copy":

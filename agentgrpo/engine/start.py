@@ -106,21 +106,6 @@ def start(
     return llm
 
 
-CAN_SCHEDULE_AHEAD = {"cuda"}
-"""Devices; on others vLLM switches async_scheduling off."""
-
-
-def schedules_ahead(config: EngineConfig, device: str) -> bool:
-    """What engine.async_scheduling means on a device."""
-    if config.async_scheduling and device not in CAN_SCHEDULE_AHEAD:
-        raise ValueError(
-            f"engine.async_scheduling must not be true on {device}: vLLM has it on CUDA"
-        )
-    return (
-        device in CAN_SCHEDULE_AHEAD if config.async_scheduling is None else config.async_scheduling
-    )
-
-
 def _settings(config: EngineConfig, device: str, dtype: str) -> dict[str, Any]:
     on_cpu = device == "cpu"
     settings = {
@@ -133,7 +118,7 @@ def _settings(config: EngineConfig, device: str, dtype: str) -> dict[str, Any]:
         "load_format": "hf",
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "async_scheduling": schedules_ahead(config, device),
+        "async_scheduling": config.schedules_ahead(device),
         "enable_prefix_caching": True,
         "enable_sleep_mode": not on_cpu,
         "disable_log_stats": True,
@@ -196,13 +181,13 @@ def _without_adapter_none() -> None:
 
 
 def _explain_start(error: Exception, model: str | Path, config: EngineConfig) -> str:
-    """What vLLM said last, and the settings it said it about."""
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """What vLLM said, with our name for its only setting that is not one here, and the values."""
+    said = " ".join(str(error).replace("gpu_memory_utilization", "engine.kv_cache_gib").split())
     return (
         f"vLLM cannot start on {str(model)!r} with engine.max_model_len {config.max_model_len}, "
         f"engine.max_num_seqs {config.max_num_seqs}, engine.kv_cache_gib {config.kv_cache_gib:g}, "
         f"engine.dtype {config.dtype!r}, engine.tensor_parallel_size "
-        f"{config.tensor_parallel_size}: {type(error).__name__}: {' '.join(said)[:600] or '?'}"
+        f"{config.tensor_parallel_size}: {type(error).__name__}: {said[:600] or '?'}"
     )
 
 

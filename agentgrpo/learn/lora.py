@@ -28,7 +28,7 @@ class Adapter:
 
     def __init__(self, model: Any, config: LoraConfig, saved: Path | None = None) -> None:
         peft = import_optional("peft", "learner.lora.rank")
-        _require_layers(model, config.target_modules)
+        require_layers(model, config.target_modules)
         model.requires_grad_(False)
         if saved is not None:
             self._peft: Any = peft.PeftModel.from_pretrained(model, saved, is_trainable=True)
@@ -71,7 +71,7 @@ class Adapter:
             save_file(tensors, folder / ADAPTER_TENSORS, metadata={"format": "pt"})
 
 
-def _require_layers(model: Any, targets: Sequence[str]) -> None:
+def require_layers(model: Any, targets: Sequence[str]) -> None:
     """Each of `targets` names linear layers below the head; peft passes over one that names none.
 
     The head is read by its weight alone (linear_logp): an adapter of its own would not be seen.
@@ -86,4 +86,8 @@ def _require_layers(model: Any, targets: Sequence[str]) -> None:
         found = [module for name, module in linear.items() if name.endswith(f".{target}")]
         if not found or head in found:
             what = "the head cannot have an adapter" if found else "no linear layer has this name"
-            raise ValueError(f"learner.lora.target_modules: {what}: {target!r}")
+            names = {name.rpartition(".")[2] for name, module in linear.items() if module != head}
+            raise ValueError(
+                f"learner.lora.target_modules: {what}: {target!r}; linear layers of this model: "
+                f"{', '.join(sorted(names))}"
+            )

@@ -195,6 +195,22 @@ def shapes_at(model: str) -> Shapes:
     return shapes
 
 
+def kv_bytes_per_token(config: TrainConfig, model: str, *, cuda: bool) -> int:
+    """Bytes of KV cache; 0: only vLLM knows, as of sliding windows, states and compressed keys."""
+    from transformers import AutoConfig
+
+    shape = AutoConfig.from_pretrained(model).get_text_config()
+    layers = getattr(shape, "layer_types", None) or ["full_attention"]
+    other = ("sliding_window", "kv_lora_rank", "num_kv_shared_layers", "attn_layer_indices")
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    if {*layers} != {"full_attention"} or any(getattr(shape, name, None) for name in other):
+        return 0
+    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
+    heads = max(1, heads // config.engine.tensor_parallel_size)
+    return int(2 * shape.num_hidden_layers * heads * size * width)
+
+
 def room_checks(
     config: TrainConfig, model: str, *, trained: bool, sampled: bool = True,
     teacher: str | None = None,
@@ -212,8 +228,20 @@ def room_checks(
     known = card is not None or not held.cuda
     total, free = card or hardware.memory_bytes()
     there = f"free{' on the card' if card else ''}"
+    cache, longest = config.engine.kv_cache_gib, config.engine.max_model_len
+    token = kv_bytes_per_token(config, model, cuda=held.cuda) if sampled else 0
+    if token * longest > held.kv_cache:
+        enough = math.ceil(100 * token * (longest + 64) / GIB) / 100  # and two blocks
+        yield Check(
+            "engine.kv_cache_gib",
+            False,
+            f"engine.max_model_len = {longest} tokens take {token * longest / GIB:.3g} GiB, and "
+            f"it is {cache:g}",
+            f"engine.kv_cache_gib={enough:g}, or a lower engine.max_model_len",
+            essential=True,
+        )
     if known and sampled:
-        need, cache = held.weights + held.kv_cache, config.engine.kv_cache_gib
+        need = held.weights + held.kv_cache
         yield Check(
             "room for vLLM",
             need <= free,

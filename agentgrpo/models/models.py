@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.config import LoraConfig, TrainConfig
-from agentgrpo.files import expanded, looks_like_path, read_table, verify_checksums
+from agentgrpo.files import expanded, looks_like_path, not_found, read_table, verify_checksums
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.kinds import kinds_of, unsupported
 from agentgrpo.models.liger import why_plain
@@ -27,6 +27,7 @@ def check_model(
     """The model is as long and as deep as the config asks, and of a kind that works here."""
     from transformers import AutoConfig
 
+    config.engine.schedules_ahead(device)
     why = unsupported(
         kinds_of(model),
         device=device,
@@ -92,7 +93,7 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
         raise ValueError(f"model {model!r}: a file, expected a directory")
     if "/" not in model or looks_like_path(model):
         hub = "" if looks_like_path(model) else "; a model of the hub is named owner/name"
-        raise ValueError(f"model {model!r}: no such directory{hub}")
+        raise ValueError(f"model {model!r}: {not_found(folder)}{hub}")
     return model
 
 

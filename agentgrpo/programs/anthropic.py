@@ -118,7 +118,6 @@ class MessagesBody(Body):
     tools: list[_BlockTool] | None = None
     tool_choice: _ToolChoice | None = None
     stop_sequences: Stops | None = None
-    top_k: Any = None
     thinking: Any = None
     output_config: _OutputConfig | None = None
     output_format: Any = None

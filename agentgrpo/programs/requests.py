@@ -45,8 +45,8 @@ REFUSED = (
     "audio", "function_call", "functions", "moderation", "web_search_options", "logprobs",
     "top_logprobs",
 )  # fmt: skip
-OTHER_FIELDS = 32
-"""How many fields of no protocol are counted in a request, and how many characters of a name."""
+MOST = 32
+"""Fields of other servers that are counted in a request, and characters of their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +128,10 @@ Tokens = Annotated[int, Field(ge=1)]
 class Body(BaseModel):
     """What the requests of all protocols have."""
 
-    model_config = ConfigDict(extra="allow", strict=True)  # see other_fields()
+    model_config = ConfigDict(extra="allow", strict=True)
     model: Literal["policy", "policy:frozen"]
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Any = None
 
 
 class _ToolFunction(BaseModel):
@@ -164,17 +163,6 @@ class ChatBody(Body):
     n: Literal[1] | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    top_k: Any = None
-    min_p: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    seed: Any = None
-    logit_bias: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
 
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -200,23 +188,14 @@ def parse_body(
         raise BadRequest(f"{param}: {said}", code, param) from None
 
 
-def other_fields(body: Body) -> dict[str, Any]:
-    """Fields that the protocol does not have: vLLM's, OpenRouter's, Ollama's, misspelled ones.
-
-    They are ignored, counted and reported. Their names come from the program and go into records,
-    so their number and length are limited.
-    """
-    extra = sorted((body.model_extra or {}).items())[:OTHER_FIELDS]
-    return {re.sub(r"\W", "_", name[:OTHER_FIELDS]): value for name, value in extra}
-
-
 def turn_request(
     body: Body, *, tools: Sequence[Mapping[str, Any]], choice: Any,
     one_call: bool, overrides: Mapping[str, Any] = MappingProxyType({}), **more: Any,
 ) -> TurnRequest:  # fmt: skip
     """What a body asks for; tools, a choice and overrides as chat completions have them."""
     given = {name: getattr(body, name, None) for name in OVERRIDES} | {**overrides}
-    given |= other_fields(body)
+    extra = sorted((body.model_extra or {}).items())[:MOST]
+    given |= {re.sub(r"\W", "_", name[:MOST]): value for name, value in extra}
     given = {name: value for name, value in given.items() if value not in NOTHING}
     if choice not in (None, "auto", "none"):
         name = None if choice == "required" else choice["function"]["name"]

@@ -31,17 +31,17 @@ def write_lines(path: Path, rows: Iterable[Any]) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_lines(path: Path) -> list[Any]:
+def read_lines(path: Path | str) -> list[Any]:
     """The rows of a JSON-lines file; errors as of numbered_rows()."""
     return [row for _, row in numbered_rows(path)]
 
 
-def numbered_rows(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]]:
+def numbered_rows(path: Path | str, *, growing: bool = False) -> Iterator[tuple[int, Any]]:
     """The rows of a JSON-lines file with the numbers of their lines, from 1; blank ones are none.
 
     `growing`: a last line without its end is being written, and left out.
     """
-    with opened(path) as lines:
+    with opened(Path(path)) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip() or (growing and not line.endswith(b"\n")):
                 continue

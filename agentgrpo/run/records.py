@@ -56,7 +56,7 @@ def read_rollout(record: dict[str, Any]) -> Rollout:
     return rollout
 
 
-def read_rollouts(path: Path) -> Iterator[tuple[dict[str, Any], Rollout]]:
+def read_rollouts(path: Path | str) -> Iterator[tuple[dict[str, Any], Rollout]]:
     """(place, rollout) of each line of a rollouts.jsonl, but for a last one half written."""
     for number, record in numbered_rows(path, growing=True):
         try:

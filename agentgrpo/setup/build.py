@@ -132,7 +132,6 @@ def prepare(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda task
     try:
         room = room_checks(config, setup.model, trained=True, teacher=setup.teacher)
         require(room, setup.progress.say)
-        _require_trainable(setup.model)
         teacher_of(config, setup)
         return Ready(setup=setup, tasks=draw(setup.training_tasks(config)), resumed=resumed)
     except BaseException:
@@ -162,14 +161,6 @@ def build(
         parts = _with_learner(config, player, ready, log, lock)
         undo.pop_all()
     return parts
-
-
-def _require_trainable(model: str) -> None:
-    """What can be told of it before vLLM is started, which takes minutes."""
-    from agentgrpo.learn.forward_check import why_not_packed
-    from agentgrpo.learn.policy import init_on_meta
-
-    why_not_packed(init_on_meta(model, "bfloat16"))
 
 
 def start_engine(config: TrainConfig, setup: RunSetup, *, trained: bool = False) -> EvalParts:

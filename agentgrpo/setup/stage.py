@@ -217,6 +217,8 @@ def prepare_run(
             teacher=teacher_model(config, chat, progress.say) if trained else None,
         )
         _check_fit(setup, config)
+        if trained:
+            _require_trainable(config, model)
         undo.pop_all()
     return setup
 
@@ -231,6 +233,18 @@ def _check_fit(setup: RunSetup, config: TrainConfig) -> None:
     _check_shown(setup.agent, setup.chat)
     _check_prompt(setup.agent, setup.chat, heldout[0])
     setup.heldout = setup.checked(config, heldout, "data.heldout")
+
+
+def _require_trainable(config: TrainConfig, model: str) -> None:
+    """Check the learner's layers on a model without storage: vLLM takes minutes to start."""
+    from agentgrpo.learn.forward_check import why_not_packed
+    from agentgrpo.learn.lora import require_layers
+    from agentgrpo.learn.policy import init_on_meta
+
+    made = init_on_meta(model, "bfloat16")
+    why_not_packed(made)
+    if config.learner.lora.rank:
+        require_layers(made, config.learner.lora.target_modules)
 
 
 def _sandbox_told_of(config: SandboxConfig, progress: Progress) -> SandboxPool:

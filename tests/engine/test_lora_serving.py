@@ -208,7 +208,10 @@ def test_a_saved_adapter_is_played_with(
         ({"base_model_name_or_path": None}, r"adapter_config\.json: base_model_name_or_path is"),
         ({"r": 0}, r"adapter_config\.json: r is missing"),
         (None, r"adapter_config\.json: not JSON"),
-        ({"base_model_name_or_path": "./gone"}, r"'\./gone': no such directory; it is the base"),
+        (
+            {"base_model_name_or_path": "./gone"},
+            r"'\./gone': gone: no such file or directory in .*; it is the base",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_saved_adapter_is_named(

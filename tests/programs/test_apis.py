@@ -202,7 +202,8 @@ def test_every_parameter_that_a_client_has_is_of_one_class(
     api: Any, body: Any, params: Any
 ) -> None:
     """Read, refused, or nothing that an answer depends on: none is met by surprise."""
-    classes = [*body.model_fields, *api.IGNORED, *api.REFUSED]
+    counted = {*requests.OVERRIDES} - {*body.model_fields}
+    classes = [*body.model_fields, *counted, *api.IGNORED, *api.REFUSED]
     assert (params.__required_keys__ | params.__optional_keys__) - HEADERS - {*classes} == set()
     assert len({*classes}) == len(classes)
 

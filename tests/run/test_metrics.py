@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.metrics import HASHES, RunLog
-from agentgrpo.run.records import read_rollout, rollout_record
+from agentgrpo.run.records import read_rollout, read_rollouts, rollout_record
 from agentgrpo.types import Rollout, Segment, Status, Task
 from tests.given import a_group
 
@@ -88,6 +88,13 @@ def test_rollouts_say_where_they_belong(tmp_path: Path) -> None:
         (4, "heldout", 0, 0),
     ]
     assert read_rollout(rows[1]).num_sampled == 2
+
+
+def test_a_path_may_be_text(tmp_path: Path) -> None:
+    RunLog(tmp_path).rollouts(3, [a_group([1, 2])])
+    read = [*read_rollouts(str(tmp_path / "rollouts.jsonl"))]
+    assert [(place["step"], place["index"]) for place, _ in read] == [(3, 0), (3, 1)]
+    assert read_lines(str(tmp_path / "rollouts.jsonl"))[0]["task"]["id"] == read[0][1].task.id
 
 
 def test_what_came_after_the_offsets_is_cut(tmp_path: Path) -> None:
