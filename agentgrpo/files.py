@@ -44,8 +44,7 @@ SUFFIXES = {
 
 def not_found(path: Path) -> str:
     """That there is no such file or directory; of a relative path also where it was looked for."""
-    place = "" if path.is_absolute() else f" in {Path.cwd()}"
-    return f"{path}: no such file or directory{place}"
+    return f"{path}: no such file or directory" + f" in {Path.cwd()}" * (not path.is_absolute())
 
 
 @contextlib.contextmanager
@@ -68,8 +67,8 @@ def format_os_error(error: OSError, path: Path | None = None) -> str:
     name = path or error.filename
     if error.strerror is None or name is None:
         return str(error)
-    if isinstance(error, FileNotFoundError):
-        return not_found(Path(name))
+    if path is not None and isinstance(error, FileNotFoundError):
+        return not_found(path)
     return f"{name}: {error.strerror[0].lower()}{error.strerror[1:]}"
 
 

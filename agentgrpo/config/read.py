@@ -144,14 +144,11 @@ def _merged(base: Mapping[str, Any], table: Mapping[str, Any], name: str = "") -
     """`table` in `base`, table by table; the options of a kind go where another kind is named."""
     other = "kind" in table and _is_another(name, base, table["kind"])
     gone = {k for key in table if table[key] for k in REPLACES.get(f"{name}.{key}", ())}
-    gone |= {"options"} if other else set()
-    made = {key: value for key, value in base.items() if key not in gone}
+    made = {k: v for k, v in base.items() if k not in gone and not (other and k == "options")}
     for key, value in table.items():
         below = made.get(key)
-        both, place = (
-            isinstance(below, dict) and isinstance(value, dict),
-            f"{name}.{key}".strip("."),
-        )
+        both = isinstance(below, dict) and isinstance(value, dict)
+        place = f"{name}.{key}".strip(".")
         made[key] = _merged(cast(dict[str, Any], below), value, place) if both else value
     return made
 

@@ -86,8 +86,6 @@ def require_layers(model: Any, targets: Sequence[str]) -> None:
         found = [module for name, module in linear.items() if name.endswith(f".{target}")]
         if not found or head in found:
             what = "the head cannot have an adapter" if found else "no linear layer has this name"
-            names = {name.rpartition(".")[2] for name, module in linear.items() if module != head}
-            raise ValueError(
-                f"learner.lora.target_modules: {what}: {target!r}; linear layers of this model: "
-                f"{', '.join(sorted(names))}"
-            )
+            names = sorted({name.rpartition(".")[2] for name in linear if linear[name] != head})
+            said = f"{what}: {target!r}; linear layers of this model: {', '.join(names)}"
+            raise ValueError(f"learner.lora.target_modules: {said}")

@@ -195,20 +195,18 @@ def shapes_at(model: str) -> Shapes:
     return shapes
 
 
-def kv_bytes_per_token(config: TrainConfig, model: str, *, cuda: bool) -> int:
-    """Bytes of KV cache; 0: only vLLM knows, as of sliding windows, states and compressed keys."""
+def kv_bytes_per_token(shapes: Shapes, model: str, width: int) -> int:
+    """Bytes of KV cache, by the outputs of the key and value layers; 0 where only vLLM knows: of
+    sliding windows, recurrent layers, compressed keys and fused projections.
+    """
     from transformers import AutoConfig
 
-    shape = AutoConfig.from_pretrained(model).get_text_config()
-    layers = getattr(shape, "layer_types", None) or ["full_attention"]
-    other = ("sliding_window", "kv_lora_rank", "num_kv_shared_layers", "attn_layer_indices")
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    if {*layers} != {"full_attention"} or any(getattr(shape, name, None) for name in other):
+    text = AutoConfig.from_pretrained(model).get_text_config()
+    others = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
+    if others or getattr(text, "sliding_window", None):
         return 0
-    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
-    heads = max(1, heads // config.engine.tensor_parallel_size)
-    return int(2 * shape.num_hidden_layers * heads * size * width)
+    projected = (".k_proj.weight", ".v_proj.weight")
+    return width * sum(shape[0] for name, shape in shapes.items() if name.endswith(projected))
 
 
 def room_checks(
@@ -220,8 +218,9 @@ def room_checks(
     vLLM would say that it has no room in its own words, after loading the model, or be ended by
     Linux, since a control group's limit is met only where memory is written to.
     """
+    shapes = shapes_at(model)
     held = footprint(
-        config, shapes_at(model), trained=trained, sampled=sampled,
+        config, shapes, trained=trained, sampled=sampled,
         teacher=shapes_at(teacher) if teacher else None,
     )  # fmt: skip
     card = hardware.gpu_memory_bytes() if held.cuda else None
@@ -229,17 +228,15 @@ def room_checks(
     total, free = card or hardware.memory_bytes()
     there = f"free{' on the card' if card else ''}"
     cache, longest = config.engine.kv_cache_gib, config.engine.max_model_len
-    token = kv_bytes_per_token(config, model, cuda=held.cuda) if sampled else 0
-    if token * longest > held.kv_cache:
+    width = WIDTH[config.engine.dtype_on("cuda" if held.cuda else "cpu")]
+    token = kv_bytes_per_token(shapes, model, width) // config.engine.tensor_parallel_size
+    if sampled and token * longest > held.kv_cache:
         enough = math.ceil(100 * token * (longest + 64) / GIB) / 100  # and two blocks
         yield Check(
-            "engine.kv_cache_gib",
-            False,
-            f"engine.max_model_len = {longest} tokens take {token * longest / GIB:.3g} GiB, and "
-            f"it is {cache:g}",
-            f"engine.kv_cache_gib={enough:g}, or a lower engine.max_model_len",
-            essential=True,
-        )
+            "engine.kv_cache_gib", False, f"engine.max_model_len = {longest} tokens take "
+            f"{token * longest / GIB:.3g} GiB, and it is {cache:g}",
+            f"engine.kv_cache_gib={enough:g}, or a lower engine.max_model_len", essential=True,
+        )  # fmt: skip
     if known and sampled:
         need = held.weights + held.kv_cache
         yield Check(

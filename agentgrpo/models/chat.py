@@ -115,10 +115,8 @@ class ChatTemplate:
         return tuple(self.tokenizer.convert_ids_to_tokens(ids))
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer into a checkpoint, and where a served turn ends.
-
-        Trained turns end with any of stop_token_ids. vLLM, SGLang, TGI and transformers read them
-        from generation_config.json; the model's own may name only the end of a document.
+        """Write the tokenizer, and stop_token_ids where vLLM, SGLang, TGI and transformers read
+        them: the model's own generation_config.json may name only the end of a document.
         """
         self.tokenizer.save_pretrained(folder)
         path = folder / "generation_config.json"

@@ -45,7 +45,7 @@ REFUSED = (
     "audio", "function_call", "functions", "moderation", "web_search_options", "logprobs",
     "top_logprobs",
 )  # fmt: skip
-MOST = 32
+OTHER_FIELDS = 32
 """Fields of other servers that are counted in a request, and characters of their names."""
 
 
@@ -194,8 +194,8 @@ def turn_request(
 ) -> TurnRequest:  # fmt: skip
     """What a body asks for; tools, a choice and overrides as chat completions have them."""
     given = {name: getattr(body, name, None) for name in OVERRIDES} | {**overrides}
-    extra = sorted((body.model_extra or {}).items())[:MOST]
-    given |= {re.sub(r"\W", "_", name[:MOST]): value for name, value in extra}
+    extra = sorted((body.model_extra or {}).items())[:OTHER_FIELDS]
+    given |= {re.sub(r"\W", "_", name[:OTHER_FIELDS]): value for name, value in extra}
     given = {name: value for name, value in given.items() if value not in NOTHING}
     if choice not in (None, "auto", "none"):
         name = None if choice == "required" else choice["function"]["name"]

@@ -19,7 +19,9 @@ from agentgrpo.machine.footprint import (
     LIBRARIES,
     count,
     footprint,
+    kv_bytes_per_token,
     room_checks,
+    shapes_at,
     shapes_in,
     shapes_of,
     trained_sizes,
@@ -163,6 +165,27 @@ def test_the_tables_of_the_gpu_page() -> None:
         assert row, size
         cells = [float(cell) for cell in re.findall(r"([\d.]+) GiB", row[0])]
         assert cells == [round(n, 1) for n in numbers], row[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_bytes"),
+    [
+        ({}, 2 * 2 * 64 * 4),
+        ({"num_key_value_heads": 1}, 2 * 2 * 32 * 4),
+        ({"layer_types": ["full_attention"] * 2}, 2 * 2 * 64 * 4),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8,
+          "use_sliding_window": True, "max_window_layers": 1}, 0),
+    ],
+)  # fmt: skip
+def test_the_cache_of_a_token_is_known_of_layers_with_full_attention(
+    shape: dict[str, Any], kv_bytes: int, tmp_path: Path
+) -> None:
+    """Two layers of two heads of 32 for keys, as many for values, in float32."""
+    config = tiny.make_model().config
+    for name, value in shape.items():
+        setattr(config, name, value)
+    config.save_pretrained(tmp_path)
+    assert kv_bytes_per_token(shapes_at(str(tmp_path)), str(tmp_path), 4) == kv_bytes
 
 
 @pytest.mark.parametrize(
