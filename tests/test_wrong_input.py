@@ -293,8 +293,10 @@ def test_a_mistake_that_only_vllm_or_the_learner_noticed_is_found_by_the_dry_run
     assert LATE[line].format(here=place) in told
 
 
-def test_sft_starts_no_engine_and_needs_no_cache(said: Said) -> None:
-    assert said("sft recipe.toml engine.kv_cache_gib=0.0005 --dry-run")[0] == 0
+def test_sft_starts_no_engine_and_needs_no_cache(place: Path, said: Said) -> None:
+    text = (place / "recipe.toml").read_text() + "[engine]\nkv_cache_gib = 0.0005\n"
+    (place / "small.toml").write_text(text)
+    assert said("sft small.toml --dry-run") == (0, "")
 
 
 UNREAD = {
