@@ -11,7 +11,6 @@ from pydantic import Field
 
 from agentgrpo.actions import ReadCalls
 from agentgrpo.agents.text import Shots, TextAgent
-from agentgrpo.files import not_found
 from agentgrpo.types import Task
 
 
@@ -69,7 +68,7 @@ class ProgramAgent(TextAgent):
                 raise ValueError(f"{name}: {getattr(self, name)!r} does nothing without command")
         for path in self.files:
             if not path.exists():
-                raise ValueError(f"files: {not_found(path)}")
+                raise ValueError(f"files: {path}: no such file or directory in {Path.cwd()}")
         self.read_calls = self.call_reader(self.parser)
 
     @staticmethod
