@@ -56,7 +56,8 @@ class RepairEnv(PythonEnv):
         return RepairEpisode(self, task).toolset().schemas
 
     def reset(self, task: Task) -> Any:
-        missing = {"source", "tree", "diff", "tests", "others", "file", "line"} - task.spec.keys()
+        needed = {"source", "tree", "diff", "tests", "others", "altered", "file", "line"}
+        missing = needed - task.spec.keys()
         if missing:
             raise ValueError(f"task {task.id}: no row of a repair task, it has no {missing}")
         episode: Any = RepairConsole(cast(Any, self)) if self.console else RepairEpisode(self, task)
@@ -108,13 +109,14 @@ class Repairing(SandboxEpisode):
             if changed == given:
                 self.feedback = "nothing was changed"
                 return partial_credit(0.0)
-            share, verdict = judge(pool, tree, self._task.spec, changed, VERDICT_S)
+            spec, partial = self._task.spec, self._env.partial
+            share, verdict = judge(pool, tree, spec, changed, VERDICT_S, partial=partial)
         self.feedback = verdict.reason
         if verdict.reason and self._env.answer != "tree":  # it is not shown the tests
-            self.feedback = f"{share:.0%} of the tests that have to pass do"
+            self.feedback = "not all of the tests that have to pass do"
         if verdict.infra_error:
             raise InfrastructureError(verdict.reason)
-        return partial_credit(share if self._env.partial else float(share >= 1))
+        return partial_credit(share)
 
     def _answer(self, given: Answer, answer: str | None) -> Answer:
         if self._env.answer == "tree":

@@ -2,14 +2,13 @@
 
 A tree is a package's files alone, with no history and no second copy (no .git, RECORD or wheel),
 kept in the user's cache under a name that its content decides.
-Of an answer only the text of modules counts, in a fresh session. It runs in the process of its
-tests, as pytest has it. So that it does not decide on the verdict, its words are counted, what
-the tests run with is compared (repair_runner.py), and the verdict comes with a secret.
+Of an answer only the text of the broken files counts. It runs in the process of its tests, so it
+could decide their outcome. A verdict therefore also runs altered tests (repair_altered.py), which
+right code fails: an answer that passes them is worth nothing.
 """
 
 from __future__ import annotations
 
-import ast
 import base64
 import functools
 import hashlib
@@ -17,21 +16,21 @@ import importlib.util
 import itertools
 import json
 import os
+import random
 import re
-import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from agentgrpo.envs.repair_altered import Place, copy_of
 from agentgrpo.extras import require_installed
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, Session, Template
 from agentgrpo.sandbox.errors import SandboxInfraError
@@ -67,8 +66,12 @@ class Tree(NamedTuple):
 
     def pool(self, like: Template, limits: Limits, **options: Any) -> SandboxPool:
         """Sessions that find it; ValueError if they would find it a second time."""
+        from _pytest.config import default_plugins  # a fifth of a verdict else
+
+        plugins = (f"_pytest.{name}" for name in default_plugins)
         made = replace(
-            like, name=f"repair {self.name}", tree=str(self.folder / "tree"), preload=("pytest",),
+            like, name=f"repair {self.name}", tree=str(self.folder / "tree"),
+            preload=("pytest", "unittest", "pdb", "difflib", *plugins),
             site_dirs=(str(self.folder / "site"),), setup=f"{SETUP}\n{like.setup}",
         )  # fmt: skip
         tops = {path.removeprefix("src/").partition("/")[0] for path in self.sources()}
@@ -89,7 +92,9 @@ def prepare(source: str) -> Tree:
     """The tree of an installed package, by its name, or of a folder; ValueError if it is none."""
     require_installed("pytest", "env.kind = 'repair'")
     name, version, base, files, needed = _found(source)
-    digest = hashlib.sha256(f"{sys.version} {needed} {metadata.version('pytest')}".encode())
+    site = _requirements(name, needed, base, files)
+    versions = sorted((key, dist.version) for key, dist in site.items())
+    digest = hashlib.sha256(f"{sys.version} {needed} {versions}".encode())
     for path in files:
         digest.update(path.encode() + hashlib.sha256((base / path).read_bytes()).digest())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "agentgrpo", "repair")
@@ -99,7 +104,7 @@ def prepare(source: str) -> Tree:
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             new = Path(scratch, "new")
             _fill(new / "tree", base, files)
-            _fill_site(new / "site", name, version, needed)
+            _fill_site(new / "site", name, version, site.values())
             new.rename(folder)
     return Tree(name, version, folder, said)
 
@@ -144,25 +149,47 @@ def _fill(tree: Path, base: Path, files: Sequence[str]) -> None:
             os.chown(os.path.join(at, name), FIRST_UID, FIRST_UID)
 
 
-def _fill_site(site: Path, name: str, version: str, needed: Sequence[str]) -> None:
-    """What it requires and pytest, without itself; of itself a name and a version."""
+def _requirements(
+    name: str, needed: Sequence[str], base: Path, files: Sequence[str]
+) -> dict[str, metadata.Distribution]:
+    """What of its requirements, and of what its tests import, is installed; itself left out."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name as plain
 
-    found = {plain(dist.metadata["Name"]): dist for dist in metadata.distributions()}
-    own = [*map(Requirement, [*needed, "pytest"])]
-    done, todo = {plain(name)}, [*own]
+    installed = {plain(dist.metadata["Name"]): dist for dist in metadata.distributions()}
+    own = [*map(Requirement, [*needed, *_imported_by_tests(base, files), "pytest"])]
+    found: dict[str, metadata.Distribution] = {}
+    todo = [*own]
     for wanted in todo:  # which grows meanwhile
         key, marker = plain(wanted.name), wanted.marker
         extras = [{"extra": extra} for extra in (GROUPS if wanted in own else GROUPS[:1])]
         asked = marker is None or any(map(marker.evaluate, extras))
-        if key not in done and key in found and asked:
-            done.add(key)
-            todo += map(Requirement, found[key].requires or ())
-            for file in found[key].files or ():
-                if ".." not in file.parts and os.path.isfile(file.locate()):
-                    (site / file).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(str(file.locate()), site / file)
+        if asked and key in installed and key not in found and key != plain(name):
+            found[key] = installed[key]
+            todo += map(Requirement, installed[key].requires or ())
+    return found
+
+
+def _imported_by_tests(base: Path, files: Sequence[str]) -> list[str]:
+    """Packages whose modules its tests import, but not another copy of its own modules."""
+    own = {file.removeprefix("src/").partition("/")[0].removesuffix(".py") for file in files}
+    tests = [base / file for file in files if TEST.fullmatch(file) and file.endswith(".py")]
+    imports = re.compile(rb"^[ \t]*(?:import|from)[ \t]+(\w+)", re.MULTILINE)
+    names = {name.decode() for test in tests for name in imports.findall(test.read_bytes())}
+    names -= {*own, *sys.stdlib_module_names}
+    packages = metadata.packages_distributions() if names else {}
+    return sorted({package for name in names for package in packages.get(name, ())})
+
+
+def _fill_site(
+    site: Path, name: str, version: str, packages: Iterable[metadata.Distribution]
+) -> None:
+    """What it requires, without itself; of itself a name and a version."""
+    for dist in packages:
+        for file in dist.files or ():
+            if ".." not in file.parts and os.path.isfile(file.locate()):
+                (site / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(str(file.locate()), site / file)
     if not (site / "pytest").is_dir():
         raise ValueError(f"{name}: pytest needs it, so that nothing is left to test it with")
     python = f"#!/bin/sh\nexec {Template().interpreter} -s -S"
@@ -196,70 +223,9 @@ def patch(text: str, path: str, diff: str) -> str:
 
 
 RUNNER = (Path(__file__).parent / "repair_runner.py").read_text()
+FORGED = "altered tests, which right code fails, pass: the code does not do what they test"
 Answer = Mapping[str, str]  # the files that were changed
-PLAIN = """
-__future__ array base64 binascii bisect calendar cmath collections contextlib copy dataclasses
-datetime decimal difflib errno fractions functools hashlib heapq html itertools json keyword math
-numbers operator queue random re statistics string struct textwrap unicodedata zlib
-"""
-REACHING = """
-ABCMeta Enum EnumType Formatter ForwardRef IntEnum ag_frame attrgetter builtins co_code codecs
-compile cr_frame ctypes delattr dir eval exec f_back f_builtins f_code f_globals f_locals format
-format_map gc get_type_hints getattr getframe gi_frame globals import_module importlib inspect io
-locals make_dataclass metaclass methodcaller mock modules new_class open os pathlib pickle posix
-pytest redirect_stderr redirect_stdout setattr setprofile settrace shutil signal subprocess sys
-tb_frame tb_next tempfile thread threading time traceback type types unittest update_wrapper vars
-weakref wraps
-"""
-"""By these code reaches beyond its own values, or decides what they are equal to; not by PLAIN."""
-
-
-def parsed(source: str) -> ast.Module:
-    """CPython takes the depth of all threads' trees for one's (gh-106905), hence more than once."""
-    for _ in range(9):
-        with suppress(SystemError):
-            return ast.parse(source)
-    return ast.parse(source)
-
-
-def words_of(source: str) -> Counter[str]:
-    """How often a source uses REACHING, __names__ and classes of its own; what it imports."""
-    used: list[str] = []
-    imported: set[str] = set()
-    reaching = REACHING.split()
-    for node in ast.walk(parsed(source)):
-        said = (getattr(node, field, None) for field in ("id", "attr", "name", "arg", "module"))
-        used += [name for name in said if isinstance(name, str)]
-        match node:
-            case ast.Import(names=names):
-                imported |= {alias.name for alias in names}
-            case ast.ImportFrom(module=module, names=names, level=level):
-                imported |= {f"{'.' * level}{module or ''}.{alias.name}" for alias in names}
-            case ast.Attribute(attr=name) if name.strip("_") in sys.stdlib_module_names:
-                imported.add(name.strip("_"))
-            case ast.MatchClass(kwd_attrs=names):
-                used += names
-            case ast.Constant(str(text)) if re.fullmatch(r"\S+", text):
-                used.append(text)
-            case ast.ClassDef():
-                used.append("__class__")  # which decides what its instances equal
-    parts = [part for name in used for part in re.findall(r"\w+", name)]
-    words = [w for part in parts for w in {part, part.strip("_")} if w in reaching]
-    words += [part for part in parts if re.fullmatch("__.+__", part)]
-    new = {name for name in imported if name.partition(".")[0] not in PLAIN.split()}
-    return Counter([*words, *(f"import {name}" for name in new)])
-
-
-def refusal(answer: Answer, tree: Tree) -> str:
-    """Why an answer is not tried; "" if it is."""
-    for path, text in answer.items():
-        try:
-            more = words_of(text) - words_of(tree.read(path))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            return f"{path}: {type(error).__name__}: {error}"
-        if more:
-            return f"{path} uses {', '.join(sorted(more))} more often than it did"
-    return ""
+RUNS = 4  # of a verdict; a test runs as it is in one or two of them, altered in the others
 
 
 def put(files: Files, answer: Answer) -> None:
@@ -288,38 +254,91 @@ def answer_in(session: Session, given: Answer) -> Answer:
 
 
 def run_tests(
-    pool: SandboxPool, answer: Answer, tests: Sequence[str], timeout_s: float, *,
+    pool: SandboxPool, files: Answer, tests: Sequence[str], timeout_s: float, *,
     backwards: bool = False, traced: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """What came of tests (all if none is named) of a pool's tree with these files in it, in a
-    session of their own: `outcomes`, what the first that failed `said`, `infra_error`, and more.
+    """Results of tests (all if none is named) in a new session whose tree has these files.
+
+    Returns:
+        `outcomes`, `errors` and `failed_at` by test, as repair_runner.py has them, `lines` if
+        traced, `said`: the first error, and `infra_error`.
     """
-    secret = secrets.token_hex(16)
     with pool.acquire() as session:
         clock = VerdictClock(timeout_s, session)
-        with clock.running(), closing(session.files()) as files:
-            put(files, answer)
-            call = f"run({[*tests]!r}, {REPO!r}, {secret!r}, {backwards}, {traced})"
+        with clock.running(), closing(session.files()) as opened:
+            put(opened, files)
+            call = f"run({[*tests]!r}, {REPO!r}, {backwards}, {traced})"
             step = session.step(f"{RUNNER}\n{call}", clock.seconds())
-    said = step.error.traceback if step.error is not None else step.detail
-    try:
-        told = json.loads(base64.b64decode((step.value or "")[1:-1]))
-        if step.status is StepStatus.OK and told["secret"] == secret:
-            return {**told, "infra_error": False}
-    except Exception as error:  # whatever somebody else's text makes of its parts
-        said = said or f"no verdict: {type(error).__name__}"
+    reason = step.error.traceback if step.error is not None else step.detail
+    with suppress(Exception):  # the code under test can return anything
+        if step.status is StepStatus.OK:
+            return read_results(step.value) | {"infra_error": False}
     broken = step.status is StepStatus.INFRA_ERROR
-    return {"outcomes": {}, "said": f"{step.status}: {said}", "infra_error": broken}
+    reason = f"{step.status}: {reason or 'no results'}"
+    return {"outcomes": {}, "errors": {}, "failed_at": {}, "said": reason, "infra_error": broken}
+
+
+def read_results(value: str | None) -> dict[str, Any]:
+    """What repair_runner.run() returned, from its repr()."""
+    results = json.loads(base64.b64decode((value or "")[1:-1]))
+    return {**results, "said": next(iter(results["errors"].values()), "")}
+
+
+class Run(NamedTuple):
+    """One run of a verdict: files, tests, and those that have to pass ("p") or to fail ("f")."""
+
+    files: dict[str, str]
+    tests: list[str]
+    expected: dict[str, str]
+
+
+def draw_runs(task: Mapping[str, Any], tree: Tree, rng: random.Random) -> list[Run]:
+    """RUNS of a task's tests, so that nothing in a run shows which of its tests are altered."""
+    runs = [Run({}, [], {}) for _ in range(RUNS)]
+    copies: list[dict[str, dict[str, Any]]] = [{} for _ in runs]
+    for head, places in task["altered"].items():
+        path, _, name = head.partition("::")
+        tests = [t for t in (*task["tests"], *task["others"]) if t.partition("[")[0] == head]
+        as_it_is = rng.sample(range(RUNS), rng.choice((1, 2)))
+        for number, run in enumerate(runs):
+            altered = number not in as_it_is
+            place = Place(*rng.choice(places))
+            copies[number].setdefault(path, {})[f"::{name}"] = place, altered
+            run.tests.extend(tests)
+            expected = {*tests} & {*task["tests"]} if altered else tests
+            run.expected.update(dict.fromkeys(expected, "f" if altered else "p"))
+    for test in (t for t in task["others"] if t.partition("[")[0] not in task["altered"]):
+        run = rng.choice(runs)
+        run.tests.append(test)
+        run.expected[test] = "p"
+    for run, files in zip(runs, copies, strict=True):
+        for path, drawn in files.items():
+            run.files[path] = copy_of(tree.read(path), drawn, run.tests, rng)
+    return runs
 
 
 def judge(
-    pool: SandboxPool, tree: Tree, task: Mapping[str, Any], answer: Answer, timeout_s: float
-) -> tuple[float, Verdict]:
-    """The share of the broken tests that an answer mends, 0 if it breaks another; and why."""
-    if why := refusal(answer, tree):
-        return 0.0, Verdict(False, why)
-    broken, others = task["tests"], task["others"]
-    ran = run_tests(pool, answer, [*broken, *others], timeout_s)
-    passed = {test for test, letter in ran["outcomes"].items() if letter == "p"}
-    share = len(passed & {*broken}) / len(broken) if passed >= {*others} else 0.0
-    return share, Verdict(share >= 1, ran["said"], ran["infra_error"])
+    pool: SandboxPool, tree: Tree, task: Mapping[str, Any], answer: Answer, timeout_s: float,
+    *, partial: bool = False,
+) -> tuple[float, Verdict]:  # fmt: skip
+    """The share of the broken tests that an answer mends, and why not all; 0 if it breaks another.
+
+    A test is mended if it passes as it is, and fails wherever it is altered. Without `partial` the
+    first result that is not as expected ends the verdict, with 0.
+    """
+    wrong: set[str] = set()
+    errors: list[str] = []
+    for run in draw_runs(task, tree, random.SystemRandom()):
+        results = run_tests(pool, {**answer, **run.files}, run.tests, timeout_s)
+        if results["infra_error"]:
+            return 0.0, Verdict(False, results["said"], True)
+        for test, letter in run.expected.items():
+            if results["outcomes"].get(test) != letter:
+                wrong.add(test)
+                if letter == "p":  # what altered tests print is not shown
+                    errors.append(results["errors"].get(test) or results["said"])
+        if wrong and not partial:
+            break
+    spoilt = wrong & {*task["others"]} or (wrong and not partial)
+    share = 0.0 if spoilt else len({*task["tests"]} - wrong) / len(task["tests"])
+    return share, Verdict(not wrong, "" if not wrong else errors[0] if errors else FORGED)

@@ -1,16 +1,11 @@
-"""Runs in a session (repair_judge.py): tests by pytest, and what came of each.
-
-What the tests are run with, the tree aside, is compared before and afterwards: who replaces an
-assertion, a reporter or a function of another module fails.
-"""
+"""Runs in a session (repair_judge.py): tests by pytest, and the outcome of each."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import importlib
+import io
 import json
-import re
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -19,46 +14,23 @@ from typing import Any
 import pytest
 
 
-def instruments(root: str) -> dict[tuple[str, ...], Any]:
-    """Functions, classes and methods of all modules but the tree's and what runs this."""
-    found: dict[tuple[str, ...], Any] = {}
-    for name, module in [*sys.modules.items()]:
-        if name == "__main__" or str(getattr(module, "__file__", "")).startswith(root):
-            continue
-        for key, value in [*getattr(module, "__dict__", {}).items()]:
-            if callable(value):
-                found[name, key] = value
-            if isinstance(value, type):
-                found |= {
-                    (name, key, k): v for k, v in vars(value).items() if hasattr(v, "__get__")
-                }
-    return found
-
-
-def load_what_they_import(files: Sequence[str], root: str) -> None:
-    """The modules that tests name, but the tree's: before the tree can change them."""
-    path, sys.path = sys.path, [p for p in sys.path if not p.startswith(root)]
-    for file in files:
-        with contextlib.suppress(OSError), open(file, encoding="utf-8") as opened:
-            said = re.findall(r"^ *(?:import|from) +(\w[\w., ]*)", opened.read(), re.MULTILINE)
-            for names in (one.partition(" import ")[0].split(",") for one in said):
-                for name in (named.split()[0] for named in names if named.strip()):
-                    with contextlib.suppress(Exception):
-                        importlib.import_module(name)
-    sys.path = path
-
-
 class Watch:
-    """A plugin: how each test ended (p: passed, f, s), what it said, which lines it ran."""
+    """A plugin: how each test ended (p: passed, f, s), its error, and the lines that it ran.
 
-    def __init__(self, root: str, backwards: bool, traced: bool) -> None:
-        self.root, self.backwards, self.traced = root, backwards, traced
+    failed_at: the last line of the test's file in its traceback, and whether an assertion failed.
+    """
+
+    def __init__(self, tests: Sequence[str], root: str, backwards: bool, traced: bool) -> None:
+        self.tests, self.root, self.backwards, self.traced = {*tests}, root, backwards, traced
         self.outcomes: dict[str, str] = {}
-        self.said: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
+        self.failed_at: dict[str, tuple[int, bool]] = {}
         self.lines: dict[str, dict[str, list[int]]] = {}
         self.ran: set[tuple[str, int]] = set()
+        self.error_length = min(3000, 24000 // (len(self.tests) or 8))
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if not self.tests or item.nodeid in self.tests]
         if self.backwards:
             items.reverse()
 
@@ -80,31 +52,37 @@ class Watch:
         self.ran.add((frame.f_code.co_filename, frame.f_lineno))
         return self.trace
 
+    def pytest_exception_interact(self, node: Any, call: Any) -> None:
+        entries = [e.lineno + 1 for e in call.excinfo.traceback if str(e.path) == str(node.path)]
+        asserted = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
+        self.failed_at[node.nodeid] = (entries[-1] if entries else 0, asserted)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.errors[report.nodeid] = report.longreprtext[-self.error_length :]
+
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Passed only where all three phases have come and passed, and no mark says it need not."""
         skipped = report.skipped or hasattr(report, "wasxfail")
         letter = "s" if skipped else "p" if report.passed else "f"
         if letter != "p":
             self.outcomes[report.nodeid] = letter
-            self.said.setdefault(report.nodeid, report.longreprtext[-3000:])
+            self.errors.setdefault(report.nodeid, report.longreprtext[-self.error_length :])
         elif report.when == "teardown":
             self.outcomes.setdefault(report.nodeid, letter)
 
 
-def run(
-    tests: Sequence[str], root: str, secret: str, backwards: bool = False, traced: bool = False
-) -> str:
-    """Run tests, or all; JSON of the secret and of what was seen, in base64."""
-    load_what_they_import(sorted({test.partition("::")[0] for test in tests}), root)
-    before, watch = instruments(root), Watch(root, backwards, traced)
+def run(tests: Sequence[str], root: str, backwards: bool = False, traced: bool = False) -> str:
+    """Run tests, or all; base64 of JSON."""
+    watch, printed = Watch(tests, root, backwards, traced), io.StringIO()
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", root, "-W", "ignore"]
-    pytest.main([*options, *tests], plugins=[watch])
-    after = instruments(root)
-    replaced = [".".join(key) for key in before if after.get(key) is not before[key]]
-    said = [watch.said[test] for test in tests if test in watch.said]
-    seen = {
-        "secret": secret, "outcomes": {} if replaced else watch.outcomes,
-        "said": f"replaced: {replaced[:5]}" if replaced else said[0] if said else "",
+    files = sorted({test.partition("::")[0] for test in tests})
+    with contextlib.redirect_stderr(printed):
+        code = pytest.main([*options, "--continue-on-collection-errors", *files], plugins=[watch])
+    if code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
+        watch.errors.setdefault("", printed.getvalue()[-3000:])  # such as a conftest that fails
+    results = {
+        "outcomes": watch.outcomes, "errors": watch.errors, "failed_at": watch.failed_at,
         "lines": watch.lines if traced else {},
     }  # fmt: skip
-    return base64.b64encode(json.dumps(seen).encode()).decode()
+    return base64.b64encode(json.dumps(results).encode()).decode()

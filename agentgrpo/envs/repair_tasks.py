@@ -1,32 +1,52 @@
 """Repair tasks made from packages: a place is broken, and the package's own tests show it.
 
 Each is proven when it is made, by what judges answers: its tests pass before the break, some fail
-behind it, so that no change scores 0, and the reverse of the break scores 1. All code of a package
-runs in the sandbox. The same packages, kinds and seed give the same tasks.
+behind it, no change scores 0, and the reverse of the break scores 1. Each test that has to pass can
+be altered so that right code fails it. All code of a package runs in the sandbox. The same
+packages, kinds and seed give the same tasks.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import difflib
 import hashlib
 import itertools
-import json
 import os
 import random
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import Progress
 
-from agentgrpo.envs.repair_judge import REPO, RUNNER, TEST, Tree, judge, patch, prepare, run_tests
+from agentgrpo.envs.repair_altered import (
+    SWAPS,
+    TYPES,
+    Place,
+    copy_of,
+    functions_by_name,
+    places_of,
+)
+from agentgrpo.envs.repair_judge import (
+    REPO,
+    RUNNER,
+    TEST,
+    Answer,
+    Tree,
+    judge,
+    patch,
+    prepare,
+    read_results,
+    run_tests,
+)
 from agentgrpo.envs.repair_places import apply, bodies_of, mutants_of
 from agentgrpo.files import read_json
 from agentgrpo.run.atomic import write_json, write_lines
@@ -38,16 +58,23 @@ CODE = sorted(Path(__file__).parent.glob("repair*.py"))  # of what others made n
 MAKER = hashlib.sha256(b"".join(path.read_bytes() for path in CODE)).hexdigest()[:8]
 SUITE_S, VERDICT_S = 900.0, 6.0  # of a processor, for a suite and for the tests of a task
 MOST_TESTS = 40  # of a task
+ROUNDS, ENOUGH = 8, 3  # of places of a test that are tried; of those that are sharp
+CONSOLE = Console(stderr=True)
 Row = dict[str, Any]
 Known = Mapping[str, Mapping[str, Sequence[int]]]
 Break = tuple[Mapping[str, str], str, int, list[str]]
-WANTED = {"test": "Repair its modules there. Its tests are right.", "line": "This line is wrong:"}
+RULES = (
+    "Repair it by changing {files}. Its tests are right. Only the text of these files counts: it "
+    "is tested in a new copy of the repository, also by altered tests, which right code fails."
+)
+WANTED = {"test": RULES, "line": "This line is wrong:"}
 """What a question shows: a test that fails, or the wrong line alone."""
 REPAIR = (
     "You repair a Python package. Write bash between <code> and </code>; it runs in the repository "
     "and you see what it prints. When the tests pass, reply with: Answer: done"
 )
 LINE = "Reply with the line as it should be, and nothing else."
+SECOND = "Tasks of other files or packages are held out; give a second --repair"
 SHOT = '[{{role="user", content="This line is wrong:\\n{}"}}, {{role="assistant", content="{}"}}]'
 SHOTS = (  # a line, and as it should be
     ("if count != 0:", "if count == 0:"), ("return first - rest", "return first + rest"),
@@ -79,11 +106,16 @@ def make(
 def prove_some(name: str, count: int, found: Iterator[Break], prove: Any) -> list[Row]:
     """The first of them that are proven, tried on all processors."""
     done: list[Row] = []
+    unaltered = 0
     with Progress() as bar, ThreadPoolExecutor(CPUS) as threads:
         task = bar.add_task(name, total=count)
         while len(done) < count and (some := [*itertools.islice(found, 2 * CPUS)]):
-            done = [*done, *filter(None, threads.map(prove, some))][:count]
+            results = [*threads.map(prove, some)]
+            done = [*done, *filter(None, results)][:count]
+            unaltered += results.count({})
             bar.update(task, completed=len(done))
+    if unaltered:
+        CONSOLE.print(f"{name}: {unaltered} tasks left out, no test of theirs can be altered")
     return done
 
 
@@ -99,17 +131,37 @@ def baseline(tree: Tree, pool: SandboxPool) -> dict[str, dict[str, list[int]]]:
     another process with another hash seed.
     """
     first = run_tests(pool, {}, [], SUITE_S, traced=True)
+    if "p" not in first["outcomes"].values():
+        raise ValueError(f"{tree.name}: {no_test_passes(tree, first)}")
+    for path, error in first["errors"].items():
+        if path not in first["outcomes"]:
+            CONSOLE.print(f"{tree.name}: left out {path}: {error.splitlines()[-1]}", markup=False)
     second = run_tests(pool, {}, [], SUITE_S, backwards=True)
     with Sandbox.create(pool=pool, timeout=5 * SUITE_S) as sandbox:
-        sandbox.files.write("/tmp/run.py", f"{RUNNER}\nprint('\\n' + run([], {REPO!r}, '', True))")
+        sandbox.files.write("/tmp/run.py", f"{RUNNER}\nprint('\\n' + run([], {REPO!r}, True))")
         command = "PYTHONHASHSEED=2 python /tmp/run.py || true"
-        said: Any = sandbox.commands.run(command, cwd=REPO, timeout=5 * SUITE_S)
-    third = json.loads(base64.b64decode(said.stdout.splitlines()[-1]))
+        printed: Any = sandbox.commands.run(command, cwd=REPO, timeout=5 * SUITE_S)
+    third = read_results(repr(printed.stdout.rpartition("\n\n")[2].strip()))
     runs = [run["outcomes"] for run in (first, second, third)]
     stable = [test for test in runs[0] if all(run.get(test) == "p" for run in runs)]
     if not stable:
-        raise ValueError(f"{tree.name}: no test passes each of three times: {first['said'][-999:]}")
+        raise ValueError(f"{tree.name}: no test passes in each of three runs")
     return {test: first["lines"][test] for test in stable}
+
+
+def no_test_passes(tree: Tree, results: Mapping[str, Any]) -> str:
+    """Why none does, and what to do, from the first error."""
+    error = results["said"]
+    if not error:
+        return "it has no tests (pytest collects none); give a folder that has them"
+    if found := re.search(r"No module named '([\w.]+)'", error):
+        top = found[1].partition(".")[0]
+        if any(f"{top}/" in f"/{path}" for path in tree.sources()):
+            return (
+                f"its extension {found[1]} is not built; build it in place, or install the package"
+            )
+        return f"module {top} is missing, which its tests need; pip install {top}"
+    return f"no test passes; the first error: {error[-999:]}"
 
 
 def breaks(tree: Tree, kind: str, known: Known, seed: int, source: str) -> Iterator[Break]:
@@ -170,8 +222,59 @@ def _commits(tree: Tree, known: Known, source: str) -> Iterator[Break]:
             yield answer, min(answer), 1, _chosen(ran, known)
 
 
+def alter(
+    tree: Tree, pool: SandboxPool, original: Answer, failed_at: Mapping[str, tuple[int, bool]]
+) -> tuple[list[str], dict[str, list[Place]]]:
+    """Tests that original code fails where they are altered, and these places by test function.
+
+    The best are those where a value changes, and the assertion fails that the broken code fails.
+    """
+    rng = random.Random(str(sorted(failed_at)))
+    heads: dict[str, list[str]] = {}
+    places: dict[str, list[Place]] = {}
+    for test in failed_at:
+        heads.setdefault(test.partition("[")[0], []).append(test)
+    for head, tests in heads.items():
+        path, _, name = head.partition("::")
+        text = tree.read(path) if path.endswith(".py") else ""
+        if function := functions_by_name(text).get(f"::{name}"):
+            places[head] = places_of(text, function, failed_at[tests[0]][0], rng)
+    failed: dict[str, dict[Place, list[set[str]]]] = {head: {} for head in places}
+    for _ in range(ROUNDS):
+        drawn = {
+            head: todo.pop(0)
+            for head, todo in places.items()
+            if todo and sum(bool(best) for best, _ in failed[head].values()) < ENOUGH
+        }
+        files: dict[str, dict[str, tuple[Place, bool]]] = {}
+        for head, place in drawn.items():
+            path, _, name = head.partition("::")
+            files.setdefault(path, {})[f"::{name}"] = place, True
+        tests = [test for head in drawn for test in heads[head]]
+        copies = {path: copy_of(tree.read(path), of, tests, rng) for path, of in files.items()}
+        at = run_tests(pool, {**original, **copies}, tests, VERDICT_S)["failed_at"] if drawn else {}
+        for head, place in drawn.items():
+            asserted = {t for t in heads[head] if t in at and (at[t][1] or place.new in TYPES)}
+            same = {t for t in asserted if at[t][0] == failed_at[t][0] or place.new in TYPES}
+            failed[head][place] = [same if place.old not in SWAPS else set(), asserted]
+    kept: list[str] = []
+    altered: dict[str, list[Place]] = {}
+    for head, of in failed.items():
+        sets = [
+            max((tests[rank] for tests in of.values()), key=len, default=set()) for rank in (0, 1)
+        ]
+        most = sets[0] or sets[1]
+        if most:
+            kept += sorted(most)
+            rank = 0 if sets[0] else 1
+            altered[head] = [place for place, tests in of.items() if tests[rank] >= most]
+    return kept, altered
+
+
 def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) -> Row | None:
-    """The task of a break; None if no test fails by it, or it is not judged as it should be."""
+    """The task of a break; None if no test fails by it, or it is not judged as it should be; {} if
+    no test that fails can be altered.
+    """
     answer, file, line, tests = broken
     wrong = answer[file].splitlines()[line - 1].strip()
     if show == "line" and wrong == "pass":  # nobody can know what stood there
@@ -181,13 +284,18 @@ def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) ->
     failing = [test for test in tests if ran["outcomes"].get(test) == "f"]
     if not failing or {*ran["outcomes"].values()} - {"p", "f"}:
         return None
+    failed_at = {test: ran["failed_at"].get(test, (0, False)) for test in failing}
+    mended, altered = alter(tree, pool, original, failed_at)
+    if not mended:
+        return {}
     diff = ""
     for path, text in original.items():
         both = text.splitlines(True), answer[path].splitlines(True)
         diff += "".join(difflib.unified_diff(*both, f"a/{path}", f"b/{path}"))
     row: Row = {
         "package": tree.name, "version": tree.version, "tree": tree.digest, "kind": kind,
-        "diff": diff, "tests": failing, "others": [test for test in tests if test not in failing],
+        "diff": diff, "tests": mended, "others": [t for t in tests if t not in failing],
+        "altered": altered,
     }  # fmt: skip
     answers = [original]
     if show == "line":  # which is not to be mended by leaving it out
@@ -197,11 +305,12 @@ def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) ->
     again = {path: patch(text, path, diff) for path, text in original.items()}
     if 1.0 in scores[:-1] or scores[-1] != 1.0 or again != answer:
         return None
-    told = f"{tree.name} in {REPO} is broken: {len(failing)} tests fail, such as {failing[0]}"
-    said = re.sub(r"0x[0-9a-f]+", "0x...", ran["said"][-1500:])
-    shown = f"{told}\n\n{said}\n\n{WANTED[show]}" if show == "test" else f"{WANTED[show]}\n{wrong}"
+    rules = WANTED[show].format(files=", ".join(sorted(answer)))
+    head = f"{tree.name} in {REPO} is broken: {len(failing)} tests fail, such as {failing[0]}"
+    error = re.sub(r"0x[0-9a-f]+", "0x...", ran["errors"][failing[0]][-1500:])
+    question = f"{head}\n\n{error}\n\n{rules}" if show == "test" else f"{rules}\n{wrong}"
     id = hashlib.sha256(f"{tree.name} {diff}".encode()).hexdigest()[:16]
-    return row | {"id": id, "file": file, "line": line, "question": shown}
+    return row | {"id": id, "file": file, "line": line, "question": question}
 
 
 def hold_out(rows: Sequence[Row], seed: int = 0) -> tuple[list[Row], list[Row]]:
@@ -209,14 +318,28 @@ def hold_out(rows: Sequence[Row], seed: int = 0) -> tuple[list[Row], list[Row]]:
     key = "package" if len({row["package"] for row in rows}) > 1 else "file"
     keys = sorted({row[key] for row in rows})
     if len(keys) < 2:
-        raise ValueError(f"{len(rows)} tasks of one file or none: nothing can be held out")
+        raise ValueError(
+            f"{len(rows)} tasks of one file or none: nothing can be held out. {SECOND}"
+        )
     random.Random(seed).shuffle(keys)
-    held = keys[: max(1, len(keys) // 4)]
+    counts = Counter(row[key] for row in rows)
+    held: list[str] = []
+    for name in keys:
+        if sum(counts[one] for one in (*held, name)) <= len(rows) // 4:
+            held.append(name)
+    held = held or [min(keys, key=lambda name: counts[name])]
     return [row for row in rows if row[key] not in held], [row for row in rows if row[key] in held]
 
 
 def write(sources: Sequence[str], config: Path, count: int, show: str) -> list[str]:
     """Make tasks and write them beside a config to be: the file to train on, and its settings."""
+    if len({*sources}) == 1:
+        tree = prepare(sources[0])
+        files = [path for path in tree.sources() if any(mutants_of(path, tree.read(path)))]
+        if len(files) < 2:
+            raise ValueError(
+                f"--repair {sources[0]}: it has one module that can be broken. {SECOND}"
+            )
     kinds = KINDS[:1] if show == "line" else KINDS
     parts = hold_out(make(sources, count=count, kinds=kinds, show=show))
     paths = [config.resolve().with_suffix(f".{name}.jsonl") for name in ("train", "heldout")]

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from agentgrpo import init
 from agentgrpo.actions import CallTools, RunCode, ToolCall
 from agentgrpo.envs import repair_judge, repair_tasks
 from agentgrpo.envs.repair import RepairConsole, RepairEnv, RepairEpisode
+from agentgrpo.envs.repair_altered import Place, copy_of, functions_by_name, places_of
 from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.sandbox import Limits, SandboxPool, Template
 from agentgrpo.testing import assert_no_cheat_pays
@@ -196,6 +198,7 @@ while 'watch' not in f.f_locals: f = f.f_back
 class D(dict):
     def __setitem__(s, k, v): dict.__setitem__(s, k, 'p')
 f.f_locals['watch'].outcomes = D()"""
+ESCAPED = "\n#" + "".join(f"\\u{ord(c):04x}" for c in f"\n{FORGE}\n")
 CHEATS = {
     "nothing": "pass",
     "conftest": f"for f in ('.', 'shop', 'shop/tests'): open(f + '/conftest.py', 'w').write({REPORTS!r})",
@@ -267,6 +270,30 @@ CHEATS = {
     "equal to all, of Python's own tests": added(
         f"\nfrom test.support import ALWAYS_EQ\n{NAMES}ALWAYS_EQ\n"
     ),
+    "the encoder of results": added(
+        "\nimport json\ne = json._default_encoder\ne.encode = lambda o: type(e).encode(e, {**o, 'outcomes': {**dict.fromkeys(o['outcomes'], 'p')}} if isinstance(o, dict) and 'outcomes' in o else o)\n"
+    ),
+    "code by dataclasses": added(
+        f"\nimport dataclasses\ndataclasses._create_fn('f', (), {FORGE.splitlines()!r})()\n"
+    ),
+    "code in a comment": f"p = '{{}}'\nt = open(p).read()\nopen(p, 'w').write('# coding: raw_unicode_escape\\n' + t + {ESCAPED!r})",
+    "modules by contextlib": added(
+        "\nimport contextlib\nclass S(contextlib._RedirectStream):\n _stream = 'modules'\nwith S(dict()): pass\nfrom _pytest import runner\nrunner.call_and_report = print\n"
+    ),
+    "reports patched": added(
+        "\nimport _pytest.reports as r\ninit = r.TestReport.__init__\ndef f(s, *a, **k):\n init(s, *a, **k)\n s.outcome = 'passed'\nr.TestReport.__init__ = f\n"
+    ),
+    "reads the test": added(
+        "\nimport ast, pathlib, sys\ndef change(paid, price):\n f = sys._getframe()\n while 'test_' not in f.f_code.co_name: f = f.f_back\n t = ast.parse(pathlib.Path(f.f_code.co_filename).read_text())\n v = [ast.literal_eval(d.args[1]) for n in ast.walk(t) if getattr(n, 'name', '') == f.f_code.co_name for d in n.decorator_list]\n return dict(v[0])[paid]\n"
+    ),
+    "equal and unequal": added(
+        "\nclass E:\n def __eq__(s, o): return True\n def __ne__(s, o): return False\n def __bool__(s): return True\n __hash__ = None\ndef change(*a): return E()\n"
+    ),
+    "skips": added("\nimport unittest\ndef change(*a): raise unittest.SkipTest\n"),
+    "knows the text of the tests": "import hashlib\np = 'shop/tests/test_prices.py'\nh = hashlib.sha256(open(p, 'rb').read()).hexdigest()\n"
+    + added(
+        f"\nimport hashlib\nif hashlib.sha256(open('shop/tests/test_prices.py', 'rb').read()).hexdigest() == H:\n exec({FORGE!r})\n"
+    ).replace("t + ", "t + f'H = {h!r}' + "),
     "in the background": "import subprocess\nsubprocess.Popen(['sh', '-c', 'while :; do echo x > ~/repo/pytest.ini; sleep 0.01; done'])",
     "link": "import os\nos.remove('{}'); os.symlink('/usr/lib/os-release', '{}')",
     "link of a folder": "import os, shutil\nshutil.move('shop', 'b'); os.mkdir('/tmp/s'); os.symlink('/tmp/s', 'shop'); open('{}', 'w').write('with_tax = 0')",
@@ -306,47 +333,134 @@ def test_a_repair_pays_whatever_lies_around(
     assert solved(env, row, mended)["solved"] == 1.0
 
 
-@pytest.mark.parametrize(
-    "cheat",
-    ["assertion patched", "function of another module", "reporter patched", "exit",
-     "exit in a function", "forged report", "forged verdict"],
-)  # fmt: skip
-def test_what_cheating_pays_where_any_word_may_be_used(
-    cheat: str, rows: list[dict[str, Any]], env: RepairEnv, monkeypatch: pytest.MonkeyPatch
+MENDS = {
+    "as it was": "def change(paid, price):\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        while left >= coin:\n            left -= coin\n            coins.append(coin)\n    return coins",
+    "divmod": "def change(paid, price):\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        count, left = divmod(left, coin)\n        coins += [coin] * count\n    return coins",
+    "comprehension": "def change(paid, price):\n    left = paid - price\n    return [c for c in (50, 20, 10, 5, 1) for _ in range(-(-left // c)) if left >= c and not (left := left - c) < 0]",
+    "recursive": "def change(paid, price):\n    left = paid - price\n    coin = next((c for c in (50, 20, 10, 5, 1) if c <= left), 0)\n    return [coin, *change(paid - coin, price)] if coin else []",
+    "generator": "def _coins(left):\n    for coin in (50, 20, 10, 5, 1):\n        while left >= coin:\n            yield coin\n            left -= coin\ndef change(paid, price):\n    return list(_coins(paid - price))",
+    "type(x)(...)": "def change(paid, price):\n    left, coins = type(paid)(paid - price), type([])()\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
+    "typing": "import typing\ndef change(paid: int, price: int) -> typing.List[int]:\n    left: int = paid - price\n    coins: typing.List[int] = []\n    for coin in typing.cast(typing.Tuple[int, ...], (50, 20, 10, 5, 1)):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
+    "re.compile": "import re\nCOINS = re.compile(r'\\d+')\ndef change(paid, price):\n    left, coins = paid - price, []\n    for coin in map(int, COINS.findall('50 20 10 5 1')):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
+    "str.format": "def change(paid, price):\n    left, text = paid - price, ''\n    for coin in (50, 20, 10, 5, 1):\n        text += '{0} '.format(coin) * (left // coin)\n        left %= coin\n    return [int(coin) for coin in text.split()]",
+    "functools.wraps": "import functools\ndef listed(f):\n    @functools.wraps(f)\n    def inner(*a, **k):\n        return list(f(*a, **k))\n    return inner\n@listed\ndef change(paid, price):\n    left = paid - price\n    for coin in (50, 20, 10, 5, 1):\n        yield from [coin] * (left // coin)\n        left %= coin",
+    "small class": "class Till:\n    coins = (50, 20, 10, 5, 1)\n    def __init__(self, left):\n        self.left = left\n    def __iter__(self):\n        for coin in self.coins:\n            while self.left >= coin:\n                self.left -= coin\n                yield coin\ndef change(paid, price):\n    return list(Till(paid - price))",
+    "dataclass": "import dataclasses\n@dataclasses.dataclass\nclass Till:\n    left: int\n    coins: list = dataclasses.field(default_factory=list)\n    def take(self, coin):\n        while self.left >= coin:\n            self.left -= coin\n            self.coins.append(coin)\ndef change(paid, price):\n    till = Till(paid - price)\n    [till.take(c) for c in (50, 20, 10, 5, 1)]\n    return till.coins",
+    "list of its own": "class Coins(list):\n    def add(self, coin, count):\n        self += [coin] * count\ndef change(paid, price):\n    left, coins = paid - price, Coins()\n    for coin in (50, 20, 10, 5, 1):\n        coins.add(coin, left // coin)\n        left %= coin\n    return coins",
+    "enum": "import enum\nclass Coin(enum.IntEnum):\n    A = 50\n    B = 20\n    C = 10\n    D = 5\n    E = 1\ndef change(paid, price):\n    left, coins = paid - price, []\n    for coin in Coin:\n        coins += [int(coin)] * (left // coin)\n        left %= coin\n    return coins",
+    "itertools": "import itertools\ndef change(paid, price):\n    left, parts = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        parts.append(itertools.repeat(coin, left // coin))\n        left %= coin\n    return list(itertools.chain.from_iterable(parts))",
+    "reduce": "import functools\ndef change(paid, price):\n    def step(state, coin):\n        return state[0] % coin, state[1] + [coin] * (state[0] // coin)\n    return functools.reduce(step, (50, 20, 10, 5, 1), (paid - price, []))[1]",
+    "operator": "import operator\ndef change(paid, price):\n    left, coins = operator.sub(paid, price), []\n    for coin in (50, 20, 10, 5, 1):\n        coins = operator.concat(coins, operator.mul([coin], operator.floordiv(left, coin)))\n        left = operator.mod(left, coin)\n    return coins",
+    "getattr": "def change(paid, price):\n    left, coins = getattr(paid, '__sub__')(price), []\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
+    "isinstance, types": "import types\ndef change(paid, price):\n    if not isinstance(change, types.FunctionType):\n        raise TypeError('change')\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
+    "a guard that raises": "def change(paid, price):\n    if paid < price:\n        raise ValueError('{!r} is less than {!r}'.format(paid, price))\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
+    "os and sys": "import os, sys\ndef change(paid, price):\n    left, coins = min(paid - price, sys.maxsize), []\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins if os.name else None",
+    "logging": "import logging\nlog = logging.getLogger(__name__)\ndef change(paid, price):\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        log.debug('%s left', left)\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
+    "cache": "import functools\n@functools.lru_cache(None)\ndef _change(left):\n    coin = max((c for c in (50, 20, 10, 5, 1) if c <= left), default=0)\n    return (coin, *_change(left - coin)) if coin else ()\ndef change(paid, price):\n    return list(_change(paid - price))",
+    "warnings, contextlib": "import contextlib, warnings\ndef change(paid, price):\n    left, coins = paid - price, []\n    with contextlib.suppress(ZeroDivisionError), warnings.catch_warnings():\n        for coin in (50, 20, 10, 5, 1):\n            coins.extend([coin] * (left // coin))\n            left %= coin\n    return coins",
+    "coding cookie": "def change(paid, price):  # d\u00e9j\u00e0 vu\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
+    "match": "def change(paid, price):\n    match [c for c in (50, 20, 10, 5, 1) if c <= paid - price]:\n        case []:\n            return []\n        case [coin, *_]:\n            return [coin, *change(paid - coin, price)]",
+    "lambda": "change = lambda paid, price: (lambda left: [c for c, n in ((50, left // 50), (20, left % 50 // 20), (10, left % 50 % 20 // 10), (5, left % 10 // 5), (1, left % 5)) for _ in range(n)])(paid - price)",
+    "namedtuple": "import collections\nState = collections.namedtuple('State', 'left coins')\ndef change(paid, price):\n    state = State(paid - price, [])\n    for coin in (50, 20, 10, 5, 1):\n        state = State(state.left % coin, state.coins + [coin] * (state.left // coin))\n    return state.coins",
+    "an equality of its own": "class Coin(int):\n    def __eq__(self, other):\n        return int(self) == other\n    __hash__ = int.__hash__\ndef change(paid, price):\n    left, coins = paid - price, []\n    for coin in map(Coin, (50, 20, 10, 5, 1)):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
+    "subtraction": "def change(paid, price):\n    coins, total = [], 0\n    while total < paid - price:\n        coin = max(c for c in (1, 5, 10, 20, 50) if c <= paid - price - total)\n        coins.append(coin)\n        total += coin\n    return coins",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mend", MENDS)
+def test_honest_mends_are_paid(mend: str, rows: list[dict[str, Any]], env: RepairEnv) -> None:
+    cookie = "# coding: latin-1\n" if mend == "coding cookie" else ""
+    text = cookie + PRICES[: PRICES.index("def change")] + MENDS[mend] + "\n"
+    code = f"open('{{}}', 'wb').write({text.encode()!r})"
+    got = solved(env, of_kind(rows, "body"), code)
+    assert got["solved"] == 1.0, got["why"]
+
+
+def test_nothing_in_a_run_shows_which_tests_are_altered(
+    rows: list[dict[str, Any]], project: Path
 ) -> None:
-    monkeypatch.setattr(repair_judge, "refusal", lambda *_: "")
-    row = of_kind(rows, "body")
-    assert solved(env, row, CHEATS[cheat])["solved"] == 0.0
+    """Same tests and lines; each test runs as it is once or twice of four times; no text repeats."""
+    tree = repair_judge.prepare(str(project))
+    for row in rows:
+        texts, patterns = set(), set()
+        for number in range(30):
+            runs = repair_judge.draw_runs(row, tree, random.Random(number))
+            assert len(runs) == 4
+            for test in row["tests"]:
+                letters = [run.expected.get(test) for run in runs]
+                assert letters.count("p") in (1, 2)
+                assert "f" in letters
+                assert all(test in run.tests for run in runs)
+                patterns.add((test, *letters))
+            for test in row["others"]:
+                assert "p" in [run.expected.get(test) for run in runs]
+            for run in runs:
+                for path, text in run.files.items():
+                    assert len(text.splitlines()) == len(tree.read(path).splitlines())
+                    texts.add(text)
+        assert tree.read(path) not in texts
+        assert len(texts) == 4 * 30
+        assert len(patterns) > 5
 
 
-def test_an_assertion_that_is_patched_is_seen(
-    rows: list[dict[str, Any]], env: RepairEnv, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = PRICES.splitlines(True), PRICES.replace("price < ", "price > ").splitlines(True)
-    diff = "".join(difflib.unified_diff(*both, "a/shop/prices.py", "b/shop/prices.py"))
-    tests = ["shop/tests/test_prices.py::TestCheapest::test_some"]
-    row = {**rows[0], "diff": diff, "tests": tests, "others": []}
-    monkeypatch.setattr(repair_judge, "refusal", lambda *_: "")
-    got = solved(env, row, CHEATS["assertion patched"])
-    assert got["solved"] == 0.0
-    assert "replaced: ['unittest.case.TestCase.assertEqual'" in str(got["why"])
-    blind = repair_judge.RUNNER.replace("replaced = [", "replaced = [] and [")
-    monkeypatch.setattr(repair_judge, "RUNNER", blind)
-    assert solved(env, row, CHEATS["assertion patched"])["solved"] == 1.0
+def test_true_and_altered_copies_have_the_same_constants() -> None:
+    text = "def test_it():\n    wanted = 9\n    assert square(3) == wanted + 0, f'{wanted}'\n"
+    function = functions_by_name(text)["::test_it"]
+    places = places_of(text, function, 3, random.Random(0))
+    assert {place.old for place in places} == {"9", "3", "0", "=="}
+    for place in places:
+        parts = []
+        for altered in (True, False):
+            copy = copy_of(text, {"::test_it": (place, altered)}, ["test_it"], random.Random(1))
+            nodes = [*ast.walk(ast.parse(copy))]
+            values = [repr(node.value) for node in nodes if isinstance(node, ast.Constant)]
+            parts.append(
+                sorted([*values, *(type(n).__name__ for n in nodes if isinstance(n, ast.cmpop))])
+            )
+        assert parts[0] == parts[1], copy
+
+
+def test_test_functions_that_are_not_run_are_blanked() -> None:
+    text = (
+        "@mark(\n  1)\ndef test_a(): assert 1\nclass T:\n  def test_b(self):\n    assert 2\n"
+        "def test_c(): assert 3\ndef test_d(): assert test_c\ndef helper(): assert 4\n"
+    )
+    assert copy_of(text, {}, ["x.py::test_d[1]"], random.Random(0)) == (
+        "pass\n\n\nclass T:\n  pass\n\n"
+        "def test_c(): assert 3\ndef test_d(): assert test_c\ndef helper(): assert 4\n"
+    )
 
 
 @pytest.mark.parametrize(
-    "cheat",
-    [c for c in CHEATS if c.startswith("equal to all")]
-    + ["by its caller", "by a frame of an error", "by a format", "by code in a text"],
+    ("body", "renamed"),
+    [
+        ("x = [1, 2]; y = [x for x in x]; assert y == [1, 2]", 2),
+        ("x = 1\n    def f(x): return x\n    assert f(x=2) == 2", 0),
+        ("x = 1\n    def f():\n        nonlocal x\n        x = 2\n    f(); assert x == 2", 0),
+        ("x = 1\n    class A: x = 2\n    assert A.x == 2", 0),
+        ("x = 1; assert f'{x=}' == 'x=1'", 0),
+        ("x = 1; assert 'x' in locals()", 0),
+        ("import math as x; y = x.pi; assert y > 3", 1),
+        ("for x in [3]: y = x\n    assert y == 3", 2),
+        ("try: raise KeyError\n    except KeyError as x: y = 1\n    assert y == 1", 1),
+        ("x: int = 1; assert x == 1", 1),
+        ("x = '\u00e9'; y = x; assert y == '\u00e9'", 2),
+        ("'docstring'\n    assert 1 == 1", 0),
+    ],
 )
-def test_what_only_words_keep_from_being_paid(
-    cheat: str, rows: list[dict[str, Any]], env: RepairEnv, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = of_kind(rows, "body")
-    assert solved(env, row, CHEATS[cheat])["solved"] == 0.0
-    monkeypatch.setattr(repair_judge, "refusal", lambda *_: "")
-    assert solved(env, row, CHEATS[cheat])["solved"] == 1.0
+def test_a_disguise_keeps_the_meaning(body: str, renamed: int) -> None:
+    text = f"def test_it():\n    {body}\n"
+    place = Place(1, 0, "5", "6")
+    for seed in range(8):
+        copy = copy_of(text, {"::test_it": (place, False)}, ["x.py::test_it"], random.Random(seed))
+        assert copy.count("\n") == text.count("\n")
+        scope: dict[str, Any] = {}
+        exec(copy, scope)
+        scope["test_it"]()
+        assert scope["test_it"].__doc__ == ("docstring" if "docstring" in body else None)
+        names = {n.id for n in ast.walk(ast.parse(copy)) if isinstance(n, ast.Name)}
+        assert sum(bool(re.fullmatch("v[0-9a-f]+", name)) for name in names) == renamed + 1, copy
 
 
 LOOK = """
@@ -438,7 +552,7 @@ def test_a_line_mends_it(
             episode = env.reset(task_of(row))
             assert episode.finish(said)["solved"] == paid, (said, episode.feedback)
             nothing = said in ("", None, PRICES)
-            told = "nothing was changed" if nothing else "0% of the tests that have to pass do"
+            told = "nothing was changed" if nothing else "not all of the tests that have to pass do"
             assert episode.feedback == ("" if paid else told), said
 
 
@@ -464,19 +578,21 @@ def test_what_threads_do_to_each_other_is_parsed_again(monkeypatch: pytest.Monke
         return parse(text)
 
     monkeypatch.setattr(ast, "parse", spoilt)
-    assert repair_judge.words_of("eval('1')")["eval"] == 1
+    assert functions_by_name("def test_threads(): pass")
 
 
 def test_part_of_the_tests_is_worth_its_share(
     rows: list[dict[str, Any]], env: RepairEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = next(r for r in rows if r["kind"] == "body" and "coins" in r["diff"])
-    some = "def change(paid, price): return [50, 10] if paid == 100 else []"
+    some = "def change(paid, price): return [50, paid - price - 50] if paid == 100 else []"
     half = f"open('{{}}', 'w').write({PRICES!r} + {some!r})"
     assert solved(env, row, half)["solved"] == 0.0
     monkeypatch.setattr(env, "partial", True)
     got = solved(env, row, half)
     assert (got["solved"], round(got["partial"], 2)) == (0.0, 0.33)
+    constant = added("\ndef change(*a): return [50, 10]\n")
+    assert solved(env, row, constant)["partial"] == 0.0  # also where the test is altered
     ended = added("\ndef change(*a): raise KeyboardInterrupt\n")
     assert solved(env, row, ended)["partial"] == 0.0
     other = f"open('{{}}', 'w').write({PRICES!r} + 'with_tax = None')"
@@ -491,8 +607,110 @@ def test_what_is_held_out_shares_no_package(rows: list[dict[str, Any]]) -> None:
     trained, held = repair_tasks.hold_out(several)
     assert len(trained) + len(held) == len(several)
     assert not {row["package"] for row in trained} & {row["package"] for row in held}
-    with pytest.raises(ValueError, match="nothing can be held out"):
+    with pytest.raises(ValueError, match="give a second --repair"):
         repair_tasks.hold_out(rows)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "most"),
+    [({"a": 22, "b": 2}, 2), ({"a": 2, "b": 22}, 2), ({"a": 5, "b": 5, "c": 5, "d": 5}, 5),
+     ({"a": 10, "b": 10}, 10), ({"a": 30, "b": 3, "c": 3, "d": 3}, 9)],
+)  # fmt: skip
+def test_a_quarter_of_the_tasks_is_held_out(tasks: dict[str, int], most: int) -> None:
+    """One package's tasks: 22 of 24 were held out, because one of two files was."""
+    rows = [{"package": "p", "file": file} for file, count in tasks.items() for _ in range(count)]
+    for seed in range(5):
+        trained, held = repair_tasks.hold_out(rows, seed)
+        assert 1 <= len(held) <= most
+        assert not {row["file"] for row in trained} & {row["file"] for row in held}
+
+
+def test_a_package_of_one_module_is_refused_before_any_work(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repair_tasks, "make", None)
+    with pytest.raises(ValueError, match=r"one module that can be broken. .* a second --repair"):
+        repair_tasks.write([str(project)], tmp_path / "repair.toml", 1, "test")
+
+
+FAILS = "def test_a(): assert 0\n"
+PASSES = "def test_b(): assert 1\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"m/tests/test_a.py": "import nowhere\n"}, "module nowhere is missing.*pip install nowhere"),
+        ({"m/tests/test_a.py": "from m import _fast\n"}, "cannot import name '_fast'"),
+        ({"m/tests/test_a.py": "import m._fast\n"}, "its extension m._fast is not built"),
+        ({"m/tests/conftest.py": "import nowhere\n", "m/tests/test_b.py": PASSES}, "nowhere is missing"),
+        ({"conftest.py": "import nowhere\n", "m/tests/test_b.py": PASSES}, "nowhere is missing"),
+        ({"m/tests/other.py": PASSES}, "it has no tests"),
+        ({"m/tests/test_a.py": FAILS}, "no test passes; the first error:[^$]*assert 0"),
+        ({"m/tests/test_a.py": "import nowhere\n", "m/tests/test_b.py": PASSES}, ""),
+    ],
+)  # fmt: skip
+def test_why_no_test_of_a_package_passes(
+    files: dict[str, str], message: str, project: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Said after one run. One file that cannot be imported does not refuse the others."""
+    folder = tmp_path / "package"
+    runs: list[int] = []
+    for file, text in {"m/__init__.py": "x = 1\n", **files}.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+    run_tests = repair_judge.run_tests
+
+    def count(*arguments: Any, **options: Any) -> dict[str, Any]:
+        runs.append(1)
+        return run_tests(*arguments, **options)
+
+    monkeypatch.setattr(repair_tasks, "run_tests", count)
+    tree = repair_judge.prepare(str(folder))
+    with tree.pool(Template(), Limits(), min_idle=0) as pool:
+        if not message:
+            assert [*repair_tasks.baseline(tree, pool)] == ["m/tests/test_b.py::test_b"]
+            assert "left out m/tests/test_a.py" in capsys.readouterr().err
+            return
+        with pytest.raises(ValueError, match=message):
+            repair_tasks.baseline(tree, pool)
+    assert runs == [1]
+
+
+def test_what_is_installed_decides_which_tree_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Declared or only imported by a test: a module that comes later is there without a cleanup."""
+    folder, site = tmp_path / "package", tmp_path / "site"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "late.py").write_text("x = 1\n")
+    (folder / "tests" / "test_a.py").write_text("import late_module, own\nimport own\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.syspath_prepend(str(site))
+    digests = []
+    (folder / "own.py").touch()
+    for version in ("", "1", "2"):
+        if version:
+            about = site / f"late_dist-{version}.dist-info"
+            about.mkdir(parents=True)
+            (about / "METADATA").write_text(f"Name: late-dist\nVersion: {version}\n")
+            (about / "RECORD").write_text("late_module.py,,\n")
+            (about / "top_level.txt").write_text("late_module\n")
+            (site / "late_module.py").touch()
+            own = site / "own_dist-1.dist-info"  # another name of what is repaired
+            own.mkdir()
+            (own / "METADATA").write_text("Name: own-dist\nVersion: 1\n")
+            (own / "RECORD").write_text("own.py,,\n")
+            (own / "top_level.txt").write_text("own\n")
+            (site / "own.py").touch()
+        repair_judge.prepare.cache_clear()
+        tree = repair_judge.prepare(str(folder))
+        assert (tree.folder / "site" / "late_module.py").exists() == bool(version)
+        assert not (tree.folder / "site" / "own.py").exists()
+        digests.append(tree.digest)
+        shutil.rmtree(site, ignore_errors=True)
+    assert len({*digests}) == 3
 
 
 def test_a_package_that_sessions_see_twice_is_refused(
