@@ -121,9 +121,9 @@ def test_doctor_says_that_proc_is_covered_and_what_to_change() -> None:
 
 
 STACKED = """
-mount -t tmpfs x /mnt; cd /mnt; mkdir a b c d e f g
-mount -t overlay x -o lowerdir=a,upperdir=b,workdir=c d
-mount -t overlay x -o lowerdir=d,upperdir=e,workdir=f g
+mount -t tmpfs x /mnt
+(cd /mnt; mkdir a b c d e f g; mount -t overlay x -o lowerdir=a,upperdir=b,workdir=c d
+ mount -t overlay x -o lowerdir=d,upperdir=e,workdir=f g)
 export XDG_CACHE_HOME=/mnt/g
 """
 """A cache directory on which the kernel mounts no further overlay."""
