@@ -10,11 +10,13 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, doctor
+from agentgrpo.sandbox.dockerfile import LIMITS as RUN_LIMITS
+from agentgrpo.sandbox.dockerfile import Builder
 from agentgrpo.sandbox.hostile import CASES, LIMITS, Skip, run_cases
 from agentgrpo.sandbox.images import Progress, add_image, list_images, remove_image
 from agentgrpo.sandbox.templates import build_template
@@ -84,7 +86,7 @@ def _progress() -> Iterator[Progress]:
 
 
 def image(arguments: argparse.Namespace) -> None:
-    """Add, list or remove images."""
+    """Add, build, list or remove images."""
     if arguments.action == "list":
         for known in list_images():
             size = f"{known.bytes / 1e6:,.1f} MB"
@@ -93,7 +95,12 @@ def image(arguments: argparse.Namespace) -> None:
         remove_image(arguments.name)
     else:
         with _progress() as report:
-            added = add_image(arguments.name, arguments.source, progress=report)
+            if arguments.action == "add":
+                added = add_image(arguments.name, arguments.source, progress=report)
+            else:
+                limits = replace(RUN_LIMITS, **dict(map(_limit, arguments.limit)))
+                with Builder(network=arguments.network, limits=limits) as builder:
+                    added = builder.build(arguments.name, arguments.folder, progress=report)
         print(f"{added.name}: {len(added.layers)} layers, {added.bytes / 1e6:,.1f} MB")
 
 
@@ -106,6 +113,22 @@ def _image_parser(parser: argparse.ArgumentParser) -> None:
         help="OCI layout (folder or tar), tar of `docker save`, folder or tar of a root directory, "
         "or docker://[HOST/]NAME[:TAG][@DIGEST]",
     )
+    maker = actions.add_parser(
+        "build",
+        help="build the Dockerfile of a folder, without Docker",
+        description="Build the Dockerfile of a folder. Each step is a layer, and is not run again "
+        "if it and the steps before it are the same. FROM names an image of the store.",
+    )
+    maker.add_argument("name")
+    maker.add_argument("folder", type=Path)
+    maker.add_argument(
+        "--network",
+        action="store_true",
+        help="RUN steps use this machine's network, its loopback services included, and FROM may "
+        "name an image of a registry. Only for a Dockerfile whose author you trust, and whose "
+        "packages you would install",
+    )
+    maker.add_argument("--limit", action="append", default=[], metavar="NAME=NUMBER")
     actions.add_parser("list", help="name, layers, size and digest of each image")
     actions.add_parser("remove", help="remove an image and its unused layers").add_argument("name")
 

@@ -1,11 +1,12 @@
 """Container images as root directories of sessions: added once, shared by layer.
 
 The store is agentgrpo/images in the user's cache directory: layers/NAME is an unpacked layer,
-images/NAME.json an image. Processes share it: each unfinished layer is locked, and layers are
-only deleted while no process uses the store.
+images/NAME.json an image. Processes share it: a layer gets its name when it is complete, and layers
+are only deleted while no process uses the store.
 """
 
 import contextlib
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -29,12 +30,13 @@ from agentgrpo.sandbox.layers import ImageError, NewLayer
 from agentgrpo.sandbox.sources import Hashed, Layer, decompressed, find_contents, machine
 
 MAX_LAYERS = 128
+UNFINISHED = ".new-"
 SIZE = "user.agentgrpo.bytes"
 """Attribute of a layer: the bytes of its files."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 Progress = Callable[[str, int, int], None]
 """Called with what is read, its bytes so far, and their number (0: unknown)."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,200}")
 
 
 class Image(NamedTuple):
@@ -74,9 +76,8 @@ def hold() -> contextlib.AbstractContextManager[None]:
 
 def get_image(name: str) -> Image:
     """The image of that name; ValueError if it was not added."""
-    path = store_dir() / "images" / f"{_checked(name)}.json"
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(_file(name).read_text())
     except FileNotFoundError:
         names = ", ".join(image.name for image in list_images()) or "none"
         raise ImageError(
@@ -90,23 +91,23 @@ def get_image(name: str) -> Image:
 def list_images() -> list[Image]:
     """All images, by name."""
     found = sorted((store_dir() / "images").glob("*.json"))
-    return [get_image(path.stem) for path in found]
+    return [get_image(path.stem.replace("%", "/")) for path in found]
 
 
 @public
 def remove_image(name: str) -> None:
     """Remove an image, and the layers that no other has once no process uses the store."""
     get_image(name)
-    (store_dir() / "images" / f"{name}.json").unlink(missing_ok=True)
+    _file(name).unlink(missing_ok=True)
     delete_unused()
 
 
-def delete_unused() -> bool:
+def delete_unused(pattern: str = "*") -> bool:
     """Delete layers of no image; False if the store is in use, so that nothing was deleted."""
     try:
         with _locked("used", fcntl.LOCK_EX | fcntl.LOCK_NB):
             used = {layer for image in list_images() for layer in image.layers}
-            for path in (store_dir() / "layers").iterdir():
+            for path in (store_dir() / "layers").glob(pattern):
                 if str(path) not in used:
                     shutil.rmtree(path)
         return True
@@ -123,7 +124,7 @@ def save_image(
     folder = store_dir()
     sizes = [int(os.getxattr(folder / "layers" / layer, SIZE)) for layer in layers]
     record = {"layers": list(layers), "env": dict(env), "workdir": workdir, "digest": digest}
-    path = folder / "images" / f"{_checked(name)}.json"
+    path = _file(name)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
         json.dump({**record, "bytes": sum(sizes)}, file, indent=1)
     os.replace(file.name, path)
@@ -140,26 +141,33 @@ def layer_name(*key: object) -> str:
 def new_layer(name: str) -> Iterator[Path | None]:
     """A directory to fill, which becomes the layer; None if the layer exists.
 
-    The processes of a store make one layer at a time.
+    Of two processes that make the same layer, the first to finish gives it its name. hold() must
+    keep the directory: without, delete_unused() takes it for that of a process that was killed.
     """
     final = store_dir() / "layers" / name
-    with contextlib.nullcontext() if final.is_dir() else _locked("making", fcntl.LOCK_EX):
-        if final.is_dir():
-            yield None
-            return
-        scratch = final.with_name(".new")
-        if scratch.is_dir():  # of a process that was killed
-            shutil.rmtree(scratch)
-        scratch.mkdir()
+    if final.is_dir():
+        yield None
+        return
+    scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=UNFINISHED))
+    try:
         scratch.chmod(0o755)
         if owner() >= 0:
             os.chown(scratch, owner(), owner())
-        try:
-            yield scratch
-            scratch.rename(final)
-        except BaseException:
-            shutil.rmtree(scratch)
+        yield scratch
+        publish(scratch, final)
+    except BaseException:
+        shutil.rmtree(scratch)
+        raise
+
+
+def publish(finished: Path, final: Path) -> None:
+    """Give a finished directory its name, unless another process was first."""
+    try:
+        finished.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+        shutil.rmtree(finished)
 
 
 @contextlib.contextmanager
@@ -189,7 +197,8 @@ def add_image(
     Raises:
         ImageError: the source is no image, is damaged, or is larger than the bounds.
     """
-    _checked(name)
+    _file(name)
+    delete_unused(f"{UNFINISHED}*")  # of processes that were killed
     with hold(), _explained(os.fspath(source)), contextlib.ExitStack() as opened:
         contents = find_contents(os.fspath(source), opened)
         platform = (
@@ -218,10 +227,10 @@ def _quiet(label: str, done: int, total: int) -> None:
     del label, done, total
 
 
-def _checked(name: str) -> str:
+def _file(name: str) -> Path:
     if not _NAME.fullmatch(name):
-        raise ImageError(f"image name: expected letters, digits and '._-', got {name!r}")
-    return name
+        raise ImageError(f"image name: expected letters, digits and '._-:/@', got {name!r}")
+    return store_dir() / "images" / f"{name.replace('/', '%')}.json"
 
 
 @contextlib.contextmanager

@@ -184,27 +184,41 @@ def _plain(path: Path, opened: contextlib.ExitStack) -> IO[bytes]:
     return copy
 
 
-def pack(tar: tarfile.TarFile, folder: Path, target: str, mtime: int | None = None) -> None:
-    """Add a folder's files, folders and links. No link is followed, even if files are exchanged."""
-    for base, folders, files, fd in os.fwalk(folder):
+def pack(
+    tar: tarfile.TarFile, path: Path, target: str, mtime: int | None = None, mode: int | None = None
+) -> None:
+    """Add a file, or what a folder has. No link is followed, even if files are exchanged meanwhile.
+
+    mtime, mode: of all files, instead of their own.
+    """
+    if not path.is_dir():
+        _pack_file(tar, str(path), None, target, mtime, mode)
+        return
+    for base, folders, files, fd in os.fwalk(path):
         folders.sort()
         for name in sorted((*folders, *files)):
-            info = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            member = tarfile.TarInfo(
-                os.path.normpath(f"/{target}/{os.path.relpath(base, folder)}/{name}").strip("/")
-            )
-            member.mode = stat.S_IMODE(info.st_mode)
-            member.mtime = int(info.st_mtime) if mtime is None else mtime
-            if stat.S_ISREG(info.st_mode):
-                with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=fd), "rb") as file:
-                    member.size = os.fstat(file.fileno()).st_size
-                    tar.addfile(member, file)
-            elif stat.S_ISDIR(info.st_mode):
-                member.type = tarfile.DIRTYPE
-                tar.addfile(member)
-            elif stat.S_ISLNK(info.st_mode):
-                member.type, member.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=fd)
-                tar.addfile(member)
+            place = f"{target}/{os.path.relpath(base, path)}/{name}"
+            _pack_file(tar, name, fd, place, mtime, mode)
+
+
+def _pack_file(
+    tar: tarfile.TarFile, name: str, at: int | None, target: str, mtime: int | None,
+    mode: int | None,
+) -> None:  # fmt: skip
+    info = os.stat(name, dir_fd=at, follow_symlinks=False)
+    member = tarfile.TarInfo(os.path.normpath(f"/{target}").strip("/"))
+    member.mtime = int(info.st_mtime) if mtime is None else mtime
+    member.mode = stat.S_IMODE(info.st_mode) if mode is None else mode
+    if stat.S_ISREG(info.st_mode):
+        with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=at), "rb") as file:
+            member.size = os.fstat(file.fileno()).st_size
+            tar.addfile(member, file)
+    elif stat.S_ISDIR(info.st_mode):
+        member.type, member.mode = tarfile.DIRTYPE, stat.S_IMODE(info.st_mode)
+        tar.addfile(member)
+    elif stat.S_ISLNK(info.st_mode):
+        member.type, member.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=at)
+        tar.addfile(member)
 
 
 class Hashed(io.RawIOBase):
