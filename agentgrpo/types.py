@@ -57,8 +57,9 @@ class Task:
     """One thing to solve."""
 
     id: str
-    messages: tuple[Mapping[str, str], ...]
-    """Chat messages the conversation starts from, as `{"role": ..., "content": ...}`."""
+    messages: tuple[Mapping[str, Any], ...]
+    """Chat messages the conversation starts from, as `{"role": ..., "content": ...}`, and what else
+    a template reads (tool_calls, name)."""
     spec: Mapping[str, Any]
     """What the environment needs to score it; the agent never sees this."""
     is_text: bool = False

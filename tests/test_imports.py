@@ -68,7 +68,7 @@ WINGS = {
     "learn": "types extras config parallel run machine kernels models engine",
     "measures": "types actions rewards engine",
     "audit": "types engine proof",
-    "data": "types files extras usercode config run envs",
+    "data": "types files extras usercode config run envs programs",
     "view": "types files config run models",
     "diagnosis": "types files config run rewards measures view",
 }

@@ -26,10 +26,10 @@ class RewardConfig(Section):
     """What a rollout is worth besides what its environment gives it, in parts (rewards/)."""
 
     kind: str = "auto"
-    """numeric (the answer's last number), math (equality of formulas, math-verify), text (exact
-    match and token F1), none, or your own `module:function`. auto: numeric, or none where the
-    environment judges by itself or `functions` has one in TRL's form (then without `format`, if it
-    is not set)."""
+    """numeric (the answer's last number), math (equality of formulas, math-verify), choice (the
+    letter of an option), text (exact match and token F1), none, or your own `module:function`.
+    auto: numeric, or none where the environment judges by itself or `functions` has one in TRL's
+    form (then without `format`, if it is not set)."""
     answer: PositiveNumber = 1.0
     """Weight of a right final answer."""
     format: NotNegativeNumber = 0.1

@@ -403,9 +403,13 @@ class DataConfig(Section):
     num_heldout: Positive = 64
     """Held-out tasks per evaluation, always the same ones."""
     question: str = "question"
-    """Column of a file that holds the question: text, or a list of chat messages."""
+    """Column of a file that holds the question: text, or a list of chat messages. `column.field` is
+    a field of an object, `column.0` of a list; `{context} {question}` makes one text of several."""
     answer: str = "answer"
-    """Column of a file that holds the expected answer."""
+    """Column of a file that holds the expected answer, or `column.field`: text, a number, true or
+    false, or a list of which any is right."""
+    drop_last_message: bool = False
+    """Leave out the assistant's message that ends a question, as in data for fine-tuning."""
     id: str | None = None
     """Column of a file that holds a unique id; None: the row's place in the file."""
     columns: tuple[str, ...] | None = None

@@ -4,18 +4,20 @@ Of a hub's dataset Hugging Face's own variables hold: HF_HOME and HF_DATASETS_CA
 is), HF_HUB_OFFLINE (ask no hub), HF_ENDPOINT and HF_TOKEN. No code of a dataset is run.
 
 A row's question becomes the user's message, or is a list of chat messages; the whole row but the
-question becomes the spec, with the answer under "answer". Whatever is wrong with a row is said with
-its file and its line (a row's number, from 1, in files without lines).
+question becomes the spec, with the answer under "answer" (data/cells.py). Whatever is wrong with a
+row is said with its file and its line (a row's number, from 1, in files without lines).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentgrpo.data.cells import MISSING, cell, messages_of, require_cell, require_plain
 from agentgrpo.data.tasks import RowTasks
 from agentgrpo.extras import import_optional
 from agentgrpo.files import looks_like_path, not_found, opened
@@ -29,6 +31,7 @@ def read_tasks(
     question: str = "question",
     answer: str = "answer",
     answered: bool = True,
+    drop_last: bool = False,
     id: str | None = None,
     columns: Sequence[str] | None = None,
     subset: str | None = None,
@@ -37,11 +40,13 @@ def read_tasks(
 ) -> RowTasks:
     """The tasks of a file, of a dataset's directory or of a hub's dataset.
 
-    The options are those of DataConfig. `answered`: every row must have an answer; else the
-    environment knows what is right, or a reward that reads other columns.
+    The options are those of DataConfig, `drop_last` its drop_last_message. `answered`: every row
+    must have an answer; else the environment knows what is right, or a reward that reads other
+    columns.
     """
     needed = [question, *([answer] if answered else []), *([] if id is None else [id])]
-    kept = None if columns is None else {*needed, answer, *columns}
+    read = {name for path in [*needed, answer] for name in [path, *re.findall(r"[^{}.]+", path)]}
+    kept = None if columns is None else {*read, *columns}
     if is_from_hub(str(path)):
         name = source = f"{path} {split}"
         rows = _numbered(name, hub_rows(str(path), subset=subset, split=split, columns=kept))
@@ -52,25 +57,25 @@ def read_tasks(
     tasks: dict[str, Task] = {}
     for place, number, value in rows:
         try:
-            row = _row(value, needed, kept)
-            own = f"{name}:{number}" if id is None else str(row[id])
+            row = _row(value, kept)
+            asked, *others = [require_cell(row, column) for column in needed]
+            own = f"{name}:{number}" if id is None else str(others[-1])
             if own in tasks:
                 raise ValueError(f"the id {own!r} appears twice")
-            tasks[own] = _task(own, row, question, answer)
+            messages = [m.shown() for m in messages_of(asked, question, drop_last=drop_last)]
+            if answered:
+                require_plain(cell(row, answer), answer)
+            tasks[own] = Task(
+                id=own,
+                messages=tuple(messages),
+                spec=_spec(row, question, answer),
+                is_text=messages == [{"role": "user", "content": asked}],
+            )
         except ValueError as error:
             raise ValueError(f"{place}:{number}: {error}") from None
     if not tasks:
         raise ValueError(f"{path}: no rows; expected one JSON object a line")
     return RowTasks(list(tasks.values()), source=source, seed=seed)
-
-
-def _task(id: str, row: dict[str, Any], question: str, answer: str) -> Task:
-    return Task(
-        id=id,
-        messages=_messages(row[question], column=question),
-        spec=_spec(row, question, answer),
-        is_text=isinstance(row[question], str),
-    )
 
 
 Rows = Iterator[tuple[Path | str, int, Any]]
@@ -164,18 +169,14 @@ def named(path: Path) -> str:
     return f"{path.name} (SHA-256 {digest.hexdigest()})"
 
 
-def _row(value: Any, needed: Iterable[str], kept: Collection[str] | None) -> dict[str, Any]:
+def _row(value: Any, kept: Collection[str] | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     chosen = value if kept is None else {name: value[name] for name in value if name in kept}
-    row = {column: _as_json(column, cell) for column, cell in chosen.items()}
-    for column in needed:
-        if row.get(column) is None:
-            raise ValueError(f"no column {column!r}; the row has {sorted(row)}")
-    return row
+    return {column: _as_json(column, value) for column, value in chosen.items()}
 
 
-def _as_json(column: str, cell: Any) -> Any:
+def _as_json(column: str, value: Any) -> Any:
     """What a cell of Arrow's types is in a record of a rollout: times and decimals are text."""
 
     def text(value: Any) -> str:
@@ -183,28 +184,10 @@ def _as_json(column: str, cell: Any) -> Any:
             raise ValueError(f"column {column!r}: bytes cannot be in a task (data.columns)")
         return str(value)
 
-    return cell if isinstance(cell, str) else json.loads(json.dumps(cell, default=text))
+    return value if isinstance(value, str) else json.loads(json.dumps(value, default=text))
 
 
 def _spec(row: dict[str, Any], question: str, answer: str) -> dict[str, Any]:
     spec = {column: value for column, value in row.items() if column != question}
-    return {**spec, "answer": row[answer]} if answer in row else spec
-
-
-def _messages(question: Any, *, column: str) -> tuple[dict[str, str], ...]:
-    if isinstance(question, str) and question.strip():
-        return ({"role": "user", "content": question},)
-    if isinstance(question, list) and question and all(map(_is_message, question)):
-        return tuple({"role": m["role"], "content": m["content"]} for m in question)
-    raise ValueError(
-        f"column {column!r}: expected text or a list of "
-        f"{{'role': text, 'content': text}}, got {question!r:.80}"
-    )
-
-
-def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"role", "content"}
-        and all(isinstance(part, str) for part in value.values())
-    )
+    expected = cell(row, answer)
+    return spec if expected is MISSING else {**spec, "answer": expected}

@@ -83,8 +83,8 @@ def rows_of(
     try:
         read = read_tasks(
             name, question=config.question, answer=config.answer, answered=answers, id=config.id,
-            columns=config.columns, subset=config.subset, seed=seed,
-            split=config.split if key == "train" else config.heldout_split,
+            drop_last=config.drop_last_message, columns=config.columns, subset=config.subset,
+            seed=seed, split=config.split if key == "train" else config.heldout_split,
         )  # fmt: skip
     except OSError as error:
         raise type(error)(f"data.{key}: {error}") from None

@@ -72,7 +72,10 @@ class WordProblemTasks(Tasks):
 
 def normalised_question(task: Task) -> str:
     """What a task asks, but for white space and capital letters."""
-    said = [(m.get("role"), str(m.get("content")).casefold().split()) for m in task.messages]
+    said = [
+        (m.get("role"), f"{m.get('content')} {m.get('tool_calls', '')}".casefold().split())
+        for m in task.messages
+    ]
     return "\n".join(f"{role}: {' '.join(words)}" for role, words in said)
 
 

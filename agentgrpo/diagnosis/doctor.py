@@ -18,6 +18,7 @@ from typing import Any
 
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.diagnosis.history import History, Seen
+from agentgrpo.rewards.answers import holds_answer
 from agentgrpo.run.records import name_of
 from agentgrpo.types import Status
 
@@ -301,6 +302,12 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
         "{h.calls[0]:.1f} to {h.calls[1]:.1f}, trigrams that repeat {h.repeats[0]:.0%} to "
         "{h.repeats[1]:.0%}",
         "loss.entropy_coef, loss.epsilon_high, learner.learning_rate, reward.tool_cost",
+    ),
+    "questions hold the answers": Share(
+        lambda h: ((s, holds_answer(s.task)) for s in h.train
+                   if h.base >= 0.8 and h.config.get("reward.kind") != "choice"),
+        0.5, (0.5, 0.91), "{share:.0%} of the questions hold their expected answer word for word",
+        "another data.question, unless the answer is to be found in it",
     ),
     "the same tasks again": Share(
         lambda h: ((group, h.asked[group[0].row] > 3) for group in h.groups), 0.75, (0.5, 0.6),

@@ -137,6 +137,23 @@ class ChatTemplate:
             )
         self._shown_roles.add(tuple(roles))
 
+    def require_shown(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Check that a prompt changes with the text, the calls and the role of each message."""
+        messages = _numbered(messages)
+        prompt = self._render(messages, tools, prompt=True)
+        for at, message in enumerate(messages):
+            other = {"content": f"{message.get('content')}x", "tool_calls": [], "role": "stand-in"}
+            for key in other.keys() & {name for name, value in message.items() if value}:
+                changed = [*messages[:at], {**message, key: other[key]}, *messages[at + 1 :]]
+                text = self._tried(changed, tools, prompt=True)
+                if key == "role" and message[key] not in ("system", "user", "assistant", "tool"):
+                    text = text.replace("stand-in", str(message[key]))  # it writes any name
+                if text == prompt:
+                    reason = f"the {key} of message {at + 1} ({message['role']!r}) changes nothing"
+                    raise ValueError(self._refusal(messages, "begin a conversation", reason))
+
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Int32:
@@ -368,10 +385,12 @@ class ChatTemplate:
         """The ids of tokens that can end a turn: not "", not those that turns have within."""
         return [self._encoder.control_ids[t] for t in tokens if t and t not in self._inner]
 
-    def _tried(self, messages: list[Message], *, prompt: bool) -> str:
+    def _tried(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, prompt: bool
+    ) -> str:
         """The rendering, or "" if the template refuses the messages."""
         try:
-            return self._render(messages, (), prompt=prompt)
+            return self._render(messages, tools, prompt=prompt)
         except (jinja2.TemplateError, TypeError):
             return ""
 

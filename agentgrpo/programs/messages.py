@@ -157,9 +157,14 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Text = Annotated[str, BeforeValidator(text_of)]
 
 
+def _as_text(arguments: Any) -> Any:
+    """Arguments as text, which data and some clients write as an object."""
+    return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+
+
 class _ChatFunction(BaseModel):
     name: str
-    arguments: str | None = ""
+    arguments: Annotated[str | None, BeforeValidator(_as_text)] = ""
 
 
 class _ChatCall(BaseModel):

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from itertools import accumulate
 
 from agentgrpo.rewards.formulas import TOO_MUCH, Comparison, compare
 from agentgrpo.types import Task
@@ -37,8 +38,11 @@ NUMBER = re.compile(
     re.ASCII | re.VERBOSE,
 )
 """Takes time linear in the text: a policy may say anything."""
+GAP = r"(?:[ '\u2019\u00a0\u2007\u2009\u202f~]|\{,\}|,?\\[,!:; ])"
+"""What people and LaTeX set thousands apart with, besides commas."""
+GAPPED = re.compile(rf"(?<![\w.,])\d+(?:{GAP}\d+)+", re.ASCII)
+MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\u2010\u2011\ufe63\uff0d", "-"))
 SPELLINGS = (
-    (re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})"), ","),  # 1{,}234, 1\,234
     (re.compile(r"(?<=\d) ?\\[dt]?frac(?=\{\d)"), r" \\frac"),  # 1\frac{1}{2}
     (re.compile(r"\\[dt]?frac\{(-?[\d.,]{1,99})\}\{([\d.,]{1,99})\}"), r"\1/\2"),
     (re.compile(r" ?(?:\\times|\\cdot|[\xd7*\xb7\u22c5]) ?10\^\{?(-?\d{1,4})\}?(?!\d)"), r"e\1"),
@@ -48,22 +52,31 @@ SPELLINGS = (
 """How LaTeX writes what NUMBER reads."""
 
 
+Number = Decimal | Fraction
+
+
 def accepted_answers(task: Task) -> list[str]:
     """The accepted answers: `spec["answer"]`, one or a list of them."""
     answer = task.spec.get("answer")
     accepted = answer if isinstance(answer, list | tuple) else [answer]
-    if not accepted or any(one is None for one in accepted):
+    if not accepted or not all(isinstance(one, str | int | float | Number) for one in accepted):
         raise ValueError(
-            f"task {task.id}: spec['answer'] must hold an answer, got {answer!r} in a spec with "
-            f"{sorted(task.spec)}"
+            f"task {task.id}: spec['answer'] must hold an answer (text, a number, true or false, "
+            f"or a list of these), got {answer!r:.80} in a spec with {sorted(task.spec)}"
         )
     return [str(one) for one in accepted]
 
 
+def holds_answer(task: Task) -> bool:
+    """Whether the question has an accepted answer in it, word for word."""
+    given = task.spec.get("answer")
+    accepted = given if isinstance(given, list | tuple) else [given]
+    texts = [re.escape(str(one).strip()) for one in accepted if isinstance(one, str | int | float)]
+    asked = "\n".join(str(message.get("content")) for message in task.messages)
+    return any(re.search(rf"(?<!\w){t}(?!\w)", asked, re.IGNORECASE) for t in texts if t)
+
+
 # -- numbers ---------------------------------------------------------------------------------------
-
-
-Number = Decimal | Fraction
 
 
 def last_number(text: str) -> Number | None:
@@ -89,8 +102,19 @@ def only_number(text: str) -> Number | None:
     return None if by_zero else number
 
 
+def _plain(text: str) -> str:
+    """The text with minus signs as `-`, and no gaps within numbers: 10 000 is 10000."""
+
+    def joined(found: re.Match[str]) -> str:
+        first, *others = re.split(GAP, found[0])
+        thousands = len(first) <= 3 and all(len(digits) == 3 for digits in others)
+        return "".join([first, *others]) if thousands else found[0]
+
+    return GAPPED.sub(joined, text.translate(MINUS))
+
+
 def _spelled(text: str) -> str:
-    text = text.replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-")
+    text = _plain(text)
     for spelling, plain in SPELLINGS:
         text = spelling.sub(plain, text)
     return text
@@ -115,8 +139,8 @@ def expected_numbers(task: Task) -> list[Number]:
     for text in accepted_answers(task):
         if (number := last_number(text)) is None:
             raise ValueError(
-                f"task {task.id}: no number in the answer {text!r}, and "
-                "reward.kind = 'numeric' compares numbers; 'text' compares texts"
+                f"task {task.id}: no number in the answer {text!r}, and reward.kind = 'numeric' "
+                "compares numbers; 'text' compares texts, 'choice' the letters of options"
             )
         expected.append(number)
     return expected
@@ -132,6 +156,9 @@ def same_mathematics(answer: str, wanted: str) -> Comparison:
     or formula in it, and as one formula; either may be equal. Where math-verify finds no formula in
     what is wanted, it is compared as text.
     """
+    if has_open_box(answer):
+        return Comparison(wanted_read=True, said_read=False, equal=False)
+    answer, wanted = _plain(answer), _plain(wanted)
     if not wanted.rstrip(" $}").endswith("*"):
         answer = answer.strip(" \n\t*`")  # Markdown's bold and code
     number, expected = only_number(answer), only_number(wanted)
@@ -149,6 +176,13 @@ def same_mathematics(answer: str, wanted: str) -> Comparison:
 def math_equal(answer: str, accepted: Sequence[str]) -> float:
     """1.0 if the answer is mathematically equal to an accepted one."""
     return float(any(same_mathematics(answer, one).equal for one in accepted))
+
+
+def has_open_box(text: str) -> bool:
+    r"""Whether the last `\boxed{` is not closed: a turn cut short, which answers nothing."""
+    *before, inner = re.split(r"\\boxed\s*\{", text)
+    depths = accumulate(((c == "{") - (c == "}") for c in inner), initial=1)
+    return bool(before) and 0 not in depths
 
 
 def _as_formula(text: str) -> str:

@@ -30,6 +30,7 @@ from agentgrpo.rewards.answers import (
     same_mathematics,
     words,
 )
+from agentgrpo.rewards.choices import chosen, expected_choices, options_of
 from agentgrpo.rewards.view import RolloutView
 from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 from agentgrpo.usercode import (
@@ -183,6 +184,24 @@ class MathReward:
                 "answer", self.answer, any(comparison.equal for comparison in seen)
             ),
             "format": rollout.weighted("format", self.format, said_read and _acted_well(rollout)),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceReward:
+    """`answer` for naming the expected option of a multiple choice (rewards/choices.py)."""
+
+    answer: float = 1.0
+    format: float = 0.0
+    expected = staticmethod(expected_choices)
+
+    def __call__(self, rollout: Rollout) -> dict[str, float]:
+        """The parts `answer` and `format`, each its full value or 0.0."""
+        label = chosen(rollout.answer or "", options_of(rollout.task))
+        right, well_formed = label in self.expected(rollout.task), label and _acted_well(rollout)
+        return {
+            "answer": rollout.weighted("answer", self.answer, right),
+            "format": rollout.weighted("format", self.format, bool(well_formed)),
         }
 
 

@@ -15,6 +15,7 @@ from agentgrpo.data.tasks import Tasks
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import GIB, footprint, room_checks, shapes_at
 from agentgrpo.machine.packages import card_versions, installed, require
+from agentgrpo.rewards.answers import holds_answer
 from agentgrpo.run import checkpoint
 from agentgrpo.run.folder import newest_saved
 from agentgrpo.sandbox.doctor import Check
@@ -94,6 +95,11 @@ def of_playing(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task]) -> I
     r, kind = config.rollout, config.agent.kind
     turns = f"agent {kind}, up to {r.max_turns} turns of {r.max_turn_tokens} tokens"
     yield line("data", f"{config.data.train}; {len(setup.heldout)} held-out tasks")
+    asked = {task.id: holds_answer(task) for task in tasks}
+    if (held := sum(asked.values())) and config.reward.kind != "choice":  # whose letters always are
+        found = f"{held} of {len(asked)} questions hold their expected answer word for word"
+        remedy = "another data.question, unless the answer is to be found in it"
+        yield Check("answers", 2 * held < len(asked), found, remedy)
     if isinstance(setup.agent, ProgramAgent):
         yield line("rollouts", f"{turns} in all")
         return

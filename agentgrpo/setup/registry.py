@@ -43,6 +43,7 @@ from agentgrpo.files import read_text
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.encoder import Encoder
 from agentgrpo.rewards.rewards import (
+    ChoiceReward,
     EnvironmentReward,
     MathReward,
     NumericReward,
@@ -101,6 +102,7 @@ endpoint, the endpoints that find documents by theirs, what loads an encoder.
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
     "math": MathReward,
+    "choice": ChoiceReward,
     "text": TextReward,
     "none": EnvironmentReward,
 }

@@ -124,14 +124,21 @@ class RunSetup:
         expected = getattr(kind, "expected", lambda task: None)
         quality = config.measures.quality if isinstance(config, RecipeConfig) else "answer"
         limit, longest = config.data.max_prompt_tokens, config.engine.max_model_len - 1
-        kept = []
+        kept, forms = [], set[str]()
         for task in tasks:
             expected(task)
             require_answer(quality, task)
             require_recordable(task)
             if isinstance(self.env, DialogueEnv):
                 self.env.texts_of(task)
-            length = prompt_length(self.agent, self.chat, task)
+            users = functools.partial(user_call, task=task.id)
+            prompt, _, messages, tools = prompt_of(self.agent, self.chat, task, users)
+            form = str([(m["role"], len(m.get("tool_calls") or ())) for m in messages])
+            if form not in forms:
+                with users(self.agent.messages):
+                    self.chat.require_shown(messages, tools)
+                forms.add(form)
+            length = len(prompt)
             if limit is not None and length > limit:
                 continue
             if length > longest:

@@ -156,7 +156,7 @@ NAMED = {
     **{key: found for key, kind in KEYS.items() if (found := choices(kind))},
     "agent.kind": list(KINDS["agent"]),
     "env.kind": list(KINDS["env"]),
-    "reward.kind": ["numeric", "math", "text", "none"],
+    "reward.kind": ["numeric", "math", "choice", "text", "none"],
     "data.train": ["word_problems"],
     "loss.loss_type": ["dapo", "grpo", "dr_grpo", "cispo"],
     "loss.importance_sampling_level": ["token", "sequence"],

@@ -208,6 +208,8 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "forgets": (solves(2), {"numbers": lambda s: {"entropy_mean": 0.5 * 2.0**s}, **FLAT}),
     "forgets: by an entropy bonus": (
         solves(2), {"numbers": rises, "loss.entropy_coef": 1.0, **FLAT}),
+    "questions hold the answers": (
+        solves(6, asks(lambda r, s: f"{s} {r.task.spec['answer']}")), {"solved": (1.0, 1.0)}),
     "the same tasks again": (asks(lambda r, s: s < 0, spec={}), {}),
     "too hard": (solves(0, rewarded(lambda r, s, i: 0.1 * (i % 2), "format")), FLAT),
     "no signal": (solves(0, rewarded(lambda r, s, i: 0.1 * (s == 0), "format")), FLAT),

@@ -30,6 +30,7 @@ from agentgrpo.recipe.recipe import parts_of
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.run.progress import Progress
+from agentgrpo.setup.plan import of_playing
 from agentgrpo.setup.stage import prepare_run, prompt_length
 from agentgrpo.types import Status
 from agentgrpo.usercode import event_loop
@@ -345,5 +346,48 @@ def test_the_length_filter_counts_what_it_leaves_out(
         said = capsys.readouterr().out
         assert "10 of 20 tasks left out: prompts longer than" in said.replace("\n", " ")
         assert "data: 10 training tasks, 10 held out" in said
+    finally:
+        stage.close()
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.nsjail
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "User", "content": "q"}, None),
+        ({"role": "critic", "content": "q"}, r"the role of message 2 \('critic'\) changes nothing"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            r"the tool_calls of message 2 \('assistant'\) changes nothing",
+        ),
+    ],
+)
+def test_each_order_of_roles_is_shown_and_given_answers_are_counted(
+    message: dict[str, Any], reason: str | None, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The held-out tasks are fine, and so are the first training tasks."""
+    fine = [{"question": f"q {i}", "answer": i % 2 * 90 + i} for i in range(12)]
+    odd = {"question": [message, {"role": "user", "content": "odd"}], "answer": 1}
+    write_lines(tmp_path / "heldout.jsonl", fine)
+    write_lines(tmp_path / "train.jsonl", [*fine, odd])
+    overrides = [f"data.{key}={tmp_path}/{key}.jsonl" for key in ("train", "heldout")]
+    overrides += [f"out_dir={tmp_path}/run", "agent.options={system_prompt='S'}"]
+    config = load_config("quickstart", overrides)
+    stage = prepare_run(config, model=str(tiny_model))
+    try:
+        if reason is not None:
+            with pytest.raises(ValueError, match=rf"train\.jsonl:13.*{reason}; use roles that"):
+                stage.training_tasks(config)
+            return
+        tasks: Any = stage.training_tasks(config)
+        (check,) = [c for c in of_playing(config, stage, tasks.rows) if c.name == "answers"]
+        assert (check.ok, check.found) == (
+            True, "6 of 13 questions hold their expected answer word for word",
+        )  # fmt: skip
+        (check,) = [c for c in of_playing(config, stage, tasks.rows[:1]) if c.name == "answers"]
+        assert not check.ok
     finally:
         stage.close()

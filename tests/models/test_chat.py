@@ -243,3 +243,37 @@ def test_control_tokens_that_cannot_be_kept_apart_are_refused() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["\u00a7"]})
     with pytest.raises(ValueError, match="one character cannot be kept apart"):
         TextEncoder(tokenizer)
+
+
+KNOWN = (  # as Qwen2.5's: other roles are left out without a word, and calls where there are none
+    "{% for m in messages %}{% if m['role'] in ('system', 'user', 'assistant', 'judge') %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "reason"),
+    [
+        (CHATML, ["system", "user", "assistant", "user"], None),
+        (CHATML, ["user", "assistant", "tool", "user"], None),
+        (CHATML, ["human"], "the role of message 1 ('human') changes nothing"),
+        (KNOWN, ["system", "user", "assistant", "user"], None),
+        (KNOWN, ["user", "judge"], None),
+        (KNOWN, ["human"], "the content of message 1 ('human') changes nothing"),
+        (KNOWN, ["user", "tool", "user"], "the content of message 2 ('tool') changes nothing"),
+        (KNOWN, ["user", "calls"], "the tool_calls of message 2 ('assistant') changes nothing"),
+        (TOOLS, ["user", "tool"], None),
+    ],
+)
+def test_a_prompt_shows_every_message(template: str, roles: list[str], reason: str | None) -> None:
+    chat = ChatTemplate(make_tokenizer(template))
+    said: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in roles]
+    if roles[-1] == "calls":
+        said[-1] = {"role": "assistant", "content": "", "tool_calls": CALLS}
+    if reason is None:
+        chat.require_shown(said)
+        return
+    with pytest.raises(ValueError, match=re.escape(f"cannot begin a conversation: {reason}; use ")):
+        chat.require_shown(said)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from agentgrpo.envs.search import SearchEnv
 from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.envs.tau2 import Tau2Env
 from agentgrpo.envs.tools import ToolEnv
+from agentgrpo.rewards.choices import expected_choices
 from agentgrpo.rewards.rewards import score
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.sandbox import SandboxPool
@@ -131,6 +133,13 @@ MATH = [
     ("**47/4**", "47/4", 1.0),
     ("** `$x+1$`", "x+1", 1.0),
     ("0.333333", "1/3", 1.0),  # math-verify rounds
+    (r"\boxed{1/2} so \boxed{3", "1/2", 0.0),  # a turn cut short answers nothing
+    (r"\boxed{1/2} so \boxed {\frac{1}{2}", "1/2", 0.0),
+    ("It is \N{MINUS SIGN}5.", "-5", 1.0),
+    ("The sum is \N{MINUS SIGN}5.", "$-5$", 1.0),
+    ("-5", "\N{MINUS SIGN}5", 1.0),
+    ("It is 10\u00a0000.", "10000", 1.0),
+    (r"$10\ 000$", "10 000", 1.0),
 ]
 
 
@@ -140,6 +149,89 @@ def test_reward_math_reads_formulas_and_nothing_else(
 ) -> None:
     pytest.importorskip("math_verify")
     assert make_reward(RewardConfig(kind="math"))(_answered(answer, gold))["answer"] == expected
+
+
+QUESTION = "Which city is it?\nA) Rome\nB) a port, Oslo\nC) D\nD) Paris, France"
+NAMES_D = [
+    *(
+        "D",
+        "(D)",
+        "**D**",
+        "D) text",
+        "The answer is D",
+        "d",
+        "(d)",
+        "D.",
+        "[D]",
+        "`D`",
+        '"D"',
+        "<D>",
+    ),
+    *(
+        "Answer: D",
+        "answer: d",
+        "The answer is (D).",
+        "Option D",
+        "The correct answer is option D.",
+    ),
+    *("D) Paris, France", "paris, France.", "**Answer: (D) Paris, France**", "D)Paris", "D, Paris"),
+    *("D is correct", "D because it is", "D - Paris", "The correct option is (D)", "I choose D"),
+    *(r"\boxed{D}", r"\boxed{\text{D}}", r"$\boxed{\textbf{(D)}}$", r"\boxed{D) Paris}", "\nD\n"),
+    r"Final Answer: The final answer is $\boxed{D}$. I hope it is correct.",
+    *("A) is wrong, B) is wrong.\nThe answer is D", "It is warm there.\n\nD", "Answer:\nD"),
+    *("The answer to this question is D", "The answer is A... wait, the answer is D."),
+]
+NAMES_NONE = [
+    *("", "A cat", "I think", "a dog", "Dog", "D'oh", "all of them", r"\boxed{D} so \boxed{"),
+    *(
+        "A B C D",
+        "A, B, C, D",
+        "A, B, C, or D",
+        "ABCD",
+        "(A) (B) (C) (D)",
+        "A) B) C) D)",
+        "A/B/C/D",
+    ),
+    *("D, C, B, A", "D. C. B. A.", "d c b a", "D or A", "D & A", "either D or A", "D (or A)"),
+    *("A\nB\nC\nD", "D\nC\nB\nA", "*A* *B* *C* *D*", "(A)(B)(C)(D)", "A=B=C=D", "D|C|B|A", "A/B/C"),
+    *("A) Rome B) Oslo C) D D) Paris", "A) Rome\nB) Oslo\nC) D\nD) Paris", "D) C) B) A)"),
+    *(r"\boxed{A, B, C, D}", r"\boxed{D} \boxed{C} \boxed{B} \boxed{A}", "Answer: A, B, C, D"),
+    "The answer is A. The answer is B. The answer is C. The answer is D.",
+    "option A, option B, option C, option D",
+]
+CHOICES = [
+    *((QUESTION, answer, "D", 1.0) for answer in NAMES_D),
+    *((QUESTION, answer, gold, 0.0) for answer in NAMES_NONE for gold in "ABCD"),
+    ("Is A or B better?", "B", "B", 1.0),  # the options may be elsewhere
+    ("Is A or B better?", "A and B", "B", 0.0),
+    (QUESTION, "C) D", "C", 1.0),
+    (QUESTION, "D", "C", 0.0),  # its letter, and not the text of C
+    (QUESTION, "(c)", ["B", "C"], 1.0),
+    (QUESTION, "B", "a port, Oslo", 1.0),
+    ("Which? (1) red (2) blue", "The answer is 2", 2, 1.0),
+    ("Which?\n0. red\n1. blue", "1", 1, 1.0),
+    ("1. He ran.\n2. He sat.\n3. He fell.\nWhat first?\nA: 1\nB: 2", "B", "(B)", 1.0),
+    ("Vitamin C? A. one vitamin A. B. two", "B", "B", 1.0),
+]
+
+
+@pytest.mark.parametrize(("question", "answer", "gold", "expected"), CHOICES)
+def test_reward_choice_pays_one_named_option_and_no_list(
+    question: str, answer: str, gold: Any, expected: float
+) -> None:
+    rollout = _answered(answer, gold)
+    messages = ({"role": "user", "content": question},)
+    rollout.task = replace(rollout.task, messages=messages)
+    assert make_reward(RewardConfig(kind="choice"))(rollout)["answer"] == expected
+
+
+@pytest.mark.parametrize("gold", ["E", 2, "Madrid", "A, B", "ABC", "A cat"])
+def test_reward_choice_refuses_what_is_no_option_of_the_question(gold: Any) -> None:
+    given = replace(SUM, messages=({"role": "user", "content": QUESTION},), spec={"answer": gold})
+    with pytest.raises(
+        ValueError, match=rf"got the answer '{gold}'; the question shows A, B, C, D"
+    ):
+        expected_choices(given)
 
 
 def _answered(answer: str | None, gold: Any) -> Rollout:

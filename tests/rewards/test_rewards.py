@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.rewards.answers import expected_numbers, last_number, only_number
+from agentgrpo.rewards.answers import expected_numbers, holds_answer, last_number, only_number
 from agentgrpo.rewards.rewards import NumericReward, score, try_reward
 from agentgrpo.setup.registry import load_reward
 from agentgrpo.types import COUNTS, Group, Rollout, Status, Task
@@ -63,7 +63,17 @@ def played(answer: str | None, *, expected: Any = 36, **stats: float) -> Rollout
         ("from $3-$5", "5"),
         (r"\boxed{1{,}234}", "1234"),
         (r"1\,234\,567", "1234567"),
-        ("1 234", "234"),
+        ("1 234", "1234"),
+        ("it is 10\u00a0000", "10000"),
+        ("10\u202f000,", "10000"),
+        ("\N{MINUS SIGN}1\u2009234\u2009567.5", "-1234567.5"),
+        ("10'000 and 10\u2019000 CHF", "10000"),
+        (r"$10\ 000$", "10000"),
+        ("10~000", "10000"),
+        ("in 2020 300", "300"),
+        ("1 100 20", "20"),
+        ("7 8 123", "123"),
+        ("1 000 1/2", "0.5"),
         ("7,8,123", "123"),
         ("36 cm^2", "36"),
         (r"90^\circ", "90"),
@@ -103,6 +113,30 @@ def test_a_fraction_is_compared_exactly_and_a_power_is_refused() -> None:
         expected_numbers(Task(id="q", messages=(), spec={"answer": "2^10"}))
 
 
+@pytest.mark.parametrize("answer", [{"x": 4}, None, [], [None], [["4"]]])
+def test_an_expected_answer_that_is_no_text_or_number_is_refused(answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"task q: spec\['answer'\] must hold an answer \(text,"):
+        expected_numbers(Task(id="q", messages=(), spec={"answer": answer}))
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "held"),
+    [
+        ("What is 60 * 64? Answer: 3840", "3840", True),
+        ("Name it: the NILE.", ["Amazon", "nile"], True),
+        ("What is 13 * 4?", 3, False),
+        ("What is it?", "", False),
+        ("None", None, False),
+        ("a {'x': 1}", {"x": 1}, False),
+    ],
+)
+def test_an_answer_that_the_question_gives_away_is_seen(
+    question: str, answer: Any, held: bool
+) -> None:
+    messages = ({"role": "user", "content": question},)
+    assert holds_answer(Task(id="q", messages=messages, spec={"answer": answer})) == held
+
+
 READ = r"""
 import resource
 from types import SimpleNamespace
@@ -110,6 +144,7 @@ from agentgrpo.agents.tags import TagAgent
 from agentgrpo.envs.graded import program_in
 from agentgrpo.recipe.operators import OperatorSkipped, _step_in
 from agentgrpo.rewards.answers import f1, last_number, only_number
+from agentgrpo.rewards.choices import chosen
 from agentgrpo.types import Task
 
 def step(text):
@@ -120,7 +155,9 @@ def step(text):
 
 READERS = [
     *((read, unit) for read in (last_number, only_number)
-      for unit in (",111", "1/", "-", "1^", r"\frac{1}{", "{,}")),
+      for unit in (",111", "1/", "-", "1^", r"\frac{1}{", "{,}", " 111", r"\ 1")),
+    *((lambda text: chosen(text, {"A": "x"}), unit)
+      for unit in ("A) ", "answer ", "D\n", "(", r"\boxed{", "option ", "A and ")),
     *((lambda text: f1(text, ["a"]), unit) for unit in ("!", "a ", "1.", "\u0301")),
     *((lambda text: program_in("```python\n" + text, ["f"]), unit)
       for unit in ("f\n", '"', "\\", '"a', "> ```\n")),

@@ -1,0 +1,99 @@
+r"""Which option of a multiple-choice question an answer names.
+
+    D    (D)    **D**    D) its text    Answer: d    The answer is D.    \boxed{\text{D}}
+
+or the option's text. An answer names one option or none: a list of several names none. Of several
+statements (`The answer is A. No, the answer is B.`) the last counts, of three or more none.
+"""
+
+from __future__ import annotations
+
+import re
+
+from agentgrpo.rewards.answers import accepted_answers, has_open_box
+from agentgrpo.types import Task
+
+NAME = r"([A-Z]|\d\d?)"
+MARK = re.compile(rf"(?<![^\s(\[*_]){NAME}(?:[)\]]|[.:](?=[\s*_]|$))")
+"""What an option's text begins with: `A)`, `(A)`, `A.`, `1:`"""
+LABEL = re.compile(rf"(?i:{NAME})(?![\w'\u2019])")
+AFTER = re.compile(r"[\s*_$}>\"`]*(?:$|[)\]},.:;!(]|[-\u2013\u2014=]\s)|\s(?:is|because|since)\b")
+"""What may follow a label; a word would follow another word: `A cat`."""
+ALONE = re.compile(r"[\s*_$})\].:,;!]*$|[)\]]")
+"""What may follow a label in lower case."""
+OTHER = re.compile(
+    rf"(?:[\s*_$)\]}},.:;/&|(\[-]|\b(?:and|or|option|choice)\b)*{NAME}"
+    rf"(?=[\s*_$)\]}}]*(?:$|[,.:;/&|()\]-]|(?:and|or)\b|{NAME}\b))"
+)
+"""Another label behind the first, in a list."""
+CUE = re.compile(
+    r"\banswer\b(?: (?:to|for|of)\b[^.:\n]{0,80}?(?= is\b))?(?: (?:is|(?:would|must|should) be))?"
+    r"|\bcorrect (?:option|choice|letter)(?: is)?|\b(?:choose|select|pick)\b|\\boxed\s*(?=\{)",
+    re.IGNORECASE,
+)
+OPENING = re.compile(
+    r"(?:[\s:*_$({\[<\"'`]|\\(?:text|math)\w*\s*\{|\b(?:option|choice|letter)\b)*", re.IGNORECASE
+)
+
+
+def options_of(task: Task) -> dict[str, str]:
+    """The options that a question lists, by label: A, B, ... or else 1, 2, ... or 0, 1, ..."""
+    question = "\n".join(str(message.get("content")) for message in task.messages)
+    runs: list[list[re.Match[str]]] = []
+    for mark in MARK.finditer(question):
+        for run in runs:
+            last = run[-1][1]
+            if mark[1] == (str(int(last) + 1) if last.isdigit() else chr(ord(last) + 1)):
+                run.append(mark)
+        runs += [[mark]] * (mark[1] in ("A", "0", "1"))
+    run = max(runs, key=lambda run: (run[0][1] == "A", len(run), run[0].start()), default=[])
+    ends = [*(mark.start() for mark in run[1:]), len(question)] * (len(run) > 1)
+    texts = {m[1]: question[m.end() : end].strip() for m, end in zip(run, ends, strict=False)}
+    return {label: text.partition("\n")[0] for label, text in texts.items()}
+
+
+def chosen(answer: str, options: dict[str, str]) -> str | None:
+    """The label of the option that an answer names; None: it names none, or lists them."""
+    if has_open_box(answer):
+        return None
+    labels = [label for part in CUE.split(answer)[1:] if (label := _label(part, options))]
+    if not labels:  # then the first line is, or the last
+        lines = [_label(line, options) for line in answer.strip().split("\n")]
+        last = lines[0] or lines[-1]
+        labels = [label for label in [*lines, last] if label] if last else []
+    return labels[-1] if labels and len({*labels}) < 3 else None
+
+
+def _label(text: str, options: dict[str, str]) -> str | None:
+    """The option that a text names with its first words."""
+    text = OPENING.sub("", text, count=1).partition("\n")[0]
+    as_text = [label for label, option in options.items() if _bare(option) == _bare(text) != ""]
+    if len(as_text) == 1 and not LABEL.fullmatch(_bare(text)):
+        return as_text[0]
+    if (found := LABEL.match(text)) is None:
+        return None
+    label, rest = found[1].upper(), text[found.end() :]
+    if _bare(rest) == _bare(options.get(label, "")) != "":  # it may be a letter too
+        return label
+    recited = OTHER.match(rest) or len({mark[1] for mark in MARK.finditer(text)}) > 2
+    plain = (ALONE if found[1].islower() else AFTER).match(rest)
+    return label if plain and not recited else None
+
+
+def _bare(text: str) -> str:
+    return " ".join(text.casefold().split()).strip(" .:()[]*_`$}\"'")
+
+
+def expected_choices(task: Task) -> list[str]:
+    """The label that each of the accepted answers names."""
+    options, labels = options_of(task), []
+    for text in accepted_answers(task):
+        label = chosen(text, options)
+        if label is None or label not in (options or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"):
+            raise ValueError(
+                f"task {task.id}: reward.kind = 'choice' expects the label of an option, got the "
+                f"answer {text!r:.80}; the question shows {', '.join(options) or 'no options'}. "
+                "Remedy: show the options in the question as `A) ...`, labelled as the answer is"
+            )
+        labels.append(label)
+    return labels
