@@ -144,14 +144,15 @@ class ChatTemplate:
         messages = _numbered(messages)
         prompt = self._render(messages, tools, prompt=True)
         for at, message in enumerate(messages):
-            other = {"content": f"{message.get('content')}x", "tool_calls": [], "role": "stand-in"}
-            for key in other.keys() & {name for name, value in message.items() if value}:
+            role = str(message["role"])
+            other: dict[str, Any] = {"content": f"{message.get('content')}x", "tool_calls": []}
+            if role not in ("system", "user", "assistant", "tool"):
+                other["role"] = "stand-in"  # some templates write any name
+            for key in filter(message.get, other):
                 changed = [*messages[:at], {**message, key: other[key]}, *messages[at + 1 :]]
-                text = self._tried(changed, tools, prompt=True)
-                if key == "role" and message[key] not in ("system", "user", "assistant", "tool"):
-                    text = text.replace("stand-in", str(message[key]))  # it writes any name
+                text = self._tried(changed, tools, prompt=True).replace("stand-in", role)
                 if text == prompt:
-                    reason = f"the {key} of message {at + 1} ({message['role']!r}) changes nothing"
+                    reason = f"the {key} of message {at + 1} ({role!r}) changes nothing"
                     raise ValueError(self._refusal(messages, "begin a conversation", reason))
 
     def prompt_ids(

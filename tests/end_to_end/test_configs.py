@@ -379,7 +379,7 @@ def test_each_order_of_roles_is_shown_and_given_answers_are_counted(
     stage = prepare_run(config, model=str(tiny_model))
     try:
         if reason is not None:
-            with pytest.raises(ValueError, match=rf"train\.jsonl:13.*{reason}; use roles that"):
+            with pytest.raises(ValueError, match=rf"(?s){reason}; use .*task 'train\.jsonl:13'"):
                 stage.training_tasks(config)
             return
         tasks: Any = stage.training_tasks(config)
