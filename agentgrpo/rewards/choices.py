@@ -68,7 +68,7 @@ def _label(text: str, options: dict[str, str]) -> str | None:
     """The option that a text names with its first words."""
     text = OPENING.sub("", text, count=1).partition("\n")[0]
     as_text = [label for label, option in options.items() if _bare(option) == _bare(text) != ""]
-    if len(as_text) == 1 and not LABEL.fullmatch(_bare(text)):
+    if len(as_text) == 1 and _bare(text).upper() not in options:
         return as_text[0]
     if (found := LABEL.match(text)) is None:
         return None

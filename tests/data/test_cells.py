@@ -71,7 +71,7 @@ def test_fields_are_read_by_a_dotted_path(
 
 
 def test_columns_keep_what_paths_read(tmp_path: Path) -> None:
-    paths = {"answer": "reward_model.ground_truth", "id": "extra_info.index"}
+    paths: dict[str, Any] = {"answer": "reward_model.ground_truth", "id": "extra_info.index"}
     (task,) = read(tmp_path, VERL, question="prompt", columns=["x"], **paths)
     assert (task.id, task.spec["answer"]) == ("7", "4")
 
@@ -172,7 +172,7 @@ def test_messages_that_would_lose_something_are_refused(
 
 def test_an_answer_as_the_last_message_is_refused_or_dropped(tmp_path: Path) -> None:
     row = {"messages": [USER, ASSISTANT, USER, {**ASSISTANT, "content": "It is 4."}]}
-    options = {"question": "messages", "answer": "messages.-1.content"}
+    options: dict[str, Any] = {"question": "messages", "answer": "messages.-1.content"}
     remedy = r"data\.drop_last_message = true .* data\.answer = \"messages\.-1\.content\""
     with pytest.raises(ValueError, match=f"the last message is the assistant's.*{remedy}"):
         read(tmp_path, row, **options)

@@ -207,6 +207,10 @@ CHOICES = [
     (QUESTION, "C) D", "C", 1.0),
     (QUESTION, "D", "C", 0.0),  # its letter, and not the text of C
     (QUESTION, "(c)", ["B", "C"], 1.0),
+    ("6 + 4?\nA) 10\nB) 12", "The answer is 10.", "A", 1.0),
+    ("6 + 4?\nA) 10\nB) 12", "A", 10, 1.0),
+    ("6 + 4?\nA) 10\nB) 12", "12", "A", 0.0),
+    ("How many?\n1) 2\n2) 1", "2", "2", 1.0),
     (QUESTION, "B", "a port, Oslo", 1.0),
     ("Which? (1) red (2) blue", "The answer is 2", 2, 1.0),
     ("Which?\n0. red\n1. blue", "1", 1, 1.0),
