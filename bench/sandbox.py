@@ -35,9 +35,14 @@ def span(work: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def note() -> str:
+    """How busy the machine is, and whose sessions they are."""
+    user = "" if os.geteuid() == 0 else ", without rights"
+    return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores{user}"
+
+
 def row(variant: str, values: list[float], unit: str = "ms", **shape: int) -> None:
-    load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    append_row("sandbox", variant, values, unit=unit, shape=shape, note=load)
+    append_row("sandbox", variant, values, unit=unit, shape=shape, note=note())
 
 
 def settle() -> None:
