@@ -27,8 +27,9 @@ MOUNT_OPTIONS = 4000
 
 def lower_dirs(image: Image) -> str:
     """The mount option of an image's layers, topmost first, relative to the store's directory."""
+    layers = str(store_dir() / "layers")
     for path in image.layers:
-        if os.path.dirname(path) != str(store_dir() / "layers") or not os.path.isdir(path):
+        if os.path.dirname(path) != layers or not os.path.isdir(path):
             raise SandboxException(
                 f"image {image.name!r}: layer {path} is not there; remedy: add the image again"
             )

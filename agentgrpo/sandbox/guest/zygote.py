@@ -108,9 +108,9 @@ def spawn(
         return False
 
 
-def receive(host: socket.socket) -> tuple[bytes, list[int]]:
-    """What is asked for, and the descriptors that came with it."""
-    message, ancillary, _, _ = host.recvmsg(1 << 17, socket.CMSG_SPACE(8 * 4))
+def receive(host: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    """What is asked for, in at most that many bytes, and the descriptors that came with it."""
+    message, ancillary, _, _ = host.recvmsg(size, socket.CMSG_SPACE(8 * 4))
     if not message:  # the host is gone, and with this process goes every session
         os._exit(0)
     fds = array.array("i")
@@ -169,8 +169,9 @@ def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> dict
     image sets.
     """
     host.send(b"ready " + ".".join(map(str, sys.version_info[:3])).encode())
+    size = 1 << 17 if settings["image"] else 64  # a large buffer would be mapped anew each time
     while True:
-        asked, fds = receive(host)
+        asked, fds = receive(host, size)
         if asked == b"answer":
             with contextlib.suppress(BrokenPipeError):  # whoever asked has gone
                 os.write(fds[0], b"!")
