@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.data.files import read_tasks
+from agentgrpo.data.tasks import normalised_question
 from agentgrpo.types import Task
 
 VERL = {
@@ -127,6 +128,13 @@ def test_messages_are_read_as_people_write_them(
     row = {"question": [said, last], "answer": "4"}
     (task,) = read(tmp_path, row, parquet=parquet)
     assert task.messages[0] == read_as
+
+
+def test_histories_that_differ_in_a_call_are_different_questions(tmp_path: Path) -> None:
+    other = {**CALL, "function": {"name": "add", "arguments": {"a": 2}}}
+    logs = [[LOG[0], {**LOG[1], "tool_calls": [call]}, *LOG[2:]] for call in (CALL, other)]
+    first, second = read(tmp_path, *({"question": log, "answer": "6"} for log in logs))
+    assert normalised_question(first) != normalised_question(second)
 
 
 def test_calls_in_the_history_keep_their_arguments(tmp_path: Path) -> None:

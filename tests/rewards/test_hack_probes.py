@@ -182,6 +182,7 @@ NAMES_D = [
     *("The answer to this question is D", "The answer is A... wait, the answer is D."),
 ]
 NAMES_NONE = [
+    *("d is for dog", "a, of course"),
     *("", "A cat", "I think", "a dog", "Dog", "D'oh", "all of them", r"\boxed{D} so \boxed{"),
     *(
         "A B C D",
