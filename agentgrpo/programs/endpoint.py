@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import secrets
 import socket
@@ -44,8 +45,8 @@ CONNECTIONS = 128
 """Of a session of the sandbox, which needs few."""
 DESCRIPTORS = 1 << 16
 STATUS = {
-    "rollout_over": 403, "rate_limit": 429, "model_not_found": 404, "too_large": 413,
-    "invalid_api_key": 401, "timeout": 408, "not_offered": 404,
+    "rollout_over": 403, "rate_limit": 429, "too_large": 413, "invalid_api_key": 401,
+    "timeout": 408, "not_offered": 404,
 }  # fmt: skip
 APIS = {
     "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
@@ -231,18 +232,17 @@ class Endpoint:
             except BadRequest as error:
                 if session is not None:
                     session.last_refusal = str(error)
-                code = STATUS.get(error.code or "", 400)
-                headers = {"retry-after": "1"} if code == 429 else None
-                return answered(api.error(error, code), code, headers)
+                body, code = refusal(api, session, error)
+                return answered(body, code, {"retry-after": "1"} if code == 429 else None)
             except InfrastructureError as error:
-                return answered(api.error(error, 500), 500, {"x-should-retry": "false"})
+                return answered(*refusal(api, session, error), {"x-should-retry": "false"})
             except Exception as error:  # a fault of ours, of this request alone
                 said = f"the endpoint failed at {request.url.path}: {type(error).__name__}: {error}"
                 if not told:
                     told = True
                     tell("".join([*traceback.format_exception(error), said]))
-                fault = InfrastructureError(said)
-                return answered(api.error(fault, 500), 500, {"x-should-retry": "false"})
+                fault = refusal(api, session, InfrastructureError(said))
+                return answered(*fault, {"x-should-retry": "false"})
 
         return respond
 
@@ -297,6 +297,17 @@ async def _nothing_there(request: Any, session: Session) -> Any:
         f"{request.method} {request.url.path} is not offered: there are POST {', '.join(APIS)} and "
         "GET /v1/models", "not_offered",
     )  # fmt: skip
+
+
+def refusal(api: Api, session: Session | None, error: Exception) -> tuple[dict[str, Any], int]:
+    """An error as its protocol writes it, with # for numbers: a program may print it, and a reward
+    take a number in it for the answer.
+    """
+    status = STATUS.get(error.code or "", 400) if isinstance(error, BadRequest) else 500
+    if session is not None:
+        session.refusals.add(re.sub(r"\d+", "#", str(error)))
+    said = json.dumps(api.error(error, status), ensure_ascii=False)
+    return json.loads(re.sub(r"\d+", "#", said)), status
 
 
 def answered(said: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Any:
@@ -375,8 +386,7 @@ async def _events(api: Api, session: Session, pending: Pending) -> AsyncIterator
     try:
         reply = session.deliver(pending)
     except (BadRequest, InfrastructureError) as error:
-        status = STATUS.get(error.code or "", 400) if isinstance(error, BadRequest) else 500
-        yield framed({**api.error(error, status), "type": "error"})
+        yield framed({**refusal(api, session, error)[0], "type": "error"})
         return
     for data in api.to_stream(reply, pending.asked.usage_in_stream):
         await asyncio.sleep(0)  # others have their turn, and a client that left is noticed

@@ -41,15 +41,18 @@ from agentgrpo.types import Task
 from agentgrpo.usercode import describe_error, error_location, event_loop, tell
 
 QUIET = {
-    "NO_PROXY": "*",
-    "no_proxy": "*",
+    "ANONYMIZED_TELEMETRY": "False",
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "CREWAI_TRACING_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "LANGSMITH_TRACING": "false",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "MSWEA_COST_TRACKING": "ignore_errors",
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "OTEL_SDK_DISABLED": "true",
 }
-"""What keeps clients from calling out."""
+"""What keeps clients from calling out, where the user's environment does not say otherwise."""
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
 TASK_FILE, ANSWER_FILE = "task.json", "answer.txt"
 TAIL = 2000
@@ -124,8 +127,10 @@ def task_json(task: Task) -> dict[str, Any]:
 
 
 def variables(url: str, key: str) -> dict[str, str]:
-    """How every client finds the endpoint, and what keeps it from calling others."""
+    """How every client finds the endpoint, and by no proxy."""
     return {
+        "NO_PROXY": "*",
+        "no_proxy": "*",
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_BASE": f"{url}/v1",
         "OPENAI_API_KEY": key,
@@ -133,8 +138,13 @@ def variables(url: str, key: str) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_MODEL": MODEL,
-        **QUIET,
     }
+
+
+def session_variables(key: str) -> dict[str, str]:
+    """The same in a session, whose address is always one; its listener takes any key."""
+    task = {"AGENTGRPO_TASK": f"/home/user/{TASK_FILE}"}
+    return {**variables(f"http://127.0.0.1:{PORT}", key), **task}
 
 
 def last_line(text: str) -> str | None:
@@ -222,7 +232,7 @@ class Process:
             (place / TASK_FILE).write_text(told, encoding="utf-8")
             kept = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}
             env = {
-                **kept, **variables(endpoint.url, session.key),
+                **QUIET, **kept, **variables(endpoint.url, session.key),
                 "AGENTGRPO_TASK": str(place / TASK_FILE),
             }  # fmt: skip
             head = [sys.executable] if self._command[0] in PYTHON else self._command[:1]
@@ -247,7 +257,8 @@ class Process:
             end()  # what it has left behind
             answer = _answer_at(place / ANSWER_FILE)
             said, wrong = answer or (last_line(_tail(out.fileno())), "")
-            return _exited(str(code), _tail(err.fileno()), said, wrong)
+            why = "SIGKILL; the kernel sends it where the machine has no memory left"
+            return _exited(str(code), _tail(err.fileno()), said, wrong, why if code == -9 else "")
 
 
 def _answer_at(path: Path) -> tuple[str | None, str] | None:
@@ -301,24 +312,24 @@ class Sandboxed:
                         files.write(name, data)
                     files.write(TASK_FILE, json.dumps(task_json(task), ensure_ascii=False))
             run.ends_by(jail.close)
-            env = {
-                **variables(f"http://127.0.0.1:{PORT}", session.key),
-                "AGENTGRPO_TASK": f"/home/user/{TASK_FILE}",
-            }  # fmt: skip
+            env = {**QUIET, **self._pool.template.env, **session_variables(session.key)}
             done = jail.step(self._code, self._timeout_s, env=env)
             answer = None if done.state_lost else _answer_in(jail)
         if done.status is StepStatus.INFRA_ERROR:
             raise InfrastructureError(done.detail)
         said, wrong = answer or (last_line(done.stdout), "")
+        full = done.oom_kills or "MemoryError" in f"{done.error}{done.stderr}"
+        why = f"it needs more than sandbox.memory_mib = {self._pool.limits.memory_mib}"
+        why = why if full or done.status is StepStatus.OOM else ""
         if done.error is not None:  # nothing of that name, or no room for a process
-            full = done.error.name in NO_ROOM
-            return Outcome(said, f"{done.error.name}: {done.error.value}", program_fault=not full)
+            told = f"{done.error.name}: {done.error.value} {why}".strip()
+            return Outcome(said, told, program_fault=done.error.name not in NO_ROOM)
         if done.status is not StepStatus.OK:
             if done.status is StepStatus.OUTPUT_LIMIT:  # what was printed last is not known
                 said = None
-            told = f"{done.status}: {done.detail} {done.stderr[-TAIL:]}".strip()
+            told = f"{done.status}: {done.detail} {why} {done.stderr[-TAIL:]}".strip()
             return Outcome(said, told)
-        return _exited(done.value or "0", done.stderr, said, wrong)
+        return _exited(done.value or "0", done.stderr, said, wrong, why)
 
 
 def _answer_in(jail: Any) -> tuple[str | None, str] | None:
@@ -335,14 +346,14 @@ def _answer_in(jail: Any) -> tuple[str | None, str] | None:
             return None, f"{UNREADABLE}: {error}"
 
 
-def _exited(code: str, stderr: str, answer: str | None, wrong: str) -> Outcome:
+def _exited(code: str, stderr: str, answer: str | None, wrong: str, why: str) -> Outcome:
     """The end of a program; a code below 0 is a signal's. `wrong`: with its answer."""
     if code == "0":
         return Outcome(answer, wrong)
     stderr = stderr.strip()
     last = stderr.rpartition("\n")[2]
     own = code in NOT_FOUND or (RAISED.search(stderr) and not last.startswith(NO_ROOM))
-    told = f"exited with {code}: {stderr[-TAIL:]}"
+    told = f"exited with {code}{why and f' ({why})'}: {stderr[-TAIL:]}"
     return Outcome(answer, told, program_fault=code.isdecimal() and bool(own))
 
 

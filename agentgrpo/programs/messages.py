@@ -8,6 +8,7 @@ ids: clients drop thoughts, write JSON in another way, and send null where "" wa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +22,12 @@ ROLES = {"developer": "system", "function": "tool"}
 """Roles that are another by an older or newer name."""
 TEXTS = (None, "text", "input_text", "output_text", "reasoning_text")
 """Types of a content's parts that are text."""
+
+
+PIECE = 16
+"""Letters in sequence that two texts share only if one was made from the other."""
+STRINGS = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?')
+"""In JSON; what follows keys."""
 
 
 class BadRequest(ValueError):
@@ -61,13 +68,18 @@ class Message:
     def key(self) -> Hashable:
         """Equal for messages that mean the same; what clients leave out (reasoning) is no part."""
         calls = tuple(call.key for call in self.calls)
+        content = "" if calls else self.content  # the ids of calls identify a message
         name = "" if self.role == "tool" else self.name  # filled in from the call, or made up
-        return self.role, self.content, calls, self.call_id, name
+        return self.role, content, calls, self.call_id, name
 
     def is_of(self, answered: Message) -> bool:
-        """Whether a client that was given `answered` may send it back as this."""
+        """Whether a client that was given `answered` may send it back as this.
+
+        Clients drop or strip the text beside a call (crewai, semantic-kernel).
+        """
         kept = self.reasoning is None or self.reasoning == (answered.reasoning or "")
-        return kept and self.key == answered.key
+        texts = [answered.content, *(["", answered.content.strip()] if self.calls else [])]
+        return kept and self.content in texts and self.key == answered.key
 
     def shown(self) -> dict[str, Any]:
         """For a chat template."""
@@ -133,6 +145,21 @@ def _value(text: str) -> Any:
 
 def _no_number(name: str) -> None:
     raise ValueError(name)
+
+
+def pieces(text: str, least: int = PIECE) -> list[str]:
+    """What other text has if it was made from this: any PIECE of its letters and digits, or all of
+    a shorter one of at least `least`. Case and quoting do not matter.
+    """
+    plain = letters(text)
+    if len(plain) < PIECE:
+        return [plain] if len(plain) >= least else []
+    return [plain[i : i + PIECE] for i in range(0, len(plain) - PIECE + 1, 1 + len(plain) // 2048)]
+
+
+def letters(text: str) -> str:
+    """The letters and digits of a text, in lower case."""
+    return re.sub(r"[\W_]+", "", text.casefold())
 
 
 def text_of(content: Any) -> str:

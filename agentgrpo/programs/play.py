@@ -47,6 +47,12 @@ class ProgramSampler(AnySampler):
         self._act_in_thoughts = agent.act_in_thoughts
         self._endpoint: Endpoint | None = None
         self._said: set[str] = set()
+        self._probes: set[str] = set()
+
+    def _tell_once(self, kind: str, line: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            tell(line)
 
     def close(self) -> None:
         if self._endpoint is not None:
@@ -61,15 +67,19 @@ class ProgramSampler(AnySampler):
             self._endpoint = Endpoint()
         endpoint = self._endpoint
 
-        def session(ask: Any) -> Session:
-            given = self._chat, config, self._engine.max_model_len, self._read_calls
-            return endpoint.open(lambda key: Session(key, *given, ask, self._act_in_thoughts))
+        plays = getattr(self._env, "plays", False)  # its prompts are its own affair
+        given = self._chat, config, self._engine.max_model_len, self._read_calls
+        own = self._act_in_thoughts, self._tell_once
+
+        def session(ask: Any, task: Task) -> Session:
+            texts = [m["content"] for m in task.messages if m["role"] == "user" and not plays]
+            return endpoint.open(lambda key: Session(key, *given, ask, *own, texts or ("",)))
 
         runner = EpisodeRunner(self._max_live, config.call_timeout_s)
         played = Groups(tasks, seed, self._env, config, group_size, ended)
         play = _Play(
             self._engine, self._launcher, played, runner, endpoint, session, config,
-            self._timeout_s, filters, self._max_live,
+            self._timeout_s, filters, self._max_live, self._probes,
         )  # fmt: skip
         play.queue.extend((index, 0) for index in range(len(tasks) * group_size))
         groups = play.run()
@@ -124,6 +134,8 @@ class _Play:
     timeout_s: float
     filters: Mapping[str, float]
     max_live: int
+    probes: set[str]
+    """See Session.rows()."""
     queue: deque[tuple[int, int]] = field(default_factory=deque)
     """Index and attempt of rollouts that wait for their places."""
     live: dict[int, _Live] = field(default_factory=dict)
@@ -158,7 +170,7 @@ class _Play:
 
     def _start(self, index: int, attempt: int) -> None:
         task = self.groups.task(index)
-        session = self.session(lambda wanted: self.inbox.put((index, wanted)))
+        session = self.session(lambda wanted: self.inbox.put((index, wanted)), task)
         episode: Any = NOTHING
         try:
             episode = self.groups.reset(index)
@@ -299,16 +311,17 @@ class _Play:
                 outcome = future.result()
             except InfrastructureError as raised:
                 error, ours = str(raised), True
-        rows = sorted(session.conversations.rows, key=lambda row: row.turns[-1][0])
+        rows, aside = session.rows(self.probes)
         refused = session.refused if outcome.failed else None  # which it did not survive
-        status = session.ended_by or refused or Status.COMPLETED
+        cut = Status.TRUNCATED_LENGTH if rows and rows[-1].cut else Status.COMPLETED
+        status = session.ended_by or refused or cut
         if live.overdue:
             status = Status.TIMED_OUT
         elif error is None and not rows:
             asked = "the program ended and had asked for nothing that is trained on"
             told = session.last_refusal and f"its last request was refused: {session.last_refusal}"
             error = ". ".join(part for part in (asked, told, outcome.failed) if part)
-        if outcome.failed and not (ours or session.ended_by or refused):
+        if outcome.failed and not ours and status is Status.COMPLETED:
             live.failed = outcome
             session.stats["program_failed"] += 1
         if error is not None:
@@ -318,6 +331,13 @@ class _Play:
             for place, row in enumerate(rows)
             for number, turn in row.turns
         }
+        session.stats["turns"] = len(turns)
+        probes = [str(session.chat.tokenizer.decode(row.transcript.ids)) for row in aside]
+        if probes:
+            tokens = [turn.sampled_tokens for row in aside for _, turn in row.turns]
+            session.stats |= {"probe_turns": len(tokens), "probe_tokens": sum(tokens)}
+            told = f"conversations without the task's text are not trained on: {probes[0]!r:.300}"
+            session.tell_once("probe", told)
         segments = [row.transcript.segments for row in rows] or [[_nothing(session, live.task)]]
         return Rollout(
             task=live.task,
@@ -325,8 +345,9 @@ class _Play:
             closed_rows=segments[:-1],
             status=status,
             turns=[turns[number] for number in sorted(turns)],
-            answer=None if status is Status.INFRA_ERROR else outcome.answer,
+            answer=None if status is Status.INFRA_ERROR else session.answer(outcome.answer),
             error=error,
+            extra={"probes": probes} if probes else {},
             stats={**dict.fromkeys(COUNTS, 0.0), **{k: float(v) for k, v in session.stats.items()}},
         )
 

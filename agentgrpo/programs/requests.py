@@ -53,6 +53,8 @@ OTHER_FIELDS = 32
 class TurnRequest:
     """A request for one turn."""
 
+    model: str
+    """By the program's name for it, which only FROZEN makes another."""
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
@@ -129,7 +131,7 @@ class Body(BaseModel):
     """What the requests of all protocols have."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    model: Literal["policy", "policy:frozen"]
+    model: str = MODEL
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
 
@@ -184,8 +186,7 @@ def parse_body(
         param = "".join(places).removeprefix(".")
         said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
         said += f", got {first['input']!r:.80}"
-        code = "model_not_found" if param == "model" else None
-        raise BadRequest(f"{param}: {said}", code, param) from None
+        raise BadRequest(f"{param}: {said}", param=param) from None
 
 
 def turn_request(
@@ -209,8 +210,8 @@ def turn_request(
     except ValueError as error:
         raise BadRequest(f"tools: {error}", param="tools") from None
     return TurnRequest(
-        tools=() if choice == "none" else tuple(tools), stream=bool(body.stream),
-        frozen=body.model == FROZEN, overrides=given, **more,
+        model=body.model, tools=() if choice == "none" else tuple(tools), stream=bool(body.stream),
+        frozen=body.model.endswith(FROZEN), overrides=given, **more,
     )  # fmt: skip
 
 

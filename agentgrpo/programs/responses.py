@@ -83,6 +83,8 @@ class _TextOptions(BaseModel):
 
 class _Reasoning(BaseModel):
     effort: Any = None
+    summary: Any = None
+    generate_summary: Any = None
 
 
 def _as_items(given: Any) -> Any:
@@ -124,6 +126,8 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
             "response_format": text.format,
             "verbosity": text.verbosity,
             "reasoning_effort": thoughts.effort,
+            "reasoning_summary": thoughts.summary or thoughts.generate_summary,
+            "include": read.include or None,
             "truncation": read.truncation,
         },
         messages=named([*first, *_messages(read.input)]),

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,9 +23,9 @@ from agentgrpo.actions import (
 )
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.programs.conversations import Conversations, Prompt
-from agentgrpo.programs.messages import BadRequest, Call, Message, is_object
-from agentgrpo.programs.requests import FROZEN, Reply, TurnRequest
+from agentgrpo.programs.conversations import PROBE, TASK, Conversations, Prompt, Row
+from agentgrpo.programs.messages import BadRequest, Call, Message, is_object, letters
+from agentgrpo.programs.requests import FROZEN, MODEL, Reply, TurnRequest
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
 TOO_MANY = 64
@@ -65,6 +65,8 @@ class Pending:
     budget: int
     """Tokens that the run allows the turn."""
     turn: asyncio.Future[Completion]
+    kind: str
+    """FROZEN, TASK or PROBE: whose budget of turns it uses."""
 
 
 def call_id(*of: str | int) -> str:
@@ -82,8 +84,12 @@ class Session:
     max_model_len: int
     read_calls: ReadCalls
     ask: Callable[[SampleRequest], None]
-    act_in_thoughts: bool = False
+    act_in_thoughts: bool
     """Whether the text that is read, and given to the client, is the whole turn."""
+    tell_once: Callable[[str, str], None]
+    """Prints a line, the first of each kind in a run."""
+    texts: Sequence[str] = ("",)
+    """Of its task: conversations with one of them are trained on."""
     ended_by: Status | None = None
     """Why the policy says nothing more, if that is so."""
     refused: Status | None = None
@@ -93,11 +99,13 @@ class Session:
     stats: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.conversations = Conversations(self.chat)
+        self.conversations = Conversations(self.chat, self.texts)
+        self._task_asked = False
+        self.refusals: set[str] = set()
         self._pending: list[Pending] = []
         """Not delivered yet."""
-        self._left: Counter[bool] = Counter()
-        """Turns whose client left, of the frozen policy or not: the engine has sampled them."""
+        self._left: Counter[str] = Counter()
+        """Turns whose client left, by their kind: the engine has sampled them."""
         self._prompts: Counter[str] = Counter()
         self._over = False
         self._answers = 0
@@ -136,6 +144,8 @@ class Session:
             raise
 
     async def _begin(self, asked: TurnRequest, size: int) -> Pending:
+        if asked.model not in (MODEL, FROZEN):
+            self.tell_once("model", f"the policy answers for the model {asked.model!r:.80} too")
         prompt = await self.run_off_loop(
             size, lambda: self.conversations.prompt(asked.messages, asked.tools)
         )
@@ -143,15 +153,16 @@ class Session:
             raise BadRequest("this rollout is over", "rollout_over")
         if len(self._pending) >= TOO_MANY:
             raise BadRequest(f"{TOO_MANY} requests of this rollout are waiting", "rate_limit")
-        budget = self._budget(len(prompt.token_ids), frozen=asked.frozen)
+        name = token_hash(prompt.token_ids)
+        kind = FROZEN if asked.frozen else prompt.kind
+        budget = self._budget(prompt, kind)
         temperature = self._temperature(asked)
         most = budget if asked.max_tokens is None else min(budget, asked.max_tokens)
-        name = token_hash(prompt.token_ids)
         seed_key = name, self._prompts[name]
         turn: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._ask(prompt, most, asked.stop, seed_key, temperature, turn)
         self._prompts[name] += 1
-        made = Pending(asked, prompt, seed_key, budget, turn)
+        made = Pending(asked, prompt, seed_key, budget, turn, kind)
         self._pending.append(made)
         return made
 
@@ -159,7 +170,7 @@ class Session:
         """Its client is there no more: what was not delivered is in no record, but was a turn."""
         if pending in self._pending:
             self._pending.remove(pending)
-            self._left[pending.asked.frozen] += 1
+            self._left[pending.kind] += 1
             self.stats["undelivered"] += 1
 
     def _temperature(self, asked: TurnRequest) -> float | None:
@@ -178,32 +189,34 @@ class Session:
         self.stats.update(f"{UNENFORCED}{name}" for name in ignored)
         return temperature
 
-    def _budget(self, length: int, *, frozen: bool) -> int:
-        """Tokens of a turn behind so many; ends the rollout's turns if there are none."""
-        turns = self._left[frozen] + sum(p.asked.frozen == frozen for p in self._pending)
-        turns += self.stats["frozen_turns"] if frozen else self.conversations.num_turns
-        limit = self.max_model_len
-        if frozen and turns >= self.config.max_turns:
-            raise self._too_long(f"the rollout has had its {turns} turns of {FROZEN}")
-        if self.ended_by is None and turns >= self.config.max_turns:
-            self.ended_by = Status.TRUNCATED_TURNS
-        if self.ended_by is Status.TIMED_OUT or (self.ended_by is not None and not frozen):
-            cut = "a turn was cut at rollout.max_turn_tokens"
-            why = {
-                Status.TRUNCATED_TURNS: f"the rollout had its rollout.max_turns, {turns}",
-                Status.TIMED_OUT: "the rollout's time is up",
-            }
-            raise self._too_long(why.get(self.ended_by, cut))
-        if length >= limit:
+    def _budget(self, prompt: Prompt, kind: str) -> int:
+        """Tokens of a turn behind a prompt; ends the rollout's turns if there are none."""
+        joined = prompt.after.row if prompt.after and kind == TASK else None
+        rows = [row for row in self.conversations.rows if row.kind == kind or row is joined]
+        turns = self._left[kind] + sum(pending.kind == kind for pending in self._pending)
+        turns += sum(len(row.turns) for row in rows)
+        turns += self.stats["frozen_turns"] * (kind == FROZEN)
+        spent, length = turns >= self.config.max_turns, len(prompt.token_ids)
+        if self.ended_by is Status.TIMED_OUT:
+            raise self._too_long("the rollout's time is up")
+        if prompt.ended and kind != FROZEN:
+            raise self._too_long("a turn of this conversation was cut at rollout.max_turn_tokens")
+        if kind == TASK or (kind == PROBE and not self._task_asked):
+            self.ended_by = Status.TRUNCATED_TURNS if spent else None
+        if spent:
+            raise self._too_long(f"the rollout had its rollout.max_turns turns of {kind}")
+        if length >= self.max_model_len:
             raise self._too_long(f"your messages resulted in {length} tokens")
-        if not frozen:
-            self.refused = None
-        return min(self.config.max_turn_tokens, limit - length)
+        self._task_asked |= kind == TASK
+        for row in rows:
+            row.kind = kind
+        self.refused = self.refused if kind == FROZEN else None
+        return min(self.config.max_turn_tokens, self.max_model_len - length)
 
     def _too_long(self, why: str) -> BadRequest:
         """What a request is told that is not answered for its length, or a budget's."""
         return BadRequest(
-            f"This model's maximum context length is {self.max_model_len} tokens. However, {why}.",
+            f"This model's maximum context length is reached: {why}.",  # OpenAI's words at first
             TOO_LONG, "messages",
         )  # fmt: skip
 
@@ -242,16 +255,16 @@ class Session:
         most = pending.budget if asked.max_tokens is None else asked.max_tokens
         message = self._read(pending, turn)  # first: what cannot be read is in no row
         cut = turn.finish_reason == "length"
+        if pending.prompt.kind == TASK:
+            self.conversations.know(message)
         if asked.frozen:
             self.stats["frozen_turns"] += 1
             self.stats["frozen_tokens"] += len(turn.token_ids)
         else:
             row = self.conversations.answered(pending.prompt, turn, min(most, pending.budget))
+            row.cut = cut and most >= pending.budget  # by the run
             self.conversations.said(pending.prompt, row, message)
-            self.stats["turns"] += 1
             self.stats["tool_calls"] += len(message.calls)
-            if cut and most >= pending.budget:  # by the run, whose policy says nothing more
-                self.ended_by = self.ended_by or Status.TRUNCATED_LENGTH
         self._answers += 1
         self._pending.remove(pending)
         return Reply(
@@ -290,6 +303,29 @@ class Session:
         return Message("assistant", reading.content, calls, thoughts)
 
     # --- the end
+
+    def rows(self, probes: set[str]) -> tuple[list[Row], list[Row]]:
+        """Those that are trained on, and those of conversations without the task's text.
+
+        Where none has it, the latter are those that begin as such of other rollouts do: `probes`.
+        """
+        rows = sorted(self.conversations.rows, key=lambda row: row.turns[-1][0])
+        if self._task_asked:
+            task = {row.opening for row in rows if row.kind == TASK}
+            probes |= {row.opening for row in rows} - task
+            kept = [row for row in rows if row.kind == TASK]
+        elif kept := [row for row in rows if row.opening not in probes]:
+            self.tell_once("task", "programs send no task's text: all that they ask is trained on")
+        return kept, [row for row in rows if row not in kept]
+
+    def answer(self, answer: str | None) -> str | None:
+        """Its program's answer; None if it has the text of an error that the program was sent."""
+        plain = letters(answer or "")
+        if not any(letters(text)[:48] in plain for text in self.refusals):
+            return answer
+        self.stats["error_answers"] += 1
+        self.tell_once("answer", "a program answered with an error of the endpoint: no answer")
+        return None
 
     def close(self) -> None:
         """The program has ended: nothing more is answered, and what was not is forgotten."""

@@ -70,7 +70,7 @@ def step_sums(
         ),
     }
     unseen = any(
-        r.stats.get(of) for r in rollouts for of in ("frozen_turns", "undelivered")
+        r.stats.get(of) for r in rollouts for of in ("frozen_turns", "probe_turns", "undelivered")
     )  # turns of a program that are in no row
     if config.rollout.sampler:
         sums["rollout/total_sampled_tokens"] = sum(num_sampled(r.rows) for r in rollouts)

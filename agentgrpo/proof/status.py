@@ -60,9 +60,13 @@ def _length_faults(rollout: Rollout, config: TrainConfig) -> Iterator[str]:
         most = min(config.rollout.max_turn_tokens, limit - turn.prompt_tokens)
         budget = most if turn.asked_tokens is None else min(most, turn.asked_tokens)
         cut = turn.finish_reason == "length"
-        # a program has several conversations
-        last = config.agent.kind == "program" or turn is rollout.turns[-1]
-        if turn.finish_reason not in ("stop", "length") or (cut and not last):
+        later = rollout.turns[number + 1 :]
+        if config.agent.kind == "program":  # it has several conversations, and limits of its own
+            over = cut and budget == most
+            if over and not later and rollout.status is Status.COMPLETED:
+                yield f"turn {number}: it was cut at its budget, and the status is completed"
+            later = [turn for turn in later if over and turn.row == rollout.turns[number].row]
+        if turn.finish_reason not in ("stop", "length") or (cut and later):
             yield f"turn {number}: it went on after finish_reason {turn.finish_reason!r}"
         if turn.sampled_tokens > budget or (cut and turn.sampled_tokens < budget):
             yield (
@@ -93,9 +97,13 @@ def _wrong_end(rollout: Rollout, config: TrainConfig) -> str:
     if status is Status.TIMED_OUT and limits.max_seconds is None:
         return "rollout.max_seconds is not set"
     if config.agent.kind == "program":  # it ends when it likes
-        frozen, tokens = (stats.get(f"frozen_{of}", 0.0) for of in ("turns", "tokens"))
-        if frozen > limits.max_turns or tokens > frozen * limits.max_turn_tokens:
-            return f"{frozen:g} turns of {tokens:g} tokens were kept out of it"
+        for kind in ("frozen", "probe"):
+            aside, tokens = (stats.get(f"{kind}_{of}", 0.0) for of in ("turns", "tokens"))
+            if aside > limits.max_turns or tokens > aside * limits.max_turn_tokens:
+                return f"{aside:g} turns of {tokens:g} tokens were kept out of it"
+        probes = len(rollout.extra.get("probes", ()))
+        if aside < probes or (aside and not probes):
+            return f"{aside:g} turns without its task's text in {probes} conversations"
         asked = len(turns) + stats.get("undelivered", 0.0)
         if status is Status.TRUNCATED_TURNS and asked < limits.max_turns:
             return f"{asked:g} turns of {limits.max_turns}"

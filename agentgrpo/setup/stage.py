@@ -188,7 +188,7 @@ def prepare_run(
     with contextlib.ExitStack() as undo:
         pool = None
         if asks_for_pool(config):
-            pool = undo.enter_context(_sandbox_told_of(config.sandbox, progress))
+            pool = undo.enter_context(_sandbox_told_of(_sandbox_of(config), progress))
         env = make_env(config, pool, models)
         undo.callback(close_env, env)
         answers = needs_answers(config.reward, judged=judged(env))
@@ -252,6 +252,16 @@ def _require_trainable(config: TrainConfig, model: str) -> None:
     why_not_packed(made)
     if config.learner.lora.rank:
         require_layers(made, config.learner.lora.target_modules)
+
+
+def _sandbox_of(config: TrainConfig) -> SandboxConfig:
+    """The sandbox; a program's modules are imported with the variables that the program finds."""
+    if config.agent.kind != "program":
+        return config.sandbox
+    from agentgrpo.programs.launch import QUIET, session_variables
+
+    env = {**QUIET, **session_variables("of-the-rollout"), **config.sandbox.env}
+    return config.sandbox.model_copy(update={"env": env})
 
 
 def _sandbox_told_of(config: SandboxConfig, progress: Progress) -> SandboxPool:

@@ -193,7 +193,7 @@ PROGRAMS: Mapping[str, tuple[str, Callable[..., Any]]] = {
 
 
 async def any_of_them(task: Any, **given: Any) -> Any:
-    """The program that the task names, which has asked for two turns more that are in no row."""
+    """The program that the task names, which has asked for three turns more that are in no row."""
     _, play = PROGRAMS[task["question"].partition(":")[0]]
     import openai
 
@@ -202,4 +202,6 @@ async def any_of_them(task: Any, **given: Any) -> Any:
         await client.chat.completions.create(model=f"{given['model']}:frozen", **asked)
         async with await client.chat.completions.create(model=given["model"], stream=True, **asked):
             pass  # is closed before its end
+        # inspect-ai's, by a name of its own; mostly cut at rollout.max_turn_tokens
+        await client.responses.create(model="gpt-4o", input="Please say 'hello, world'")
     return await play(task, **given)

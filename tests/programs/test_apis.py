@@ -217,7 +217,7 @@ GOOD: dict[str, dict[str, Any]] = {
 IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
 NAMED = {"type": "function", "function": {"name": "sub"}}
 WRONG: list[tuple[str, str, Any, str]] = [
-    (CHATS, "model", "gpt-9", "expected 'policy' or 'policy:frozen', got 'gpt-9'"),
+    (CHATS, "model", 9, "expected a valid string, got 9"),
     (CHATS, "messages", [], "at least 1 item"),
     (CHATS, "messages[0].role", [{"role": "alien", "content": "x"}], "expected 'system'"),
     (CHATS, "messages[0].content", IMAGE, "only text is understood, got [{'type': 'image'}]"),
@@ -260,15 +260,13 @@ def test_what_is_wrong_is_said_by_its_name(path: str, param: str, value: Any, sa
 
 
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
-    (CHATS, {"n": 2}, 400, "n: expected 1, got 2"),
-    (CHATS, {"model": "gpt-9"}, 404, "model: expected 'policy'"),
-    (CHATS, {"user": "x" * (9 << 20)}, 413, "a request may have 8 MiB"),
+    (CHATS, {"n": 2}, 400, "n: expected #, got #"),
+    (CHATS, {"user": "x" * (9 << 20)}, 413, "a request may have # MiB"),
     (RESPONSES, {"previous_response_id": "resp_9"}, 400, "is not offered"),
-    ("/v1/embeddings", {}, 404, "POST /v1/embeddings is not offered"),
-    (BLOCKS, {"stop_sequences": [1]}, 400, "stop_sequences[0]: expected a valid string, got 1"),
-    (BLOCKS, {"model": "claude"}, 404, "model: expected 'policy'"),
+    ("/v1/embeddings", {}, 404, "POST /v#/embeddings is not offered"),
+    (BLOCKS, {"stop_sequences": [1]}, 400, "stop_sequences[#]: expected a valid string, got #"),
     (BLOCKS, {"messages": [{"role": "user", "content": "x" * 4000}]}, 400, "prompt is too long"),
-    ("/v1/messages/batches", {}, 404, "POST /v1/messages/batches is not offered"),
+    ("/v1/messages/batches", {}, 404, "POST /v#/messages/batches is not offered"),
 ]
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
@@ -330,7 +328,7 @@ def test_a_fault_of_ours_is_a_500_in_the_form_of_its_protocol_and_ends_nothing_e
                 await c.anthropic.messages.create(**GOOD[BLOCKS])
         told: Any = one.value.body, two.value.body
         assert (told[0]["type"], told[1]["error"]["type"]) == ("server_error", "api_error")
-        assert "/v1/responses: TypeError: unhashable" in told[0]["message"]
+        assert "/v#/responses: TypeError: unhashable" in told[0]["message"]
         return str((await c.openai.responses.create(**GOOD[RESPONSES])).output_text)
 
     rollout = alone(program(use), lambda *_: turn("fine"))

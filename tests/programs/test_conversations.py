@@ -51,6 +51,8 @@ def as_client(rng: random.Random, message: Message) -> dict[str, Any]:
     made: dict[str, Any] = {"role": "assistant", "content": message.content}
     if rng.random() < 0.3:
         made["content"] = [{"type": "text", "text": message.content}] if message.content else None
+    if message.calls and rng.random() < 0.3:  # crewai, semantic-kernel
+        made["content"] = rng.choice([None, "", message.content.strip()])
     if message.reasoning and rng.random() < 0.5:
         made[rng.choice(["reasoning", "reasoning_content"])] = message.reasoning
     if message.calls:
@@ -125,7 +127,7 @@ class Client:
             for i in range(rng.choice([0, 0, 1, 2]) if tools else 0)
         )
         message = Message(
-            "assistant", f"said {number}" * (rng.random() < 0.8 or not made), made,
+            "assistant", f"said {number} " * (rng.random() < 0.8 or not made), made,
             rng.choice([None, "thought"]),
         )  # fmt: skip
         self.talks.said(prompt, row, message)
@@ -192,6 +194,47 @@ def test_reasoning_may_be_left_out_and_may_not_be_another() -> None:
     assert Message("assistant", "x", reasoning="because").is_of(given)
     assert not Message("assistant", "x", reasoning="not so").is_of(given)
     assert not Message("assistant", "x ").is_of(given)
+
+
+CALLS = (Call("c1", "f", '{"a": 1}'),)
+
+
+@pytest.mark.parametrize(
+    ("back", "same"),
+    [
+        (Message("assistant", "so \n", CALLS), True),
+        (Message("assistant", "", CALLS), True),
+        (Message("assistant", "so", CALLS), True),
+        (Message("assistant", "no", CALLS), False),
+        (Message("assistant", "", (Call("c2", "f", '{"a": 1}'),)), False),
+        (Message("assistant", "", (Call("c1", "f", '{"a": 2}'),)), False),
+        (Message("assistant", ""), False),
+        (Message("assistant", "so"), False),
+    ],
+)
+def test_an_answer_with_calls_is_known_by_their_ids(back: Message, same: bool) -> None:
+    """Whatever became of the text beside them; text that a client puts there is another answer."""
+    talks, question = Conversations(CHAT), [Message("user", "Q")]
+    prompt = talks.prompt(question, [])
+    turn = completed(prompt.token_ids, np.array([7, CHAT.end_of_turn_id], np.int32))
+    row = talks.answered(prompt, turn, 9)
+    talks.said(prompt, row, Message("assistant", "so \n", CALLS))
+    after = talks.prompt([*question, back, Message("tool", "3", call_id="c1")], []).after
+    assert (after is not None) is same
+
+
+def test_messages_of_a_clients_own_with_the_same_calls_are_not_one() -> None:
+    """Nobody answered them: all that they say counts."""
+    talks, ends = Conversations(CHAT), []
+    for text in ("a", "b"):
+        told = [Message("user", "Q"), Message("assistant", text, CALLS), Message("user", "on")]
+        prompt = talks.prompt(told, [])
+        turn = completed(prompt.token_ids, np.array([7, CHAT.end_of_turn_id], np.int32))
+        talks.said(prompt, talks.answered(prompt, turn, 9), Message("assistant", "x"))
+        ends.append((told, prompt))
+    for told, prompt in ends:
+        asked = talks.prompt([*told, Message("assistant", "x"), Message("user", "more")], [])
+        assert asked.token_ids[: len(prompt.token_ids)].tolist() == prompt.token_ids.tolist()
 
 
 def test_of_equal_answers_the_one_is_gone_on_from_whose_thoughts_come_back() -> None:

@@ -120,7 +120,7 @@ def test_what_is_asked_of_the_frozen_policy_is_counted_and_not_recorded() -> Non
         await o.ask([*Q, said, {"role": "user", "content": "on"}])
         for _ in range(2):
             await create(model=FROZEN, messages=Q)
-        with pytest.raises(openai.BadRequestError, match=f"its 3 turns of {FROZEN}"):
+        with pytest.raises(openai.BadRequestError, match=f"max_turns turns of {FROZEN}"):
             await create(model=FROZEN, messages=Q)
         return "done"
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import openai
@@ -53,8 +54,8 @@ ENDINGS = [
 ]  # fmt: skip
 
 
-def pool_of(**settings: Any) -> SandboxPool:
-    template = Template(site_dirs=(str(Path(openai.__file__).parents[1]),))
+def pool_of(env: Any = MappingProxyType({}), **settings: Any) -> SandboxPool:
+    template = Template(site_dirs=(str(Path(openai.__file__).parents[1]),), env=env)
     limits = Limits(memory_mib=512)
     return SandboxPool(template=template, limits=limits, min_idle=1, **settings)
 
@@ -246,6 +247,51 @@ def test_a_limit_of_the_session_ends_no_run(
         (group,), _ = played(made, lambda *_: turn("x"), n=2)
         assert {r.status for r in group.rollouts} == {Status.COMPLETED}
         assert not any(set(r.answer or "") == {"x"} for r in group.rollouts), "of a flood"
+
+
+MEMORY = {
+    "held = []\nwhile True: held.append(bytearray(b'x') * (1 << 24))": "= 512",
+    "import subprocess as s\n"
+    "s.run([sys.executable, '-c', 'x = []\\nwhile 1: x += [1] * 9999999'], check=True)": "= 512",
+    "raise MemoryError": "= 512",
+    "os.kill(os.getpid(), 9)": r"exited with -9:",
+}
+"""How a program ends, and what is said of it."""
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.parametrize("ending", MEMORY)
+def test_a_program_killed_for_memory_says_which_setting_to_raise(
+    tmp_path: Path, jails: SandboxPool, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    alone(Sandboxed(jails, ["python", "agent.py"], [file], 60.0), lambda *_: turn("x"))
+    told = capsys.readouterr().err
+    assert re.search(MEMORY[ending], told), told
+    assert ("memory_mib" in told) == ("512" in MEMORY[ending])
+
+
+@pytest.mark.slow
+@pytest.mark.nsjail
+@pytest.mark.parametrize("where", ["session", "process"])
+def test_the_users_environment_goes_before_what_silences_libraries(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"OTEL_SDK_DISABLED": "mine", "OPENAI_API_KEY": "not-mine"}
+    file = tmp_path / "agent.py"
+    names = ("OTEL_SDK_DISABLED", "CREWAI_DISABLE_TELEMETRY", "NO_PROXY")
+    shown = f"print([os.environ[name] for name in {names}])"
+    file.write_text(PROGRAM.replace("{ending}", shown))
+    command = ["python", "agent.py"]
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    with pool_of(env=own) if where == "session" else nullcontext() as pool:
+        made: Any = Process(command, [file])
+        if where == "session":
+            made = Sandboxed(pool, command, [file], 60.0)
+        assert alone(made, lambda *_: turn("x")).answer == "['mine', 'true', '*']"
 
 
 @pytest.mark.parametrize("command", [["python"], ["python", "-u", "agent.py"]])

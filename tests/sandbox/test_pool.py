@@ -1,5 +1,6 @@
 """Pools: admission, prewarming, deaths of zygotes and of the whole trainer."""
 
+import dataclasses
 import operator
 import os
 import signal
@@ -209,6 +210,22 @@ def test_preload_that_fails_or_starts_threads_is_refused(tmp_path: Path) -> None
         with pytest.raises(TemplateUnavailable, match=message) as failed:
             SandboxPool(template=template, min_idle=0)
         assert str(failed.value).count("Traceback") == 1, "tried once, not on every rung"
+
+
+def test_modules_are_preloaded_in_the_environment_of_the_template(tmp_path: Path) -> None:
+    """What they start, they start by their variables: the error names who started it."""
+    (tmp_path / "worker.py").write_text("import time\ndef work(): time.sleep(9)")
+    (tmp_path / "library.py").write_text(
+        "import os, threading, worker\nSEEN = dict(os.environ)\n"
+        "if os.environ.get('QUIET') != '1': threading.Thread(target=worker.work).start()"
+    )
+    tmp_path.chmod(0o755)
+    template = Template(site_dirs=(str(tmp_path),), preload=("library",), env={"QUIET": "1"})
+    with SandboxPool(template=template, min_idle=0) as pool, pool.acquire() as session:
+        assert session.step("import library, os\nlibrary.SEEN == dict(os.environ)").value == "True"
+    template = dataclasses.replace(template, preload=("json", "library"), env={})
+    with pytest.raises(TemplateUnavailable, match=r"'library' left threads .*of \['worker'\]"):
+        SandboxPool(template=template, min_idle=0)
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["it runs", "its zygotes are stopped"])

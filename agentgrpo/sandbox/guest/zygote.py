@@ -33,17 +33,20 @@ OTHERS = 512  # processes that a session's user may start later: watchdog.py tel
 
 
 def preload(settings: dict[str, Any]) -> None:
-    """Import what all sessions share. Raises RuntimeError if a thread is left running."""
+    """Import what all sessions share, in their environment. RuntimeError if a thread is left."""
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
     sys.path += settings["site_dirs"]
+    os.environ.clear()
+    os.environ.update(settings["python_env"])
     for name in settings["preload"]:
         importlib.import_module(name)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:  # a fork keeps only the calling thread: what the others hold stays locked
-        raise RuntimeError(
-            f"preloading {settings['preload']} left {threads} threads running; a module that "
-            "starts threads at import cannot be preloaded"
-        )
+        if len(os.listdir("/proc/self/task")) != 1:  # a fork has only the calling thread: what the
+            others = sys.modules["threading"].enumerate()[1:]  # others hold stays locked
+            of = {(getattr(t, "_target", None) or type(t)).__module__ for t in others}
+            raise RuntimeError(
+                f"preload: {name!r} left threads running (of {sorted(of)}); leave it out, or set "
+                "the variable that keeps it from starting them in env"
+            )
 
 
 def address_space_in_use() -> int:

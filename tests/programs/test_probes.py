@@ -1,0 +1,350 @@
+"""Requests beside the task: probes of libraries, cut turns, errors as answers, names of models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from agentgrpo.config import TrainConfig
+from agentgrpo.envs.answer import AnswerEnv
+from agentgrpo.proof.status import status_faults
+from agentgrpo.types import Rollout, Status, Task
+from tests.given import a_config
+from tests.playing import CHAT, EOT
+from tests.programs.test_play import ADD, CALL, alone, asking, played, rows_of, sampler_of, turn
+
+QUESTION = 'Ann has 3 "red" apples\nand buys 4 more at the market. How many\tapples has she now?'
+HELLO = [{"role": "user", "content": "say hello"}]
+BYE = {"role": "user", "content": "Is that so?"}
+
+
+def playing(use: Callable[..., Any], says: Any, *, n: int = 1, **config: Any) -> list[Rollout]:
+    """Rollouts of a task with a question of some length."""
+    sampler, _ = sampler_of(asking(use), says, **config)
+    task = Task(id="t", messages=({"role": "user", "content": QUESTION},), spec={})
+    return list(sampler.play([task], n, seed=0)[0][0].rollouts)
+
+
+def of_a_run(**limits: int) -> TrainConfig:
+    """What verify reads of the run of playing()."""
+    limits = {"max_turns": 9, "max_turn_tokens": 99, **limits}
+    own = (f"rollout.{name}={value}" for name, value in limits.items())
+    return a_config("agent.kind=program", "agent.options.call=x:y", *own)
+
+
+def sampled(rollout: Rollout) -> list[list[str]]:
+    return [
+        [text.removesuffix(EOT) for is_sampled, text in row if is_sampled]
+        for row in rows_of(rollout)
+    ]
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+async def said(o: Any, messages: list[Any], **more: Any) -> Any:
+    return (await o.ask(messages, **more)).choices[0].message
+
+
+def numbered(number: int, _: str) -> Any:
+    return turn(f"said {number}")
+
+
+async def before(client: Any, o: Any) -> None:
+    await said(o, HELLO)
+    await said(o, user(o.task["question"]))
+
+
+async def between(client: Any, o: Any) -> None:
+    messages = user(o.task["question"])
+    messages.append(await said(o, messages))
+    await said(o, HELLO)
+    await said(o, [*messages, BYE])
+
+
+async def at_once(client: Any, o: Any) -> None:
+    await asyncio.gather(said(o, user(o.task["question"])), *(said(o, HELLO) for _ in range(2)))
+
+
+async def long_probe(client: Any, o: Any) -> None:
+    first = await said(o, HELLO)
+    await said(o, [*HELLO, first, BYE])
+    await said(o, user(o.task["question"]))
+
+
+async def by_responses(client: Any, o: Any) -> None:
+    await client.responses.create(model=o.model, input="Please say 'hello, world'")
+    await said(o, user(o.task["question"]))
+
+
+async def greeted_first(client: Any, o: Any) -> None:
+    first = await said(o, HELLO)
+    await said(o, [*HELLO, first, *user(o.task["question"])])
+
+
+async def as_json(client: Any, o: Any) -> None:
+    await said(o, HELLO)
+    await said(o, user(json.dumps(o.task)))
+
+
+async def in_a_system_prompt(client: Any, o: Any) -> None:
+    await said(o, HELLO)
+    asked = f"You solve this: {o.task['question'].upper()}"
+    await said(o, [{"role": "system", "content": asked}, {"role": "user", "content": "Begin."}])
+
+
+async def a_part(client: Any, o: Any) -> None:
+    await said(o, HELLO)
+    await said(o, user("Shorten: " + o.task["question"].splitlines()[1]))
+
+
+async def by_a_tool(client: Any, o: Any) -> None:
+    """The first request names a file; an answer of a tool brings the task."""
+    messages = user("Solve the problem in the file task.json.")
+    messages.append(await said(o, messages))
+    await said(o, [*messages, *user(o.task["question"])])
+
+
+async def sub_agent(client: Any, o: Any) -> None:
+    """It is asked what the policy's call says."""
+    await said(o, HELLO)
+    messages = user(o.task["question"])
+    call = (await said(o, messages, tools=[ADD])).tool_calls[0]
+    await said(o, user(f"You research. {json.loads(call.function.arguments)['a']}"))
+
+
+async def never(client: Any, o: Any) -> None:
+    first = await said(o, HELLO)
+    await said(o, [*HELLO, first, BYE])
+
+
+PROBES: dict[str, tuple[Any, list[list[int]], int]] = {
+    "before": (before, [[1]], 1),
+    "between": (between, [[0, 2]], 1),
+    "at once": (at_once, [[0]], 2),
+    "of two turns": (long_probe, [[2]], 2),
+    "by responses": (by_responses, [[1]], 1),
+    "that the task follows": (greeted_first, [[0, 1]], 0),
+    "task as JSON": (as_json, [[1]], 1),
+    "task in a system prompt": (in_a_system_prompt, [[1]], 1),
+    "part of the task": (a_part, [[1]], 1),
+    "task by a tool": (by_a_tool, [[0, 1]], 0),
+    "a sub-agent": (sub_agent, [[1], [2]], 1),
+    "no task at all": (never, [[0, 1]], 0),
+}
+"""A program, the turns of each row that is trained on, and how many turns are not."""
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_conversations_without_the_tasks_text_are_answered_and_not_trained_on(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use, rows, aside = PROBES[name]
+
+    def says(number: int, prompt: str) -> Any:
+        call = (
+            CALL.replace('"a": 1', '"a": "Oslo"') if number == 1 and name == "a sub-agent" else ""
+        )
+        return turn(f"said {number}{call}")
+
+    (rollout,) = playing(use, says, max_turns=2)
+    texts = [[int(text.split()[1][0]) for text in row] for row in sampled(rollout)]
+    if name == "at once":
+        texts, rows = [[len(row) for row in texts]], [[1]]
+    assert texts == rows
+    assert rollout.status is Status.COMPLETED
+    assert len(rollout.turns) == rollout.stats["turns"] == sum(map(len, rows))
+    assert rollout.stats.get("probe_turns", 0) == aside
+    assert len(rollout.extra.get("probes", ())) == (aside if name != "of two turns" else 1)
+    assert list(status_faults(rollout, of_a_run(max_turns=2))) == []
+    told = capsys.readouterr().err
+    assert told.count("conversations without the task's text are not trained on") == bool(aside)
+    assert told.count("programs send no task's text") == (name == "no task at all")
+
+
+def test_a_rollout_that_only_probes_has_asked_nothing_where_others_show_what_a_probe_is() -> None:
+    count = iter(range(9))
+
+    async def use(client: Any, o: Any) -> str:
+        number = next(count)
+        await said(o, HELLO)
+        if number == 0:
+            await said(o, user(o.task["question"]))
+            done.set()
+            return "asked"
+        await done.wait()
+        await asyncio.sleep(1)
+        return "4"
+
+    done = asyncio.Event()
+    first, second = playing(use, numbered, n=2)
+    assert (first.status, first.answer, len(first.turns)) == (Status.COMPLETED, "asked", 1)
+    assert (second.status, second.answer) == (Status.INFRA_ERROR, None)
+    assert second.error is not None
+    assert "asked for nothing that is trained on" in second.error
+
+
+def test_a_turn_cut_short_ends_its_conversation_and_no_other() -> None:
+    async def use(client: Any, o: Any) -> str:
+        messages = user(o.task["question"])
+        for probe in (HELLO, messages):
+            cut = await o.ask(probe)
+            assert cut.choices[0].finish_reason == "length"
+            with pytest.raises(openai.BadRequestError, match=r"rollout\.max_turn_tokens"):
+                await o.ask([*probe, cut.choices[0].message, BYE])
+        return str((await said(o, [*messages, BYE])).content)
+
+    def says(number: int, prompt: str) -> Any:
+        return turn("so" if "Is that so?" in prompt else "a long tale " * 9)
+
+    (rollout,) = playing(use, says, max_turn_tokens=20)
+    assert (rollout.answer, rollout.status, len(rollout.rows)) == ("so", Status.COMPLETED, 2)
+    assert rollout.stats["probe_turns"] == 1
+    config = of_a_run(max_turn_tokens=20)
+    assert list(status_faults(rollout, config)) == []
+    assert rollout.turns[0].sampled_tokens == 20
+    rollout.turns.reverse()  # as if it were the last
+    assert any("cut at its budget" in fault for fault in status_faults(rollout, config))
+
+
+FAULTS: list[tuple[dict[str, float], list[str], str]] = [
+    ({"probe_turns": 10.0}, ["x"], "10 turns of 0 tokens were kept out of it"),
+    ({"probe_turns": 1.0, "probe_tokens": 999.0}, ["x"], "1 turns of 999 tokens"),
+    ({"probe_turns": 1.0}, [], "1 turns without its task's text in 0 conversations"),
+    ({}, ["x"], "0 turns without its task's text in 1 conversations"),
+]
+
+
+@pytest.mark.parametrize(("stats", "probes", "fault"), FAULTS)
+def test_what_is_recorded_of_probes_is_proven(
+    stats: dict[str, float], probes: list[str], fault: str
+) -> None:
+    (rollout,) = playing(between, numbered, max_turns=9)
+    for name in ("probe_turns", "probe_tokens"):
+        del rollout.stats[name]
+    rollout.stats |= stats
+    rollout.extra = {"probes": probes} if probes else {}
+    config = of_a_run()
+    assert any(fault in found for found in status_faults(rollout, config))
+
+
+async def refused(o: Any, **more: Any) -> Any:
+    try:
+        return await o.ask(user(o.task["question"]), **more)
+    except openai.APIStatusError as error:
+        return error
+
+
+FORMS: dict[str, Callable[[Any], str]] = {
+    "the exception": str,
+    "its repr": repr,
+    "its message": lambda error: error.body["message"],
+    "its body": lambda error: json.dumps(error.body),
+    "the response": lambda error: error.response.text,
+    "cut": lambda error: f"Sorry, an error: {str(error)[:120]}",
+    "in capitals": lambda error: str(error).upper(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wrong", ["turns", "n"])
+def test_an_error_of_the_endpoint_is_no_answer_and_has_no_number(form: str, wrong: str) -> None:
+    async def use(client: Any, o: Any) -> str:
+        await refused(o)
+        error = await refused(o, **({"n": 48} if wrong == "n" else {}))
+        assert not any(c.isdigit() for c in error.response.text), error.response.text
+        return FORMS[form](error)
+
+    (rollout,) = playing(use, numbered, max_turns=1)
+    assert (rollout.answer, rollout.stats["error_answers"]) == (None, 1)
+
+
+def test_an_answer_after_an_error_is_an_answer() -> None:
+    async def use(client: Any, o: Any) -> str:
+        await refused(o, n=2)
+        await refused(o)
+        return "n: it is 7, expected as the model's maximum"
+
+    (rollout,) = playing(use, numbered)
+    assert rollout.answer == "n: it is 7, expected as the model's maximum"
+    assert "error_answers" not in rollout.stats
+
+
+def test_every_name_of_a_model_is_answered_and_the_first_is_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def use(client: Any, o: Any) -> str:
+        for model in ("gpt-4o", "claude-5", "policy:frozen", "openai/policy:frozen"):
+            asked = {"messages": user(o.task["question"]), "model": model}
+            await client.chat.completions.create(**asked)
+            await client.responses.create(model=model, input=o.task["question"])
+        return "done"
+
+    (rollout,) = playing(use, numbered)
+    assert (rollout.answer, len(rollout.turns), rollout.stats["frozen_turns"]) == ("done", 4, 4)
+    told = capsys.readouterr().err
+    assert told.count("the policy answers for the model 'gpt-4o'") == 1
+    assert "claude" not in told
+
+
+def test_what_is_asked_of_reasoning_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    async def use(client: Any, o: Any) -> None:
+        asked: Any = {"model": o.model, "input": o.task["question"], "include": []}
+        await client.responses.create(**asked, reasoning={"summary": None})
+        await client.responses.create(**asked, reasoning={"summary": "auto"})
+        asked |= {"include": ["reasoning.encrypted_content"]}
+        await client.responses.create(**asked, reasoning={"generate_summary": "concise"})
+
+    (rollout,) = playing(use, numbered)
+    counts = [rollout.stats[f"unenforced_{name}"] for name in ("reasoning_summary", "include")]
+    assert counts == [2, 1]
+    assert "ask for include, reasoning_summary, which is not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_tools_that_the_template_does_not_show_are_refused(
+    monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    monkeypatch.setattr(CHAT, "prompt_ids", lambda messages, tools: prompt_ids(messages))
+    prompt_ids = type(CHAT).prompt_ids.__get__(CHAT)
+
+    async def use(client: Any, o: Any) -> str:
+        head = [{"role": "system", "content": "You have the tool `add`."}] if named else []
+        messages = [*head, *user(o.task["question"])]
+        if named:
+            return str((await said(o, messages, tools=[ADD])).content)
+        with pytest.raises(openai.BadRequestError, match=r"does not show tools .'add' is not in"):
+            await o.ask(messages, tools=[ADD])
+        await said(o, messages)
+        return "refused"
+
+    (rollout,) = playing(use, numbered)
+    assert (rollout.answer, len(rollout.turns)) == ("said 0" if named else "refused", 1)
+
+
+class Plays(AnswerEnv):
+    """Its episodes have prompts of their own."""
+
+    plays = True
+
+
+def test_an_environment_that_plays_itself_has_no_probes() -> None:
+    (rollout,) = playing(before, numbered, env=Plays())
+    assert (len(rollout.turns), rollout.extra) == (2, {})
+
+
+def test_a_short_question_is_known_by_all_of_it() -> None:
+    async def use(client: Any, o: Any) -> None:
+        await said(o, HELLO)
+        await said(o, user(f"Solve {o.task['question']}!"))
+
+    rollout = alone(asking(use), numbered)
+    assert (sampled(rollout), rollout.stats["probe_turns"]) == ([["said 1"]], 1)
+    groups, _ = played(asking(use), numbered, n=2)
+    assert all(len(r.turns) == 1 for r in groups[0].rollouts)
