@@ -311,8 +311,8 @@ def test_what_is_asked_of_reasoning_is_reported(capsys: pytest.CaptureFixture[st
 def test_tools_that_the_template_does_not_show_are_refused(
     monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
+    prompt_ids = CHAT.prompt_ids
     monkeypatch.setattr(CHAT, "prompt_ids", lambda messages, tools: prompt_ids(messages))
-    prompt_ids = type(CHAT).prompt_ids.__get__(CHAT)
 
     async def use(client: Any, o: Any) -> str:
         head = [{"role": "system", "content": "You have the tool `add`."}] if named else []

@@ -290,6 +290,7 @@ def test_the_users_environment_goes_before_what_silences_libraries(
     with pool_of(env=own) if where == "session" else nullcontext() as pool:
         made: Any = Process(command, [file])
         if where == "session":
+            assert pool is not None
             made = Sandboxed(pool, command, [file], 60.0)
         assert alone(made, lambda *_: turn("x")).answer == "['mine', 'true', '*']"
 
