@@ -70,7 +70,7 @@ WINGS = {
     "audit": "types engine proof",
     "data": "types files extras usercode config run envs programs",
     "view": "types files config run models",
-    "diagnosis": "types files config run rewards measures view",
+    "diagnosis": "types files config run rewards measures view sandbox",
 }
 """Wing: the wings that it may import, besides itself. What is not named may import all above it."""
 TOP = [

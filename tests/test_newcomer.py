@@ -81,6 +81,31 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(dry_run: DryRun, tmp_path:
     assert "WARNING" not in out
 
 
+def test_a_dry_run_refuses_rows_whose_tests_judge_nothing(dry_run: DryRun, tmp_path: Path) -> None:
+    """HumanEval's columns; of all rows, held out or not, those that are wrong are named."""
+    form = "def check(candidate):\n    assert candidate(1) == {}\n"
+    rows = [
+        {"question": f"Add {i}.", "entry_point": f"add{i}", "test": form.format(1 + i)}
+        for i in range(8)
+    ]
+    write_lines(tmp_path / "tested.jsonl", rows)
+    settings = (
+        "env.kind=unit_tests", "env.options.tests=test", "agent.kind=code",
+        f"data.train={tmp_path / 'tested.jsonl'}",
+    )  # fmt: skip
+    status, out, err = dry_run(*settings)
+    assert (status, err) == (0, "")
+    assert "data.train: tests of 4 of 4 tasks tried" in out
+    write_lines(
+        tmp_path / "tested.jsonl",
+        [row | {"test": f"import absent\n{row['test']}"} for row in rows],
+    )
+    status, _, err = dry_run(*settings)
+    assert status == 2
+    assert "4 of 4 tasks cannot be graded" in err
+    assert len(re.findall(r"task tested.jsonl:\d: .*: No module named 'absent'", err)) == 4, err
+
+
 def test_a_dry_run_says_what_is_left_of_a_run(
     dry_run: DryRun, tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -8,6 +8,7 @@ chosen on real runs with one fault each (bench/diagnoses.py).
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from agentgrpo.config.arguments import parser_of
 from agentgrpo.diagnosis.history import History, Seen
 from agentgrpo.rewards.answers import holds_answer
 from agentgrpo.run.records import name_of
+from agentgrpo.sandbox.grade import names_of
 from agentgrpo.types import Status
 
 MOST = 6
@@ -146,7 +148,25 @@ def _extreme(h: History) -> float:
     return 0.65 * (wide or narrow or idle or again > max(0.5, same + 0.15))
 
 
+def _passes_any(h: History, seen: Seen) -> bool:
+    """Whether a row's hidden tests use nothing of an answer, or paid one without what they test."""
+    spec = seen.task.spec
+    try:
+        tests = spec.get(h.config.get("env.options.tests", "tests"))
+        under_test = names_of(tests, spec.get("names"), spec.get("entry_point")).names.values()
+    except ValueError:
+        return True
+    words = {*re.findall(r"\w+", " ".join(under_test))}
+    return h.paid(seen) and not words & {*re.findall(r"\w+", str(seen.answer))}
+
+
 CHECKS: dict[str, Callable[[History], Finding | None]] = {
+    "passes any program": Share(
+        lambda h: ((s, _passes_any(h, s)) for s in h.train
+                   if h.config.get("env.kind") == "unit_tests" and "cases" not in s.task.spec),
+        0.02, (0.99, 0.99), "{share:.0%} of the rollouts have hidden tests that pass any program",
+        "the tests of these rows; `agentgrpo train CONFIG --dry-run` names each", 4,
+    ),
     "machine or code fails": Share(
         lambda h: ((s, s.status is Status.INFRA_ERROR) for s in [*h.train, *h.heldout]),
         0.05, (0.8, 1.0), "{share:.0%} of all rollouts were lost",

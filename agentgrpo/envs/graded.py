@@ -1,24 +1,35 @@
 """Programs graded by tests the policy never sees, in sandboxes that its own code never enters.
 
-A task's spec has `tests` (Python source that raises where the answer is wrong) or `cases`, a list
-of [stdin, expected stdout]. `names` says what the names under test are called in the answer; it may
-be left out where the tests use but one that they do not define.
+A task's spec has `tests` (Python source that raises where the answer is wrong, or a list of such)
+or `cases`, a list of [stdin, expected stdout]. `names` says what the names under test are called in
+the answer; it may be left out where the tests use but one that they do not define, import from
+`solution`, or define check(candidate) and the spec has an `entry_point`.
 """
 
 from __future__ import annotations
 
 import builtins
+import itertools
 import re
 import textwrap
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import itemgetter
+from typing import Any
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, as_infra_error
 from agentgrpo.sandbox import HostTools, SandboxPool
-from agentgrpo.sandbox.grade import Verdict, check_all, check_tests, names_of, require_printable
+from agentgrpo.sandbox.grade import (
+    Verdict,
+    check_all,
+    check_tests,
+    faults_of_tests,
+    names_of,
+    require_printable,
+)
 from agentgrpo.sandbox.template import Template
 from agentgrpo.types import Task
 
@@ -83,6 +94,10 @@ TESTS_TIMEOUT_S = 10.0
 programs, while they run."""
 
 
+MOST_TRIED = 2000
+"""Tasks of a list whose tests are run before a run begins, evenly spread."""
+
+
 class UnitTestEnv(PythonEnv):
     """Episodes of PythonEnv whose answer is a program.
 
@@ -90,27 +105,72 @@ class UnitTestEnv(PythonEnv):
         pool: where the policy's own code runs.
         timeout_s: of one of its steps.
         host_tools: as for PythonEnv; tests have none.
+        tests: Column of the tests, such as HumanEval's `test` and MBPP's `test_list`.
     """
 
     judges = True
 
     def __init__(
-        self, pool: SandboxPool, timeout_s: float, *, host_tools: HostTools | None = None
-    ) -> None:
+        self, pool: SandboxPool, timeout_s: float, *, host_tools: HostTools | None = None,
+        tests: str = "tests",
+    ) -> None:  # fmt: skip
         super().__init__(pool, timeout_s, host_tools=host_tools)
-        self.graders = GradingPool(pool)
+        self.graders, self._column = GradingPool(pool), tests
+
+    def tests_of(self, task: Task) -> tuple[Any, dict[str, Any]]:
+        """A task's tests, None if it has cases, and what they call names of the answer."""
+        named = {"names": task.spec.get("names"), "entry_point": task.spec.get("entry_point")}
+        return task.spec.get(self._column), named
+
+    def check_tasks(self, tasks: Sequence[Task]) -> str:
+        """Grade programs that do nothing by the tasks' tests. Returns what was tried.
+
+        Raises:
+            ValueError: tasks whose tests such a program passes, or that no program can pass.
+        """
+        faults, tested = [], []
+        for task in tasks:
+            try:
+                self.reset(task)
+            except ValueError as error:
+                faults.append(str(error))
+            else:
+                tested += [task] * (self.tests_of(task)[0] is not None)
+        tried = tested[:: -(-len(tested) // MOST_TRIED) or 1]
+        rows = [(tests, *named.values()) for tests, named in map(self.tests_of, tried)]
+
+        def try_share(first: int) -> list[tuple[Task, str]]:
+            shown = faults_of_tests(self.graders.pool(), rows[first::GRADERS])
+            return [*zip(tried[first::GRADERS], shown, strict=True)]
+
+        with as_infra_error(), ThreadPoolExecutor(GRADERS) as threads:
+            for task, fault in itertools.chain(*threads.map(try_share, range(GRADERS))):
+                faults += [f"task {task.id}: its 'tests' cannot judge: {fault}"] * bool(fault)
+        if faults:
+            raise ValueError(
+                f"{len(faults)} of {len(tasks)} tasks cannot be graded; remove or mend their rows "
+                "(modules for the tests: sandbox.site_dirs):\n" + "\n".join(faults[:20])
+            )
+        return (
+            f"tests of {len(tried)} of {len(tested)} tasks tried: a program that does nothing fails"
+        )
 
     def reset(self, task: Task) -> UnitTestEpisode:
-        tests, cases = task.spec.get("tests"), task.spec.get("cases")
+        (tests, named), cases = self.tests_of(task), task.spec.get("cases")
         if tests is None and cases is None:
-            raise ValueError(f"task {task.id}: its spec has neither 'tests' nor 'cases'")
+            raise ValueError(
+                f"task {task.id}: its spec has neither {self._column!r} nor 'cases'; "
+                "env.options.tests names the column of the tests"
+            )
         try:
             if tests is not None:
-                names_of(tests, task.spec.get("names"))
+                names_of(tests, **named)
             elif not cases or any(isinstance(case, str) or len(case) != 2 for case in cases):
                 raise ValueError(
                     f"'cases' are no [stdin, expected stdout] pairs, but {cases!r:.80}"
                 )
+            elif not any(str(expected).strip() for _, expected in cases):
+                raise ValueError("'cases' expect no output, so they pass an empty program")
             else:
                 for _, expected in cases:
                     require_printable(self.pool.limits, str(expected))
@@ -131,9 +191,9 @@ class UnitTestEpisode(PythonEpisode):
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """`solved`: all tests pass; with cases, `partial` is the share of those that do."""
-        tests = self._spec.get("tests")
-        named = {} if tests is None else names_of(tests, self._spec.get("names"))[1]
-        code = program_in(answer, named.values())
+        tests, named = self._env.tests_of(self._task)
+        names = {} if tests is None else names_of(tests, **named).names
+        code = program_in(answer, names.values())
         if code is None:
             self.feedback = "there is no answer"
             return {"solved": 0.0}
@@ -150,9 +210,9 @@ class UnitTestEpisode(PythonEpisode):
     def _grade(self, code: str) -> list[Verdict]:
         pool, limit, spec = self._env.graders.pool(), TESTS_TIMEOUT_S, self._spec
         with as_infra_error():
-            if spec.get("tests") is not None:
-                names = spec.get("names")
-                return [check_tests(pool, code, spec["tests"], timeout_s=limit, names=names)]
+            tests, named = self._env.tests_of(self._task)
+            if tests is not None:
+                return [check_tests(pool, code, tests, timeout_s=limit, **named)]
             cases = [(str(given), str(expected)) for given, expected in spec["cases"]]
             return check_all(pool, code, cases, timeout_s=limit)
 

@@ -6,12 +6,14 @@ checked where it arrives, in a session), so that printed "PASSED", ``sys.exit(0)
 overwritten test files and objects that equal everything change nothing.
 """
 
+import ast
 import builtins
 import contextlib
 import functools
 import io
 import itertools
 import os
+import re
 import shlex
 import symtable
 import sys
@@ -21,7 +23,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentgrpo.sandbox.api import Sandbox
 from agentgrpo.sandbox.boundary import as_bytes, public
@@ -34,10 +36,15 @@ from agentgrpo.sandbox.result import StepResult, StepStatus
 from agentgrpo.sandbox.session import Session
 
 GUEST = Path(__file__).parent / "guest"
-START = "start = lambda judge, *tests: (exec(judge, globals()), begin(*tests))[1]"
+START = """globals().pop("__proceed__", None)  # of the tests before these
+if "start" not in globals():
+    from functools import cache
+    compiled = cache(lambda judge: compile(judge, "<judge>", "exec"))
+    start = lambda judge, *tests: (exec(compiled(judge), globals()), begin(*tests))[1]"""
 JUDGE = (
-    "import sys, types\nsys.modules['exchange'] = types.ModuleType('exchange')\n"
-    f"exec({(GUEST / 'exchange.py').read_text()!r}, vars(sys.modules['exchange']))\n"
+    "import sys, types\nif 'exchange' not in sys.modules:\n"
+    " sys.modules['exchange'] = types.ModuleType('exchange')\n"
+    f" exec({(GUEST / 'exchange.py').read_text()!r}, vars(sys.modules['exchange']))\n"
     + (GUEST / "judge.py").read_text()
 )
 BLANK = b" \t\r"
@@ -46,6 +53,21 @@ WALL = 5.0
 """Times the CPU seconds of a verdict that it may take by the wall."""
 LOOK_S = 0.02
 MORE_MEMORY = "the judge has too little memory; remedy: a larger limits.memory_mib"
+HOME = "solution"
+"""The module that tests import the answer from."""
+TESTS_FAULTS = {
+    "passed": "they pass a program that does nothing",
+    "unused": "they pass any program",
+    "broken": "no program can pass them",
+}
+STUBS = (
+    """class Nothing:
+ __call__ = __getattr__ = lambda self, *args, **options: self
+ __bool__ = lambda self: False
+globals().update(dict.fromkeys(NAMES, Nothing()))""",
+    "globals().update(dict.fromkeys(NAMES, lambda *args, **options: None))",
+)
+"""Programs that do nothing, whatever is called."""
 MODULE_NAMES = ("__name__", "__file__", "__doc__", "__annotations__")
 
 
@@ -57,6 +79,22 @@ class Verdict:
     reason: str = ""
     infra_error: bool = False
     """The machine failed, not the code: retry, or drop the sample."""
+    word: str = ""
+    """The judge's: passed, failed, memory, or unused or broken, as judge.py says."""
+
+
+class NamesOfTests(NamedTuple):
+    """What tests find besides their own names."""
+
+    modules: list[str]
+    names: dict[str, str]
+    """Names under test, and what they are called in the code."""
+    entry: str
+    """That which check(candidate) is called with."""
+    homes: tuple[str, ...]
+    """Modules that stand for the code."""
+    values: frozenset[str]
+    """Names that they do not only call, so that constants of the code may be tested."""
 
 
 @public
@@ -183,8 +221,13 @@ def check_tests(
     *,
     timeout_s: float = 10.0,
     names: Mapping[str, str] | None = None,
+    entry_point: str | None = None,
 ) -> Verdict:
     """Run tests (asserts, or anything that raises on failure) against code.
+
+    After their module's code come `check(candidate)`, functions `test*`, classes `Test*` and
+    TestCases; tests that import pytest are run by it. Tests that used nothing of the code are not
+    passed.
 
     The tests run in a session that the code never enters. The names under test stand for what the
     code calls so; calls, attributes and items of it are forwarded. Data of a closed set of types
@@ -198,21 +241,64 @@ def check_tests(
         tests: trusted source.
         timeout_s: CPU time of both sessions together, or WALL times as much by the wall.
         names: name in the tests to name (or expression) in the code, {"candidate": "f"}; None: the
-            one name that the tests use and do not define.
+            one name that the tests use and do not define, and what they import from `solution`.
+        entry_point: what `check(candidate)` is called with, a name or an expression.
 
     Raises:
         ValueError: the tests are not Python, names are missing, or the pool has one place only.
     """
-    modules, names = names_of(tests, names)
+    told = source_of(tests), *names_of(tests, names, entry_point), False
     graded, judge = pool.acquire_pair()
     with graded, judge:
-        clock = VerdictClock(timeout_s, graded, judge)
-        with clock.running():
-            loaded = graded.step(code, clock.seconds())
-            if loaded.status is not StepStatus.OK:
-                return _failed(loaded, "the code did not run")
-            tests = encode(("call_name", "start", (JUDGE, tests, modules, names)), id)
-            return _begin(judge, tests, clock) or _relay(graded, judge, clock)
+        return _check_tests(graded, judge, code, told, timeout_s)
+
+
+def _check_tests(
+    graded: Session, judge: Session, code: str, told: tuple[Any, ...], timeout_s: float
+) -> Verdict:
+    clock = VerdictClock(timeout_s, graded, judge)
+    with clock.running():
+        loaded = graded.step(code, clock.seconds())
+        if loaded.status is not StepStatus.OK:
+            return _failed(loaded, "the code did not run")
+        begun = encode(("call_name", "start", (JUDGE, *told)), id)
+        return _begin(judge, begun, clock) or _relay(graded, judge, clock)
+
+
+def faults_of_tests(
+    pool: SandboxPool, tasks: Sequence[tuple[Any, Any, Any]], *, timeout_s: float = 5.0
+) -> list[str]:
+    """What programs that do nothing show of tests: that they pass any, or can pass none; or "".
+
+    Args:
+        pool: where to run, one pair of sessions for many tasks: 10 ms of a core each.
+        tasks: of each `tests`, `names` and `entry_point`, as of check_tests().
+        timeout_s: CPU time of each; what takes longer shows nothing.
+    """
+    faults = []
+    with contextlib.ExitStack() as sessions:
+        pair: tuple[Session, ...] = ()
+        for task in tasks:
+            fault = _fault_of_tests(pair, *task, timeout_s) if pair else "not tried"
+            if fault or not all(session.alive for session in pair):  # perhaps by those before it
+                sessions.close()
+                pair = tuple(map(sessions.enter_context, pool.acquire_pair()))
+                fault = _fault_of_tests(pair, *task, timeout_s)
+            faults.append(fault)
+    return faults
+
+
+def _fault_of_tests(
+    pair: tuple[Session, ...], tests: Any, names: Any, entry_point: Any, timeout_s: float
+) -> str:
+    told = source_of(tests), *(found := names_of(tests, names, entry_point)), True
+    called = sorted(set(re.findall(r"[^\W\d]\w*", " ".join(found.names.values()))))
+    for stub in STUBS:
+        graded, judge = pair
+        verdict = _check_tests(graded, judge, f"NAMES = {called!r}\n{stub}", told, timeout_s)
+        if fault := TESTS_FAULTS.get(verdict.word):
+            return f"{fault}: {verdict.reason.strip().rpartition(chr(10))[2]}".removesuffix(": ")
+    return ""
 
 
 def _begin(judge: Session, tests: str, clock: VerdictClock) -> Verdict | None:
@@ -256,32 +342,97 @@ def _relay(graded: Session, judge: Session, clock: VerdictClock) -> Verdict:
             word, _, why = b"".join(question).decode().partition("\n")
             if word == "memory":
                 return Verdict(False, f"an answer, too large to be read; {MORE_MEMORY}", True)
-            return Verdict(word == "passed", printable(why))
+            return Verdict(word == "passed", printable(why), word=word)
         answered, answer = graded.ask(question, clock.seconds())
         if answered.status is not StepStatus.OK:
             return _failed(answered, f"{question[0][:200].decode()} was not answered")
 
 
-def names_of(tests: str, names: Mapping[str, str] | None) -> tuple[list[str], dict[str, str]]:
-    """What tests find besides their own names: modules, and names under test with what they are
-    called in the code.
+def source_of(tests: Any) -> str:
+    """Tests as Python: text, or a list of texts, which may be written as JSON or Python.
 
     Raises:
-        ValueError: the tests are not Python, or they use several names that are not theirs.
+        ValueError: they are neither.
     """
+    parts = tests
+    if isinstance(tests, str) and tests.lstrip().startswith("["):
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            parts = ast.literal_eval(tests.strip())
+    if isinstance(parts, list) and all(isinstance(part, str) for part in parts):
+        return "\n".join(parts)
     if not isinstance(tests, str):
-        raise InvalidArgumentException(f"'tests' are not Python: expected text, got {tests!r:.80}")
-    free = _free_names(tests)
-    known = [name for name in free if name in sys.stdlib_module_names]
+        raise InvalidArgumentException(
+            f"'tests' are not Python: expected text or a list of texts, got {tests!r:.80}"
+        )
+    return tests
+
+
+def names_of(
+    tests: Any, names: Mapping[str, str] | None, entry_point: str | None = None
+) -> NamesOfTests:
+    """What tests find besides their own names; as of check_tests().
+
+    Raises:
+        ValueError: the tests are not Python, they use several names that are not theirs, or none.
+    """
+    tests = source_of(tests)
+    free, (homes, imported, values) = _free_names(tests), _imports(tests, entry_point or "")
+    known = [name for name in free if name in sys.stdlib_module_names and name != entry_point]
     if names is None:
-        tested = [name for name in free if name not in known] or known
-        if len(tested) > 1:
+        tested = [name for name in free if name not in known and name != entry_point]
+        if not (tested or imported or entry_point):
+            tested = known
+        if "*" in imported:
+            imported, tested = imported | {*tested}, []
+        if len(tested) > (not entry_point and not imported):
             raise InvalidArgumentException(
                 f"'tests' use {', '.join(tested)} and define none of them: `names` must say which "
                 f"are under test, such as { {tested[0]: tested[0]}!r}"
             )
         names = {name: name for name in tested}
-    return [name for name in known if name not in names], dict(names)
+    own = {*imported, *filter(None, [entry_point])} - {"*"}
+    names = {**{name: name for name in sorted(own)}, **names}
+    if not names:
+        raise InvalidArgumentException(
+            "'tests' use nothing of the answer, so they pass any program: they must call it by its "
+            "name, import it from `solution`, or define check(candidate) beside an `entry_point`"
+        )
+    entry = entry_point or (next(iter(names)) if len(names) == 1 else "")
+    modules = [name for name in known if name not in names]
+    return NamesOfTests(modules, names, entry, homes, values)
+
+
+@functools.lru_cache(1024)
+def _imports(
+    tests: str, entry_point: str
+) -> tuple[tuple[str, ...], frozenset[str], frozenset[str]]:
+    """Modules that stand for the answer, `solution` and those that the entry point is imported
+    from; what tests take from them; and all names that they do not only call.
+    """
+    taken: dict[str, set[str]] = {HOME: set()}
+    aliases, nodes = set(), [*ast.walk(ast.parse(tests, "<tests>"))]
+    for node in nodes:
+        match node:
+            case ast.ImportFrom(module=str() as home, level=0):
+                names, root = {alias.name for alias in node.names}, home.partition(".")[0]
+                own = entry_point in names and root not in sys.stdlib_module_names
+                if own or home == HOME:
+                    taken.setdefault(home, set()).update(names)
+            case ast.AsyncFunctionDef() | ast.Import(names=[ast.alias(name="asyncio")]):
+                raise InvalidArgumentException(
+                    "'tests' are asynchronous: no coroutine of the answer can be awaited by them; "
+                    "ask for an ordinary function and test that"
+                )
+            case ast.Import():
+                aliases |= {alias.asname or HOME for alias in node.names if alias.name == HOME}
+    called, values = {id(node.func) for node in nodes if isinstance(node, ast.Call)}, set()
+    for node in nodes:
+        match node:
+            case ast.Attribute(value=ast.Name(id=name)) if name in aliases and node.attr[0] != "_":
+                taken[HOME].add(node.attr)
+        if isinstance(node, ast.Name | ast.Attribute) and id(node) not in called:
+            values.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return tuple(taken), frozenset().union(*taken.values()), frozenset(values)
 
 
 @functools.lru_cache(1024)

@@ -26,6 +26,7 @@ from agentgrpo.engine.endpoints import make_endpoint
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.dialogue import DialogueEnv
 from agentgrpo.envs.factory import FactoryEnv
+from agentgrpo.envs.graded import UnitTestEnv
 from agentgrpo.extras import require_installed
 from agentgrpo.machine import hardware
 from agentgrpo.machine.packages import require_packages
@@ -154,6 +155,9 @@ class RunSetup:
             )
         if not kept:
             raise ValueError(f"{key}: no prompt has at most {limit} tokens")
+        inner = self.env.inner if isinstance(self.env, DialogueEnv) else self.env
+        if isinstance(inner, UnitTestEnv):
+            self.progress.say(f"{key}: {inner.check_tasks(parallel.mine(kept))}")
         return kept
 
 

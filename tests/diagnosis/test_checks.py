@@ -171,7 +171,14 @@ def rises(step: int) -> dict[str, float]:
 
 
 FLAT: dict[str, Any] = {"solved": (0.3, 0.3)}
+HIDDEN = "def check(candidate):\n    assert candidate(1) == 2"
 FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
+    "passes any program": (
+        asks(lambda r, s: r.task.id, spec={"answer": 1, "tests": "assert 1"}),
+        {"env.kind": "unit_tests"}),
+    "passes any program: paid without what is tested": (
+        asks(lambda r, s: r.task.id, spec={"answer": 1, "tests": HIDDEN, "entry_point": "f"}),
+        {"env.kind": "unit_tests"}),
     "machine or code fails": (set_to(1, status=Status.INFRA_ERROR, error="x"), {}),
     "not trained on": (set_to(2, status=Status.TIMED_OUT, treatment=Treatment.DROP), FLAT),
     "does not move": (nothing, {"moved": 1e-5, **FLAT}),
@@ -235,8 +242,15 @@ def taught(r: Rollout, step: int, index: int) -> None:
         ]
 
 
+def writes_f(r: Rollout, step: int, index: int) -> None:
+    """A program for hidden tests, right as often as its number was."""
+    asks(lambda r, s: r.task.id, spec={"tests": HIDDEN, "entry_point": "f"})(r, step, index)
+    r.answer = f"def f(x): return {r.answer}"
+
+
 SOUND: dict[str, tuple[Change, dict[str, Any]]] = {
     "all right": (nothing, {}),
+    "has hidden tests": (writes_f, {"env.kind": "unit_tests"}),
     "errs where it agrees less": (errs, FLAT),
     "agrees on what is wrong, and learns": (wrong_gold, {"solved": (0.1, 0.7), "heldout": 64}),
     "fewer by chance": (solves(2), {"solved": (0.6, 0.4), "heldout": 20}),

@@ -372,6 +372,8 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
         ({"tests": 3}, "its 'tests' are not Python: "),
         ({"cases": []}, r"its 'cases' are no \[stdin, expected stdout\] pairs, but \[\]"),
         ({"cases": ["ab"]}, "its 'cases' are no"),
+        ({"cases": [["1", ""], ["2", " \n"]]}, "its 'cases' expect no output"),
+        ({"tests": "assert True"}, "task .*: its 'tests' use nothing of the answer"),
         ({"cases": [["", "x" * 5_000_000]]}, "task .*: its expected output has 5000000 bytes"),
     ]
     for bad, message in refused:

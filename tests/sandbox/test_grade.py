@@ -12,7 +12,14 @@ import pytest
 from agentgrpo.envs.graded import GradingPool
 from agentgrpo.sandbox import Limits, Sandbox, SandboxBusy, SandboxPool, Template, spawner
 from agentgrpo.sandbox.cgroup import CgroupsUnavailable
-from agentgrpo.sandbox.grade import _failed_judge, check_all, check_output, check_tests, names_of
+from agentgrpo.sandbox.grade import (
+    _failed_judge,
+    check_all,
+    check_output,
+    check_tests,
+    faults_of_tests,
+    names_of,
+)
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 
 pytestmark = pytest.mark.nsjail
@@ -72,6 +79,190 @@ def test_cheat_fails(pool: SandboxPool, cheat: str) -> None:
     assert not verdict.passed
     assert not verdict.infra_error
     assert verdict.reason
+
+
+CALLS = "def test_add():\n    assert add(1, 2) == 3\n    assert add(-1, 1) == 0\n"
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
+CASE = (
+    "import unittest\nfrom solution import add\nclass Adds(unittest.TestCase):\n"
+    " def setUp(self): self.one = 1\n"
+    " def test_sum(self): self.assertEqual(add(self.one, 2), 3)\n"
+    " def test_raises(self):\n  with self.assertRaises(TypeError): add(1)\n"
+)
+ALIASED = "import solution as s\ndef test_add(): assert s.add(1, 2) == 3 == s.add(4, -1)"
+# form: tests, and what else a row says of them
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "asserts": (TESTS, {}),
+    "a list of asserts": (TESTS.splitlines(), {}),
+    "a list as text": (f"{TESTS.splitlines()}", {}),
+    "check and an entry point": (CHECK, {"entry_point": "add"}),
+    "check and names": (CHECK, {"names": {"candidate": "add"}}),
+    "check that they call": (f"{CHECK}check(add)", {}),
+    "check and an expression": (CHECK, {"entry_point": "(lambda a, b: add(a, b))"}),
+    "functions": (CALLS, {}),
+    "from solution": (f"from solution import add\n{CALLS}", {}),
+    "from solution, all": (f"from solution import *\n{CALLS}", {}),
+    "solution as": (ALIASED, {}),
+    "from a module of the entry point": (f"from mine import add\n{CALLS}", {"entry_point": "add"}),
+    "unittest": (CASE, {}),
+    "unittest that runs itself": (f"{CASE}unittest.main()", {}),
+    "unittest, if run": (f"{CASE}if __name__ == '__main__':\n    unittest.main()", {}),
+    "a class": ("class TestAdd:\n def setup_method(self): self.one = 1\n"
+                " def test_sum(self): assert add(self.one, 2) == 3 and add(-1, 1) == 0", {}),
+    "a script": ("def run():\n assert add(1, 2) == 3 == add(4, -1)\n"
+                 "if __name__ == '__main__':\n run()", {}),
+    "an exit status": ("import sys\nsys.exit(0 if add(1, 2) == 3 == add(4, -1) else 1)", {}),
+    "helpers with arguments": (
+        "def test_case(a, b, sum): assert add(a, b) == sum\n"
+        "for case in [(1, 2, 3), (-1, 1, 0)]: test_case(*case)", {}),
+}  # fmt: skip
+FORGERS = {
+    "its own check": "def check(*a): pass\ndef add(a, b): return 0\ntest_add = check",
+    "its own solution": (
+        "import sys, types\nsys.modules['solution'] = m = types.ModuleType('solution')\n"
+        "def add(a, b): return 0\nm.add = lambda a, b: a + b"
+    ),
+    "skips": "import unittest\ndef add(a, b): raise unittest.SkipTest",
+    "raises what tests raise": "def add(a, b): raise AssertionError",
+    "counts": (
+        "import sys\nuses = questions = verdict = 'passed'\nfor m in [*sys.modules.values()]:\n"
+        " vars(m).update(uses=99, failures=[])\ndef add(a, b): return 0"
+    ),
+    "calls itself": "def add(a, b): return 0\nfor i in range(9): add(i, i)",
+    "a constant": "add = 3",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_tests_judges(pool: SandboxPool, form: str) -> None:
+    tests, named = FORMS[form]
+    assert faults_of_tests(pool, [(tests, named.get("names"), named.get("entry_point"))]) == [""]
+    verdict = check_tests(pool, "def add(a, b): return a + b", tests, **named)
+    assert verdict.passed, verdict
+    for cheat, code in (CHEATS | FORGERS).items():
+        if "never" not in cheat:
+            verdict = check_tests(pool, code, tests, **named)
+            assert (verdict.passed, verdict.infra_error) == (False, False), (cheat, verdict)
+
+
+ANY, IDLE, NO = (
+    "they pass any program",
+    "they pass a program that does",
+    "no program can pass them: ",
+)
+ONE = "assert add(1, 2) == 3"
+# tests, the entry point, what is wrong with them
+FAULTY: dict[str, tuple[str, str, str]] = {
+    "check is not called": (CHECK, "", "ValueError: 'tests' use nothing of the answer"),
+    "no tests": ("", "", "ValueError: 'tests' use nothing"),
+    "a doctest": ('"""\n>>> add(1, 2)\n3\n"""', "", "ValueError: 'tests' use nothing"),
+    "their own answer": (f"def add(a, b): return a + b\n{ONE}", "", "ValueError: 'tests' use"),
+    "their own answer, and an entry point": (f"def add(a, b): return 3\n{ONE}", "add", ANY),
+    "an assert that is none": (f"{ONE} if False else True", "", ANY),
+    "a function that nobody calls": (f"def run():\n {ONE}", "", ANY),
+    "all is skipped": (CASE.replace("class", "@unittest.skip('')\nclass"), "", ANY),
+    "an exit before": (f"import sys\nsys.exit(0)\n{TESTS}", "", ANY),
+    "they catch their failure": (f"try:\n {ONE}\nexcept Exception: pass", "", IDLE),
+    "check catches its failure": (
+        "def check(c):\n try: assert c(1, 2) == 3\n except AssertionError as e: print(e)", "add",
+        IDLE),
+    "they print": ("print(add(1, 2))\nadd(1, 2) == 3", "", IDLE),
+    "they return": ("def test_add(): return add(1, 2) == 3", "", IDLE),
+    "they accept none": ("sum = add(1, 2)\nif sum is not None: assert sum == 3", "", IDLE),
+    "an object is only used": ("s = Stack()\ns.push(1)\ns.pop()", "", IDLE),
+    "a missing module": (f"import numpy\n{TESTS}", "",
+                         f"{NO}ModuleNotFoundError: No module named 'numpy'"),
+    "a missing module, later": (
+        f"{CALLS}def test_more():\n from numpy.linalg import norm\n {ONE}", "",
+        f"{NO}ModuleNotFoundError: No module named 'numpy'"),
+    "no pytest": (f"import pytest\n{CALLS}", "", f"{NO}ModuleNotFoundError: No module named 'py"),
+    "a fixture without pytest": (f"def test_add(tmp_path): {ONE}", "",
+                                 f"{NO}ModuleNotFoundError: No module named 'pytest'"),
+    "a missing file": (f"cases = open('cases.json')\n{TESTS}", "", f"{NO}FileNotFoundError"),
+    "not written yet": ("def test_add():\n raise NotImplementedError", "add", f"{NO}NotImpl"),
+    "coroutines": ("async def test_add(): assert await add(1, 2) == 3", "",
+                   "ValueError: 'tests' are asynchronous"),
+    "a typing error": ("from solution import add\nassert ad(1, 2) == 3", "",
+                       "ValueError: 'tests' use ad and define none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAULTY)
+def test_tests_that_judge_nothing_are_shown_by_programs_that_do_nothing(
+    pool: SandboxPool, case: str
+) -> None:
+    tests, entry_point, fault = FAULTY[case]
+    sound = (TESTS, None, None)
+    rows = [sound, (tests, None, entry_point or None), sound]
+    if fault.startswith("ValueError: "):
+        with pytest.raises(ValueError, match=fault.removeprefix("ValueError: ")):
+            faults_of_tests(pool, rows)
+        return
+    faults = faults_of_tests(pool, rows)
+    assert (faults[0], faults[2]) == ("", "")
+    assert faults[1].startswith(fault), faults[1]
+
+
+def test_rows_are_not_judged_by_what_those_before_them_left(pool: SandboxPool) -> None:
+    """Sessions are shared by rows: what is patched, defined or never ends stays in its row."""
+    patched = "import math, solution\nmath.isclose = lambda *a: True\nassert solution.add(1) == 2"
+    for before in (patched, "while not add(1): pass", "import os\nadd(1)\nos._exit(0)"):
+        rows = [(tests, None, None) for tests in (before, "assert math.isclose(f(1), 3)", TESTS)]
+        assert faults_of_tests(pool, rows, timeout_s=1.0) == ["", "", ""], before
+
+
+BY_PYTEST = {
+    "approx, raises": "def test_add():\n assert add(1, 2) == pytest.approx(3)\n"
+    " with pytest.raises(TypeError): add(1)",
+    "parameters": "@pytest.mark.parametrize('a, b, sum', [(1, 2, 3), pytest.param(2, 2, 4)])\n"
+    "def test_add(a, b, sum): assert add(a, b) == sum",
+    "fixtures": "@pytest.fixture\ndef one(): return 1\nclass TestAdd:\n"
+    " def test_add(self, one, tmp_path, capsys): assert add(one, 2) == 3",
+}
+FAULTY_BY_PYTEST = {
+    f"@pytest.mark.skip\ndef test_add(): {ONE}": ANY,
+    "def test_add(): return add(1, 2) == 3": IDLE,
+    f"def test_add(no_fixture): {ONE}": f"{NO}_pytest.fixtures.FixtureLookupError",
+    f"def test_add():\n {ONE}\ndef test_more(): import absent": f"{NO}ModuleNotFoundError",
+}
+
+
+def test_pytest_runs_what_imports_it() -> None:
+    site, head = str(Path(pytest.__file__).parents[1]), "import pytest\nfrom solution import add\n"
+    wrong = ("def add(a, b): return 0", "def add(a, b): raise SystemExit", "add = 3",
+             "import pytest\ndef add(a, b): pytest.skip('no')")  # fmt: skip
+    with SandboxPool(template=Template(site_dirs=(site,)), min_idle=0, zygotes=1) as own:
+        for name, tests in BY_PYTEST.items():
+            assert check_tests(own, "def add(a, b): return a + b", head + tests).passed, name
+            for code in wrong:
+                verdict = check_tests(own, code, head + tests)
+                assert (verdict.passed, verdict.infra_error) == (False, False), (name, code)
+        rows = [(head + tests, None, None) for tests in (*FAULTY_BY_PYTEST, BY_PYTEST["fixtures"])]
+        faults = faults_of_tests(own, rows)
+    for fault, expected in zip(faults, [*FAULTY_BY_PYTEST.values(), ""], strict=True):
+        assert fault.startswith(expected), fault
+        assert bool(fault) == bool(expected), fault
+
+
+def test_a_constant_is_used_where_tests_look_at_it(pool: SandboxPool) -> None:
+    """Of what tests would call a constant shows nothing, though nothing fails."""
+    for tests, passes in (
+        ("assert LIMIT == 3", True), ("import solution\nassert solution.LIMIT == 3", True),
+        ("def run(): assert LIMIT(1) == 3", False), ("assert True or LIMIT(1)", False),
+    ):  # fmt: skip
+        assert check_tests(pool, "LIMIT = 3", tests).passed is passes, tests
+        assert not check_tests(pool, "LIMIT = 4", tests).passed, tests
+    squares = "def f(x): return x * x"
+    assert check_tests(pool, squares, "assert y == 9", names={"y": "f(3)"}).passed
+
+
+def test_a_builtin_is_not_the_codes(pool: SandboxPool) -> None:
+    """Who writes no `sorted` is not paid for Python's."""
+    named: dict[str, Any] = {"entry_point": "sorted"}
+    tests = "def check(candidate): assert candidate([2, 1]) == [1, 2]"
+    assert not check_tests(pool, "x = 1", tests, **named).passed
+    assert check_tests(pool, "def sorted(x): return x[::-1]", tests, **named).passed
 
 
 def test_classes_exceptions_and_other_names(pool: SandboxPool) -> None:
@@ -304,7 +495,7 @@ def test_tests_say_what_they_test(pool: SandboxPool) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_no_warning_refuses_tests() -> None:
-    assert names_of(r"assert f(1) is 1 and f(2) == '\d'", None) == ([], {"f": "f"})
+    assert names_of(r"assert f(1) is 1 and f(2) == '\d'", None)[:2] == ([], {"f": "f"})
 
 
 def test_tests_may_be_longer_than_code() -> None:

@@ -228,7 +228,9 @@ class ObjectServer:
             return encode(("raise", [*names], (text,), text), self._number)
 
     def find(self, expression: str) -> Any:
-        """What an expression means there."""
+        """What an expression means there. A name is the code's own, not one of Python's."""
+        if expression.isidentifier() and expression not in self._namespace:
+            raise NameError(f"name {expression!r} is not defined")
         return eval(compile(expression, "<names>", "eval"), self._namespace)
 
     def call(self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,16 +2,20 @@
 
 ``begin()`` runs the tests in a thread. Whenever they touch the graded code, the thread asks and
 waits; ``proceed(reply)`` hands it the reply to its last question and returns its next one, or the
-verdict: a word (passed, failed, memory) and, on further lines, why.
+verdict: a word and, on further lines, why. The words: passed; unused (the tests ended and used
+nothing of the graded code); failed; broken (they fail for any code); memory.
 """
 
 import builtins
 import importlib
+import os
 import queue
+import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 from exchange import Malformed, decode, encode  # type: ignore[import-not-found]
@@ -25,6 +29,14 @@ short: list[str] = []
 """Questions whose answers did not fit into the memory."""
 changes = 0
 """Questions so far that may have changed something there."""
+uses = 0
+"""How often the tests have used the graded code: calls, attributes, items, comparisons. Counted
+here, where that code has no hand.
+"""
+failures: list[tuple[bool, str]] = []
+"""Of each test that failed: whether any code fails it, and its traceback."""
+BY_VALUE = (AssertionError, TypeError, AttributeError, KeyError, IndexError, ValueError)
+"""What a constant that the tests import may cause unseen, as it is no function to be called."""
 
 
 class ProtocolViolation(BaseException):
@@ -37,8 +49,9 @@ class ProtocolViolation(BaseException):
 
 def ask(what: str, *args: Any) -> Any:
     """What the graded session answers to a question; raises what it raised there."""
-    global changes
+    global changes, uses
     changes += what in ("call", "set_attribute", "set_item", "delete_item", "next")
+    uses += what != "find"
     question = encode((what, *args), number_of)
     with turn:
         questions.put(question)
@@ -143,6 +156,13 @@ class RemoteObject:
     def __repr__(self) -> str:
         return f"<object {self._number} of the graded code>"
 
+    def __eq__(self, other: object) -> bool:
+        global uses
+        uses += 1
+        return self is other
+
+    __hash__ = object.__hash__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return ask("call", self, args, kwargs)
 
@@ -232,24 +252,121 @@ class RemoteObject:
         return iter([*self][::-1])
 
 
-def run_tests(tests: CodeType, modules: Sequence[str], names: dict[str, str]) -> None:
-    """The thread of the tests: the last thing it asks is its verdict."""
-    namespace: dict[str, Any] = {"__name__": "__tests__"}
+def note(error: BaseException) -> None:
+    """Record that the test that runs now has failed."""
+    always = not (uses or isinstance(error, (*BY_VALUE, ProtocolViolation)))
+    text = "".join(traceback.format_exception(error, limit=-5))
+    why = f"{text[:2000]}{text[2000:][-2000:]}"
+    failures.append((always or isinstance(error, ImportError), why))
+
+
+def attempt(test: Callable[..., Any], *args: Any) -> None:
+    """Run a test and record its failure. ``sys.exit(0)`` ends it well."""
     try:
-        namespace |= {name: importlib.import_module(name) for name in modules}
-        namespace |= {name: ask("find", other) for name, other in names.items()}
-        exec(tests, namespace)
-        questions.put(f"failed\n{fouls[0]}" if fouls else "passed")
-    except BaseException:
-        told = traceback.format_exc(limit=-5)
-        questions.put(f"{'memory' if short else 'failed'}\n{told[:2000]}{told[2000:][-2000:]}")
+        test(*args)
+    except BaseException as error:
+        exits = isinstance(error, SystemExit) and error.code in (None, 0)
+        if not exits and type(error).__name__ != "SkipTest":
+            note(error)
 
 
-def begin(source: str, modules: Sequence[str], names: dict[str, str]) -> None:
+def tests_in(namespace: dict[str, Any], source: str) -> Iterator[Callable[[], Any]]:
+    """The functions and classes that pytest and unittest would collect."""
+    unittest = sys.modules.get("unittest")
+    for name, thing in [*namespace.items()]:
+        if isinstance(thing, FunctionType) and name.startswith("test"):
+            if thing.__code__.co_argcount <= len(thing.__defaults__ or ()):
+                yield thing
+            elif source.count(name) == 1:  # no helper that others call: it wants fixtures
+                yield lambda: importlib.import_module("pytest")
+        elif isinstance(thing, type) and unittest and issubclass(thing, unittest.TestCase):
+            cases = unittest.defaultTestLoader.loadTestsFromTestCase(thing)
+            yield from (unittest.TestSuite([case]).debug for case in cases)
+        elif isinstance(thing, type) and name.startswith("Test"):
+            yield from (partial(run_method, thing, m) for m in dir(thing) if m.startswith("test"))
+
+
+def run_method(owner: Callable[[], Any], name: str) -> None:
+    """Run a test of a class that is no TestCase, as pytest does."""
+    instance = owner()
+    getattr(instance, "setup_method", lambda: None)()
+    try:
+        getattr(instance, name)()
+    finally:
+        getattr(instance, "teardown_method", lambda: None)()
+
+
+def run_pytest(module: ModuleType) -> None:
+    """Run the tests of a module by pytest, for its fixtures, parameters and marks."""
+    import pytest
+
+    class Plugin:
+        def pytest_pycollect_makemodule(self, module_path: Any, parent: Any) -> Any:
+            collector = pytest.Module.from_parent(parent, path=module_path)
+            collector.obj = module
+            return collector
+
+        def pytest_exception_interact(self, call: Any) -> None:
+            note(call.excinfo.value)
+
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    open("test_answer.py", "w").close()  # what it collects is the module instead
+    options = "-qq --tb=no --capture=sys -p no:cacheprovider -p no:faulthandler test_answer.py"
+    code = pytest.main(options.split(), plugins=[Plugin()])
+    if code not in (0, 5) and not failures:
+        raise RuntimeError(f"pytest ended with {code!r}")
+
+
+def run_module(name: str, source: str, given: dict[str, Any], entry: str, every: bool) -> None:
+    """Run tests as a module of this name: its code, then what it only defines."""
+    module = sys.modules[name] = sys.modules["__main__"] = ModuleType(name)
+    namespace = vars(module)
+    namespace.update(given)
+    code = compile(source, "<tests>", "exec")
+    attempt(exec, code, namespace)
+    check = namespace.get("check")
+    if isinstance(check, FunctionType) and entry and not uses:
+        attempt(check, given[entry])
+    if "pytest" in code.co_names and not failures:  # they import it
+        attempt(run_pytest, module)
+        return
+    for test in tests_in(namespace, source):
+        if every or not failures:
+            attempt(test)
+
+
+def verdict_of(
+    source: str, modules: Sequence[str], names: dict[str, str], entry: str, homes: Sequence[str],
+    values: frozenset[str], every: bool,
+) -> str:  # fmt: skip
+    """Run tests and return the verdict. Where they use nothing of the graded code when they are
+    imported, they run once more as a script.
+    """
+    global uses
+    try:
+        found = {name: ask("find", other) for name, other in names.items()}
+        given = {name: importlib.import_module(name) for name in modules} | found
+        for home in homes:
+            sys.modules[home] = ModuleType(home)
+            vars(sys.modules[home]).update(found)
+        for name in ("__tests__", "__main__"):
+            if not uses and not failures:
+                run_module(name, source, given, entry, every)
+        uses += any(name in values for name in found if type(found[name]) is not RemoteObject)
+    except BaseException as error:
+        note(error)
+    certain = [told for always, told in failures if always]
+    for why in [*fouls, *certain, *(told for _, told in failures)]:
+        return f"{'memory' if short else 'broken' if certain and not fouls else 'failed'}\n{why}"
+    return "passed" if uses else "unused\nthe tests ended and used nothing of the graded code"
+
+
+def begin(source: str, *of: Any) -> None:
     """Start the tests. Raises what compiling them does."""
-    tests = compile(source, "<tests>", "exec")
+    compile(source, "<tests>", "exec")
     globals()["__proceed__"] = proceed
-    threading.Thread(target=run_tests, args=(tests, modules, names), daemon=True).start()
+    work = threading.Thread(target=lambda: questions.put(verdict_of(source, *of)), daemon=True)
+    work.start()
 
 
 def proceed(reply: str) -> str:
