@@ -490,7 +490,7 @@ def test_tests_say_what_they_test(pool: SandboxPool) -> None:
         check_tests(pool, code, "return f")
     for wrong in ([1], None):
         with pytest.raises(ValueError, match="not Python: expected text"):
-            names_of(wrong, None)  # type: ignore[arg-type]
+            names_of(wrong, None)
 
 
 @pytest.mark.filterwarnings("error")
