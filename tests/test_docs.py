@@ -98,7 +98,7 @@ def test_commands_are_of_this_project(page: str, command: list[str]) -> None:
     assert program == "agentgrpo", command
     word = arguments[0]
     assert word in cli.COMMANDS or word.startswith("-")
-    said = help_of(arguments[:3] if arguments[1:2] == ["template"] else arguments[:2])
+    said = help_of(arguments[:3] if arguments[1:2] in (["template"], ["image"]) else arguments[:2])
     for option in arguments[1:]:
         assert not option.startswith("-") or re.search(rf"(?<!\S){option}\b", said), option
     overrides = [a for a in arguments if re.match(r"[a-z_.]+=", a)]

@@ -24,4 +24,4 @@ LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.s
     "$python" -m pytest -q tests/csrc tests/learn/test_packing.py tests/learn/test_flex_blocks.py \
     tests/sandbox/test_session.py tests/sandbox/test_api.py tests/sandbox/test_handles.py \
     tests/sandbox/test_degraded.py tests/sandbox/test_watchdog.py tests/sandbox/test_host_limits.py tests/sandbox/test_tree.py \
-    tests/sandbox/test_hostile.py -k "not outlives and not forks_and_ends and not share_count_once and not forked_child and not ctrl_c" "$@"
+    tests/sandbox/test_image_sessions.py tests/sandbox/test_image_attacks.py tests/sandbox/test_hostile.py -k "not outlives and not forks_and_ends and not share_count_once and not forked_child and not ctrl_c" "$@"
