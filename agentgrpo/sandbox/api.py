@@ -38,7 +38,7 @@ from agentgrpo.sandbox.execution import (
     execution_of,
 )
 from agentgrpo.sandbox.host_tools import HostTools
-from agentgrpo.sandbox.images import Image
+from agentgrpo.sandbox.images import Image, get_image
 from agentgrpo.sandbox.limits import Limits
 from agentgrpo.sandbox.pool import SandboxPool
 from agentgrpo.sandbox.program import text_decoder
@@ -146,8 +146,8 @@ def _pool_for(template: str | Template | None, limits: Limits | None) -> Sandbox
 def _images(image: str | Image, limits: Limits | None) -> SandboxPool:
     """The shared pool of all images with these limits."""
     usual = Limits(session_s=86_400.0, timeout_s=300.0, memory_mib=1024, home_mib=512, inodes=65536)
-    name = image if isinstance(image, str) else image.name
-    return shared_pool(Template(image=name), limits or usual, "image")
+    base = get_image(image.name.partition("+")[0] if isinstance(image, Image) else image)
+    return shared_pool(Template(image=base.name), limits or usual, "image")
 
 
 def not_supported(what: str) -> NotSupportedException:

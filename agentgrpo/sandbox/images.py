@@ -22,12 +22,13 @@ from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from agentgrpo.sandbox.boundary import public
 from agentgrpo.sandbox.jail import FIRST_UID, JAIL_ID, has_own_ids
 from agentgrpo.sandbox.layers import ImageError, NewLayer
 from agentgrpo.sandbox.sources import Hashed, Layer, decompressed, find_contents, machine
+from agentgrpo.sandbox.template import Image as Image
 
 MAX_LAYERS = 128
 UNFINISHED = ".new-"
@@ -37,20 +38,6 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 Progress = Callable[[str, int, int], None]
 """Called with what is read, its bytes so far, and their number (0: unknown)."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,200}")
-
-
-class Image(NamedTuple):
-    """An image of the store."""
-
-    name: str
-    layers: tuple[str, ...]
-    """Paths of its unpacked layers, the lowest first; each name has at most 20 characters."""
-    env: dict[str, str]
-    workdir: str
-    digest: str
-    """sha256 of its manifest; without one, of its configuration or of its tar."""
-    bytes: int
-    """Of all its files. Other images may share its layers."""
 
 
 def store_dir() -> Path:

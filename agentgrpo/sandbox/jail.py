@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from agentgrpo.sandbox.errors import SandboxUnavailable, TemplateUnavailable
 from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.template import Template
-
-if TYPE_CHECKING:
-    from agentgrpo.sandbox.images import Image  # which imports this module
+from agentgrpo.sandbox.template import Image, Template
 
 JAIL_ID = 65534
 """User and group id of everything inside; of a root's zygote on the machine too."""
@@ -89,7 +85,7 @@ class Places:
     """It has a root directory of its own; else nothing but its home is its own."""
     libraries: str = ""
     """Where an interpreter that is a copy has its own: it may say where they were."""
-    image: "Image | None" = None
+    image: Image | None = None
     """Its root directory; home is its working directory then."""
 
     @property

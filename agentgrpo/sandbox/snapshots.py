@@ -27,6 +27,10 @@ MOUNT_OPTIONS = 4000
 
 def lower_dirs(image: Image) -> str:
     """The mount option of an image's layers, topmost first, relative to the store's directory."""
+    if image.workdir and not (image.workdir[0] == "/" and image.workdir.isprintable()):
+        raise InvalidArgumentException(
+            f"image {image.name!r}: expected an absolute working directory, got {image.workdir!r}"
+        )
     layers = str(store_dir() / "layers")
     for path in image.layers:
         if os.path.dirname(path) != layers or not os.path.isdir(path):

@@ -6,12 +6,27 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from agentgrpo.sandbox.boundary import public
 from agentgrpo.sandbox.errors import InvalidArgumentException
 from agentgrpo.sandbox.limits import Limits
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Image(NamedTuple):
+    """An image of the store."""
+
+    name: str
+    layers: tuple[str, ...]
+    """Paths of its unpacked layers, the lowest first; each name has at most 20 characters."""
+    env: dict[str, str]
+    workdir: str
+    digest: str
+    """sha256 of its manifest; without one, of its configuration or of its tar."""
+    bytes: int
+    """Of all its files. Other images may share its layers."""
 
 
 @public

@@ -182,7 +182,7 @@ class Fuzz:
             (70, Sandbox.run_code, lambda: sandbox.run_code(code(), **self.some(
                 timeout=timeout, envs=env, context=a, on_result=a, on_error=a, **listeners))),
             (2, Sandbox.create, lambda: Sandbox.create(pool=pool, **self.some(
-                envs=env, metadata=a, timeout=timeout, secure=a, template=a)).kill()),
+                envs=env, metadata=a, timeout=timeout, secure=a, template=a, image=a)).kill()),
             (9, Sandbox.list, Sandbox.list),
             (9, Sandbox.connect, lambda: Sandbox.connect(a(sandbox.sandbox_id), a(9, 99))),
             (1, Sandbox.create_code_context, lambda: sandbox.create_code_context(
@@ -193,6 +193,7 @@ class Fuzz:
             (9, Sandbox.set_timeout, lambda: sandbox.set_timeout(a(9, 99))),
             (9, Sandbox.is_running, sandbox.is_running),
             (9, Sandbox.get_info, sandbox.get_info),
+            (9, Sandbox.create_snapshot, lambda: sandbox.create_snapshot(a(None))),
             (1, Sandbox.kill, sandbox.kill),
             (70, Session.step, lambda: session.step(code(), **self.some(timeout_s=timeout,
                 env=env))),
@@ -207,8 +208,10 @@ class Fuzz:
             (9, Session.interrupt, session.interrupt),
             (9, Session.warm_up, lambda: session.warm_up(timeout())),
             (9, Session.files, lambda: session.files().close()),
+            (9, Session.snapshot, lambda: session.snapshot(a(None))),
             (1, Session.close, session.close),
             (2, SandboxPool.acquire, lambda: pool.acquire(timeout(), env=env()).close()),
+            (9, SandboxPool.acquire, lambda: pool.acquire(a("base"), 0.1).close()),
             (2, SandboxPool.run, lambda: pool.run(code(), **self.some(timeout_s=timeout, env=env))),
             (9, SandboxPool.metrics, pool.metrics),
             (9, SandboxPool.describe, pool.describe),
@@ -220,7 +223,8 @@ class Fuzz:
             (9, find_template, lambda: find_template(a("python"))),
             (3, build_template, lambda: build_template(a("ü", "a b"), env=env())),
             (9, Limits, lambda: Limits(**{a("steps", "cpus"): a()})),
-            (9, Template, lambda: Template(**{a("env", "mounts", "python", "site_dirs"): a()})),
+            (9, Template, lambda: Template(
+                **{a("env", "mounts", "python", "site_dirs", "image"): a()})),
         ]  # fmt: skip
 
     def play(self, count: int) -> None:

@@ -29,6 +29,7 @@ from agentgrpo.sandbox.errors import InvalidArgumentException, NotSupportedExcep
 from agentgrpo.sandbox.images import get_image, store_dir
 from agentgrpo.sandbox.snapshots import remove
 from agentgrpo.sandbox.zygote import Rung, Zygote
+from tests.sandbox.test_fuzz import NUMBERS, OTHERS, TEXTS
 from tests.sandbox.test_policy import ALLOW, decide, denied
 from tests.sandbox.tiny_image import add_tiny_image, give, record
 
@@ -371,6 +372,33 @@ def test_snapshots_are_removed_with_their_pool_and_kept_by_name(store: Path) -> 
             pool.acquire(removed)
     with pytest.raises(SandboxException, match="closed"):
         session.snapshot()
+
+
+def test_whatever_is_passed_is_answered_with_an_error_or_a_session(pool: SandboxPool) -> None:
+    """As test_fuzz.py has it: no other exception, and each can be printed."""
+    image = get_image("tiny")
+    wrong = image._replace(layers=("/etc", "../../etc", "a:b", "a,upperdir=/"))
+    odd: list[Any] = [*TEXTS, *NUMBERS, *OTHERS, wrong, image._replace(layers=(1, None))]  # type: ignore[arg-type]
+    refusals: list[bytes] = []
+    odd += [image._replace(workdir=text) for text in ("", "a", "/a\0b", "/\ud800", "/x" * 3000)]
+    odd += [image._replace(env={name: "x"}) for name in ("", "A=B", "a b", "\ud800", "A\0")]
+    with pool.acquire() as session:
+        for value in odd:
+            for call in (
+                lambda v=value: pool.acquire(v, 0.1).close(),
+                lambda v=value: session.snapshot(v),
+                lambda v=value: Sandbox(pool=pool, image=v).kill(),
+                lambda v=value: Sandbox(image=v, limits=LIMITS).kill(),
+                lambda v=value: Template(image=v),
+            ):
+                try:
+                    call()
+                except SandboxException as error:
+                    refusals.append(str(error).encode())
+                except (ValueError, TypeError, AttributeError, LookupError):
+                    pass
+        assert shell(session, "echo 1") == "1"
+    assert all(refusals)
 
 
 HOSTILE = {

@@ -36,8 +36,7 @@ def preload(settings: dict[str, Any]) -> None:
     """Import what all sessions share, in their environment. RuntimeError if a thread is left."""
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
     sys.path += settings["site_dirs"]
-    os.environ.clear()
-    os.environ.update(settings["python_env"])
+    os.environ.update(settings["python_env"])  # beside the zygote's own, which keep threads away
     for name in settings["preload"]:
         importlib.import_module(name)
         if len(os.listdir("/proc/self/task")) != 1:  # a fork has only the calling thread: what the
@@ -47,6 +46,8 @@ def preload(settings: dict[str, Any]) -> None:
                 f"preload: {name!r} left threads running (of {sorted(of)}); leave it out, or set "
                 "the variable that keeps it from starting them in env"
             )
+    os.environ.clear()
+    os.environ.update(settings["python_env"])
 
 
 def address_space_in_use() -> int:
