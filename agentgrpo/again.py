@@ -9,6 +9,7 @@ fresh sandboxes, without a model: the recorded turns are said again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -26,8 +27,9 @@ from agentgrpo.run.atomic import numbered_rows
 from agentgrpo.run.callbacks import Callback
 from agentgrpo.run.metrics import FILES
 from agentgrpo.run.parting import described, parting, weights
+from agentgrpo.run.progress import Progress
 from agentgrpo.run.records import name_of, read_rollouts
-from agentgrpo.setup.build import TrainParts, sampler_on
+from agentgrpo.setup.build import TrainParts, build, sampler_on
 from agentgrpo.setup.stage import RunSetup, prepare_run
 from agentgrpo.types import Int32, Rollout, Status, token_hash
 
@@ -68,9 +70,12 @@ def play_again(
             for name in (*FILES, "run.json"):  # cut back to where the checkpoint was saved
                 shutil.copy(run / name, other)
             (other / "checkpoints" / saved.name).symlink_to(saved.resolve())
-        changed = {"out_dir": other, "keep_checkpoints": 10_000_000, "trackers": ()}
+        progress = Progress(config.steps, names_folder=False)
+        make_parts = functools.partial(build, progress=progress)
+        due = end // config.save_every - start // config.save_every  # and the first and the last
+        changed = {"out_dir": other, "keep_checkpoints": due + 2, "trackers": ()}
         again = config.model_copy(update=changed)
-        with Trainer(again, callbacks=_Until(end), make=make) as trainer:
+        with Trainer(again, callbacks=_Until(end), make=make or make_parts) as trainer:
             trainer.train()
         for line in described(run, other):
             print(f"differs: {line}")  # noqa: T201

@@ -54,11 +54,15 @@ def usage() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns its exit status: 130 after Ctrl-C, also while it is imported."""
     try:
-        return _main(arguments)
+        try:
+            return _main(arguments)
+        finally:
+            if not isinstance(sys.exc_info()[1], Exception):
+                sys.stdout.flush()  # a closed pipe is noticed here, and not as Python ends
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)  # noqa: T201
         return 130
-    except BrokenPipeError:  # `agentgrpo --help | head`
+    except BrokenPipeError:  # `agentgrpo doctor RUN | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes as it ends
         return 141
 
@@ -85,6 +89,10 @@ def _main(arguments: list[str] | None) -> int:
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"error: no command {word!r}{hint}\n\n{usage()}", file=sys.stderr)  # noqa: T201
         return 2
+    if word == "verify":  # its module imports torch
+        from agentgrpo.machine.runtime import prepare_environment
+
+        prepare_environment()
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:function` in a config
     module = COMMANDS[word][0]

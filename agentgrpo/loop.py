@@ -60,10 +60,10 @@ def train(
         stop = any(parallel.gather(stopping()))
         if learner.step_count % config.save_every == 0 or last or stop:
             with progress.phase("saving"):
-                progress.say(f"saved {(saved := parts.save(config))}")
+                progress.say_path(f"saved {(saved := parts.save(config))}")
             tell("on_save", learner.step_count, saved)
         if stop and not last:
-            progress.say(f"stopped. {next_time(config.out_dir, SAVED)}")
+            progress.say_path(f"stopped. {next_time(config.out_dir, SAVED)}")
             return
         evaluate_if_due(config, parts, learner.step_count, tell)
     log.require_there()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,16 +153,40 @@ def test_the_doctor_ends_with_1_if_something_essential_is_missing(
     assert "mended: torch, a way to isolate code." in capsys.readouterr().out
 
 
-def test_a_reader_that_ends_early_is_no_error() -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "."]])
+def test_a_reader_that_ends_early_is_no_error(arguments: list[str], tmp_path: Path) -> None:
     """`agentgrpo --help | head -0`."""
+    (tmp_path / "run.json").write_text("{}")
     reader, writer = os.pipe()
     os.close(reader)
     ran = subprocess.run(
-        [sys.executable, "-m", "agentgrpo", "--help"], stdout=writer, stderr=subprocess.PIPE,
-        check=False, timeout=60,
+        [sys.executable, "-m", "agentgrpo", *arguments], stdout=writer, stderr=subprocess.PIPE,
+        check=False, timeout=60, cwd=tmp_path,
     )  # fmt: skip
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+def test_verify_sets_the_environment_before_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    at_import: list[str | None] = []
+
+    def imported(name: str) -> SimpleNamespace:
+        at_import.append(os.environ.get("OMP_WAIT_POLICY"))
+        return SimpleNamespace(main=lambda arguments: 0)
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert cli.main(["verify", "run", "--again"]) == 0
+    assert at_import == ["PASSIVE"]
+
+
+def test_doctor_help_names_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--help"])
+    assert "usage: agentgrpo doctor [-h] [RUN]" in capsys.readouterr().out
 
 
 def test_ctrl_c_while_it_is_imported_is_one_line(

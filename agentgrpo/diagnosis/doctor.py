@@ -380,11 +380,12 @@ def report(folder: Path) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Print the report. Returns the exit status."""
     parser = parser_of("doctor", __doc__)
-    parser.add_argument("run", type=Path, help="a run's folder (out_dir)")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (out_dir)")
     args = parser.parse_args(arguments)
     try:
-        print(report(args.run))  # noqa: T201
+        text = report(args.run)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    print(text)  # noqa: T201
     return 0

@@ -35,11 +35,15 @@ def device_checks() -> Iterator[Check]:
 def main(arguments: list[str]) -> int:
     """Print the report. Returns the exit status."""
     # as parser_of() makes it, which needs a package that may be missing
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="agentgrpo doctor",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(arguments)
+    )
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="a run's folder (out_dir): why does it not learn"
+    )
+    parser.parse_args(arguments)
     gpu = hardware.has_nvidia_gpu()
     checks = [*device_checks(), *packages.package_checks(packages.installed(), gpu=gpu)]
     print("\n".join(line for check in checks for line in check.lines()))  # noqa: T201

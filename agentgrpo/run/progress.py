@@ -67,8 +67,11 @@ class Progress:
     Lines stay. On a terminal the last lines are live: the phase, and the numbers of the last step.
     """
 
-    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, console: Console | None = None, *, names_folder: bool = True
+    ) -> None:
         self._total = total_steps
+        self._names_folder = names_folder  # False: it is temporary
         self._console = console or Console(
             highlight=False, soft_wrap=True, quiet=parallel.rank() > 0
         )
@@ -89,6 +92,11 @@ class Progress:
     def say(self, line: str) -> None:
         """Print a line, with the seconds since the start before it."""
         self._console.print(f"{time.monotonic() - self._started:5.0f}s  {line}", markup=False)
+
+    def say_path(self, line: str) -> None:
+        """Print a line that names the run's folder or something in it."""
+        if self._names_folder:
+            self.say(line)
 
     def remember(self, solved: Mapping[int, float]) -> None:
         """Evaluations of before the run was resumed, by step: the end compares with the first."""
@@ -146,18 +154,18 @@ class Progress:
             (first, before), *_, (last, after) = self._solved.items()
             self.say(f"held-out solved: {before:.3f} after {first} steps, {after:.3f} after {last}")
             if after <= before:
-                self.say(
+                self.say_path(
                     f"it did not rise; what the records say of that: {command()} doctor {out_dir}"
                 )
-        self.say(f"done. Everything is in {out_dir.resolve()}:")
+        self.say_path(f"done. Everything is in {out_dir.resolve()}:")
         for name, what in {
             "run.json": "resolved config, what was chosen, versions",
             "metrics.jsonl": "one line a step",
             "rollouts.jsonl": "every rollout, token by token",
             "checkpoints/": "Hugging Face models, for transformers and vLLM",
         }.items():
-            self.say(f"  {name:16s} {what}")
-        self.say(f"look at it: {command()} view {out_dir}")
+            self.say_path(f"  {name:16s} {what}")
+        self.say_path(f"look at it: {command()} view {out_dir}")
 
     def time_left(self, next_step: int) -> str:
         """Estimate from the mean of the steps so far; "?" before the first has ended."""

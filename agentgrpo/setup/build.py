@@ -123,12 +123,16 @@ class Ready:
     """The checkpoint that it continues from."""
 
 
-def prepare(config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks) -> Ready:
+def prepare(
+    config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks,
+    progress: Progress | None = None,
+) -> Ready:  # fmt: skip
     """All that a run checks before its engine is started; writes nothing. Close the setup."""
     objective_of(config.loss)
     require_same_run(config)
     resumed = whole_checkpoint(config)
-    setup = prepare_run(config, model=None if resumed is None else str(resumed))
+    model = None if resumed is None else str(resumed)
+    setup = prepare_run(config, model=model, progress=progress)
     try:
         room = room_checks(config, setup.model, trained=True, teacher=setup.teacher)
         require(room, setup.progress.say)
@@ -144,6 +148,7 @@ def build(
     *,
     draw: Callable[[Tasks], Tasks] = lambda tasks: tasks,
     start: Callable[..., EvalParts] | None = None,
+    progress: Progress | None = None,
 ) -> TrainParts:
     """Make everything a run needs, resumed from the newest checkpoint in out_dir if there is one.
 
@@ -152,7 +157,7 @@ def build(
     """
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(lock_run_dir(config.out_dir, ranks=True))
-        ready = prepare(config, draw=draw)
+        ready = prepare(config, draw=draw, progress=progress)
         undo.callback(ready.setup.close)
         log = _restored_log(config, ready)
         player = (start or start_engine)(config, ready.setup, trained=True)
@@ -228,7 +233,7 @@ def _with_learner(
     learner = _learner(config, player, ready.resumed)
     setup.reward.steps_done = lambda: learner.step_count
     if ready.resumed is not None:
-        progress.say(f"resumed from {ready.resumed}, after {learner.step_count} steps")
+        progress.say_path(f"resumed from {ready.resumed}, after {learner.step_count} steps")
         progress.remember(log.solved())
     if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
         with progress.phase("preflight: the largest forward and backward pass, and a sleep"):

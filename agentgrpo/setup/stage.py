@@ -200,7 +200,7 @@ def prepare_run(
         reward = make_reward(config.reward, env)
         if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
             try_reward(reward, heldout[0])
-        progress.say(f"model: {model or config.model}")
+        (progress.say if model is None else progress.say_path)(f"model: {model or config.model}")
         if model is None or adapter is not None:  # an adapter's folder holds no model
             model = base_of(begun) if begun else resolve_model(config.model, progress.say)
         chat = chat_of(model, config.rollout.template_options)

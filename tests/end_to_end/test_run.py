@@ -202,6 +202,8 @@ class TestWholeRun:
         again = ("-m", "agentgrpo", "verify", str(run), "--again")
         status, out, err = finish(Command(*again))
         assert (status, err) == (0, ""), out
+        assert ".again-" not in out
+        assert "a lower keep_checkpoints" not in out
         assert re.search(
             rf"steps {STEPS} to {STEPS} again: \d+ rollouts, 1 checkpoints, bit-eq", out
         )
