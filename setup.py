@@ -67,6 +67,7 @@ setup(
         "liger": ["liger-kernel==0.8.5"],
         "lora": ["peft"],
         "math": ["math-verify"],
+        "images": ["zstandard"],
         "parquet": ["datasets>=4", "pyarrow"],
         "repair": ["packaging", "pytest"],
         "mcp": ["mcp"],

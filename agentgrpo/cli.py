@@ -89,10 +89,6 @@ def _main(arguments: list[str] | None) -> int:
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"error: no command {word!r}{hint}\n\n{usage()}", file=sys.stderr)  # noqa: T201
         return 2
-    if word == "verify":  # its module imports torch
-        from agentgrpo.machine.runtime import prepare_environment
-
-        prepare_environment()
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:function` in a config
     module = COMMANDS[word][0]

@@ -13,6 +13,7 @@ EXTRAS = {
     "liger": "liger_kernel", "math": "math_verify", "parquet": "datasets pyarrow", "mcp": "mcp",
     "gym": "gymnasium reasoning_gym sympy", "tau": "tau2 loguru", "verifiers": "verifiers",
     "repair": "packaging pytest", "tensorboard": "tensorboard", "trackio": "trackio",
+    "images": "zstandard",
 }  # fmt: skip
 """Extra: the modules that it brings; agentgrpo itself brings others."""
 EXTRA_OF = {module: extra for extra, modules in EXTRAS.items() for module in modules.split()}

@@ -11,6 +11,7 @@ definition (learn.batch.PackedBatch), all else is computed from definitions of i
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from agentgrpo.machine.runtime import prepare_environment
+
+if "torch" not in sys.modules:  # the modules below import it
+    prepare_environment()
 from agentgrpo.again import call_again, play_again
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of

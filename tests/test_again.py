@@ -80,7 +80,8 @@ async def asks(task: Any, *, base_url: str, api_key: str, model: str) -> str:
         return str(told) if len(messages) > 1 else await one(*messages, *more)
 
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        return " ".join(await asyncio.gather(*(one({"role": "user", "content": c}) for c in "12")))
+        asked = [one({"role": "user", "content": f"{n}: {task['question']}"}) for n in "12"]
+        return " ".join(await asyncio.gather(*asked))
 
 
 def test_conversations_of_a_program_are_the_same_in_any_order(play: Any) -> None:

@@ -37,6 +37,7 @@ from agentgrpo.types import Group, SpanReward, Task
 from tests import tiny
 from tests.given import TASK, a_config, a_rollout
 from tests.playing import play, shown
+from tests.sandbox.tiny_image import add_tiny_image
 from tests.test_docs import PAGES, ROOT, blocks, lines, words
 from tests.warm import run
 
@@ -419,6 +420,26 @@ def test_playing_without_training(code: str, tmp_path: Path, tiny_model: Path) -
     ran = run(str(script))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.strip().endswith(str([None] * 16))
+
+
+IMAGES = ROOT / "docs" / "images.md"
+SHOWN = re.compile(r"^( +)(\S.*\.(?:stdout|text))(?:  #.*)?$", re.M)
+"""What a notebook would show."""
+RUN |= {("docs/images.md", code) for code in blocks(IMAGES, "python")}
+
+
+@pytest.mark.nsjail
+def test_sessions_of_images_and_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an image of this machine's own programs under the page's name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    add_tiny_image("debian:12")
+    seen: list[str] = []
+    for code in blocks(IMAGES, "python"):
+        code = SHOWN.sub(r"\1seen.append(\2)", code)
+        exec(code, {"seen": seen})
+    assert "root:" in seen[1]
+    assert "".join(seen[2]).split() == ["in.txt"]
+    assert seen[3:] == ["2", "2\n", "1\n"]
 
 
 RUN |= {("docs/your-task.md", code) for code in blocks(YOUR_TASK, "python")}

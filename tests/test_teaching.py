@@ -177,7 +177,7 @@ def test_a_teacher_has_the_policys_tokenizer_or_is_not_there(tmp_path: Path) -> 
             shutil.copy(tmp_path / name, folder)
     assert teacher_model(a_config(f"teacher.model={base}"), CHAT, say) == str(base)
     for wrong, said in (
-        (tmp_path / "gone", "no such directory"),
+        (tmp_path / "gone", "no such file or directory"),
         (adapter, "the directory holds an adapter, not"),
         (broken, "its tokenizer cannot be read"),
     ):

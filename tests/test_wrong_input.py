@@ -328,8 +328,8 @@ UNSCORED = [
     ("train reward.kind=numeric", "blue", "no number in the answer 'blue'"),
     ("train reward.kind=math", "$$", "there is nothing in the answer '$$'"),
     ("train reward.kind=text", " ", "there is nothing in the answer ' '"),
-    ("train reward.kind=text", ["x", None], "must hold an answer, got ['x', None]"),
-    ("heldout reward.kind=text", [], "must hold an answer, got []"),
+    ("train reward.kind=text", ["x", None], "or a list of these, got None"),
+    ("heldout reward.kind=text", [], "must hold an answer (text, a number, true or false, or a"),
     *(
         (f"{asked} reward.kind=none measures.quality=f1", None,
          "measures.quality = 'f1': task odd.jsonl:6: spec['answer'] must hold an answer")
@@ -352,7 +352,7 @@ def test_a_task_that_cannot_be_scored_is_refused_before_the_run(
     kept = "data.heldout=rows.jsonl" if key == "data.train" else "data.train=rows.jsonl"
     status, told = said(" ".join([*line, kept, "data.num_heldout=6", *more, "--dry-run"]))
     assert (status, told.count("\n")) == (2, 1), told
-    assert "task odd.jsonl:6: " in told
+    assert "odd.jsonl:6: " in told
     assert wanted in told
 
 

@@ -76,9 +76,10 @@ def require_plain(answer: Any, column: str) -> None:
     """Refuse an expected answer that is an object: its text would be taken for the answer."""
     for value in answer if isinstance(answer, list) else [answer]:
         if not isinstance(value, str | int | float):
+            remedy = f". Remedy: name one of {_paths({column: value})}" * isinstance(value, dict)
             raise ValueError(
                 f"data.answer = {column!r}: expected text, a number, true or false, or a list of "
-                f"these, got {value!r:.80}. Remedy: name one of {_paths({column: value})}"
+                f"these, got {value!r:.80}{remedy}"
             )
 
 

@@ -93,7 +93,8 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
         raise ValueError(f"model {model!r}: a file, expected a directory")
     if "/" not in model or looks_like_path(model):
         hub = "" if looks_like_path(model) else "; a model of the hub is named owner/name"
-        raise ValueError(f"model {model!r}: {not_found(folder)}{hub}")
+        missing = not_found(folder).removeprefix(f"{folder}: ")
+        raise ValueError(f"model {model!r}: {missing}{hub}")
     return model
 
 

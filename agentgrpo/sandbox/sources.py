@@ -259,7 +259,9 @@ def decompressed(file: Any) -> Iterator[Any]:
         try:
             import zstandard  # type: ignore[import-not-found, unused-ignore]
         except ImportError:
-            raise ImageError("it is compressed by zstd. Remedy: pip install zstandard") from None
+            raise ImageError(
+                "it is compressed by zstd. Remedy: pip install 'agentgrpo[images]'"
+            ) from None
         try:
             yield zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
         except zstandard.ZstdError as error:

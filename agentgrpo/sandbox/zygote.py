@@ -168,8 +168,8 @@ class Zygote:
     def _launch(self, guest_fd: int, lifeline: int) -> int:
         """Start nsjail by posix_spawn: a fork of a trainer with gigabytes resident takes 100 ms."""
         binds = jail.shown_paths(self.template, str(_C.__file__))
-        layers = Bind(str(store_dir() / "layers"), "/sandbox/layers")
-        binds += [layers] if self.template.image else []
+        if self.template.image:
+            binds.append(Bind(str(store_dir() / "layers"), "/sandbox/layers"))
         config = os.path.join(self._scratch, "nsjail.cfg")
         env = {"TMPDIR": self._scratch}
         argv = [self.nsjail, "--config", config]

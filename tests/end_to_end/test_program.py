@@ -64,7 +64,7 @@ for _ in range(2):
         model=os.environ["OPENAI_MODEL"], messages=messages, tools=tools, max_tokens=12,
     ).choices[0].message
     more(messages, said)
-aside = [{{"role": "user", "content": "aside"}}]
+aside = [{{"role": "user", "content": "aside: " + task["question"]}}]
 client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=aside, max_tokens=4)
 print("Answer: 2")
 """

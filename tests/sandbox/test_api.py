@@ -381,9 +381,11 @@ class TestLifecycle:
             with pytest.raises(NotSupportedException):
                 refused()
         for name in ("pause", "beta_pause", "resume", "get_host", "get_metrics",
-                     "upload_url", "download_url", "create_snapshot"):  # fmt: skip
+                     "upload_url", "download_url"):  # fmt: skip
             with pytest.raises(NotSupportedException, match=name):
                 getattr(sandbox, name)(80)
+        with pytest.raises(SandboxException, match="the session has no image"):
+            sandbox.create_snapshot()
 
     def test_list_and_connect(self, pool: SandboxPool, sandbox: Sandbox) -> None:
         with Sandbox(pool=pool, metadata={"a": "b"}) as other:

@@ -191,7 +191,7 @@ def test_orphans_and_children_of_threads_are_found(groupless: SandboxPool) -> No
 def test_what_keeps_from_being_counted_is_ended(
     groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(pid: int) -> int:
+    def refuse(*_: object) -> int:
         raise PermissionError
 
     with groupless.acquire() as session:
