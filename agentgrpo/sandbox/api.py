@@ -324,9 +324,10 @@ class Sandbox(ProcessBound):
 
     def _made(self, context: Context | str) -> tuple[Context, Session | None]:
         key = context if isinstance(context, str) else context.id
-        if key not in self._contexts:
-            raise NotFoundException(f"no context {key!r}")
-        return self._contexts[key]
+        with self._lock:
+            if key not in self._contexts:
+                raise NotFoundException(f"no context {key!r}")
+            return self._contexts[key]
 
     def _start_context(self, made: Context) -> Session:
         self._channels()
@@ -334,8 +335,11 @@ class Sandbox(ProcessBound):
             self._session, made.language, self._template, env=self._env, directory=made.cwd
         )
         with self._lock:
-            self._contexts[made.id] = made, session
-        return session
+            if not self._closed:
+                self._contexts[made.id] = made, session
+                return session
+        session.close()  # kill() did not find it
+        raise SandboxNotFoundException(f"sandbox {self.sandbox_id} is over")
 
     def create_code_context(
         self, cwd: str | None = None, language: str | None = None, **_: object
@@ -350,7 +354,8 @@ class Sandbox(ProcessBound):
         """The contexts: the default one of each language, started when it is used, and those made
         so far.
         """
-        return [context for context, _ in self._contexts.values()]
+        with self._lock:
+            return [context for context, _ in self._contexts.values()]
 
     def remove_code_context(self, context: Context | str) -> None:
         """End a context, given itself or its id."""
@@ -358,9 +363,10 @@ class Sandbox(ProcessBound):
         if session is self._session:
             name = found.language.title()
             raise not_supported(f"an end of the default {name} context before its sandbox's")
+        with self._lock:
+            self._contexts.pop(found.id, None)
         if session is not None:
             session.close()
-        del self._contexts[found.id]
 
     def restart_code_context(self, context: Context | str) -> None:
         """A fresh interpreter instead of a context's."""
@@ -415,12 +421,12 @@ class Sandbox(ProcessBound):
             self._closed = True
             if self._timer is not None:
                 self._timer.cancel()
-            self.commands.close()
-            for _, session in self._contexts.values():
-                if session is not None:
-                    session.close()
-            self.files.close()
-            return True
+            sessions = [session for _, session in self._contexts.values() if session is not None]
+        self.commands.close()  # without the lock: a listener of a cell that runs may wait for it
+        for session in sessions:
+            session.close()
+        self.files.close()
+        return True
 
     def __getattr__(self, name: str) -> Any:
         if name in CLOUD:

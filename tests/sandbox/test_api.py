@@ -1,6 +1,7 @@
 """The E2B-shaped API: what moves over by changing an import, and what is refused."""
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -413,6 +414,41 @@ class TestLifecycle:
 
         monkeypatch.setattr(Sandbox, "is_running", running)
         assert sandbox.sandbox_id in [info.sandbox_id for info in Sandbox.list()]
+
+    def test_contexts_are_copied_under_their_lock(self, sandbox: Sandbox) -> None:
+        free: list[bool] = []
+
+        class Registry(dict[str, Any]):
+            def values(self) -> Any:
+                other = threading.Thread(
+                    target=lambda: free.append(sandbox._lock.acquire(blocking=False))
+                )
+                other.start()
+                other.join()
+                return super().values()
+
+        sandbox._contexts = Registry(sandbox._contexts)
+        sandbox.list_code_contexts()
+        sandbox.kill()
+        assert free == [False, False]
+
+    def test_a_listener_uses_the_sandbox_while_another_thread_kills_it(
+        self, sandbox: Sandbox
+    ) -> None:
+        listed: list[int] = []
+
+        def on_output(_: OutputMessage) -> None:
+            threading.Thread(target=sandbox.kill).start()
+            while not sandbox._closed:
+                time.sleep(0.001)
+            listed.append(len(sandbox.list_code_contexts()))
+
+        def run() -> None:
+            with contextlib.suppress(TimeoutException):
+                sandbox.run_code("import time; print(1); time.sleep(100)", on_stdout=on_output)
+
+        threading.Thread(target=run, daemon=True).start()
+        assert within(lambda: listed == [3], 60)
 
     def test_async_has_all_that_there_is(self, pool: SandboxPool) -> None:
         async def work() -> None:
