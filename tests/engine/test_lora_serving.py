@@ -210,7 +210,7 @@ def test_a_saved_adapter_is_played_with(
         (None, r"adapter_config\.json: not JSON"),
         (
             {"base_model_name_or_path": "./gone"},
-            r"'\./gone': gone: no such file or directory in .*; it is the base",
+            r"'\./gone': no such file or directory in .*; it is the base",
         ),
     ],
 )
