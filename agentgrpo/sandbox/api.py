@@ -191,7 +191,9 @@ class Sandbox(ProcessBound):
             pool: take the session from this pool; its template and limits hold.
             host_tools: functions of this process that code in the sandbox may call by their names
                 (HostTools has budget and cache). Python only.
-            cloud: what only E2B's cloud has (network=...), which is refused.
+            cloud: what only E2B's cloud has (network=...), which is refused. Arguments that say
+                how to reach that cloud (boundary.CONNECTION: api_key, domain, proxy ...) are
+                ignored by this and all methods, with one warning per process.
 
         Raises:
             SandboxUnavailable: this machine cannot isolate.
@@ -272,7 +274,6 @@ class Sandbox(ProcessBound):
         on_error: Callable[[ExecutionError], object] | None = None,
         envs: Mapping[str, str] | None = None,
         timeout: float | None = None,
-        request_timeout: float | None = None,
         *,
         _begun: Callable[[Session], object] | None = None,
     ) -> Execution:

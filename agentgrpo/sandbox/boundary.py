@@ -4,6 +4,7 @@ and what belongs to another process is not touched.
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from inspect import isfunction
 from typing import Any, Self, TypeVar
@@ -13,6 +14,13 @@ from agentgrpo.sandbox.errors import InvalidArgumentException, SandboxException,
 Made = TypeVar("Made", bound=Callable[..., Any])
 _SPECIAL = ("__init__", "__post_init__", "__enter__", "__exit__")
 _ENDS = {"close": None, "kill": False, "__exit__": None}
+CONNECTION = {
+    "access_token", "api_headers", "api_key", "api_url", "debug", "domain",
+    "extra_sandbox_headers", "headers", "http_version", "idempotency_key", "logger", "proxy",
+    "request_timeout", "retries", "sandbox_url", "validate_api_key",
+}  # fmt: skip
+"""Arguments by which E2B's SDK reaches its service (ApiParams and ConnectionConfig of e2b 2.63)."""
+_warned: list[str] = []
 
 
 class ProcessBound:
@@ -56,6 +64,8 @@ def _guarded(function: Any) -> Any:
                 f"{function.__qualname__}(): it belongs to process {args[0]._owner_pid}, which "
                 "made it"
             )
+        if not CONNECTION.isdisjoint(kwargs):
+            kwargs = _without_connection(kwargs)
         try:
             return function(*args, **kwargs)
         except OverflowError as error:
@@ -68,6 +78,19 @@ def _guarded(function: Any) -> Any:
             raise SandboxInfraError(_told(function, error)) from error
 
     return guarded
+
+
+def _without_connection(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Drop CONNECTION, with one warning per process."""
+    ignored = sorted(name for name in CONNECTION & kwargs.keys() if kwargs[name] is not None)
+    if ignored and not _warned:
+        _warned.extend(ignored)
+        warnings.warn(
+            f"{', '.join(ignored)}: ignored, as sandboxes run on this machine without E2B's "
+            "service. Other arguments of this kind are ignored without another warning",
+            stacklevel=3,
+        )
+    return {name: value for name, value in kwargs.items() if name not in CONNECTION}
 
 
 def _told(function: Any, error: Exception) -> str:

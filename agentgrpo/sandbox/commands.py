@@ -28,7 +28,14 @@ class ProcessInfo:
 
     pid: int
     cmd: str
+    """The text that run() was given."""
     cwd: str
+    args: list[str]
+    """The arguments of the bash that runs it."""
+    envs: dict[str, str]
+    """The variables that run() was given, without the sandbox's own."""
+    tag: str | None = None
+    """E2B's name of a template's start command; None, as there is no such command here."""
 
 
 @public
@@ -133,16 +140,17 @@ class Commands(ProcessBound):
         check_environment("envs", envs or {})
         directory = cwd or self._channels().places.home
         self.list()  # what has ended holds no descriptors, and its number may come again
+        args, envs = ["-c", cmd], dict(envs or {})
         program = Program(
             self._channels(),
-            ["/bin/bash", "-c", cmd],
-            env={**self._env, **(envs or {})},
+            ["/bin/bash", *args],
+            env={**self._env, **envs},
             directory=directory,
             output_max=self._output_max,
         )
         if not stdin:
             program.close_stdin()
-        info = ProcessInfo(program.pid, cmd, directory)
+        info = ProcessInfo(program.pid, cmd, directory, args, envs)
         with self._lock:
             self._running[program] = info
         handle = CommandHandle(program, info)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from agentgrpo.sandbox import (
     SandboxPool,
     TimeoutException,
     api,
+    boundary,
 )
 from agentgrpo.sandbox.commands import CommandHandle
 from agentgrpo.sandbox.execution import CommandResult, ExecutionError
@@ -251,8 +253,10 @@ class TestCommands:
         assert sandbox.commands.list() == []
 
     def test_stdin_list_and_kill(self, sandbox: Sandbox) -> None:
-        handle = start(sandbox, "cat", stdin=True)
-        assert [info.cmd for info in sandbox.commands.list()] == ["cat"]
+        handle = start(sandbox, "cat", stdin=True, envs={"A": "1"})
+        (info,) = sandbox.commands.list()
+        assert (info.pid, info.cmd, info.cwd) == (handle.pid, "cat", "/home/user")
+        assert (info.args, info.envs, info.tag) == (["-c", "cat"], {"A": "1"}, None)
         sandbox.commands.send_stdin(handle.pid, "hello")
         sandbox.commands.close_stdin(handle.pid)
         assert handle.wait().stdout == "hello"
@@ -414,6 +418,27 @@ class TestLifecycle:
 
         monkeypatch.setattr(Sandbox, "is_running", running)
         assert sandbox.sandbox_id in [info.sandbox_id for info in Sandbox.list()]
+
+    def test_arguments_of_e2bs_connection_are_ignored_with_one_warning(
+        self, pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(boundary, "_warned", [])
+        cloud: dict[str, Any] = dict.fromkeys(boundary.CONNECTION, "x")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with Sandbox.create(pool=pool, api_key=None) as sandbox:
+                assert caught == []
+                Sandbox(pool=pool, api_key="e2b_1", domain="e2b.dev").kill()
+                Sandbox.list(**cloud)
+                assert Sandbox.connect(sandbox.sandbox_id, **cloud) is sandbox
+                assert sandbox.run_code("1 + 1", **cloud).text == "2"
+                sandbox.files.write("f", "x", **cloud)
+                assert sandbox.files.read("f", **cloud) == "x"
+                assert sandbox.commands.run("echo 1", **cloud).exit_code == 0
+                sandbox.set_timeout(60, **cloud)
+                assert sandbox.kill(**cloud)
+        assert [str(one.message).partition(":")[0] for one in caught] == ["api_key, domain"]
+        assert caught[0].filename == __file__
 
     def test_contexts_are_copied_under_their_lock(self, sandbox: Sandbox) -> None:
         free: list[bool] = []
