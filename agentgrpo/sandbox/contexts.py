@@ -46,15 +46,15 @@ def command_of(
     if places.image is not None:
         return _of_image(language, limits)
     python = [places.interpreter, *PYTHON_OPTIONS]
+    sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
     if language == "python":
-        sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
         notebook = "IPython" if template is not None and "IPython" in template.preload else "sys"
         return [*python, f"{places.guest}/context.py", *sizes, notebook, *places.site_dirs]
     if language == "bash":
         return [*python, f"{places.guest}/shell.py"]
     for node in ("/usr/bin/node", "/usr/local/bin/node"):
         if os.path.exists(node):
-            return [node, "--max-old-space-size=192", f"{places.guest}/node.js"]
+            return [node, "--max-old-space-size=192", f"{places.guest}/node.js", *sizes]
     raise NotSupportedException("node is not installed under /usr; remedy: install Node.js there")
 
 

@@ -1,5 +1,6 @@
 """What a step that ran came to: the facts of csrc/sandbox_step.c, and the session's own answer."""
 
+import codecs
 import os
 import signal
 from collections.abc import Callable
@@ -93,8 +94,12 @@ def _text(data: bytes) -> str:
 def _joined(stream: Stream) -> str:
     if not stream.left_out:
         return _text(stream.head + stream.tail)
-    missing = f"\n... {stream.left_out} bytes left out ...\n"
-    return _text(stream.head) + missing + _text(stream.tail)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    head = decoder.decode(stream.head)  # without the part of a character at its end
+    starts = (at for at, byte in enumerate(stream.tail[:4]) if byte & 0xC0 != 0x80)
+    tail = stream.tail[next(starts, 0) :]
+    kept = len(stream.head) - len(decoder.getstate()[0]) + len(tail)
+    return f"{head}\n... {stream.total - kept} bytes left out ...\n{_text(tail)}"
 
 
 def show_output(raw: RawStep, result: StepResult) -> None:

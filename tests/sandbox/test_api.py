@@ -434,7 +434,7 @@ class TestLifecycle:
                 assert sandbox.run_code("1 + 1", **cloud).text == "2"
                 sandbox.files.write("f", "x", **cloud)
                 assert sandbox.files.read("f", **cloud) == "x"
-                assert sandbox.commands.run("echo 1", **cloud).exit_code == 0
+                start(sandbox, "echo 1", **cloud).wait()
                 sandbox.set_timeout(60, **cloud)
                 assert sandbox.kill(**cloud)
         assert [str(one.message).partition(":")[0] for one in caught] == ["api_key, domain"]

@@ -11,6 +11,7 @@ const RESPONSE = 4;
 const readSync = fs.readSync;
 const writeSync = fs.writeSync;
 const inspect = util.inspect;
+const [VALUE_BYTES, TRACEBACK_BYTES] = process.argv.slice(-2).map(Number);
 
 function exactly(count) {
   const data = Buffer.alloc(count);
@@ -50,12 +51,27 @@ function send(number, fields) {
   for (let at = 0; at < data.length; ) at += writeSync(RESPONSE, data, at);
 }
 
+/* As repl.py's. */
+function clip(text, size) {
+  const data = Buffer.from(text.slice(0, size + 1), "utf8");
+  if (data.length <= size) return text;
+  const mark = `\n... cut: ${text.length} characters in all ...\n`;
+  const half = (size - mark.length) >> 1;
+  const inside = (byte) => (byte & 0xc0) === 0x80; // of a character, not at its start
+  const last = Buffer.from(text.slice(-half), "utf8");
+  let [end, start] = [half, last.length - half];
+  while (inside(data[end])) end--;
+  while (inside(last[start])) start++;
+  return data.toString("utf8", 0, end) + mark + last.toString("utf8", start);
+}
+
 function describe(error) {
   try {
     const known = error instanceof Error;
     const stack = known && error.stack ? error.stack : "";
-    return ["error", known ? error.name : typeof error, known ? error.message : inspect(error),
-            stack.slice(0, 8192)];
+    return ["error", clip(String(known ? error.name : typeof error), 200),
+            clip(String(known ? error.message : inspect(error)), 4096),
+            clip(String(stack), TRACEBACK_BYTES)];
   } catch (again) {
     return ["error", "unprintable", "", ""];
   }
@@ -101,7 +117,7 @@ async function evaluate(source, count) {
       : vm.runInThisContext(code, { filename, breakOnSigint: true });
     if (value && typeof value.then === "function") value = await Promise.race([value, interrupted]);
     await Promise.race([new Promise((done) => setImmediate(done)), interrupted]);
-    return value === undefined ? ["ok"] : ["ok", "value", inspect(value).slice(0, 16384)];
+    return value === undefined ? ["ok"] : ["ok", "value", clip(inspect(value), VALUE_BYTES)];
   } catch (error) {
     return describe(error);
   } finally {

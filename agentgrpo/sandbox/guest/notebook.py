@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -52,14 +53,20 @@ class Notebook(InteractiveShell):
 
     showsyntaxerror = showtraceback
 
-    def run(self, source: str, most: int) -> tuple[BaseException | None, list[bytes]]:
-        """Run a cell: what it raised, what it displayed (at most so many bytes), each as JSON."""
+    def run(
+        self, source: str, most: int, clip: Callable[[str], str]
+    ) -> tuple[BaseException | None, list[bytes]]:
+        """Run a cell: what it raised, what it displayed (at most so many bytes), each as JSON.
+        clip: shortens a long text.
+        """
         self.failed, outputs = None, self.display_pub.outputs
         outputs.clear()
         self.run_cell(source, store_history=True)
         found = []
         for shown in outputs:
-            bundle = {"main": "main" in shown, "data": shown["data"]}
+            bundle = {"main": "main" in shown, "data": (data := shown["data"])}
+            if "text/plain" in data:
+                data["text/plain"] = clip(data["text/plain"])
             told = json.dumps(bundle, default=plain).encode()
             most -= len(told)
             if most < 0:

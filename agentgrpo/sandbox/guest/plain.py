@@ -33,9 +33,20 @@ def receive() -> Any:
     return number, fields
 
 
+def clip(text: str, size: int) -> bytes:
+    """As repl.py's."""
+    data = text[: size + 1].encode("utf-8", "backslashreplace")
+    if len(data) <= size:
+        return data
+    mark = b"\n... cut: %d characters in all ...\n" % len(text)
+    half = (size - len(mark)) // 2
+    end = text[-half:].encode("utf-8", "backslashreplace")[-half:]
+    return mark.join(part.decode("utf-8", "ignore").encode() for part in (data[:half], end))
+
+
 def send(number: int, fields: Any) -> None:
     """An answer: texts and the most bytes of each."""
-    parts = [text.encode("utf-8", "backslashreplace")[:size] for text, size in fields]
+    parts = [clip(text, size) for text, size in fields]
     body = b"".join(struct.pack("<I", len(part)) + part for part in parts)
     body = struct.pack("<III", 8 + len(body), number, len(parts)) + body
     while body:

@@ -75,10 +75,19 @@ def send(number: int, fields: list[bytes]) -> None:
 
 
 def clip(text: object, limit: int) -> bytes:
-    """At most limit bytes of a text that untrusted code made."""
+    """At most limit bytes of a text that untrusted code made. Of a longer one both ends, in whole
+    characters, around a mark.
+    """
     if not isinstance(text, str):
         return b"<not a string>"
-    return str.encode(text[: limit + 1], "utf-8", "backslashreplace")[:limit]
+    data = str.encode(text[: limit + 1], "utf-8", "backslashreplace")
+    if len(data) <= limit:
+        return data
+    mark = b"\n... cut: %d characters in all ...\n" % len(text)
+    half = (limit - len(mark)) // 2
+    end = str.encode(text[-half:], "utf-8", "backslashreplace")[-half:]
+    ends = [part.decode("utf-8", "ignore").encode() for part in (data[:half], end)]
+    return mark.join(ends)
 
 
 def hidden(path: str) -> bool:
@@ -217,7 +226,8 @@ class Interpreter:
 
     def cell(self, source: str) -> list[bytes]:
         """Run a cell of a notebook and show what it displays."""
-        error, shown = self.notebook.run(source, 8 * self.value_bytes)
+        size = self.value_bytes
+        error, shown = self.notebook.run(source, 8 * size, lambda text: clip(text, size).decode())
         if isinstance(error, SystemExit):
             raise error
         answer = [b"ok"] if error is None else self.describe(error)
@@ -252,18 +262,16 @@ class Interpreter:
                 lambda: "".join(format_tb(error.__traceback__, limit=-40)), self.traceback_bytes
             )
         else:
-            text = self.guarded(lambda: self.whole_traceback(error), self.traceback_bytes + 8)
+            text = self.guarded(lambda: self.whole_traceback(error), self.traceback_bytes)
         return [b"error", name, value, text]
 
     def whole_traceback(self, error: BaseException) -> str:
-        """What Python would print, the middle left out if it is long."""
+        """What Python would print."""
         told = TracebackException(type(error), error, error.__traceback__, limit=-40)
         told.stack[:] = [frame for frame in told.stack if not hidden(frame.filename)]
         if not told.stack:
             told.stack = None  # type: ignore[assignment]  # no "Traceback ..." without frames
-        whole = "".join(told.format())
-        half = self.traceback_bytes // 2
-        return whole if len(whole) <= 2 * half else f"{whole[:half]}\n...\n{whole[-half:]}"
+        return "".join(told.format())
 
     def flush(self) -> None:
         """Bring what was printed into the pipes, before the answer that ends the step."""
