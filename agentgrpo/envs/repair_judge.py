@@ -156,7 +156,8 @@ def _requirements(
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name as plain
 
-    installed = {plain(dist.metadata["Name"]): dist for dist in metadata.distributions()}
+    every = [*metadata.distributions()][::-1]  # of two on the path the first is imported
+    installed = {plain(dist.metadata["Name"]): dist for dist in every}
     own = [*map(Requirement, [*needed, *_imported_by_tests(base, files), "pytest"])]
     found: dict[str, metadata.Distribution] = {}
     todo = [*own]

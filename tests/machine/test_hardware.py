@@ -43,6 +43,17 @@ def test_versions_that_have_not_run_on_a_card_are_named() -> None:
     assert "vllm missing" in packages.card_versions({"torch": "2.11.0"}).found
 
 
+def test_the_version_that_is_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in ("2.13.0", "2.15.0"):
+        folder = tmp_path / version / f"torch-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(folder.parent)
+    assert packages.installed()["torch"] == "2.15.0"
+
+
 def test_the_cuda_build_on_a_machine_without_a_gpu() -> None:
     (check,) = wrong(CUDA, gpu=False)
     assert check.essential
