@@ -38,9 +38,10 @@ struct sandbox_report {
     int64_t cpu_us;
 };
 
-/* An order of the host to PID 1: run a program. Followed by NUL-terminated strings (directory,
- * argv, environment), with the descriptors status, stdin, stdout, stderr and, if it speaks the step
- * protocol, request and response. */
+/* An order of the host to PID 1: run a program; without arguments, let the session outlive PID 2,
+ * whose end is reported like a program's on the one descriptor that comes with it. Followed by
+ * NUL-terminated strings (directory, argv, environment), with the descriptors status, stdin,
+ * stdout, stderr and, if it speaks the step protocol, request and response. */
 struct sandbox_order {
     uint32_t num_arguments, num_environment;
 };
@@ -66,6 +67,6 @@ void sandbox_take_descriptors(int status_fd, const int *wanted, int count,
  */
 int sandbox_restrict_files(const char *readable, const char *home);
 
-void sandbox_run_init(int control_fd, pid_t interpreter, const struct sandbox_bounds *bounds);
+void sandbox_run_init(int control_fd, pid_t pid, const struct sandbox_bounds *bounds);
 
 #endif

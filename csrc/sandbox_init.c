@@ -30,6 +30,9 @@ static struct {
     int status;
 } children[MAX_CHILDREN];
 
+/* The process whose end is the session's; 0 once the host has made it one of children. */
+static pid_t interpreter;
+
 void
 sandbox_report(int status_fd, const struct sandbox_report *message, const int *fds, int num_fds)
 {
@@ -179,7 +182,8 @@ start_program(char *text, const char *end, const struct sandbox_order *order, co
     while (slot < MAX_CHILDREN && children[slot].pid != 0) {
         slot++;
     }
-    const pid_t pid = slot < MAX_CHILDREN ? fork() : -1;
+    const int adopts = order->num_arguments == 0 && interpreter != 0;
+    const pid_t pid = slot == MAX_CHILDREN ? -1 : adopts ? interpreter : fork();
     if (pid == 0) {
         run_program(text, end, order, fds, num_fds, bounds);
     }
@@ -189,6 +193,7 @@ start_program(char *text, const char *end, const struct sandbox_order *order, co
         sandbox_report(fds[0], &message, NULL, 0);
         return;
     }
+    interpreter = adopts ? 0 : interpreter;
     children[slot].pid = pid;
     children[slot].status = fcntl(fds[0], F_DUPFD_CLOEXEC, CONTROL + 1);
     message.kind = SANDBOX_REPORT_READY;
@@ -245,7 +250,7 @@ handle_order(const struct sandbox_bounds *bounds)
 
 /* Reaps what has ended, but not for ever while more does. Returns whether there may be more. */
 static int
-reap(pid_t interpreter)
+reap(void)
 {
     struct sandbox_report message = {.kind = SANDBOX_REPORT_EXIT};
     struct rusage used;
@@ -274,8 +279,9 @@ reap(pid_t interpreter)
 
 /* The life of PID 1. SIGCHLD is blocked already, so that no end goes unseen. */
 void
-sandbox_run_init(int control_fd, pid_t interpreter, const struct sandbox_bounds *bounds)
+sandbox_run_init(int control_fd, pid_t pid, const struct sandbox_bounds *bounds)
 {
+    interpreter = pid;
     if ((control_fd != CONTROL && dup3(control_fd, CONTROL, O_CLOEXEC) < 0) ||
         syscall(SYS_close_range, CONTROL + 1, ~0U, 0) < 0) {
         _exit(SANDBOX_EXIT_SETUP);
@@ -300,7 +306,7 @@ sandbox_run_init(int control_fd, pid_t interpreter, const struct sandbox_bounds 
         struct signalfd_siginfo info;
         while (read(signals, &info, sizeof info) > 0) {
         }
-        more = reap(interpreter);
+        more = reap();
         if (watched[1].revents != 0) {
             handle_order(bounds);
         }

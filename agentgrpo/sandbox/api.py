@@ -14,23 +14,25 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
 from agentgrpo.sandbox.boundary import ProcessBound, public
 from agentgrpo.sandbox.channels import Channels
 from agentgrpo.sandbox.commands import Commands
-from agentgrpo.sandbox.contexts import NAMES, language_of, start_context
+from agentgrpo.sandbox.contexts import NAMES, language_of, outlived, start_context
 from agentgrpo.sandbox.errors import (
     InvalidArgumentException,
     NotFoundException,
     NotSupportedException,
+    SandboxException,
     SandboxNotFoundException,
     TemplateUnavailable,
     TimeoutException,
 )
 from agentgrpo.sandbox.execution import (
+    RESTARTS,
     Execution,
     ExecutionError,
     OutputMessage,
@@ -49,6 +51,12 @@ from agentgrpo.sandbox.templates import find_template, has_data
 
 DEFAULT_TIMEOUT_S = 300.0
 MIB = 1 << 20
+LIMITS = Limits(
+    session_s=86_400.0, timeout_s=300.0, cpu_s=86_400, memory_mib=1024, home_mib=512, tmp_mib=256,
+    inodes=65_536, processes=256, open_files=1024, output_kib=16 << 10, output_max_mib=64,
+    value_kib=1024, traceback_kib=64, steps=1_000_000,
+)  # fmt: skip
+"""Of a sandbox whose template has none. Those of training sessions are smaller."""
 OnOutput = Callable[[OutputMessage], object]
 
 CLOUD = ("pause", "beta_pause", "resume", "get_host", "get_metrics", "pty",
@@ -133,21 +141,19 @@ class SandboxPaginator(builtins.list[SandboxInfo]):
 
 def _pool_for(template: str | Template | None, limits: Limits | None) -> SandboxPool:
     """The shared pool of a template. The default one is "data" where that can be had."""
-    usual = Limits(session_s=86_400.0, timeout_s=300.0)
     if template in (None, DEFAULT_TEMPLATE) and has_data():
         try:
-            return shared_pool(find_template("data"), limits or replace(usual, memory_mib=512))
+            return shared_pool(find_template("data"), limits or LIMITS)
         except TemplateUnavailable as reason:
             warnings.warn(f"no template 'data', so none has numpy: {reason}", stacklevel=4)
     found = template if isinstance(template, Template) else find_template(template)
-    return shared_pool(found, limits or found.limits or usual)
+    return shared_pool(found, limits or found.limits or LIMITS)
 
 
 def _images(image: str | Image, limits: Limits | None) -> SandboxPool:
     """The shared pool of all images with these limits."""
-    usual = Limits(session_s=86_400.0, timeout_s=300.0, memory_mib=1024, home_mib=512, inodes=65536)
     base = get_image(image.name.partition("+")[0] if isinstance(image, Image) else image)
-    return shared_pool(Template(image=base.name), limits or usual, "image")
+    return shared_pool(Template(image=base.name), limits or LIMITS, "image")
 
 
 def not_supported(what: str) -> NotSupportedException:
@@ -187,7 +193,7 @@ class Sandbox(ProcessBound):
             allow_internet_access: must be False; sessions have no network.
             image: the name of an image, whose files are the root directory; or a snapshot, whose
                 snapshot_id may be given as template as well.
-            limits: bounds on what it may use; None: the template's, or those of E2B.
+            limits: bounds on what it may use; None: the template's, or LIMITS.
             pool: take the session from this pool; its template and limits hold.
             host_tools: functions of this process that code in the sandbox may call by their names
                 (HostTools has budget and cache). Python only.
@@ -217,12 +223,14 @@ class Sandbox(ProcessBound):
         self._contexts: dict[str, tuple[Context, Session | None]] = {
             name: (Context(name, name, session.places.home), None) for name in NAMES
         }
-        own = "python" if session.places.image is None else "bash"
-        self._contexts[own] = self._contexts[own][0], session
         self._env = {**session.places.environment(pool.template), **(envs or {})}
         self.commands = Commands(self._channels, self._env, session.limits.output_max_mib * MIB)
         try:
             self.files = session.files()
+            own = "bash" if session.places.image else "python"
+            first = session if session.places.image else outlived(session)
+            self._contexts[own] = self._contexts[own][0], first
+            session.end_contexts = None if first is session else self._end_contexts
             self.set_timeout(timeout)
         except BaseException:
             session.close()
@@ -277,11 +285,14 @@ class Sandbox(ProcessBound):
         *,
         _begun: Callable[[Session], object] | None = None,
     ) -> Execution:
-        """Run a cell in the default context of a language, or in context.
+        """Run a cell in the default context of a language, or in context. If its interpreter ends
+        (memory, output, os._exit), the error is E2B's "ContextRestarting": files and commands
+        stay, and the next cell has a new interpreter. With an image, an end of bash ends the
+        sandbox.
 
         Raises:
-            TimeoutException: it ran for timeout seconds (the limits' timeout_s if None). The state
-                is kept if the code let itself be interrupted.
+            TimeoutException: it ran for timeout seconds (the limits' timeout_s if None). Variables
+                are kept if the code let itself be interrupted, files in any case.
             SandboxNotFoundException: the sandbox is over.
             InvalidArgumentException: language and context are both given, or timeout is nonsense.
         """
@@ -301,10 +312,14 @@ class Sandbox(ProcessBound):
             listen(stream, b"")
         if self._closed and step.state_lost:
             raise TimeoutException("sandbox was killed while the request was in progress")
+        restarts = step.state_lost and session is not self._session and self.is_running()
+        if step.state_lost and not restarts:
+            self._session.close()
         if step.status in (StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED):
-            raise TimeoutException(f"code ran for {step.wall_s:.3g} s; {step.detail}")
+            lost = f"; {RESTARTS}" * restarts
+            raise TimeoutException(f"code ran for {step.wall_s:.3g} s; {step.detail}{lost}")
         self._count += 1
-        execution = execution_of(step, self._count)
+        execution = execution_of(step, self._count, restarts)
         if on_result is not None:
             for result in execution.results:
                 on_result(result)
@@ -318,8 +333,7 @@ class Sandbox(ProcessBound):
         self._channels()
         with self._lock:
             made, session = self._made(language_of(language) if context is None else context)
-            mine = session is self._session
-            if session is None or (made.id in NAMES and not mine and not session.alive):
+            if session is None or not session.alive:
                 session = self._start_context(made)
             return session
 
@@ -335,6 +349,12 @@ class Sandbox(ProcessBound):
         session = start_context(
             self._session, made.language, self._template, env=self._env, directory=made.cwd
         )
+        if self._template.setup and made.id == "python":
+            done = session.step(self._template.setup)
+            if done.status is not StepStatus.OK:
+                session.close()
+                shown = done.error.traceback if done.error else done.detail
+                raise SandboxException(f"the setup of template {self._template.name!r}: {shown}")
         with self._lock:
             if not self._closed:
                 self._contexts[made.id] = made, session
@@ -359,13 +379,14 @@ class Sandbox(ProcessBound):
             return [context for context, _ in self._contexts.values()]
 
     def remove_code_context(self, context: Context | str) -> None:
-        """End a context, given itself or its id."""
+        """End a context, given itself or its id. A default one is started again when it is used."""
         found, session = self._made(context)
         if session is self._session:
-            name = found.language.title()
-            raise not_supported(f"an end of the default {name} context before its sandbox's")
+            raise not_supported("an end of an image's default bash before its sandbox's")
         with self._lock:
             self._contexts.pop(found.id, None)
+            if found.id in NAMES:
+                self._contexts[found.id] = found, None
         if session is not None:
             session.close()
 
@@ -424,10 +445,16 @@ class Sandbox(ProcessBound):
                 self._timer.cancel()
             sessions = [session for _, session in self._contexts.values() if session is not None]
         self.commands.close()  # without the lock: a listener of a cell that runs may wait for it
-        for session in sessions:
+        for session in (*sessions, self._session):
             session.close()
         self.files.close()
         return True
+
+    def _end_contexts(self, status: StepStatus, detail: str) -> bool:
+        """For the watchdog, which waits for no lock: another thread may be starting a context."""
+        sessions = [session for _, session in [*self._contexts.values()] if session is not None]
+        ended = [session.end_by(status, detail) for session in sessions]
+        return any((*ended, self.commands.kill_all()))
 
     def __getattr__(self, name: str) -> Any:
         if name in CLOUD:

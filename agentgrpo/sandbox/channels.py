@@ -234,7 +234,7 @@ class Root(Owned):
                 return fd
 
             try:
-                self._pidfd = keep(os.dup(channels.interpreter))
+                self._pidfd = keep(os.dup(channels.init))
                 flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
                 if channels.places.own_root:
                     held.append(keep(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)))
@@ -247,7 +247,9 @@ class Root(Owned):
                         f"no descriptors for a session's files: {error}"
                     ) from error
                 raise self._over() from error
-            self.require_alive()  # it lives: the number was its own, and not a successor's
+            if ready(channels.interpreter):
+                raise self._over()
+            # it lives: the number was its own, and not a successor's
             made.pop_all()
         self.owner = channels.owner
         super().__init__(self._pidfd, self.directory, *held)
@@ -268,7 +270,7 @@ class Root(Owned):
         return path if self.places.own_root else "/" + os.path.relpath(path, home)
 
     def require_alive(self) -> None:
-        """Raises what __init__() does if the session's interpreter has ended."""
+        """Raises what __init__() does if the session has ended."""
         if ready(self._pidfd):
             raise self._over()
 
@@ -310,6 +312,12 @@ class SessionPipes:
     def theirs(self) -> tuple[int, ...]:
         """(status, request, response, out, err) of the other side."""
         return tuple(self._theirs)
+
+    def copy(self, channels: Channels) -> None:
+        """Take copies of our ends of another process's pipes instead."""
+        self._close(self._mine)
+        for fd in (channels.request, channels.response, channels.out, channels.err):
+            self._mine.append(os.dup(fd))
 
     @staticmethod
     def _close(fds: list[int]) -> None:

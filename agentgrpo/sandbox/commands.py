@@ -198,6 +198,12 @@ class Commands(ProcessBound):
         """A handle for a command that runs."""
         return CommandHandle(*self._find(pid))
 
+    def kill_all(self) -> bool:
+        """End every command, without waiting. False if there was none."""
+        with self._lock:
+            killed = [program.kill() for program in self._running]
+        return any(killed)
+
     def close(self) -> None:
         """Let go of every command. Those that run end with their session."""
         with self._lock:

@@ -71,6 +71,19 @@ def _of_image(language: str, limits: Limits) -> list[str]:
     return ["/bin/bash", "-c", f'exec {" ".join(command)} "$0" "$@"', text, *sizes]
 
 
+def outlived(session: Session) -> Session:
+    """The interpreter of a session that has run no code, as a context whose end the session
+    outlives. The session itself can run no step any more.
+    """
+    if session.channels is None:
+        raise SandboxNotFoundException("the session is over")
+    channels = launch(session.channels, [], env={}, directory="")
+    context = Session(channels, session.limits, guest_of=session, group=session.group)
+    if session.host is not None:
+        context.attach_host_tools(session.host)
+    return context
+
+
 def start_context(
     session: Session,
     language: str,
@@ -96,7 +109,7 @@ def start_context(
     env = places.environment(template) if env is None else env
     argv = command_of(language, places, limits, template)
     channels = launch(session.channels, argv, env=env, directory=directory, speaks=True)
-    context = Session(channels, limits, guest_of=session)
+    context = Session(channels, limits, guest_of=session, group=session.group)
     ready = context.warm_up(START_TIMEOUT_S)  # its start is not the first cell's time
     if ready.status is not StepStatus.OK:
         context.close()

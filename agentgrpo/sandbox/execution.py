@@ -19,6 +19,7 @@ FORMS = {
 }  # fmt: skip
 """MIME type to the field of Result."""
 STRUCTURED = ("json", "data", "chart")
+RESTARTS = "variables are lost, files are kept, and the next cell starts a new interpreter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +170,10 @@ def hint_of(message: str) -> str:
     return f'; remedy: {build}, then Sandbox.create("NAME")'
 
 
-def execution_of(step: StepResult, count: int) -> Execution:
-    """A step in E2B's shape. A session that died shows as an error named after its status."""
+def execution_of(step: StepResult, count: int, restarts: bool = False) -> Execution:
+    """A step in E2B's shape. An interpreter that died shows as an error: E2B's "ContextRestarting"
+    where the sandbox goes on (restarts), else named after its status.
+    """
     error = None
     if step.error is not None:
         told = hint_of(step.error.value) if step.error.name == "ModuleNotFoundError" else ""
@@ -179,5 +182,7 @@ def execution_of(step: StepResult, count: int) -> Execution:
     elif step.status is not StepStatus.OK:
         name = "SystemExit" if step.status is StepStatus.EXIT else str(step.status)
         error = ExecutionError(name, step.detail, "")
+        if restarts:
+            error = ExecutionError("ContextRestarting", f"{step.detail}; {RESTARTS}", "")
     logs = Logs([step.stdout] if step.stdout else [], [step.stderr] if step.stderr else [])
     return Execution(step, results_of(step), logs, error, count)

@@ -70,7 +70,8 @@ def launch(
     speaks: bool = False,
 ) -> Channels:
     """Start a program in a session. One that speaks has the step protocol's two pipes and no
-    standard input; else the request pipe is that.
+    standard input; else the request pipe is that. Without argv nothing is started: the session
+    outlives its interpreter from now on, and the result reaches this one alone.
 
     Raises:
         SandboxException: the session lets none start, which its own code can bring about (by
@@ -85,8 +86,10 @@ def launch(
         ):
             null = nothing.fileno()
             status, request, response, out, err = pipes.theirs
-            plain = (status, request, out, err)
+            plain = (status, request, out, err) if argv else (status,)
             fds = (status, null, out, err, request, response) if speaks else plain
+            if not argv:
+                pipes.copy(session)
             send_order(session, fds, argv, env, directory)
             pipes.close_theirs()
             (pidfd,) = await_ready(pipes.status, 1)

@@ -91,6 +91,9 @@ class Session(ProcessBound):
         )
         self.host: HostCalls | None = None
         """The functions of the host that its code may call, see attach_host_tools()."""
+        self.end_contexts: Callable[[StepStatus, str], bool] | None = None
+        """Of a session that outlives its interpreters: ends these and its commands in its place,
+        and returns whether one was there."""
         self._ended: StepResult | None = None
         self._busy = threading.RLock()
         self._running = False
@@ -393,10 +396,14 @@ class Session(ProcessBound):
                 signal.pidfd_send_signal(self._channels.interpreter, signal.SIGINT)
             self._channels.give_back()
 
-    def end_by(self, status: StepStatus, detail: str) -> None:
-        """For the watchdog and for graders: kill it; its next result says why."""
+    def end_by(self, status: StepStatus, detail: str) -> bool:
+        """For the watchdog and for graders: kill it; its next result says why. Returns False if it
+        had ended.
+        """
+        if self.end_contexts is not None and self.end_contexts(status, detail):
+            return True
         self._ended_by = status, detail
-        self._channels.signal()
+        return self._channels.signal()
 
     def expire(self) -> None:
         """For the pool: its time is over. A step that runs ends by itself, as it has no more."""

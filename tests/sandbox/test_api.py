@@ -19,6 +19,7 @@ from agentgrpo.sandbox import (
     Context,
     FileNotFoundException,
     InvalidArgumentException,
+    Limits,
     NotEnoughSpaceException,
     NotFoundException,
     NotSupportedException,
@@ -31,7 +32,9 @@ from agentgrpo.sandbox import (
     TimeoutException,
     api,
     boundary,
+    spawner,
 )
+from agentgrpo.sandbox.cgroup import CgroupsUnavailable
 from agentgrpo.sandbox.commands import CommandHandle
 from agentgrpo.sandbox.execution import CommandResult, ExecutionError
 from tests.isolation import within
@@ -162,8 +165,11 @@ class TestRunCode:
         sandbox.run_code("x = 5", language="bash")
         sandbox.restart_code_context("bash")
         assert sandbox.run_code("echo $x-", language="bash").logs.stdout == ["-\n"]
-        with pytest.raises(NotSupportedException, match="default Python context"):
-            sandbox.remove_code_context("python")
+        sandbox.run_code("x = 5")
+        sandbox.restart_code_context("python")
+        assert sandbox.run_code("'x' in dir()").text == "False"
+        sandbox.remove_code_context("python")
+        assert sandbox.run_code("1 + 1").text == "2", "it is started when it is used"
 
     def test_output_is_streamed_while_the_code_runs(self, sandbox: Sandbox) -> None:
         seen: list[tuple[str, bool]] = []
@@ -207,6 +213,91 @@ class TestRunCode:
         assert roots() == held, "its start let go of the session's root"
         with pytest.raises(NotFoundException):
             sandbox.run_code("1", context=context)
+
+
+ENDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "output": ("print('x' * (5 << 20))", {}, "over 4 MiB of output"),
+    "memory": ("b'x' * (1 << 33)", {}, "over 128 MiB of memory"),
+    "os._exit": ("import os; os._exit(3)", {}, "exit code 3"),
+    "a signal": ("import os; os.kill(os.getpid(), 11)", {}, "SIGSEGV"),
+    "a forged answer": ("import os; os.write(4, b'x' * 99)", {}, "broke the protocol"),
+    "no reaction to the interrupt": (
+        "import signal; signal.signal(2, signal.SIG_IGN)\nwhile True: pass", {"timeout": 0.2},
+        "after the interrupt"),
+    "the end of bash": ("exit 3", BASH, "exit code 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("new_context", [False, True])
+def test_files_and_commands_outlive_an_interpreter(
+    sandbox: Sandbox, name: str, new_context: bool
+) -> None:
+    code, options, message = ENDS[name]
+    if name == "memory" and sandbox._session.group is None:
+        pytest.skip("without a control group it is a MemoryError")
+    language = options.get("language", "python")
+    if new_context:
+        context = sandbox.create_code_context(language=language)
+    else:
+        (context,) = (one for one in sandbox.list_code_contexts() if one.id == language)
+    options = {key: value for key, value in options.items() if key != "language"}
+    sandbox.files.write("kept", "1")
+    sleeper = start(sandbox, "sleep 100")
+    sandbox.run_code("x=5", context=context)
+    errors: list[ExecutionError] = []
+    if name == "no reaction to the interrupt":
+        with pytest.raises(TimeoutException, match=f"{message}.*files are kept"):
+            sandbox.run_code(code, context=context, **options)
+    else:
+        done = sandbox.run_code(code, context=context, on_error=errors.append, **options)
+        assert done.error is not None
+        assert (done.error.name, errors) == ("ContextRestarting", [done.error])
+        assert message in done.error.value
+        assert "files are kept" in done.error.value
+    assert sandbox.is_running()
+    state = (
+        "echo ${x-none} $(cat kept)"
+        if language == "bash"
+        else "print('x' in dir(), open('kept').read())"
+    )
+    printed = "none 1\n" if language == "bash" else "False 1\n"
+    assert sandbox.run_code(state, context=context).logs.stdout == [printed]
+    assert sandbox.files.read("kept") == "1"
+    assert [info.pid for info in sandbox.commands.list()] == [sleeper.pid]
+
+
+def test_the_end_of_the_session_is_the_end_of_the_sandbox(pool: SandboxPool) -> None:
+    live = pool.metrics()["live"]
+    with Sandbox(pool=pool) as sandbox:
+        threading.Timer(0.2, os.kill, (sandbox._session.init_pid, 9)).start()
+        done = sandbox.run_code("import time; time.sleep(100)")
+        assert done.error is not None
+        assert done.error.name == "signal"
+        assert pool.metrics()["live"] == live, "its place is free"
+        with pytest.raises(SandboxNotFoundException):
+            sandbox.run_code("1")
+
+
+def test_a_sandbox_over_its_memory_without_a_control_group_keeps_its_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CgroupsUnavailable("by this test")
+
+    monkeypatch.setattr(spawner, "Cgroups", refuse)
+    limits = Limits(timeout_s=60, memory_mib=192)
+    with SandboxPool(limits=limits, min_idle=0, zygotes=1) as own, Sandbox(pool=own) as sandbox:
+        sandbox.files.write("kept", "1")
+        start(sandbox, "sleep 100")
+        child = "x = bytearray(b'x') * (90 << 20); time.sleep(100)"
+        code = f"import os, time\nfor i in range(3):\n if not os.fork(): {child}\ntime.sleep(100)"
+        error = sandbox.run_code(code).error
+        assert error is not None
+        assert error.name == "ContextRestarting"
+        assert "over 192 MiB of memory, all processes together" in error.value
+        assert sandbox.run_code("open('kept').read()").text == "1"
+        assert sandbox.commands.list() == []
 
 
 # command, options, and what comes: what is printed, or the exception and what it says

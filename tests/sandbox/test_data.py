@@ -100,7 +100,7 @@ def test_a_failure_is_the_cells(sandbox: Sandbox, code: str, name: str, shown: i
 
 
 def test_what_does_not_fit_is_left_out(sandbox: Sandbox) -> None:
-    execution = sandbox.run_code("for _ in range(30): display('x' * 50_000)")
+    execution = sandbox.run_code("for _ in range(30): display('x' * 500_000)")
     assert 5 < len(execution.results) < 30
     assert "left out" in "".join(execution.logs.stderr)
     assert sandbox.run_code("6 * 7").text == "42"
