@@ -39,6 +39,23 @@ class Episode(Protocol):
         return
 
 
+class CopiedEpisode(Episode, Protocol):
+    """An Episode that branches (rollout.branching) can start from without repeating its actions.
+
+    Both methods must be the class's own, so that a wrapper does not pass them on by accident.
+    """
+
+    def snapshot(self) -> Any:
+        """A copy of its state, which several episodes can start from: an object whose close() is
+        called when the group has ended. None: none can be made, the actions are repeated.
+        """
+
+    def resume(self, copy: Any) -> bool:
+        """Bring a fresh episode of the task to the state of a copy, before its first step().
+        False: it is not exactly that state. The episode is fresh again, the actions are repeated.
+        """
+
+
 class AsyncEpisode(Protocol):
     """An Episode whose methods are coroutines: all of a run wait on one thread's event loop."""
 

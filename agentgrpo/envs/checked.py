@@ -10,7 +10,9 @@ from agentgrpo.actions import Observation
 from agentgrpo.types import Status
 from agentgrpo.usercode import WrongResult, named_numbers
 
-PLAYED = ("turns", "said", "asked", "asked_tokens")
+PLAYED = (
+    *("turns", "said", "asked", "asked_tokens", "branched_by_snapshot", "branched_by_replay"),
+)
 """What the sampler alone counts: no environment adds to it."""
 OWN_NUMBERS = frozenset(
     {

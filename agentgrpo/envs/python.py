@@ -20,6 +20,8 @@ from agentgrpo.sandbox import (
     Session,
 )
 from agentgrpo.sandbox.contexts import command_of, start_context
+from agentgrpo.sandbox.forks import Fork, fork
+from agentgrpo.sandbox.images import Image
 from agentgrpo.sandbox.jail import jail_places
 from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
 from agentgrpo.types import Task
@@ -46,6 +48,8 @@ class SandboxEpisode(Episode):
         self._pool = pool
         self._host = None if host_tools is None else host_tools.begin()
         self._session: Session | None = None
+        self._image: Image | None = None
+        """What _begin() starts from; None: the pool's own."""
         self._cpu = 0.0
         self._diverged = ""
         """What is said of a repeated step that made other calls, so that it shows something else
@@ -63,7 +67,7 @@ class SandboxEpisode(Episode):
 
     def _begin(self) -> Session:
         """A session of the pool. Raises what acquire() does."""
-        self._session = session = self._pool.acquire(host=self._host)
+        self._session = session = self._pool.acquire(self._image, host=self._host)
         self._host, self._cpu = session.host, session.cpu_seconds()
         return session
 
@@ -157,6 +161,25 @@ class PythonEpisode(SandboxEpisode):
             memory=result.host_calls or None,
         )
 
+    def snapshot(self) -> Fork | None:
+        """A copy of a session of an image in which only commands have run."""
+        if self._session is None or self._contexts or self._env.stateless:
+            return None
+        with as_infra_error():
+            return fork(self._session, self._pool)
+
+    def resume(self, copy: Fork) -> bool:
+        """Begin with a copied session."""
+        own, self._image = self._image, copy.image
+        try:
+            with as_infra_error():
+                if copy.restore(self._begin()):
+                    return True
+        finally:
+            self._image = own  # where it begins again if its session dies
+        self.close()
+        return False
+
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """`files`: 1.0 if all expected files of the task's spec are there as they should be."""
         expected: Mapping[str, str] = self._spec.get("expected_files", {})
@@ -201,7 +224,7 @@ class PythonEpisode(SandboxEpisode):
                     writer.write(path, content)
 
     def _interpreter(self, session: Session, language: str) -> Session:
-        if language == "python":
+        if language == ("bash" if session.places.image else "python"):
             return session
         if language not in self._contexts:
             self._contexts[language] = start_context(

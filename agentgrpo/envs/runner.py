@@ -54,17 +54,25 @@ class EpisodeRunner:
         """Begin a step; gives its Observation."""
         return self._start(episode, of, episode.step, action, read=checked_observation)
 
+    def snapshot(
+        self, episode: Any, keep: Callable[[Any], Any], of: Of = (None, None)
+    ) -> Future[Any]:
+        """Begin to copy an episode (envs/base.py); gives what keep(copy) returns."""
+        return self._start(episode, of, episode.snapshot, read=keep)
+
     def replay(
-        self, episode: AnyEpisode, actions: Sequence[tuple[Action, Any]], of: Of = (None, None)
-    ) -> Future[list[Observation]]:
+        self, episode: AnyEpisode, actions: Sequence[tuple[Action, Any]], of: Of = (None, None),
+        copy: Any = None,
+    ) -> Future[list[Observation] | None]:  # fmt: skip
         """Begin to carry out actions one after another, as they were in another episode.
 
         Each comes with the memory of its observation, which recall(), if there is one, is told.
+        None: the episode resumed from a copy of the other one instead.
         """
         run = _replay_async if _is_async(episode.step) else _replay
         return self._start(
-            episode, of, run, episode, actions, called=episode.step,
-            read=lambda told: [checked_observation(one) for one in told],
+            episode, of, run, episode, actions, copy, called=episode.step,
+            read=lambda told: told and [checked_observation(one) for one in told],
         )  # fmt: skip
 
     def ask(
@@ -220,11 +228,19 @@ def _recalled(episode: Any, actions: Sequence[tuple[Action, Any]]) -> Iterator[A
         yield action
 
 
-def _replay(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
+def _replay(
+    episode: Any, actions: Sequence[tuple[Action, Any]], copy: Any
+) -> list[Observation] | None:
+    if copy is not None and run_sync(episode.resume(copy), LOOP):
+        return None
     return [run_sync(episode.step(action), LOOP) for action in _recalled(episode, actions)]
 
 
-async def _replay_async(episode: Any, actions: Sequence[tuple[Action, Any]]) -> list[Observation]:
+async def _replay_async(
+    episode: Any, actions: Sequence[tuple[Action, Any]], copy: Any
+) -> list[Observation] | None:
+    if copy is not None and await settled(episode.resume(copy)):
+        return None
     return [await episode.step(action) for action in _recalled(episode, actions)]
 
 

@@ -18,6 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +79,36 @@ def digest(observation: Observation) -> bytes:
     o = observation
     said = (o.text, o.failed, o.done, o.outputs, o.ask)
     return hashlib.blake2b(repr(said).encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+class Copies:
+    """Copies of episodes that branches start from, kept until their group has ended.
+
+    Used by several threads. `close` begins to close a task's copy.
+    """
+
+    def __init__(self, close: Callable[[int, Any], Future[None]]) -> None:
+        self._close, self._lock = close, threading.Lock()
+        self._copies: dict[int, list[Any]] = {}
+        self._ended: set[int] = set()
+        self.closing: list[Future[None]] = []
+
+    def keep(self, task: int, copy: Any) -> Any:
+        """Keep a copy, if there is one. Close it at once if its group has ended meanwhile."""
+        if copy is not None:
+            with self._lock:
+                self._copies.setdefault(task, []).append(copy)
+                ended = task in self._ended
+            if ended:
+                self.end(task)
+        return copy
+
+    def end(self, task: int) -> None:
+        """The group has ended: no episode uses a copy any more."""
+        with self._lock:
+            self._ended.add(task)
+            copies = self._copies.pop(task, [])
+        self.closing += [self._close(task, copy) for copy in copies]
 
 
 @dataclass(slots=True)

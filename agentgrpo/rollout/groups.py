@@ -73,6 +73,11 @@ class Groups:
         self.stats.engine_steps += 1
         return done
 
+    def is_last(self, index: int) -> bool:
+        """Whether all others of a rollout's group have ended."""
+        others = {*self.indices(index // self._size)} - {index}
+        return self._played.keys() >= others
+
     def record(self, index: int, rollout: Rollout) -> None:
         """A rollout has ended; the last one of its group makes that whole."""
         self._played[index] = rollout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agentgrpo.actions import Action, Message
 from agentgrpo.config import RolloutConfig
@@ -108,5 +109,7 @@ class QueuedRollout:
     attempt: int = 0
     fork: RunningRollout | None = None
     """Where it branches off; None: it begins alone."""
+    copy: Any = None
+    """Of its parent's episode; None: the parent's actions are repeated."""
     since: float = field(default_factory=lambda: time.perf_counter())
     """When it was queued."""

@@ -38,7 +38,7 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import NOTHING, Abandoned, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.rollout.branch import GroupPlan, Step, branch_probability, turn_entropy
+from agentgrpo.rollout.branch import Copies, GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.decoder import Decoder, Ended, ignore
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import called, treatment_of
@@ -132,6 +132,9 @@ class Play:
         self._skips_thoughts = not getattr(agent, "act_in_thoughts", True)
         self._vocab_size = len(chat.tokenizer)
         self._plans: list[GroupPlan] = []
+        self._copies = Copies(lambda task, copy: runner.close(copy, (tasks[task].id, None)))
+        self._branching: dict[int, list[QueuedRollout]] = {}
+        """By rollout whose episode is being copied: what branches off it, to be queued then."""
         self._queue: deque[QueuedRollout] = deque()
         self._live: dict[int, RunningRollout] = {}
         self._decoding: dict[str, int] = {}
@@ -176,6 +179,10 @@ class Play:
             self._runner.close(self._live[index].episode, self._groups.of(index))
             for index in self._live.keys() - ending - left
         ]
+        wait(closing)
+        for task in range(len(self._plans)):
+            self._copies.end(task)
+        closing += self._copies.closing
         wait(closing)
         why = sys.exception()
         for error in filter(None, (closed.exception() for closed in closing)):
@@ -231,14 +238,20 @@ class Play:
         live.budget.started = time.monotonic()
         live.took("queue_s")
         actions = [(step.action, step.memory) for step in live.history]
-        future = self._runner.replay(live.episode, actions, self._groups.of(pending.index))
+        of = self._groups.of(pending.index)
+        future = self._runner.replay(live.episode, actions, of, pending.copy)
         self._waiting.add(pending.index, future, self._replayed)
 
-    def _replayed(self, index: int, observations: Sequence[Observation]) -> None:
+    def _replayed(self, index: int, observations: Sequence[Observation] | None) -> None:
+        """Go on from where the parent was; None: the episode resumed from a copy."""
         live = self._live[index]
         live.took("tools_s")
-        again = [Step.of(s.action, o) for s, o in zip(live.history, observations, strict=True)]
-        if again == live.history:
+        live.rollout.stats["branched_by_snapshot"] = float(observations is None)
+        live.rollout.stats["branched_by_replay"] = float(observations is not None)
+        told = observations or []
+        if observations is None or live.history == [
+            Step.of(s.action, o) for s, o in zip(live.history, told, strict=True)
+        ]:
             self._ask(index)
             return
         self.stats.diverged_forks += 1  # an environment that is not a function of its actions
@@ -305,7 +318,18 @@ class Play:
             self._role_spoke(live, index, turn)
             return
         if self._branches:
-            self._consider_branching(index, turn)
+            self._branching[index] = self._consider_branching(index, turn)
+            if self._branching[index] and hasattr(type(live.episode), "snapshot"):
+                keep = partial(self._copies.keep, index // self._group_size)
+                future = self._runner.snapshot(live.episode, keep, self._groups.of(index))
+                self._waiting.add(index, future, partial(self._copied, turn))
+                return
+            self._queue_branches(index)
+        self._use_turn(index, turn)
+
+    def _use_turn(self, index: int, turn: Completion) -> None:
+        """Append a turn, and do what it says."""
+        live = self._live[index]
         live.transcript.sample(turn.token_ids, turn.logprobs)
         live.rollout.turns.append(replace(turn.account, row=len(live.rollout.closed_rows)))
         live.budget.turns += 1
@@ -404,28 +428,41 @@ class Play:
 
     # --- branches
 
-    def _consider_branching(self, index: int, turn: Completion) -> None:
-        """Measure the turn that has just ended; perhaps let others begin where it did."""
+    def _copied(self, turn: Completion, index: int, copy: Any) -> None:
+        self._live[index].took("tools_s")
+        self._queue_branches(index, copy)
+        self._use_turn(index, turn)
+
+    def _queue_branches(self, index: int, copy: Any = None) -> None:
+        """Queue what branches off a rollout, with a copy of its episode if there is one."""
+        for branch in self._branching.pop(index, []):
+            branch.copy = copy
+            self._queue.appendleft(branch)
+
+    def _consider_branching(self, index: int, turn: Completion) -> list[QueuedRollout]:
+        """Measure the turn that has just ended; returns those that are to begin where it did."""
         live, config = self._live[index], self._config.branching
         task, member = divmod(index, self._group_size)
         plan = self._plans[task]
         entropy = turn_entropy(turn.entropies, config, self._vocab_size)
         if entropy is None:
-            return
+            return []
         if live.first_entropy is None:
             live.first_entropy = entropy
         self._begin_alone(task, plan.measured(member, entropy, after_tool=live.after_tool))
         if not live.after_tool or not plan.may_branch(member):
-            return
+            return []
         delta = entropy - live.first_entropy
         probability = branch_probability(delta, config, live.consecutive)
         chances = [self._draw(index, f"branch {copy}") for copy in range(config.beam_size - 1)]
         copies = sum(chance < probability * 2**63 for chance in chances)
         live.consecutive = live.consecutive + 1 if copies else 0
-        for new in reversed(self._groups.indices(task, plan.fork(member, copies))):
-            self.stats.branches += 1
-            so_far = Transcript.of(live.rollout.segments)
-            self._queue.appendleft(QueuedRollout(index=new, fork=live.fork(member, so_far)))
+        new = self._groups.indices(task, plan.fork(member, copies))
+        self.stats.branches += len(new)
+        return [
+            QueuedRollout(index=one, fork=live.fork(member, Transcript.of(live.rollout.segments)))
+            for one in reversed(new)
+        ]
 
     # --- the environment's answers
 
@@ -501,6 +538,7 @@ class Play:
     def _broken(self, index: int, error: InfrastructureError, *, closed: bool = False) -> None:
         live = self._live[index]
         rollout = live.rollout
+        self._queue_branches(index)
         self.stats.infra_failures += 1
         rollout.error = str(error)
         rollout.status = Status.INFRA_ERROR
@@ -540,4 +578,6 @@ class Play:
     def _record(self, index: int, rollout: Rollout) -> None:
         task, member = divmod(index, self._group_size)
         self._begin_alone(task, self._plans[task].ended(member))
+        if self._groups.is_last(index):
+            self._copies.end(task)
         self._groups.record(index, rollout)

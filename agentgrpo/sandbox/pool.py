@@ -301,6 +301,11 @@ class SandboxPool(ProcessBound):
                 session.warm_up()
                 self._idle.append(session)
 
+    def discard(self, snapshot: Image) -> None:
+        """Delete a snapshot without a name now: no session and no other snapshot may use it."""
+        self._snapshots.remove(snapshot)
+        remove(snapshot)
+
     def metrics(self) -> dict[str, float]:
         """Counts since the start, and of sessions now."""
         return {**self._counts, "idle": len(self._idle), "zygote_restarts": self._spawner.restarts}

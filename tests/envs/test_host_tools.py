@@ -111,6 +111,7 @@ def test_a_branch_is_told_again_what_was_told(pool: SandboxPool, kind: str) -> N
     branch = env.reset(TASK)
     runner = EpisodeRunner(1)
     again = runner.replay(branch, [(step.action, step.memory) for step in history]).result()
+    assert again is not None
     assert seen == [1, 2], "no function ran"
     assert [Step.of(s.action, o) for s, o in zip(history, again, strict=True)] == history
     assert "(101, 102)" in again[-1].text

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from agentgrpo.actions import Observation
+from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.engine.requests import token_entropies
@@ -23,8 +24,9 @@ from agentgrpo.rollout.branch import (
 from agentgrpo.rollout.decoder import SamplerStats
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Group, Rollout, Status
+from agentgrpo.usercode import UserCodeError
 from tests.playing import CHAT, EOT, TOKENIZER, sampled, tasks
-from tests.rollout.stubs import StubEngine, StubEnv, Turn
+from tests.rollout.stubs import StubEngine, StubEnv, StubEpisode, Turn
 
 AGENT = CodeAgent(system_prompt="S")
 BUDGETS: tuple[dict[str, Any], ...] = ({}, {"budget": "aepo", "aepo_beta": 4.0})
@@ -193,7 +195,8 @@ def test_S3_6_a_branch_begins_right_behind_the_tools_answer() -> None:
     # the same prompt, token for token: the engine's prefix cache serves it
     assert engine.requests[1].prompt.tolist() == engine.requests[2].prompt.tolist()
     assert engine.requests[1].options["seed"] != engine.requests[2].options["seed"]
-    assert branch.stats == first.stats
+    by = {"branched_by_snapshot": 0.0, "branched_by_replay": 1.0}
+    assert branch.stats == first.stats | by
     assert branch.stats["tool_calls"] == 1
     # its world was brought to the same state by the same action
     assert env.executed == ["0", "0"]
@@ -443,3 +446,183 @@ def test_what_a_branch_earns_is_its_own() -> None:
         turns = [(s.start, s.end) for s in rollout.span_rewards]
         ends = np.cumsum([len(s.token_ids) for s in rollout.segments]).tolist()
         assert turns == [(ends[0], ends[1]), (ends[2], ends[3])], "one per call, on its turn"
+
+
+# --- copies of episodes
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy of a CopiedEpisode; closed once, when nobody plays its group any more."""
+
+    env: CopyingEnv
+    state: list[str]
+    closed: int = 0
+
+    def close(self) -> None:
+        own = [e for e in self.env.episodes if getattr(e, "begun_with", None) is self]
+        assert all(episode.closed for episode in own), "closed while an episode uses it"
+        self.closed += 1
+
+
+class CopiedEpisode(StubEpisode):
+    """Its state is what it executed. Its environment decides what becomes of copies."""
+
+    env: CopyingEnv
+    begun_with: Copy | None = None
+
+    def __init__(self, env: CopyingEnv) -> None:
+        super().__init__(env)
+        self.state: list[str] = []
+
+    def step(self, action: Any) -> Observation:
+        self.state.append(action.code)
+        return super().step(action)
+
+    def snapshot(self) -> Copy | None:
+        assert not self.closed
+        kind = self.env.next_kind()
+        if kind == "broken":
+            raise InfrastructureError("no room for a copy")
+        if kind == "none":
+            return None
+        self.env.copies.append(Copy(self.env, list(self.state)))
+        return self.env.copies[-1]
+
+    def resume(self, copy: Copy) -> bool:
+        assert not copy.closed
+        assert not self.state
+        if self.env.next_kind("resume") == "inexact":
+            return False
+        self.state, self.begun_with = list(copy.state), copy
+        return True
+
+
+class AsyncCopiedEpisode(CopiedEpisode):
+    async def step(self, action: Any) -> Observation:  # type: ignore[override]
+        return super().step(action)
+
+    async def snapshot(self) -> Copy | None:  # type: ignore[override]
+        return super().snapshot()
+
+    async def resume(self, copy: Copy) -> bool:  # type: ignore[override]
+        return super().resume(copy)
+
+
+class CopyingEnv(StubEnv):
+    def __init__(
+        self, kinds: Sequence[str] = ("copy",), episode: type[CopiedEpisode] = CopiedEpisode,
+        seed: int = 0, **settings: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**settings)
+        self.kinds, self.episode, self.rng = kinds, episode, random.Random(seed)
+        self.copies: list[Copy] = []
+
+    def reset(self, task: Any) -> StubEpisode:
+        self.episodes.append(self.episode(self))
+        return self.episodes[-1]
+
+    def next_kind(self, method: str = "snapshot") -> str:
+        fitting = [k for k in self.kinds if (k == "inexact") == (method == "resume")]
+        return self.rng.choice(fitting or ["copy"])
+
+    def assert_nothing_is_left(self) -> None:
+        self.assert_all_closed_once()
+        assert [copy.closed for copy in self.copies] == [1] * len(self.copies)
+
+
+@pytest.mark.parametrize("episode", [CopiedEpisode, AsyncCopiedEpisode])
+@pytest.mark.parametrize(
+    ("kind", "executed", "by"),
+    [
+        ("copy", ["0"], "snapshot"),
+        ("none", ["0", "0"], "replay"),
+        ("inexact", ["0", "0"], "replay"),
+    ],
+)
+def test_a_branch_resumes_from_a_copy_or_repeats_the_actions(
+    kind: str, executed: list[str], by: str, episode: type[CopiedEpisode]
+) -> None:
+    env = CopyingEnv([kind], episode)
+    groups, stats = play(conversation(1), env, group_size=2, branching={**ALWAYS, "initial": 1})
+    _, branch = checked(groups, 2)
+    assert (stats.branches, stats.diverged_forks) == (1, 0)
+    assert env.executed == executed
+    assert [e.state for e in env.episodes if isinstance(e, CopiedEpisode)] == [["0"], ["0"]]
+    ways = {way: branch.stats[f"branched_by_{way}"] for way in ("snapshot", "replay")}
+    assert ways == {"snapshot": float(by == "snapshot"), "replay": float(by == "replay")}
+    env.assert_nothing_is_left()
+
+
+def test_a_copy_is_made_before_the_parents_next_step() -> None:
+    env = CopyingEnv()
+    groups, stats = play(conversation(3), env, group_size=6, branching={**ALWAYS, "initial": 1})
+    rollouts = checked(groups, 6)
+    assert stats.branches == 5
+    for episode, rollout in zip(env.episodes, rollouts, strict=True):
+        assert isinstance(episode, CopiedEpisode)
+        assert len(episode.state) == 3, rollout
+    assert len(env.executed) < 3 * 6, "what was copied was not executed again"
+    env.assert_nothing_is_left()
+
+
+def test_a_machine_that_cannot_copy_breaks_the_parent_alone() -> None:
+    env = CopyingEnv(["broken"])
+    groups, stats = play(
+        conversation(1), env, group_size=2, branching={**ALWAYS, "initial": 1}, max_retries=0
+    )
+    first, branch = groups[0].rollouts
+    assert (first.status, branch.status) == (Status.INFRA_ERROR, Status.COMPLETED)
+    assert branch.stats["branched_by_replay"] == 1.0
+    assert stats.infra_failures == 1
+    env.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_random_plays_leave_no_copy(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.randint(2, 9)
+
+    def policy(number: int, prompt: str) -> Turn:
+        kind = rng.random()
+        text = f"<code>{number}</code>" if kind < 0.7 else f"Answer: {number}{EOT}"
+        text = "<code>broken machine</code>" if kind > 0.95 else text
+        return Turn(text, steps=rng.randint(1, 4), entropy=rng.random() * 5)
+
+    kinds = [k for k in ("copy", "none", "broken", "inexact") if k == "copy" or rng.random() < 0.5]
+    env = CopyingEnv(kinds, rng.choice([CopiedEpisode, AsyncCopiedEpisode]), seed)
+    groups, _ = play(
+        StubEngine(TOKENIZER, policy, rng=rng), env, num_tasks=3, group_size=size,
+        max_live=rng.randint(1, 40), max_retries=2, deterministic=rng.random() < 0.5,
+        branching={**ALWAYS, "initial": rng.randint(1, size - 1), "beam_size": rng.randint(2, 4)},
+    )  # fmt: skip
+    assert [len(group.rollouts) for group in groups] == [size] * 3
+    if kinds == ["copy"]:
+        assert any(r.stats.get("branched_by_snapshot") for g in groups for r in g.rollouts)
+    env.assert_nothing_is_left()
+
+
+def test_an_error_that_ends_the_play_leaves_no_copy() -> None:
+    def fail(code: str) -> None:
+        if len(env.executed) > 3:
+            raise RuntimeError("a bug")
+
+    env = CopyingEnv(on_call=fail)
+    with pytest.raises(UserCodeError, match="a bug"):
+        play(conversation(3), env, group_size=6, branching={**ALWAYS, "initial": 1})
+    assert env.copies
+    env.assert_nothing_is_left()
+
+
+def test_copies_of_a_group_are_closed_before_the_next_group_ends() -> None:
+    """With one place, groups are played one after another."""
+    env = CopyingEnv()
+    open_copies: list[int] = []
+    env.on_finish = lambda: open_copies.append(sum(not copy.closed for copy in env.copies))
+    play(
+        conversation(1), env, num_tasks=6, group_size=2, max_live=1, deterministic=True,
+        branching={**ALWAYS, "initial": 1},
+    )  # fmt: skip
+    assert len(env.copies) == 6
+    assert max(open_copies) <= 2
+    env.assert_nothing_is_left()
