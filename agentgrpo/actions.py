@@ -25,6 +25,7 @@ Schema = Mapping[str, Any]
 MOST_PARTS = 10_000
 """Of one tool's schema, its references inlined."""
 _VALUES, _BY_NAME = ("default", "const", "enum", "examples"), ("properties", "patternProperties")
+_REFERRED = ("$defs", "definitions", "mapping")  # of a discriminator, to references
 
 
 def inlined(tool: Schema) -> Schema:
@@ -40,42 +41,36 @@ def inlined(tool: Schema) -> Schema:
 
     def target(ref: str) -> Mapping[str, Any]:
         found: Any = root if ref.startswith("#") else None
-        try:
-            for part in filter(None, ref[1:].split("/")):
-                key = unquote(part).replace("~1", "/").replace("~0", "~")
-                found = found[int(key) if isinstance(found, list) else key]
-        except (KeyError, TypeError, ValueError, IndexError):
-            found = None
+        for part in filter(None, unquote(ref[1:]).split("/")):
+            key = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, Mapping) else None
         if not isinstance(found, Mapping):
             raise ValueError(f"tool {function['name']}: nothing in its schema is at $ref {ref!r}")
         return found
 
-    def schema(node: Any, within: tuple[str, ...] = ()) -> Any:
+    def schema(node: Any, within: tuple[str, ...] = (), by_name: bool = False) -> Any:
         if next(parts) > MOST_PARTS:
             raise ValueError(f"tool {function['name']}: its schema has over {MOST_PARTS} parts")
         if isinstance(node, list):
             return [schema(one, within) for one in node]
         if not isinstance(node, Mapping):
             return node
+        if by_name:
+            return {name: schema(one, within) for name, one in node.items()}
         rest, ref, all_of = dict(node), node.get("$ref"), node.get("allOf")
-        if isinstance(ref, str):
-            whole = {**target(ref), **{k: v for k, v in rest.items() if k != "$ref"}}
-            if ref not in within:
-                return schema(whole, (*within, ref))
-            return {k: v for k, v in whole.items() if k in ("type", "title", "description")}
         if isinstance(all_of, list) and len(all_of) == 1 and isinstance(all_of[0], Mapping):
             del rest["allOf"]  # as pydantic 1 writes a reference with a description
             return schema({**all_of[0], **rest}, within)
-        if isinstance(rest.get("discriminator"), Mapping):  # it maps to references
-            rest["discriminator"] = {"propertyName": rest["discriminator"].get("propertyName")}
+        if isinstance(ref, str):
+            del rest["$ref"]
+            if ref not in within:
+                return schema({**target(ref), **rest}, (*within, ref))
+            whole = {**target(ref), **rest}
+            return {k: v for k, v in whole.items() if k in ("type", "title", "description")}
         return {
-            key: value
-            if key in _VALUES
-            else {name: schema(one, within) for name, one in value.items()}
-            if key in _BY_NAME and isinstance(value, Mapping)
-            else schema(value, within)
+            key: value if key in _VALUES else schema(value, within, key in _BY_NAME)
             for key, value in rest.items()
-            if key not in ("$defs", "definitions")
+            if key not in _REFERRED
         }
 
     return {**tool, "function": {**function, "parameters": schema(root, ("#",))}}

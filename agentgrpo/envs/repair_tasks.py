@@ -260,13 +260,9 @@ def alter(
     kept: list[str] = []
     altered: dict[str, list[Place]] = {}
     for head, of in failed.items():
-        sets = [
-            max((tests[rank] for tests in of.values()), key=len, default=set()) for rank in (0, 1)
-        ]
-        most = sets[0] or sets[1]
-        if most:
+        rank = 0 if any(tests[0] for tests in of.values()) else 1
+        if most := max((tests[rank] for tests in of.values()), key=len, default=set()):
             kept += sorted(most)
-            rank = 0 if sets[0] else 1
             altered[head] = [place for place, tests in of.items() if tests[rank] >= most]
     return kept, altered
 
