@@ -60,7 +60,8 @@ class ProgramAgent(TextAgent):
             raise ValueError(
                 f"command: expected neither it nor call, as the environment plays itself; {given}"
                 if plays
-                else f"command: either it or call must be given, {given}"
+                else f"command: either it or call must be given, {given}. Remedy where an extended "
+                "config has a command: command = [] and files = []"
             )
         own = self.sandbox != "session"
         for name, value in (("files", self.files), ("sandbox", own)):
@@ -68,7 +69,8 @@ class ProgramAgent(TextAgent):
                 raise ValueError(f"{name}: {getattr(self, name)!r} does nothing without command")
         for path in self.files:
             if not path.exists():
-                raise ValueError(f"files: {path}: no such file or directory in {Path.cwd()}")
+                place = "" if path.is_absolute() else f" in {Path.cwd()}"
+                raise ValueError(f"files: {path}: no such file or directory{place}")
         self.read_calls = self.call_reader(self.parser)
 
     @staticmethod

@@ -60,9 +60,6 @@ def load_config_of(
         value = _value(text)
         if leaf == "kind" and _is_another(name, section, value):
             section.pop("options", None)
-        for other in REPLACES.get(dotted.strip(), ()) if value else ():
-            if ".".join([*parents, other]) not in keys:
-                section.pop(other, None)
         section[leaf] = value
         keys += _leaves(dotted.strip(), value)
     config = validate(kind, table, str(path))
@@ -134,22 +131,14 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _merged(_read(above, seen), table)
 
 
-REPLACES = {
-    "agent.options.call": ("command", "files", "sandbox"), "agent.options.command": ("call",),
-}  # fmt: skip
-"""Settings of an extended file that go where a setting is given that excludes them."""
-
-
 def _merged(base: Mapping[str, Any], table: Mapping[str, Any], name: str = "") -> dict[str, Any]:
     """`table` in `base`, table by table; the options of a kind go where another kind is named."""
     other = "kind" in table and _is_another(name, base, table["kind"])
-    gone = {k for key in table if table[key] for k in REPLACES.get(f"{name}.{key}", ())}
-    made = {k: v for k, v in base.items() if k not in gone and not (other and k == "options")}
+    made = {key: value for key, value in base.items() if not (other and key == "options")}
     for key, value in table.items():
         below = made.get(key)
         both = isinstance(below, dict) and isinstance(value, dict)
-        place = f"{name}.{key}".strip(".")
-        made[key] = _merged(cast(dict[str, Any], below), value, place) if both else value
+        made[key] = _merged(cast(dict[str, Any], below), value, key) if both else value
     return made
 
 

@@ -291,29 +291,3 @@ def test_a_recipes_sections_are_known_for_what_they_are() -> None:
     )
     with pytest.raises(ValueError, match=r"\[flywheel\] is a section of a recipe"):
         load_config("recipe")
-
-
-CALLED = {"call": "a:b", "timeout_s": 120.0}
-
-
-@pytest.mark.parametrize(
-    ("options", "overrides", "expected"),
-    [
-        ('call = "a:b"', [], CALLED),
-        ("", ["agent.options.call=a:b"], CALLED),
-        ('command = ["x"]', ["agent.options.call=a:b"], CALLED),
-        ('call = "a:b"\ncommand = ["x"]', [], {**CALLED, "command": ["x"]}),
-        ("", ["agent.options.call=a:b", 'agent.options.command=["x"]'],
-         {**CALLED, "command": ["x"]}),
-        ('call = "a:b"', ['agent.options.command=["x"]'], {"command": ["x"], "timeout_s": 120.0}),
-        ("call = \"\"", [], {"call": "", "command": ["python", "program.py"],
-                             "files": ["program.py"], "timeout_s": 120.0}),
-    ],
-)  # fmt: skip
-def test_a_call_goes_in_the_place_of_an_extended_files_command(
-    tmp_path: Path, options: str, overrides: list[str], expected: dict[str, Any]
-) -> None:
-    """Both in one file, or in one command line, are left for the agent to refuse."""
-    path = tmp_path / "c.toml"
-    path.write_text(f'extends = "program"\n[agent.options]\n{options}\n')
-    assert load_config(path, overrides).agent.options == expected
