@@ -9,6 +9,7 @@ from packages (docs/repair.md). With --examples: the files that shipped configs 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import tempfile
@@ -25,9 +26,18 @@ from agentgrpo.data.sources import rows_of
 from agentgrpo.envs import repair_tasks
 from agentgrpo.files import require_output
 from agentgrpo.models.models import resolve_model
+from agentgrpo.rewards.answers import accepted_answers
 from agentgrpo.sandbox.doctor import examine
-from agentgrpo.setup.registry import asks_for_pool, checked_options, env_kind, judges, needs_answers
+from agentgrpo.setup.registry import (
+    REWARDS,
+    asks_for_pool,
+    checked_options,
+    env_kind,
+    judges,
+    needs_answers,
+)
 from agentgrpo.setup.settings import as_toml, settings
+from agentgrpo.types import Task
 
 HEAD = """\
 # Made by `agentgrpo init`. What is commented out is at its default; docs/config.md has it all.
@@ -66,11 +76,24 @@ def values_for(
     if data != "env":
         config = _chosen(values, overrides)
         answered = needs_answers(config.reward, judged=judges(config) is not False)
-        count = len(rows_of(config.data, "train", None, answers=answered).rows)
+        count = len(rows := rows_of(config.data, "train", None, answers=answered).rows)
         if count < 2:
             raise ValueError(f"{data}: {count} row; at least 2 are needed, one to be held out")
         values["data.num_heldout"] = min(64, max(1, count // 5))
+        kind = _reward_for(rows) if answered and config.reward.kind == "auto" else "numeric"
+        values |= {"reward.kind": kind} if kind != "numeric" else {}
     return values
+
+
+def _reward_for(tasks: Sequence[Task]) -> str:
+    """The first kind of reward that can read every expected answer."""
+    latex = any("\\" in text for task in tasks for text in accepted_answers(task))
+    for kind in ("choice", "numeric", "math" if latex else "text"):
+        with contextlib.suppress(ValueError):
+            for task in tasks:
+                REWARDS[kind].expected(task)  # type: ignore[attr-defined]
+            return kind
+    return "text"
 
 
 def _chosen(values: Mapping[str, Any], overrides: Sequence[str]) -> TrainConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -80,6 +81,23 @@ def test_init_writes_a_config_that_says_what_it_may_hold(data: Path, tmp_path: P
     assert "agentgrpo train my.toml --dry-run" in text
     assert "# group_size = 8" in text
     assert "# Rollouts per task, at least 2" in text
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "kind"),
+    [
+        ("What is 1+1?", "2", "auto"),
+        ("Which?\nA) red\nB) blue", "B", "choice"),
+        ("What is x?", r"\frac{\pi}{2}", "math"),
+        ("Who?", "Ada Lovelace", "text"),
+    ],
+)
+def test_init_chooses_a_reward_that_reads_the_answers(
+    data: Path, question: str, answer: str, kind: str
+) -> None:
+    data.write_text((json.dumps({"question": question, "answer": answer}) + "\n") * 3)
+    assert init.main(["m/m", "rows.jsonl"]) == 0
+    assert load_config("train.toml").reward.kind == kind
 
 
 @pytest.mark.parametrize(

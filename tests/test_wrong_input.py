@@ -281,6 +281,13 @@ LATE = {
     "train c.toml model=some/nosuch/model": "no such file or directory in {here}",
     'train c.toml agent.kind=program agent.options.command=["python","p.py"] '
     'agent.options.files=["p.py"]': "p.py: no such file or directory in {here}",
+    'train c.toml agent.kind=program agent.options.command=["python","p.py"] '
+    'agent.options.files=["/x/p.py"]': "files: /x/p.py: no such file or directory\n",
+    'train c.toml agent.kind=program agent.options.call=a:b agent.options.command=["x"]': "either "
+    "it or call must be given, got ['x'] and 'a:b'. Remedy where an extended config has a command: "
+    "command = [] and files = []",
+    "train c.toml rollout.template_options.think=false": "no 'think' in the chat template",
+    "train c.toml rollout.max_calls_of.pyton=3": "expected tools (bash, node, python), got 'pyton'",
 }
 
 
@@ -326,6 +333,8 @@ def test_what_is_set_for_a_whole_recipe_is_given_to_all_of_its_parts(place: Path
 
 UNSCORED = [
     ("train reward.kind=numeric", "blue", "no number in the answer 'blue'"),
+    *(("train reward.kind=numeric", answer, f"more than a number in the answer {answer!r}")
+      for answer in ('{"truth": "5", "level": 3}', "[1, 2]", r"2\sqrt{3}", r"\boxed{2\pi}")),
     ("train reward.kind=math", "$$", "there is nothing in the answer '$$'"),
     ("train reward.kind=text", " ", "there is nothing in the answer ' '"),
     ("train reward.kind=text", ["x", None], "or a list of these, got None"),

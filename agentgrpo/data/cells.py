@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -13,7 +15,7 @@ from agentgrpo.programs.messages import ROLES, ChatMessage, Message, Role, named
 
 MISSING = object()
 """The cell of a column or field that a row does not have."""
-PART = re.compile(r"\{([\w.-]+)\}")
+PART = re.compile(r"\{([^{}]+)\}")
 KEYS, NAMES = {"from": "role", "value": "content"}, {**ROLES, "human": "user", "gpt": "assistant"}
 """ShareGPT's keys and roles, and other names of roles."""
 
@@ -21,21 +23,33 @@ KEYS, NAMES = {"from": "role", "value": "content"}, {**ROLES, "human": "user", "
 def cell(row: dict[str, Any], path: str) -> Any:
     """The cell of a column, or within it: `column.field`, `column.0`, `column.-1.field`.
 
-    A field of a list is that of each of its objects. JSON text of an object or list is read.
+    A field of a list is that of each of its objects. Text of an object or list is read, as JSON or
+    Python writes it. `{context} {question}` is a text made of several cells.
     """
-    value: Any = row.get(path, MISSING)
-    if value is MISSING:
-        value = row
-        for name in path.split("."):
-            value = _field(_decoded(value), name)
+    if path in row:
+        return row[path]
+    if PART.search(path):
+        return PART.sub(lambda part: _text(row, part), path)
+    value: Any = row
+    for name in path.split("."):
+        value = _field(_decoded(value), name)
     return value
 
 
+def _text(row: dict[str, Any], part: re.Match[str]) -> str:
+    if part[1] not in row and not re.fullmatch(r"[\w.-]+", part[1]):
+        return part[0]  # such as an example of JSON
+    value = require_cell(row, part[1])
+    if isinstance(value, dict | list):
+        inner = f"{part[1]}.{next(iter(value), '') if isinstance(value, dict) else 0}"
+        raise ValueError(f"column {part[1]!r}: expected text, got {value!r:.80}; name {inner!r}")
+    return str(value)
+
+
 def require_cell(row: dict[str, Any], path: str) -> Any:
-    """As cell(), or a text made of several: `{context} {question}`. ValueError: missing or null."""
-    if path not in row and PART.search(path):
-        return PART.sub(lambda part: str(require_cell(row, part[1])), path)
-    if (value := cell(row, path)) in (MISSING, None):
+    """As cell(). ValueError: missing, null or not a number."""
+    value = cell(row, path)
+    if value is MISSING or value is None or value != value:
         what = "no column" if value is MISSING else "null in column"
         raise ValueError(f"{what} {path!r}; the row has {sorted(_paths(row))}")
     return value
@@ -54,12 +68,13 @@ def _field(value: Any, name: str) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """A value, or the object or list that it is the JSON text of."""
-    try:
-        inner = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
+    """A value, or the object or list that it is the text of."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
-    return inner if isinstance(inner, dict | list) else value
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(value.strip())
+    return value
 
 
 def _paths(row: dict[str, Any]) -> list[str]:
@@ -67,7 +82,8 @@ def _paths(row: dict[str, Any]) -> list[str]:
     paths = []
     for name, value in row.items():
         inner = _decoded(value)
-        inner = inner[0] if isinstance(inner, list) and inner else inner
+        if isinstance(inner, list) and inner and isinstance(inner[0], dict):
+            inner = inner[0]
         paths += [f"{name}.{key}" for key in inner] if isinstance(inner, dict) else [name]
     return paths
 
@@ -86,7 +102,8 @@ def require_plain(answer: Any, column: str) -> None:
 def messages_of(question: Any, column: str, *, drop_last: bool) -> list[Message]:
     """The chat messages of a question. `drop_last`: without the assistant's at its end."""
     said = _decoded(question)
-    if isinstance(question, str) and not re.match(r'\s*\[\s*\{\s*"(role|from)"', question):
+    read = isinstance(said, list) and bool(said) and all(map(_is_message, said))
+    if isinstance(question, str) and not read:
         said = [{"role": "user", "content": question}]
     if not isinstance(said, list) or not said:
         raise ValueError(f"column {column!r}: expected text or messages, got {question!r:.80}")
@@ -102,8 +119,12 @@ def messages_of(question: Any, column: str, *, drop_last: bool) -> list[Message]
     return [*named(messages)]
 
 
+def _is_message(said: Any) -> bool:
+    return isinstance(said, dict) and bool({"role", "from"} & said.keys())
+
+
 def _message(said: Any, where: str) -> Message:
-    if not isinstance(said, dict) or not {"role", "from"} & said.keys():
+    if not _is_message(said):
         raise ValueError(f"{where}: expected {{'role': text, 'content': text}}, got {said!r:.80}")
     given = {KEYS.get(key, key): value for key, value in _without_nulls(said).items()}
     name = str(given.get("role"))

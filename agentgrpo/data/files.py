@@ -55,16 +55,18 @@ def read_tasks(
         name, rows = path.name, _reader(path)(path)
         source = named(path)
     tasks: dict[str, Task] = {}
+    unseen = {*columns} if columns else set()
     for place, number, value in rows:
         try:
             row = _row(value, kept)
+            unseen -= row.keys()
             asked, *others = [require_cell(row, column) for column in needed]
             own = f"{name}:{number}" if id is None else str(others[-1])
             if own in tasks:
                 raise ValueError(f"the id {own!r} appears twice")
             messages = [m.shown() for m in messages_of(asked, question, drop_last=drop_last)]
             if answered:
-                require_plain(cell(row, answer), answer)
+                require_plain(others[0], answer)
             tasks[own] = Task(
                 id=own,
                 messages=tuple(messages),
@@ -75,6 +77,8 @@ def read_tasks(
             raise ValueError(f"{place}:{number}: {error}") from None
     if not tasks:
         raise ValueError(f"{path}: no rows; expected one JSON object a line")
+    if unseen:
+        raise ValueError(f"{path}: data.columns: no row has {sorted(unseen)}")
     return RowTasks(list(tasks.values()), source=source, seed=seed)
 
 

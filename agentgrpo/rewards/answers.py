@@ -50,6 +50,10 @@ SPELLINGS = (
     (re.compile(r"\^\{?-?\d+\}?|[⁰¹³⁴-⁹]"), "²"),  # it is no number, nor is what has it: cm^2, 2^10
 )
 """How LaTeX writes what NUMBER reads."""
+NO_NUMBER = re.compile(
+    r"^\s*[\[{][^,:\]}]*[,:]|\\(?:[dt]?frac|sqrt|pi|infty|log|ln|sin|cos|tan|begin)"
+)
+"""What an expected answer has that is a list, an object or a formula."""
 
 
 Number = Decimal | Fraction
@@ -137,10 +141,13 @@ def expected_numbers(task: Task) -> list[Number]:
     """The number that each of the accepted answers holds."""
     expected: list[Number] = []
     for text in accepted_answers(task):
-        if (number := last_number(text)) is None:
+        last = text.rpartition("####")[2].rpartition("\\boxed")[2]
+        number = last_number(last)
+        if number is None or NO_NUMBER.search(_spelled(last)):
             raise ValueError(
-                f"task {task.id}: no number in the answer {text!r}, and reward.kind = 'numeric' "
-                "compares numbers; 'text' compares texts, 'choice' the letters of options"
+                f"task {task.id}: {'more than a' if number else 'no'} number in the answer "
+                f"{text!r:.400}, and reward.kind = 'numeric' compares numbers; 'math' compares "
+                "formulas, 'text' texts, 'choice' the letters of options"
             )
         expected.append(number)
     return expected
@@ -158,7 +165,7 @@ def same_mathematics(answer: str, wanted: str) -> Comparison:
     """
     if has_open_box(answer):
         return Comparison(wanted_read=True, said_read=False, equal=False)
-    answer, wanted = _plain(answer), _plain(wanted)
+    answer, wanted = (_plain(text).replace("\\$", "") for text in (answer, wanted))
     if not wanted.rstrip(" $}").endswith("*"):
         answer = answer.strip(" \n\t*`")  # Markdown's bold and code
     number, expected = only_number(answer), only_number(wanted)

@@ -17,7 +17,9 @@ NAME = r"([A-Z]|\d\d?)"
 MARK = re.compile(rf"(?<![^\s(\[*_]){NAME}(?:[)\]]|[.:](?=[\s*_]|$))")
 """What an option's text begins with: `A)`, `(A)`, `A.`, `1:`"""
 LABEL = re.compile(rf"(?i:{NAME})(?![\w'\u2019])")
-AFTER = re.compile(r"[\s*_$}>\"`]*(?:$|[)\]},.:;!(]|[-\u2013\u2014=]\s)|\s(?:is|because|since)\b")
+AFTER = re.compile(
+    r"[\s*_$}>\"`]*(?:$|[)\]},.:;!(<\u3001-\uff5e]|[-\u2013\u2014=]\s)|\s(?:is|because|since)\b"
+)
 """What may follow a label; a word would follow another word: `A cat`."""
 ALONE = re.compile(r"[\s*_$})\].:,;!]*$|[)\]]")
 """What may follow a label in lower case."""
@@ -28,12 +30,16 @@ OTHER = re.compile(
 """Another label behind the first, in a list."""
 CUE = re.compile(
     r"\banswer\b(?: (?:to|for|of)\b[^.:\n]{0,80}?(?= is\b))?(?: (?:is|(?:would|must|should) be))?"
-    r"|\bcorrect (?:option|choice|letter)(?: is)?|\b(?:choose|select|pick)\b|\\boxed\s*(?=\{)",
+    r"|\bcorrect (?:option|choice|letter)(?: is)?|\b(?:choose|select|pick)\b|\\boxed\s*(?=\{)"
+    r"|\u7b54\u6848[\u662f\u4e3a\u9009]*",  # the answer is, in Chinese
     re.IGNORECASE,
 )
 OPENING = re.compile(
-    r"(?:[\s:*_$({\[<\"'`]|\\(?:text|math)\w*\s*\{|\b(?:option|choice|letter)\b)*", re.IGNORECASE
+    r"(?:\\(?:text|math)\w*|<answer>|[\W_]|\b(?:option|choice|letter|selected|so|thus|hence|therefore"
+    r"|it(?:['\u2019]s| is)|i (?:think|believe|say)|i(?:['\u2019]d| would) (?:go with|say))\b)*",
+    re.IGNORECASE,
 )
+"""What may precede a label."""
 
 
 def options_of(task: Task) -> dict[str, str]:

@@ -100,6 +100,9 @@ def of_playing(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task]) -> I
         found = f"{held} of {len(asked)} questions hold their expected answer word for word"
         remedy = "another data.question, unless the answer is to be found in it"
         yield Check("answers", 2 * held < len(asked), found, remedy)
+    if (column := _options(tasks)) and config.reward.kind in ("auto", "numeric", "math", "text"):
+        remedy = "show the options in data.question, and reward.kind = 'choice' (docs/agents.md)"
+        yield Check("answers", False, f"each answer is an index of column {column!r}", remedy)
     if isinstance(setup.agent, ProgramAgent):
         yield line("rollouts", f"{turns} in all")
         return
@@ -119,6 +122,15 @@ def of_playing(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task]) -> I
         f"longest prompt{'' if room >= budget else ', so long rollouts are cut'}",
         f"{longest + budget} would hold all",
     )
+
+
+def _options(tasks: Sequence[Task]) -> str:
+    """The column of lists of which every task's answer is an index; "" if there is none."""
+    for column in tasks[0].spec:
+        rows = [(task.spec.get(column), str(task.spec.get("answer"))) for task in tasks]
+        if all(isinstance(o, list) and index in map(str, range(len(o))) for o, index in rows):
+            return column
+    return ""
 
 
 def _model(config: TrainConfig, model: str, *, trained: bool, sampled: bool) -> Iterator[Check]:

@@ -244,6 +244,13 @@ def _check_fit(setup: RunSetup, config: TrainConfig) -> None:
     _check_shown(setup.agent, setup.chat)
     _check_prompt(setup.agent, setup.chat, heldout[0])
     setup.heldout = setup.checked(config, heldout, "data.heldout")
+    limits, tools_of = config.rollout.max_calls_of, getattr(setup.env, "tools", lambda task: ())
+    tools = {tool["function"]["name"] for task in heldout if limits for tool in tools_of(task)}
+    known = sorted(tools | {"python", "bash", "node"})
+    if unknown := sorted(limits.keys() - known):
+        raise ValueError(
+            f"rollout.max_calls_of: expected tools ({', '.join(known)}), got {unknown[0]!r}"
+        )
 
 
 def _require_trainable(config: TrainConfig, model: str) -> None:

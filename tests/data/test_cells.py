@@ -62,6 +62,9 @@ def read(
         ({"m": json.dumps([USER]), "a": 4}, "m", "a", "2+2?", 4),
         ({"q": '[{"a": 1}]', "a": '["b", "a"]'}, "q", "a", '[{"a": 1}]', '["b", "a"]'),
         ({"q": "[]", "a": "{}"}, "q", "a", "[]", "{}"),
+        ({"m": '[{"content": "2+2?", "role": "user"}]', "a": 4}, "m", "a", "2+2?", 4),
+        ({"m": "[{'role': 'user', 'content': '2+2?'}]", "a": 4}, "m", "a", "2+2?", 4),
+        ({"my q": "x", "a": "1"}, 'Q: {my q} as {"x": 1}', "{a}", 'Q: x as {"x": 1}', "1"),
     ],
 )  # fmt: skip
 def test_fields_are_read_by_a_dotted_path(
@@ -73,8 +76,10 @@ def test_fields_are_read_by_a_dotted_path(
 
 def test_columns_keep_what_paths_read(tmp_path: Path) -> None:
     paths: dict[str, Any] = {"answer": "reward_model.ground_truth", "id": "extra_info.index"}
-    (task,) = read(tmp_path, VERL, question="prompt", columns=["x"], **paths)
+    (task,) = read(tmp_path, VERL, question="prompt", columns=[], **paths)
     assert (task.id, task.spec["answer"]) == ("7", "4")
+    with pytest.raises(ValueError, match=r"data\.columns: no row has \['extra'\]"):
+        read(tmp_path, VERL, question="prompt", columns=["extra", "extra_info"], **paths)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +98,10 @@ def test_columns_keep_what_paths_read(tmp_path: Path) -> None:
         ({"question": " ", "answer": "4"}, {}, "message 1: expected text, got"),
         ({"question": {"a": 1}, "answer": "4"}, {}, "expected text or messages, got {'a': 1}"),
         ({"question": ["2+2?"], "answer": "4"}, {}, "message 1: expected {'role': text"),
+        ({"question": "2+2?", "answer": float("nan")}, {}, "null in column 'answer'"),
+        (MMLU, {"question": "{question} {choices}"},
+         "column 'choices': expected text, got ['red', 'blue']; name 'choices.0'"),
+        (VERL, {"question": "{reward_model}"}, "name 'reward_model.ground_truth'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(

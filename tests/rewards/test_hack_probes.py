@@ -140,6 +140,8 @@ MATH = [
     ("-5", "\N{MINUS SIGN}5", 1.0),
     ("It is 10\u00a0000.", "10000", 1.0),
     (r"$10\ 000$", "10 000", 1.0),
+    (r"It costs \$5.", r"\$5", 1.0),
+    (r"\$5", "5", 1.0),
 ]
 
 
@@ -180,9 +182,12 @@ NAMES_D = [
     r"Final Answer: The final answer is $\boxed{D}$. I hope it is correct.",
     *("A) is wrong, B) is wrong.\nThe answer is D", "It is warm there.\n\nD", "Answer:\nD"),
     *("The answer to this question is D", "The answer is A... wait, the answer is D."),
+    *("I think it's D.", "It is D", "I'd go with D", "So D is correct.", "<answer>D</answer>"),
+    *("#### D", "Selected: D", "Answer - D", "\u7b54\u6848\u662fD\u3002", "\u7b54\u6848\uff1aD"),
 ]
 NAMES_NONE = [
     *("d is for dog", "a, of course"),
+    *("The answer is not D", "It is not D", "I don't think it's D", "I think D or A"),
     *("", "A cat", "I think", "a dog", "Dog", "D'oh", "all of them", r"\boxed{D} so \boxed{"),
     *(
         "A B C D",
