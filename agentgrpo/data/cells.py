@@ -107,7 +107,7 @@ def messages_of(question: Any, column: str, *, drop_last: bool) -> list[Message]
         said = [{"role": "user", "content": question}]
     if not isinstance(said, list) or not said:
         raise ValueError(f"column {column!r}: expected text or messages, got {question!r:.80}")
-    messages = [_message(m, f"column {column!r}, message {i + 1}") for i, m in enumerate(said)]
+    messages = [message_of(m, f"column {column!r}, message {i + 1}") for i, m in enumerate(said)]
     while drop_last and messages and messages[-1].role == "assistant":
         messages.pop()
     if not messages or messages[-1].role == "assistant":
@@ -123,7 +123,8 @@ def _is_message(said: Any) -> bool:
     return isinstance(said, dict) and bool({"role", "from"} & said.keys())
 
 
-def _message(said: Any, where: str) -> Message:
+def message_of(said: Any, where: str) -> Message:
+    """One chat message, as people write it. ValueError: it would lose something."""
     if not _is_message(said):
         raise ValueError(f"{where}: expected {{'role': text, 'content': text}}, got {said!r:.80}")
     given = {KEYS.get(key, key): value for key, value in _without_nulls(said).items()}

@@ -29,6 +29,7 @@ import numpy as np
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
+from agentgrpo.data.cells import message_of
 from agentgrpo.data.files import named
 from agentgrpo.files import not_found
 from agentgrpo.learn.updates import plan_updates
@@ -125,6 +126,7 @@ def conversation(
     head, turns = _turns(messages)
     task = Task(id="conversation", messages=tuple(head), spec={})
     shown, tools = agent.messages(task), agent.tools(task)
+    chat.require_shown(shown, tools)
     segments = [_segment(chat.prompt_ids(shown, tools), trained=False)]
     if prefill := agent.prefill(task):
         segments.append(_segment(chat.text_ids(prefill, own=True), trained=False))
@@ -153,7 +155,11 @@ def _turns(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[tuple[str, Told]]]:
     """The messages before the assistant's first; then each of its texts with what follows it."""
+    messages = [message_of(m, f"message {i}").shown() for i, m in enumerate(messages, start=1)]
     roles = [message["role"] for message in messages]
+    for key in ("tool_calls", "reasoning_content"):
+        if any(key in message for message in messages if message["role"] == "assistant"):
+            raise ValueError(f"{key}: expected it in `content`, written as the model writes it")
     if "assistant" not in roles or roles[0] == "assistant":
         raise ValueError(f"expected a prompt and then an assistant message, got roles {roles}")
     first = roles.index("assistant")

@@ -395,7 +395,8 @@ def names_of(
     if not names:
         raise InvalidArgumentException(
             "'tests' use nothing of the answer, so they pass any program: they must call it by its "
-            "name, import it from `solution`, or define check(candidate) beside an `entry_point`"
+            "name, import it from `solution`, or the row must have its `entry_point`, which "
+            "check(candidate) is called with, or which they import from another module"
         )
     entry = entry_point or (next(iter(names)) if len(names) == 1 else "")
     modules = [name for name in known if name not in names]

@@ -78,6 +78,12 @@ def test_S3_14_a_conversation_is_the_rollout_byte_for_byte() -> None:
     assert trained == ["Hm. <code>6*7</code>", "Answer: 42<|im_end|>"]
 
 
+def test_roles_of_other_data_are_read_as_their_own() -> None:
+    said = [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]),
+             "value": m["content"]} for m in PLAYED]  # fmt: skip
+    assert split(conversation(said, CHAT, AGENT)) == split(as_rollout().segments)
+
+
 def test_a_template_that_numbers_messages_is_told_how_many_there_were() -> None:
     chat = ChatTemplate(make_tokenizer(NUMBERED))
     made = conversation([*PLAYED, *PLAYED[2:]], chat, AGENT)
@@ -106,7 +112,13 @@ def test_a_tool_may_answer_within_the_turn() -> None:
             [*PLAYED[:2], {"role": "observation", "content": "x"}, PLAYED[2]],
             "a turn that goes on cannot be followed by a message",
         ),
-        ([{"content": "x"}], "no 'role'"),
+        ([{"content": "x"}], "message 1: expected .'role': text"),
+        ([{"role": "critic", "content": "x"}, PLAYED[3]], ".*cannot begin a conversation"),
+        ([PLAYED[0], {**PLAYED[3], "reasoning_content": "6*7"}], "reasoning_content: expected it"),
+        (
+            [PLAYED[0], {**PLAYED[3], "tool_calls": [{"function": {"name": "f"}}]}],
+            "tool_calls: expected it in `content`",
+        ),
     ],
 )
 def test_conversations_that_take_no_turns_are_refused(
