@@ -5,7 +5,7 @@
 
 The policy is the tests' tiny model, which plays half of its sums as it should, where not said
 otherwise. A fault counts as named where its finding is the doctor's first or second; a sound run
-where it finds nothing, or only that the run is too short to tell.
+where it finds nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ CASES: dict[str, Case] = {
     "cut_turns": Case(("cut short",), ["rollout.max_turns=1"]),
     "cut_tokens": Case(("cut short",), ["rollout.max_turn_tokens=8"]),
     "other_tags": Case(
-        ("wrong form", "no answer", "does not call"),
+        ("never writes what the agent reads", "wrong form", "no answer", "does not call"),
         ["agent.options.open_tag=<run>", "agent.options.close_tag=</run>"],
     ),
     "cold": Case(("rollouts are alike",), ["rollout.temperature=0.02"]),
@@ -187,7 +187,7 @@ CASES: dict[str, Case] = {
     "leaked": Case(("held-out tasks are trained on",), rows="leaked"),
     "repeated": Case(("the same tasks again",), rows="repeated"),
     "few_heldout": Case(
-        ("too little evidence",), ["data.num_heldout=2", "learner.learning_rate=1e-4"]
+        (), ["data.num_heldout=2", "learner.learning_rate=1e-4"]
     ),
     "timed_out": Case(("not trained on",), ["rollout.max_seconds=0.2"]),
     "world_fails": Case(
@@ -218,7 +218,10 @@ CASES: dict[str, Case] = {
     ),
     "bash": Case(("tool calls fail",), ["agent.options.language=bash"]),
     "beta_10": Case(("held back",), ["loss.beta=10", "learner.learning_rate=1e-3"]),
-    "other_prefix": Case(("no answer",), ["agent.options.answer_prefix=The answer is"]),
+    "other_prefix": Case(
+        ("never writes what the agent reads", "no answer"),
+        ["agent.options.answer_prefix=The answer is"],
+    ),
     "small_hides_tools": Case(
         ("does not call",),
         [*SMALL, "agent.options.shots=[]", "agent.options.system_prompt=Use calculate."],
@@ -238,6 +241,45 @@ CASES: dict[str, Case] = {
     "small_turns_cut": Case(
         ("cut short",), [*SMALL, "rollout.max_turn_tokens=10"], base="quickstart"
     ),
+    "rate_3e-3": Case(("moves too much",), ["learner.learning_rate=3e-3"]),
+    "rate_3e-3_long": Case(
+        ("moves too much",), ["learner.learning_rate=3e-3", "steps=8", "eval_every=8", "seed=3"]
+    ),
+    "warmup_50": Case(("does not move",), ["learner.warmup_steps=50"]),
+    "quantile_0.001": Case(("does not move",), ["loss.top_entropy_quantile=0.001"]),
+    "quantile_0.02": Case(("does not move",), ["loss.top_entropy_quantile=0.02"]),
+    "leaked_ids": Case(("held-out tasks are trained on",), rows="leaked_ids"),
+    "repeated_ids": Case(("the same tasks again",), rows="repeated_ids"),
+    "contradicts_ids": Case(("one question, two answers",), rows="contradicts_ids"),
+    "stop_string": Case(("never writes what the agent reads",), ["agent.options.close_tag=</run>"]),
+    "stop_string_neat": Case(
+        ("never writes what the agent reads",), ["agent.options.close_tag=</run>"], model="neat"
+    ),
+    "wrong_gold_few": Case(
+        ("refuses what is agreed on",),
+        ["steps=3", "rollout.tasks_per_step=4", "rollout.group_size=8"],
+        rows="wrong_gold", model="neat",
+    ),
+    "solved_once": Case(
+        ("too easy",), ["eval_every=100", "data.num_heldout=8", "steps=3"], model="neat"
+    ),
+    "sound_seed_4": Case((), ["seed=4"]),
+    "sound_8": Case((), ["seed=5", "rollout.group_size=8", "rollout.tasks_per_step=4", "steps=6"]),
+    "small_rate_3e-3": Case(
+        ("moves too much",), [*SMALL, "learner.learning_rate=3e-3"], base="quickstart"
+    ),
+    "small_quantile": Case(
+        ("does not move",), [*SMALL, "loss.top_entropy_quantile=0.001"], base="quickstart"
+    ),
+    "small_warmup": Case(
+        ("does not move",), [*SMALL, "learner.warmup_steps=50"], base="quickstart"
+    ),
+    "small_stop_string": Case(
+        ("never writes what the agent reads",), [*SMALL, "agent.options.close_tag=</run>"],
+        base="quickstart",
+    ),
+    "small_sound": Case((), [*SMALL, "steps=4", "eval_every=4"], base="quickstart"),
+    "small_sound_tools": Case((), [*SMALL, "steps=4", "eval_every=4"], base="tools"),
     "sound_0": Case(()),
     "sound_1": Case((), ["seed=1", "steps=10"]),
     "sound_world": Case((), [f"env.kind={HERE}:Worlds"]),
@@ -257,11 +299,15 @@ def rows_of(case: Case, heldout: bool) -> list[dict[str, Any]]:
             for task in tasks
         ]
     mine = rows[:24] if heldout else rows[24:]
+    if case.rows.endswith("_ids"):
+        kind = replace(case, rows=case.rows.removesuffix("_ids"))
+        rows = rows_of(kind, heldout) * (1 if heldout else 2)
+        return [{**row, "index": 1000 * heldout + i} for i, row in enumerate(rows)]
     match case.rows:
         case "leaked":
             return rows[:24] if heldout else rows[:48]
         case "repeated" if not heldout:
-            return mine[:2]
+            return mine[:2] * 10
         case "impossible":
             return [{**row, "answer": str(-7 - int(row["answer"]))} for row in mine]
         case "wrong_gold" if not heldout:
@@ -336,7 +382,7 @@ def verdict(name: str, folder: Path) -> tuple[bool, list[str]]:
     found = [*diagnose(History(folder / name / "run"))]
     named = CASES[name].named
     if not named:
-        return found in ([], ["too little evidence"]), found
+        return not found, found
     return any(finding in named for finding in found[:2]), found
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -36,13 +36,14 @@ class Seen:
         return self.place[name] if name in self.place else getattr(self.rollout, name)
 
     @property
-    def question(self) -> str:
-        return "\n".join(str(message.get("content")) for message in self.task.messages)
+    def prompt(self) -> bytes:
+        """The ids that the policy is given first."""
+        return self.all_segments[0].token_ids.tobytes() if self.all_segments else b""
 
     @property
-    def row(self) -> tuple[str, str]:
-        """What was asked, and what else its row has."""
-        return self.question, str(self.task.spec)
+    def row(self) -> tuple[bytes, str]:
+        """The prompt, and the columns that the policy is not shown."""
+        return self.prompt, str(self.task.spec)
 
     @property
     def expected(self) -> Any:
@@ -109,15 +110,17 @@ class History:
         sound = (seen for seen in self.train if seen.in_baseline)
         self.groups = [list(group) for _, group in groupby(sound, lambda s: (s.step, s.group))]
         self.early_groups = [group for group in self.groups if group[0].step <= steps[third - 1]]
-        self.asked = Counter(group[0].row for group in self.groups)
+        prompts, tasks = ({getattr(s, of) for s in self.heldout} for of in ("prompt", "row"))
+        self._apart = 8 * len(prompts) >= len(tasks)
+        self.asked = Counter(self.question(group[0]) for group in self.groups)
 
         # of the training tasks: solved in the first step, in the last ones
         self.judges = any(seen.solved is not None for seen in self.train)
         """Whether reward or environment say what is solved."""
         self.top = max((seen.judged for seen in self.train), default=0.0)
         self.base, self.end = (mean(map(self.paid, part)) for part in (first, self.late))
-        tasks = len({(seen.step, seen.group) for seen in self.late}) or 1
-        self.at_least, _ = wilson(round(self.end * tasks), tasks)
+        groups = len({(seen.step, seen.group) for seen in self.late}) or 1
+        self.at_least, _ = wilson(round(self.end * groups), groups)
         self.gained, self.gained_by = gain(self.paid, early, self.late)
         self.rose, self.rose_by = gain(lambda seen: seen.reward, early, self.late)
         self.acting = self.late if self.end > 0.05 else self.train
@@ -132,14 +135,13 @@ class History:
         self.change = change if self.solved else "not said"
         self.greedier = before - self.base
         """How much more the first policy solves as it is evaluated than as it is sampled."""
-        low, self.at_most = (
-            wilson(round(after * self.tasks), self.tasks) if self.solved else (0.0, 1.0)
-        )
+        count = round(after * self.tasks)
+        low, self.at_most = wilson(count, self.tasks) if self.solved else (0.0, 1.0)
         likely = low <= (round(before * self.tasks) + 1) / (self.tasks + 2) <= self.at_most
         self.learned = 0.0 if likely else after - before
         """By how much the share rose; 0: within what chance makes of the first."""
-        self.sank = self.learned < -0.15
-        self.sank |= self.gained < -0.15 and self.gained_by < -3 and self.rose < 0
+        sure = len(self.solved) > 1 or self.gained_by < -3
+        self.sank = sure and (self.learned if len(self.solved) > 1 else self.gained) < -0.15
         self.unsolved = (1 - 0.5 * self.end * self.judges) * (0.5 if self.learned > 0 else 1.0)
         """From 1 to 1/4, the less the more of the last rollouts solve and if the run learns."""
 
@@ -153,14 +155,20 @@ class History:
         self.pushed = self.number("loss.beta") > 0 or any(seen.moves for seen in self.train)
         """Whether there was a gradient: if not, other findings say why."""
         nats = self.metric("entropy_mean")
-        third = max(1, len(nats) // 3)
         self.nats = mean(nats[:third]), mean(nats[-third:])
         self.rate = max(self.metric("learning_rate"), default=0.0)
+        self.quantile = self.number("loss.top_entropy_quantile", 1.0)
+        self.tokens = sum(self.metric("num_tokens")) / (len(self.train) or 1) or inf  # of a rollout
+        self.norm = median(self.metric("grad_norm") or [nan])
         self.kl, self.gap = mean(self.metric("approx_kl")), mean(self.metric("mismatch_kl"))
         self.noise = mean(self.metric("sampler_gap_mean"))
         self.clipped = sum(mean(self.metric(f"clip_{side}_fraction")) for side in ("low", "high"))
         self.penalty = self.number("loss.beta") * mean(self.metric("ref_kl"))
         self.temperature = self.number("rollout.temperature", 1.0)
+
+    def question(self, seen: Seen) -> Any:
+        """What makes two tasks one: the prompt; the row, where many rows have the same prompt."""
+        return seen.prompt if self._apart else seen.row
 
     def paid(self, seen: Seen) -> bool:
         """Whether it was found right, as far as anything says so."""
@@ -168,13 +176,14 @@ class History:
 
     @property
     def moved(self) -> float:
-        """By how many nats a token of held-out turns became likelier or less; nan: who knows."""
+        """The relative change of held-out turns' log-probabilities; nan: evaluated once."""
         turns: dict[int, dict[Any, float]] = {}
         for seen in self.heldout:
             for first in [s.logprobs for s in seen.all_segments if s.sampled][:1]:
                 turns.setdefault(seen.step, {})[seen.row] = float(first.mean())
         then, now = (turns[min(turns)], turns[max(turns)]) if len(turns) > 1 else ({}, {})
-        apart = [abs(then[row] - now[row]) for row in then.keys() & now.keys()]
+        noise = 500 * self.noise + 1e-9  # a change as large as the sampler's gap is no change
+        apart = [abs(was - now[row]) / (noise - was) for row, was in then.items() if row in now]
         return median(apart) if apart else nan
 
     def metric(self, name: str) -> list[float]:
@@ -184,6 +193,16 @@ class History:
     def number(self, key: str, default: float = 0.0) -> float:
         """A setting."""
         return default if (value := self.config.get(key)) is None else float(value)
+
+    @property
+    def unwritten(self) -> str:
+        """Tags and prefixes that are set for the agent and that no rollout has."""
+        known, options = self._tokenizer, ("open_tag", "close_tag", "answer_prefix")
+        keys = [key for name in options if self.config.get(key := f"agent.options.{name}")]
+        parts = [s for r in self.train for s in r.all_segments if keys and s.sampled]
+        text = "\n".join(known.decode_batch([s.token_ids.tolist() for s in parts])) if known else ""
+        lacks = [key for key in keys if text and self.config[key] not in text]
+        return ", ".join(f"{key} = {self.config[key]!r}" for key in lacks)
 
     def text(self, seen: Seen, *, sampled: bool = True) -> str:
         """The last that was sampled, or shown after the prompt; "" where no tokenizer is found."""
@@ -214,8 +233,11 @@ def mean(values: Iterable[float]) -> float:
 def gain(
     of: Callable[[Seen], float], before: Sequence[Seen], after: Sequence[Seen]
 ) -> tuple[float, float]:
-    """How much more of it there is after on average, and that in standard errors."""
-    a, b = (np.array([of(seen) for seen in part], float) for part in (before, after))
+    """How much more of it there is after on average, and that in standard errors of tasks."""
+    a, b = (
+        np.array([mean(map(of, group)) for _, group in groupby(part, lambda s: (s.step, s.group))])
+        for part in (before, after)
+    )
     if not len(a) or not len(b):
         return 0.0, 0.0
     more = float(b.mean() - a.mean())

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from agentgrpo import cli
 from agentgrpo.diagnosis.doctor import CHECKS, CUT, diagnose, report
@@ -35,7 +37,7 @@ def played(step: int, group: int, index: int, rng: random.Random, moved: float =
     answer = str(gold if right else gold + rng.randint(1, 4))
     said, logprobs = ids(gold, int(answer), 3), np.full(3, -0.5 - moved, np.float32)
     task = Task(
-        id=f"{step}/{group}", messages=({"role": "user", "content": f"{gold}?"},),
+        id=f"{step}/{group}", messages=({"role": "user", "content": f"{gold - 1} + 1?"},),
         spec={"answer": gold},
     )  # fmt: skip
     return Rollout(
@@ -56,12 +58,14 @@ def nothing(r: Rollout, step: int, index: int) -> None:
 def write(
     folder: Path, change: Change = nothing, *, numbers: Any = lambda step: {},
     moved: float = 0.2, solved: tuple[float | None, ...] = (0.3, 0.9), heldout: int = 40,
-    **settings: Any,
+    steps: int = STEPS, **settings: Any,
 ) -> Path:  # fmt: skip
-    """A run's folder with six steps, each rollout as `change` leaves it."""
-    config = a_config(f"steps={STEPS}", *(f"{k}={v}" for k, v in settings.items()))
+    """A run's folder, each rollout as `change` leaves it."""
+    config = a_config(f"steps={steps}", *(f"{k}={v}" for k, v in settings.items()))
     rng, log = random.Random(0), RunLog(folder)
     log.write_run_json(config=config.model_dump(mode="json"))
+    (tokenizer := folder / "checkpoints/step_0/tokenizer.json").parent.mkdir(parents=True)
+    Tokenizer(WordLevel({f"<{i}>": i for i in range(700)})).save(str(tokenizer))
 
     def evaluate(step: int, share: float | None, moved: float) -> None:
         groups = []
@@ -74,7 +78,7 @@ def write(
         log.write(step, eval={"rollouts": float(heldout)} | said, time={})
 
     evaluate(0, solved[0], 0.0)
-    for step in range(STEPS):
+    for step in range(steps):
         groups = []
         for g in range(TASKS):
             rollouts = [played(step, g, i, rng) for i in range(SIZE)]
@@ -87,7 +91,7 @@ def write(
         learner |= {"entropy_mean": 0.5, "sampler_gap_mean": 1e-6} | numbers(step)
         log.write(step, rollout={}, learner=learner, engine={}, time={})
     for share in solved[1:]:
-        evaluate(STEPS, share, moved)
+        evaluate(steps, share, moved)
     return folder
 
 
@@ -124,6 +128,7 @@ def asks(said: Callable[[Rollout, int], object], **fields: Any) -> Change:
     def change(r: Rollout, step: int, index: int) -> None:
         messages = ({"role": "user", "content": str(said(r, step))},)
         r.task = replace(r.task, messages=messages, **fields)
+        r.segments[0] = Segment(ids(*str(said(r, step)).encode()))
 
     return change
 
@@ -171,24 +176,24 @@ def rises(step: int) -> dict[str, float]:
 
 
 FLAT: dict[str, Any] = {"solved": (0.3, 0.3)}
-HIDDEN = "def check(candidate):\n    assert candidate(1) == 2"
 FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
-    "passes any program": (
-        asks(lambda r, s: r.task.id, spec={"answer": 1, "tests": "assert 1"}),
-        {"env.kind": "unit_tests"}),
-    "passes any program: paid without what is tested": (
-        asks(lambda r, s: r.task.id, spec={"answer": 1, "tests": HIDDEN, "entry_point": "f"}),
-        {"env.kind": "unit_tests"}),
     "machine or code fails": (set_to(1, status=Status.INFRA_ERROR, error="x"), {}),
     "not trained on": (set_to(2, status=Status.TIMED_OUT, treatment=Treatment.DROP), FLAT),
     "does not move": (nothing, {"moved": 1e-5, **FLAT}),
     "does not move: evaluated once": (
         nothing, {"solved": (0.3,), "learner.learning_rate": 1e-9}),
+    "does not move: learner.warmup_steps": (
+        nothing, {"learner.warmup_steps": 50, "moved": 0.01, **FLAT}),
+    "does not move: loss.top_entropy_quantile": (
+        nothing, {"loss.top_entropy_quantile": 0.1, "moved": 0.01, **FLAT,
+                  "numbers": lambda s: {"grad_norm": 0.004, "num_tokens": 300.0}}),
     "reward not the same twice": (same_reward, FLAT),
     "refuses what is right": (rewarded(lambda r, s, i: float(not right(r) and i == 0)), FLAT),
     "pays what is wrong": (rewarded(lambda r, s, i: float(i < 3)), FLAT),
     "moves too much": (rewarded(lambda r, s, i: float(right(r) and s < 2)), {"solved": (0.6, 0.1)}),
     "moves too much: held-out tasks alone": (solves(2), {"solved": (1.0, 0.67), "heldout": 24}),
+    "moves too much: before its symptoms": (
+        set_to(answer=None), {"learner.learning_rate": 3e-3, **FLAT}),
     "sampled too hot": (nothing, {"rollout.temperature": 2.0, "solved": (0.9, 0.9)}),
     "environment not the same twice": (shown(lambda i: ids(7, i)), {}),
     "one question, two answers": (asks(lambda r, s: r.task.id[-1]), {}),
@@ -196,6 +201,11 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
                            {"rollout.temperature": 0.1, **FLAT}),
     "pays something else": (rewarded(lambda r, s, i: 0.0 if right(r) else 2.0, "long"), FLAT),
     "too easy": (solves(6), {"solved": (1.0, 1.0)}),
+    "too easy: nearly": (
+        lambda r, s, i: solves(6 if int(r.task.id[-1]) % 3 else 5)(r, s, i),
+        {"solved": (0.97, 0.97)}),
+    "never writes what the agent reads": (
+        solves(2, set_to(answer=None)), {"agent.options.close_tag": "</run>", **FLAT}),
     "does not call": (solves(2, counted(tool_calls=0.0)), FLAT),
     "cut short": (lambda r, s, i: setattr(r, "status", CUT[i % 3]), FLAT),
     "cut short: at first, then it guesses": (cut_at_first(0), FLAT),
@@ -206,9 +216,16 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "tool calls fail": (counted(tool_errors=1.0), FLAT),
     "tool answers are cut": (solves(2, counted(cut_answers=1.0)), FLAT),
     "refuses what is agreed on": (wrong_gold, FLAT),
+    "refuses what is agreed on: few groups": (
+        lambda r, s, i: wrong_gold(r, s, i) if s < 2 else set_to(answer=None)(r, s, i), FLAT),
     "exploits the reward": (solves(2, rewarded(lambda r, s, i: 0.1 * s, "long")),
                             {"solved": (0.3, 0.2)}),
     "held-out tasks are trained on": (asks(lambda r, s: r.task.id[-1], spec={}), {}),
+    "held-out tasks are trained on: an id column": (
+        lambda r, s, i: asks(
+            lambda r, s: r.task.id[-1], spec={"answer": 1, "index": r.task.id})(r, s, i), {}),
+    "held-out tasks are trained on: an id column and no answer": (
+        lambda r, s, i: asks(lambda r, s: r.task.id[-1], spec={"row_id": r.task.id})(r, s, i), {}),
     "held-out tasks are others": (solves(5), {"solved": (0.1, 0.1)}),
     "off-policy": (nothing, {"numbers": lambda s: {"clip_high_fraction": 0.5}}),
     "held back": (solves(2), {"numbers": lambda s: {"ref_kl": 0.02}, "loss.beta": 10.0, **FLAT}),
@@ -220,7 +237,6 @@ FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
     "the same tasks again": (asks(lambda r, s: s < 0, spec={}), {}),
     "too hard": (solves(0, rewarded(lambda r, s, i: 0.1 * (i % 2), "format")), FLAT),
     "no signal": (solves(0, rewarded(lambda r, s, i: 0.1 * (s == 0), "format")), FLAT),
-    "too little evidence": (nothing, {"heldout": 4, "solved": (0.25, 0.5)}),
 }  # fmt: skip
 """Finding, with what is special: what is wrong with every rollout, and with the run."""
 
@@ -242,21 +258,29 @@ def taught(r: Rollout, step: int, index: int) -> None:
         ]
 
 
-def writes_f(r: Rollout, step: int, index: int) -> None:
-    """A program for hidden tests, right as often as its number was."""
-    asks(lambda r, s: r.task.id, spec={"tests": HIDDEN, "entry_point": "f"})(r, step, index)
-    r.answer = f"def f(x): return {r.answer}"
+def guesses(r: Rollout, step: int, index: int) -> None:
+    """Tasks that differ only in a column that the policy is not shown."""
+    asks(lambda r, s: "Guess.", spec={"number": r.task.id})(r, step, index)
 
 
 SOUND: dict[str, tuple[Change, dict[str, Any]]] = {
     "all right": (nothing, {}),
-    "has hidden tests": (writes_f, {"env.kind": "unit_tests"}),
     "errs where it agrees less": (errs, FLAT),
     "agrees on what is wrong, and learns": (wrong_gold, {"solved": (0.1, 0.7), "heldout": 64}),
     "fewer by chance": (solves(2), {"solved": (0.6, 0.4), "heldout": 20}),
     "harder held-out tasks by chance": (solves(4), {"solved": (0.4, 0.4)}),
     "is cut at first, then solves": (cut_at_first(3), {}),
     "more entropy without a bonus": (solves(2), {"numbers": rises, **FLAT}),
+    "writes what the agent reads": (solves(2), {"agent.options.close_tag": "<3>", **FLAT}),
+    "solves without what the agent reads": (
+        solves(4),
+        {"agent.options.close_tag": "</run>", "solved": (0.7, 0.7)},
+    ),
+    "pays more in four steps, held-out less": (
+        solves(2, rewarded(lambda r, s, i: 0.1 * s, "long")),
+        {"solved": (0.3, 0.2), "steps": 4},
+    ),
+    "one prompt, hidden numbers to guess": (guesses, {}),
     "needs no call": (solves(2, counted(tool_calls=0.0)), {"solved": (0.7, 0.7)}),
     "nobody says what is solved": (
         lambda r, s, i: r.rewards.update(mine=r.rewards.pop("answer")),
@@ -270,8 +294,19 @@ SOUND: dict[str, tuple[Change, dict[str, Any]]] = {
 def test_a_sound_run_has_nothing_wrong(name: str, tmp_path: Path) -> None:
     change, how = SOUND[name]
     found = diagnose(History(write(tmp_path, change, **how)))
-    assert [*found] in ([], ["too little evidence"])
-    assert "Nothing wrong was found" in report(tmp_path)
+    assert not found
+    lines = report(tmp_path).splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith("Nothing wrong was found")
+
+
+def test_a_symptom_is_left_out_where_a_surer_finding_explains_it(tmp_path: Path) -> None:
+    write(tmp_path / "symptoms", solves(0), **FLAT)
+    assert [*diagnose(History(tmp_path / "symptoms"))] == ["no signal", "too hard"]
+    change = solves(0, rewarded(lambda r, s, i: 0.1 * (i % 2), "format"))
+    fast: dict[str, Any] = {"learner.learning_rate": 3e-3, **FLAT}
+    write(tmp_path / "both", change, **fast)
+    assert [*diagnose(History(tmp_path / "both"))] == ["moves too much"]
 
 
 SAYS = {"pays something else": "by 'long' (", "cut short": "(72 of 72)"}
