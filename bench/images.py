@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from agentgrpo.sandbox import Limits, SandboxPool, Session, Template
+from agentgrpo.sandbox.forks import Fork, fork
 from agentgrpo.sandbox.images import Image, add_image, layer_name, new_layer, set_bytes
 from agentgrpo.sandbox.program import Program
 from agentgrpo.sandbox.snapshots import remove
@@ -122,6 +123,42 @@ def bench_snapshots(pool: SandboxPool, repeats: int) -> None:
             remove(snapshot)
 
 
+def bench_branches(pool: SandboxPool, repeats: int) -> None:
+    """A branch behind so many commands: from a copy of the session, and by repeating them. The copy
+    is exact, the repetition is not. Both alternate, as other programs may run.
+    """
+    show = "cat /root/f*; echo $x"
+    for count in (1, 5, 20):
+        commands = [f"x=$RANDOM; echo $x$RANDOM > /root/f{i}" for i in range(count)]
+        copied, repeated = [], []
+        for _ in range(repeats):
+            held: list[Session] = []
+            copies: list[Fork] = []
+
+            def copy(h: list[Session] = held, c: list[Fork] = copies) -> None:
+                made = fork(h[0], pool)
+                assert made is not None
+                c.append(made)
+                h.append(pool.acquire(made.image))
+                assert made.restore(h[-1])
+
+            def repeat(h: list[Session] = held, texts: list[str] = commands) -> None:
+                h.append(pool.acquire())
+                for text in texts:
+                    h[-1].step(text)
+
+            repeat()
+            copied.append(span(copy))
+            repeated.append(span(repeat))
+            parent, branch, other = (session.step(show).stdout for session in held)
+            assert parent == branch != other
+            for session in held:
+                session.close()
+            copies[0].close()
+        row("branch from a copy of the session", copied, commands=count)
+        row("branch by repeating the commands", repeated, commands=count)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("source")
@@ -141,6 +178,7 @@ def main() -> None:
         "files": lambda: bench_files(pool, n // 3),
         "depth": lambda: bench_depth(pool, image, n),
         "snapshots": lambda: bench_snapshots(pool, n),
+        "branches": lambda: bench_branches(pool, n),
     }
     with plain, pool:
         for name, bench in benches.items():
