@@ -286,7 +286,7 @@ LATE = {
     'train c.toml agent.kind=program agent.options.call=a:b agent.options.command=["x"]': "either "
     "it or call must be given, got ['x'] and 'a:b'. Remedy where an extended config has a command: "
     "command = [] and files = []",
-    "train c.toml rollout.template_options.think=false": "no 'think' in the chat template",
+    "train c.toml rollout.template_options.think=false": "no 'think' in the model's chat",
     "train c.toml rollout.max_calls_of.pyton=3": "expected tools (bash, node, python), got 'pyton'",
 }
 

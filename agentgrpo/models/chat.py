@@ -82,7 +82,10 @@ class ChatTemplate:
         self._options = dict(options or {})
         for name in self._options:
             if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-                raise ValueError(f"rollout.template_options: no {name!r} in the chat template")
+                raise ValueError(
+                    f"rollout.template_options: no {name!r} in the model's chat template; "
+                    "remedy: rollout.template_options={}"
+                )
         self._encoder = TextEncoder(tokenizer)
         self._inner: frozenset[str] = frozenset()
         self._generation_config = dict(generation_config)

@@ -228,10 +228,6 @@ def require_names(config: TrainConfig) -> None:
     need = f"another agent.kind than {agent!r}, which plays its own turns"
     forbid_unused(config, [(unread, need, lambda _: False)])
     reward_kind(config.reward, judged=bool(judges(config)))
-    settings = "" if ":" in config.env.kind else config.model_dump_json(exclude={"endpoints"})
-    for name in config.endpoints:
-        if settings and f'"{name}"' not in settings and f':{name}"' not in settings:
-            raise ValueError(f"endpoints.{name}: expected a setting that names it, got none")
     for name in config.reward.functions:
         reward_function(name)
     if host_tools_of(config.sandbox) and "host_tools" not in parameters_of(
