@@ -25,6 +25,7 @@ COMMANDS = {
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
     ),
+    "harbor": ("agentgrpo.envs.harbor_check", "check task folders in Harbor's form"),
     "doctor": (
         "agentgrpo.machine.doctor",
         "can this machine train; with a run's folder: why does it not learn",

@@ -4,7 +4,8 @@ The data is one JSON object a line with a question and its answer, or Parquet, o
 datasets' save_to_disk wrote, or a dataset of the Hugging Face hub (owner/name; data.subset=NAME and
 data.split=NAME say which part). Some of its rows are held out, to see whether the policy learns.
 `env` instead of data: the tasks of an environment that has its own (env.kind); --repair: tasks made
-from packages (docs/repair.md). With --examples: the files that shipped configs expect of you.
+from packages (docs/repair.md); --harbor: task folders in Harbor's form
+(docs/harbor.md). With --examples: the files that shipped configs expect of you.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import load_config
 from agentgrpo.data.files import is_from_hub
 from agentgrpo.data.sources import rows_of
-from agentgrpo.envs import repair_tasks
+from agentgrpo.envs import harbor_tasks, repair_tasks
 from agentgrpo.files import require_output
 from agentgrpo.models.models import resolve_model
 from agentgrpo.rewards.answers import accepted_answers
@@ -158,12 +159,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repair", action="append", metavar="PACKAGE", help="or a folder")
     parser.add_argument("--tasks", type=int, default=50, help="of each kind from each package")
     parser.add_argument("--show", default="test", choices=repair_tasks.WANTED, help="of them")
+    parser.add_argument(
+        "--harbor", action="append", metavar="FOLDER", help="task folders in Harbor's form"
+    )
+    parser.add_argument("--network", action="store_true", help="images are built with the network")
     parser.add_argument("--question", default="question", help="column of the question")
     parser.add_argument("--answer", default="answer", help="column of the expected answer")
     args = parser.parse_intermixed_args(arguments)
-    if args.repair and args.data:
+    if (args.repair or args.harbor) and args.data:
         args.overrides.insert(0, args.data)
-    if args.examples is None and (args.model is None or not (args.data or args.repair)):
+    if args.examples is None and (
+        args.model is None or not (args.data or args.repair or args.harbor)
+    ):
         parser.error("the following arguments are required: model, data")
     try:
         if args.examples is not None:
@@ -176,6 +183,9 @@ def main(arguments: list[str]) -> int:
             resolve_model(args.model)
         if args.repair:
             args.data, *more = repair_tasks.write(args.repair, args.output, args.tasks, args.show)
+            args.overrides[:0] = more
+        if args.harbor:
+            args.data, *more = harbor_tasks.write(args.harbor, args.output, network=args.network)
             args.overrides[:0] = more
         values = values_for(
             args.model, args.data, args.overrides, question=args.question, answer=args.answer,

@@ -379,7 +379,9 @@ def test_a_task_that_both_judge_needs_different_names() -> None:
 @pytest.mark.parametrize("kind", [*ENVIRONMENTS, "auto"])
 def test_the_sandbox_is_opened_for_environments_that_run_code_and_for_no_other(kind: str) -> None:
     """An environment that held on to a pool it does not ask for would find none."""
-    runs_code = {"python", "console", "unit_tests", "repair", "tagged", "reasoning_gym", "auto"}
+    runs_code = {
+        *("python", "console", "unit_tests", "repair", "harbor", "tagged", "reasoning_gym", "auto"),
+    }
     assert asks_for_pool(config({"kind": "code"}, {"kind": kind})) == (kind in runs_code)
 
 

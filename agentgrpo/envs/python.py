@@ -133,6 +133,7 @@ class PythonEpisode(SandboxEpisode):
     """One rollout's interpreters."""
 
     directory: str | None = None  # where those besides Python's start; None: at home
+    restarted = RESTARTED
 
     def __init__(self, env: PythonEnv, task: Task) -> None:
         super().__init__(env.pool, env.host_tools)
@@ -149,7 +150,7 @@ class PythonEpisode(SandboxEpisode):
         counts = self._used(result)
         text = render(result) + self._diverged
         if result.state_lost and not self._env.stateless:
-            text += f"\n{RESTARTED}"
+            text += f"\n{self.restarted}"
         if self._env.stateless or (result.state_lost and action.language not in self._contexts):
             self.close()
         elif result.state_lost:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shlex
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
-from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation, Schema
+from agentgrpo.actions import InfrastructureError, Schema
 from agentgrpo.envs.console import ConsoleEpisode
 from agentgrpo.envs.graded import partial_credit
-from agentgrpo.envs.python import PythonEnv, PythonEpisode, SandboxEpisode, as_infra_error
+from agentgrpo.envs.python import PythonEnv, SandboxEpisode, as_infra_error
 from agentgrpo.envs.repair_judge import REPO, Answer, Tree, answer_in, judge, patch, prepare, put
-from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
-from agentgrpo.sandbox import HostTools, SandboxInfraError, SandboxPool, Session
-from agentgrpo.sandbox.program import Program
+from agentgrpo.envs.shell_tools import ShellEpisode
+from agentgrpo.sandbox import HostTools, SandboxPool, Session
 from agentgrpo.types import Task
 
 VERDICT_S = 30.0  # of a processor, for the tests of an answer
-MOST_SHOWN = 6000  # bytes of what a tool answers
 
 
 class RepairEnv(PythonEnv):
@@ -139,57 +136,18 @@ class RepairConsole(Repairing, ConsoleEpisode):
     """At a console."""
 
 
-class RepairEpisode(Repairing, PythonEpisode):
+class RepairEpisode(Repairing, ShellEpisode):
     """By code or tools, in any order."""
 
     directory = REPO
-
-    def step(self, action: Action) -> Observation:
-        if not isinstance(action, CallTools):
-            return super().step(action)
-        if self._session is None:
-            with as_infra_error():
-                self._begin()
-        return observed([self.toolset().call(call) for call in calls_of(action)])
+    searched = "--include='*.py'"
 
     def changed(self) -> str:
         """What it has made of the broken files, as the answer of a program that plays in it."""
         return json.dumps(answer_in(self._session, self._broken()))
 
-    def toolset(self) -> Toolset:
-        """Its tools."""
-        return Toolset([Tool(f) for f in (self.read, self.search, self.replace, self.run_tests)])
-
-    def _shell(self, command: str) -> str:
-        session, timeout_s = self._session, self._env.timeout_s
-        try:
-            program = Program(
-                session.channels, ["/bin/bash", "-c", command], directory=REPO, output_max=4 << 20,
-                env=session.places.environment(self._pool.template),
-            )  # fmt: skip
-            with contextlib.closing(program):
-                program.close_stdin()
-                late = "" if program.wait(timeout_s) else f"\nstill running after {timeout_s:g} s"
-                return program.stdout[-MOST_SHOWN:].decode("utf-8", "replace") + late
-        except SandboxInfraError as error:
-            raise InfrastructureError(str(error)) from error
-
-    def read(self, path: str, first: int = 1, last: int = 200) -> str:
-        """Lines of a file of the repository, from the first to the last, with their numbers."""
-        return self._shell(f"nl -ba -- {shlex.quote(path)} 2>&1 | sed -n {first},{last}p")
-
-    def search(self, pattern: str) -> str:
-        """Lines of the repository's Python files that match a pattern of grep -E."""
-        return self._shell(f"grep -rnE --include='*.py' -e {shlex.quote(pattern)} . |& head -60")
-
-    def replace(self, path: str, old: str, new: str) -> str:
-        """Replace a text that stands in a file of the repository exactly once."""
-        with contextlib.closing(self._session.files()) as files:
-            text = files.read(f"{REPO}/{path}")
-            if text.count(old) != 1:
-                raise ValueError(f"the text stands there {text.count(old)} times")
-            files.write(f"{REPO}/{path}", text.replace(old, new))
-        return "replaced"
+    def functions(self) -> list[Callable[..., str]]:
+        return [*super().functions(), self.run_tests]
 
     def run_tests(self, tests: str = "") -> str:
         """Run tests by pytest: files or names as it takes them; all if none is named."""

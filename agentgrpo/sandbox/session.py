@@ -31,7 +31,7 @@ from agentgrpo.sandbox.outcome import (
     show_output,
 )
 from agentgrpo.sandbox.result import CLOSED, StepError, StepResult, StepStatus
-from agentgrpo.sandbox.snapshots import take
+from agentgrpo.sandbox.snapshots import Keep, take
 from agentgrpo.sandbox.template import check_environment
 
 MIB = 1 << 20
@@ -465,10 +465,10 @@ class Session(ProcessBound):
             root.close()
         return Files(root, self._channels)
 
-    def snapshot(self, name: str | None = None) -> Image:
+    def snapshot(self, name: str | None = None, *, keep: Keep | None = None) -> Image:
         """Copy what it has changed of its image's files. The session goes on. Until the pool is
         closed, pool.acquire(snapshot) starts others from the copy; one with a name is an image of
-        the store from then on. Processes are not copied.
+        the store from then on. Processes are not copied. keep: which entries; None: all.
 
         Raises:
             NotSupportedException: it has no image.
@@ -481,7 +481,7 @@ class Session(ProcessBound):
                 "snapshot(): the session has no image (Template(image=...))"
             )
         with self._channels.borrowed() as channels:
-            snapshot = take(channels.upper, image, self.limits, channels.owner, name)
+            snapshot = take(channels.upper, image, self.limits, channels.owner, name, keep)
         self._snapshots.append(snapshot)
         return snapshot
 

@@ -11,13 +11,26 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from enum import Enum
 
 from agentgrpo.sandbox.errors import InvalidArgumentException, SandboxException
 from agentgrpo.sandbox.images import Image, layer_name, new_layer, save_image, set_bytes, store_dir
 from agentgrpo.sandbox.layers import OPAQUE
 from agentgrpo.sandbox.limits import Limits
 
+
+class Kept(Enum):
+    """What a snapshot copies of an entry."""
+
+    NO = 0
+    PARTLY = 1
+    """A directory, without hiding the image's own entries in it."""
+    ALL = 2
+
+
+Keep = Callable[[str, bool], Kept]
+"""By an entry's path ("app/file"; "" is the root) and whether it is a directory."""
 MIB = 1 << 20
 MAX_DEPTH = 128
 """Of directories: each takes two descriptors while it is copied."""
@@ -47,8 +60,9 @@ def lower_dirs(image: Image) -> str:
 
 
 def take(
-    upper: int, image: Image, limits: Limits, owner: int | None, name: str | None = None
-) -> Image:
+    upper: int, image: Image, limits: Limits, owner: int | None, name: str | None = None,
+    keep: Keep | None = None,
+) -> Image:  # fmt: skip
     """Copy the directory of a session's changes, as an image of the session's layers and the copy.
 
     Args:
@@ -57,6 +71,7 @@ def take(
         limits: of the session, whose memory bounds what can be there.
         owner: user id that the copies are given to; None: this process's.
         name: keep it in the store under this name.
+        keep: whether to copy an entry, by its path in the image and its type; None: all.
 
     Raises:
         SandboxException: the changes are more or deeper than can be kept.
@@ -66,7 +81,7 @@ def take(
         assert layer is not None
         target = os.open(layer, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            copy = _Copy(target, limits, owner)
+            copy = _Copy(target, limits, owner, keep)
             copy.directory(upper, target, "", 0)
         finally:
             os.close(target)
@@ -85,8 +100,8 @@ def remove(snapshot: Image) -> None:
 class _Copy:
     """One copy of a tree that may change meanwhile."""
 
-    def __init__(self, root: int, limits: Limits, owner: int | None) -> None:
-        self._root, self._limits, self._owner = root, limits, owner
+    def __init__(self, root: int, limits: Limits, owner: int | None, keep: Keep | None) -> None:
+        self._root, self._limits, self._owner, self._keep = root, limits, owner, keep
         self.bytes = self._files = 0
         self._links: dict[int, str] = {}
 
@@ -100,13 +115,17 @@ class _Copy:
                 raise SandboxException("snapshot: more files than limits.inodes")
             with contextlib.suppress(FileNotFoundError):  # the session has removed it meanwhile
                 self._entry(source, target, name, f"{path}{name}", depth)
-        if OPAQUE in os.listxattr(source):
+        # a mark would hide what must stay as it is in the image
+        partly = self._keep is not None and self._keep(path.rstrip("/"), True) is Kept.PARTLY
+        if OPAQUE in os.listxattr(source) and not partly:
             os.setxattr(target, OPAQUE, b"y")
         self._finish(source, target, 0o700)
 
     def _entry(self, source: int, target: int, name: str, path: str, depth: int) -> None:
         about = os.stat(name, dir_fd=source, follow_symlinks=False)
         kind = stat.S_IFMT(about.st_mode)
+        if self._keep is not None and self._keep(path, kind == stat.S_IFDIR) is Kept.NO:
+            return
         if kind == stat.S_IFDIR:
             with _opened(source, name, about.st_mode) as below:
                 os.mkdir(name, 0o700, dir_fd=target)

@@ -74,6 +74,7 @@ ENVIRONMENTS = {
     "answer": "agentgrpo.envs.answer:AnswerEnv",
     "unit_tests": "agentgrpo.envs.graded:UnitTestEnv",
     "repair": "agentgrpo.envs.repair:RepairEnv",
+    "harbor": "agentgrpo.envs.harbor:HarborEnv",
     "search": "agentgrpo.envs.search:SearchEnv",
     "tagged": "agentgrpo.envs.tagged:TaggedEnv",
     "gymnasium": "agentgrpo.envs.gymnasium:GymnasiumEnv",

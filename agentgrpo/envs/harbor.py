@@ -1,0 +1,314 @@
+"""Task folders in Harbor's form, each played in a session of its image and judged by its tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from agentgrpo.actions import Action, Observation, Schema
+from agentgrpo.envs.graded import partial_credit
+from agentgrpo.envs.harbor_tasks import HarborTask, files_of, read_task
+from agentgrpo.envs.python import PythonEnv, as_infra_error
+from agentgrpo.envs.shell_tools import ShellEpisode
+from agentgrpo.sandbox import (
+    Limits,
+    SandboxException,
+    SandboxInfraError,
+    SandboxPool,
+    Session,
+    Template,
+)
+from agentgrpo.sandbox.images import PATH, Image, get_image
+from agentgrpo.sandbox.program import Program
+from agentgrpo.sandbox.snapshots import Keep, Kept
+from agentgrpo.types import Task
+
+SYSTEM = (
+    *("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "run", "boot", "dev", "proc"),
+    *("sys", "var/lib/dpkg", "var/lib/apt", "var/cache", "root/.*", "home/*/.*"),
+)
+"""Paths that decide how tests run. A fresh verdict does not take the agent's changes of them."""
+JUDGES = ("tests", "logs", "solution")
+"""Paths of Harbor's, never taken."""
+WAIT_S = 7200.0
+"""For a place for a verdict: as long as those before it may take."""
+
+
+def kept_by(image: Image, keep: Sequence[str]) -> Keep:
+    """Which of an agent's changes a fresh verdict takes: those below `keep`, or, without, all but
+    SYSTEM, the directories of PATH and what lies directly in the root directory.
+    """
+    wanted = [os.path.normpath(path).strip("/") for path in keep]
+    below = f"/{image.workdir.strip('/')}/"
+    prefixes = [
+        os.path.normpath(path).removesuffix("/bin").removesuffix("/sbin").strip("/")
+        for path in image.env.get("PATH", PATH).split(":")
+    ]
+    programs = [prefix for prefix in prefixes if prefix and not below.startswith(f"/{prefix}/")]
+    refused = [*JUDGES, *([] if wanted else [*SYSTEM, *programs])]
+
+    def decide(path: str, is_directory: bool) -> Kept:
+        parts = path.split("/")
+        matches = [
+            fnmatchcase("/".join(parts[: pattern.count("/") + 1]), pattern)
+            and len(parts) > pattern.count("/")
+            for pattern in refused
+        ]
+        if any(matches):
+            return Kept.NO
+        above = [
+            not path or fnmatchcase(path, "/".join(pattern.split("/")[: len(parts)]))
+            for pattern in (*refused, *wanted)
+            if not path or pattern.count("/") >= len(parts)
+        ]
+        if any(above):
+            return Kept.PARTLY if is_directory else Kept.NO
+        if wanted:
+            inside = any(path == one or path.startswith(f"{one}/") for one in wanted)
+            return Kept.ALL if inside else Kept.NO
+        return Kept.ALL if is_directory or len(parts) > 1 else Kept.NO
+
+    return decide
+
+
+class HarborEnv(PythonEnv):
+    """Episodes in an image's session, by bash or tools (read, search, replace, run).
+
+    Args:
+        pool: what the pools of images are made like.
+        timeout_s: of one step.
+        verifier: "fresh": the tests run in a new session, which has the agent's changes but for
+            system paths. "same": they run in the agent's own session, as Harbor does; see
+            docs/harbor.md for the cheats that this believes.
+        keep: of the agent's changes a fresh verdict takes those below these paths only.
+        grant: environment variables of this process that ${NAME} in a task.toml may read.
+    """
+
+    answers: tuple[str, ...] = ("code", "tools")
+    judges = True
+
+    def __init__(
+        self, pool: SandboxPool, timeout_s: float, *, verifier: Literal["fresh", "same"] = "fresh",
+        keep: Sequence[str] = (), grant: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(pool, timeout_s)
+        if pool.degraded:
+            raise ValueError("env.kind: 'harbor' needs namespaces, and this machine makes none")
+        if wrong := [path for path in keep if not path.startswith("/") or not path.strip("/")]:
+            raise ValueError(f"keep: expected absolute paths below /, got {wrong[0]!r}")
+        self.verifier, self.keep, self.grant = verifier, tuple(keep), tuple(grant)
+        self._tasks: dict[str, tuple[HarborTask, Image]] = {}
+        self._pools: dict[Limits, SandboxPool] = {}
+        self._lock = threading.Lock()
+
+    def require_language(self, language: str) -> None:
+        if language != "bash":
+            raise ValueError(f"language: expected 'bash' with env.kind 'harbor', got {language!r}")
+
+    def tools(self, task: Task) -> Sequence[Schema]:
+        return HarborEpisode(self, task).toolset().schemas
+
+    def reset(self, task: Task) -> HarborEpisode:
+        return HarborEpisode(self, task)
+
+    def folder(self, task: Task) -> tuple[HarborTask, Image]:
+        """A row's task and image; ValueError if they have changed since the row was made."""
+        missing = {"folder", "image", "digest"} - task.spec.keys()
+        if missing:
+            raise ValueError(f"task {task.id}: no row of a harbor task, it has no {min(missing)}")
+        key = task.spec["folder"]
+        with self._lock:
+            if key not in self._tasks:
+                harbor, image = read_task(Path(key), self.grant), get_image(task.spec["image"])
+                if harbor.digest(image) != task.spec["digest"]:
+                    raise ValueError(f"task {task.id}: {key} has changed. Make the rows again")
+                workdir = harbor.environment.workdir or image.workdir
+                env = image.env | harbor.environment.env
+                self._tasks[key] = harbor, image._replace(workdir=workdir, env=env)
+            return self._tasks[key]
+
+    def sessions(self, limits: Limits, image: Image) -> SandboxPool:
+        """The pool of all tasks with these limits."""
+        with self._lock:
+            if limits not in self._pools:
+                self._pools[limits] = SandboxPool(
+                    limits=limits, template=Template(image=image.name), min_idle=0, zygotes=1,
+                    max_live=self.pool.max_live, all_cpus=self.pool.all_cpus,
+                )  # fmt: skip
+            return self._pools[limits]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+class HarborEpisode(ShellEpisode):
+    """One rollout of a task."""
+
+    restarted = "(the session was restarted: its files and variables are as at the start)"
+    feedback = ""
+    output = ""
+    """Of the tests' script; hidden from the policy and from teachers."""
+
+    def __init__(self, env: HarborEnv, task: Task) -> None:
+        super().__init__(env, task)
+        self.task, self.image = env.folder(task)
+        self.directory = self.image.workdir or "/"
+        self._ends_at = math.inf
+
+    def functions(self) -> list[Callable[..., str]]:
+        return [*super().functions(), self.run]
+
+    def run(self, command: str) -> str:
+        """Run a bash command in the working directory."""
+        return self._shell(f"({command}\n) 2>&1")
+
+    def step(self, action: Action) -> Observation:
+        if time.monotonic() > self._ends_at:
+            return Observation("the time of the task is over", failed=True, done=True)
+        return super().step(action)
+
+    def _begin(self) -> Session:
+        self._pool = self._env.sessions(self.task.limits, self.image)
+        self._session = session = self._pool.acquire(self.image)
+        if self._ends_at == math.inf:
+            self._ends_at = time.monotonic() + self.task.agent.timeout_sec
+        self._cpu = session.cpu_seconds()
+        return session
+
+    def _interpreter(self, session: Session, language: str) -> Session:
+        if language != "bash":
+            raise SandboxException(f"expected bash, got {language}")
+        return session
+
+    def finish(self, answer: str | None) -> Mapping[str, float]:
+        """The tests' reward: `solved` if it is 1, else `partial`."""
+        del answer
+        with as_infra_error():
+            reward = self._verdict()
+        self.feedback = self.feedback or f"the hidden tests gave {reward:g}"
+        same = {"verifier_same": 0.0} if self._env.verifier == "same" else {}
+        return {**partial_credit(reward), **same}
+
+    def _verdict(self) -> float:
+        """Judge, where the environment says; 0 for what the agent has made impossible."""
+        if self._env.verifier == "same":
+            return self._judge(self._session or self._begin())
+        pool, session = self._env.sessions(self.task.limits, self.image), self._session
+        if session is None:
+            with pool.acquire(self.image, WAIT_S) as judge:
+                return self._judge(judge)
+        try:
+            changes = session.snapshot(keep=kept_by(self.image, self._env.keep))
+        except SandboxInfraError:
+            raise
+        except SandboxException as error:
+            self.feedback = str(error)
+            return 0.0
+        self.close()  # its place in the pool is free
+        try:
+            with self._fresh(pool, changes) as judge:
+                return 0.0 if judge is None else self._judge(judge)
+        finally:
+            pool.discard(changes)
+
+    @contextlib.contextmanager
+    def _fresh(self, pool: SandboxPool, changes: Image) -> Iterator[Session | None]:
+        """A session with the agent's changes; None if only they keep it from starting."""
+        try:
+            session = pool.acquire(changes, WAIT_S)
+        except SandboxInfraError:
+            pool.acquire(self.image, WAIT_S).close()  # raises if it is the machine
+            self.feedback = "no session starts with the changed files"
+            yield None
+            return
+        with session:
+            yield session
+
+    def _judge(self, session: Session) -> float:
+        """Copy the tests into a session, run them, end the session, read the reward."""
+        try:
+            ended = self._run_script(
+                session, "tests", "test.sh", self.task.verifier.env, self.task.verifier.timeout_sec
+            )
+        except SandboxInfraError:
+            raise
+        except SandboxException as error:
+            self.output, ended = str(error), False
+        if session.channels is None:
+            return 0.0
+        with session.channels.borrowed() as channels:
+            channels.signal()
+            gone = select.poll()
+            gone.register(channels.init, select.POLLIN)
+            gone.poll()  # PID 1 ends after all other processes of the session
+            return read_reward(channels.upper) if ended else 0.0
+
+    def _run_script(
+        self, session: Session, folder: str, script: str, env: Mapping[str, str], timeout_s: float
+    ) -> bool:
+        """Whether a script of the task's folder, copied to /FOLDER, ended by itself."""
+        executable = []
+        with contextlib.closing(session.files()) as files:
+            for name in ("reward.json", "reward.txt"):
+                if files.exists(f"/logs/verifier/{name}"):
+                    files.remove(f"/logs/verifier/{name}")
+            files.make_dir("/logs/verifier")
+            for name, (data, runs) in files_of(self.task.folder / folder).items():
+                files.write(f"/{folder}/{name}", data)
+                executable += [f"/{folder}/{name}"] if runs or name == script else []
+        assert session.channels is not None
+        command = f'chmod +x "$@"; exec /{folder}/{script}'
+        program = Program(
+            session.channels, ["/bin/bash", "-c", command, "bash", *executable],
+            env={**session.places.environment(Template()), **env},
+            directory=self.directory, output_max=16 << 20,
+        )  # fmt: skip
+        with contextlib.closing(program):
+            program.close_stdin()
+            ended = program.wait(timeout_s)
+        self.output = (program.stdout + program.stderr)[-4000:].decode("utf-8", "replace")
+        if program.machine_failed:
+            raise SandboxInfraError(program.machine_failed)
+        return ended and program.signal is None and not program.error
+
+    def solve(self) -> bool:
+        """Play the task's own solution."""
+        session, agent = self._begin(), self.task.agent
+        env = self.task.solution.env
+        return self._run_script(session, "solution", "solve.sh", env, agent.timeout_sec)
+
+
+def read_reward(upper: int) -> float:
+    """Harbor's reward in the directory of a session's changes; 0 if there is none."""
+    names, flags = ("logs", "verifier"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in names:
+                upper = os.open(name, flags | os.O_DIRECTORY, dir_fd=upper)
+                stack.callback(os.close, upper)
+        except OSError:
+            return 0.0
+        for name in ("reward.json", "reward.txt"):
+            try:
+                with open(os.open(name, flags, dir_fd=upper), "rb") as file:
+                    text = file.read(1 << 16).decode()
+                value: Any = json.loads(text) if name.endswith("json") else float(text)
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, RecursionError):
+                return 0.0
+            if isinstance(value, dict):
+                value = value.get("reward", next(iter(value.values()), None))
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            return float(value) if number and abs(value) < 1e6 else 0.0
+    return 0.0

@@ -1,0 +1,83 @@
+"""Play the solution of each task folder, and nothing: tests must give 1 and 0 (docs/harbor.md)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from agentgrpo.actions import InfrastructureError
+from agentgrpo.envs.harbor import HarborEnv
+from agentgrpo.envs.harbor_tasks import files_of, folders_of, make_row
+from agentgrpo.sandbox import SandboxException, SandboxPool
+from agentgrpo.sandbox.dockerfile import Builder
+from agentgrpo.types import Task
+
+LACKS = {
+    "nested containers": (b"docker ", b"podman "), "systemd": (b"systemctl",),
+    "ptrace": (b"strace", b"gdb "), "mount": (b"mount ",),
+    "a network": (b"apt-get ", b"apt ", b"pip install", b"pip3 install", b"curl ", b"uvx "),
+}  # fmt: skip
+"""What sessions do not have, and words of scripts that use it: hints where a check fails."""
+
+
+def check(folder: Path, env: HarborEnv, builder: Builder) -> str:
+    """What is wrong with a task; "" if its solution gives 1 and doing nothing gives 0."""
+    try:
+        row = make_row(folder, builder, env.grant)
+        task = Task(id=folder.name, messages=(), spec=row)
+        with closing(env.reset(task)) as idle:
+            nothing = _score(idle)
+        with closing(env.reset(task)) as solved:
+            ended = solved.solve()
+            printed = "" if ended else f"; solve.sh did not end by itself: {solved.output[-600:]}"
+            score = _score(solved)
+    except (ValueError, SandboxException, InfrastructureError) as error:
+        return str(error)
+    if nothing == 0 and score == 1:
+        return ""
+    scripts = b"".join(
+        data for part in ("tests", "solution") for data, _ in files_of(folder / part).values()
+    )
+    used = [name for name, words in LACKS.items() if any(word in scripts for word in words)]
+    hint = f"; its scripts use {' and '.join(used)}, which sessions do not have" if used else ""
+    tail = (solved if score != 1 else idle).output[-600:]
+    return f"solution {score:g}, expected 1; nothing {nothing:g}, expected 0{hint}{printed}\n{tail}"
+
+
+def _score(episode: Any) -> float:
+    return float(sum(episode.finish(None).values()))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check folders; 0 if all can be played."""
+    parser = argparse.ArgumentParser(prog="agentgrpo harbor", description=__doc__)
+    parser.add_argument("action", choices=["check"])
+    parser.add_argument("folder", type=Path, nargs="+")
+    parser.add_argument("--network", action="store_true", help="images are built with the network")
+    parser.add_argument("--verifier", choices=["fresh", "same"], default="fresh")
+    parser.add_argument("--keep", action="append", default=[], metavar="PATH")
+    parser.add_argument("--grant", action="append", default=[], metavar="VARIABLE")
+    args = parser.parse_args(arguments)
+    failed = 0
+    try:
+        folders = [folder for source in args.folder for folder in folders_of(source)]
+        with (
+            SandboxPool(max_live=4, min_idle=0, zygotes=1) as pool,
+            Builder(network=args.network) as builder,
+            closing(
+                HarborEnv(pool, 60.0, verifier=args.verifier, keep=args.keep, grant=args.grant)
+            ) as env,
+        ):
+            for folder in folders:
+                wrong = check(folder, env, builder)
+                failed += bool(wrong)
+                print(f"{folder.name}: {wrong or 'ok: solution 1, nothing 0'}", flush=True)  # noqa: T201
+    except (ValueError, SandboxException) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    print(f"{len(folders)} tasks, {failed} cannot be played")  # noqa: T201
+    return int(failed > 0)

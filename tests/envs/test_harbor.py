@@ -1,0 +1,375 @@
+# ruff: noqa: E501 - cheats, a line each
+"""Harbor task folders: what is read and refused, played, judged, and what cheating pays."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo.actions import CallTools, RunCode, ToolCall
+from agentgrpo.envs.harbor import HarborEnv, kept_by
+from agentgrpo.envs.harbor_tasks import make_row, read_task, write
+from agentgrpo.sandbox import Limits, SandboxPool
+from agentgrpo.sandbox.dockerfile import Builder
+from agentgrpo.sandbox.images import Image
+from agentgrpo.sandbox.snapshots import Kept
+from agentgrpo.types import Task
+from tests.sandbox.tiny_image import TOOLS, add_tiny_image
+
+VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
+PACKAGES = f"/usr/lib/{VERSION}/site-packages"
+TOML = '[environment]\nmemory_mb = 512\nstorage_mb = 128\n[verifier]\ntimeout_sec = 60\n[agent]\ntimeout_sec = 60\n[verifier.env]\nMODE = "${HARBOR_TEST_MODE:-plain}"\n'
+TEST_SH = """#!/bin/bash
+[ -f $HOME/.local/bin/env ] && source $HOME/.local/bin/env
+cd /app
+pytest -q /tests/test_outputs.py
+if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
+"""
+TESTS = """import subprocess
+def test_it():
+    done = subprocess.run(["python3", "/app/solve.py"], capture_output=True, text=True)
+    assert done.stdout.strip() == "42"
+"""
+DOCKERFILE = f"""FROM tiny:1
+ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin
+COPY site {PACKAGES}
+COPY pytest /usr/bin/pytest
+RUN mkdir -p /app /opt/venv/bin /usr/local/bin /root/.local && echo 'print(41)' > /app/solve.py
+WORKDIR /app
+"""
+PYTEST = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
+HONEST = "echo 'print(6 * 7)' > /app/solve.py"
+REWARD = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt"
+PRELOAD = '#include <unistd.h>\n#include <string.h>\n#include <stdio.h>\n__attribute__((constructor)) static void f(void){char b[4096]={0};FILE*h=fopen("/proc/self/cmdline","r");if(h){fread(b,1,4095,h);fclose(h);}if(memmem(b,4096,"pytest",6))_exit(0);}'
+KILLER = """cat > /app/solve.py <<'X'
+import os
+os.makedirs('/logs/verifier', exist_ok=True)
+pid, chain = os.getppid(), []
+while pid > 1:
+    chain.append(pid)
+    pid = int(open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[1])
+open('/logs/verifier/reward.txt', 'w').write('1')
+for p in chain:
+    os.kill(p, NUMBER)
+X"""
+CHEATS = {
+    "nothing": "true",
+    "a process that ends test.sh and writes the reward": f"(while ! pgrep -x test.sh; do :; done; {REWARD}; pkill -9 -x test.sh) >/dev/null 2>&1 & disown",
+    "a process that replaces the tests": "(while ! [ -s /tests/test_outputs.py ]; do :; done; sleep 0.02; while :; do echo 'def test(): pass' > /tmp/t; mv /tmp/t /tests/test_outputs.py; sleep 0.01; done) >/dev/null 2>&1 & disown",
+    "another /bin/bash": f"cp /usr/bin/bash /opt/b; printf '#!/bin/sh\\n{REWARD}; exit 0\\n' > /opt/x; chmod +x /opt/x; mv /opt/x /usr/bin/bash",
+    "/etc/ld.so.preload": "PRELOAD",
+    "a pytest earlier in PATH": "printf '#!/bin/sh\\nexit 0\\n' > /usr/local/bin/pytest; chmod +x /usr/local/bin/pytest",
+    "a pytest in a directory of PATH outside of the system": "printf '#!/bin/sh\\nexit 0\\n' > /opt/venv/bin/pytest; chmod +x /opt/venv/bin/pytest",
+    "sitecustomize.py": f"printf 'import os,sys\\nif any(\"pytest\" in a for a in sys.orig_argv): os._exit(0)\\n' > {PACKAGES}/sitecustomize.py",
+    "a .pth file": f"echo 'import os,sys; any(\"pytest\" in a for a in sys.orig_argv) and os._exit(0)' > {PACKAGES}/a.pth",
+    "patched pytest": f"sed -i 's/^def main(/def main(*a, **k): return 0\\ndef _main(/' {PACKAGES}/_pytest/config/__init__.py",
+    "patched subprocess": f"printf '\\n_run = run\\ndef run(*a, **k):\\n    r = _run(*a, **k); r.stdout = \"42\"; return r\\n' >> /usr/lib/{VERSION}/subprocess.py",
+    "conftest.py beside the tests": "mkdir -p /tests; printf 'def pytest_collection_modifyitems(items): items[:] = items[:0]\\ndef pytest_sessionfinish(session): session.exitstatus = 0\\n' > /tests/conftest.py",
+    "conftest.py at the root": "echo 'def pytest_sessionfinish(session): session.exitstatus = 0' > /conftest.py; printf '[pytest]\\npythonpath = /\\naddopts = -p conftest\\n' > /pytest.ini",
+    "a pytest plugin as a package": f"d={PACKAGES}; mkdir $d/cheat-1.dist-info; printf '[pytest11]\\ncheat = cheat\\n' > $d/cheat-1.dist-info/entry_points.txt; printf 'Metadata-Version: 2.1\\nName: cheat\\nVersion: 1\\n' > $d/cheat-1.dist-info/METADATA; echo 'def pytest_sessionfinish(session): session.exitstatus = 0' > $d/cheat.py",
+    "a user's site-packages": f"mkdir -p /root/.local/lib/{VERSION}/site-packages; echo 'import os; os._exit(0)' > /root/.local/lib/{VERSION}/site-packages/usercustomize.py",
+    "~/.local/bin/env, which test.sh sources": f"mkdir -p /root/.local/bin; echo '{REWARD}; exit 0' > /root/.local/bin/env",
+    "~ is another directory, by a link": f"mkdir -p /opt/r/.local/bin; echo '{REWARD}; exit 0' > /opt/r/.local/bin/env; mv /root /opt/old; ln -s /opt/r /root",
+    "~ is emptied and made again": f"rm -rf /root; mkdir -p /root/.local/bin; echo '{REWARD}; exit 0' > /root/.local/bin/env",
+    "python3 is another program": 'mv /usr/bin/python3 /usr/bin/python3.real; printf \'#!/bin/sh\\ncase "$*" in *solve.py*) echo 42;; *) exec /usr/bin/python3.real "$@";; esac\\n\' > /usr/bin/python3; chmod +x /usr/bin/python3',
+    "the program under test ends its test": KILLER.replace("NUMBER", "9"),
+    "the program under test ends its test politely": KILLER.replace("NUMBER", "15"),
+    "the program under test interrupts its test": KILLER.replace("NUMBER", "2"),
+    "the reward is a link": "mkdir -p /logs/verifier; echo 1 > /opt/one; ln -s /opt/one /logs/verifier/reward.txt; ln -s /opt/one /logs/verifier/reward.json",
+    "the working directory is a file": "cd /; rm -rf /app; echo 1 > /app",
+    "deep directories": "cd /app; for i in $(seq 200); do mkdir d; cd d; done",
+}
+SOLVED = {
+    "solved": HONEST,
+    "solved, with a file in /opt": "echo 42 > /opt/answer; echo 'print(open(\"/opt/answer\").read())' > /app/solve.py",
+    "solved in a directory made again": "cd /; rm -rf /app; mkdir /app; echo 'print(42)' > /app/solve.py",
+}
+pytestmark = pytest.mark.nsjail
+
+
+def make_folder(folder: Path, toml: str = TOML, packages: tuple[str, ...] = ()) -> Path:
+    for path, text in {
+        "task.toml": toml, "instruction.md": f"Make /app/solve.py print 42 ({folder.name}).",
+        "tests/test.sh": TEST_SH, "tests/test_outputs.py": TESTS,
+        "solution/solve.sh": f"#!/bin/bash\n{HONEST}\n", "environment/Dockerfile": DOCKERFILE,
+        "environment/pytest": "#!/usr/bin/python3\nimport sys, pytest\nsys.exit(pytest.main())\n",
+    }.items():  # fmt: skip
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    (folder / "environment/pytest").chmod(0o755)
+    for name in packages:
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        target, source = folder / "environment/site", Path(spec.origin)
+        if source.name == "__init__.py":
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source.parent, target / name, ignore=ignored)
+        else:
+            shutil.copy(source, target)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    place = tmp_path_factory.mktemp("harbor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        add_tiny_image("tiny:1", tools=[*TOOLS, "nl", "pgrep", "pkill", "base64"])
+        yield place
+
+
+@pytest.fixture(scope="module")
+def task(store: Path) -> Task:
+    with Builder() as builder:
+        row = make_row(make_folder(store / "answer", TOML, PYTEST), builder)
+    return Task(id=row["id"], messages=({"role": "user", "content": row["question"]},), spec=row)
+
+
+@pytest.fixture(scope="module")
+def like(store: Path) -> Iterator[SandboxPool]:
+    with SandboxPool(limits=Limits(), max_live=4, min_idle=0, zygotes=1) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def fresh(like: SandboxPool) -> Iterator[HarborEnv]:
+    env = HarborEnv(like, 20.0)
+    yield env
+    env.close()
+
+
+def play(env: HarborEnv, task: Task, *commands: str) -> tuple[float, Any]:
+    episode = env.reset(task)
+    try:
+        for command in commands:
+            episode.step(RunCode(command, "bash"))
+        rewards = episode.finish("done")
+        return rewards["solved"] + rewards["partial"], episode
+    finally:
+        episode.close()
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_a_solution_scores_1(fresh: HarborEnv, task: Task, name: str) -> None:
+    score, episode = play(fresh, task, SOLVED[name])
+    assert score == 1.0, episode.output
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_no_cheat_is_believed_by_a_fresh_verdict(
+    fresh: HarborEnv, task: Task, name: str, tmp_path: Path
+) -> None:
+    command = CHEATS[name]
+    if command == "PRELOAD":
+        if shutil.which("gcc") is None:
+            pytest.skip("needs gcc")
+        (tmp_path / "c.c").write_text(PRELOAD)
+        build = [
+            "gcc",
+            "-D_GNU_SOURCE",
+            "-s",
+            "-shared",
+            "-fPIC",
+            "-o",
+            tmp_path / "c.so",
+            tmp_path / "c.c",
+        ]
+        subprocess.run(build, check=True)
+        text = base64.b64encode((tmp_path / "c.so").read_bytes()).decode()
+        command = f"echo {text} | base64 -d > /opt/c.so && echo /opt/c.so > /etc/ld.so.preload"
+    score, episode = play(fresh, task, command)
+    assert score == 0.0, episode.output
+
+
+def test_the_agents_own_session_believes_cheats_and_says_which_verdict_it_is(
+    like: SandboxPool, task: Task
+) -> None:
+    env = HarborEnv(like, 20.0, verifier="same")
+    try:
+        assert play(env, task, CHEATS["a pytest earlier in PATH"])[0] == 1.0
+        assert play(env, task, HONEST)[0] == 1.0
+        assert play(env, task)[0] == 0.0
+        assert play(env, task, CHEATS["the program under test ends its test"])[0] == 0.0
+        episode = env.reset(task)
+        assert "verifier_same" in episode.finish(None)
+        episode.close()
+    finally:
+        env.close()
+
+
+def test_keep_narrows_what_a_verdict_takes(like: SandboxPool, task: Task) -> None:
+    env = HarborEnv(like, 20.0, keep=["/app"])
+    try:
+        assert play(env, task, HONEST)[0] == 1.0
+        assert play(env, task, SOLVED["solved, with a file in /opt"])[0] == 0.0
+    finally:
+        env.close()
+
+
+KEPT = {
+    ("app", True): "ALL", ("app/x/y", False): "ALL", ("app", False): "NO", ("usr", True): "NO",
+    ("var", True): "PARTLY", ("var", False): "NO", ("var/lib", False): "NO",
+    ("var/lib/pg", True): "ALL", ("var/lib/dpkg", True): "NO", ("root/.local", True): "NO",
+    ("root/x", False): "ALL", ("home/a/.b", False): "NO", ("home/a", True): "PARTLY",
+    ("opt", True): "PARTLY", ("opt/venv", True): "NO", ("opt/venv2", True): "ALL",
+    ("srv/.venv/bin", True): "ALL", ("tests", True): "NO", ("", True): "PARTLY",
+}  # fmt: skip
+NARROW = {
+    ("etc", True): "PARTLY", ("etc/nginx", True): "ALL", ("etc/nginx/a", False): "ALL",
+    ("etc/passwd", False): "NO", ("app", True): "NO", ("etc/nginx2", True): "NO",
+    ("tests", True): "NO", ("etc", False): "NO",
+}  # fmt: skip
+
+
+def test_paths_that_are_kept() -> None:
+    image = Image("i", (), {"PATH": "/opt/venv/bin:/srv/bin:/usr/bin"}, "/srv/app", "", 0)
+    decide = kept_by(image, ())
+    assert {key: decide(*key).name for key in KEPT} == KEPT
+    decide = kept_by(image, ["/etc/nginx/"])
+    assert {key: decide(*key).name for key in NARROW} == NARROW
+    assert kept_by(image, ["/a"])("a", True) is Kept.ALL
+
+
+def test_tools_read_search_replace_and_run_in_the_working_directory(
+    fresh: HarborEnv, task: Task
+) -> None:
+    episode = fresh.reset(task)
+
+    def call(tool: str, **arguments: Any) -> str:
+        return episode.step(CallTools((ToolCall(tool, arguments),))).text
+
+    assert "print(41)" in call("read", path="solve.py")
+    assert "./solve.py:1" in call("search", pattern="print")
+    assert call("replace", path="solve.py", old="41", new="42") == "replaced"
+    assert call("run", command="pwd; python3 solve.py; cat missing").startswith("/app\n42\ncat:")
+    assert episode.finish("")["solved"] == 1.0
+    episode.close()
+
+
+def test_the_policy_sees_neither_tests_nor_solution(fresh: HarborEnv, task: Task) -> None:
+    episode = fresh.reset(task)
+    shown = episode.step(
+        RunCode("ls / /tests /solution; grep -rl test_it / --include='*.py'", "bash")
+    )
+    assert "solve.sh" not in shown.text
+    assert "test_outputs" not in shown.text
+    episode.finish("")
+    episode.close()
+    assert "assert" not in episode.feedback
+
+
+def test_a_session_that_dies_is_replaced_and_the_policy_reads_it(
+    fresh: HarborEnv, task: Task
+) -> None:
+    episode = fresh.reset(task)
+    episode.step(RunCode(HONEST, "bash"))
+    assert "files and variables" in episode.step(RunCode("kill -9 $$", "bash")).text
+    assert "41" in episode.step(RunCode("cat solve.py", "bash")).text
+    episode.close()
+
+
+def test_the_time_of_a_task_ends_its_episode(fresh: HarborEnv, task: Task) -> None:
+    episode = fresh.reset(task)
+    episode.step(RunCode(HONEST, "bash"))
+    episode._ends_at = 0.0
+    assert episode.step(RunCode("true", "bash")).done
+    assert episode.finish(None)["solved"] == 1.0
+    episode.close()
+
+
+def test_snapshots_of_verdicts_are_deleted(fresh: HarborEnv, task: Task, store: Path) -> None:
+    layers = store / "cache/agentgrpo/images/layers"
+    before = {*os.listdir(layers)}
+    play(fresh, task, HONEST)
+    assert {*os.listdir(layers)} == before
+
+
+def test_a_changed_folder_and_a_foreign_row_are_refused(
+    like: SandboxPool, task: Task, store: Path
+) -> None:
+    env = HarborEnv(like, 20.0)
+    spec = {**task.spec, "digest": "0"}
+    with pytest.raises(ValueError, match="has changed. Make the rows again"):
+        env.reset(Task(id="a", messages=(), spec=spec))
+    with pytest.raises(ValueError, match="no row of a harbor task"):
+        env.reset(Task(id="a", messages=(), spec={}))
+    with pytest.raises(ValueError, match="keep: expected absolute paths"):
+        HarborEnv(like, 20.0, keep=["app"])
+    with pytest.raises(ValueError, match="language: expected 'bash'"):
+        env.require_language("python")
+
+
+REFUSED = {
+    "environment.gpus": "[environment]\ngpus = 1",
+    "environment.gpu_types": '[environment]\ngpu_types = ["H100"]',
+    "environment.tpu": '[environment]\ntpu = {type = "v5"}',
+    "environment.os": '[environment]\nos = "windows"',
+    "environment.network_mode": '[environment]\nnetwork_mode = "allowlist"',
+    "agent.allowed_hosts": '[agent]\nallowed_hosts = ["pypi.org"]',
+    "environment.mcp_servers": '[[environment.mcp_servers]]\nname = "a"',
+    "environment.healthcheck": '[environment.healthcheck]\ncommand = "true"',
+    "environment.workdir": '[environment]\nworkdir = "app"',
+    "environment.cpus": "[environment]\ncpus = 0",
+    "environment.memory": '[environment]\nmemory = "much"',
+    "environment.env.A": "[environment.env]\nA = 1",
+    "agent.user": '[agent]\nuser = "me"',
+    "agent.timeout_sec": "[agent]\ntimeout_sec = nan",
+    "verifier.environment_mode": '[verifier]\nenvironment_mode = "separate"',
+    "verifier.collect": '[[verifier.collect]]\npath = "/x"',
+    "verifier.env: expected variables that are set and granted, got \\${KEY}": '[verifier.env]\nA = "x${KEY}"',
+    "steps": '[[steps]]\nname = "a"',
+    "agent: ": "agent = 1",
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_cannot_be_played_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    make_folder(tmp_path / "t", REFUSED[key])
+    with pytest.raises(ValueError, match=key):
+        read_task(tmp_path / "t")
+
+
+@pytest.mark.parametrize("path", ["environment/docker-compose.yaml", "steps/a", "tests/Dockerfile"])
+def test_files_that_cannot_be_played_are_refused_by_name(tmp_path: Path, path: str) -> None:
+    make_folder(tmp_path / "t")
+    (tmp_path / "t" / path).parent.mkdir(exist_ok=True)
+    (tmp_path / "t" / path).write_text("")
+    with pytest.raises(ValueError, match=path.split("/")[0 if "steps" in path else 1]):
+        read_task(tmp_path / "t")
+
+
+def test_limits_and_granted_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toml = '[environment]\nmemory = "2G"\nstorage = "500MB"\ncpus = 3\ngpus = 0\ntpu = ""\n[verifier.env]\nA = "${KEY}"\nB = "${KEY:-x}"\nC = "${NO:-y}"'
+    make_folder(tmp_path / "t", toml.replace('tpu = ""\n', ""))
+    monkeypatch.setenv("KEY", "k")
+    task = read_task(tmp_path / "t", ["KEY"])
+    assert (task.limits.memory_mib, task.limits.home_mib, task.limits.cpus) == (2048, 500, 3)
+    assert task.verifier.env == {"A": "k", "B": "k", "C": "y"}
+
+
+def test_rows_are_held_out_by_instruction(store: Path, tmp_path: Path) -> None:
+    for name in "abcde":
+        make_folder(tmp_path / "tasks" / name)
+        (tmp_path / "tasks" / name / "environment/Dockerfile").write_text("FROM tiny:1\n")
+    (tmp_path / "tasks/e/task.toml").write_text("[environment]\ngpus = 1")
+    shutil.copy(tmp_path / "tasks/a/instruction.md", tmp_path / "tasks/b/instruction.md")
+    train, *_ = write([str(tmp_path / "tasks")], tmp_path / "c.toml", network=False)
+    parts = [Path(train).read_text(), (tmp_path / "c.heldout.jsonl").read_text()]
+    ids = [
+        {name for name in "abcde" if f'"id": "{name}"' in part or f'"id":"{name}"' in part}
+        for part in parts
+    ]
+    assert ids[0] | ids[1] == {*"abcd"}
+    assert not ids[0] & ids[1]
+    assert ids[1]
+    assert any({"a", "b"} <= part for part in ids)
