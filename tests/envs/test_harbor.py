@@ -181,8 +181,8 @@ def test_no_cheat_is_believed_by_a_fresh_verdict(
             "-shared",
             "-fPIC",
             "-o",
-            tmp_path / "c.so",
-            tmp_path / "c.c",
+            str(tmp_path / "c.so"),
+            str(tmp_path / "c.c"),
         ]
         subprocess.run(build, check=True)
         text = base64.b64encode((tmp_path / "c.so").read_bytes()).decode()
