@@ -39,6 +39,7 @@ setup(
         "agentgrpo": [
             *("py.typed", "*.pyi", "*/*.toml"),
             *("view/assets/*", "sandbox/guest/*.js"),
+            *("examples/harbor/*/*", "examples/harbor/*/*/*"),
         ]
     },
     entry_points={

@@ -45,7 +45,8 @@ def test_a_command_writes_them_and_overwrites_nothing(
 ) -> None:
     assert cli.main(["init", "--examples", str(tmp_path / "new")]) == 0
     said = capsys.readouterr().out.split()
-    assert {Path(path).name for path in said} == set(examples.files())
+    assert {Path(path).name for path in said} == {Path(p).parts[0] for p in examples.files()}
+    assert len(list((tmp_path / "new/harbor").glob("*/tests/test.sh"))) == 10
     (tmp_path / "old").mkdir()
     (tmp_path / "old/my_env.py").write_text("mine")
     assert cli.main(["init", "--examples", str(tmp_path / "old")]) == 2

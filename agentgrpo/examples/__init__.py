@@ -2,8 +2,8 @@
 
 `agentgrpo init --examples [FOLDER]` writes those of `search` and `code_search` (questions.jsonl,
 texts.jsonl, web.py), `unit_tests` (tasks.jsonl), `mcp` (server.py), `verifiers` (my_env.py) and
-`program` (program.py) into the folder you are in, or another, and a sampler of one's own for any
-config (sampler.py).
+`program` (program.py) into the folder you are in, or another, a sampler of one's own for any
+config (sampler.py), and ten task folders for `agentgrpo init --harbor` (harbor/).
 """
 
 from __future__ import annotations
@@ -32,19 +32,24 @@ def files() -> dict[str, str]:
         "questions.jsonl": _lines(questions),
         "tasks.jsonl": _lines(functions.rows()),
         **{name: (here / name).read_text() for name in PROGRAMS},
+        **{
+            str(path.relative_to(here)): path.read_text()
+            for path in sorted(here.glob("harbor/**/*"))
+            if path.is_file()
+        },
     }
 
 
 def write(folder: Path) -> list[Path]:
-    """Write them all; the folder is made."""
+    """Write them all; the folder is made. What is in it then: files, and the folder of tasks."""
     paths = {folder / name: text for name, text in files().items()}
     there = [path for path in paths if path.exists()]
     if there:
         raise FileExistsError(f"{there[0]} is there already")
-    folder.mkdir(parents=True, exist_ok=True)
     for path, text in paths.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return list(paths)
+    return list(dict.fromkeys(folder / path.relative_to(folder).parts[0] for path in paths))
 
 
 def _lines(rows: Iterable[Mapping[str, object]]) -> str:

@@ -1,0 +1,6 @@
+#!/bin/sh
+# 1 if the state of the files is right.
+reward=0
+if [ "$(cat /app/errors.txt)" = 28 ]
+then reward=1; fi
+echo "$reward" > /logs/verifier/reward.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+sed -i -e 's/^port=.*/port=8080/' -e '/^debug=/d' /app/service.conf

@@ -1,0 +1,3 @@
+#!/bin/sh
+sort -u /app/first.txt > /tmp/first
+sort -u /app/second.txt | grep -Fxf /tmp/first > /app/both.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+find /app/notes -name '*.txt' | while read -r file; do mv "$file" "${file%.txt}.md"; done

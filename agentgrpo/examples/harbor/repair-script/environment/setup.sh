@@ -1,0 +1,6 @@
+cat > greet.sh << 'END'
+#!/bin/sh
+for name in $*; do
+    echo helo $name
+done
+END
