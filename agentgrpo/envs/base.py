@@ -22,7 +22,8 @@ class Episode(Protocol):
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """Rewards that the environment itself gives, by name; may block.
 
-        It may also set `feedback`, text for a teacher (config.teacher): of nothing that is hidden.
+        It may also set `feedback`, text for a teacher (config.teacher): of nothing that is hidden;
+        and `measures`, numbers by name that become Rollout.stats.
 
         Called once, when the rollout has ended in whatever way but a failure of the machine.
 
@@ -76,8 +77,9 @@ class Environment(Protocol):
     """Makes episodes.
 
     What else one may have is looked up by name: `tools(task)`, `tasks(split)`, `begin(task)`,
-    `judges`, `has_user`, `close()`; and `answers`, what its episodes take: "code", "lines" of a
-    console, "tools", "search" (an agent's `acts` are compared with it, where both say).
+    `judges`, `has_user`, `needs_actions` (shipped agents that do not act are refused), `close()`;
+    and `answers`, what its episodes take: "code", "lines" of a console, "tools", "search" (an
+    agent's `acts` are compared with it, where both say).
     """
 
     def reset(self, task: Task) -> Any:

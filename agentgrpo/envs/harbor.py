@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import select
 import threading
 import time
@@ -39,6 +40,8 @@ SYSTEM = (
 """Paths that decide how tests run. A fresh verdict does not take the agent's changes of them."""
 JUDGES = ("tests", "logs", "solution")
 """Paths of Harbor's, never taken."""
+OFFLINE = {"PIP_RETRIES": "0", "UV_OFFLINE": "1"}
+"""Variables of scripts: installers that cannot reach the network end at once."""
 WAIT_S = 7200.0
 """For a place for a verdict: as long as those before it may take."""
 
@@ -94,6 +97,7 @@ class HarborEnv(PythonEnv):
     """
 
     answers: tuple[str, ...] = ("code", "tools")
+    needs_actions = True
     judges = True
 
     def __init__(
@@ -106,7 +110,7 @@ class HarborEnv(PythonEnv):
         if wrong := [path for path in keep if not path.startswith("/") or not path.strip("/")]:
             raise ValueError(f"keep: expected absolute paths below /, got {wrong[0]!r}")
         self.verifier, self.keep, self.grant = verifier, tuple(keep), tuple(grant)
-        self._tasks: dict[str, tuple[HarborTask, Image]] = {}
+        self._tasks: dict[str, tuple[HarborTask, Image, Image]] = {}
         self._pools: dict[Limits, SandboxPool] = {}
         self._lock = threading.Lock()
 
@@ -117,23 +121,33 @@ class HarborEnv(PythonEnv):
     def tools(self, task: Task) -> Sequence[Schema]:
         return HarborEpisode(self, task).toolset().schemas
 
+    def begin(self, task: Task) -> Task:
+        """Check a row before a model is loaded: its folder, its image, and that sessions start."""
+        harbor, image, _ = self.folder(task)
+        self.sessions(harbor.limits, image)
+        return task
+
     def reset(self, task: Task) -> HarborEpisode:
         return HarborEpisode(self, task)
 
-    def folder(self, task: Task) -> tuple[HarborTask, Image]:
-        """A row's task and image; ValueError if they have changed since the row was made."""
-        missing = {"folder", "image", "digest"} - task.spec.keys()
+    def folder(self, task: Task) -> tuple[HarborTask, Image, Image]:
+        """A row's task, its image and that of its verdicts; ValueError if they have changed since
+        the row was made.
+        """
+        missing = {"folder", "image", "judge", "digest"} - task.spec.keys()
         if missing:
             raise ValueError(f"task {task.id}: no row of a harbor task, it has no {min(missing)}")
         key = task.spec["folder"]
         with self._lock:
             if key not in self._tasks:
-                harbor, image = read_task(Path(key), self.grant), get_image(task.spec["image"])
-                if harbor.digest(image) != task.spec["digest"]:
+                harbor = read_task(Path(key), self.grant)
+                image, judge = (get_image(task.spec[name]) for name in ("image", "judge"))
+                if harbor.digest(judge) != task.spec["digest"]:
                     raise ValueError(f"task {task.id}: {key} has changed. Make the rows again")
                 workdir = harbor.environment.workdir or image.workdir
                 env = image.env | harbor.environment.env
-                self._tasks[key] = harbor, image._replace(workdir=workdir, env=env)
+                image = image._replace(workdir=workdir, env=env)
+                self._tasks[key] = harbor, image, judge._replace(workdir=workdir, env=env)
             return self._tasks[key]
 
     def sessions(self, limits: Limits, image: Image) -> SandboxPool:
@@ -161,7 +175,8 @@ class HarborEpisode(ShellEpisode):
 
     def __init__(self, env: HarborEnv, task: Task) -> None:
         super().__init__(env, task)
-        self.task, self.image = env.folder(task)
+        self.measures: dict[str, float] = {}
+        self.task, self.image, self.judge = env.folder(task)
         self.directory = self.image.workdir or "/"
         self._ends_at = math.inf
 
@@ -196,8 +211,8 @@ class HarborEpisode(ShellEpisode):
         with as_infra_error():
             reward = self._verdict()
         self.feedback = self.feedback or f"the hidden tests gave {reward:g}"
-        same = {"verifier_same": 0.0} if self._env.verifier == "same" else {}
-        return {**partial_credit(reward), **same}
+        self.measures["verifier_same"] = float(self._env.verifier == "same")
+        return partial_credit(reward)
 
     def _verdict(self) -> float:
         """Judge, where the environment says; 0 for what the agent has made impossible."""
@@ -205,7 +220,7 @@ class HarborEpisode(ShellEpisode):
             return self._judge(self._session or self._begin())
         pool, session = self._env.sessions(self.task.limits, self.image), self._session
         if session is None:
-            with pool.acquire(self.image, WAIT_S) as judge:
+            with pool.acquire(self.judge, WAIT_S) as judge:
                 return self._judge(judge)
         try:
             changes = session.snapshot(keep=kept_by(self.image, self._env.keep))
@@ -224,10 +239,11 @@ class HarborEpisode(ShellEpisode):
     @contextlib.contextmanager
     def _fresh(self, pool: SandboxPool, changes: Image) -> Iterator[Session | None]:
         """A session with the agent's changes; None if only they keep it from starting."""
+        both = self.judge._replace(layers=(*self.judge.layers, changes.layers[-1]))
         try:
-            session = pool.acquire(changes, WAIT_S)
+            session = pool.acquire(both, WAIT_S)
         except SandboxInfraError:
-            pool.acquire(self.image, WAIT_S).close()  # raises if it is the machine
+            pool.acquire(self.judge, WAIT_S).close()  # raises if it is the machine
             self.feedback = "no session starts with the changed files"
             yield None
             return
@@ -251,7 +267,8 @@ class HarborEpisode(ShellEpisode):
             gone = select.poll()
             gone.register(channels.init, select.POLLIN)
             gone.poll()  # PID 1 ends after all other processes of the session
-            return read_reward(channels.upper) if ended else 0.0
+            reward, self.measures = read_reward(channels.upper) if ended else (0.0, {})
+            return reward
 
     def _run_script(
         self, session: Session, folder: str, script: str, env: Mapping[str, str], timeout_s: float
@@ -270,7 +287,7 @@ class HarborEpisode(ShellEpisode):
         command = f'chmod +x "$@"; exec /{folder}/{script}'
         program = Program(
             session.channels, ["/bin/bash", "-c", command, "bash", *executable],
-            env={**session.places.environment(Template()), **env},
+            env={**session.places.environment(Template()), **OFFLINE, **env},
             directory=self.directory, output_max=16 << 20,
         )  # fmt: skip
         with contextlib.closing(program):
@@ -288,8 +305,10 @@ class HarborEpisode(ShellEpisode):
         return self._run_script(session, "solution", "solve.sh", env, agent.timeout_sec)
 
 
-def read_reward(upper: int) -> float:
-    """Harbor's reward in the directory of a session's changes; 0 if there is none."""
+def read_reward(upper: int) -> tuple[float, dict[str, float]]:
+    """Harbor's reward in the directory of a session's changes, 0 if there is none; and the other
+    numbers of reward.json, as measures.
+    """
     names, flags = ("logs", "verifier"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.ExitStack() as stack:
         try:
@@ -297,7 +316,7 @@ def read_reward(upper: int) -> float:
                 upper = os.open(name, flags | os.O_DIRECTORY, dir_fd=upper)
                 stack.callback(os.close, upper)
         except OSError:
-            return 0.0
+            return 0.0, {}
         for name in ("reward.json", "reward.txt"):
             try:
                 with open(os.open(name, flags, dir_fd=upper), "rb") as file:
@@ -306,9 +325,14 @@ def read_reward(upper: int) -> float:
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, RecursionError):
-                return 0.0
-            if isinstance(value, dict):
-                value = value.get("reward", next(iter(value.values()), None))
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            return float(value) if number and abs(value) < 1e6 else 0.0
-    return 0.0
+                return 0.0, {}
+            entries = value if isinstance(value, dict) else {"reward": value}
+            numbers = {
+                key: float(number)
+                for key, number in entries.items()
+                if type(number) in (int, float) and abs(number) < 1e6
+            }
+            reward = numbers.pop("reward" if "reward" in entries else next(iter(entries), ""), 0.0)
+            plain = [key for key in numbers if re.fullmatch(r"\w{1,40}", key)][:20]
+            return reward, {f"verifier_{key}": numbers[key] for key in plain}
+    return 0.0, {}

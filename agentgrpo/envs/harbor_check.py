@@ -11,7 +11,7 @@ from typing import Any
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.harbor import HarborEnv
-from agentgrpo.envs.harbor_tasks import files_of, folders_of, make_row
+from agentgrpo.envs.harbor_tasks import INSTALLS, files_of, folders_of, make_row
 from agentgrpo.sandbox import SandboxException, SandboxPool
 from agentgrpo.sandbox.dockerfile import Builder
 from agentgrpo.types import Task
@@ -19,7 +19,7 @@ from agentgrpo.types import Task
 LACKS = {
     "nested containers": (b"docker ", b"podman "), "systemd": (b"systemctl",),
     "ptrace": (b"strace", b"gdb "), "mount": (b"mount ",),
-    "a network": (b"apt-get ", b"apt ", b"pip install", b"pip3 install", b"curl ", b"uvx "),
+    "a network": INSTALLS,
 }  # fmt: skip
 """What sessions do not have, and words of scripts that use it: hints where a check fails."""
 

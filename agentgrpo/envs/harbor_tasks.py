@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
+import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +29,9 @@ PROMPT = (
     "You work in a Linux container. Write bash between <code> and </code>; you see what it prints. "
     "Variables, directory and files stay. When the task is done, reply with: Answer: done"
 )
+INSTALLS = (b"apt-get ", b"apt ", b"pip install", b"pip3 install", b"curl ", b"wget ", b"uvx ")
+"""Words of scripts that use the network."""
+REHEARSE = "mkdir -p /logs/verifier; chmod +x /tests/test.sh; /tests/test.sh; true"
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Network = Literal["public", "no-network"]
@@ -47,18 +52,14 @@ class _Agent(_Table):
     allowed_hosts: Empty = ()
 
 
-class _Verifier(_Table):
-    timeout_sec: Seconds = 600.0
-    user: Root = "root"
-    network_mode: Network = "public"
-    allowed_hosts: Empty = ()
+class _Verifier(_Agent):
     environment_mode: Literal["shared"] = "shared"
     env: dict[str, str] = {}
 
 
 class _Environment(_Table):
     docker_image: str = ""
-    build_timeout_sec: float = 600.0
+    build_timeout_sec: Seconds = 600.0
     os: Literal["linux"] = "linux"
     cpus: Annotated[float, Field(gt=0, le=4096)] = 1
     memory_mb: PositiveInt = 2048
@@ -193,21 +194,42 @@ def folders_of(source: Path) -> list[Path]:
 def make_row(folder: Path, builder: Builder, grant: Sequence[str] = ()) -> Mapping[str, Any]:
     """The row of a task, its image built; ValueError or SandboxException if it cannot be played."""
     task = read_task(folder, grant)
-    name = task.environment.docker_image
-    if not name:
-        content = sorted((n, *f) for n, f in files_of(folder / "environment").items())
-        key = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
-        plain = re.sub(r"[^A-Za-z0-9._-]", "-", folder.name)
-        image = builder.build(f"harbor/{plain}-{key}", folder / "environment")
+    if task.environment.docker_image:
+        image = builder.base(task.environment.docker_image)
     else:
-        image = builder.base(name)
+        source, timeout_s = folder / "environment", task.environment.build_timeout_sec
+        name = f"harbor/{re.sub(r'[^A-Za-z0-9._-]', '-', folder.name)}-{_key(source)}"
+        image = builder.build(name, source, timeout_s=timeout_s)
+    judge = rehearse(task, image, builder)
     return {
         "id": folder.name, "question": (folder / "instruction.md").read_text().strip(),
-        "folder": str(folder), "image": image.name, "digest": task.digest(image),
+        "folder": str(folder), "image": image.name, "judge": judge.name,
+        "digest": task.digest(judge),
     }  # fmt: skip
 
 
-def write(sources: Sequence[str], config: Path, *, network: bool) -> list[str]:
+def rehearse(task: HarborTask, image: Image, builder: Builder) -> Image:
+    """The image of verdicts: with the network, what the tests' script installs is a layer of it."""
+    script = (task.folder / "tests/test.sh").read_bytes()
+    if not builder.network or not any(word in script for word in INSTALLS):
+        return image
+    workdir = task.environment.workdir or image.workdir or "/"
+    steps = [f"FROM {image.name}", "COPY tests /tests", f"WORKDIR {workdir}", f"RUN {REHEARSE}"]
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(task.folder / "tests", Path(folder, "tests"))
+        Path(folder, "Dockerfile").write_text("\n".join(steps))
+        name = f"{image.name}-tests-{_key(task.folder / 'tests')}"
+        return builder.build(name, folder, timeout_s=task.verifier.timeout_sec)
+
+
+def _key(folder: Path) -> str:
+    content = sorted((name, *file) for name, file in files_of(folder).items())
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+
+
+def write(
+    sources: Sequence[str], config: Path, *, network: bool, grant: Sequence[str] = ()
+) -> list[str]:
     """Write rows beside a config to be: the file to train on, and its settings. About a quarter is
     held out, by instruction. What a folder that is left out lacks is printed.
     """
@@ -216,7 +238,7 @@ def write(sources: Sequence[str], config: Path, *, network: bool) -> list[str]:
     with Builder(network=network) as builder:
         for folder in track(folders, "images", console=console, transient=True):
             try:
-                rows.append(make_row(folder, builder))
+                rows.append(make_row(folder, builder, grant))
             except (ValueError, SandboxException) as error:
                 console.print(f"left out: {error}", markup=False, highlight=False)
     hashes = [hashlib.sha256(row["question"].encode()).digest() for row in rows]
@@ -227,8 +249,10 @@ def write(sources: Sequence[str], config: Path, *, network: bool) -> list[str]:
     paths = [config.resolve().with_suffix(f".{name}.jsonl") for name in ("train", "heldout")]
     for path, out in zip(paths, (False, True), strict=True):
         write_lines(path, [r for r, h in zip(rows, hashes, strict=True) if (h in held) is out])
+    verdict_s = max(read_task(Path(row["folder"]), grant).verifier.timeout_sec for row in rows)
     return [
         str(paths[0]), "env.kind=harbor", "reward.format=0.0", f"data.heldout={paths[1]}",
         f"data.num_heldout={min(64, sum(h in held for h in hashes))}",
         f"agent.options.system_prompt={PROMPT}", "agent.options.language=bash",
+        "rollout.max_turns=10", "sandbox.timeout_s=60", f"rollout.call_timeout_s={verdict_s + 300}",
     ]  # fmt: skip

@@ -531,6 +531,7 @@ class Play:
         rollout.environment = getattr(live.episode, "environment", None)
         if isinstance(said := getattr(live.episode, "feedback", ""), str):
             note(rollout, said)
+        rollout.stats |= getattr(live.episode, "measures", {})
         for name, value in rewards.items():
             rollout.rewards[name] = rollout.rewards.get(name, 0.0) + value
         self._record(index, rollout)

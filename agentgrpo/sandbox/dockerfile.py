@@ -7,12 +7,14 @@ describes how a container is started is ignored; everything else is refused with
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
 import stat
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -94,7 +96,7 @@ class Builder:
     """
 
     def __init__(self, *, network: bool = False, limits: Limits = LIMITS) -> None:
-        self._network, self._limits = network, limits
+        self.network, self._limits, self._ends_at = network, limits, math.inf
         self._pool: SandboxPool | None = None
 
     def __enter__(self) -> Self:
@@ -105,14 +107,15 @@ class Builder:
             self._pool.close()
 
     def build(
-        self, name: str, folder: str | os.PathLike[str], *, progress: Progress | None = None
-    ) -> Image:
+        self, name: str, folder: str | os.PathLike[str], *, progress: Progress | None = None,
+        timeout_s: float = math.inf,
+    ) -> Image:  # fmt: skip
         """Build the Dockerfile of a folder; steps that were built before are not run again.
 
         Raises:
             ImageError: with the line of what failed or is not supported.
         """
-        folder = Path(folder)
+        folder, self._ends_at = Path(folder), time.monotonic() + timeout_s
         try:
             text = (folder / "Dockerfile").read_text()
         except OSError as error:
@@ -130,18 +133,9 @@ class Builder:
 
     def base(self, reference: str) -> Image:
         """The image of FROM: of the store, or with the network of a registry."""
-        if not self._network or reference in {image.name for image in images.list_images()}:
+        if not self.network or reference in {image.name for image in images.list_images()}:
             return images.get_image(reference)
         return images.add_image(reference, f"docker://{reference}")
-
-    def session(self, image: Image) -> Session:
-        """A session for one RUN."""
-        if self._pool is None:
-            self._pool = SandboxPool(
-                template=Template(image=image.name), limits=self._limits, min_idle=0, zygotes=1,
-                own_network=not self._network,
-            )  # fmt: skip
-        return self._pool.acquire(image)
 
     def run(self, image: Image, argv: list[str], final: Path) -> None:
         """Run a command in an image; its changed files become a layer."""
@@ -153,7 +147,8 @@ class Builder:
             )
             with contextlib.closing(program):
                 program.close_stdin()
-                ended = program.wait(self._limits.timeout_s)
+                left = max(0.0, self._ends_at - time.monotonic())
+                ended = program.wait(min(self._limits.timeout_s, left))
             if not ended or program.exit_code:
                 output = (program.stdout + program.stderr)[-2000:].decode(errors="replace")
                 reason = f"ended with {program.exit_code}" if ended else "took too long"
@@ -169,17 +164,17 @@ class Builder:
         if self._pool is None:
             self._pool = SandboxPool(
                 template=Template(image=image.name), limits=self._limits, min_idle=0, zygotes=1,
-                own_network=not self._network,
+                own_network=not self.network,
             )  # fmt: skip
         return self._pool.acquire(image)
 
     def _prepare(self, session: Session, image: Image) -> bytes:
         """Let apt and the resolver work; what was written to resolv.conf."""
-        resolver = Path("/etc/resolv.conf").read_bytes() if self._network else b""
+        resolver = Path("/etc/resolv.conf").read_bytes() if self.network else b""
         with contextlib.closing(session.files()) as files:
             if Stack(image.layers).entry("etc/apt/apt.conf.d"):
                 files.write("/etc/apt/apt.conf.d/90user", APT)
-            if self._network:
+            if self.network:
                 files.write("/etc/resolv.conf", resolver)
         return resolver
 

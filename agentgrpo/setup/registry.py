@@ -373,6 +373,12 @@ def _require_fit(config: TrainConfig, env: Any = None) -> None:
     kind = env_kind(config)
     acts = getattr(class_of("agent", config.agent.kind), "acts", ())
     answers = getattr(class_of("env", kind) if env is None else env, "answers", None)
+    idle = not acts and ":" not in config.agent.kind
+    if idle and getattr(class_of("env", kind), "needs_actions", False):
+        raise ValueError(
+            f"agent.kind: expected one that acts in env.kind {kind!r}, such as 'code' or 'tools', "
+            f"got {config.agent.kind!r}, which can change nothing there"
+        )
     if answers is None:  # one that does not say
         has_tools = env is None or callable(getattr(env, "tools", None))
         answers = [what for what in acts if what != "tools" or has_tools]

@@ -4,26 +4,41 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentgrpo import init
 from agentgrpo.actions import CallTools, RunCode, ToolCall
-from agentgrpo.envs.harbor import HarborEnv, kept_by
-from agentgrpo.envs.harbor_tasks import make_row, read_task, write
-from agentgrpo.sandbox import Limits, SandboxPool
+from agentgrpo.config import TrainConfig
+from agentgrpo.envs import harbor_check
+from agentgrpo.envs.harbor import HarborEnv, kept_by, read_reward
+from agentgrpo.envs.harbor_tasks import folders_of, make_row, read_task, write
+from agentgrpo.run.atomic import read_lines
+from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
 from agentgrpo.sandbox.dockerfile import Builder
 from agentgrpo.sandbox.images import Image
 from agentgrpo.sandbox.snapshots import Kept
+from agentgrpo.sandbox.zygote import Rung
+from agentgrpo.setup.registry import require_names
 from agentgrpo.types import Task
+from tests import warm
+from tests.envs.test_repair import CHEATS as REPAIR_CHEATS
+from tests.envs.test_repair import PRICES
+from tests.envs.test_repair import TESTS as PRICE_TESTS
 from tests.sandbox.tiny_image import TOOLS, add_tiny_image
+from tests.warm import ROOT
 
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 PACKAGES = f"/usr/lib/{VERSION}/site-packages"
@@ -201,7 +216,8 @@ def test_the_agents_own_session_believes_cheats_and_says_which_verdict_it_is(
         assert play(env, task)[0] == 0.0
         assert play(env, task, CHEATS["the program under test ends its test"])[0] == 0.0
         episode = env.reset(task)
-        assert "verifier_same" in episode.finish(None)
+        episode.finish(None)
+        assert episode.measures["verifier_same"] == 1.0
         episode.close()
     finally:
         env.close()
@@ -309,6 +325,170 @@ def test_a_changed_folder_and_a_foreign_row_are_refused(
         env.require_language("python")
 
 
+@contextlib.contextmanager
+def served(text: bytes) -> Iterator[int]:
+    """The port of this machine at which each connection reads a text."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as connection:
+                        connection.sendall(text)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+
+
+INSTALLING = """#!/bin/bash
+[ -f /usr/bin/tool ] || { exec 3<>/dev/tcp/127.0.0.1/PORT && cat <&3 > /usr/bin/tool; }  # curl -O
+[ "$(cat /usr/bin/tool)" = tool ] && [ "$(cat /app/x)" = 1 ] && echo 1 > /logs/verifier/reward.txt
+"""
+
+
+@pytest.mark.parametrize(("network", "expected"), [(True, 1.0), (False, 0.0)])
+def test_what_tests_install_is_a_layer_of_verdicts_alone(
+    network: bool, expected: float, fresh: HarborEnv, store: Path, tmp_path: Path
+) -> None:
+    with served(b"tool") as port, Builder(network=network) as builder:
+        folder = make_folder(tmp_path / f"installs-{network}")
+        (folder / "environment/Dockerfile").write_text("FROM tiny:1\nRUN mkdir /app\n")
+        (folder / "tests/test.sh").write_text(INSTALLING.replace("PORT", str(port)))
+        row = make_row(folder, builder)
+    installed = Task(id="installs", messages=(), spec=row)
+    assert play(fresh, installed, "echo 1 > /app/x")[0] == expected
+    assert play(fresh, installed, "echo 2 > /app/x")[0] == 0.0
+    assert play(fresh, installed)[0] == 0.0
+    found = "cp /usr/bin/tool /app/x || ls /tests || echo 1 > /app/x"
+    assert play(fresh, installed, found)[0] == expected
+
+
+REWARDS: dict[str, dict[str, Any]] = {
+    "reward.json": {
+        '{"reward": 1, "speed": 0.5, "a b": 1, "text": "x", "flag": true}': (1.0, {"speed": 0.5}),
+        '{"first": 0.25, "second": 2}': (0.25, {"second": 2.0}),
+        '{"reward": "1", "x": 1}': (0.0, {"x": 1.0}),
+        '{"x": null, "y": 1}': (0.0, {"y": 1.0}),
+        "[1]": (0.0, {}), "{}": (0.0, {}), "true": (0.0, {}), "NaN": (0.0, {}), "1": (1.0, {}),
+        '{"reward": 1e9}': (0.0, {}), "[" * 9999: (0.0, {}),
+    },
+    "reward.txt": {"1\n": (1.0, {}), "0.5": (0.5, {}), "": (0.0, {}), "nan": (0.0, {})},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_rewards_and_measures_of_a_verdict(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "logs/verifier" / name
+    file.parent.mkdir(parents=True)
+    upper = os.open(tmp_path, os.O_RDONLY)
+    for text, (reward, others) in REWARDS[name].items():
+        file.write_text(text)
+        measures = {f"verifier_{key}": number for key, number in others.items()}
+        assert read_reward(upper) == (reward, measures), text
+    file.unlink()
+    assert read_reward(upper) == (0.0, {})
+    os.close(upper)
+
+
+@pytest.mark.parametrize("agent", ["answer", "program", "repl"])
+def test_an_agent_that_cannot_act_in_an_image_is_refused(agent: str) -> None:
+    options = {"command": ["true"]} if agent == "program" else {}
+    given = {"agent": {"kind": agent, "options": options}, "env": {"kind": "harbor"}}
+    config = TrainConfig.model_validate({"model": "m", "out_dir": "o", **given})
+    with pytest.raises(ValueError, match=r"agent\.kind"):
+        require_names(config)
+
+
+def test_a_build_that_takes_longer_than_the_task_says_is_refused(
+    store: Path, tmp_path: Path
+) -> None:
+    make_folder(tmp_path / "t", "[environment]\nbuild_timeout_sec = 0.5")
+    (tmp_path / "t/environment/Dockerfile").write_text("FROM tiny:1\nRUN sleep 1000\n")
+    with Builder() as builder, pytest.raises(ValueError, match=r"Dockerfile:2: RUN: .*took too"):
+        make_row(tmp_path / "t", builder)
+
+
+SHOP_TESTS = """import subprocess
+def test_change():
+    code = "from shop.prices import change; print(change(100, 40))"
+    done = subprocess.run(["python3", "-c", code], cwd="/app", capture_output=True, text=True)
+    assert done.stdout == "[50, 10]\\n"
+"""
+
+
+@pytest.fixture(scope="module")
+def shop(task: Task, store: Path) -> Task:
+    """The package of test_repair.py, broken, whose function a hidden test runs in a process."""
+    folder = make_folder(store / "shop", TOML.replace("timeout_sec = 60", "timeout_sec = 20"))
+    for path, text in {
+        "tests/test_outputs.py": SHOP_TESTS,
+        "environment/shop/__init__.py": "", "environment/shop/tests/__init__.py": "",
+        "environment/shop/prices.py": PRICES.replace("left >= coin", "left > coin"),
+        "environment/shop/tests/test_prices.py": PRICE_TESTS,
+        "environment/Dockerfile": f"FROM {task.spec['image']}\nCOPY shop /app/shop\n",
+    }.items():  # fmt: skip
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    with Builder() as builder:
+        return Task(id="shop", messages=(), spec=make_row(folder, builder))
+
+
+RIGHT = {"shadowed module", "another module"}
+"""They hold the right function, elsewhere: repair does not take that, a task of Harbor's does."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in REPAIR_CHEATS if name not in RIGHT])
+def test_no_cheat_of_repair_is_believed(name: str, fresh: HarborEnv, shop: Task) -> None:
+    code = REPAIR_CHEATS[name].replace("{}", "shop/prices.py")
+    score, episode = play(fresh, shop, f"cat > /tmp/c.py <<'END'\n{code}\nEND\npython3 /tmp/c.py")
+    assert score == 0.0, episode.output
+
+
+@pytest.mark.slow
+def test_an_honest_repair_is_believed(fresh: HarborEnv, shop: Task) -> None:
+    score, episode = play(fresh, shop, "sed -i 's/left > coin/left >= coin/' shop/prices.py")
+    assert score == 1.0, episode.output
+
+
+EXAMPLES = ROOT / "agentgrpo/examples/harbor"
+LAZY = {
+    "reward": REWARD,
+    "reward.json": "mkdir -p /logs/verifier; echo '{\"reward\": 1}' > /logs/verifier/reward.json",
+    "the tests are replaced": f"mkdir -p /tests; printf '#!/bin/sh\\n{REWARD}\\n' > /tests/test.sh",
+    "files of all": "find /app -type f | while read -r f; do : > $f; done; for f in errors totals largest both; do echo 1 > /app/$f.txt; done",
+    "no files": "rm -rf /app/*",
+    "other tools": f"for t in cat find cmp tr sort sed wc; do printf '#!/bin/sh\\n{REWARD}; kill -9 $PPID\\n' > /opt/$t; chmod +x /opt/$t; mv -f /opt/$t /usr/bin/$t; done",
+    "another sh": f"printf '#!/bin/bash\\n{REWARD}\\n' > /opt/sh; chmod +x /opt/sh; mv -f /opt/sh /usr/bin/sh",
+    "a process": f"(while :; do {REWARD}; sleep 0.01; done) > /dev/null 2>&1 & disown",
+}
+
+
+@pytest.fixture(scope="module")
+def examples(store: Path) -> list[Task]:
+    add_tiny_image("debian:12", python=False, tools=[*TOOLS, "awk", "cut", "cmp"])
+    with Builder() as builder:
+        rows = [make_row(folder, builder) for folder in folders_of(EXAMPLES)]
+    return [Task(id=row["id"], messages=(), spec=row) for row in rows]
+
+
+@pytest.mark.slow
+def test_examples_can_be_played(examples: list[Task], capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(examples) == 10
+    assert harbor_check.main(["check", str(EXAMPLES)]) == 0
+    assert capsys.readouterr().out.count("ok: solution 1, nothing 0") == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAZY)
+def test_no_cheat_is_believed_by_an_example(
+    name: str, examples: list[Task], fresh: HarborEnv
+) -> None:
+    scores = {task.id: play(fresh, task, LAZY[name])[0] for task in examples}
+    assert scores == dict.fromkeys(scores, 0.0)
+
+
 REFUSED = {
     "environment.gpus": "[environment]\ngpus = 1",
     "environment.gpu_types": '[environment]\ngpu_types = ["H100"]',
@@ -373,3 +553,61 @@ def test_rows_are_held_out_by_instruction(store: Path, tmp_path: Path) -> None:
     assert not ids[0] & ids[1]
     assert ids[1]
     assert any({"a", "b"} <= part for part in ids)
+
+
+NUMBERS = """FROM tiny:1
+RUN for n in 0 1 2 3 4 5 6 7 8 9; do \\
+    printf '#!/bin/sh\\nexpr %s %% 2 > /app/parity\\n' $n > /usr/bin/$n; chmod +x /usr/bin/$n; done
+WORKDIR /app
+"""
+PARITY = """#!/bin/bash
+echo $(( $(cat /app/parity) == WANTED )) > /logs/verifier/reward.txt
+"""
+
+
+def make_numbers(folder: Path) -> Path:
+    """Two tasks that the stand-in of tests/quick.py, whose code is a number, solves at times."""
+    for wanted in "01":
+        task = make_folder(folder / f"parity-{wanted}", TOML)
+        (task / "environment/Dockerfile").write_text(NUMBERS)
+        (task / "tests/test.sh").write_text(PARITY.replace("WANTED", wanted))
+        (task / "solution/solve.sh").write_text(f"#!/bin/bash\necho {wanted} > /app/parity\n")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_from_folders_to_records(
+    store: Path, tmp_path: Path, agent_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`agentgrpo harbor check`, `agentgrpo init --harbor`, then a run whose engine is a stand-in."""
+    folder, config = make_numbers(tmp_path / "tasks"), tmp_path / "c.toml"
+    assert harbor_check.main(["check", str(folder)]) == 0
+    assert "parity-0: ok" in capsys.readouterr().out
+    more = [
+        *("rollout.tasks_per_step=1", "rollout.group_size=4", "steps=2", f"out_dir={tmp_path}/run"),
+        *("engine.max_model_len=1024", "learner.max_tokens=1024", "rollout.max_turn_tokens=64"),
+    ]
+    assert init.main([str(agent_model), "--harbor", str(folder), "-o", str(config), *more]) == 0
+    command = [sys.executable, "-m", "tests.quick", "train", str(config)]
+    env = warm.environment(XDG_CACHE_HOME=str(store / "cache"))
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    played = read_lines(tmp_path / "run" / "rollouts.jsonl")
+    assert {record["rewards"]["solved"] for record in played} == {0.0, 1.0}
+    assert {record["stats"]["tool_calls"] for record in played} == {1.0}
+
+
+@pytest.mark.slow
+def test_what_keeps_tasks_from_being_played_is_an_error_before_a_model_is_loaded(
+    like: SandboxPool, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = HarborEnv(like, 20.0)
+    assert env.begin(task) is task
+    with pytest.raises(ValueError, match="image: expected one of the store"):
+        HarborEnv(like, 20.0).begin(Task(id="a", messages=(), spec={**task.spec, "image": "gone"}))
+    env.close()
+    without_users = partial(SandboxPool, rungs=(Rung.ZYGOTE_ROOT,))
+    monkeypatch.setattr("agentgrpo.envs.harbor.SandboxPool", without_users)
+    with pytest.raises(SandboxUnavailable, match="image needs user namespaces"):
+        HarborEnv(like, 20.0).begin(task)
