@@ -30,9 +30,9 @@ from agentgrpo.recipe.recipe import parts_of
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.run.atomic import write_lines
 from agentgrpo.run.progress import Progress
-from agentgrpo.setup.plan import of_playing
+from agentgrpo.setup.plan import _options, of_playing
 from agentgrpo.setup.stage import prepare_run, prompt_length
-from agentgrpo.types import Status
+from agentgrpo.types import Status, Task
 from agentgrpo.usercode import event_loop
 from bench import real_tau_bench
 from tests.playing import EOT, says
@@ -392,3 +392,13 @@ def test_each_order_of_roles_is_shown_and_given_answers_are_counted(
         assert not check.ok
     finally:
         stage.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "column"), [([0, 3, "1"], "choices"), ([0, 4], ""), ([0.5], ""), (["a"], "")]
+)
+def test_answers_that_are_indices_of_options_are_found(answers: list[Any], column: str) -> None:
+    """MMLU's: the policy is shown no options, and the number is no number of anything."""
+    specs = [{"q": "x", "choices": [*"abcd"], "answer": answer} for answer in answers]
+    tasks = [Task(id=str(i), messages=(), spec=spec) for i, spec in enumerate(specs)]
+    assert _options(tasks) == column
