@@ -38,7 +38,7 @@ setup(
     package_data={
         "agentgrpo": [
             *("py.typed", "*.pyi", "*/*.toml"),
-            *("view/assets/*", "sandbox/guest/*.js"),
+            *("view/assets/*", "sandbox/guest/*.js", "sandbox/guest/*.sh"),
             *("examples/harbor/*/*", "examples/harbor/*/*/*"),
         ]
     },

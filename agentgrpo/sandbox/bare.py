@@ -7,6 +7,7 @@ the machine's disk. The machine's processes, loads and readable directories are 
 """
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
@@ -34,6 +35,9 @@ def places(template: Template) -> Places:
     """Where sessions find things; each has a home of its own."""
     interpreter = reachable(template.interpreter)
     is_copy = interpreter != template.interpreter
+    for name in ("python", "python3") if is_copy else ():
+        with contextlib.suppress(FileExistsError):
+            os.symlink(interpreter, os.path.join(os.path.dirname(interpreter), name))
     return Places(
         interpreter,
         tuple(map(reachable, template.site_dirs)),

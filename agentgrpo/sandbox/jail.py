@@ -20,6 +20,8 @@ a machine gives out itself."""
 GUEST_DIR = "/sandbox/guest"
 EXTENSION_FILE = "/sandbox/_C.so"
 SITE_DIR = "/sandbox/site"
+VENV = "/sandbox/venv"
+"""A virtual environment of the interpreter and the template's packages, for commands."""
 HOST_FD = 8
 MIB = 1 << 20
 HOME = "/home/user"
@@ -97,8 +99,11 @@ class Places:
         """What the code finds in os.environ."""
         if self.image is not None:
             return {**IMAGE_ENVIRONMENT, **self.image.env, **template.env}
+        first = f"{VENV}/bin" if self.own_root else os.path.dirname(self.interpreter)
+        packages = {} if self.own_root else {"PYTHONPATH": ":".join(self.site_dirs)}
         return {
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "PATH": f"{first}:/usr/local/bin:/usr/bin:/bin",
+            **packages,
             "HOME": self.home,
             "LANG": "C.UTF-8",
             "TMPDIR": self.tmp,
@@ -133,6 +138,8 @@ def shown_paths(template: Template, extension: str) -> list[Bind]:
     guest = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest")
     binds = [Bind(guest, GUEST_DIR), Bind(extension, EXTENSION_FILE)]
     binds += [Bind(os.path.realpath(template.tree), "/sandbox/tree")] if template.tree else []
+    names = () if template.image else ("pip", "pip3")
+    binds += [Bind(f"{guest}/pip.sh", f"{VENV}/bin/{name}") for name in names]
     paths = {path: path for path in (*template.interpreter_paths, *template.mounts)}
     paths |= dict(zip(template.site_dirs, shown_site_dirs(template), strict=True))
     for path, target in paths.items():
@@ -166,6 +173,26 @@ def _mount(**keys: str | bool) -> str:
         for key, value in keys.items()
     )
     return f"mount {{ {body} }}"
+
+
+def _venv(template: Template) -> list[str]:
+    """The files of VENV: found by where it lies, whatever variables a program has."""
+    interpreter = template.interpreter
+    home = f"home = {os.path.dirname(interpreter)}\ninclude-system-site-packages = false\n"
+    mounts = [_mount(src_content=home, dst=f"{VENV}/pyvenv.cfg")]
+    pip = (Path(__file__).parent / "guest" / "pip.py").read_text()
+    # nsjail takes an empty text for none
+    packages = "\n".join(["# the template's packages", *shown_site_dirs(template), ""])
+    for version in {path.name for path in Path(interpreter).parents[1].glob("lib*/python3.[0-9]*")}:
+        site = f"{VENV}/lib/{version}/site-packages"
+        mounts += [
+            _mount(src_content=packages, dst=f"{site}/template.pth"),
+            _mount(src_content=pip, dst=f"{site}/pip.py"),
+        ]
+    return mounts + [
+        _mount(src=interpreter, dst=f"{VENV}/bin/{name}", is_symlink=True)
+        for name in ("python", "python3")
+    ]
 
 
 def _terminals() -> list[str]:
@@ -329,7 +356,7 @@ def jail_config(
         f"pass_fd: {HOST_FD}",
         *(f"envar: {_text(f'{key}={value}')}" for key, value in ENVIRONMENT.items()),
         *_system_mounts(binds, bounded=bounded),
-        *(_terminals() if template.image else []),
+        *(_terminals() if template.image else _venv(template)),
         *_private(),
         _proc(own=own_proc),
         *(_bind(bind) for bind in binds),

@@ -15,6 +15,7 @@ from agentgrpo.sandbox import (
     Template,
 )
 from agentgrpo.sandbox.api import close_shared_pools
+from agentgrpo.sandbox.commands import CommandHandle
 from agentgrpo.sandbox.execution import results_of
 from agentgrpo.sandbox.templates import DATA, find_template
 
@@ -152,3 +153,43 @@ def test_without_ipython_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sandbox.create() as made:
         assert made.get_info().template_id == "python"
     close_shared_pools()
+
+
+# as slow packages are found like quick ones, one of IPython's
+IMPORT = "import traitlets; print(traitlets.__name__)"
+REMEDY = "agentgrpo sandbox template build NAME -r requirements.txt"
+# what runs, and what is printed
+PYTHONS = {
+    "python": (f"python -c '{IMPORT}'", "traitlets"),
+    "python3": (f"python3 -c '{IMPORT}'", "traitlets"),
+    "a script": ("echo 'import traitlets; print(7)' > s.py; python s.py", "7"),
+    "without variables": (f"env -i $(command -v python3) -c '{IMPORT}'", "traitlets"),
+    "pip": ("pip install no-such-package 2>&1", REMEDY),
+    "pip3": ("pip3 install -q --upgrade 'x>1' 2>&1", REMEDY),
+    "pip as a module": ("python -m pip install -r s.txt 2>&1", REMEDY),
+    "pip of a package that is there": ("pip install traitlets", "already satisfied: traitlets"),
+}
+
+
+@pytest.mark.parametrize("name", PYTHONS)
+def test_commands_see_the_packages_of_cells(sandbox: Sandbox, name: str) -> None:
+    command, printed = PYTHONS[name]
+    logs = sandbox.run_code(command, language="bash").logs
+    assert printed in "".join(logs.stdout), logs
+    handle = sandbox.commands.run(f"{command} || true", background=True)
+    assert isinstance(handle, CommandHandle)
+    assert printed in handle.wait().stdout
+    code = f"subprocess.run({command!r}, shell=True, capture_output=True, text=True).stdout"
+    text = sandbox.run_code(f"import subprocess; print({code})").logs.stdout
+    assert printed in "".join(text)
+
+
+def test_programs_of_a_cell_see_its_packages(sandbox: Sandbox) -> None:
+    program = f"[sys.executable, '-c', {IMPORT!r}], env={{}}"
+    code = f"import subprocess, sys\nsubprocess.check_output({program})"
+    context = sandbox.create_code_context()
+    for options in ({}, {"context": context}):
+        execution = sandbox.run_code(code, **options)  # type: ignore[arg-type]
+        assert execution.text == "b'traitlets\\n'", execution
+    for magic in ("!pip install nothing", "%pip install nothing"):
+        assert REMEDY in "".join(sandbox.run_code(magic).logs.stderr)

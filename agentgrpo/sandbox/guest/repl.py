@@ -29,6 +29,7 @@ from console import Console  # type: ignore[import-not-found]
 from load import isolated  # type: ignore[import-not-found]
 
 REQUEST_FD, RESPONSE_FD = 3, 4
+VENV_PYTHON = "/sandbox/venv/bin/python"
 OURS = os.path.dirname(__file__) + "/"
 wire = isolated("wire")
 encode, decode, unpack_u32 = wire["encode"], wire["decode"], wire["unpack_u32"]
@@ -292,6 +293,8 @@ def prepare(environment: dict[str, str], value_bytes: int, traceback_bytes: int)
     environ.clear()
     environ.update(environment)
     sys.argv = [""]
+    if os.path.exists(VENV_PYTHON):
+        sys.executable = VENV_PYTHON  # which finds the template's packages, as cells do
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (the session's, for good)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     interpreter = Interpreter(value_bytes, traceback_bytes)

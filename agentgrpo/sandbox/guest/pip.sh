@@ -1,0 +1,2 @@
+#!/bin/sh
+exec /sandbox/venv/bin/python -m pip "$@"
