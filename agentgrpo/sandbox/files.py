@@ -94,10 +94,11 @@ class Files(ProcessBound):
     """The file system of one session, for as long as it lives: afterwards every method raises
     SandboxNotFoundException, or SandboxInfraError if the machine ended the session.
 
-    The root is closed by close(), the channels stay the session's. size_max: bytes of a file.
+    The root is closed by close(), the channels stay the session's. size_max: bytes of a file, which
+    bounds the memory that a sparse one takes here.
     """
 
-    def __init__(self, root: Root, channels: Channels, size_max: int = 16 * MIB) -> None:
+    def __init__(self, root: Root, channels: Channels, size_max: int) -> None:
         self._root, self._channels, self._size_max = root, channels, size_max
 
     def close(self) -> None:

@@ -463,7 +463,7 @@ class Session(ProcessBound):
             self._roots.add(root)
         if self._channels.is_closed():
             root.close()
-        return Files(root, self._channels)
+        return Files(root, self._channels, max(self.limits.private_mib) * MIB)
 
     def snapshot(self, name: str | None = None, *, keep: Keep | None = None) -> Image:
         """Copy what it has changed of its image's files. The session goes on. Until the pool is

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import os
 import threading
 import time
@@ -426,11 +427,20 @@ class TestFiles:
         assert sandbox.files.exists("t/f")
 
     def test_sizes_are_bounded(self, sandbox: Sandbox) -> None:
-        sandbox.run_code("f = open('sparse', 'wb'); f.truncate(60 << 20)")
+        """By the largest directory of a session, 64 MiB here."""
+        size = 40 << 20
+        for data in (b"x" * size, "x" * size, io.BytesIO(b"x" * size), io.StringIO("x" * size)):
+            sandbox.files.write("big", data)
+            assert sandbox.files.get_info("big").size == size
+            assert sandbox.files.read("big", format="bytes") == b"x" * size
+        sandbox.files.remove("big")
+        for more in (b"x" * (65 << 20), io.BytesIO(b"x" * (65 << 20))):
+            with pytest.raises(NotEnoughSpaceException, match=f"more than {64 << 20} bytes"):
+                sandbox.files.write("big", more)
+        sandbox.files._size_max = 1 << 20
+        sandbox.run_code("f = open('sparse', 'wb'); f.truncate(2 << 20)")
         with pytest.raises(InvalidArgumentException, match="larger"):
             sandbox.files.read("sparse")
-        with pytest.raises(NotEnoughSpaceException):
-            sandbox.files.write("big", b"x" * (17 << 20))
 
     def test_full_file_system(self, sandbox: Sandbox) -> None:
         for i in range(4):
