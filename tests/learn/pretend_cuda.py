@@ -194,7 +194,9 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     card = _Card()
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        # in a CUDA build of torch AdamW asks its stream, and there may be no driver to answer
+        # in a CUDA build of torch AdamW asks its stream, and there may be no driver to answer;
+        # torch 2.11 does not ask for the accelerator first
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
         for name in ("synchronize", "empty_cache"):
             patch.setattr(torch.cuda, name, lambda *_: None)
