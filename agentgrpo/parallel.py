@@ -12,6 +12,7 @@ Importing this loads no torch.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,9 @@ T = TypeVar("T")
 RANK_SEED = 1_000_000_007
 """How far the seeds of two ranks are apart."""
 
+names: list[str] = []
+"""Each rank with its host, for messages."""
+
 PATIENCE = timedelta(hours=12)
 """How long ranks that have played wait for one that still plays; a rank that dies ends them all."""
 
@@ -39,6 +43,15 @@ def world_size() -> int:
 def rank() -> int:
     """Which of them this is; rank 0 writes the records and checkpoints."""
     return int(os.environ.get("RANK", "0"))
+
+
+class RanksDiffer(ValueError):
+    """Ranks of one run would not do the same; raised on all of them, printed by rank 0."""
+
+
+def is_first_of_node() -> bool:
+    """Whether this is the first of the ranks that torchrun has started on this machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def start() -> None:
@@ -55,6 +68,7 @@ def start() -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE)
     else:
         dist.init_process_group("gloo", timeout=PATIENCE)
+    names[:] = [f"rank {r} ({host})" for r, host in enumerate(gather(socket.gethostname()))]
 
 
 def stop() -> None:
@@ -66,15 +80,24 @@ def stop() -> None:
             dist.destroy_process_group()
 
 
-def gather(value: T) -> list[T]:
+def gather(value: T, group: Any = None) -> list[T]:
     """Every rank's value, in rank order, on every rank. Pickled: of our own processes only."""
     if world_size() == 1:
         return [value]
     import torch.distributed as dist
 
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
+
+
+def broadcast(value: T, source: int = 0, group: Any = None) -> T:
+    """The value of one rank, on every rank. Pickled: of our own processes only."""
+    import torch.distributed as dist
+
+    values = [value]
+    dist.broadcast_object_list(values, source, group)
+    return values[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +112,11 @@ class Team:
 
     def gather(self, value: T) -> list[T]:
         """Every member's value, in rank order, on every member. Pickled."""
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather(value, self.group)
 
     def tell(self, value: Any = None) -> Any:
         """The leader's value, on every member. Pickled."""
-        import torch.distributed as dist
-
-        told = [value]
-        dist.broadcast_object_list(told, src=rank() - self.place, group=self.group)
-        return told[0]
+        return broadcast(value, rank() - self.place, self.group)
 
 
 def require_teams_of(size: int) -> None:

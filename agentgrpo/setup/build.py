@@ -26,15 +26,11 @@ from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.team import Leader, TeamSampler
 from agentgrpo.run import checkpoint
-from agentgrpo.run.folder import (
-    flatten,
-    lock_run_dir,
-    require_same_run,
-    whole_checkpoint,
-)
+from agentgrpo.run.folder import flatten, lock_run_dir, require_same_run
 from agentgrpo.run.metrics import RunLog
 from agentgrpo.run.progress import Progress
 from agentgrpo.run.trackers import open_trackers
+from agentgrpo.setup.ranks import common_checkpoint, require_equal_ranks
 from agentgrpo.setup.registry import decided, judged
 from agentgrpo.setup.stage import RunSetup, prepare_run
 from agentgrpo.setup.teaching import teacher_of
@@ -130,7 +126,7 @@ def prepare(
     """All that a run checks before its engine is started; writes nothing. Close the setup."""
     objective_of(config.loss)
     require_same_run(config)
-    resumed = whole_checkpoint(config)
+    resumed = common_checkpoint(config)
     model = None if resumed is None else str(resumed)
     setup = prepare_run(config, model=model, progress=progress)
     try:
@@ -159,6 +155,7 @@ def build(
         lock = undo.enter_context(lock_run_dir(config.out_dir, ranks=True))
         ready = prepare(config, draw=draw, progress=progress)
         undo.callback(ready.setup.close)
+        require_equal_ranks(config, ready.setup, ready.tasks)
         log = _restored_log(config, ready)
         player = (start or start_engine)(config, ready.setup, trained=True)
         if not player.borrowed:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentgrpo import parallel
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.config.arguments import config_parser
 from agentgrpo.config.read import Config, load_config_of
@@ -70,6 +71,8 @@ def report_errors() -> Iterator[Outcome]:
         said = f"error: {format_os_error(error) if isinstance(error, OSError) else error}"
         if not outcome.begun:
             outcome.status, outcome.then = 2, lambda: ""
+        if isinstance(error, parallel.RanksDiffer) and parallel.rank() > 0:
+            return
     except KeyboardInterrupt:
         outcome.status, said = 130, "interrupted"
     except SystemExit as error:  # nothing of ours raises it: it must not end a run without a word

@@ -1,0 +1,93 @@
+"""Several machines, each with a folder of its own: two torchrun agents, as users start them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_run import write_config
+from tests.warm import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.nsjail, pytest.mark.timeout(900)]
+
+SETTINGS = [
+    "out_dir=run", "engine.weights=copy", "learner.max_tokens=256", "eval_every=0",
+    "rollout.tasks_per_step=4", "teacher.weight=0", "learner.decay=constant", "save_every=1",
+]  # fmt: skip
+
+
+class Nodes:
+    """Two machines: working folders that have nothing in common but the model and the data."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.config = write_config(folder, model)
+        self.homes = [folder / "node0", folder / "node1"]
+        for home in self.homes:
+            home.mkdir()
+
+    def start(self, *settings: str, second: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
+        """Both agents; `second`: settings of the second alone."""
+        with socket.create_server(("localhost", 0)) as server:
+            port = server.getsockname()[1]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=nodes",
+            "-m", "agentgrpo.train", str(self.config), *SETTINGS, *settings,
+        ]  # fmt: skip
+        return [
+            subprocess.Popen(
+                [*command, *more], cwd=home, env=env, text=True, start_new_session=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+            for home, more in zip(self.homes, ((), second), strict=True)
+        ]  # fmt: skip
+
+    def run(self, *settings: str, second: tuple[str, ...] = ()) -> tuple[list[int], str]:
+        """The exit statuses, and what both have printed."""
+        agents = self.start(*settings, second=second)
+        out = "".join(agent.communicate(timeout=400)[0] for agent in agents)
+        return [agent.returncode for agent in agents], out
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, agent_model: Path) -> Nodes:
+    return Nodes(tmp_path, agent_model)
+
+
+DIFFERENT = {
+    "a setting": (("seed=5",), "seed: 5, there 0"),
+    "the data": (("data.train={other}",), "data.train"),
+    "a key of out_dir alone": (("out_dir=elsewhere",), None),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ranks_that_differ_stop_with_one_message(nodes: Nodes, case: str) -> None:
+    settings, message = DIFFERENT[case]
+    other = nodes.homes[1] / "other.jsonl"
+    rows = (nodes.config.parent / "train.jsonl").read_text().splitlines(keepends=True)
+    other.write_text("".join(rows[::-1]))
+    statuses, out = nodes.run("steps=1", second=tuple(s.format(other=other) for s in settings))
+    if message is None:
+        assert statuses == [0, 0], out[-3000:]
+        return
+    assert 0 not in statuses
+    assert out.count("error: rank 1 (") == 1
+    assert f"differs from rank 0 ({socket.gethostname()}): " in out
+    assert message in out
+    assert "Traceback" not in out.partition("ChildFailedError")[0].partition("torch/")[0]
+    assert "starting vLLM" not in out
+
+
+def test_another_source_of_the_same_reward_is_a_difference(nodes: Nodes) -> None:
+    for home, value in zip(nodes.homes, (1.0, 2.0), strict=True):
+        (home / "mine.py").write_text(f"def pay(rollout):\n    return {value}\n")
+    statuses, out = nodes.run("steps=1", "reward.functions=['mine:pay']")
+    assert 0 not in statuses
+    assert "SHA-256 of mine.py: '" in out
