@@ -132,7 +132,7 @@ def test_every_command_has_a_dry_run_that_writes_nothing(
 
 
 PATHS = {
-    "train {c} --dry-run model=./nosuch": "model './nosuch': nosuch: no such file",
+    "train {c} --dry-run model=./nosuch": "model './nosuch': no such file",
     "train {c} --dry-run model={here}/model/config.json": "config.json': a file, expected a dir",
     "train {c} --dry-run model={here}": "the directory holds no config.json",
     "train {c} --dry-run model=some/--model": "its tokenizer cannot be read: Repo id",

@@ -181,9 +181,7 @@ def test_a_solution_scores_1(fresh: HarborEnv, task: Task, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_no_cheat_is_believed_by_a_fresh_verdict(
-    fresh: HarborEnv, task: Task, name: str, tmp_path: Path
-) -> None:
+def test_what_cheating_pays(fresh: HarborEnv, task: Task, name: str, tmp_path: Path) -> None:
     command = CHEATS[name]
     if command == "PRELOAD":
         if shutil.which("gcc") is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -51,11 +52,12 @@ class FakePool:
         self.acquired = self.closed = 0
 
     host = None
+    places = SimpleNamespace(image=None)
 
     def cpu_seconds(self) -> float:
         return 0.0
 
-    def acquire(self, host: None) -> FakePool:
+    def acquire(self, image: None, host: None) -> FakePool:
         if isinstance(self.results[0], Exception):
             raise self.results.pop(0)  # type: ignore[misc]
         self.acquired += 1

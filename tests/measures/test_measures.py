@@ -107,10 +107,9 @@ def test_plain_numbers_are_compared_without_math_verify(monkeypatch: pytest.Monk
     assert [math_equal(said, ["1000.0"]) for said in ("1,000", "1000.", "1001")] == [1.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("wanted", [r"\$5", "a$b"])
-def test_what_math_verify_cannot_read_is_compared_as_text(wanted: str) -> None:
-    assert same_mathematics(f" {wanted} ", wanted) == (False, True, True)
-    assert not same_mathematics("6", wanted).equal
+def test_what_math_verify_cannot_read_is_compared_as_text() -> None:
+    assert same_mathematics(" a$b ", "a$b") == (False, True, True)
+    assert not same_mathematics("6", "a$b").equal
 
 
 def test_S3_10_judge() -> None:

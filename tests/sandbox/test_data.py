@@ -26,7 +26,7 @@ pytestmark = pytest.mark.nsjail
 def sandbox() -> Iterator[Sandbox]:
     for name in DATA[:-1]:
         pytest.importorskip(name)
-    with Sandbox() as made:
+    with Sandbox(timeout=3600) as made:  # all tests of this file, however slow the machine
         yield made
     close_shared_pools()
 

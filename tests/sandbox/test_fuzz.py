@@ -171,6 +171,7 @@ class Fuzz:
             (6, Commands.run, lambda: self.handles.append(
                 commands.run(a(*COMMANDS), background=True, **self.some(**cmd)))),
             (9, Commands.list, commands.list),
+            (1, Commands.kill_all, commands.kill_all),
             (9, Commands.kill, lambda: commands.kill(a(3, 4))),
             (9, Commands.send_stdin, lambda: commands.send_stdin(a(3, 4), a("x"))),
             (9, Commands.close_stdin, lambda: commands.close_stdin(a(3, 4))),
@@ -197,6 +198,7 @@ class Fuzz:
             (1, Sandbox.kill, sandbox.kill),
             (70, Session.step, lambda: session.step(code(), **self.some(timeout_s=timeout,
                 env=env))),
+            (9, Session.evaluate, lambda: session.evaluate(code())),
             (30, Session.cell, lambda: session.cell(code(), **self.some(
                 timeout_s=timeout, env=env, listener=a))),
             (2, Session.attach_host_tools, lambda: session.attach_host_tools(a(HOST.begin()))),

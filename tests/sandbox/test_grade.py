@@ -296,7 +296,7 @@ def test_program_output(pool: SandboxPool) -> None:
 
 
 def test_a_program_that_does_not_fit_is_wrong(pool: SandboxPool) -> None:
-    verdict = check_output(pool, "#" * (17 << 20), "")
+    verdict = check_output(pool, "#" * (70 << 20), "")
     assert (verdict.passed, verdict.infra_error) == (False, False), verdict
 
 
