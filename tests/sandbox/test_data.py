@@ -146,15 +146,6 @@ def test_a_missing_module_names_what_has_it() -> None:
             assert told.value == "No module named 'numpy'"
 
 
-def test_without_ipython_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgrpo.sandbox.templates.home_of", lambda name: None)
-    with pytest.raises(Exception, match="pip install ipython numpy"):
-        find_template("data")
-    with Sandbox.create() as made:
-        assert made.get_info().template_id == "python"
-    close_shared_pools()
-
-
 # as slow packages are found like quick ones, one of IPython's
 IMPORT = "import traitlets; print(traitlets.__name__)"
 REMEDY = "agentgrpo sandbox template build NAME -r requirements.txt"
@@ -193,3 +184,12 @@ def test_programs_of_a_cell_see_its_packages(sandbox: Sandbox) -> None:
         assert execution.text == "b'traitlets\\n'", execution
     for magic in ("!pip install nothing", "%pip install nothing"):
         assert REMEDY in "".join(sandbox.run_code(magic).logs.stderr)
+
+
+def test_without_ipython_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgrpo.sandbox.templates.home_of", lambda name: None)
+    with pytest.raises(Exception, match="pip install ipython numpy"):
+        find_template("data")
+    with Sandbox.create() as made:
+        assert made.get_info().template_id == "python"
+    close_shared_pools()  # the last test: this ends the sandbox of the others
