@@ -97,6 +97,9 @@ class HarborEnv(PythonEnv):
     """
 
     answers: tuple[str, ...] = ("code", "tools")
+    unread = tuple(
+        f"sandbox.{name}" for name in ("memory_mib", "template", "site_dirs", "env", "stateless")
+    )
     needs_actions = True
     judges = True
 

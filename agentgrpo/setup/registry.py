@@ -228,6 +228,9 @@ def require_names(config: TrainConfig) -> None:
     unread = " ".join(getattr(class_of("agent", agent), "unread", ()))
     need = f"another agent.kind than {agent!r}, which plays its own turns"
     forbid_unused(config, [(unread, need, lambda _: False)])
+    unread = " ".join(getattr(class_of("env", env_kind(config)), "unread", ()))
+    need = f"another env.kind than {env_kind(config)!r}, whose tasks describe their sessions"
+    forbid_unused(config, [(unread, need, lambda _: False)])
     reward_kind(config.reward, judged=bool(judges(config)))
     for name in config.reward.functions:
         reward_function(name)

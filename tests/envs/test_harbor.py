@@ -398,6 +398,13 @@ def test_an_agent_that_cannot_act_in_an_image_is_refused(agent: str) -> None:
         require_names(config)
 
 
+def test_settings_of_sessions_that_the_task_describes_are_refused() -> None:
+    given = {"agent": {"kind": "code"}, "env": {"kind": "harbor"}, "sandbox": {"memory_mib": 512}}
+    config = TrainConfig.model_validate({"model": "m", "out_dir": "o", **given})
+    with pytest.raises(ValueError, match=r"sandbox\.memory_mib: 512 does nothing without another"):
+        require_names(config)
+
+
 def test_a_build_that_takes_longer_than_the_task_says_is_refused(
     store: Path, tmp_path: Path
 ) -> None:
