@@ -43,8 +43,8 @@ NOT_HERE = {
     "torchrun --nproc_per_node=8 -m agentgrpo.train CONFIG": (
         "eight processes, 8 GB; tests/parallel/test_run.py runs two"
     ),
-    "srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=8 --rdzv-backend=c10d "
-    "--rdzv-endpoint=$HEAD:29500 -m agentgrpo.train CONFIG": "needs Slurm and several machines",
+    "torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HEAD:29500 "
+    "-m agentgrpo.train CONFIG": "needs two machines; tests/parallel/test_nodes.py runs two agents",
     "torchrun --nproc_per_node=8 -m agentgrpo.train CONFIG engine.tensor_parallel_size=4": (
         "needs eight GPUs: on CPU two ranks are the most an engine has"
     ),
