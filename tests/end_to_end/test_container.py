@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import install
 from agentgrpo.sandbox.spawner import Spawner
+from tests import tiny
 
 HERE = Path(__file__).parent
 SMALL = (*install.STEP, "eval_every=0")
@@ -27,13 +29,17 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(program), sys.executable, "-m", "agentgrpo"]
 
 
-def run(*command: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True)
+def run(*command: object, **env: str) -> subprocess.CompletedProcess[str]:
+    words = [str(part) for part in command]
+    return subprocess.run(words, capture_output=True, text=True, env=os.environ | env)
 
 
 @pytest.mark.slow
 def test_the_quickstart_trains_in_a_container(container: list[str], tmp_path: Path) -> None:
-    ran = run(*container, "train", "quickstart", *SMALL, f"out_dir={tmp_path / 'run'}")
+    tiny.put_standin(tmp_path / "cache")
+    settings = (*SMALL, f"out_dir={tmp_path / 'run'}")
+    env = {"AGENTGRPO_CACHE": str(tmp_path / "cache")}
+    ran = run(*container, "train", "quickstart", *settings, **env)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     (said,) = [line for line in ran.stdout.splitlines() if "degraded" in line]
     assert "SECURITY.md" in said
