@@ -21,17 +21,13 @@ import pytest
 
 from agentgrpo import init
 from agentgrpo.actions import CallTools, RunCode, ToolCall
-from agentgrpo.config import TrainConfig
 from agentgrpo.envs import harbor_check
-from agentgrpo.envs.harbor import HarborEnv, kept_by, read_reward
-from agentgrpo.envs.harbor_tasks import folders_of, make_row, read_task, write
+from agentgrpo.envs.harbor import HarborEnv
+from agentgrpo.envs.harbor_tasks import folders_of, make_row, write
 from agentgrpo.run.atomic import read_lines
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
 from agentgrpo.sandbox.dockerfile import Builder
-from agentgrpo.sandbox.images import Image
-from agentgrpo.sandbox.snapshots import Kept
 from agentgrpo.sandbox.zygote import Rung
-from agentgrpo.setup.registry import require_names
 from agentgrpo.types import Task
 from tests import warm
 from tests.envs.test_repair import CHEATS as REPAIR_CHEATS
@@ -59,6 +55,7 @@ ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin
 COPY site {PACKAGES}
 COPY pytest /usr/bin/pytest
 RUN mkdir -p /app /opt/venv/bin /usr/local/bin /root/.local && echo 'print(41)' > /app/solve.py
+RUN echo 'def test(): import subprocess' > /tmp/test_it.py; pytest -q /tmp/test_it.py; rm -r /tmp/*
 WORKDIR /app
 """
 PYTEST = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
@@ -76,33 +73,44 @@ open('/logs/verifier/reward.txt', 'w').write('1')
 for p in chain:
     os.kill(p, NUMBER)
 X"""
-CHEATS = {
-    "nothing": "true",
-    "a process that ends test.sh and writes the reward": f"(while ! pgrep -x test.sh; do :; done; {REWARD}; pkill -9 -x test.sh) >/dev/null 2>&1 & disown",
-    "a process that replaces the tests": "(while ! [ -s /tests/test_outputs.py ]; do :; done; sleep 0.02; while :; do echo 'def test(): pass' > /tmp/t; mv /tmp/t /tests/test_outputs.py; sleep 0.01; done) >/dev/null 2>&1 & disown",
-    "another /bin/bash": f"cp /usr/bin/bash /opt/b; printf '#!/bin/sh\\n{REWARD}; exit 0\\n' > /opt/x; chmod +x /opt/x; mv /opt/x /usr/bin/bash",
-    "/etc/ld.so.preload": "PRELOAD",
-    "a pytest earlier in PATH": "printf '#!/bin/sh\\nexit 0\\n' > /usr/local/bin/pytest; chmod +x /usr/local/bin/pytest",
-    "a pytest in a directory of PATH outside of the system": "printf '#!/bin/sh\\nexit 0\\n' > /opt/venv/bin/pytest; chmod +x /opt/venv/bin/pytest",
-    "sitecustomize.py": f"printf 'import os,sys\\nif any(\"pytest\" in a for a in sys.orig_argv): os._exit(0)\\n' > {PACKAGES}/sitecustomize.py",
-    "a .pth file": f"echo 'import os,sys; any(\"pytest\" in a for a in sys.orig_argv) and os._exit(0)' > {PACKAGES}/a.pth",
-    "patched pytest": f"sed -i 's/^def main(/def main(*a, **k): return 0\\ndef _main(/' {PACKAGES}/_pytest/config/__init__.py",
-    "patched subprocess": f"printf '\\n_run = run\\ndef run(*a, **k):\\n    r = _run(*a, **k); r.stdout = \"42\"; return r\\n' >> /usr/lib/{VERSION}/subprocess.py",
-    "conftest.py beside the tests": "mkdir -p /tests; printf 'def pytest_collection_modifyitems(items): items[:] = items[:0]\\ndef pytest_sessionfinish(session): session.exitstatus = 0\\n' > /tests/conftest.py",
-    "conftest.py at the root": "echo 'def pytest_sessionfinish(session): session.exitstatus = 0' > /conftest.py; printf '[pytest]\\npythonpath = /\\naddopts = -p conftest\\n' > /pytest.ini",
-    "a pytest plugin as a package": f"d={PACKAGES}; mkdir $d/cheat-1.dist-info; printf '[pytest11]\\ncheat = cheat\\n' > $d/cheat-1.dist-info/entry_points.txt; printf 'Metadata-Version: 2.1\\nName: cheat\\nVersion: 1\\n' > $d/cheat-1.dist-info/METADATA; echo 'def pytest_sessionfinish(session): session.exitstatus = 0' > $d/cheat.py",
-    "a user's site-packages": f"mkdir -p /root/.local/lib/{VERSION}/site-packages; echo 'import os; os._exit(0)' > /root/.local/lib/{VERSION}/site-packages/usercustomize.py",
-    "~/.local/bin/env, which test.sh sources": f"mkdir -p /root/.local/bin; echo '{REWARD}; exit 0' > /root/.local/bin/env",
-    "~ is another directory, by a link": f"mkdir -p /opt/r/.local/bin; echo '{REWARD}; exit 0' > /opt/r/.local/bin/env; mv /root /opt/old; ln -s /opt/r /root",
-    "~ is emptied and made again": f"rm -rf /root; mkdir -p /root/.local/bin; echo '{REWARD}; exit 0' > /root/.local/bin/env",
-    "python3 is another program": 'mv /usr/bin/python3 /usr/bin/python3.real; printf \'#!/bin/sh\\ncase "$*" in *solve.py*) echo 42;; *) exec /usr/bin/python3.real "$@";; esac\\n\' > /usr/bin/python3; chmod +x /usr/bin/python3',
-    "the program under test ends its test": KILLER.replace("NUMBER", "9"),
-    "the program under test ends its test politely": KILLER.replace("NUMBER", "15"),
-    "the program under test interrupts its test": KILLER.replace("NUMBER", "2"),
-    "the reward is a link": "mkdir -p /logs/verifier; echo 1 > /opt/one; ln -s /opt/one /logs/verifier/reward.txt; ln -s /opt/one /logs/verifier/reward.json",
-    "the working directory is a file": "cd /; rm -rf /app; echo 1 > /app",
-    "deep directories": "cd /app; for i in $(seq 200); do mkdir d; cd d; done",
+CHEATS: dict[str, list[str]] = {
+    "nothing": ["true"],
+    "files that end pytest with 0": [
+        "printf '#!/bin/sh\\nexit 0\\n' > /usr/local/bin/pytest; chmod +x /usr/local/bin/pytest",
+        "printf '#!/bin/sh\\nexit 0\\n' > /opt/venv/bin/pytest; chmod +x /opt/venv/bin/pytest",
+        f"printf 'import os,sys\\nif any(\"pytest\" in a for a in sys.orig_argv): os._exit(0)\\n' > {PACKAGES}/sitecustomize.py",
+        f"echo 'import os,sys; any(\"pytest\" in a for a in sys.orig_argv) and os._exit(0)' > {PACKAGES}/a.pth",
+        f"sed -i 's/^def main(/def main(*a, **k): return 0\\ndef _main(/' {PACKAGES}/_pytest/config/__init__.py",
+        "mkdir -p /tests; printf 'def pytest_collection_modifyitems(items): items[:] = items[:0]\\ndef pytest_sessionfinish(session): session.exitstatus = 0\\n' > /tests/conftest.py",
+        "echo 'def pytest_sessionfinish(session): session.exitstatus = 0' > /conftest.py; printf '[pytest]\\npythonpath = /\\naddopts = -p conftest\\n' > /pytest.ini",
+        f"d={PACKAGES}; mkdir $d/cheat-1.dist-info; printf '[pytest11]\\ncheat = cheat\\n' > $d/cheat-1.dist-info/entry_points.txt; printf 'Metadata-Version: 2.1\\nName: cheat\\nVersion: 1\\n' > $d/cheat-1.dist-info/METADATA; echo 'def pytest_sessionfinish(session): session.exitstatus = 0' > $d/cheat.py",
+        f"mkdir -p /root/.local/lib/{VERSION}/site-packages; echo 'import os; os._exit(0)' > /root/.local/lib/{VERSION}/site-packages/usercustomize.py",
+    ],
+    "/etc/ld.so.preload": ["PRELOAD"],
+    "other programs of the system": [
+        f"printf '\\n_run = run\\ndef run(*a, **k):\\n    r = _run(*a, **k); r.stdout = \"42\"; return r\\n' >> /usr/lib/{VERSION}/subprocess.py",
+        'mv /usr/bin/python3 /usr/bin/python3.real; printf \'#!/bin/sh\\ncase "$*" in *solve.py*) echo 42;; *) exec /usr/bin/python3.real "$@";; esac\\n\' > /usr/bin/python3; chmod +x /usr/bin/python3',
+        f"mkdir -p /root/.local/bin; echo '{REWARD}; exit 0' > /root/.local/bin/env",
+        f"cp /usr/bin/bash /opt/b; printf '#!/bin/sh\\n{REWARD}; exit 0\\n' > /opt/x; chmod +x /opt/x; mv /opt/x /usr/bin/bash",
+    ],
+    "~ is another directory, by a link": [
+        f"mkdir -p /opt/r/.local/bin; echo '{REWARD}; exit 0' > /opt/r/.local/bin/env; mv /root /opt/old; ln -s /opt/r /root"
+    ],
+    "~ is emptied and made again": [
+        f"rm -rf /root; mkdir -p /root/.local/bin; echo '{REWARD}; exit 0' > /root/.local/bin/env"
+    ],
+    "processes, and the reward as a link": [
+        "mkdir -p /logs/verifier; echo 1 > /opt/one; ln -s /opt/one /logs/verifier/reward.txt; ln -s /opt/one /logs/verifier/reward.json",
+        f"(while ! pgrep -x test.sh; do :; done; {REWARD}; pkill -9 -x test.sh) >/dev/null 2>&1 & disown",
+        "(while ! [ -s /tests/test_outputs.py ]; do :; done; sleep 0.02; while :; do echo 'def test(): pass' > /tmp/t; mv /tmp/t /tests/test_outputs.py; sleep 0.01; done) >/dev/null 2>&1 & disown",
+    ],
+    "the program under test ends its test": [KILLER.replace("NUMBER", "9")],
+    "the program under test ends its test politely": [KILLER.replace("NUMBER", "15")],
+    "the program under test interrupts its test": [KILLER.replace("NUMBER", "2")],
+    "the working directory is a file": ["cd /; rm -rf /app; echo 1 > /app"],
+    "deep directories": ["cd /app; for i in $(seq 200); do mkdir d; cd d; done"],
 }
+"""Those of a list are planted together: the verdict is 0, so none of them is believed."""
 SOLVED = {
     "solved": HONEST,
     "solved, with a file in /opt": "echo 42 > /opt/answer; echo 'print(open(\"/opt/answer\").read())' > /app/solve.py",
@@ -182,25 +190,17 @@ def test_a_solution_scores_1(fresh: HarborEnv, task: Task, name: str) -> None:
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_what_cheating_pays(fresh: HarborEnv, task: Task, name: str, tmp_path: Path) -> None:
-    command = CHEATS[name]
-    if command == "PRELOAD":
+    commands = CHEATS[name]
+    if commands == ["PRELOAD"]:
         if shutil.which("gcc") is None:
             pytest.skip("needs gcc")
-        (tmp_path / "c.c").write_text(PRELOAD)
-        build = [
-            "gcc",
-            "-D_GNU_SOURCE",
-            "-s",
-            "-shared",
-            "-fPIC",
-            "-o",
-            str(tmp_path / "c.so"),
-            str(tmp_path / "c.c"),
-        ]
+        source, library = tmp_path / "c.c", tmp_path / "c.so"
+        source.write_text(PRELOAD)
+        build = ["gcc", "-D_GNU_SOURCE", "-s", "-shared", "-fPIC", "-o", library, source]
         subprocess.run(build, check=True)
-        text = base64.b64encode((tmp_path / "c.so").read_bytes()).decode()
-        command = f"echo {text} | base64 -d > /opt/c.so && echo /opt/c.so > /etc/ld.so.preload"
-    score, episode = play(fresh, task, command)
+        text = base64.b64encode(library.read_bytes()).decode()
+        commands = [f"echo {text} | base64 -d > /opt/c.so && echo /opt/c.so > /etc/ld.so.preload"]
+    score, episode = play(fresh, task, *commands)
     assert score == 0.0, episode.output
 
 
@@ -209,10 +209,10 @@ def test_the_agents_own_session_believes_cheats_and_says_which_verdict_it_is(
 ) -> None:
     env = HarborEnv(like, 20.0, verifier="same")
     try:
-        assert play(env, task, CHEATS["a pytest earlier in PATH"])[0] == 1.0
+        assert play(env, task, *CHEATS["files that end pytest with 0"][:1])[0] == 1.0
         assert play(env, task, HONEST)[0] == 1.0
         assert play(env, task)[0] == 0.0
-        assert play(env, task, CHEATS["the program under test ends its test"])[0] == 0.0
+        assert play(env, task, *CHEATS["the program under test ends its test"])[0] == 0.0
         episode = env.reset(task)
         episode.finish(None)
         assert episode.measures["verifier_same"] == 1.0
@@ -228,30 +228,6 @@ def test_keep_narrows_what_a_verdict_takes(like: SandboxPool, task: Task) -> Non
         assert play(env, task, SOLVED["solved, with a file in /opt"])[0] == 0.0
     finally:
         env.close()
-
-
-KEPT = {
-    ("app", True): "ALL", ("app/x/y", False): "ALL", ("app", False): "NO", ("usr", True): "NO",
-    ("var", True): "PARTLY", ("var", False): "NO", ("var/lib", False): "NO",
-    ("var/lib/pg", True): "ALL", ("var/lib/dpkg", True): "NO", ("root/.local", True): "NO",
-    ("root/x", False): "ALL", ("home/a/.b", False): "NO", ("home/a", True): "PARTLY",
-    ("opt", True): "PARTLY", ("opt/venv", True): "NO", ("opt/venv2", True): "ALL",
-    ("srv/.venv/bin", True): "ALL", ("tests", True): "NO", ("", True): "PARTLY",
-}  # fmt: skip
-NARROW = {
-    ("etc", True): "PARTLY", ("etc/nginx", True): "ALL", ("etc/nginx/a", False): "ALL",
-    ("etc/passwd", False): "NO", ("app", True): "NO", ("etc/nginx2", True): "NO",
-    ("tests", True): "NO", ("etc", False): "NO",
-}  # fmt: skip
-
-
-def test_paths_that_are_kept() -> None:
-    image = Image("i", (), {"PATH": "/opt/venv/bin:/srv/bin:/usr/bin"}, "/srv/app", "", 0)
-    decide = kept_by(image, ())
-    assert {key: decide(*key).name for key in KEPT} == KEPT
-    decide = kept_by(image, ["/etc/nginx/"])
-    assert {key: decide(*key).name for key in NARROW} == NARROW
-    assert kept_by(image, ["/a"])("a", True) is Kept.ALL
 
 
 def test_tools_read_search_replace_and_run_in_the_working_directory(
@@ -299,6 +275,21 @@ def test_the_time_of_a_task_ends_its_episode(fresh: HarborEnv, task: Task) -> No
     assert episode.step(RunCode("true", "bash")).done
     assert episode.finish(None)["solved"] == 1.0
     episode.close()
+
+
+@pytest.mark.parametrize("ending", ["kill -9 $$", "kill $$", "sleep 1000"])
+def test_a_script_that_does_not_end_by_itself_is_worth_0(
+    ending: str, fresh: HarborEnv, store: Path
+) -> None:
+    folder = make_folder(
+        store / f"ends-by-{ending.split()[-1].strip('$-')}", TOML.replace("60", "1")
+    )
+    (folder / "environment/Dockerfile").write_text("FROM tiny:1\n")
+    script = f"#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n{ending}\n"
+    (folder / "tests/test.sh").write_text(script)
+    with Builder() as builder:
+        row = make_row(folder, builder)
+    assert play(fresh, Task(id="ends", messages=(), spec=row))[0] == 0.0
 
 
 def test_snapshots_of_verdicts_are_deleted(fresh: HarborEnv, task: Task, store: Path) -> None:
@@ -362,49 +353,6 @@ def test_what_tests_install_is_a_layer_of_verdicts_alone(
     assert play(fresh, installed, found)[0] == expected
 
 
-REWARDS: dict[str, dict[str, Any]] = {
-    "reward.json": {
-        '{"reward": 1, "speed": 0.5, "a b": 1, "text": "x", "flag": true}': (1.0, {"speed": 0.5}),
-        '{"first": 0.25, "second": 2}': (0.25, {"second": 2.0}),
-        '{"reward": "1", "x": 1}': (0.0, {"x": 1.0}),
-        '{"x": null, "y": 1}': (0.0, {"y": 1.0}),
-        "[1]": (0.0, {}), "{}": (0.0, {}), "true": (0.0, {}), "NaN": (0.0, {}), "1": (1.0, {}),
-        '{"reward": 1e9}': (0.0, {}), "[" * 9999: (0.0, {}),
-    },
-    "reward.txt": {"1\n": (1.0, {}), "0.5": (0.5, {}), "": (0.0, {}), "nan": (0.0, {})},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REWARDS)
-def test_rewards_and_measures_of_a_verdict(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "logs/verifier" / name
-    file.parent.mkdir(parents=True)
-    upper = os.open(tmp_path, os.O_RDONLY)
-    for text, (reward, others) in REWARDS[name].items():
-        file.write_text(text)
-        measures = {f"verifier_{key}": number for key, number in others.items()}
-        assert read_reward(upper) == (reward, measures), text
-    file.unlink()
-    assert read_reward(upper) == (0.0, {})
-    os.close(upper)
-
-
-@pytest.mark.parametrize("agent", ["answer", "program", "repl"])
-def test_an_agent_that_cannot_act_in_an_image_is_refused(agent: str) -> None:
-    options = {"command": ["true"]} if agent == "program" else {}
-    given = {"agent": {"kind": agent, "options": options}, "env": {"kind": "harbor"}}
-    config = TrainConfig.model_validate({"model": "m", "out_dir": "o", **given})
-    with pytest.raises(ValueError, match=r"agent\.kind"):
-        require_names(config)
-
-
-def test_settings_of_sessions_that_the_task_describes_are_refused() -> None:
-    given = {"agent": {"kind": "code"}, "env": {"kind": "harbor"}, "sandbox": {"memory_mib": 512}}
-    config = TrainConfig.model_validate({"model": "m", "out_dir": "o", **given})
-    with pytest.raises(ValueError, match=r"sandbox\.memory_mib: 512 does nothing without another"):
-        require_names(config)
-
-
 def test_a_build_that_takes_longer_than_the_task_says_is_refused(
     store: Path, tmp_path: Path
 ) -> None:
@@ -439,15 +387,27 @@ def shop(task: Task, store: Path) -> Task:
         return Task(id="shop", messages=(), spec=make_row(folder, builder))
 
 
-RIGHT = {"shadowed module", "another module"}
-"""They hold the right function, elsewhere: repair does not take that, a task of Harbor's does."""
+AROUND = (
+    *("conftest", "sitecustomize", "pth", "pytest.ini", "plugin", "skip mark", "tests edited"),
+    *("tests deleted", "shadowed library", "in the background"),
+)
+"""Files around the module: planted together."""
+WITHIN = (
+    *("exit", "exit in a function", "forged verdict", "equal and unequal", "reads the test"),
+    *("skips", "function of another module", "link", "link of a folder", "binary", "deleted"),
+    *("all memory", "no Python"),
+)
+"""Repair's other cheats change the interpreter that runs the tests: it is another process here."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in REPAIR_CHEATS if name not in RIGHT])
-def test_no_cheat_of_repair_is_believed(name: str, fresh: HarborEnv, shop: Task) -> None:
-    code = REPAIR_CHEATS[name].replace("{}", "shop/prices.py")
-    score, episode = play(fresh, shop, f"cat > /tmp/c.py <<'END'\n{code}\nEND\npython3 /tmp/c.py")
+@pytest.mark.parametrize("names", [AROUND, *((name,) for name in WITHIN)], ids=lambda n: n[0])
+def test_no_cheat_of_repair_is_believed(
+    names: tuple[str, ...], fresh: HarborEnv, shop: Task
+) -> None:
+    codes = (REPAIR_CHEATS[name].replace("{}", "shop/prices.py") for name in names)
+    commands = (f"cat > /tmp/c.py <<'END'\n{code}\nEND\npython3 /tmp/c.py" for code in codes)
+    score, episode = play(fresh, shop, *commands)
     assert score == 0.0, episode.output
 
 
@@ -486,60 +446,12 @@ def test_examples_can_be_played(examples: list[Task], capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAZY)
-def test_no_cheat_is_believed_by_an_example(
-    name: str, examples: list[Task], fresh: HarborEnv
-) -> None:
-    scores = {task.id: play(fresh, task, LAZY[name])[0] for task in examples}
+def test_no_cheat_is_believed_by_an_example(examples: list[Task], fresh: HarborEnv) -> None:
+    """Each cheat against two tasks, each task against one cheat at least."""
+    pairs = [(task, [*LAZY][n % len(LAZY)]) for n, task in enumerate(examples + examples[:6])]
+    scores = {(task.id, name): play(fresh, task, LAZY[name])[0] for task, name in pairs}
+    assert {name for _, name in scores} == {*LAZY}
     assert scores == dict.fromkeys(scores, 0.0)
-
-
-REFUSED = {
-    "environment.gpus": "[environment]\ngpus = 1",
-    "environment.gpu_types": '[environment]\ngpu_types = ["H100"]',
-    "environment.tpu": '[environment]\ntpu = {type = "v5"}',
-    "environment.os": '[environment]\nos = "windows"',
-    "environment.network_mode": '[environment]\nnetwork_mode = "allowlist"',
-    "agent.allowed_hosts": '[agent]\nallowed_hosts = ["pypi.org"]',
-    "environment.mcp_servers": '[[environment.mcp_servers]]\nname = "a"',
-    "environment.healthcheck": '[environment.healthcheck]\ncommand = "true"',
-    "environment.workdir": '[environment]\nworkdir = "app"',
-    "environment.cpus": "[environment]\ncpus = 0",
-    "environment.memory": '[environment]\nmemory = "much"',
-    "environment.env.A": "[environment.env]\nA = 1",
-    "agent.user": '[agent]\nuser = "me"',
-    "agent.timeout_sec": "[agent]\ntimeout_sec = nan",
-    "verifier.environment_mode": '[verifier]\nenvironment_mode = "separate"',
-    "verifier.collect": '[[verifier.collect]]\npath = "/x"',
-    "verifier.env: expected variables that are set and granted, got \\${KEY}": '[verifier.env]\nA = "x${KEY}"',
-    "steps": '[[steps]]\nname = "a"',
-    "agent: ": "agent = 1",
-}
-
-
-@pytest.mark.parametrize("key", REFUSED)
-def test_what_cannot_be_played_is_refused_by_name(tmp_path: Path, key: str) -> None:
-    make_folder(tmp_path / "t", REFUSED[key])
-    with pytest.raises(ValueError, match=key):
-        read_task(tmp_path / "t")
-
-
-@pytest.mark.parametrize("path", ["environment/docker-compose.yaml", "steps/a", "tests/Dockerfile"])
-def test_files_that_cannot_be_played_are_refused_by_name(tmp_path: Path, path: str) -> None:
-    make_folder(tmp_path / "t")
-    (tmp_path / "t" / path).parent.mkdir(exist_ok=True)
-    (tmp_path / "t" / path).write_text("")
-    with pytest.raises(ValueError, match=path.split("/")[0 if "steps" in path else 1]):
-        read_task(tmp_path / "t")
-
-
-def test_limits_and_granted_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    toml = '[environment]\nmemory = "2G"\nstorage = "500MB"\ncpus = 3\ngpus = 0\ntpu = ""\n[verifier.env]\nA = "${KEY}"\nB = "${KEY:-x}"\nC = "${NO:-y}"'
-    make_folder(tmp_path / "t", toml.replace('tpu = ""\n', ""))
-    monkeypatch.setenv("KEY", "k")
-    task = read_task(tmp_path / "t", ["KEY"])
-    assert (task.limits.memory_mib, task.limits.home_mib, task.limits.cpus) == (2048, 500, 3)
-    assert task.verifier.env == {"A": "k", "B": "k", "C": "y"}
 
 
 def test_rows_are_held_out_by_instruction(store: Path, tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ STDLIB = ("test", "idlelib", "tkinter", "ensurepip", "lib2to3", "site-packages",
 PASSWD = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/sh\n"
 
 
-def libraries(program: str) -> list[str]:
-    """The shared libraries of a program, its loader included."""
-    told = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
-    return [word for word in told.split() if word.startswith("/")]
+def libraries(programs: Iterable[str]) -> set[str]:
+    """The shared libraries of programs, their loader included."""
+    listing = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
+    return {word for word in listing.split() if word.startswith("/") and not word.endswith(":")}
 
 
 def add_tiny_image(name: str = "base", *, python: bool = True, tools: Iterable[str] = TOOLS) -> str:
@@ -41,7 +41,9 @@ def add_tiny_image(name: str = "base", *, python: bool = True, tools: Iterable[s
     (root / "tmp").chmod(0o1777)
     for folder in ("bin", "lib", "lib64"):
         (root / folder).symlink_to(f"usr/{folder}")
-    programs = {f"/usr/bin/{tool}": shutil.which(tool, path="/usr/bin:/bin") for tool in tools}
+    found = {f"/usr/bin/{tool}": shutil.which(tool, path="/usr/bin:/bin") for tool in tools}
+    programs = {target: source for target, source in found.items() if source is not None}
+    extensions: list[str] = []
     if python:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         real = os.path.realpath(os.path.join(sys.base_prefix, "bin", version))
@@ -50,13 +52,10 @@ def add_tiny_image(name: str = "base", *, python: bool = True, tools: Iterable[s
         stdlib = os.path.dirname(os.__file__)
         copied = root / "usr/lib" / version
         shutil.copytree(stdlib, copied, True, shutil.ignore_patterns(*STDLIB))
-        for extension in (copied / "lib-dynload").glob("*.so"):
-            programs |= {path: path for path in libraries(str(extension))}
-    for target, source in programs.items():
-        if source is not None:
-            _copy(source, root, target)
-            for library in libraries(source):
-                _copy(library, root, library)
+        extensions = [*map(str, (copied / "lib-dynload").glob("*.so"))]
+    needed = libraries([*programs.values(), *extensions])
+    for target, source in {**programs, **{path: path for path in needed}}.items():
+        _copy(source, root, target)
     (root / "etc/passwd").write_text(PASSWD)
     (root / "etc/group").write_text("root:x:0:\nnogroup:x:65534:\n")
     (root / "etc/version").write_text("1\n")
