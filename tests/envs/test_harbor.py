@@ -196,7 +196,16 @@ def test_what_cheating_pays(fresh: HarborEnv, task: Task, name: str, tmp_path: P
             pytest.skip("needs gcc")
         source, library = tmp_path / "c.c", tmp_path / "c.so"
         source.write_text(PRELOAD)
-        build = ["gcc", "-D_GNU_SOURCE", "-s", "-shared", "-fPIC", "-o", library, source]
+        build: list[str | Path] = [
+            "gcc",
+            "-D_GNU_SOURCE",
+            "-s",
+            "-shared",
+            "-fPIC",
+            "-o",
+            library,
+            source,
+        ]
         subprocess.run(build, check=True)
         text = base64.b64encode(library.read_bytes()).decode()
         commands = [f"echo {text} | base64 -d > /opt/c.so && echo /opt/c.so > /etc/ld.so.preload"]

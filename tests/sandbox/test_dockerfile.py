@@ -56,15 +56,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield context
 
 
-def build(folder: Path, text: str, name: str = "x") -> images.Image:
-    (folder / "Dockerfile").write_text(text)
+@pytest.fixture(scope="module")
+def builder(folder: Path) -> Iterator[Builder]:
     with Builder(limits=LIMITS) as builder:
-        return builder.build(name, folder)
+        yield builder
 
 
-def output(name: str, command: str) -> str:
-    with SandboxPool(template=Template(image=name), limits=LIMITS, min_idle=0) as pool:
-        return pool.run(command).stdout
+@pytest.fixture(scope="module")
+def pool(folder: Path) -> Iterator[SandboxPool]:
+    """For sessions of all images."""
+    with SandboxPool(template=Template(image="tiny"), limits=LIMITS, min_idle=0) as pool:
+        yield pool
+
+
+def build(builder: Builder, folder: Path, text: str, name: str = "x") -> images.Image:
+    (folder / "Dockerfile").write_text(text)
+    return builder.build(name, folder)
 
 
 BUILT = {
@@ -90,10 +97,11 @@ BUILT = {
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("steps", BUILT)
-def test_built(steps: str, folder: Path) -> None:
+def test_built(steps: str, builder: Builder, folder: Path, pool: SandboxPool) -> None:
     command, expected = BUILT[steps]
-    build(folder, f"FROM tiny\n{steps}\n")
-    assert output("x", command).split() == expected.split()
+    image = build(builder, folder, f"FROM tiny\n{steps}\n")
+    with pool.acquire(image) as session:
+        assert session.step(command).stdout.split() == expected.split()
 
 
 REFUSED = {
@@ -122,25 +130,25 @@ REFUSED = {
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("text", REFUSED)
-def test_refused_with_the_line(text: str, folder: Path) -> None:
+def test_refused_with_the_line(text: str, builder: Builder, folder: Path) -> None:
     with pytest.raises(ImageError, match=REFUSED[text]):
-        build(folder, text, "refused")
+        build(builder, folder, text, "refused")
     assert "refused" not in {image.name for image in images.list_images()}
     assert not list((store_dir() / "layers").glob(".new-*"))
 
 
 @pytest.mark.nsjail
-def test_steps_are_run_once(folder: Path) -> None:
+def test_steps_are_run_once(builder: Builder, folder: Path) -> None:
     step = "RUN cat /proc/sys/kernel/random/uuid > /f"
-    first = build(folder, f"FROM tiny\n{step}\n", "a")
-    again = build(folder, f"FROM tiny\n{step}\nRUN true", "b")
+    first = build(builder, folder, f"FROM tiny\n{step}\n", "a")
+    again = build(builder, folder, f"FROM tiny\n{step}\nRUN true", "b")
     assert again.layers[: len(first.layers)] == first.layers
-    other = build(folder, f"FROM tiny\nENV A=1\n{step}\n", "c")
+    other = build(builder, folder, f"FROM tiny\nENV A=1\n{step}\n", "c")
     assert other.layers[-1] != first.layers[-1]
     (folder / "a.txt").touch()
-    copied = build(folder, "FROM tiny\nCOPY a.txt /\n", "d")
+    copied = build(builder, folder, "FROM tiny\nCOPY a.txt /\n", "d")
     os.utime(folder / "a.txt", (1, 1))
-    assert build(folder, "FROM tiny\nCOPY a.txt /\n", "d").layers == copied.layers
+    assert build(builder, folder, "FROM tiny\nCOPY a.txt /\n", "d").layers == copied.layers
 
 
 @pytest.mark.nsjail
