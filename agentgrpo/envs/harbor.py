@@ -197,7 +197,7 @@ class HarborEpisode(ShellEpisode):
 
     def _begin(self) -> Session:
         self._pool = self._env.sessions(self.task.limits, self.image)
-        self._session = session = self._pool.acquire(self.image)
+        self._session = session = self._pool.acquire(self._image or self.image)
         if self._ends_at == math.inf:
             self._ends_at = time.monotonic() + self.task.agent.timeout_sec
         self._cpu = session.cpu_seconds()
@@ -226,7 +226,7 @@ class HarborEpisode(ShellEpisode):
             with pool.acquire(self.judge, WAIT_S) as judge:
                 return self._judge(judge)
         try:
-            changes = session.snapshot(keep=kept_by(self.image, self._env.keep))
+            changes = session.snapshot(keep=kept_by(self.image, self._env.keep), since=self.image)
         except SandboxInfraError:
             raise
         except SandboxException as error:

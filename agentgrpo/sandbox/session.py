@@ -465,10 +465,13 @@ class Session(ProcessBound):
             root.close()
         return Files(root, self._channels, max(self.limits.private_mib) * MIB)
 
-    def snapshot(self, name: str | None = None, *, keep: Keep | None = None) -> Image:
+    def snapshot(
+        self, name: str | None = None, *, keep: Keep | None = None, since: Image | None = None
+    ) -> Image:
         """Copy what it has changed of its image's files. The session goes on. Until the pool is
         closed, pool.acquire(snapshot) starts others from the copy; one with a name is an image of
-        the store from then on. Processes are not copied. keep: which entries; None: all.
+        the store from then on. Processes are not copied. keep: which entries; None: all. since:
+        where the session's image is a snapshot, what that was taken of: copy all changes since.
 
         Raises:
             NotSupportedException: it has no image.
@@ -481,7 +484,7 @@ class Session(ProcessBound):
                 "snapshot(): the session has no image (Template(image=...))"
             )
         with self._channels.borrowed() as channels:
-            snapshot = take(channels.upper, image, self.limits, channels.owner, name, keep)
+            snapshot = take(channels.upper, image, self.limits, channels.owner, name, keep, since)
         self._snapshots.append(snapshot)
         return snapshot
 

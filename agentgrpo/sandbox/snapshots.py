@@ -61,7 +61,7 @@ def lower_dirs(image: Image) -> str:
 
 def take(
     upper: int, image: Image, limits: Limits, owner: int | None, name: str | None = None,
-    keep: Keep | None = None,
+    keep: Keep | None = None, since: Image | None = None,
 ) -> Image:  # fmt: skip
     """Copy the directory of a session's changes, as an image of the session's layers and the copy.
 
@@ -72,6 +72,8 @@ def take(
         owner: user id that the copies are given to; None: this process's.
         name: keep it in the store under this name.
         keep: whether to copy an entry, by its path in the image and its type; None: all.
+        since: the image that `image` is a snapshot of, or a snapshot of a snapshot: the copy has
+            all changes of it, and is a layer of it.
 
     Raises:
         SandboxException: the changes are more or deeper than can be kept.
@@ -82,10 +84,17 @@ def take(
         target = os.open(layer, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             copy = _Copy(target, limits, owner, keep)
-            copy.directory(upper, target, "", 0)
+            for path in image.layers[len((since or image).layers) :]:
+                below = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    copy.add(below)
+                finally:
+                    os.close(below)
+            copy.add(upper)
         finally:
             os.close(target)
         set_bytes(layer, copy.bytes)
+    image = since or image
     layers = (*image.layers, str(store_dir() / "layers" / key))
     if name is not None:
         return save_image(name, [*map(os.path.basename, layers)], image.env, image.workdir, key)
@@ -98,12 +107,18 @@ def remove(snapshot: Image) -> None:
 
 
 class _Copy:
-    """One copy of a tree that may change meanwhile."""
+    """One copy of trees, each above those before it, that may change meanwhile."""
 
     def __init__(self, root: int, limits: Limits, owner: int | None, keep: Keep | None) -> None:
         self._root, self._limits, self._owner, self._keep = root, limits, owner, keep
-        self.bytes = self._files = 0
+        self.bytes = self._files = self._most = 0
         self._links: dict[int, str] = {}
+
+    def add(self, source: int) -> None:
+        """Copy a tree above what has been copied, as overlayfs would show both."""
+        self._files, self._links = 0, {}
+        self._most = self.bytes + self._limits.home_mib * MIB
+        self.directory(source, self._root, "", 0)
 
     def directory(self, source: int, target: int, path: str, depth: int) -> None:
         """Copy a directory's entries, then its own mark, mode, times and owner."""
@@ -124,12 +139,18 @@ class _Copy:
     def _entry(self, source: int, target: int, name: str, path: str, depth: int) -> None:
         about = os.stat(name, dir_fd=source, follow_symlinks=False)
         kind = stat.S_IFMT(about.st_mode)
+        if kind != stat.S_IFDIR:  # also a whiteout that is not kept hides what was copied before
+            _remove(target, name)
         if self._keep is not None and self._keep(path, kind == stat.S_IFDIR) is Kept.NO:
             return
         if kind == stat.S_IFDIR:
             with _opened(source, name, about.st_mode) as below:
-                os.mkdir(name, 0o700, dir_fd=target)
+                if OPAQUE in os.listxattr(below):
+                    _remove(target, name)
+                hides = _make_directory(target, name)
                 with _opened(target, name, about.st_mode | 0o700) as copy:
+                    if hides:
+                        os.setxattr(copy, OPAQUE, b"y")
                     self.directory(below, copy, f"{path}/", depth + 1)
             return
         if kind == stat.S_IFREG and about.st_ino in self._links:
@@ -174,7 +195,7 @@ class _Copy:
                 if not done:  # it has become shorter
                     return
                 at, self.bytes = at + done, self.bytes + done
-                if self.bytes > self._limits.home_mib * MIB:
+                if self.bytes > self._most:
                     raise SandboxException("snapshot: more data than limits.home_mib")
 
     def _finish(self, source: int, copy: int, least_mode: int) -> None:
@@ -184,6 +205,31 @@ class _Copy:
             os.chown(copy, self._owner, self._owner)
         os.chmod(copy, about.st_mode & 0o1777 | least_mode)
         os.utime(copy, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def _make_directory(parent: int, name: str) -> bool:
+    """Make a directory, unless there is one. Whether a file or whiteout was in its place, which hid
+    what the image has there.
+    """
+    try:
+        os.mkdir(name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            return False
+        os.unlink(name, dir_fd=parent)
+        os.mkdir(name, 0o700, dir_fd=parent)
+        return True
+    return False
+
+
+def _remove(directory: int, name: str) -> None:
+    """Remove a file, or a directory with all below it; none may be there."""
+    try:
+        os.unlink(name, dir_fd=directory)
+    except IsADirectoryError:
+        shutil.rmtree(name, dir_fd=directory)
+    except FileNotFoundError:
+        pass
 
 
 @contextlib.contextmanager

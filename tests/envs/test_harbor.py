@@ -111,6 +111,12 @@ CHEATS: dict[str, list[str]] = {
     "deep directories": ["cd /app; for i in $(seq 200); do mkdir d; cd d; done"],
 }
 """Those of a list are planted together: the verdict is 0, so none of them is believed."""
+PLANTED = {
+    name: "\n".join(command for command in commands if "> /opt/x" not in command)
+    for name, commands in CHEATS.items()
+    if name.startswith(("files", "other", "~"))
+}
+"""Those that leave files only. Without another bash, with which no session starts."""
 SOLVED = {
     "solved": HONEST,
     "solved, with a file in /opt": "echo 42 > /opt/answer; echo 'print(open(\"/opt/answer\").read())' > /app/solve.py",
@@ -211,6 +217,37 @@ def test_what_cheating_pays(fresh: HarborEnv, task: Task, name: str, tmp_path: P
         commands = [f"echo {text} | base64 -d > /opt/c.so && echo /opt/c.so > /etc/ld.so.preload"]
     score, episode = play(fresh, task, *commands)
     assert score == 0.0, episode.output
+
+
+BRANCHES = {
+    "solved before": (HONEST, "true", 1.0),
+    "solved before, spoilt after": (HONEST, "echo 'print(41)' > solve.py", 0.0),
+    "solved before, removed after": (HONEST, "cd /; rm -rf /app", 0.0),
+    "solved after": ("echo $RANDOM > /root/f", HONEST, 1.0),
+    "solved in both": ("echo 42 > /opt/answer", SOLVED["solved, with a file in /opt"], 1.0),
+    **{f"{name}, before": (commands, "true", 0.0) for name, commands in PLANTED.items()},
+    "~ is replaced by a link, after": (
+        f"mkdir -p /opt/r/.local/bin; echo '{REWARD}; exit 0' > /opt/r/.local/bin/env",
+        "mv /root /opt/old; ln -s /opt/r /root",
+        0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_the_verdict_of_a_branch_filters_what_was_made_before_it(
+    fresh: HarborEnv, task: Task, name: str
+) -> None:
+    before, after, expected = BRANCHES[name]
+    parent, branch = fresh.reset(task), fresh.reset(task)
+    parent.step(RunCode(before, "bash"))
+    copy = parent.snapshot()
+    assert copy is not None
+    assert branch.resume(copy)
+    branch.step(RunCode(after, "bash"))
+    assert branch.finish(None)["solved"] == expected, branch.output
+    for ended in (parent, branch, copy):
+        ended.close()
 
 
 def test_the_agents_own_session_believes_cheats_and_says_which_verdict_it_is(

@@ -11,7 +11,7 @@ import pytest
 from agentgrpo.sandbox import Limits, SandboxPool, StepStatus, Template, forks
 from agentgrpo.sandbox.forks import Fork, fork
 from agentgrpo.sandbox.images import store_dir
-from tests.sandbox.tiny_image import add_tiny_image, record
+from tests.sandbox.tiny_image import add_tiny_image, give, record
 
 pytestmark = pytest.mark.nsjail
 LIMITS = Limits(timeout_s=20.0, memory_mib=256, home_mib=16, inodes=4096, processes=64)
@@ -63,7 +63,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxPool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         add_tiny_image(python=False)
-        record("tiny", [])
+        changed = store_dir() / "layers/var"
+        (changed / "var").mkdir(parents=True)
+        (changed / "var/image").write_text("0\n")
+        give(changed)
+        record("tiny", ["var"])
         template = Template(image="tiny")
         with SandboxPool(template=template, limits=LIMITS, min_idle=0, zygotes=1) as made:
             yield made
@@ -169,3 +173,41 @@ def test_a_session_of_another_image_is_not_restored(pool: SandboxPool) -> None:
         assert copy is not None
         assert not copy.restore(session)
         copy.close()
+
+
+ABOVE = {
+    "nothing": ("echo 1 > /root/f", "true"),
+    "a changed file": ("echo 1 > /root/f", "echo 2 >> /root/f"),
+    "a removed file": ("echo 1 > /root/f", "rm /root/f"),
+    "a removed file of the image": ("echo 1 > /etc/passwd", "rm /etc/passwd"),
+    "a removed directory": ("mkdir -p /a/b; echo 1 > /a/b/f; echo 1 > /var/f", "rm -r /a /var"),
+    "a directory made again": ("echo 1 > /var/f", "rm -r /var; mkdir /var; echo 2 > /var/g"),
+    "a directory made again below another": ("mkdir -p /a/b/c; echo 1 > /a/b/f", "rm -r /a/b; mkdir /a/b"),
+    "a file in place of a directory": ("mkdir /a; echo 1 > /a/f", "rm -r /a; echo 2 > /a"),
+    "a directory in place of a file": ("echo 1 > /a", "rm /a; mkdir /a; echo 2 > /a/f"),
+    "a directory in place of a link": ("ln -s /etc /a", "rm /a; mkdir /a; echo 2 > /a/f"),
+    "a link in place of a directory": ("mkdir /a; echo 1 > /a/f", "rm -r /a; ln -s /etc /a"),
+    "hard links": ("echo 1 > /a; ln /a /b", "echo 2 > /c; ln /c /d; rm /a; ln /c /a"),
+    "modes": ("mkdir -m 700 /a; echo 1 > /a/f", "chmod 750 /a; chmod 600 /a/f"),
+    "a directory of the session's that is back": ("rm -r /etc", "echo 1 > /etc/f"),
+    "a directory that is back": ("rm -r /var", "mkdir /var; echo 1 > /var/f"),
+}  # fmt: skip
+LIST = "f() { find /a /b /c /d /etc /root /var $* 2>/dev/null | sort; }; f -printf %p-%M-%l\\\\n; cat $(f -type f ! -name hosts)"
+
+
+@pytest.mark.parametrize("name", ABOVE)
+def test_all_changes_since_the_image_are_one_layer(pool: SandboxPool, name: str) -> None:
+    with pool.acquire() as session:
+        image = session.places.image
+        assert image is not None
+        session.step(ABOVE[name][0])
+        copy = fork(session, pool)
+        assert copy is not None
+    with pool.acquire(copy.image) as branch:
+        branch.step(ABOVE[name][1])
+        whole, expected = branch.snapshot(since=image), branch.step(LIST).stdout
+    copy.close()
+    assert len(whole.layers) == len(image.layers) + 1
+    with pool.acquire(whole) as other:
+        assert other.step(LIST).stdout == expected
+    pool.discard(whole)
