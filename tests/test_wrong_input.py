@@ -24,6 +24,7 @@ from tests import tiny
 pytestmark = [pytest.mark.nsjail, pytest.mark.slow]
 
 ROWS = [{"question": f"{a}+{b}", "answer": str(a + b)} for a in range(1, 5) for b in range(1, 5)]
+LEVELS = [{"question": f"{a}+9", "answer": str(a + 9), "level": a} for a in range(1, 5)]
 TALKS = [
     {"messages": [{"role": "user", "content": row["question"]},
                   {"role": "assistant", "content": f"Answer: {row['answer']}"}]}
@@ -46,6 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.copytree(model, folder / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     write_lines(folder / "rows.jsonl", ROWS)
     write_lines(folder / "talks.jsonl", TALKS)
+    write_lines(folder / "levels.jsonl", LEVELS)
     (folder / "c.toml").write_text(
         f'model = "{model}"\nout_dir = "{folder / "run"}"\n[data]\ntrain = "rows.jsonl"\n'
         "num_heldout = 4\n[engine]\nkv_cache_gib = 0.0625\n"
@@ -129,6 +131,15 @@ def test_every_command_has_a_dry_run_that_writes_nothing(
     assert (status, told.err) == (0, ""), told.err
     assert "the plan, nothing was " in told.out
     assert not (place / "run").exists()
+
+
+def test_what_does_nothing_or_is_of_one_file_alone_ends_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "rollout.template_options.enable_thinking=false data.heldout=levels.jsonl"
+    assert cli.main([*f'train c.toml {own} data.columns=["level"] --dry-run'.split()]) == 0
+    told = capsys.readouterr().out
+    assert "the model's chat template does not read 'enable_thinking'" in told
 
 
 PATHS = {
@@ -286,7 +297,7 @@ LATE = {
     'train c.toml agent.kind=program agent.options.call=a:b agent.options.command=["x"]': "either "
     "it or call must be given, got ['x'] and 'a:b'. Remedy where an extended config has a command: "
     "command = [] and files = []",
-    "train c.toml rollout.template_options.think=false": "no 'think' in the model's chat",
+    'train c.toml data.heldout=levels.jsonl data.columns=["level","levl"]': "no row has ['levl']",
     "train c.toml rollout.max_calls_of.pyton=3": "expected tools (bash, node, python), got 'pyton'",
 }
 

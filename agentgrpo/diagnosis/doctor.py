@@ -117,7 +117,8 @@ def _refused(h: History) -> Finding | None:
 
     A policy that errs agrees less than one that is right, a wrong expected answer changes nothing
     of how many agree. So a group counts as its agreement to the power of four. In a run that has
-    learned much the errors were its own.
+    learned much the errors were its own. Where no group is paid, there is nothing to compare with:
+    the tasks are rather too hard.
     """
     agreed = [
         ((count / len(group)) ** 4, [seen for seen in group if seen.answer == answer], group)
@@ -131,10 +132,12 @@ def _refused(h: History) -> Finding | None:
     few = len(agreed) < 6 or len({h.question(ones[0]) for _, ones, _ in refused}) < 2
     if few or share < 0.2 or surely < 0.5 * paid or h.learned > 0.3:
         return None
-    says = f"{len(refused)} of {len(agreed)} groups that agree on an answer are refused it, as "
+    says = f"{len(refused)} of {len(agreed)} groups that agree on an answer are refused it"
     remedy = "the expected answers of these tasks, or what the reward takes as equal"
     surest = max(refused, key=lambda item: item[0])[1]
-    return Finding(0.6 + 0.15 * share, f"{says}surely as others are paid", remedy, surest)
+    if not paid:
+        return Finding(0.55, says, remedy, surest)
+    return Finding(0.6 + 0.15 * share, f"{says}, as surely as others are paid", remedy, surest)
 
 
 def _extreme(h: History) -> float:

@@ -4,7 +4,6 @@ what of it is published and saved.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -267,7 +266,8 @@ class Policy:
         return ((name, parallel.whole(p)) for name, p in self.model.named_parameters())
 
     def save(self, folder: Path) -> None:
-        """Write it as a Hugging Face model directory, or its adapter as a peft one; no tokenizer.
+        """Write it as a Hugging Face model directory, or its adapter as a peft one, without the
+        files that ChatTemplate.save() writes.
 
         On several ranks all must call it; the first one writes.
         """
@@ -280,6 +280,8 @@ class Policy:
         if parallel.rank() != 0:
             return
         if self._whole is None:
+            # transformers refuses to write what some models come with (temperature, not do_sample)
+            self.model.generation_config = GenerationConfig()
             self.model.save_pretrained(folder, state_dict=state)
             return
         # a head of its own in the files is one with the embedding here, where the two are tied
@@ -335,10 +337,7 @@ def init_on_meta(model: str | Path, dtype: str) -> Any:
     """A model whose parameters have shapes and no storage."""
     config = language_model(AutoConfig.from_pretrained(model))
     with parameters_on_meta():
-        made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    with contextlib.suppress(OSError):  # there may be none; where there is, it names stop tokens
-        made.generation_config = GenerationConfig.from_pretrained(model)
-    return made
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
 
 def whole_of(model: Any) -> Whole | None:

@@ -32,7 +32,6 @@ from typing import Any, Literal
 
 import jinja2
 
-from agentgrpo.files import read_table
 from agentgrpo.models.encoding import TextEncoder
 from agentgrpo.types import Int32
 
@@ -80,12 +79,6 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self._options = dict(options or {})
-        for name in self._options:
-            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-                raise ValueError(
-                    f"rollout.template_options: no {name!r} in the model's chat template; "
-                    "remedy: rollout.template_options={}"
-                )
         self._encoder = TextEncoder(tokenizer)
         self._inner: frozenset[str] = frozenset()
         self._generation_config = dict(generation_config)
@@ -114,6 +107,10 @@ class ChatTemplate:
         self.require_roles(["user"])
         self._looks_back = any(self._depends_on(roles, past) for roles in _LATER for past in _PASTS)
 
+    def reads(self, option: str) -> bool:
+        """Whether the template has an option of this name; another changes nothing."""
+        return bool(re.search(rf"\b{re.escape(option)}\b", str(self.tokenizer.chat_template)))
+
     @property
     def unknown_stops(self) -> tuple[str, ...]:
         """Tokens that end a turn here, but neither by the tokenizer nor by generation_config."""
@@ -122,12 +119,11 @@ class ChatTemplate:
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer, and stop_token_ids where vLLM, SGLang, TGI and transformers read
-        them: the model's own generation_config.json may name only the end of a document.
+        them: the model's own generation_config.json, which may name only the end of a document.
         """
         self.tokenizer.save_pretrained(folder)
+        table = {**self._generation_config, "eos_token_id": list(self.stop_token_ids)}
         path = folder / "generation_config.json"
-        table = read_table(path) if path.exists() else self._generation_config
-        table = {**table, "eos_token_id": list(self.stop_token_ids)}
         path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
     def require_roles(self, roles: Sequence[str]) -> None:

@@ -19,6 +19,8 @@ from agentgrpo.models.text_part import language_model
 WEIGHTS = (".safetensors", ".bin", ".pt")
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """The files of an adapter's folder, by peft's names."""
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What a model's generation_config.json has of its config.json, where it has none of its own."""
 
 
 def check_model(
@@ -185,10 +187,19 @@ def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplat
     from transformers.utils.hub import cached_file
 
     tokenizer = _tokenizer_of(model)
-    found = cached_file(
-        model, "generation_config.json", _raise_exceptions_for_missing_entries=False
-    )
-    table = read_table(Path(found)) if found else {}
+    for name in ("generation_config.json", "config.json"):  # the second is transformers' fallback
+        path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+        if path:
+            break
+    table = read_table(Path(path)) if path else {}
+    if name == "config.json":
+        table |= table.get("text_config") or {}
+        table = {key: table[key] for key in TOKEN_IDS if table.get(key) is not None}
+    eos = table.get("eos_token_id")
+    if not all(type(one) is int for one in (eos if isinstance(eos, list) else [eos or 0])):
+        raise ValueError(
+            f"{path}: eos_token_id: expected a token id or a list of them, got {eos!r}"
+        )
     return ChatTemplate(tokenizer, options, generation_config=table)
 
 

@@ -29,7 +29,7 @@ IGNORED = (
     "user_profile_id", "billing_policy", "fallback_credit_token",
 )  # fmt: skip
 """By which no answer is another: whose it is, how fast it comes, what it costs."""
-REFUSED = ("container", "mcp_servers", "context_management", "compaction", "fallbacks", "thread")
+REFUSED = ("container", "mcp_servers", "compaction", "fallbacks", "thread")
 UNTHREADED = "thread_unsupported_request"
 """The error behind which Anthropic's runner of tools goes on with whole conversations."""
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}

@@ -50,9 +50,8 @@ class Row:
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """A turn of the policy's, as its client was given it."""
+    """A turn of the policy's that its client was given."""
 
-    message: Message
     row: Row
     end: int
     """How long the row was behind it."""
@@ -60,20 +59,22 @@ class Answer:
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    content: str = ""
+    message: Message
     answer: Answer | None = None
     below: dict[Hashable, list[_Node]] = field(default_factory=dict)
 
     def find(self, message: Message) -> _Node | None:
-        """The last one below that may be meant."""
-        for node in reversed(self.below.get(message.key, ())):
-            answer = node.answer
-            if message.is_of(answer.message) if answer else message.content == node.content:
-                return node
-        return None
+        """The one below that is meant: of several the likest, and of these the last."""
+
+        def alike(node: _Node) -> tuple[bool, bool]:
+            return message.ids == node.message.ids, message.content == node.message.content
+
+        nodes = reversed(self.below.get(message.key, ()))
+        meant = (n for n in nodes if (message.is_of(n.message) if n.answer else all(alike(n))))
+        return max(meant, key=alike, default=None)
 
     def add(self, message: Message, answer: Answer | None = None) -> _Node:
-        node = _Node(message.content, answer)
+        node = _Node(message, answer)
         self.below.setdefault(message.key, []).append(node)
         return node
 
@@ -182,8 +183,8 @@ class Conversations:
 
     def said(self, prompt: Prompt, row: Row, message: Message) -> None:
         """Remember what the client is given, so that it is known when it comes back."""
-        answer = Answer(message, row, len(row.transcript))
-        node = self._roots.setdefault(prompt.root, _Node())
+        answer = Answer(row, len(row.transcript))
+        node = self._roots.setdefault(prompt.root, _Node(Message("")))
         for one in prompt.messages:
             node = node.find(one) or node.add(one)
         node.add(message, answer)

@@ -47,10 +47,6 @@ class Call:
     arguments: str
     """As text: JSON, if the policy wrote it well."""
 
-    @property
-    def key(self) -> Hashable:
-        return self.id, self.name, json_key(self.arguments)
-
 
 @dataclass(frozen=True)
 class Message:
@@ -66,20 +62,32 @@ class Message:
 
     @cached_property
     def key(self) -> Hashable:
-        """Equal for messages that mean the same; what clients leave out (reasoning) is no part."""
-        calls = tuple(call.key for call in self.calls)
-        content = "" if calls else self.content  # the ids of calls identify a message
+        """Equal for messages that may mean the same. What clients leave out or rewrite is no part:
+        reasoning, ids of calls, text beside calls, white space around an answer's lines.
+        """
+        calls = tuple((call.name, json_key(call.arguments)) for call in self.calls)
+        content = "" if calls else self._bare if self.role == "assistant" else self.content
         name = "" if self.role == "tool" else self.name  # filled in from the call, or made up
         return self.role, content, calls, self.call_id, name
 
-    def is_of(self, answered: Message) -> bool:
-        """Whether a client that was given `answered` may send it back as this.
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Those of its calls."""
+        return tuple(call.id for call in self.calls)
 
-        Clients drop or strip the text beside a call (crewai, semantic-kernel).
+    @property
+    def _bare(self) -> str:
+        return "\n".join(map(str.rstrip, self.content.strip().splitlines()))
+
+    def is_of(self, answered: Message) -> bool:
+        """Whether a client that was given `answered` may send it back as this, which has its key.
+
+        The ids of calls identify an answer without the text beside them (crewai, semantic-kernel),
+        the text one whose ids a client makes anew.
         """
         kept = self.reasoning is None or self.reasoning == (answered.reasoning or "")
-        texts = [answered.content, *(["", answered.content.strip()] if self.calls else [])]
-        return kept and self.content in texts and self.key == answered.key
+        dropped = not self.content and self.ids == answered.ids
+        return kept and (self._bare == answered._bare or dropped)
 
     def shown(self) -> dict[str, Any]:
         """For a chat template."""

@@ -31,7 +31,7 @@ FROZEN = "policy:frozen"
 OVERRIDES = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "response_format", "structured_outputs", "seed", "logit_bias",
-    "reasoning_effort", "verbosity",
+    "reasoning_effort", "verbosity", "context_management",
 )  # fmt: skip
 """Keys of what the run decides: counted and not obeyed, since its own sampling is trained on."""
 NOTHING = (None, "disabled", {"type": "text"}, {"type": "disabled"})

@@ -29,8 +29,8 @@ IGNORED = (
 )  # fmt: skip
 """By which no answer is another; a number of calls is of the tools of OpenAI's servers."""
 REFUSED = (
-    "access_programs", "background", "context_management", "conversation", "image", "moderation",
-    "previous_response_id", "prompt", "top_logprobs",
+    "access_programs", "background", "conversation", "image", "moderation", "previous_response_id",
+    "prompt", "top_logprobs",
 )  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"
 RANKS = {"reasoning": 0, "message": 1, "function_call": 2}

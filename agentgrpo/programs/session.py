@@ -175,9 +175,11 @@ class Session:
 
     def _temperature(self, asked: TurnRequest) -> float | None:
         """What the engine is to obey of a request; all else is the run's, and counted."""
-        options = self.config.template_options
+        options, unread = self.config.template_options, set[str]()
         for name, value in asked.template_options.items():
-            if name not in options or options[name] != value:
+            if not self.chat.reads(name):
+                unread.add(name)
+            elif name not in options or options[name] != value:
                 raise BadRequest(
                     "chat_template_kwargs: expected rollout.template_options, which are the run's, "
                     f"{dict(options)}, got { {name: value} }", param="chat_template_kwargs",
@@ -186,7 +188,7 @@ class Session:
         temperature = asked.overrides.get("temperature") if asked.frozen else None
         if temperature is not None:
             ignored.remove("temperature")
-        self.stats.update(f"{UNENFORCED}{name}" for name in ignored)
+        self.stats.update(f"{UNENFORCED}{name}" for name in ignored | unread)
         return temperature
 
     def _budget(self, prompt: Prompt, kind: str) -> int:

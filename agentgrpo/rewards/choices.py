@@ -40,6 +40,12 @@ OPENING = re.compile(
     re.IGNORECASE,
 )
 """What may precede a label."""
+DENIAL = re.compile(
+    r"\s*(?:is|ca|can|must)?(?:n['\u2019]t|\s*not)\b[^\n]{0,80}?"
+    r"(?:\b(?:but|rather|instead|it(?:['\u2019]s| is))\b\s*)+",
+    re.IGNORECASE,
+)
+"""What an answer is not, before what it is: `not A, it is D`."""
 
 
 def options_of(task: Task) -> dict[str, str]:
@@ -72,7 +78,7 @@ def chosen(answer: str, options: dict[str, str]) -> str | None:
 
 def _label(text: str, options: dict[str, str]) -> str | None:
     """The option that a text names with its first words."""
-    text = OPENING.sub("", text, count=1).partition("\n")[0]
+    text = OPENING.sub("", DENIAL.sub("", text, count=1), count=1).partition("\n")[0]
     as_text = [label for label, option in options.items() if _bare(option) == _bare(text) != ""]
     if len(as_text) == 1 and _bare(text).upper() not in options:
         return as_text[0]

@@ -106,6 +106,7 @@ class RunSetup:
         """The stream to train on, checked as far as it is a list."""
         answers = needs_answers(config.reward, judged=judged(self.env))
         tasks = training_tasks(config.data, config.seed, self.env, answers=answers)
+        self._require_known(config, tasks.rows if isinstance(tasks, RowTasks) else [])
         if not isinstance(tasks, RowTasks):
             return tasks
         kept = RowTasks(
@@ -118,6 +119,20 @@ class RunSetup:
         if again := sum(normalised_question(task) in asked for task in kept.rows):
             self.progress.say(f"  {again} training tasks ask what a held-out one asks")
         return kept
+
+    def _require_known(self, config: TrainConfig, tasks: Sequence[Task]) -> None:
+        """Check names in the settings that any task, to train on or held out, may bring."""
+        every, limits = [*tasks, *self.heldout], config.rollout.max_calls_of
+        columns = {config.data.question, *(column for task in every for column in task.spec)}
+        if unseen := sorted({*(config.data.columns or ())} - columns):
+            raise ValueError(f"data.columns: no row has {unseen}")
+        tools_of = getattr(self.env, "tools", lambda task: ())
+        tools = {tool["function"]["name"] for task in every if limits for tool in tools_of(task)}
+        known = sorted(tools | {"python", "bash", "node"})
+        if unknown := sorted(limits.keys() - known):
+            raise ValueError(
+                f"rollout.max_calls_of: expected tools ({', '.join(known)}), got {unknown[0]!r}"
+            )
 
     def checked(self, config: TrainConfig, tasks: Sequence[Task], key: str) -> list[Task]:
         """The tasks whose prompts fit; that each can be shown and scored."""
@@ -204,6 +219,12 @@ def prepare_run(
         if model is None or adapter is not None:  # an adapter's folder holds no model
             model = base_of(begun) if begun else resolve_model(config.model, progress.say)
         chat = chat_of(model, config.rollout.template_options)
+        for name in config.rollout.template_options:
+            if not chat.reads(name):
+                progress.say(
+                    f"rollout.template_options: the model's chat template does not read {name!r}, "
+                    "which changes nothing"
+                )
         if trained and config.learner.lora.rank and (stops := chat.unknown_stops):
             progress.say(
                 f"adapter: turns end with {', '.join(stops)}, which the base model does not list "
@@ -244,13 +265,6 @@ def _check_fit(setup: RunSetup, config: TrainConfig) -> None:
     _check_shown(setup.agent, setup.chat)
     _check_prompt(setup.agent, setup.chat, heldout[0])
     setup.heldout = setup.checked(config, heldout, "data.heldout")
-    limits, tools_of = config.rollout.max_calls_of, getattr(setup.env, "tools", lambda task: ())
-    tools = {tool["function"]["name"] for task in heldout if limits for tool in tools_of(task)}
-    known = sorted(tools | {"python", "bash", "node"})
-    if unknown := sorted(limits.keys() - known):
-        raise ValueError(
-            f"rollout.max_calls_of: expected tools ({', '.join(known)}), got {unknown[0]!r}"
-        )
 
 
 def _require_trainable(config: TrainConfig, model: str) -> None:

@@ -309,6 +309,17 @@ def test_a_symptom_is_left_out_where_a_surer_finding_explains_it(tmp_path: Path)
     assert [*diagnose(History(tmp_path / "both"))] == ["moves too much"]
 
 
+def test_where_nothing_is_paid_tasks_are_too_hard_before_an_agreed_answer_is_refused(
+    tmp_path: Path,
+) -> None:
+    def agree(r: Rollout, step: int, index: int) -> None:
+        r.answer = str(r.task.spec["answer"] + 1 + index // 5)
+        r.rewards = {"answer": 0.0, "format": 0.1 * (index % 2)}
+
+    write(tmp_path, agree, **FLAT)
+    assert [*diagnose(History(tmp_path))] == ["too hard", "refuses what is agreed on"]
+
+
 SAYS = {"pays something else": "by 'long' (", "cut short": "(72 of 72)"}
 
 

@@ -300,7 +300,6 @@ def test_a_shipped_config_does_what_it_says(
         "learner.max_tokens=90000",
         "rollout.max_turn_tokens=9000",  # of a tokenizer that has bytes
         "rollout.max_observation_tokens=9000",
-        "rollout.template_options={}",  # of the configs' own model
     ]
     if name == "mcp":
         overrides.append(f'env.options={{command="{sys.executable}", args=["server.py"]}}')

@@ -80,7 +80,7 @@ def test_its_stage_is_set_and_its_plan_made(
     Path("questions.jsonl").write_text(rows)
     Path("texts.jsonl").write_text(json.dumps({"title": "t", "text": "x"}))
     card, need = next((card, need) for of, card, need, what in CARDS if of == name and not what)
-    config = load_config(name, ["rollout.template_options={}"])  # of its own model
+    config = load_config(name)
     stage = prepare_run(config, model=str(model_of[size_of(name)]), progress=Progress(1))
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))

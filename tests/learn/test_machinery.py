@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from agentgrpo.config import LearnerConfig
 from agentgrpo.engine.start import use_plain_weight
 from agentgrpo.kernels import products
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.policy import init_on_meta
+from agentgrpo.learn.policy import Policy, load_model
 from agentgrpo.learn.updates import plan_updates
 from agentgrpo.models.models import chat_of
 from agentgrpo.types import Group
@@ -120,18 +121,17 @@ def test_a_rehearsal_holds_what_the_optimizer_has_yet_to_take(
 
 
 def test_what_is_written_stops_where_what_was_read_does(tmp_path: Path, tiny_model: Path) -> None:
-    """Stop tokens that generation_config.json alone names are those of a resumed run too."""
-    folder = tmp_path / "model"
+    """Also of a model whose generation_config.json transformers refuses to write."""
+    folder, again = tmp_path / "model", tmp_path / "again"
     shutil.copytree(tiny_model, folder)
-    assert init_on_meta(folder, "float32").generation_config.eos_token_id == 2
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    before = chat_of(str(folder)).stop_token_ids
-    assert 7 in before
-    model = init_on_meta(folder, "float32")
-    again = tmp_path / "again"
-    shutil.copytree(tiny_model, again)
-    model.generation_config.save_pretrained(again)
-    assert chat_of(str(again)).stop_token_ids == before
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [2, 7]}')
+    model = load_model(folder, device="cpu", dtype="float32")
+    Policy(model, LearnerConfig(), weights="its own").save(again)
+    chat = chat_of(str(folder))
+    chat.save(again)
+    written = json.loads((again / "generation_config.json").read_text())
+    assert written == {"temperature": 0.6, "eos_token_id": [2, 7]}
+    assert chat_of(str(again)).stop_token_ids == chat.stop_token_ids == (2, 7)
 
 
 def test_every_layer_of_both_sides_multiplies_by_the_same_products(

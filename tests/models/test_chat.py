@@ -94,15 +94,35 @@ def test_no_output_of_code_can_break_the_rendering(tokenizer: Any, content: str)
 
 @pytest.mark.parametrize(
     ("written", "stops"),
-    [(None, (2,)), ({}, (2,)), ({"eos_token_id": 0}, (2, 0)), ({"eos_token_id": [2, 5]}, (2, 5))],
+    [
+        (None, (2, 7)),  # then config.json's
+        ({}, (2,)),
+        ({"eos_token_id": None}, (2,)),
+        ({"eos_token_id": 0}, (2, 0)),
+        ({"eos_token_id": [2, 5]}, (2, 5)),
+    ],
 )
 def test_what_ends_a_turn_by_generation_config_stops_it_too(
     tmp_path: Path, written: Mapping[str, Any] | None, stops: tuple[int, ...]
 ) -> None:
     make_tokenizer().save_pretrained(tmp_path)
+    config = {"x": 1, "pad_token_id": 0, "text_config": {"eos_token_id": [2, 7]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     if written is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(written))
-    assert chat_of(str(tmp_path)).stop_token_ids == stops
+    chat = chat_of(str(tmp_path))
+    assert (chat.stop_token_ids, chat.unknown_stops) == (stops, ())
+    chat.save(tmp_path)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert saved == {**({"pad_token_id": 0} if written is None else {}), "eos_token_id": [*stops]}
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", [None], {"a": 1}, True, 1.5])
+def test_an_eos_that_is_no_id_is_refused(tmp_path: Path, eos: Any) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id: expected"):
+        chat_of(str(tmp_path))
 
 
 @pytest.mark.parametrize("saved", [None, {"temperature": 0.5, "eos_token_id": 0}])
@@ -121,7 +141,7 @@ def test_a_checkpoint_lists_all_ids_that_end_a_turn(
     for _ in range(2):
         chat.save(checkpoint)
         written = json.loads((checkpoint / "generation_config.json").read_text())
-        assert written == {**(saved or {"top_p": 0.9}), "eos_token_id": [2, 0]}
+        assert written == {"top_p": 0.9, "eos_token_id": [2, 0]}
         chat = chat_of(str(checkpoint))  # as a run that resumes, or trains it further
         assert (chat.stop_token_ids, chat.unknown_stops) == ((2, 0), ())
 

@@ -193,7 +193,7 @@ def test_reasoning_may_be_left_out_and_may_not_be_another() -> None:
     assert Message("assistant", "x").is_of(given)
     assert Message("assistant", "x", reasoning="because").is_of(given)
     assert not Message("assistant", "x", reasoning="not so").is_of(given)
-    assert not Message("assistant", "x ").is_of(given)
+    assert Message("assistant", " x \r\n").is_of(given)
 
 
 CALLS = (Call("c1", "f", '{"a": 1}'),)
@@ -205,6 +205,9 @@ CALLS = (Call("c1", "f", '{"a": 1}'),)
         (Message("assistant", "so \n", CALLS), True),
         (Message("assistant", "", CALLS), True),
         (Message("assistant", "so", CALLS), True),
+        (Message("assistant", "so\r\n", CALLS), True),
+        (Message("assistant", "so", (Call("c2", "f", '{"a": 1.0}'),)), True),
+        (Message("assistant", "so", (Call("c2", "g", '{"a": 1}'),)), False),
         (Message("assistant", "no", CALLS), False),
         (Message("assistant", "", (Call("c2", "f", '{"a": 1}'),)), False),
         (Message("assistant", "", (Call("c1", "f", '{"a": 2}'),)), False),
@@ -223,10 +226,42 @@ def test_an_answer_with_calls_is_known_by_their_ids(back: Message, same: bool) -
     assert (after is not None) is same
 
 
+@pytest.mark.parametrize(
+    ("sent", "meant"),
+    [
+        ("x", 0),
+        ("x ", 1),
+        (" x", 1),
+        ("c1 x", 2),
+        ("c2 x", 3),
+        ("c3 x", 3),
+        ("c1 x ", 2),
+        ("c2", 3),
+    ],
+)
+def test_of_answers_that_white_space_or_ids_tell_apart_the_likest_is_meant(
+    sent: str, meant: int
+) -> None:
+    def message(text: str) -> Message:
+        calls = (Call(text[:2], "f", "{}"),) if text.startswith("c") else ()
+        return Message("assistant", text[3 * len(calls) :], calls)
+
+    talks, question, ends = Conversations(CHAT), [Message("user", "Q")], []
+    for number, text in enumerate(("x", "x ", "c1 x", "c2 x")):
+        prompt = talks.prompt(question, [])
+        ids = np.array([7 + number, CHAT.end_of_turn_id], np.int32)
+        row = talks.answered(prompt, completed(prompt.token_ids, ids), 9)
+        talks.said(prompt, row, message(text))
+        ends.append(row)
+    after = talks.prompt([*question, message(sent), Message("user", "on")], []).after
+    assert after is not None
+    assert ends.index(after.row) == meant
+
+
 def test_messages_of_a_clients_own_with_the_same_calls_are_not_one() -> None:
     """Nobody answered them: all that they say counts."""
     talks, ends = Conversations(CHAT), []
-    for text in ("a", "b"):
+    for text in ("a", "b", "a "):
         told = [Message("user", "Q"), Message("assistant", text, CALLS), Message("user", "on")]
         prompt = talks.prompt(told, [])
         turn = completed(prompt.token_ids, np.array([7, CHAT.end_of_turn_id], np.int32))

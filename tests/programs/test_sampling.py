@@ -9,7 +9,7 @@ import pytest
 
 from agentgrpo.programs.requests import FROZEN
 from agentgrpo.types import Status
-from tests.playing import EOT, TOKENIZER
+from tests.playing import CHAT, EOT, TOKENIZER
 from tests.programs.test_play import ADD, alone, asking, played, rows_of, turn
 from tests.rollout.stubs import StubEngine
 
@@ -93,10 +93,15 @@ def test_an_evaluation_is_sampled_as_its_own_settings_say() -> None:
     assert groups[0].rollouts[0].stats["unenforced_temperature"] == 1
 
 
-def test_what_the_template_is_given_may_be_asked_for_and_nothing_else() -> None:
+def test_what_the_template_is_given_may_be_asked_for_and_nothing_else_that_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CHAT, "reads", lambda option: option != "unread")
+
     async def program(_: Any, o: Any) -> str:
         kwargs = {"enable_thinking": False}
-        await o.ask(Q, reasoning_effort="low", extra_body={"chat_template_kwargs": kwargs})
+        asked = {"chat_template_kwargs": {**kwargs, "unread": True}}
+        await o.ask(Q, reasoning_effort="low", extra_body=asked)
         for other in ({"enable_thinking": True}, {**kwargs, "x": None}):
             with pytest.raises(openai.BadRequestError, match=r"expected rollout\.template_options"):
                 await o.ask(Q, extra_body={"chat_template_kwargs": other})
@@ -105,7 +110,9 @@ def test_what_the_template_is_given_may_be_asked_for_and_nothing_else() -> None:
     options = {"enable_thinking": False, "reasoning_effort": "low"}
     rollout = alone(asking(program), lambda *_: turn("x"), template_options=options)
     assert (rollout.answer, len(rollout.turns)) == ("ok", 1)
-    assert not any(name.startswith("unenforced") for name in rollout.stats)
+    assert [name for name in rollout.stats if name.startswith("unenforced")] == [
+        "unenforced_unread"
+    ]
 
 
 def test_what_is_asked_of_the_frozen_policy_is_counted_and_not_recorded() -> None:

@@ -205,9 +205,16 @@ NAMES_NONE = [
     "The answer is A. The answer is B. The answer is C. The answer is D.",
     "option A, option B, option C, option D",
 ]
+DENIES = (
+    "is not A, it is D",
+    "isn't A, but D.",
+    "is not A or B, but rather (D)",
+    "can't be A. It's D",
+)
 CHOICES = [
     *((QUESTION, answer, "D", 1.0) for answer in NAMES_D),
     *((QUESTION, answer, gold, 0.0) for answer in NAMES_NONE for gold in "ABCD"),
+    *((QUESTION, f"The answer {what}", "D", 1.0) for what in DENIES),
     ("Is A or B better?", "B", "B", 1.0),  # the options may be elsewhere
     ("Is A or B better?", "A and B", "B", 0.0),
     (QUESTION, "C) D", "C", 1.0),
