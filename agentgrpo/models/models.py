@@ -195,11 +195,6 @@ def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplat
     if name == "config.json":
         table |= table.get("text_config") or {}
         table = {key: table[key] for key in TOKEN_IDS if table.get(key) is not None}
-    eos = table.get("eos_token_id")
-    if not all(type(one) is int for one in (eos if isinstance(eos, list) else [eos or 0])):
-        raise ValueError(
-            f"{path}: eos_token_id: expected a token id or a list of them, got {eos!r}"
-        )
     return ChatTemplate(tokenizer, options, generation_config=table)
 
 

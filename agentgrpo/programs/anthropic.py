@@ -104,11 +104,6 @@ class _ToolChoice(BaseModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class _OutputConfig(BaseModel):
-    effort: Any = None
-    format: Any = None
-
-
 class MessagesBody(Body):
     """A request to /v1/messages."""
 
@@ -119,7 +114,7 @@ class MessagesBody(Body):
     tool_choice: _ToolChoice | None = None
     stop_sequences: Stops | None = None
     thinking: Any = None
-    output_config: _OutputConfig | None = None
+    output_config: dict[str, Any] | None = None
     output_format: Any = None
 
 
@@ -128,7 +123,7 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
     if body.get("thread"):
         raise BadRequest("thread: is not offered", UNTHREADED, "thread")
     read = parse_body(MessagesBody, body, IGNORED, REFUSED)
-    choice, wishes = read.tool_choice or _ToolChoice(), read.output_config or _OutputConfig()
+    choice, wishes = read.tool_choice or _ToolChoice(), read.output_config or {}
     told = [message for one in read.messages for message in one.read()]
     if told[-1].role == "assistant":
         raise BadRequest("messages: to begin an answer is not offered", param="messages")
@@ -141,8 +136,8 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
         tools=[{"type": "function", "function": tool} for tool in tools],
         choice=CHOICES.get(choice.type) or choice_named(choice.name),
         overrides={
-            "response_format": wishes.format or read.output_format,
-            "reasoning_effort": wishes.effort,
+            "response_format": wishes.get("format") or read.output_format,
+            "reasoning_effort": wishes.get("effort"),
             "thinking": read.thinking,
         },
         messages=named([*([Message("system", read.system)] if read.system else []), *told]),

@@ -147,10 +147,6 @@ class _ChatTool(BaseModel):
     function: _ToolFunction
 
 
-class _StreamOptions(BaseModel):
-    include_usage: bool | None = None
-
-
 class ChatBody(Body):
     """A request to /v1/chat/completions."""
 
@@ -158,7 +154,7 @@ class ChatBody(Body):
     tools: list[_ChatTool] | None = None
     tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     stop: Annotated[Stops, BeforeValidator(as_list)] | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
@@ -226,7 +222,7 @@ def read_chat(body: Mapping[str, Any]) -> TurnRequest:
         max_tokens=read.max_completion_tokens or read.max_tokens,
         stop=tuple(read.stop or ()),
         one_call=read.parallel_tool_calls is False,
-        usage_in_stream=bool(read.stream_options and read.stream_options.include_usage),
+        usage_in_stream=bool((read.stream_options or {}).get("include_usage")),
         template_options=read.chat_template_kwargs or {},
     )
 

@@ -76,17 +76,6 @@ class _FlatTool(BaseModel):
     strict: bool | None = None
 
 
-class _TextOptions(BaseModel):
-    format: Any = None
-    verbosity: Any = None
-
-
-class _Reasoning(BaseModel):
-    effort: Any = None
-    summary: Any = None
-    generate_summary: Any = None
-
-
 def _as_items(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
@@ -106,8 +95,8 @@ class ResponsesBody(Body):
     tools: list[_FlatTool] | None = None
     tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
-    text: _TextOptions | None = None
-    reasoning: _Reasoning | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     truncation: Any = None
     include: Annotated[list[Any], AfterValidator(_without_logprobs)] | None = None
 
@@ -116,17 +105,17 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
     """A request to /v1/responses."""
     read = parse_body(ResponsesBody, body, IGNORED, REFUSED)
     first = [Message("system", read.instructions)] if read.instructions else []
-    text, thoughts = read.text or _TextOptions(), read.reasoning or _Reasoning()
+    text, thoughts = read.text or {}, read.reasoning or {}
     tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in read.tools or ()]
     return turn_request(
         read,
         tools=[{"type": "function", "function": tool} for tool in tools],
         choice=read.tool_choice,
         overrides={
-            "response_format": text.format,
-            "verbosity": text.verbosity,
-            "reasoning_effort": thoughts.effort,
-            "reasoning_summary": thoughts.summary or thoughts.generate_summary,
+            "response_format": text.get("format"),
+            "verbosity": text.get("verbosity"),
+            "reasoning_effort": thoughts.get("effort"),
+            "reasoning_summary": thoughts.get("summary") or thoughts.get("generate_summary"),
             "include": read.include or None,
             "truncation": read.truncation,
         },
