@@ -139,7 +139,7 @@ def test_what_does_nothing_or_is_of_one_file_alone_ends_nothing(
     own = "rollout.template_options.enable_thinking=false data.heldout=levels.jsonl"
     assert cli.main([*f'train c.toml {own} data.columns=["level"] --dry-run'.split()]) == 0
     told = capsys.readouterr().out
-    assert "the model's chat template does not read 'enable_thinking'" in told
+    assert "the model's chat template does not read ['enable_thinking']" in told
 
 
 PATHS = {

@@ -19,8 +19,6 @@ from agentgrpo.models.text_part import language_model
 WEIGHTS = (".safetensors", ".bin", ".pt")
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """The files of an adapter's folder, by peft's names."""
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""What a model's generation_config.json has of its config.json, where it has none of its own."""
 
 
 def check_model(
@@ -194,7 +192,8 @@ def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplat
     table = read_table(Path(path)) if path else {}
     if name == "config.json":
         table |= table.get("text_config") or {}
-        table = {key: table[key] for key in TOKEN_IDS if table.get(key) is not None}
+        named = ("bos_token_id", "eos_token_id", "pad_token_id")
+        table = {key: table[key] for key in named if table.get(key) is not None}
     return ChatTemplate(tokenizer, options, generation_config=table)
 
 

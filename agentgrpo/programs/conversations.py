@@ -152,7 +152,7 @@ class Conversations:
             said = self._chat.observation_ids(told, last_id=int(held[-1]), tools=tools, roles=roles)
         except ValueError:
             return None
-        return _joined(held, said)
+        return np.concatenate([held, said])
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Any]) -> Int32:
         try:
@@ -188,7 +188,3 @@ class Conversations:
         for one in prompt.messages:
             node = node.find(one) or node.add(one)
         node.add(message, answer)
-
-
-def _joined(*parts: Int32) -> Int32:
-    return np.concatenate(parts)

@@ -16,12 +16,12 @@ from agentgrpo.types import Task
 NAME = r"([A-Z]|\d\d?)"
 MARK = re.compile(rf"(?<![^\s(\[*_]){NAME}(?:[)\]]|[.:](?=[\s*_]|$))")
 """What an option's text begins with: `A)`, `(A)`, `A.`, `1:`"""
-LABEL = re.compile(rf"(?i:{NAME})(?![\w'\u2019])")
+LABEL = re.compile(rf"(?i:{NAME})(?!['\u2019]?\w)")
 AFTER = re.compile(
-    r"[\s*_$}>\"`]*(?:$|[)\]},.:;!(<\u3001-\uff5e]|[-\u2013\u2014=]\s)|\s(?:is|because|since)\b"
+    r"[\s*_$}>\"`'\u2019]*(?:$|[)\]},.:;!(<\u3001-\uff5e]|[-\u2013\u2014=]\s)|\s(?:is|because|since)\b"
 )
 """What may follow a label; a word would follow another word: `A cat`."""
-ALONE = re.compile(r"[\s*_$})\].:,;!]*$|[)\]]")
+ALONE = re.compile(r"[\s*_$})\].:,;!'\u2019]*$|[)\]]")
 """What may follow a label in lower case."""
 OTHER = re.compile(
     rf"(?:[\s*_$)\]}},.:;/&|(\[-]|\b(?:and|or|option|choice)\b)*{NAME}"
@@ -29,14 +29,16 @@ OTHER = re.compile(
 )
 """Another label behind the first, in a list."""
 CUE = re.compile(
-    r"\banswer\b(?: (?:to|for|of)\b[^.:\n]{0,80}?(?= is\b))?(?: (?:is|(?:would|must|should) be))?"
-    r"|\bcorrect (?:option|choice|letter)(?: is)?|\b(?:choose|select|pick)\b|\\boxed\s*(?=\{)"
+    r"\bans(?:wer)?\b(?: (?:to|for|of)\b[^.:\n]{0,80}?(?= is\b))?"
+    r"(?: (?:is|(?:would|must|should) be))?|\b(?:choos(?:e|ing)|select|pick)\b|\\boxed\s*(?=\{)"
+    r"|\b(?:correct|right|best) (?:option|choice|letter)(?: is)?"
     r"|\u7b54\u6848[\u662f\u4e3a\u9009]*",  # the answer is, in Chinese
     re.IGNORECASE,
 )
 OPENING = re.compile(
-    r"(?:\\(?:text|math)\w*|<answer>|[\W_]|\b(?:option|choice|letter|selected|so|thus|hence|therefore"
-    r"|it(?:['\u2019]s| is)|i (?:think|believe|say)|i(?:['\u2019]d| would) (?:go with|say))\b)*",
+    r"(?:\\(?:text|math)\w*|<answer>|[\W_]|\b(?:option|choice|letter|selected|so|thus|hence"
+    r"|therefore|it(?:['\u2019]s| is| must be)|i (?:think|believe|say)"
+    r"|i(?:['\u2019]d| would) (?:go with|say))\b)*",
     re.IGNORECASE,
 )
 """What may precede a label."""

@@ -219,12 +219,9 @@ def prepare_run(
         if model is None or adapter is not None:  # an adapter's folder holds no model
             model = base_of(begun) if begun else resolve_model(config.model, progress.say)
         chat = chat_of(model, config.rollout.template_options)
-        for name in config.rollout.template_options:
-            if not chat.reads(name):
-                progress.say(
-                    f"rollout.template_options: the model's chat template does not read {name!r}, "
-                    "which changes nothing"
-                )
+        if unread := [name for name in config.rollout.template_options if not chat.reads(name)]:
+            told = f"the model's chat template does not read {unread}, which change nothing"
+            progress.say(f"rollout.template_options: {told}")
         if trained and config.learner.lora.rank and (stops := chat.unknown_stops):
             progress.say(
                 f"adapter: turns end with {', '.join(stops)}, which the base model does not list "

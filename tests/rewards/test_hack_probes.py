@@ -183,12 +183,23 @@ NAMES_D = [
     *("A) is wrong, B) is wrong.\nThe answer is D", "It is warm there.\n\nD", "Answer:\nD"),
     *("The answer to this question is D", "The answer is A... wait, the answer is D."),
     *("I think it's D.", "It is D", "I'd go with D", "So D is correct.", "<answer>D</answer>"),
+    *("The best choice is D", "Ans: D", "It must be D", "I am choosing D", "The answer is 'D'"),
     *("#### D", "Selected: D", "Answer - D", "\u7b54\u6848\u662fD\u3002", "\u7b54\u6848\uff1aD"),
 ]
 NAMES_NONE = [
     *("d is for dog", "a, of course"),
     *("The answer is not D", "It is not D", "I don't think it's D", "I think D or A"),
-    *("", "A cat", "I think", "a dog", "Dog", "D'oh", "all of them", r"\boxed{D} so \boxed{"),
+    *(
+        "",
+        "A cat",
+        "I think",
+        "a dog",
+        "Dog",
+        "D'oh",
+        "'D cat'",
+        "all of them",
+        r"\boxed{D} so \boxed{",
+    ),
     *(
         "A B C D",
         "A, B, C, D",
