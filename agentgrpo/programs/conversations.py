@@ -152,7 +152,8 @@ class Conversations:
             said = self._chat.observation_ids(told, last_id=int(held[-1]), tools=tools, roles=roles)
         except ValueError:
             return None
-        return np.concatenate([held, said])
+        joined: Int32 = np.concatenate([held, said])
+        return joined
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Any]) -> Int32:
         try:
