@@ -38,6 +38,7 @@ from agentgrpo.run.atomic import read_lines
 from agentgrpo.run.checkpoint import newest
 from agentgrpo.run.records import read_rollouts
 from agentgrpo.types import Rollout
+from bench import terminal
 from bench.harness import measured_commit, rows_folder, traced_row
 from bench.pages import with_made
 
@@ -54,6 +55,8 @@ class Lesson(NamedTuple):
     """What the best policy gets, and why."""
     changes: tuple[str, ...] = ()
     """What differs from the shipped config, which is short for those who try it."""
+    config: Path | None = None
+    """Of a lesson whose config is not shipped."""
 
 
 SUMS = "1: the expression is in the question"
@@ -69,6 +72,10 @@ LESSONS: Mapping[str, Lesson] = {
     "program": Lesson(
         "a program that asks an OpenAI endpoint, word problems", SUMS,
         (f"data.num_heldout={HELDOUT}",),
+    ),
+    "terminal": Lesson(
+        "one bash command in a container image, judged by its files (Harbor)", "1",
+        config=terminal.CONFIG,
     ),
 }  # fmt: skip
 # with four updates a step, so that the ratio leaves 1; clip ranges as in each paper
@@ -96,8 +103,21 @@ def lesson(name: str) -> Lesson:
     return LESSONS[task]._replace(changes=tuple(f"loss.{change}" for change in changes))
 
 
+def source_of(name: str) -> str:
+    """The shipped config's name, or the path of one that is not shipped."""
+    return str(lesson(name).config or name.partition("/")[0])
+
+
 def config_of(name: str) -> TrainConfig:
-    return load_config(name.partition("/")[0], lesson(name).changes)
+    return load_config(source_of(name), lesson(name).changes)
+
+
+def write_files(name: str, work: Path) -> None:
+    """What the config reads, in the directory in which it is used."""
+    if not work.exists():
+        examples.write(work)
+    if lesson(name).config and not (work / "terminal.train.jsonl").exists():
+        terminal.write(work)
 
 
 def key_of(name: str) -> str:
@@ -108,20 +128,21 @@ def key_of(name: str) -> str:
     for path in sorted(Path(examples.__file__).parent.glob("*.py")):
         if f"agentgrpo.examples.{path.stem}:" in settings or f'"{path.name}"' in settings:
             asked.update(path.read_bytes())
+    if lesson(name).config:
+        asked.update(Path(terminal.__file__).read_bytes())
     return asked.hexdigest()[:12]
 
 
 def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train once, in a folder with the files of `agentgrpo init --examples`; what its row holds."""
     work, out = folder / "files", folder / f"{name.replace('/', '-')}-{seed}"
-    if not work.exists():
-        examples.write(work)
+    write_files(name, work)
     shutil.rmtree(out, ignore_errors=True)
     command = [
         sys.executable,
         "-m",
         "agentgrpo.train",
-        name.partition("/")[0],
+        source_of(name),
         *lesson(name).changes,
     ]
     root = Path(__file__).parents[1]
@@ -184,7 +205,7 @@ def know_nothing(name: str) -> dict[str, float]:
 
     config = config_of(name)
     with tempfile.TemporaryDirectory() as folder:
-        examples.write(work := Path(folder) / "files")
+        write_files(name, work := Path(folder) / "files")
         with contextlib.chdir(work):
             played = assert_no_cheat_pays(config, at_most=1.0, reward_at_most=1e9, tasks=HELDOUT)
     return {policy: round(seen.solved, 4) for policy, seen in played.items()}

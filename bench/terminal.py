@@ -10,9 +10,8 @@ solution leaves it.
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agentgrpo.envs.harbor_tasks import make_row
 from agentgrpo.run.atomic import write_lines
@@ -20,43 +19,25 @@ from agentgrpo.sandbox.dockerfile import Builder
 
 CONFIG = Path(__file__).with_suffix(".toml")
 COUNTS = {"train": 192, "heldout": 128}
-Lines = list[str]
 
 
 class Kind(NamedTuple):
-    """An instruction, a command that carries it out, and the lines that it writes into {b}."""
+    """An instruction, and a command that carries it out."""
 
     instruction: str
     command: str
-    lines: Callable[[Lines, Mapping[str, Any]], Lines] | None = None
 
 
 KINDS = {
-    "count": Kind(
-        "Count the lines with {w} in {a} and write the number into {b}.", "grep -c {w} {a} > {b}",
-        lambda lines, v: [str(sum(v["w"] in line for line in lines))],
-    ),
-    "field": Kind(
-        "Write column {n} of {a} into {b}.", "cut -d, -f{n} {a} > {b}",
-        lambda lines, v: [line.split(",")[v["n"] - 1] for line in lines],
-    ),
-    "largest": Kind(
-        "Write the name of the largest .{x} file into {b}.", "ls -S *.{x} | head -n 1 > {b}",
-        lambda lines, v: [v["largest"]],
-    ),
-    "move": Kind("Move all .{x} files into the folder {d}.", "mv *.{x} {d}"),
-    "first": Kind(
-        "Write the first {n} lines of {a} into {b}.", "head -n {n} {a} > {b}",
-        lambda lines, v: lines[: v["n"]],
-    ),
-    "sort": Kind(
-        "Write the sorted lines of {a} into {b}.", "sort {a} > {b}",
-        lambda lines, v: sorted(lines),
-    ),
+    "copy": Kind("Copy {a} to {b}.", "cp {a} {b}"),
+    "touch": Kind("Make the empty file {b}.", "touch {b}"),
+    "sort": Kind("Sort {a} into {b}.", "sort {a} > {b}"),
     "rename": Kind("Rename {a} to {b}.", "mv {a} {b}"),
-    "delete": Kind("Delete all .{x} files.", "rm *.{x}"),
-}  # fmt: skip
-"""The first five are examples in the prompt of the config, with other names; the others are not."""
+    "move": Kind("Move {a} into the folder {d}.", "mv {a} {d}"),
+    "delete": Kind("Delete {a}.", "rm {a}"),
+    "delete all": Kind("Delete all .{x} files.", "rm *.{x}"),
+}
+"""The first three are examples in the prompt of the config, with other names."""
 WORDS = {
     "train": (
         "apples bolts dates eggs flags games hats items jars keys lamps maps nuts orders pens",
@@ -83,26 +64,19 @@ def task(split: str, index: int) -> tuple[str, str, dict[str, str], dict[str, st
     stems, words, suffixes = (text.split() for text in WORDS[split])
     name, kind = list(KINDS.items())[index % len(KINDS)]
     (x, y), stem = rng.sample(suffixes, 2), rng.sample(stems, 6)
-    values: dict[str, Any] = {"a": f"{stem[0]}.{x}", "b": f"{stem[1]}.{y}", "d": stem[2], "x": x}
-    values |= {"n": rng.randint(2, 4), "w": rng.choice(words)}
-    own = [values["a"], f"{stem[3]}.{x}", f"{stem[4]}.{x}"]
-    files = {f"{values['d']}/{stem[5]}.{y}": ""}
-    for file, count in zip([*own, f"{stem[5]}.{y}"], rng.sample(range(5, 12), 4), strict=True):
-        rows = [
-            [rng.choice(words), str(rng.randint(10, 99)), *rng.sample(words, 2)]
-            for _ in range(count)
-        ]
-        files[file] = "".join(f"{','.join(row)}\n" for row in rows)
-    values["largest"] = max(own, key=lambda file: len(files[file]))
-    after = dict(files)
-    if kind.lines is not None:
-        lines = kind.lines(files[values["a"]].splitlines(), values)
-        after[values["b"]] = "".join(f"{line}\n" for line in lines)
-    else:
-        for file in own if name != "rename" else own[:1]:
-            to = {"move": f"{values['d']}/{file}", "rename": values["b"], "delete": ""}[name]
-            text = after.pop(file)
-            after |= {to: text} if to else {}
+    values = {"a": f"{stem[0]}.{x}", "b": f"{stem[1]}.{y}", "d": stem[2], "x": x}
+    a, b, own = values["a"], values["b"], [values["a"], f"{stem[3]}.{x}"]
+    files = {
+        file: "".join(f"{rng.choice(words)} {rng.randint(10, 99)}\n" for _ in range(6))
+        for file in (*own, f"{stem[4]}.{y}", f"{stem[2]}/{stem[5]}.{y}")
+    }
+    text = "" if name == "touch" else files[a]
+    if name == "sort":
+        text = "".join(sorted(text.splitlines(keepends=True)))
+    gone = {"rename": [a], "move": [a], "delete": [a], "delete all": own}.get(name, [])
+    new = {"copy": b, "touch": b, "sort": b, "rename": b, "move": f"{stem[2]}/{a}"}.get(name, "")
+    after = {file: text for file, text in files.items() if file not in gone}
+    after |= {new: text} if new else {}
     return kind.instruction.format(**values), kind.command.format(**values), files, after
 
 

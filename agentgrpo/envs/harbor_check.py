@@ -25,12 +25,14 @@ LACKS = {
 
 
 def check(folder: Path, env: HarborEnv, builder: Builder) -> str:
-    """What is wrong with a task; "" if its solution gives 1 and doing nothing gives 0."""
+    """What is wrong with a task; "" if its solution, if any, gives 1 and doing nothing gives 0."""
     try:
         row = make_row(folder, builder, env.grant)
         task = Task(id=folder.name, messages=(), spec=row)
         with closing(env.reset(task)) as idle:
             nothing = _score(idle)
+        if not _has_solution(folder):
+            return f"nothing {nothing:g}, expected 0\n{idle.output[-600:]}" if nothing else ""
         with closing(env.reset(task)) as solved:
             ended = solved.solve()
             printed = "" if ended else f"; solve.sh did not end by itself: {solved.output[-600:]}"
@@ -46,6 +48,10 @@ def check(folder: Path, env: HarborEnv, builder: Builder) -> str:
     hint = f"; its scripts use {' and '.join(used)}, which sessions do not have" if used else ""
     tail = (solved if score != 1 else idle).output[-600:]
     return f"solution {score:g}, expected 1; nothing {nothing:g}, expected 0{hint}{printed}\n{tail}"
+
+
+def _has_solution(folder: Path) -> bool:
+    return (folder / "solution/solve.sh").is_file()
 
 
 def _score(episode: Any) -> float:
@@ -75,7 +81,8 @@ def main(arguments: Sequence[str]) -> int:
             for folder in folders:
                 wrong = check(folder, env, builder)
                 failed += bool(wrong)
-                print(f"{folder.name}: {wrong or 'ok: solution 1, nothing 0'}", flush=True)  # noqa: T201
+                solution = "solution 1" if _has_solution(folder) else "no solution/solve.sh"
+                print(f"{folder.name}: {wrong or f'ok: {solution}, nothing 0'}", flush=True)  # noqa: T201
     except (ValueError, SandboxException) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2

@@ -20,11 +20,13 @@ import tempfile
 import zlib
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentgrpo.sandbox.boundary import public
+from agentgrpo.sandbox.errors import SandboxInfraError
 from agentgrpo.sandbox.jail import FIRST_UID, JAIL_ID, has_own_ids
 from agentgrpo.sandbox.layers import ImageError, NewLayer
 from agentgrpo.sandbox.sources import Hashed, Layer, decompressed, find_contents, machine
@@ -66,10 +68,10 @@ def get_image(name: str) -> Image:
     try:
         record = json.loads(_file(name).read_text())
     except FileNotFoundError:
-        names = ", ".join(image.name for image in list_images()) or "none"
+        nearest = get_close_matches(name, [image.name for image in list_images()], 5, 0.0)
         raise ImageError(
-            f"image: expected one of the store ({names}), got {name!r}. Remedy: agentgrpo sandbox "
-            f"image add {name} SOURCE"
+            f"image: expected one of the store ({', '.join(nearest) or 'none'}), got {name!r}. "
+            f"Remedy: agentgrpo sandbox image add {name} SOURCE"
         ) from None
     layers = tuple(str(store_dir() / "layers" / layer) for layer in record.pop("layers"))
     return Image(name=name, layers=layers, **record)
@@ -232,6 +234,8 @@ def _explained(source: str) -> Iterator[None]:
         *(TypeError, AttributeError, OverflowError, RecursionError, FileNotFoundError),
     ) as error:
         raise ImageError(f"{source}: damaged, or no image: {error!r:.200}") from error
+    except OSError as error:
+        raise SandboxInfraError(f"{source}: {error}") from error
 
 
 def fill(

@@ -6,20 +6,28 @@ only their shapes and a chat template.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
+from agentgrpo import examples
 from agentgrpo.config.read import load_config, shipped_configs
+from agentgrpo.envs import harbor_tasks
 from agentgrpo.machine import hardware
 from agentgrpo.machine.footprint import ALLOCATORS, GIB, footprint, shapes_of
 from agentgrpo.run.progress import Progress
 from agentgrpo.setup.plan import of_playing, plan
 from agentgrpo.setup.stage import prepare_run
 from tests import qwen3, tiny
+from tests.sandbox.tiny_image import add_tiny_image
+from tests.warm import ROOT
 
+FOLDERS = Path(examples.__file__).parent / "harbor"
 NAMES = sorted(name for name in shipped_configs() if name.startswith("qwen3_"))
 ROW = re.compile(r"^#\s+(\d+) GiB\s+([\d.]+) GiB  (.+)$", re.M)
 CARDS = [
@@ -98,3 +106,32 @@ def test_its_stage_is_set_and_its_plan_made(
     assert re.search(
         r"WARNING +memory: .* are needed, more than 80% of the card's \d+ GiB; remedy: fewer", small
     )
+
+
+@pytest.mark.nsjail
+def test_harbor_folders_are_planned_with_the_configs_for_4b_and_8b(
+    model_of: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the command of docs/harbor.md, and without weights."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    add_tiny_image("debian:12", python=False, tools=["bash", "sh"])
+    for name in ("count-errors", "sum-column", "find-largest"):
+        shutil.copytree(FOLDERS / name, tmp_path / "tasks" / name)
+        (tmp_path / "tasks" / name / "environment/Dockerfile").write_text("FROM debian:12\n")
+    harbor_tasks.write(["tasks"], tmp_path / "tasks.toml", network=False)
+    page = (ROOT / "docs/harbor.md").read_text().replace("\\\n", " ")
+    command = re.search(r"train qwen3_4b_tools (.+) --dry-run", page)
+    assert command is not None
+    for size, card in (("4b", 80), ("8b", 141)):
+        overrides = [*shlex.split(command[1]), "rollout.template_options={}"]
+        config = load_config(f"qwen3_{size}_tools", overrides)
+        stage = prepare_run(config, model=str(model_of[size]), progress=Progress(1))
+        with monkeypatch.context() as patch, contextlib.closing(stage):
+            patch.setattr(hardware, "has_nvidia_gpu", lambda: True)
+            patch.setattr(hardware, "gpu_memory_bytes", lambda c=card: (c * GIB, c * GIB))
+            text = plan(config, stage, of_playing(config, stage, stage.heldout), trained=True)
+        assert f"{qwen3.PARAMETERS[size]:,} parameters" in text
+        assert "tasks.train.jsonl; 1 held-out tasks" in text
+        assert "agent tools, up to 10 turns" in text
+        assert "WARNING    memory" not in text

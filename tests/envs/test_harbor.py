@@ -485,10 +485,21 @@ def examples(store: Path) -> list[Task]:
 
 
 @pytest.mark.slow
-def test_examples_can_be_played(examples: list[Task], capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_can_be_played(
+    examples: list[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert len(examples) == 10
     assert harbor_check.main(["check", str(EXAMPLES)]) == 0
     assert capsys.readouterr().out.count("ok: solution 1, nothing 0") == 10
+    for name in ("find-largest", "sum-column"):
+        shutil.copytree(EXAMPLES / name, tmp_path / name)
+        shutil.rmtree(tmp_path / name / "solution")
+    paid = "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n"
+    (tmp_path / "sum-column/tests/test.sh").write_text(paid)
+    assert harbor_check.main(["check", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "find-largest: ok: no solution/solve.sh, nothing 0"
+    assert lines[1] == "sum-column: nothing 1, expected 0"
 
 
 @pytest.mark.slow

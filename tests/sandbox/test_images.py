@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import agentgrpo
-from agentgrpo.sandbox import images
+from agentgrpo.sandbox import SandboxInfraError, images
 from agentgrpo.sandbox.images import add_image, get_image, list_images, remove_image, store_dir
 from agentgrpo.sandbox.layers import OPAQUE, ImageError, NewLayer, Stack, is_whiteout
 from tests.sandbox.test_nobody import _python
@@ -602,3 +602,14 @@ def test_references(registry: tuple[type[Registry], str]) -> None:
     for reference in ("docker://", "docker://UPPER", "docker://x@sha256:12", "docker://a b"):
         with pytest.raises(ImageError, match="expected docker://"):
             add_image("x", reference)
+
+
+def test_errors_name_a_few_images_and_the_source_that_is_out_of_reach(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [images.Image(f"harbor/task-{n}", (), {}, "/", "", 0) for n in range(1000)]
+    monkeypatch.setattr(images, "list_images", lambda: known)
+    with pytest.raises(ImageError, match=r"store \((harbor/task-\d+, ){4}harbor/task-\d+\), got"):
+        get_image("harbor/task")
+    with pytest.raises(SandboxInfraError, match=r"^docker://localhost:1/a: .*refused"):
+        add_image("a", "docker://localhost:1/a")
