@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,9 +33,14 @@ RANK_SEED = 1_000_000_007
 
 names: list[str] = []
 """Each rank with its host, for messages."""
+_watch: _Watch | None = None
 
 PATIENCE = timedelta(hours=12)
 """How long ranks that have played wait for one that still plays; a rank that dies ends them all."""
+
+BEAT_S, SILENCE_S, GRACE_S = 1.0, 35.0, 3.0
+"""Seconds between two signs of life, without one until a rank counts as lost, and for a rank to end
+by itself once another has failed."""
 
 
 def world_size() -> int:
@@ -54,6 +62,65 @@ def is_first_of_node() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+class _Watch(threading.Thread):
+    """Ends this process, with one line, if another rank fails, dies or loses its network.
+
+    Collectives alone would notice it late: a rank that plays meets none for minutes, and a machine
+    without power or network closes no connection. Each rank writes signs of life into torchrun's
+    store, by a connection of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="ranks", daemon=True)
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self._host = os.environ["MASTER_ADDR"]
+        port, patience = int(os.environ["MASTER_PORT"]), timedelta(seconds=SILENCE_S)
+        self._store = TCPStore(self._host, port, is_master=False, timeout=patience)
+        self._ending = threading.Event()
+        self._sign = "0"
+        self._store.set(f"sign/{rank()}", self._sign)
+
+    def run(self) -> None:
+        signs, heard = [b""] * world_size(), [time.monotonic()] * world_size()
+        over = False
+        while not over:
+            over = self._ending.wait(BEAT_S)
+            self._sign = self._sign if over else str(int(self._sign) + 1)
+            try:
+                self._store.set(f"sign/{rank()}", self._sign)
+                news = self._store.multi_get([f"sign/{r}" for r in range(world_size())])
+            except RuntimeError:  # all of torch's errors of a store
+                self._end(f"the connection to {self._host} is lost")
+                return
+            now = time.monotonic()
+            for other, sign in enumerate(news):
+                if sign != signs[other] or sign == b"ended":
+                    signs[other], heard[other] = sign, now
+                if sign == b"failed" or now - heard[other] > SILENCE_S:
+                    how = "has failed" if sign == b"failed" else "has died or lost its network"
+                    self._end(f"{names[other]} {how}")
+                    return
+
+    def _end(self, why: str) -> None:
+        if self._ending.wait(GRACE_S):
+            return
+        line = f"error: {why}. The same command continues the run.\n"
+        try:
+            os.write(2, line.encode() if is_first_of_node() else b"")
+        finally:
+            os._exit(1)
+
+    def end(self, error: BaseException | None) -> None:
+        """Stop watching. If a connection has failed, wait first for the loss that explains it."""
+        text = f"{error} {error.__cause__}" if error else ""
+        if "gloo" in text or "NCCL" in text:
+            self.join(SILENCE_S + 2 * GRACE_S)
+        self._sign = "failed" if error else "ended"
+        self._ending.set()
+        self.join()
+
+
 def start() -> None:
     """Join the other ranks. Call before the engine is built: vLLM would make a world of one."""
     if world_size() == 1:
@@ -69,6 +136,10 @@ def start() -> None:
     else:
         dist.init_process_group("gloo", timeout=PATIENCE)
     names[:] = [f"rank {r} ({host})" for r, host in enumerate(gather(socket.gethostname()))]
+    global _watch
+    _watch = _Watch()
+    gather(None)  # every rank has given its first sign
+    _watch.start()
 
 
 def stop() -> None:
@@ -76,6 +147,8 @@ def stop() -> None:
     if world_size() > 1:
         import torch.distributed as dist
 
+        if _watch is not None and _watch.is_alive():
+            _watch.end(sys.exception())
         if dist.is_initialized():
             dist.destroy_process_group()
 
