@@ -23,7 +23,7 @@ from agentgrpo.actions import (
 )
 from agentgrpo.envs.python import RESTARTED, SandboxEpisode, as_infra_error
 from agentgrpo.sandbox import Console as Terminal
-from agentgrpo.sandbox import HostTools, SandboxPool, StepResult, StepStatus
+from agentgrpo.sandbox import HostTools, SandboxPool, Session, StepResult, StepStatus
 from agentgrpo.types import Task
 
 Outcome = Literal["ok", "error", "syntax", "timeout", "died"]
@@ -66,9 +66,13 @@ class ConsoleEnv:
 class ConsoleEpisode(SandboxEpisode):
     """One rollout's terminal."""
 
+    restarted = RESTARTED
+    """What the policy reads of a session that was replaced."""
+
     def __init__(self, env: ConsoleEnv) -> None:
         super().__init__(env.pool, env.host_tools)
         self._env = env
+        self._python: Session | None = None
         self._terminal: Terminal | None = None
         self._statement: list[str] = []
 
@@ -95,14 +99,18 @@ class ConsoleEpisode(SandboxEpisode):
         if not typed.failed and is_submission(statement):
             return replace(told, text=typed.shown, done=True, answer=self._submitted(typed.shown))
         if typed.step.state_lost:
-            self.close()
-            told = replace(told, text=f"{typed.shown}{RESTARTED}\n>>> ")
+            assert self._session is not None
+            self._terminal, note = None, RESTARTED
+            if self._session.warm_up().status is not StepStatus.OK:  # it has ended, too
+                self.close()
+                note = self.restarted
+            told = replace(told, text=f"{typed.shown}{note}\n>>> ")
         return replace(told, failed=typed.failed)
 
     def _submitted(self, shown: str) -> str:
         """The answer: str() of what was submitted; what was shown if the policy redefined it."""
-        assert self._session is not None
-        told = self._session.step(f"{SUBMIT}.answer", self._env.timeout_s)
+        assert self._python is not None
+        told = self._python.step(f"{SUBMIT}.answer", self._env.timeout_s)
         if told.status is StepStatus.INFRA_ERROR:
             raise InfrastructureError(told.detail)
         if told.status is StepStatus.OK and told.value is not None:
@@ -112,12 +120,16 @@ class ConsoleEpisode(SandboxEpisode):
         return shown.rstrip("\n")
 
     def _start(self) -> Terminal:
-        session = self._begin()
-        defined = session.step(_DEFINE)
+        self._python = python = self._interpreter(self._session or self._begin())
+        defined = python.step(_DEFINE)
         if defined.status is not StepStatus.OK:
             raise InfrastructureError(f"a fresh session did not start: {defined.detail}")
-        self._terminal = Terminal(session)
+        self._terminal = Terminal(python)
         return self._terminal
+
+    def _interpreter(self, session: Session) -> Session:
+        """The Python of a fresh session that is typed at."""
+        return session
 
     def close(self) -> None:
         self._terminal = None

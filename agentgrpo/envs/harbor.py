@@ -13,21 +13,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from agentgrpo.actions import Action, Observation, Schema
+from agentgrpo.envs.console import ConsoleEpisode
 from agentgrpo.envs.graded import partial_credit
 from agentgrpo.envs.harbor_tasks import HarborTask, files_of, read_task
-from agentgrpo.envs.python import PythonEnv, as_infra_error
+from agentgrpo.envs.python import PythonEnv, SandboxEpisode, as_infra_error
 from agentgrpo.envs.shell_tools import ShellEpisode
 from agentgrpo.sandbox import (
     Limits,
+    NotSupportedException,
     SandboxException,
     SandboxInfraError,
     SandboxPool,
     Session,
     Template,
 )
+from agentgrpo.sandbox.contexts import start_context
 from agentgrpo.sandbox.images import PATH, Image, get_image
 from agentgrpo.sandbox.program import Program
 from agentgrpo.sandbox.snapshots import Keep, Kept
@@ -84,7 +87,7 @@ def kept_by(image: Image, keep: Sequence[str]) -> Keep:
 
 
 class HarborEnv(PythonEnv):
-    """Episodes in an image's session, by bash or tools (read, search, replace, run).
+    """Episodes in an image's session: bash, tools (read, search, replace, run), a Python console.
 
     Args:
         pool: what the pools of images are made like.
@@ -93,10 +96,11 @@ class HarborEnv(PythonEnv):
             system paths. "same": they run in the agent's own session, as Harbor does; see
             docs/harbor.md for the cheats that this believes.
         keep: of the agent's changes a fresh verdict takes those below these paths only.
+        console: the agent types lines at the image's own python3 (agent.kind = "repl").
         grant: environment variables of this process that ${NAME} in a task.toml may read.
     """
 
-    answers: tuple[str, ...] = ("code", "tools")
+    answers: tuple[str, ...] = ("code", "tools", "lines")
     unread = tuple(
         f"sandbox.{name}" for name in ("memory_mib", "template", "site_dirs", "env", "stateless")
     )
@@ -105,7 +109,7 @@ class HarborEnv(PythonEnv):
 
     def __init__(
         self, pool: SandboxPool, timeout_s: float, *, verifier: Literal["fresh", "same"] = "fresh",
-        keep: Sequence[str] = (), grant: Sequence[str] = (),
+        keep: Sequence[str] = (), console: bool = False, grant: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(pool, timeout_s)
         if pool.degraded:
@@ -113,6 +117,8 @@ class HarborEnv(PythonEnv):
         if wrong := [path for path in keep if not path.startswith("/") or not path.strip("/")]:
             raise ValueError(f"keep: expected absolute paths below /, got {wrong[0]!r}")
         self.verifier, self.keep, self.grant = verifier, tuple(keep), tuple(grant)
+        self.console, self.answers = console, ("lines",) if console else ("code", "tools")
+        self.line_rewards: dict[str, float] = {}
         self._tasks: dict[str, tuple[HarborTask, Image, Image]] = {}
         self._pools: dict[Limits, SandboxPool] = {}
         self._lock = threading.Lock()
@@ -127,11 +133,17 @@ class HarborEnv(PythonEnv):
     def begin(self, task: Task) -> Task:
         """Check a row before a model is loaded: its folder, its image, and that sessions start."""
         harbor, image, _ = self.folder(task)
-        self.sessions(harbor.limits, image)
+        pool = self.sessions(harbor.limits, image)
+        if self.console:
+            try:
+                with pool.acquire(image) as session:
+                    start_context(session, "python", Template()).close()
+            except NotSupportedException as error:
+                raise ValueError(f"task {task.id}: {error}") from error
         return task
 
-    def reset(self, task: Task) -> HarborEpisode:
-        return HarborEpisode(self, task)
+    def reset(self, task: Task) -> Any:
+        return HarborConsole(self, task) if self.console else HarborEpisode(self, task)
 
     def folder(self, task: Task) -> tuple[HarborTask, Image, Image]:
         """A row's task, its image and that of its verdicts; ValueError if they have changed since
@@ -168,32 +180,26 @@ class HarborEnv(PythonEnv):
             pool.close()
 
 
-class HarborEpisode(ShellEpisode):
-    """One rollout of a task."""
+class Judged(SandboxEpisode):
+    """What all rollouts of a task have, however they act."""
 
+    _env: Any
+    directory: Any
     restarted = "(the session was restarted: its files and variables are as at the start)"
     feedback = ""
     output = ""
     """Of the tests' script; hidden from the policy and from teachers."""
 
-    def __init__(self, env: HarborEnv, task: Task) -> None:
-        super().__init__(env, task)
+    def _read(self, task: Task) -> None:
         self.measures: dict[str, float] = {}
-        self.task, self.image, self.judge = env.folder(task)
+        self.task, self.image, self.judge = self._env.folder(task)
         self.directory = self.image.workdir or "/"
         self._ends_at = math.inf
 
-    def functions(self) -> list[Callable[..., str]]:
-        return [*super().functions(), self.run]
-
-    def run(self, command: str) -> str:
-        """Run a bash command in the working directory."""
-        return self._shell(f"({command}\n) 2>&1")
-
-    def step(self, action: Action) -> Observation:
-        if time.monotonic() > self._ends_at:
-            return Observation("the time of the task is over", failed=True, done=True)
-        return super().step(action)
+    def _late(self) -> Observation | None:
+        """What ends the episode when its time is over."""
+        over = time.monotonic() > self._ends_at
+        return Observation("the time of the task is over", failed=True, done=True) if over else None
 
     def _begin(self) -> Session:
         self._pool = self._env.sessions(self.task.limits, self.image)
@@ -201,11 +207,6 @@ class HarborEpisode(ShellEpisode):
         if self._ends_at == math.inf:
             self._ends_at = time.monotonic() + self.task.agent.timeout_sec
         self._cpu = session.cpu_seconds()
-        return session
-
-    def _interpreter(self, session: Session, language: str) -> Session:
-        if language != "bash":
-            raise SandboxException(f"expected bash, got {language}")
         return session
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
@@ -306,6 +307,43 @@ class HarborEpisode(ShellEpisode):
         session, agent = self._begin(), self.task.agent
         env = self.task.solution.env
         return self._run_script(session, "solution", "solve.sh", env, agent.timeout_sec)
+
+
+class HarborEpisode(Judged, ShellEpisode):
+    """One rollout of a task, by code or tools."""
+
+    def __init__(self, env: HarborEnv, task: Task) -> None:
+        super().__init__(env, task)
+        self._read(task)
+
+    def functions(self) -> list[Callable[..., str]]:
+        return [*super().functions(), self.run]
+
+    def run(self, command: str) -> str:
+        """Run a bash command in the working directory."""
+        return self._shell(f"({command}\n) 2>&1")
+
+    def step(self, action: Action) -> Observation:
+        return self._late() or super().step(action)
+
+    def _interpreter(self, session: Session, language: str) -> Session:
+        if language != "bash":
+            raise SandboxException(f"expected bash, got {language}")
+        return session
+
+
+class HarborConsole(Judged, ConsoleEpisode):
+    """One rollout of a task, at a console."""
+
+    def __init__(self, env: HarborEnv, task: Task) -> None:
+        super().__init__(cast(Any, env))
+        self._read(task)
+
+    def step(self, action: Action) -> Observation:
+        return self._late() or super().step(action)
+
+    def _interpreter(self, session: Session) -> Session:
+        return start_context(session, "python", Template(), directory=self.directory)
 
 
 def read_reward(upper: int) -> tuple[float, dict[str, float]]:

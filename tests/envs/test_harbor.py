@@ -282,7 +282,7 @@ def test_tools_read_search_replace_and_run_in_the_working_directory(
     episode = fresh.reset(task)
 
     def call(tool: str, **arguments: Any) -> str:
-        return episode.step(CallTools((ToolCall(tool, arguments),))).text
+        return str(episode.step(CallTools((ToolCall(tool, arguments),))).text)
 
     assert "print(41)" in call("read", path="solve.py")
     assert "./solve.py:1" in call("search", pattern="print")
@@ -290,6 +290,43 @@ def test_tools_read_search_replace_and_run_in_the_working_directory(
     assert call("run", command="pwd; python3 solve.py; cat missing").startswith("/app\n42\ncat:")
     assert episode.finish("")["solved"] == 1.0
     episode.close()
+
+
+LINES = {
+    "import os; os.getcwd()": "'/app'\n>>> ",
+    "for i in range(2):": "... ",
+    "    print(i)": "... ",
+    "": "0\n1\n>>> ",
+    "_": "'/app'\n>>> ",
+    "1 +": "invalid syntax\n>>> ",
+    "1 / 0": 'Traceback (most recent call last):\n  File "<stdin>", line 1, in <module>\nZeroDivisionError: division by zero\n>>> ',
+    "os.system('echo err >&2')": "err\n0\n>>> ",
+    "open('solve.py', 'w').write('print(6 * 7)')": "12\n>>> ",
+    "exit()": ">>> ",
+    "i": "1\n>>> ",
+    "os._exit(3)": "(the interpreter was restarted: its variables are gone)\n>>> ",
+    "import os; print(open('solve.py').read(), 'i' in globals())": "print(6 * 7) False\n>>> ",
+    "os.kill(1, 9); os.kill(os.getppid(), 9)": ">>> ",
+}
+
+
+def test_a_console_types_at_the_python_of_the_image(like: SandboxPool, store: Path) -> None:
+    folder, env = make_folder(store / "console"), HarborEnv(like, 20.0, console=True)
+    (folder / "environment/Dockerfile").write_text("FROM tiny:1\nWORKDIR /app\n")
+    script = '[ "$(python3 solve.py)" = 42 ] && echo 1 > /logs/verifier/reward.txt'
+    (folder / "tests/test.sh").write_text(f"#!/bin/bash\n{script}\n")
+    with Builder() as builder:
+        task = Task(id="console", messages=(), spec=make_row(folder, builder))
+    env.begin(task)
+    assert (env.answers, HarborEnv(like, 20.0).answers) == (("lines",), ("code", "tools"))
+    episode = env.reset(task)
+    for line, shown in LINES.items():
+        assert episode.step(RunCode(line)).text.endswith(shown), line
+    ended = episode.step(RunCode("submit_final_answer('done', 1)", submits=True))
+    assert (ended.done, ended.answer) == (True, "done, 1")
+    assert episode.finish("done")["solved"] == 1.0
+    episode.close()
+    env.close()
 
 
 def test_the_policy_sees_neither_tests_nor_solution(fresh: HarborEnv, task: Task) -> None:

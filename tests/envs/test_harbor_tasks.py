@@ -68,7 +68,7 @@ def test_rewards_and_measures_of_a_verdict(name: str, tmp_path: Path) -> None:
     os.close(upper)
 
 
-@pytest.mark.parametrize("agent", ["answer", "program", "repl"])
+@pytest.mark.parametrize("agent", ["answer", "program"])
 def test_an_agent_that_cannot_act_in_an_image_is_refused(agent: str) -> None:
     options = {"command": ["true"]} if agent == "program" else {}
     given = {"agent": {"kind": agent, "options": options}, "env": {"kind": "harbor"}}

@@ -1,9 +1,10 @@
 """A Python with state by the python3 of an image, to which it is passed as ``python3 -c``: an image
-has none of this project's files. Speaks the protocol of repl.py (run, cell, env) on descriptors 3
-and 4. Runs on Python 3.6 and newer. Arguments: bytes of a value, bytes of a traceback.
+has none of this project's files. Speaks the protocol of repl.py (run, cell, env, console, push) on
+descriptors 3 and 4. Runs on Python 3.6 and newer. Arguments: bytes of a value, of a traceback.
 """
 
 import ast
+import code
 import linecache
 import os
 import signal
@@ -59,23 +60,70 @@ def interrupt(_signal: int, _frame: Any) -> None:
         raise KeyboardInterrupt
 
 
-def run(source: str, name: str, names: Any, value_size: int, traceback_size: int) -> Any:
+class Console(code.InteractiveConsole):
+    """An interactive prompt that remembers what the last statement raised."""
+
+    raised: Any = None
+
+    def runcode(self, code: Any) -> None:
+        """Run a statement; SystemExit goes through."""
+        try:
+            exec(code, self.locals)
+        except SystemExit:
+            raise
+        except BaseException:
+            self.showtraceback()
+
+    def showtraceback(self) -> None:
+        """Show an error of a statement, without the frame of runcode()."""
+        self.raised = error = sys.exc_info()[1]
+        assert error is not None
+        assert error.__traceback__ is not None
+        traceback.print_exception(type(error), error, error.__traceback__.tb_next)
+
+    def showsyntaxerror(self, *_: Any, **__: Any) -> None:
+        """Show why a statement cannot be compiled."""
+        self.raised = sys.exc_info()[1]
+        sys.stderr.write("".join(traceback.format_exception_only(type(self.raised), self.raised)))
+
+    def answer(self, line: str) -> Any:
+        """Type a line; the fields of the answer."""
+        self.raised, more = None, False
+        try:
+            more = self.push(line)
+        finally:
+            if not more:  # exit() and interrupts leave push() before it forgets the lines
+                self.resetbuffer()
+        if more:
+            return [("more", 9)]
+        if self.raised is None:
+            return [("ok", 9)]
+        return [("error", 9), (type(self.raised).__name__, 200), (str(self.raised), 4096), ("", 1)]
+
+
+def evaluate(source: str, name: str, names: Any, value_size: int) -> Any:
     """Run a cell; the fields of its answer."""
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    tree = ast.parse(source, name)
+    last: Any = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, name, "exec"), names)
+    value = last and eval(compile(ast.Expression(last.value), name, "eval"), names)
+    return [("ok", 9)] + ([] if value is None else [("value", 9), (repr(value), value_size)])
+
+
+def run(traceback_size: int, work: Any, *arguments: Any) -> Any:
+    """Do what a request asks, which an interrupt ends; the fields of its answer."""
     global running
     signal.signal(signal.SIGINT, interrupt)
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     try:
         running = True
-        tree = ast.parse(source, name)
-        last: Any = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, name, "exec"), names)
-        value = last and eval(compile(ast.Expression(last.value), name, "eval"), names)
-        return [("ok", 9)] + ([] if value is None else [("value", 9), (repr(value), value_size)])
+        return work(*arguments)
     except SystemExit as stop:
         return [("exit", 9), (repr(stop.code), 200)]
     except BaseException as error:
         running = False
-        frames = error.__traceback__ and error.__traceback__.tb_next  # without this function's
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without ours
+        frames = frames and frames.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames, -40))
         fields = [("error", 9), (type(error).__name__, 200), (str(error), 4096)]
         return [*fields, (text, traceback_size)]
@@ -92,16 +140,25 @@ def main(value_size: int, traceback_size: int) -> None:
     signal.signal(signal.SIGINT, interrupt)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv, cells = [""], 0
+    console = Console(vars(module), "<stdin>")
     while True:
         number, (kind, *rest) = receive()
-        if kind not in ("run", "cell", "env"):
+        if kind == "console":
+            os.dup2(1, 2)
+            send(number, [("ok", 9)])
+            continue
+        if kind not in ("run", "cell", "env", "push"):
             send(number, [("error", 9), ("NotSupported", 99), (kind, 99), ("", 1)])
             continue
-        code = rest.pop(0) if kind != "env" else ""
+        source = rest.pop(0) if kind != "env" else ""
         before = dict(os.environ)
         os.environ.update(zip(rest[::2], rest[1::2]))  # noqa: B905 (not before 3.10)
         cells += 1
-        answer = run(code, f"<cell {cells}>", vars(module), value_size, traceback_size)
+        if kind == "push":
+            answer = run(traceback_size, console.answer, source)
+        else:
+            cell = source, f"<cell {cells}>", vars(module), value_size
+            answer = run(traceback_size, evaluate, *cell)
         if kind != "env":
             os.environ.clear()
             os.environ.update(before)
