@@ -165,9 +165,14 @@ class UnitTestEnv(PythonEnv):
         try:
             if tests is not None:
                 names_of(tests, **named)
-            elif not cases or any(isinstance(case, str) or len(case) != 2 for case in cases):
+            elif (
+                not cases
+                or not isinstance(cases, list | tuple)
+                or any(not isinstance(case, list | tuple) or len(case) != 2 for case in cases)
+            ):
                 raise ValueError(
-                    f"'cases' are no [stdin, expected stdout] pairs, but {cases!r:.80}"
+                    f"'cases': expected [[stdin, expected stdout], ...], got {cases!r:.80}. "
+                    "Pair columns of inputs and outputs: [*zip(inputs, outputs)]"
                 )
             elif not any(str(expected).strip() for _, expected in cases):
                 raise ValueError("'cases' expect no output, so they pass an empty program")

@@ -53,7 +53,7 @@ class RepairEnv(PythonEnv):
         return RepairEpisode(self, task).toolset().schemas
 
     def reset(self, task: Task) -> Any:
-        needed = {"source", "tree", "diff", "tests", "others", "altered", "file", "line"}
+        needed = {"source", "tree", "diff", "tests", "others", "copies", "file", "line"}
         missing = needed - task.spec.keys()
         if missing:
             raise ValueError(f"task {task.id}: no row of a repair task, it has no {missing}")
@@ -85,6 +85,8 @@ class Repairing(SandboxEpisode):
     _session: Any
     _task: Task
     feedback = ""
+    measures: dict[str, float] = {}
+    """tests_alone: 1 if the tests passed, but copies of them did not end as expected."""
 
     def _broken(self) -> Answer:
         diff, (tree, self._pool) = self._task.spec["diff"], self._env.room(self._task)
@@ -109,6 +111,7 @@ class Repairing(SandboxEpisode):
             spec, partial = self._task.spec, self._env.partial
             share, verdict = judge(pool, tree, spec, changed, VERDICT_S, partial=partial)
         self.feedback = verdict.reason
+        self.measures = {"tests_alone": float(verdict.word == "tests alone")}
         if verdict.reason and self._env.answer != "tree":  # it is not shown the tests
             self.feedback = "not all of the tests that have to pass do"
         if verdict.infra_error:

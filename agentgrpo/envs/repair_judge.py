@@ -3,8 +3,8 @@
 A tree is a package's files alone, with no history and no second copy (no .git, RECORD or wheel),
 kept in the user's cache under a name that its content decides.
 Of an answer only the text of the broken files counts. It runs in the process of its tests, so it
-could decide their outcome. A verdict therefore also runs altered tests (repair_altered.py), which
-right code fails: an answer that passes them is worth nothing.
+could decide their outcome. A verdict therefore also runs copies of them (repair_altered.py), with
+inputs that no test has; right code passes some and fails others, and nothing shows which.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentgrpo.envs.repair_altered import Place, copy_of
+from agentgrpo.envs.repair_altered import Copy, with_copies
 from agentgrpo.extras import require_installed
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, Session, Template
 from agentgrpo.sandbox.errors import SandboxInfraError
@@ -224,9 +224,12 @@ def patch(text: str, path: str, diff: str) -> str:
 
 
 RUNNER = (Path(__file__).parent / "repair_runner.py").read_text()
-FORGED = "altered tests, which right code fails, pass: the code does not do what they test"
+OTHER_INPUTS = (
+    "{} of {} copies of the tests, with other inputs and right or wrong expected values, do not "
+    "end as for right code"
+)
 Answer = Mapping[str, str]  # the files that were changed
-RUNS = 4  # of a verdict; a test runs as it is in one or two of them, altered in the others
+MOST_COPIES = 12  # of a verdict
 
 
 def put(files: Files, answer: Answer) -> None:
@@ -282,40 +285,38 @@ def run_tests(
 def read_results(value: str | None) -> dict[str, Any]:
     """What repair_runner.run() returned, from its repr()."""
     results = json.loads(base64.b64decode((value or "")[1:-1]))
-    return {**results, "said": next(iter(results["errors"].values()), "")}
+    for key in ("outcomes", "errors"):
+        results[key] = {str(test): str(text) for test, text in results[key].items()}
+    failed_at = {test: (int(at), str(text)) for test, (at, text) in results["failed_at"].items()}
+    said = next(iter(results["errors"].values()), "")
+    return {**results, "failed_at": failed_at, "said": said}
 
 
-class Run(NamedTuple):
-    """One run of a verdict: files, tests, and those that have to pass ("p") or to fail ("f")."""
-
-    files: dict[str, str]
-    tests: list[str]
-    expected: dict[str, str]
+Copies = Sequence[tuple[str, Copy, str | None]]  # test function, its copy, and what it expects
 
 
-def draw_runs(task: Mapping[str, Any], tree: Tree, rng: random.Random) -> list[Run]:
-    """RUNS of a task's tests, so that nothing in a run shows which of its tests are altered."""
-    runs = [Run({}, [], {}) for _ in range(RUNS)]
-    copies: list[dict[str, dict[str, Any]]] = [{} for _ in runs]
-    for head, places in task["altered"].items():
-        path, _, name = head.partition("::")
-        tests = [t for t in (*task["tests"], *task["others"]) if t.partition("[")[0] == head]
-        as_it_is = rng.sample(range(RUNS), rng.choice((1, 2)))
-        for number, run in enumerate(runs):
-            altered = number not in as_it_is
-            place = Place(*rng.choice(places))
-            copies[number].setdefault(path, {})[f"::{name}"] = place, altered
-            run.tests.extend(tests)
-            expected = {*tests} & {*task["tests"]} if altered else tests
-            run.expected.update(dict.fromkeys(expected, "f" if altered else "p"))
-    for test in (t for t in task["others"] if t.partition("[")[0] not in task["altered"]):
-        run = rng.choice(runs)
-        run.tests.append(test)
-        run.expected[test] = "p"
-    for run, files in zip(runs, copies, strict=True):
-        for path, drawn in files.items():
-            run.files[path] = copy_of(tree.read(path), drawn, run.tests, rng)
-    return runs
+def run_copies(
+    pool: SandboxPool, tree: Tree, answer: Answer, tests: Sequence[str], copies: Copies,
+    timeout_s: float, rng: random.Random,
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:  # fmt: skip
+    """Results of tests and of copies; of each copy "p", "f" or "", and what it failed with."""
+    numbers = rng.sample(range(10**6), len(copies))
+    names = [f"{head}_{number}" for (head, *_), number in zip(copies, numbers, strict=True)]
+    by_file: dict[str, dict[str, list[tuple[str, Copy, str | None]]]] = {}
+    for (head, copy, expected), name in zip(copies, names, strict=True):
+        path, _, function = head.partition("::")
+        of = by_file.setdefault(path, {}).setdefault(f"::{function}", [])
+        of.append((name.rpartition("::")[2], copy, expected))
+    every = [*tests, *names]
+    paths = {path for test in every if (path := test.partition("::")[0]).endswith(".py")}
+    files = {path: with_copies(tree.read(path), by_file.get(path, {}), every) for path in paths}
+    results = run_tests(pool, {**answer, **files}, every, timeout_s)
+    ended = dict.fromkeys(names, ("", ""))
+    for test, letter in results["outcomes"].items():
+        name = test.partition("[")[0]
+        if name in ended and ended[name][0] != "f":
+            ended[name] = letter, results["failed_at"].get(test, (0, ""))[1]
+    return results, [ended[name] for name in names]
 
 
 def judge(
@@ -324,22 +325,37 @@ def judge(
 ) -> tuple[float, Verdict]:  # fmt: skip
     """The share of the broken tests that an answer mends, and why not all; 0 if it breaks another.
 
-    A test is mended if it passes as it is, and fails wherever it is altered. Without `partial` the
-    first result that is not as expected ends the verdict, with 0.
+    A test counts if it passes, its copies that expect the right value do, and those that expect a
+    wrong one fail. All run in one process: nothing shows which value is the right one.
     """
-    wrong: set[str] = set()
-    errors: list[str] = []
-    for run in draw_runs(task, tree, random.SystemRandom()):
-        results = run_tests(pool, {**answer, **run.files}, run.tests, timeout_s)
-        if results["infra_error"]:
-            return 0.0, Verdict(False, results["said"], True)
-        for test, letter in run.expected.items():
-            if results["outcomes"].get(test) != letter:
-                wrong.add(test)
-                if letter == "p":  # what altered tests print is not shown
-                    errors.append(results["errors"].get(test) or results["said"])
-        if wrong and not partial:
-            break
-    spoilt = wrong & {*task["others"]} or (wrong and not partial)
+    rng = random.SystemRandom()
+    copies = [(head, Copy(*one)) for head, of in task["copies"].items() for one in of]
+    copies = rng.sample(copies, min(len(copies), MOST_COPIES))
+    letters = ["p", "f", *rng.choices("pf", k=len(copies) - 2)]
+    rng.shuffle(letters)
+    drawn = [
+        (head, copy, copy.right if letter == "p" else copy.wrong)
+        for (head, copy), letter in zip(copies, letters, strict=True)
+    ]
+    tests = [*task["tests"], *task["others"]]
+    results, ended = run_copies(pool, tree, answer, tests, drawn, timeout_s, rng)
+    if results["infra_error"]:
+        return 0.0, Verdict(False, results["said"], True)
+    wrong = {test for test in tests if results["outcomes"].get(test) != "p"}
+    errors = [results["errors"].get(test) or results["said"] for test in tests if test in wrong]
+    unlike = [
+        head for (head, _), (end, _), letter in zip(copies, ended, letters, strict=True)
+        if end != letter
+    ]  # fmt: skip
+    if unlike:  # their inputs are not shown
+        errors.append(OTHER_INPUTS.format(len(unlike), len(copies)))
+    pairs = [(end, letter) for (end, _), letter in zip(ended, letters, strict=True)]
+    proven = {head for (head, _), pair in zip(copies, pairs, strict=True) if pair == ("p", "p")}
+    if errors:  # a share is of tests for which a copy speaks, and none against
+        heads = {test: test.partition("[")[0] for test in task["tests"]}
+        wrong |= {test for test, head in heads.items() if head in unlike or head not in proven}
+    forged = ("p", "f") in pairs
+    spoilt = forged or wrong & {*task["others"]} or (wrong and not partial)
     share = 0.0 if spoilt else len({*task["tests"]} - wrong) / len(task["tests"])
-    return share, Verdict(not wrong, "" if not wrong else errors[0] if errors else FORGED)
+    word = "tests alone" if unlike and len(errors) == 1 else ""
+    return share, Verdict(not errors, errors[0] if errors else "", word=word)

@@ -17,20 +17,21 @@ import pytest
 class Watch:
     """A plugin: how each test ended (p: passed, f, s), its error, and the lines that it ran.
 
-    failed_at: the last line of the test's file in its traceback, and whether an assertion failed.
+    failed_at: the last line of the test's file in its traceback, and the message of an assertion.
     """
 
     def __init__(self, tests: Sequence[str], root: str, backwards: bool, traced: bool) -> None:
         self.tests, self.root, self.backwards, self.traced = {*tests}, root, backwards, traced
         self.outcomes: dict[str, str] = {}
         self.errors: dict[str, str] = {}
-        self.failed_at: dict[str, tuple[int, bool]] = {}
+        self.failed_at: dict[str, tuple[int, str]] = {}
         self.lines: dict[str, dict[str, list[int]]] = {}
         self.ran: set[tuple[str, int]] = set()
         self.error_length = min(3000, 24000 // (len(self.tests) or 8))
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = [item for item in items if not self.tests or item.nodeid in self.tests]
+        ids = [(item, {item.nodeid, item.nodeid.partition("[")[0]}) for item in items]
+        items[:] = [item for item, names in ids if not self.tests or names & self.tests]
         if self.backwards:
             items.reverse()
 
@@ -55,7 +56,8 @@ class Watch:
     def pytest_exception_interact(self, node: Any, call: Any) -> None:
         entries = [e.lineno + 1 for e in call.excinfo.traceback if str(e.path) == str(node.path)]
         asserted = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
-        self.failed_at[node.nodeid] = (entries[-1] if entries else 0, asserted)
+        message = f"{call.excinfo.value}\n"[:300] if asserted else ""
+        self.failed_at[node.nodeid] = (entries[-1] if entries else 0, message)
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:

@@ -1,8 +1,8 @@
 """Repair tasks made from packages: a place is broken, and the package's own tests show it.
 
 Each is proven when it is made, by what judges answers: its tests pass before the break, some fail
-behind it, no change scores 0, and the reverse of the break scores 1. Each test that has to pass can
-be altered so that right code fails it. All code of a package runs in the sandbox. The same
+behind it, no change scores 0, and the reverse of the break scores 1. There are copies of its tests
+with other inputs (repair_altered.py). All code of a package runs in the sandbox. The same
 packages, kinds and seed give the same tasks.
 """
 
@@ -28,23 +28,22 @@ from rich.console import Console
 from rich.progress import Progress
 
 from agentgrpo.envs.repair_altered import (
-    SWAPS,
-    TYPES,
-    Place,
-    copy_of,
+    Copy,
+    candidates,
     functions_by_name,
-    places_of,
 )
 from agentgrpo.envs.repair_judge import (
     REPO,
     RUNNER,
     TEST,
     Answer,
+    Copies,
     Tree,
     judge,
     patch,
     prepare,
     read_results,
+    run_copies,
     run_tests,
 )
 from agentgrpo.envs.repair_places import apply, bodies_of, mutants_of
@@ -58,14 +57,14 @@ CODE = sorted(Path(__file__).parent.glob("repair*.py"))  # of what others made n
 MAKER = hashlib.sha256(b"".join(path.read_bytes() for path in CODE)).hexdigest()[:8]
 SUITE_S, VERDICT_S = 900.0, 6.0  # of a processor, for a suite and for the tests of a task
 MOST_TESTS = 40  # of a task
-ROUNDS, ENOUGH = 8, 3  # of places of a test that are tried; of those that are sharp
+MOST_FUNCTIONS, FEWEST_COPIES = 5, 4  # test functions that copies are made of; copies of a task
 CONSOLE = Console(stderr=True)
 Row = dict[str, Any]
 Known = Mapping[str, Mapping[str, Sequence[int]]]
 Break = tuple[Mapping[str, str], str, int, list[str]]
 RULES = (
     "Repair it by changing {files}. Its tests are right. Only the text of these files counts: it "
-    "is tested in a new copy of the repository, also by altered tests, which right code fails."
+    "is tested in a new copy of the repository, also with other inputs than the tests have."
 )
 WANTED = {"test": RULES, "line": "This line is wrong:"}
 """What a question shows: a test that fails, or the wrong line alone."""
@@ -115,7 +114,9 @@ def prove_some(name: str, count: int, found: Iterator[Break], prove: Any) -> lis
             unaltered += results.count({})
             bar.update(task, completed=len(done))
     if unaltered:
-        CONSOLE.print(f"{name}: {unaltered} tasks left out, no test of theirs can be altered")
+        CONSOLE.print(
+            f"{name}: {unaltered} breaks left out: no copies of their tests with other inputs"
+        )
     return done
 
 
@@ -222,54 +223,52 @@ def _commits(tree: Tree, known: Known, source: str) -> Iterator[Break]:
             yield answer, min(answer), 1, _chosen(ran, known)
 
 
-def alter(
-    tree: Tree, pool: SandboxPool, original: Answer, failed_at: Mapping[str, tuple[int, bool]]
-) -> tuple[list[str], dict[str, list[Place]]]:
-    """Tests that original code fails where they are altered, and these places by test function.
+def copies_of(
+    tree: Tree, pool: SandboxPool, broken: Answer, failed_at: Mapping[str, tuple[int, str]]
+) -> dict[str, list[Copy]]:
+    """Copies of tests, by test function, that original code ends as expected and broken code fails.
 
-    The best are those where a value changes, and the assertion fails that the broken code fails.
+    The value that they expect is not in the test, and broken code returns another one or raises.
     """
     rng = random.Random(str(sorted(failed_at)))
-    heads: dict[str, list[str]] = {}
-    places: dict[str, list[Place]] = {}
-    for test in failed_at:
-        heads.setdefault(test.partition("[")[0], []).append(test)
-    for head, tests in heads.items():
+    lines = {test.partition("[")[0]: line for test, (line, _) in failed_at.items()}
+    tried: list[tuple[str, Copy]] = []
+    bases: list[Copy] = []
+    for head in rng.sample(sorted(lines), min(len(lines), MOST_FUNCTIONS)):
         path, _, name = head.partition("::")
         text = tree.read(path) if path.endswith(".py") else ""
         if function := functions_by_name(text).get(f"::{name}"):
-            places[head] = places_of(text, function, failed_at[tests[0]][0], rng)
-    failed: dict[str, dict[Place, list[set[str]]]] = {head: {} for head in places}
-    for _ in range(ROUNDS):
-        drawn = {
-            head: todo.pop(0)
-            for head, todo in places.items()
-            if todo and sum(bool(best) for best, _ in failed[head].values()) < ENOUGH
-        }
-        files: dict[str, dict[str, tuple[Place, bool]]] = {}
-        for head, place in drawn.items():
-            path, _, name = head.partition("::")
-            files.setdefault(path, {})[f"::{name}"] = place, True
-        tests = [test for head in drawn for test in heads[head]]
-        copies = {path: copy_of(tree.read(path), of, tests, rng) for path, of in files.items()}
-        at = run_tests(pool, {**original, **copies}, tests, VERDICT_S)["failed_at"] if drawn else {}
-        for head, place in drawn.items():
-            asserted = {t for t in heads[head] if t in at and (at[t][1] or place.new in TYPES)}
-            same = {t for t in asserted if at[t][0] == failed_at[t][0] or place.new in TYPES}
-            failed[head][place] = [same if place.old not in SWAPS else set(), asserted]
-    kept: list[str] = []
-    altered: dict[str, list[Place]] = {}
-    for head, of in failed.items():
-        rank = 0 if any(tests[0] for tests in of.values()) else 1
-        if most := max((tests[rank] for tests in of.values()), key=len, default=set()):
-            kept += sorted(most)
-            altered[head] = [place for place, tests in of.items() if tests[rank] >= most]
-    return kept, altered
+            for one in candidates(function, lines[head], rng):
+                tried.append((head, one))
+                bases.append(one.unchanged(function))
+    if not tried:
+        return {}
+
+    def run(answer: Answer, copies: Copies) -> list[tuple[str, str]]:
+        return run_copies(pool, tree, answer, (), copies, VERDICT_S, rng)[1]
+
+    now = [(head, one, None) for head, one in tried]
+    before = [(head, one, None) for (head, _), one in zip(tried, bases, strict=True)]
+    ended, by_broken = run({}, [*now, *before]), run(broken, now)
+    made: list[tuple[str, Copy]] = []
+    for (head, one), (_, value), (_, base), (letter, other) in zip(
+        tried, ended[: len(tried)], ended[len(tried) :], by_broken, strict=True
+    ):
+        differs = letter == "f" and other != value and other[:1] in ("", "@")
+        recorded = one.recorded(value, base, rng) if differs else None
+        made += [(head, recorded)] if recorded else []
+    both = [(head, one, value) for head, one in made for value in (one.right, one.wrong)]
+    ends = [letter for letter, _ in run({}, both)] if both else []
+    copies: dict[str, list[Copy]] = {}
+    for (head, one), right, wrong in zip(made, ends[::2], ends[1::2], strict=True):
+        if (right, wrong) == ("p", "f"):
+            copies.setdefault(head, []).append(one)
+    return copies
 
 
 def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) -> Row | None:
     """The task of a break; None if no test fails by it, or it is not judged as it should be; {} if
-    no test that fails can be altered.
+    too few copies of its tests can be made.
     """
     answer, file, line, tests = broken
     wrong = answer[file].splitlines()[line - 1].strip()
@@ -280,9 +279,9 @@ def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) ->
     failing = [test for test in tests if ran["outcomes"].get(test) == "f"]
     if not failing or {*ran["outcomes"].values()} - {"p", "f"}:
         return None
-    failed_at = {test: ran["failed_at"].get(test, (0, False)) for test in failing}
-    mended, altered = alter(tree, pool, original, failed_at)
-    if not mended:
+    failed_at = {test: ran["failed_at"].get(test, (0, "")) for test in failing}
+    copies = copies_of(tree, pool, answer, failed_at)
+    if sum(map(len, copies.values())) < FEWEST_COPIES:
         return {}
     diff = ""
     for path, text in original.items():
@@ -290,8 +289,8 @@ def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) ->
         diff += "".join(difflib.unified_diff(*both, f"a/{path}", f"b/{path}"))
     row: Row = {
         "package": tree.name, "version": tree.version, "tree": tree.digest, "kind": kind,
-        "diff": diff, "tests": mended, "others": [t for t in tests if t not in failing],
-        "altered": altered,
+        "diff": diff, "tests": failing, "others": [t for t in tests if t not in failing],
+        "copies": copies,
     }  # fmt: skip
     answers = [original]
     if show == "line":  # which is not to be mended by leaving it out

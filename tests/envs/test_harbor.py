@@ -30,9 +30,9 @@ from agentgrpo.sandbox.dockerfile import Builder
 from agentgrpo.sandbox.zygote import Rung
 from agentgrpo.types import Task
 from tests import warm
-from tests.envs.test_repair import CHEATS as REPAIR_CHEATS
-from tests.envs.test_repair import PRICES
-from tests.envs.test_repair import TESTS as PRICE_TESTS
+from tests.envs.repair_answers import CHEATS as REPAIR_CHEATS
+from tests.envs.repair_answers import PRICES
+from tests.envs.repair_answers import TESTS as PRICE_TESTS
 from tests.sandbox.tiny_image import TOOLS, add_tiny_image
 from tests.warm import ROOT
 

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - cheats, a line each
 """Repair tasks from a package of our own: made, proven, played, judged, and what cheating pays."""
 
 from __future__ import annotations
@@ -8,10 +7,10 @@ import importlib
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,85 +21,17 @@ from agentgrpo import init
 from agentgrpo.actions import CallTools, RunCode, ToolCall
 from agentgrpo.envs import repair_judge, repair_tasks
 from agentgrpo.envs.repair import RepairConsole, RepairEnv, RepairEpisode
-from agentgrpo.envs.repair_altered import Place, copy_of, functions_by_name, places_of
+from agentgrpo.envs.repair_altered import candidates, functions_by_name, with_copies
 from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.sandbox import Limits, SandboxPool, Template
 from agentgrpo.testing import assert_no_cheat_pays
 from agentgrpo.types import Status, Task
 from tests import warm
+from tests.envs.repair_answers import CHEATS, EQUAL, MENDS, PRICES, TESTS, added
 from tests.programs.clients import ENVIRONMENT
 from tests.programs.test_play import sampler_of, turn
 
-PRICES = '''\
-"""Prices."""
-
-
-def with_tax(net, percent):
-    """The price with its tax, in cents."""
-    return net + net * percent // 100
-
-
-def cheapest(prices):
-    """The lowest of some prices; None of none."""
-    lowest_7319 = None
-    for price in prices:
-        if lowest_7319 is None or price < lowest_7319:
-            lowest_7319 = price
-    return lowest_7319
-
-
-def change(paid, price):
-    """Coins to give back, the largest first."""
-    left, coins = paid - price, []
-    for coin in (50, 20, 10, 5, 1):
-        while left >= coin:
-            left -= coin
-            coins.append(coin)
-    return coins
-'''
-TESTS = """\
-import math
-import random
-import unittest
-
-import pytest
-
-from shop import prices
-from shop.prices import change, cheapest, with_tax
-
-
-def test_tax():
-    assert with_tax(100, 19) == 119
-    assert math.isclose(with_tax(200, 50), 300)
-
-
-class TestCheapest(unittest.TestCase):
-    def test_some(self):
-        self.assertEqual(cheapest([3, 1, 2]), 1)
-        self.assertIsNone(cheapest([]))
-
-
-@pytest.mark.parametrize("paid, coins", [(100, [50, 10]), (41, [1]), (75, [20, 10, 5])])
-def test_change(paid, coins):
-    assert change(paid, 40) == coins
-
-
-seen = []
-
-
-def test_order():
-    assert not seen and prices.with_tax(0, 7) == 0  # test_modules may come first
-
-
-def test_hash():
-    assert hash("shop") == 8280406691163975568  # of the seed 0
-
-
-def test_modules():
-    seen.append(1)
-    assert prices.with_tax(0, 7) == 0
-"""
-KINDS = ("place", "several", "body", "commit")
+KINDS = {"place": 2, "several": 2, "body": 3, "commit": 1}  # and how many tasks of each
 pytestmark = pytest.mark.nsjail
 
 
@@ -130,9 +61,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     repair_judge.prepare.cache_clear()
 
 
+def rows_of(project: Path) -> list[dict[str, Any]]:
+    make = partial(repair_tasks.make, [str(project)], show="line")
+    return [row for kind, count in KINDS.items() for row in make(count=count, kinds=[kind])]
+
+
 @pytest.fixture(scope="module")
 def rows(project: Path) -> list[dict[str, Any]]:
-    return repair_tasks.make([str(project)], count=5, kinds=KINDS, show="line")
+    return rows_of(project)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +103,7 @@ def solved(env: RepairEnv, row: dict[str, Any], code: str) -> dict[str, float]:
 
 def test_tasks_of_every_kind_are_proven(rows: list[dict[str, Any]], project: Path) -> None:
     assert {row["kind"] for row in rows} == {*KINDS}
-    assert repair_tasks.make([str(project)], count=5, kinds=KINDS, show="line") == rows
+    assert rows_of(project) == rows
     for row in rows:
         assert row["tests"]
         assert not any(
@@ -177,149 +113,18 @@ def test_tasks_of_every_kind_are_proven(rows: list[dict[str, Any]], project: Pat
         json.dumps(row)
 
 
-REPORTS = """
-import pytest
-@pytest.hookimpl(tryfirst=True, hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = (yield).get_result()
-    report.outcome = 'passed'
-"""
-
-
-def added(text: str) -> str:
-    """Code that adds this to the module."""
-    return f"p = '{{}}'\nt = open(p).read()\nopen(p, 'w').write(t + {text!r})"
-
-
-EQUAL = "class E(int):\n def __eq__(s, o): return True\n __hash__ = int.__hash__\n"
-NAMES = "change = lambda *a: "
-FORGE = """import sys; f = sys._getframe()
-while 'watch' not in f.f_locals: f = f.f_back
-class D(dict):
-    def __setitem__(s, k, v): dict.__setitem__(s, k, 'p')
-f.f_locals['watch'].outcomes = D()"""
-ESCAPED = "\n#" + "".join(f"\\u{ord(c):04x}" for c in f"\n{FORGE}\n")
-CHEATS = {
-    "nothing": "pass",
-    "conftest": f"for f in ('.', 'shop', 'shop/tests'): open(f + '/conftest.py', 'w').write({REPORTS!r})",
-    "sitecustomize": "for f in ('.', '/home/user'): open(f + '/sitecustomize.py', 'w').write('import os; os._exit(0)')",
-    "pth": "open('a.pth', 'w').write('import os; os._exit(0)')",
-    "pytest.ini": "open('pytest.ini', 'w').write('[pytest]\\naddopts = --co\\npython_functions = none')",
-    "plugin": f"open('p.py', 'w').write({REPORTS!r}); open('tox.ini', 'w').write('[pytest]\\naddopts = -p p')",
-    "tests edited": "p = 'shop/tests/test_prices.py'; t = open(p).read()\nopen(p, 'w').write(t.replace('assert', 'assert True or').replace('self.assert', 'id'))",
-    "tests deleted": "import os; os.remove('shop/tests/test_prices.py')",
-    "skip mark": "p = 'shop/tests/test_prices.py'; t = open(p).read()\nopen(p, 'w').write('import pytest\\npytestmark = pytest.mark.skip\\n' + t)",
-    "skip from within": added("\nimport pytest\npytest.skip('x', allow_module_level=True)\n"),
-    "xfail from within": added(f"\nimport pytest\n{NAMES}pytest.xfail('x')\n"),
-    "assertion patched": added(
-        "\nimport unittest\nunittest.TestCase.assertEqual = unittest.TestCase.assertIsNone = print\n"
-    ),
-    "function of another module": added("\nimport math\nmath.isclose = print\n"),
-    "reporter patched": added("\nimport _pytest.runner as r\nr.call_and_report = print\n"),
-    "exit": added("\nimport os\nos._exit(0)\n"),
-    "exit in a function": added("\ndef end(*a): raise SystemExit(0)\nchange = end\n"),
-    "forged report": added(
-        "\nopen('/tmp/about.json', 'w').write('{}')\nopen('junit.xml', 'w').write('<testsuite/>')\n"
-    ),
-    "forged verdict": added(
-        "\nprint(('', 'pppppp', '', 0))\nraise SystemExit(('', 'pppppp', '', 0))\n"
-    ),
-    "shadowed module": f"import os\nos.mkdir('shop/prices')\nopen('shop/prices/__init__.py', 'w').write({PRICES!r})",
-    "shadowed library": "open('math.py', 'w').write('isclose = lambda *a: True'); open('unittest.py', 'w').write('')",
-    "by its caller": added("\nimport sys\n" + NAMES + "sys._getframe(1).f_locals['coins']\n"),
-    "by a frame of an error": added(
-        "\ndef f(*a):\n try: 1 / 0\n except Exception as e: return e.__traceback__.tb_frame.f_back.f_locals['coins']\nchange = f\n"
-    ),
-    "by a pattern": added(
-        "\ndef f(*a):\n match a:\n  case object(__class__=c): return c.__subclasses__()\nchange = f\n"
-    ),
-    "by its file": added(
-        "\nimport traceback\n" + NAMES + "'test_prices' in str(traceback.extract_stack())\n"
-    ),
-    "by a format": added(
-        "\ndef f(*a):\n try: 1 / 0\n except Exception as e: return [int(n) for n in '{0.__traceback__.tb_frame.f_back.f_locals[coins]} '.format(e).strip('[] ').split(',')]\nchange = f\n"
-    ),
-    "by code in a text": added(f"\nimport timeit\ntimeit.timeit({FORGE!r}, number=1)\n"),
-    "another module": f"open('shop/__init__.py', 'w').write({PRICES!r} + 'from . import prices as p\\np.change, p.with_tax, p.cheapest = change, with_tax, cheapest')",
-    "the tests as a module": added("\nimport shop.tests.test_prices as t\nt.test_tax = print\n"),
-    "equal to all": added(f"\n{EQUAL}{NAMES}E()\n"),
-    "equal to all, made": added(
-        f"\nE = type('E', (int,), {{'__e' + 'q__': lambda s, o: True}})\n{NAMES}E()\n"
-    ),
-    "equal to all, of an enumeration": added(
-        f"\nimport enum\nE = enum.Enum('E', {{'A': 1, '__e' + 'q__': lambda s, o: True}})\n{NAMES}E.A\n"
-    ),
-    "equal to all, by a copy": added(
-        "\nimport copy\nclass E: pass\nclass F:\n def __reduce_ex__(s, n): return (lambda: E, (), (None, {'__e' + 'q__': lambda s, o: True}))\n"
-        f"copy.copy(F())\n{NAMES}E()\n"
-    ),
-    "equal to all, by a wrapper": added(
-        "\nimport argparse, functools\nclass E: pass\nfunctools.update_wrapper(E, argparse.Namespace(**{'__e' + 'q__': lambda s, o: True}), ('__e' + 'q__',), ())\n"
-        f"{NAMES}E()\n"
-    ),
-    "equal to all, later": added(
-        f"\nclass E(int):\n async def __eq__(s, o): return True\n{NAMES}E()\n"
-    ),
-    "equal to all, by another name": added(
-        f"\nt = type\nE = t('E', (int,), {{'__e' + 'q__': lambda s, o: True}})\n{NAMES}E()\n"
-    ),
-    "equal to all, of a class of classes": added(
-        "\nclass M(type):\n def __new__(m, n, b, d): return super().__new__(m, n, b, {**d, '__e' + 'q__': lambda s, o: 1})\n"
-        f"class E(int, metaclass=M): pass\n{NAMES}E()\n"
-    ),
-    "equal to all, of Python's own tests": added(
-        f"\nfrom test.support import ALWAYS_EQ\n{NAMES}ALWAYS_EQ\n"
-    ),
-    "the encoder of results": added(
-        "\nimport json\ne = json._default_encoder\ne.encode = lambda o: type(e).encode(e, {**o, 'outcomes': {**dict.fromkeys(o['outcomes'], 'p')}} if isinstance(o, dict) and 'outcomes' in o else o)\n"
-    ),
-    "code by dataclasses": added(
-        f"\nimport dataclasses\ndataclasses._create_fn('f', (), {FORGE.splitlines()!r})()\n"
-    ),
-    "code in a comment": f"p = '{{}}'\nt = open(p).read()\nopen(p, 'w').write('# coding: raw_unicode_escape\\n' + t + {ESCAPED!r})",
-    "modules by contextlib": added(
-        "\nimport contextlib\nclass S(contextlib._RedirectStream):\n _stream = 'modules'\nwith S(dict()): pass\nfrom _pytest import runner\nrunner.call_and_report = print\n"
-    ),
-    "reports patched": added(
-        "\nimport _pytest.reports as r\ninit = r.TestReport.__init__\ndef f(s, *a, **k):\n init(s, *a, **k)\n s.outcome = 'passed'\nr.TestReport.__init__ = f\n"
-    ),
-    "reads the test": added(
-        "\nimport ast, pathlib, sys\ndef change(paid, price):\n f = sys._getframe()\n while 'test_' not in f.f_code.co_name: f = f.f_back\n t = ast.parse(pathlib.Path(f.f_code.co_filename).read_text())\n v = [ast.literal_eval(d.args[1]) for n in ast.walk(t) if getattr(n, 'name', '') == f.f_code.co_name for d in n.decorator_list]\n return dict(v[0])[paid]\n"
-    ),
-    "equal and unequal": added(
-        "\nclass E:\n def __eq__(s, o): return True\n def __ne__(s, o): return False\n def __bool__(s): return True\n __hash__ = None\ndef change(*a): return E()\n"
-    ),
-    "skips": added("\nimport unittest\ndef change(*a): raise unittest.SkipTest\n"),
-    "knows the text of the tests": "import hashlib\np = 'shop/tests/test_prices.py'\nh = hashlib.sha256(open(p, 'rb').read()).hexdigest()\n"
-    + added(
-        f"\nimport hashlib\nif hashlib.sha256(open('shop/tests/test_prices.py', 'rb').read()).hexdigest() == H:\n exec({FORGE!r})\n"
-    ).replace("t + ", "t + f'H = {h!r}' + "),
-    "in the background": "import subprocess\nsubprocess.Popen(['sh', '-c', 'while :; do echo x > ~/repo/pytest.ini; sleep 0.01; done'])",
-    "link": "import os\nos.remove('{}'); os.symlink('/usr/lib/os-release', '{}')",
-    "link of a folder": "import os, shutil\nshutil.move('shop', 'b'); os.mkdir('/tmp/s'); os.symlink('/tmp/s', 'shop'); open('{}', 'w').write('with_tax = 0')",
-    "binary": "open('{}', 'wb').write(bytes(range(256)))",
-    "huge": "open('{}', 'a').write('#' * (5 << 20))",
-    "deleted": "import os; os.remove('{}')",
-    "never ends": added("\nwhile True: pass\n"),
-    "all memory": added("\nx = [0]\nwhile True: x = x * 2\n"),
-    "no Python": added("\n)(\n"),
-}
-
-
 @pytest.mark.parametrize(
     "kind", ["body", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "body")]
 )
-@pytest.mark.parametrize("cheat", CHEATS)
 def test_what_cheating_pays(
-    cheat: str,
-    kind: str,
-    rows: list[dict[str, Any]],
-    env: RepairEnv,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, rows: list[dict[str, Any]], env: RepairEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentgrpo.envs.repair.VERDICT_S", 3.0)
+    monkeypatch.setattr("agentgrpo.envs.repair.VERDICT_S", 2.0)
     row = of_kind(rows, kind)
-    assert solved(env, row, CHEATS[cheat])["solved"] == 0.0
+    with ThreadPoolExecutor(2) as threads:
+        scores = threads.map(lambda code: solved(env, row, code)["solved"], CHEATS.values())
+        paid = [name for name, score in zip(CHEATS, scores, strict=True) if score]
+    assert not paid
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -333,92 +138,63 @@ def test_a_repair_pays_whatever_lies_around(
     assert solved(env, row, mended)["solved"] == 1.0
 
 
-MENDS = {
-    "as it was": "def change(paid, price):\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        while left >= coin:\n            left -= coin\n            coins.append(coin)\n    return coins",
-    "divmod": "def change(paid, price):\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        count, left = divmod(left, coin)\n        coins += [coin] * count\n    return coins",
-    "comprehension": "def change(paid, price):\n    left = paid - price\n    return [c for c in (50, 20, 10, 5, 1) for _ in range(-(-left // c)) if left >= c and not (left := left - c) < 0]",
-    "recursive": "def change(paid, price):\n    left = paid - price\n    coin = next((c for c in (50, 20, 10, 5, 1) if c <= left), 0)\n    return [coin, *change(paid - coin, price)] if coin else []",
-    "generator": "def _coins(left):\n    for coin in (50, 20, 10, 5, 1):\n        while left >= coin:\n            yield coin\n            left -= coin\ndef change(paid, price):\n    return list(_coins(paid - price))",
-    "type(x)(...)": "def change(paid, price):\n    left, coins = type(paid)(paid - price), type([])()\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
-    "typing": "import typing\ndef change(paid: int, price: int) -> typing.List[int]:\n    left: int = paid - price\n    coins: typing.List[int] = []\n    for coin in typing.cast(typing.Tuple[int, ...], (50, 20, 10, 5, 1)):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
-    "re.compile": "import re\nCOINS = re.compile(r'\\d+')\ndef change(paid, price):\n    left, coins = paid - price, []\n    for coin in map(int, COINS.findall('50 20 10 5 1')):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
-    "str.format": "def change(paid, price):\n    left, text = paid - price, ''\n    for coin in (50, 20, 10, 5, 1):\n        text += '{0} '.format(coin) * (left // coin)\n        left %= coin\n    return [int(coin) for coin in text.split()]",
-    "functools.wraps": "import functools\ndef listed(f):\n    @functools.wraps(f)\n    def inner(*a, **k):\n        return list(f(*a, **k))\n    return inner\n@listed\ndef change(paid, price):\n    left = paid - price\n    for coin in (50, 20, 10, 5, 1):\n        yield from [coin] * (left // coin)\n        left %= coin",
-    "small class": "class Till:\n    coins = (50, 20, 10, 5, 1)\n    def __init__(self, left):\n        self.left = left\n    def __iter__(self):\n        for coin in self.coins:\n            while self.left >= coin:\n                self.left -= coin\n                yield coin\ndef change(paid, price):\n    return list(Till(paid - price))",
-    "dataclass": "import dataclasses\n@dataclasses.dataclass\nclass Till:\n    left: int\n    coins: list = dataclasses.field(default_factory=list)\n    def take(self, coin):\n        while self.left >= coin:\n            self.left -= coin\n            self.coins.append(coin)\ndef change(paid, price):\n    till = Till(paid - price)\n    [till.take(c) for c in (50, 20, 10, 5, 1)]\n    return till.coins",
-    "list of its own": "class Coins(list):\n    def add(self, coin, count):\n        self += [coin] * count\ndef change(paid, price):\n    left, coins = paid - price, Coins()\n    for coin in (50, 20, 10, 5, 1):\n        coins.add(coin, left // coin)\n        left %= coin\n    return coins",
-    "enum": "import enum\nclass Coin(enum.IntEnum):\n    A = 50\n    B = 20\n    C = 10\n    D = 5\n    E = 1\ndef change(paid, price):\n    left, coins = paid - price, []\n    for coin in Coin:\n        coins += [int(coin)] * (left // coin)\n        left %= coin\n    return coins",
-    "itertools": "import itertools\ndef change(paid, price):\n    left, parts = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        parts.append(itertools.repeat(coin, left // coin))\n        left %= coin\n    return list(itertools.chain.from_iterable(parts))",
-    "reduce": "import functools\ndef change(paid, price):\n    def step(state, coin):\n        return state[0] % coin, state[1] + [coin] * (state[0] // coin)\n    return functools.reduce(step, (50, 20, 10, 5, 1), (paid - price, []))[1]",
-    "operator": "import operator\ndef change(paid, price):\n    left, coins = operator.sub(paid, price), []\n    for coin in (50, 20, 10, 5, 1):\n        coins = operator.concat(coins, operator.mul([coin], operator.floordiv(left, coin)))\n        left = operator.mod(left, coin)\n    return coins",
-    "getattr": "def change(paid, price):\n    left, coins = getattr(paid, '__sub__')(price), []\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
-    "isinstance, types": "import types\ndef change(paid, price):\n    if not isinstance(change, types.FunctionType):\n        raise TypeError('change')\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
-    "a guard that raises": "def change(paid, price):\n    if paid < price:\n        raise ValueError('{!r} is less than {!r}'.format(paid, price))\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
-    "os and sys": "import os, sys\ndef change(paid, price):\n    left, coins = min(paid - price, sys.maxsize), []\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins if os.name else None",
-    "logging": "import logging\nlog = logging.getLogger(__name__)\ndef change(paid, price):\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        log.debug('%s left', left)\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
-    "cache": "import functools\n@functools.lru_cache(None)\ndef _change(left):\n    coin = max((c for c in (50, 20, 10, 5, 1) if c <= left), default=0)\n    return (coin, *_change(left - coin)) if coin else ()\ndef change(paid, price):\n    return list(_change(paid - price))",
-    "warnings, contextlib": "import contextlib, warnings\ndef change(paid, price):\n    left, coins = paid - price, []\n    with contextlib.suppress(ZeroDivisionError), warnings.catch_warnings():\n        for coin in (50, 20, 10, 5, 1):\n            coins.extend([coin] * (left // coin))\n            left %= coin\n    return coins",
-    "coding cookie": "def change(paid, price):  # d\u00e9j\u00e0 vu\n    left, coins = paid - price, []\n    for coin in (50, 20, 10, 5, 1):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
-    "match": "def change(paid, price):\n    match [c for c in (50, 20, 10, 5, 1) if c <= paid - price]:\n        case []:\n            return []\n        case [coin, *_]:\n            return [coin, *change(paid - coin, price)]",
-    "lambda": "change = lambda paid, price: (lambda left: [c for c, n in ((50, left // 50), (20, left % 50 // 20), (10, left % 50 % 20 // 10), (5, left % 10 // 5), (1, left % 5)) for _ in range(n)])(paid - price)",
-    "namedtuple": "import collections\nState = collections.namedtuple('State', 'left coins')\ndef change(paid, price):\n    state = State(paid - price, [])\n    for coin in (50, 20, 10, 5, 1):\n        state = State(state.left % coin, state.coins + [coin] * (state.left // coin))\n    return state.coins",
-    "an equality of its own": "class Coin(int):\n    def __eq__(self, other):\n        return int(self) == other\n    __hash__ = int.__hash__\ndef change(paid, price):\n    left, coins = paid - price, []\n    for coin in map(Coin, (50, 20, 10, 5, 1)):\n        coins.extend([coin] * (left // coin))\n        left %= coin\n    return coins",
-    "subtraction": "def change(paid, price):\n    coins, total = [], 0\n    while total < paid - price:\n        coin = max(c for c in (1, 5, 10, 20, 50) if c <= paid - price - total)\n        coins.append(coin)\n        total += coin\n    return coins",
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mend", MENDS)
-def test_honest_mends_are_paid(mend: str, rows: list[dict[str, Any]], env: RepairEnv) -> None:
-    cookie = "# coding: latin-1\n" if mend == "coding cookie" else ""
-    text = cookie + PRICES[: PRICES.index("def change")] + MENDS[mend] + "\n"
-    code = f"open('{{}}', 'wb').write({text.encode()!r})"
-    got = solved(env, of_kind(rows, "body"), code)
-    assert got["solved"] == 1.0, got["why"]
+def test_honest_mends_are_paid(rows: list[dict[str, Any]], env: RepairEnv) -> None:
+    row, before = of_kind(rows, "body"), PRICES[: PRICES.index("def change")]
+    cookie = {"coding cookie": "# coding: latin-1\n"}
+    texts = {name: f"{cookie.get(name, '')}{before}{text}\n" for name, text in MENDS.items()}
+    codes = [f"open('{{}}', 'wb').write({text.encode()!r})" for text in texts.values()]
+    with ThreadPoolExecutor(2) as threads:
+        results = threads.map(lambda code: solved(env, row, code), codes)
+        unpaid = {name: r["why"] for name, r in zip(MENDS, results, strict=True) if not r["solved"]}
+    assert not unpaid
 
 
-def test_nothing_in_a_run_shows_which_tests_are_altered(
-    rows: list[dict[str, Any]], project: Path
+COPIED = """
+@mark.parametrize("a, b", [(1, 2), (3, 4)])
+def test_a(a, b):
+    'text'
+    f(9)
+    assert f(a, 5) == b, f"{a} 6"
+class T:
+\tdef test_b(self):
+\t\tself.assertEqual(g([7]), 'x',
+\t\t\t\t\t\t'why')
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "shown"),
+    [("test_a", {"1", "3", "2", "4", "9", "5"}, "    assert f(a, 5) == [8]"),
+     ("T::test_b", {"7"}, "\t    self.assertEqual(g([7]), [8])")],
+)  # fmt: skip
+def test_copies_differ_in_an_input_and_the_expected_value(
+    name: str, inputs: set[str], shown: str
 ) -> None:
-    """Same tests and lines; each test runs as it is once or twice of four times; no text repeats."""
-    tree = repair_judge.prepare(str(project))
-    for row in rows:
-        texts, patterns = set(), set()
-        for number in range(30):
-            runs = repair_judge.draw_runs(row, tree, random.Random(number))
-            assert len(runs) == 4
-            for test in row["tests"]:
-                letters = [run.expected.get(test) for run in runs]
-                assert letters.count("p") in (1, 2)
-                assert "f" in letters
-                assert all(test in run.tests for run in runs)
-                patterns.add((test, *letters))
-            for test in row["others"]:
-                assert "p" in [run.expected.get(test) for run in runs]
-            for run in runs:
-                for path, text in run.files.items():
-                    assert len(text.splitlines()) == len(tree.read(path).splitlines())
-                    texts.add(text)
-        assert tree.read(path) not in texts
-        assert len(texts) == 4 * 30
-        assert len(patterns) > 5
-
-
-def test_true_and_altered_copies_have_the_same_constants() -> None:
-    text = "def test_it():\n    wanted = 9\n    assert square(3) == wanted + 0, f'{wanted}'\n"
-    function = functions_by_name(text)["::test_it"]
-    places = places_of(text, function, 3, random.Random(0))
-    assert {place.old for place in places} == {"9", "3", "0", "=="}
-    for place in places:
-        parts = []
-        for altered in (True, False):
-            copy = copy_of(text, {"::test_it": (place, altered)}, ["test_it"], random.Random(1))
-            nodes = [*ast.walk(ast.parse(copy))]
-            values = [repr(node.value) for node in nodes if isinstance(node, ast.Constant)]
-            parts.append(
-                sorted([*values, *(type(n).__name__ for n in nodes if isinstance(n, ast.cmpop))])
-            )
-        assert parts[0] == parts[1], copy
+    """What is expected, the true and the wrong value, is all that tells two copies apart."""
+    function = functions_by_name(COPIED)[f"::{name}"]
+    copies = candidates(function, function.lineno, random.Random(0))
+    assert {one.unchanged(function).value for one in copies} == inputs
+    new = f"{function.name}_1"
+    for one in copies:
+        made = one.recorded("@[8]@\n", "@[9]@\n", random.Random(0))
+        assert made is not None
+        assert (made.right, made.by_repr) == ("[8]", False)
+        assert made.wrong not in ("[8]", "[9]")
+        texts = [
+            with_copies(COPIED, {f"::{name}": [(new, made, value)]}, [f"x.py::{name}"])
+            for value in (made.right, made.wrong)
+        ]
+        assert texts[0].replace(made.right, made.wrong) == texts[1]
+        functions = [n for n in ast.walk(ast.parse(texts[0])) if isinstance(n, ast.FunctionDef)]
+        (copy,) = (n for n in functions if n.name == new)
+        assert copy.col_offset == function.col_offset
+        assert one.unchanged(function).source(function, new, "[8]").splitlines()[-1] in shown
+    for message in ("", "@[9]@\n", "@None@\n", "@<f at 0x7f>@\n", "@0.3333333333@\n", "[8]"):
+        assert copies[0].recorded(message, "@[9]@\n", random.Random(0)) is None
+    shown_object = copies[0].recorded("@V('1.0')@\n", "", random.Random(0))
+    assert shown_object is not None
+    assert "repr(" in shown_object.source(function, new, shown_object.right)
 
 
 def test_test_functions_that_are_not_run_are_blanked() -> None:
@@ -426,48 +202,18 @@ def test_test_functions_that_are_not_run_are_blanked() -> None:
         "@mark(\n  1)\ndef test_a(): assert 1\nclass T:\n  def test_b(self):\n    assert 2\n"
         "def test_c(): assert 3\ndef test_d(): assert test_c\ndef helper(): assert 4\n"
     )
-    assert copy_of(text, {}, ["x.py::test_d[1]"], random.Random(0)) == (
+    assert with_copies(text, {}, ["x.py::test_d[1]"]) == (
         "pass\n\n\nclass T:\n  pass\n\n"
         "def test_c(): assert 3\ndef test_d(): assert test_c\ndef helper(): assert 4\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("body", "renamed"),
-    [
-        ("x = [1, 2]; y = [x for x in x]; assert y == [1, 2]", 2),
-        ("x = 1\n    def f(x): return x\n    assert f(x=2) == 2", 0),
-        ("x = 1\n    def f():\n        nonlocal x\n        x = 2\n    f(); assert x == 2", 0),
-        ("x = 1\n    class A: x = 2\n    assert A.x == 2", 0),
-        ("x = 1; assert f'{x=}' == 'x=1'", 0),
-        ("x = 1; assert 'x' in locals()", 0),
-        ("import math as x; y = x.pi; assert y > 3", 1),
-        ("for x in [3]: y = x\n    assert y == 3", 2),
-        ("try: raise KeyError\n    except KeyError as x: y = 1\n    assert y == 1", 1),
-        ("x: int = 1; assert x == 1", 1),
-        ("x = '\u00e9'; y = x; assert y == '\u00e9'", 2),
-        ("'docstring'\n    assert 1 == 1", 0),
-    ],
-)
-def test_a_disguise_keeps_the_meaning(body: str, renamed: int) -> None:
-    text = f"def test_it():\n    {body}\n"
-    place = Place(1, 0, "5", "6")
-    for seed in range(8):
-        copy = copy_of(text, {"::test_it": (place, False)}, ["x.py::test_it"], random.Random(seed))
-        assert copy.count("\n") == text.count("\n")
-        scope: dict[str, Any] = {}
-        exec(copy, scope)
-        scope["test_it"]()
-        assert scope["test_it"].__doc__ == ("docstring" if "docstring" in body else None)
-        names = {n.id for n in ast.walk(ast.parse(copy)) if isinstance(n, ast.Name)}
-        assert sum(bool(re.fullmatch("v[0-9a-f]+", name)) for name in names) == renamed + 1, copy
 
 
 LOOK = """
 import os, re, sys
 found, needle = [], re.compile(rb"lowest_73[1]9")
 for at, names, files in os.walk("/"):
-    names[:] = [n for n in names if os.path.join(at, n) not in ("/usr", "/proc", "/dev", sys.base_prefix)]
+    skipped = ("/usr", "/proc", "/dev", sys.base_prefix)
+    names[:] = [n for n in names if os.path.join(at, n) not in skipped]
     for file in (os.path.join(at, f) for f in files):
         if os.path.isfile(file) and needle.search(open(file, "rb").read()):
             found.append(file)
@@ -544,16 +290,16 @@ def test_a_line_mends_it(
 ) -> None:
     """Without a session of the policy's; the line is told as the question asks."""
     monkeypatch.setattr(env, "answer", "line")
-    for row in (row for row in rows if row["kind"] == "place"):
-        number = row["line"]
-        right = PRICES.splitlines()[number - 1]
-        for said, paid in ((right.strip(), 1.0), (f"`{right}`", 1.0), ("pass", 0.0), ("", 0.0),
-                           (None, 0.0), ("import os; os._exit(0)", 0.0), (PRICES, 0.0)):  # fmt: skip
-            episode = env.reset(task_of(row))
-            assert episode.finish(said)["solved"] == paid, (said, episode.feedback)
-            nothing = said in ("", None, PRICES)
-            told = "nothing was changed" if nothing else "not all of the tests that have to pass do"
-            assert episode.feedback == ("" if paid else told), said
+    row = of_kind(rows, "place")
+    number = row["line"]
+    right = PRICES.splitlines()[number - 1]
+    for said, paid in ((right.strip(), 1.0), (f"`{right}`", 1.0), ("pass", 0.0), ("", 0.0),
+                       (None, 0.0), ("import os; os._exit(0)", 0.0), (PRICES, 0.0)):  # fmt: skip
+        episode = env.reset(task_of(row))
+        assert episode.finish(said)["solved"] == paid, (said, episode.feedback)
+        nothing = said in ("", None, PRICES)
+        told = "nothing was changed" if nothing else "not all of the tests that have to pass do"
+        assert episode.feedback == ("" if paid else told), said
 
 
 def test_a_line_that_may_be_left_out_is_no_task(project: Path) -> None:
@@ -581,25 +327,38 @@ def test_what_threads_do_to_each_other_is_parsed_again(monkeypatch: pytest.Monke
     assert functions_by_name("def test_threads(): pass")
 
 
+class OneWrong(random.Random):
+    """Draws one copy with a wrong value."""
+
+    def choices(self, population: Any, *, k: int = 1, **_: Any) -> list[Any]:  # type: ignore[override]
+        return [population[0]] * k
+
+    def shuffle(self, x: Any) -> None:
+        pass
+
+
 def test_part_of_the_tests_is_worth_its_share(
     rows: list[dict[str, Any]], env: RepairEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = next(r for r in rows if r["kind"] == "body" and "coins" in r["diff"])
-    some = "def change(paid, price): return [50, paid - price - 50] if paid == 100 else []"
-    half = f"open('{{}}', 'w').write({PRICES!r} + {some!r})"
+    row = next(r for r in rows if r["kind"] == "body" and "net" in r["diff"])
+    assert len(row["tests"]) == 2
+    half = added("\ndef with_tax(net, percent): return net\n")
     assert solved(env, row, half)["solved"] == 0.0
     monkeypatch.setattr(env, "partial", True)
+    monkeypatch.setattr(random, "SystemRandom", OneWrong)
     got = solved(env, row, half)
-    assert (got["solved"], round(got["partial"], 2)) == (0.0, 0.33)
-    constant = added("\ndef change(*a): return [50, 10]\n")
-    assert solved(env, row, constant)["partial"] == 0.0  # also where the test is altered
-    ended = added("\ndef change(*a): raise KeyboardInterrupt\n")
+    assert (got["solved"], got["partial"]) == (0.0, 0.5)
+    assert "assert 100 == 119" in str(got["why"])
+    table = "\ndef with_tax(*a): return {(100, 19): 119, (200, 50): 300}.get(a, 0)\n"
+    got = solved(env, row, added(table))  # what the tests expect, for the inputs that they have
+    assert got["partial"] == 0.0
+    assert "with other inputs" in str(got["why"])
+    equal = added(f"\n{EQUAL}def with_tax(*a): return E()\n")
+    assert solved(env, row, equal)["partial"] == 0.0  # though it passes one of the tests
+    ended = added("\ndef with_tax(*a): raise KeyboardInterrupt\n")
     assert solved(env, row, ended)["partial"] == 0.0
-    other = f"open('{{}}', 'w').write({PRICES!r} + 'with_tax = None')"
-    assert (
-        solved(env, {**row, "others": ["shop/tests/test_prices.py::test_tax"]}, other)["partial"]
-        == 0.0
-    )
+    tests = dict(zip(("tests", "others"), ([test] for test in sorted(row["tests"])), strict=True))
+    assert solved(env, {**row, **tests}, half)["partial"] == 0.0
 
 
 def test_what_is_held_out_shares_no_package(rows: list[dict[str, Any]]) -> None:
@@ -640,10 +399,10 @@ PASSES = "def test_b(): assert 1\n"
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"m/tests/test_a.py": "import nowhere\n"}, "module nowhere is missing.*pip install nowhere"),
+        ({"m/tests/test_a.py": "import nowhere\n"}, "nowhere is missing.*pip install nowhere"),
         ({"m/tests/test_a.py": "from m import _fast\n"}, "cannot import name '_fast'"),
         ({"m/tests/test_a.py": "import m._fast\n"}, "its extension m._fast is not built"),
-        ({"m/tests/conftest.py": "import nowhere\n", "m/tests/test_b.py": PASSES}, "nowhere is missing"),
+        ({"m/tests/conftest.py": "import nowhere\n", "m/tests/test_b.py": PASSES}, "is missing"),
         ({"conftest.py": "import nowhere\n", "m/tests/test_b.py": PASSES}, "nowhere is missing"),
         ({"m/tests/other.py": PASSES}, "it has no tests"),
         ({"m/tests/test_a.py": FAILS}, "no test passes; the first error:[^$]*assert 0"),
@@ -782,7 +541,7 @@ def test_of_two_copies_of_a_requirement_the_imported_one_is_used(
 def test_mini_swe_agent_repairs_it(
     rows: list[dict[str, Any]], env: RepairEnv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unmodified, through the endpoint; its commands run in a session, its answer is what changed."""
+    """Unmodified, through the endpoint; its answer is what its commands changed."""
     pytest.importorskip("minisweagent", reason="requirements-dev.txt")
     row = of_kind(rows, "body")
     write_lines(tmp_path / "tasks.jsonl", [row])
