@@ -350,9 +350,10 @@ def judge(
     if unlike:  # their inputs are not shown
         errors.append(OTHER_INPUTS.format(len(unlike), len(copies)))
     pairs = [(end, letter) for (end, _), letter in zip(ended, letters, strict=True)]
-    proven = {head for (head, _), pair in zip(copies, pairs, strict=True) if pair == ("p", "p")}
-    if errors:  # a share is of tests for which a copy speaks, and none against
+    of_head = [(head, *pair) for (head, _), pair in zip(copies, pairs, strict=True)]
+    if errors:  # a share is of tests for which copies of both kinds speak, and none against
         heads = {test: test.partition("[")[0] for test in task["tests"]}
+        proven = {head for head in heads.values() if {(head, *"pp"), (head, *"ff")} <= {*of_head}}
         wrong |= {test for test, head in heads.items() if head in unlike or head not in proven}
     forged = ("p", "f") in pairs
     spoilt = forged or wrong & {*task["others"]} or (wrong and not partial)

@@ -327,11 +327,14 @@ def test_what_threads_do_to_each_other_is_parsed_again(monkeypatch: pytest.Monke
     assert functions_by_name("def test_threads(): pass")
 
 
-class OneWrong(random.Random):
-    """Draws one copy with a wrong value."""
+class InTurn(random.Random):
+    """Draws every copy, in order, with a right and a wrong value in turn."""
+
+    def sample(self, population: Any, k: int, **_: Any) -> list[Any]:
+        return [*population][:k]
 
     def choices(self, population: Any, *, k: int = 1, **_: Any) -> list[Any]:  # type: ignore[override]
-        return [population[0]] * k
+        return [population[n % 2] for n in range(k)]
 
     def shuffle(self, x: Any) -> None:
         pass
@@ -345,7 +348,7 @@ def test_part_of_the_tests_is_worth_its_share(
     half = added("\ndef with_tax(net, percent): return net\n")
     assert solved(env, row, half)["solved"] == 0.0
     monkeypatch.setattr(env, "partial", True)
-    monkeypatch.setattr(random, "SystemRandom", OneWrong)
+    monkeypatch.setattr(random, "SystemRandom", InTurn)
     got = solved(env, row, half)
     assert (got["solved"], got["partial"]) == (0.0, 0.5)
     assert "assert 100 == 119" in str(got["why"])
