@@ -64,6 +64,20 @@ NOT_HERE |= dict.fromkeys(
     ),
     "breaks a package for minutes; tests/envs/test_repair.py does so with one of its own",
 )
+NOT_HERE |= {
+    "agentgrpo sandbox image add ghcr.io/laude-institute/t-bench/ubuntu-24-04:20250624 root.tar": (
+        "needs mmdebstrap's archive; tests/sandbox/test_images.py adds archives"
+    ),
+    "agentgrpo harbor check environments_harbor --network": (
+        "installs over the network; bench/harbor.py has judged 42 folders"
+    ),
+    "agentgrpo train qwen3_4b_tools env.kind=harbor env.options={} reward.kind=auto "
+    "reward.format=0 data.train=tasks.train.jsonl data.heldout=tasks.heldout.jsonl "
+    "data.num_heldout=1 sandbox.timeout_s=60 rollout.max_turns=10 rollout.call_timeout_s=330 "
+    "agent.options.system_prompt=Do the task in the container. Then reply: done --dry-run": (
+        "needs the tokenizer of Qwen3 4B; tests/end_to_end/test_gpu_configs.py plans it"
+    ),
+}
 ELSEWHERE = {
     "make test": (".ci/run", "make test"),
     "agentgrpo train CONFIG": (

@@ -141,6 +141,7 @@ def test_files_of_what_the_machine_ended(rung: Rung) -> None:
             assert files.read("f") == "x"
             kill(pool, session)
             assert gone(session.pid)
+            assert gone(session.init_pid)
             raised = SandboxInfraError if wanted is INFRA else SandboxNotFoundException
             uses = (partial(files.read, "f"), partial(files.list, depth=2), session.files)
             for use in uses:
