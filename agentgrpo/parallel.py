@@ -39,8 +39,8 @@ PATIENCE = timedelta(hours=12)
 """How long ranks that have played wait for one that still plays; a rank that dies ends them all."""
 
 BEAT_S, SILENCE_S, GRACE_S = 1.0, 35.0, 3.0
-"""Seconds between two signs of life, without one until a rank counts as lost, and for a rank to end
-by itself once another has failed."""
+"""Seconds: between two signs of life; of silence after which a rank counts as lost; that a rank has
+to end by itself once another is lost."""
 
 
 def world_size() -> int:
@@ -82,22 +82,22 @@ class _Watch(threading.Thread):
         self._store.set(f"sign/{rank()}", self._sign)
 
     def run(self) -> None:
-        signs, heard = [b""] * world_size(), [time.monotonic()] * world_size()
+        signs, sign_times = [b""] * world_size(), [time.monotonic()] * world_size()
         over = False
         while not over:
             over = self._ending.wait(BEAT_S)
             self._sign = self._sign if over else str(int(self._sign) + 1)
             try:
                 self._store.set(f"sign/{rank()}", self._sign)
-                news = self._store.multi_get([f"sign/{r}" for r in range(world_size())])
+                latest = self._store.multi_get([f"sign/{r}" for r in range(world_size())])
             except RuntimeError:  # all of torch's errors of a store
                 self._end(f"the connection to {self._host} is lost")
                 return
             now = time.monotonic()
-            for other, sign in enumerate(news):
+            for other, sign in enumerate(latest):
                 if sign != signs[other] or sign == b"ended":
-                    signs[other], heard[other] = sign, now
-                if sign == b"failed" or now - heard[other] > SILENCE_S:
+                    signs[other], sign_times[other] = sign, now
+                if sign == b"failed" or now - sign_times[other] > SILENCE_S:
                     how = "has failed" if sign == b"failed" else "has died or lost its network"
                     self._end(f"{names[other]} {how}")
                     return

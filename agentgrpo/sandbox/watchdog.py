@@ -25,9 +25,10 @@ from agentgrpo.sandbox.session import Session
 log = logging.getLogger(__name__)
 INTERVAL_S = 0.05
 SHARE = 0.1
-"""Of the time, at most this much is spent looking, but for looks that a session makes slow."""
-MOST_PAUSE_S = 0.25
-"""Between two looks: a session that forks all the time can make one last a second."""
+"""Share of the time spent looking at memory, as long as MAX_PAUSE_S allows it."""
+MAX_PAUSE_S = 0.25
+"""Longest time between two looks. A session that forks constantly can make one look take a second;
+others must be watched all the same."""
 FLOOR = 0.02
 """Of the machine's memory: with less available, the largest session is ended."""
 SOCKET_KIB = 2 * 208
@@ -115,7 +116,7 @@ class MemoryWatchdog:
                 self._look()
             except OSError as error:  # no descriptors: there may be some for the next look
                 self._tell(f"the memory of sessions was not looked at: {error}")
-            pause = min(MOST_PAUSE_S, max(INTERVAL_S, (time.thread_time() - started) / SHARE))
+            pause = min(MAX_PAUSE_S, max(INTERVAL_S, (time.thread_time() - started) / SHARE))
 
     def _tell(self, text: str) -> None:
         if text != self._told:  # not twenty times a second
