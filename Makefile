@@ -40,7 +40,7 @@ test: $(DEV) $(EXT) lint types
 
 view-test: $(DEV) $(EXT)
 	@echo "== the viewer in a headless Chromium, which must be there"
-	AGENTGRPO_REQUIRE_BROWSER=1 $(PY) -m pytest tests/view
+	AGENTGRPO_REQUIRE_BROWSER=1 $(PY) -m pytest tests/inspect/view
 
 check: export AGENTGRPO_WERROR = 1
 check: lint types warnings asan test

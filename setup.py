@@ -30,7 +30,7 @@ setup(
     description="Train LLM agents with GRPO: vLLM, learner and sandbox in one process",
     license="Apache-2.0",
     python_requires=">=3.11",
-    # namespace packages: kernels/ must not have an __init__.py (docs/house.md)
+    # namespace packages: kernels/ must not have an __init__.py (docs/architecture.md)
     packages=find_namespace_packages(
         include=["agentgrpo", "agentgrpo.*"],
         exclude=["agentgrpo.kernels.*"],  # what building kernels/ as a package leaves there
@@ -38,7 +38,7 @@ setup(
     package_data={
         "agentgrpo": [
             *("py.typed", "*.pyi", "*/*.toml"),
-            *("view/assets/*", "sandbox/guest/*.js", "sandbox/guest/*.sh"),
+            *("inspect/view/assets/*", "sandbox/inside/*.js", "sandbox/inside/*.sh"),
             *("examples/harbor/*/*", "examples/harbor/*/*/*"),
         ]
     },

@@ -6,8 +6,8 @@ __version__ = "0.1.0"
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from agentgrpo.run.callbacks import Callback
-    from agentgrpo.trainer import Trainer
+    from agentgrpo.train.callbacks import Callback
+    from agentgrpo.train.trainer import Trainer
 
 __all__ = ["Callback", "Trainer", "__version__"]
 
@@ -16,10 +16,10 @@ def __getattr__(name: str) -> object:
     """Trainer and Callback, when they are asked for: importing a kernel needs neither."""
     if name not in __all__:
         raise AttributeError(f"module 'agentgrpo' has no attribute {name!r}")
-    from agentgrpo.machine.runtime import prepare_environment
+    from agentgrpo.support.runtime import prepare_environment
 
     prepare_environment()  # now, since what is imported next may be torch
-    from agentgrpo.run.callbacks import Callback
-    from agentgrpo.trainer import Trainer
+    from agentgrpo.train.callbacks import Callback
+    from agentgrpo.train.trainer import Trainer
 
     return {"Trainer": Trainer, "Callback": Callback}[name]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 from urllib.parse import unquote
 
-from agentgrpo.usercode import InfrastructureError as InfrastructureError
+from agentgrpo.support.user_calls import InfrastructureError as InfrastructureError
 
 Message = Mapping[str, Any]
 """A chat message, `{"role": ..., "content": ...}`, and what else the model's template reads."""
@@ -282,7 +282,7 @@ class Observation:
     """What this step was worth, by name: credited to the turn that caused it."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Added to the counts of the rollout (Rollout.stats), each a number of the metrics by its name:
-    none of those that a run has of itself (envs/checked.py), and without "/"."""
+    none of those that a run has of itself (envs/validate.py), and without "/"."""
     memory: Any = field(default=None, compare=False)
     """What an episode that repeats this action is handed before it does, by recall(memory): answers
     that came from elsewhere and are not to be asked for again."""

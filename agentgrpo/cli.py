@@ -8,8 +8,14 @@ import sys
 from typing import NoReturn
 
 COMMANDS = {
-    "init": ("agentgrpo.init", "write a config for your model and your data, or example files"),
-    "train": ("agentgrpo.train", "train a policy (--dry-run: check everything, train nothing)"),
+    "init": (
+        "agentgrpo.train.init",
+        "write a config for your model and your data, or example files",
+    ),
+    "train": (
+        "agentgrpo.train.__main__",
+        "train a policy (--dry-run: check everything, train nothing)",
+    ),
     "sft": ("agentgrpo.recipe.sft", "fine-tune on examples first"),
     "flywheel": ("agentgrpo.recipe.flywheel", "make and repair trajectories to fine-tune on"),
     "curriculum": ("agentgrpo.recipe.curriculum", "train in stages on the tasks that teach most"),
@@ -18,16 +24,22 @@ COMMANDS = {
         "flywheel, sft, curriculum and evaluations, in one command",
     ),
     "evaluate": ("agentgrpo.recipe.evaluate", "play the held-out tasks with a checkpoint"),
-    "view": ("agentgrpo.view.__main__", "write a run, or several, as one HTML file"),
-    "verify": ("agentgrpo.verify", "prove that a run's records hold what the engine saw"),
-    "push": ("agentgrpo.push", "publish a checkpoint on the Hugging Face Hub, with a model card"),
+    "view": ("agentgrpo.inspect.view.__main__", "write a run, or several, as one HTML file"),
+    "verify": (
+        "agentgrpo.inspect.verify.verify",
+        "prove that a run's records hold what the engine saw",
+    ),
+    "push": (
+        "agentgrpo.inspect.push",
+        "publish a checkpoint on the Hugging Face Hub, with a model card",
+    ),
     "sandbox": (
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
     ),
     "harbor": ("agentgrpo.envs.harbor_check", "check task folders in Harbor's form"),
     "doctor": (
-        "agentgrpo.machine.doctor",
+        "agentgrpo.inspect.machine_doctor",
         "can this machine train; with a run's folder: why does it not learn",
     ),
 }
@@ -94,11 +106,11 @@ def _main(arguments: list[str] | None) -> int:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:function` in a config
     module = COMMANDS[word][0]
     if word == "doctor" and any(not argument.startswith("-") for argument in rest):
-        module = "agentgrpo.diagnosis.doctor"  # of a run; the other needs no package
+        module = "agentgrpo.inspect.run_doctor"  # of a run; the other needs no package
     try:
         return int(importlib.import_module(module).main(rest))
     except ImportError as error:
-        from agentgrpo.extras import install_hint
+        from agentgrpo.support.optional_deps import install_hint
 
         if error.name == "agentgrpo" and "_C" in str(error):
             said = (

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.run.atomic import read_lines
+from agentgrpo.support.atomic_files import read_lines
+from agentgrpo.support.runtime import prepare_environment
 from agentgrpo.types import Int32, Rollout, Turn
 from bench.harness import append_row
 
@@ -115,10 +115,10 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     from agentgrpo.engine.start import plain_cpu_weights
-    from agentgrpo.evaluate import summarize
     from agentgrpo.learn.policy import freeze_all_but
     from agentgrpo.rollout.sampler import Sampler
-    from agentgrpo.setup.stage import prepare_run
+    from agentgrpo.train.evaluate import summarize
+    from agentgrpo.train.prepare import prepare_run
 
     setup = prepare_run(config)
     count, size = config.rollout.tasks_per_step, config.rollout.group_size

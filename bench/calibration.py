@@ -34,12 +34,12 @@ from numpy.typing import NDArray
 from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.word_problems import Split
-from agentgrpo.files import read_table
 from agentgrpo.recipe.curriculum import steps_of
-from agentgrpo.recipe.parts import run_parts
+from agentgrpo.recipe.processes import run_parts
 from agentgrpo.recipe.recipe import parts_of
-from agentgrpo.run import checkpoint
-from agentgrpo.run.atomic import read_lines
+from agentgrpo.records import checkpoint
+from agentgrpo.support.atomic_files import read_lines
+from agentgrpo.support.files import read_table
 from bench import tallies
 from bench.harness import measured_commit, rows_folder, traced_row
 

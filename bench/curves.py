@@ -34,9 +34,9 @@ from tokenizers import Tokenizer
 from agentgrpo import examples
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
-from agentgrpo.run.atomic import read_lines
-from agentgrpo.run.checkpoint import newest
-from agentgrpo.run.records import read_rollouts
+from agentgrpo.records.checkpoint import newest
+from agentgrpo.records.rollouts import read_rollouts
+from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.types import Rollout
 from bench import terminal
 from bench.harness import measured_commit, rows_folder, traced_row

@@ -24,11 +24,11 @@ import openai
 
 from agentgrpo.actions import Observation, RunCode
 from agentgrpo.data import word_problems
-from agentgrpo.diagnosis.doctor import diagnose
-from agentgrpo.diagnosis.history import History
 from agentgrpo.envs.base import Episode
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.run.atomic import write_lines
+from agentgrpo.inspect.run_doctor import diagnose
+from agentgrpo.inspect.run_history import History
+from agentgrpo.support.atomic_files import write_lines
+from agentgrpo.support.runtime import prepare_environment
 
 HERE = "bench.diagnoses"
 
@@ -353,7 +353,7 @@ def play(name: str, folder: Path) -> None:
     """Train; what ends the run is printed, as it is part of some."""
     from agentgrpo.config import TrainConfig
     from agentgrpo.config.read import load_config_of
-    from agentgrpo.trainer import Trainer
+    from agentgrpo.train.trainer import Trainer
 
     case, own = CASES[name], folder / name
     settings: dict[str, object] = {"out_dir": own / "run"}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentgrpo.config import EngineConfig
-from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.support.runtime import prepare_environment
 from bench.harness import append_row
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.harbor import HarborEnv
 from agentgrpo.envs.harbor_tasks import folders_of, make_row
 from agentgrpo.sandbox import SandboxException, SandboxPool
-from agentgrpo.sandbox.dockerfile import Builder
-from agentgrpo.sandbox.images import SIZE, get_image
+from agentgrpo.sandbox.isolation.images import SIZE, get_image
+from agentgrpo.sandbox.session.dockerfile import Builder
 from agentgrpo.types import Task
 from bench.harness import traced_row
 from bench.sandbox import note

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from agentgrpo.sandbox import Limits, SandboxPool, Session, Template
-from agentgrpo.sandbox.forks import Fork, fork
-from agentgrpo.sandbox.images import Image, add_image, layer_name, new_layer, set_bytes
-from agentgrpo.sandbox.program import Program
-from agentgrpo.sandbox.snapshots import remove
+from agentgrpo.sandbox.isolation.images import Image, add_image, layer_name, new_layer, set_bytes
+from agentgrpo.sandbox.isolation.snapshots import remove
+from agentgrpo.sandbox.session.forks import Fork, fork
+from agentgrpo.sandbox.session.program import Program
 from bench.harness import append_row
 from bench.sandbox import note, span
 

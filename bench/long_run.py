@@ -23,9 +23,9 @@ from typing import Any
 
 from agentgrpo import Callback, Trainer
 from agentgrpo.config.read import load_config
-from agentgrpo.machine.memory import rss_bytes
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.run.atomic import write_lines
+from agentgrpo.support.atomic_files import write_lines
+from agentgrpo.support.memory import rss_bytes
+from agentgrpo.support.runtime import prepare_environment
 from agentgrpo.types import Metrics
 from bench.harness import append_row, measured_commit
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from agentgrpo.config import EngineConfig, LearnerConfig, LoraConfig, LossConfig
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.models.kinds import kinds_of, unsupported
-from agentgrpo.run.atomic import read_lines
+from agentgrpo.models.architectures import kinds_of, unsupported
+from agentgrpo.support.atomic_files import read_lines
+from agentgrpo.support.runtime import prepare_environment
 from bench.harness import RESULTS, traced_row
 from bench.pages import with_made
 from tests.tiny import SPECIAL, VOCAB, make_tokenizer
@@ -248,7 +248,7 @@ def apart(engine: Engine, folder: Path, config: LearnerConfig) -> dict[str, Any]
 
     from agentgrpo.engine.agreement import check_agreement, probe_prompts
     from agentgrpo.learn.learner import Learner
-    from agentgrpo.learn.publish import policy_on
+    from agentgrpo.learn.weight_sync import policy_on
 
     config = config.model_copy(update={"gradient_checkpointing": False})
     policy, publisher = policy_on(engine, folder, config)

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from agentgrpo import verify
-from agentgrpo.run.atomic import read_lines
+from agentgrpo.inspect.verify import verify
+from agentgrpo.support.atomic_files import read_lines
 from bench.harness import append_row
 from tests import tiny
 from tests.end_to_end.test_run import write_config

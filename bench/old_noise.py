@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.support.runtime import prepare_environment
 
 
 def draw(self: Any, logits: Any, generators: dict[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     prepare_environment()
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    from agentgrpo.train import main
+    from agentgrpo.train.__main__ import main
 
     setattr(TopKTopPSampler, "forward_cpu", draw)  # noqa: B010
     raise SystemExit(main(sys.argv[1:]))

@@ -38,7 +38,7 @@ import numpy as np
 import pytest
 
 from agentgrpo.config import EngineConfig, RolloutConfig
-from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.support.runtime import prepare_environment
 from bench.engine_loop import Clock
 from bench.harness import append_row
 
@@ -202,7 +202,7 @@ def starts() -> dict[str, list[float]]:
     from agentgrpo.envs.answer import AnswerEnv
     from agentgrpo.programs.launch import Sandboxed
     from agentgrpo.programs.play import ProgramSampler
-    from agentgrpo.setup.stage import open_sandbox
+    from agentgrpo.train.prepare import open_sandbox
     from tests.playing import CHAT, EOT, scripted, tasks
     from tests.rollout.stubs import Turn
 

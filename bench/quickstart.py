@@ -26,9 +26,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentgrpo.machine.hardware import has_nvidia_gpu
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.run.atomic import read_lines
+from agentgrpo.support.atomic_files import read_lines
+from agentgrpo.support.hardware import has_nvidia_gpu
+from agentgrpo.support.runtime import prepare_environment
 from agentgrpo.types import Int32, Turn
 from bench.harness import append_row
 
@@ -124,9 +124,9 @@ class TransformersDecoder:
 def plain_transformers_score(name: str, checkpoint: Path, overrides: Sequence[str]) -> float:
     """Held-out solved share of a checkpoint without vLLM."""
     from agentgrpo.config.read import load_config
-    from agentgrpo.evaluate import evaluate
     from agentgrpo.rollout.sampler import Sampler
-    from agentgrpo.setup.stage import prepare_run
+    from agentgrpo.train.evaluate import evaluate
+    from agentgrpo.train.prepare import prepare_run
 
     config = load_config(name, overrides)
     decoder = TransformersDecoder(checkpoint, config.engine.max_model_len)

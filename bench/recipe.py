@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.measures.measures import differences
-from agentgrpo.measures.report import rows_of
+from agentgrpo.recipe.measures import differences
+from agentgrpo.recipe.report import rows_of
 from bench.harness import append_row
 
 

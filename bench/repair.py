@@ -22,12 +22,12 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from agentgrpo import init
 from agentgrpo.envs.repair_judge import judge, patch, prepare, put
 from agentgrpo.envs.repair_tasks import KINDS, make
-from agentgrpo.machine.hardware import cpu_count, memory_bytes
-from agentgrpo.run.atomic import read_lines
 from agentgrpo.sandbox import Limits, Template
+from agentgrpo.support.atomic_files import read_lines
+from agentgrpo.support.hardware import cpu_count, memory_bytes
+from agentgrpo.train import init
 from bench.curves import DOCS, draw, row_of
 from bench.harness import append_row, rows_folder, traced_row
 from bench.pages import with_made

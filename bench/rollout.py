@@ -26,7 +26,7 @@ import numpy as np
 
 from agentgrpo.actions import Action, Message, Observation, RunCode, Schema
 from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, RolloutConfig
-from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.support.runtime import prepare_environment
 from agentgrpo.types import Int32, Task
 from bench.harness import append_row
 
@@ -126,7 +126,7 @@ def without_barrier(engine: Engine, chat: Any, seconds: Any, lengths: Any) -> tu
 
 def with_barrier(engine: Engine, chat: Any, seconds: Any, lengths: Any) -> tuple[float, float]:
     """The same work, each turn of all before the tools of all before the next turn of all."""
-    from agentgrpo.rollout.decoder import request_seed
+    from agentgrpo.rollout.engine_protocol import request_seed
 
     count, decode_s = len(seconds), 0.0
     started = time.perf_counter()
@@ -234,7 +234,7 @@ def sync(model: str) -> None:
 
 
 def memory(model: str) -> None:
-    from agentgrpo.machine.memory import release, rss_bytes
+    from agentgrpo.support.memory import release, rss_bytes
 
     for weights in ("shared", "copy"):
         if len(sys.argv) > 3:  # in the child: one kind, so that nothing is left of the other
@@ -261,7 +261,7 @@ def memory(model: str) -> None:
 
 FIRST_TOKEN = """
 import sys
-from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.support.runtime import prepare_environment
 prepare_environment()
 import numpy as np
 from agentgrpo.config import EngineConfig
@@ -308,7 +308,7 @@ def make_chat(model: str) -> Any:
 
 def make_learner(model: str, engine: Engine, weights: str) -> Learner:
     from agentgrpo.learn.learner import Learner
-    from agentgrpo.learn.publish import policy_on
+    from agentgrpo.learn.weight_sync import policy_on
 
     config = LearnerConfig(gradient_checkpointing=False)
     return Learner(

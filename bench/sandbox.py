@@ -20,9 +20,9 @@ from pathlib import Path
 
 from agentgrpo.envs.graded import GradingPool
 from agentgrpo.sandbox import Limits, SandboxPool, Session, Template
-from agentgrpo.sandbox.grade import check_tests
-from agentgrpo.sandbox.jail import find_nsjail
-from agentgrpo.sandbox.templates import find_template
+from agentgrpo.sandbox.grading.grade import check_tests
+from agentgrpo.sandbox.isolation.jail import find_nsjail
+from agentgrpo.sandbox.isolation.templates import find_template
 from bench.harness import append_row
 
 PYTHON = "/usr/bin/python3"

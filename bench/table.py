@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentgrpo.run.atomic import read_lines
+from agentgrpo.support.atomic_files import read_lines
 from bench.harness import RESULTS
 from bench.pages import with_made
 

@@ -22,8 +22,8 @@ from itertools import chain
 from typing import Any, cast
 
 from agentgrpo.data.word_problems import Split
-from agentgrpo.envs.tagged import TaggedEnv
-from agentgrpo.recipe import almanac
+from agentgrpo.envs.python_and_search import TaggedEnv
+from agentgrpo.examples.recipe import search_demo
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Task
 
@@ -60,7 +60,7 @@ class TalliesEnv(TaggedEnv):
 
     def __init__(self, pool: SandboxPool, timeout_s: float) -> None:
         super().__init__(
-            pool, timeout_s, search={"corpus": almanac.corpus(), "top_k": 3, "max_chars": 200}
+            pool, timeout_s, search={"corpus": search_demo.corpus(), "top_k": 3, "max_chars": 200}
         )
 
     def tasks(self, split: str) -> list[Task]:
@@ -72,7 +72,7 @@ def tasks(split: Split) -> list[Task]:
     """See TalliesEnv.tasks()."""
     rows = (
         (_lookup(task), *(_total(split, index, kind) for kind in TOLD))
-        for index, task in enumerate(almanac.lookups(split))
+        for index, task in enumerate(search_demo.lookups(split))
     )
     return list(chain.from_iterable(rows))
 
@@ -89,7 +89,7 @@ def _total(split: Split, index: int, kind: str) -> Task:
     rng = random.Random(f"tallies/{split}/{kind}/{index}")
     of = rng.choice(list(COUNTED))
     kinds, unit = COUNTED[of]
-    pool = [entry for entry in almanac.entries_of(split) if entry.kind == of]
+    pool = [entry for entry in search_demo.entries_of(split) if entry.kind == of]
     entries = rng.sample(pool, rng.choice((2, 2, 3)))
     told = rng.sample(entries, TOLD[kind](len(entries)))
     *first, last = [entry.name for entry in entries]

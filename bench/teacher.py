@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.config import TrainConfig
-from agentgrpo.machine.runtime import prepare_environment
-from agentgrpo.run.atomic import read_lines
-from agentgrpo.setup.teaching import FORMS
+from agentgrpo.support.atomic_files import read_lines
+from agentgrpo.support.runtime import prepare_environment
+from agentgrpo.train.teacher_setup import FORMS
 from bench.harness import RESULTS, append_row, measured_commit
 from bench.pages import with_made
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agentgrpo.envs.harbor_tasks import make_row
-from agentgrpo.run.atomic import write_lines
-from agentgrpo.sandbox.dockerfile import Builder
+from agentgrpo.sandbox.session.dockerfile import Builder
+from agentgrpo.support.atomic_files import write_lines
 
 CONFIG = Path(__file__).with_suffix(".toml")
 COUNTS = {"train": 192, "heldout": 128}

@@ -9,7 +9,7 @@
 enum { SANDBOX_REPORT_READY = 1, SANDBOX_REPORT_EXIT = 2, SANDBOX_REPORT_FAILED = 3 };
 enum { SANDBOX_EXIT_SETUP = 125 };
 
-/* The order is that of the names in agentgrpo/sandbox/guest/wire.py. */
+/* The order is that of the names in agentgrpo/sandbox/inside/wire.py. */
 enum sandbox_setup_step {
     SANDBOX_SETUP_CLONE,
     SANDBOX_SETUP_USERS,

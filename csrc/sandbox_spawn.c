@@ -40,7 +40,7 @@ enum mode {
     MODE_BARE,   /* no namespaces: Landlock, the filter, limits; home_options is the directory to
                   * work in, tmp_options the readable paths, joined by ":" */
 };
-/* JAIL_ID: of agentgrpo/sandbox/jail.py, the user seen inside. */
+/* JAIL_ID: of agentgrpo/sandbox/isolation/jail.py, the user seen inside. */
 enum { MAX_CGROUPS = 3, JAIL_ID = 65534 };
 /* Capabilities of a session that has an image, over its own user namespace: it owns its files. The
  * host checks for the same mask (spawner.py). */

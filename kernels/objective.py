@@ -146,7 +146,7 @@ SPECIAL = tuple(dict.fromkeys(setting for loss in LOSSES.values() for setting in
 def loss_of(loss_type: str | LossType) -> LossType:
     """The row of a name, ValueError if there is none; a loss of your own is its own.
 
-    "module:function" is one too. It stays a name until learn/losses.py loads it.
+    "module:function" is one too. It stays a name until learn/token_weights.py loads it.
     """
     if isinstance(loss_type, LossType):
         return loss_type

@@ -10,8 +10,8 @@ import numpy as np
 
 from agentgrpo.config import RewardConfig, TrainConfig
 from agentgrpo.config.read import load_config
-from agentgrpo.rewards.rewards import Reward
 from agentgrpo.rewards.scoring import Scoring
+from agentgrpo.rewards.shipped import Reward
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=({"role": "user", "content": "6*7?"},), spec={"answer": 42})

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
-from agentgrpo.sandbox.zygote import LADDER, Rung
+from agentgrpo.sandbox.isolation.zygote import LADDER, Rung
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.rollout.decoder import SamplerStats
+from agentgrpo.rollout.engine_protocol import SamplerStats
 from agentgrpo.rollout.sampler import Sampler, as_task
 from agentgrpo.types import Group, Rollout, Task
 from tests.rollout.stubs import StubEngine, Turn

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import agentgrpo.loop
-import agentgrpo.setup.build
+import agentgrpo.train.build
+import agentgrpo.train.loop
 from agentgrpo import cli
 from agentgrpo.config import TrainConfig
-from agentgrpo.machine.packages import installed
-from agentgrpo.setup.build import EvalParts, Ready, TrainParts, _sampler
-from agentgrpo.setup.stage import RunSetup
+from agentgrpo.support.packages import installed
+from agentgrpo.train.build import EvalParts, Ready, TrainParts, _sampler
+from agentgrpo.train.prepare import RunSetup
 from agentgrpo.types import Metrics
 from tests.playing import EOT
 from tests.rollout.stubs import StubEngine, Turn
@@ -87,17 +87,17 @@ def with_learner(
 
 
 STAND_INS = {
-    "agentgrpo.setup.build.start_engine": start_engine,
-    "agentgrpo.setup.build._with_learner": with_learner,
-    "agentgrpo.loop.check_agreement": lambda *_, **__: {"max_dlogp": 0.0},
+    "agentgrpo.train.build.start_engine": start_engine,
+    "agentgrpo.train.build._with_learner": with_learner,
+    "agentgrpo.train.loop.check_agreement": lambda *_, **__: {"max_dlogp": 0.0},
 }
 
 
 def main(arguments: list[str]) -> int:
     """A command, in a process of its own."""
-    agentgrpo.setup.build.start_engine = start_engine
-    agentgrpo.setup.build._with_learner = with_learner
-    agentgrpo.loop.check_agreement = STAND_INS["agentgrpo.loop.check_agreement"]  # type: ignore[assignment, attr-defined]
+    agentgrpo.train.build.start_engine = start_engine
+    agentgrpo.train.build._with_learner = with_learner
+    agentgrpo.train.loop.check_agreement = STAND_INS["agentgrpo.train.loop.check_agreement"]  # type: ignore[assignment, attr-defined]
     return cli.main(arguments)
 
 

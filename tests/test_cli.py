@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo import cli, init
+from agentgrpo import cli
 from agentgrpo.config.read import load_config, shipped_configs
-from agentgrpo.machine import doctor, packages
+from agentgrpo.inspect import machine_doctor
 from agentgrpo.sandbox import doctor as sandbox_doctor
-from agentgrpo.sandbox.doctor import Check
+from agentgrpo.support import packages
+from agentgrpo.support.checks import Check
+from agentgrpo.train import init
 from tests import tiny
 
 
@@ -157,16 +159,16 @@ def test_the_doctor_ends_with_1_if_something_essential_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sandbox_doctor, "report", lambda: ("isolated", True))
-    assert doctor.main([]) == 0
+    assert machine_doctor.main([]) == 0
     assert "\nThis machine can train." in capsys.readouterr().out
     broken = Check("torch", False, "not installed", "install it", essential=True)
     monkeypatch.setattr(packages, "package_checks", lambda *_, **__: [broken])
-    assert doctor.main([]) == 1
+    assert machine_doctor.main([]) == 1
     said = capsys.readouterr().out
     assert "MISS torch            not installed\n     remedy           install it" in said
     assert said.endswith("can be trained here before this is mended: torch.\n")
     monkeypatch.setattr(sandbox_doctor, "report", lambda: ("bare", False))
-    assert doctor.main([]) == 1
+    assert machine_doctor.main([]) == 1
     assert "mended: torch, a way to isolate code." in capsys.readouterr().out
 
 
@@ -185,7 +187,7 @@ def test_a_reader_that_ends_early_is_no_error(arguments: list[str], tmp_path: Pa
 
 
 def test_verify_sets_the_environment_before_torch_is_imported() -> None:
-    code = "import os, agentgrpo.verify, torch; print(os.environ['OMP_WAIT_POLICY'])"
+    code = "import os, agentgrpo.inspect.verify.verify, torch; print(os.environ['OMP_WAIT_POLICY'])"
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
     ran = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", code],

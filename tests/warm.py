@@ -27,8 +27,8 @@ from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
 
-from agentgrpo.machine.runtime import ENVIRONMENT
-from agentgrpo.run import interrupt
+from agentgrpo.support.runtime import ENVIRONMENT
+from agentgrpo.train import interrupt
 
 ROOT = Path(__file__).parent.parent
 SERVER = multiprocessing.get_context("forkserver")
@@ -160,7 +160,8 @@ def _work(
 
 def _main(arguments: tuple[str, ...]) -> int:
     if arguments[0] == "-m":
-        name = "agentgrpo.cli" if arguments[1] == "agentgrpo" else arguments[1]
+        packages = {"agentgrpo": "agentgrpo.cli", "agentgrpo.train": "agentgrpo.train.__main__"}
+        name = packages.get(arguments[1], arguments[1])
         status: int = importlib.import_module(name).main(list(arguments[2:]))
         return status
     sys.argv = list(arguments)

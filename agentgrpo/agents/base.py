@@ -12,7 +12,7 @@ from agentgrpo.types import Task
 class Agent(Protocol):
     """Turns a task into messages, and sampled text into actions. Holds no state of a rollout.
 
-    agents/text.py has what the shipped ones share.
+    agents/tagged_text.py has what the shipped ones share.
     """
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agentgrpo.actions import Action, Message, Observation, RunCode, Say
-from agentgrpo.agents.text import PairAgent
+from agentgrpo.agents.tagged_text import PairAgent
 from agentgrpo.types import Task
 
 PROMPT = (

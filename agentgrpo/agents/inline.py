@@ -23,7 +23,7 @@ from agentgrpo.actions import (
     ToolCall,
     as_json,
 )
-from agentgrpo.agents.text import PairAgent, Tag, Template
+from agentgrpo.agents.tagged_text import PairAgent, Tag, Template
 from agentgrpo.types import Task
 
 PROMPT = (

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import Field
 
 from agentgrpo.actions import ReadCalls
-from agentgrpo.agents.text import Shots, TextAgent
+from agentgrpo.agents.tagged_text import Shots, TextAgent
 from agentgrpo.types import Task
 
 

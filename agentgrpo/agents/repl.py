@@ -31,7 +31,7 @@ from agentgrpo.actions import (
     is_submission,
 )
 from agentgrpo.agents.code import with_functions
-from agentgrpo.agents.text import TextAgent
+from agentgrpo.agents.tagged_text import TextAgent
 from agentgrpo.types import Task
 
 PROMPT = (

@@ -8,7 +8,8 @@ r"""Thought, search, code and answer in tags, within one message (ToolStar, ARPO
 
 Only what the policy sampled in its present turn is parsed, so tags in a result, in the task or in
 the prompt's example mean nothing; and tags of the protocol within a result are shown broken up,
-so that the policy does not take a document's words for its own. envs/tagged.py answers it.
+so that the policy does not take a document's words for its own. envs/python_and_search.py answers
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from agentgrpo.actions import (
     Say,
     ToolCall,
 )
-from agentgrpo.agents.text import TextAgent
+from agentgrpo.agents.tagged_text import TextAgent
 from agentgrpo.types import Task
 
 PROMPT = (

@@ -23,7 +23,7 @@ from agentgrpo.actions import (
     ToolCall,
     as_json,
 )
-from agentgrpo.agents.text import TextAgent
+from agentgrpo.agents.tagged_text import TextAgent
 from agentgrpo.types import Task
 
 ONE_CALL = "Error: one call per turn; this one was not carried out"

@@ -61,7 +61,7 @@ class RewardConfig(Section):
     functions: dict[str, Number] = {}
     """More parts, as `module:function` (yours) or a built-in name = weight, or a list of these,
     each of weight 1 (rewards/scoring.py). Functions in TRL's form, which take `completions`, work
-    as they are (rewards/trl.py)."""
+    as they are (rewards/trl_functions.py)."""
     on_error: Literal["drop", "raise"] = "drop"
     """A function that fails takes its rollout out of the group, and says so; or stops the run."""
 

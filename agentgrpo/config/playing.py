@@ -137,7 +137,7 @@ NO_REFERENCE = (
 
 
 class EndpointConfig(Section):
-    """A model or a search that is asked by its name (engine/endpoints.py)."""
+    """A model or a search that is asked by its name (models/endpoints.py)."""
 
     kind: Literal["engine", "http", "script", "retriever"] = "engine"
     """engine: the run's own model, in this process; http: an OpenAI-compatible server, also for
@@ -331,7 +331,7 @@ class EvaluationConfig(Section):
 
 
 class HostBudgetConfig(Section):
-    """What calls of functions of the host may use (sandbox/host_tools.py)."""
+    """What calls of functions of the host may use (sandbox/session/host_tools.py)."""
 
     calls: Positive = 100
     """Of a rollout."""

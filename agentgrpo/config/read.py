@@ -21,9 +21,9 @@ from typing import Any, TypeVar, cast, get_args
 import pydantic
 
 from agentgrpo.config import FILTERS, Section, TrainConfig
-from agentgrpo.config.used_by import RECIPE_SECTIONS, require_used
-from agentgrpo.files import expanded, read_toml
-from agentgrpo.usercode import user_call
+from agentgrpo.config.command_settings import RECIPE_SECTIONS, require_used
+from agentgrpo.support.files import expanded, read_toml
+from agentgrpo.support.user_calls import user_call
 
 Config = TypeVar("Config", bound=TrainConfig)
 T = TypeVar("T")

@@ -118,7 +118,7 @@ class CurriculumConfig(Section):
 
 
 class MeasuresConfig(Section):
-    """What `agentgrpo evaluate` reports (measures/measures.py)."""
+    """What `agentgrpo evaluate` reports (recipe/measures.py)."""
 
     quality: Literal["answer", "f1", "exact", "math", "judge"] = "answer"
     """answer: the reward's part of that name; f1, exact, math: the answer against

@@ -85,7 +85,7 @@ class TrainConfig(Section):
     eval_every: NotNegative = 25
     """Steps between held-out evaluations besides the first and the last; 0: only those two."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Where the numbers of metrics.jsonl go too, each by its own library (run/trackers.py)."""
+    """Where the numbers of metrics.jsonl go too, each by its own library (records/trackers.py)."""
 
     preflight: Literal["auto", "always", "never"] = "auto"
     """Before the first step, play through the largest forward and backward pass and one sleep, to

@@ -14,7 +14,7 @@ import pydantic
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from agentgrpo.files import expanded
+from agentgrpo.support.files import expanded
 
 
 def _not_empty(value: Any) -> Any:

@@ -19,9 +19,9 @@ from typing import Any
 
 from agentgrpo.data.cells import MISSING, cell, messages_of, require_cell, require_plain
 from agentgrpo.data.tasks import RowTasks
-from agentgrpo.extras import import_optional
-from agentgrpo.files import looks_like_path, not_found, opened
-from agentgrpo.run.atomic import numbered_rows
+from agentgrpo.support.atomic_files import numbered_rows
+from agentgrpo.support.files import looks_like_path, not_found, opened
+from agentgrpo.support.optional_deps import import_optional
 from agentgrpo.types import Task
 
 

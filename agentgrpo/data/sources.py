@@ -14,8 +14,8 @@ from agentgrpo.data import word_problems
 from agentgrpo.data.files import is_from_hub, read_tasks
 from agentgrpo.data.tasks import RowTasks, Tasks, WordProblemTasks
 from agentgrpo.envs.base import Environment
+from agentgrpo.support.user_calls import WrongResult, user_call
 from agentgrpo.types import Task
-from agentgrpo.usercode import WrongResult, user_call
 
 NAMES = ("word_problems", "env", "split")
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from agentgrpo.data import word_problems
-from agentgrpo.run.records import plain
+from agentgrpo.records.rollouts import plain
 from agentgrpo.types import Task
 
 

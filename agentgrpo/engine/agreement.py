@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from agentgrpo import parallel
+from agentgrpo.support import parallel
 from agentgrpo.types import Completion, Float32, Int32, Metrics
 
 

@@ -25,7 +25,6 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from agentgrpo import parallel
 from agentgrpo.config import NO_REFERENCE, EngineConfig
 from agentgrpo.engine.requests import Request
 from agentgrpo.engine.start import (
@@ -35,7 +34,8 @@ from agentgrpo.engine.start import (
     start,
     use_plain_weight,
 )
-from agentgrpo.machine.memory import explained, memory
+from agentgrpo.support import parallel
+from agentgrpo.support.memory import explained, memory
 from agentgrpo.types import Completion, Int32, Metrics
 
 _ADAPTER = LoRARequest("policy", 1, "in memory")

@@ -11,7 +11,8 @@
 * A request's own seed crashes vLLM on CPU when its prompt is computed in chunks (CPU generators
   have no offset to wind back). Here prompts are computed whole on CPU.
 * Under torchrun vLLM's own launcher would put every rank's engine on the first GPU; as an external
-  launcher's it takes the rank's own, and ranks may hold one engine together (rollout/team.py).
+  launcher's it takes the rank's own, and ranks may hold one engine together
+  (rollout/tensor_parallel.py).
 * On CPU those ranks' shared memory has the same name in every run (_shared_memory_of_this_run).
 * vLLM's cache of what it compiled goes by the model's folder too, so that every checkpoint would be
   compiled anew. Here it goes by what is in config.json.
@@ -42,13 +43,13 @@ import vllm.v1.sample.sampler as vllm_sampler
 from vllm import LLM
 from vllm.config import ModelConfig
 
-from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, room_for_adapters
 from agentgrpo.kernels.products import linear
-from agentgrpo.machine.hardware import memory_bytes
-from agentgrpo.machine.memory import OutOfMemory, explained
-from agentgrpo.models.kinds import kinds_of
-from agentgrpo.models.text_part import TEXT_PARTS, language_model, only_text
+from agentgrpo.models.architectures import kinds_of
+from agentgrpo.models.multimodal_text import TEXT_PARTS, language_model, only_text
+from agentgrpo.support import parallel
+from agentgrpo.support.hardware import memory_bytes
+from agentgrpo.support.memory import OutOfMemory, explained
 
 pack_weight = vllm_layers.dispatch_cpu_unquantized_gemm
 """vLLM's own way with a linear layer on CPU; with remove_weight=False the plain weight stays."""

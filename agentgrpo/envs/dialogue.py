@@ -14,8 +14,8 @@ from agentgrpo.actions import Action, ModelReply, Observation, Say
 from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.customers import ScriptedUser, User, UserDialogue, UserSimulators
 from agentgrpo.envs.runner import LOOP, checked_episode
+from agentgrpo.support.user_calls import run_sync
 from agentgrpo.types import Task
-from agentgrpo.usercode import run_sync
 
 PERSON = (
     "You are a person who talks with an assistant about a request of yours. Say one line at a "

@@ -21,8 +21,8 @@ from agentgrpo.config.read import load_callable
 from agentgrpo.envs.base import Episode
 from agentgrpo.envs.runner import LOOP
 from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed, require_same
+from agentgrpo.support.user_calls import as_number, run_sync
 from agentgrpo.types import Task
-from agentgrpo.usercode import as_number, run_sync
 
 NOT_TOOLS = ("reset", "get_reward", "close", "tasks")
 NOT_SHOWN = "\0"

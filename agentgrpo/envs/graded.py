@@ -22,7 +22,7 @@ from typing import Any
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, as_infra_error
 from agentgrpo.sandbox import HostTools, SandboxPool
-from agentgrpo.sandbox.grade import (
+from agentgrpo.sandbox.grading.grade import (
     Verdict,
     check_all,
     check_tests,
@@ -30,7 +30,7 @@ from agentgrpo.sandbox.grade import (
     names_of,
     require_printable,
 )
-from agentgrpo.sandbox.template import Template
+from agentgrpo.sandbox.isolation.template import Template
 from agentgrpo.types import Task
 
 BLOCK = re.compile(

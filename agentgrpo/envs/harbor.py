@@ -30,10 +30,10 @@ from agentgrpo.sandbox import (
     Session,
     Template,
 )
-from agentgrpo.sandbox.contexts import start_context
-from agentgrpo.sandbox.images import PATH, Image, get_image
-from agentgrpo.sandbox.program import Program
-from agentgrpo.sandbox.snapshots import Keep, Kept
+from agentgrpo.sandbox.isolation.images import PATH, Image, get_image
+from agentgrpo.sandbox.isolation.snapshots import Keep, Kept
+from agentgrpo.sandbox.session.interpreters import start_context
+from agentgrpo.sandbox.session.program import Program
 from agentgrpo.types import Task
 
 SYSTEM = (

@@ -13,7 +13,7 @@ from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.harbor import HarborEnv
 from agentgrpo.envs.harbor_tasks import INSTALLS, files_of, folders_of, make_row
 from agentgrpo.sandbox import SandboxException, SandboxPool
-from agentgrpo.sandbox.dockerfile import Builder
+from agentgrpo.sandbox.session.dockerfile import Builder
 from agentgrpo.types import Task
 
 LACKS = {

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.progress import track
 
 from agentgrpo.config.read import by_key, format_error
-from agentgrpo.run.atomic import write_lines
 from agentgrpo.sandbox import Limits, SandboxException
-from agentgrpo.sandbox.dockerfile import Builder
-from agentgrpo.sandbox.images import Image
+from agentgrpo.sandbox.isolation.images import Image
+from agentgrpo.sandbox.session.dockerfile import Builder
+from agentgrpo.support.atomic_files import write_lines
 
 MAX_FILE = 16 << 20
 """Bytes of a file of tests/ or solution/."""

@@ -19,11 +19,11 @@ from agentgrpo.sandbox import (
     SandboxPool,
     Session,
 )
-from agentgrpo.sandbox.contexts import command_of, start_context
-from agentgrpo.sandbox.forks import Fork, fork
-from agentgrpo.sandbox.images import Image
-from agentgrpo.sandbox.jail import jail_places
-from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
+from agentgrpo.sandbox.isolation.images import Image
+from agentgrpo.sandbox.isolation.jail import jail_places
+from agentgrpo.sandbox.session.forks import Fork, fork
+from agentgrpo.sandbox.session.interpreters import command_of, start_context
+from agentgrpo.sandbox.session.result import StepError, StepResult, StepStatus
 from agentgrpo.types import Task
 
 MAX_CHARS = 20_000

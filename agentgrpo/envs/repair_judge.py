@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentgrpo.envs.repair_altered import Copy, with_copies
-from agentgrpo.extras import require_installed
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, Session, Template
-from agentgrpo.sandbox.errors import SandboxInfraError
-from agentgrpo.sandbox.files import Files, FileType
-from agentgrpo.sandbox.grade import Verdict, VerdictClock
-from agentgrpo.sandbox.jail import FIRST_UID, has_own_ids, shown_site_dirs
-from agentgrpo.sandbox.result import StepStatus
+from agentgrpo.sandbox.grading.grade import Verdict, VerdictClock
+from agentgrpo.sandbox.isolation.errors import SandboxInfraError
+from agentgrpo.sandbox.isolation.jail import FIRST_UID, has_own_ids, shown_site_dirs
+from agentgrpo.sandbox.session.files import Files, FileType
+from agentgrpo.sandbox.session.result import StepStatus
+from agentgrpo.support.optional_deps import require_installed
 
 REPO = "/home/user/repo"  # where a session has it
 NO_PART = re.compile(r"\.|__pycache__$|(build|dist|venv|env|node_modules|.*\.egg-info)$")

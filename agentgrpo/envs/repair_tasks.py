@@ -47,9 +47,9 @@ from agentgrpo.envs.repair_judge import (
     run_tests,
 )
 from agentgrpo.envs.repair_places import apply, bodies_of, mutants_of
-from agentgrpo.files import read_json
-from agentgrpo.run.atomic import write_json, write_lines
 from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
+from agentgrpo.support.atomic_files import write_json, write_lines
+from agentgrpo.support.files import read_json
 
 KINDS = ("place", "several", "body", "commit")  # as docs/repair.md has them
 CPUS = len(os.sched_getaffinity(0))

@@ -21,8 +21,8 @@ from typing import Any
 
 from agentgrpo.actions import Action, InfrastructureError, ModelRequest, Observation
 from agentgrpo.envs.base import AnyEpisode, Episode
-from agentgrpo.envs.checked import checked_observation, checked_rewards
-from agentgrpo.usercode import (
+from agentgrpo.envs.validate import checked_observation, checked_rewards
+from agentgrpo.support.user_calls import (
     CallTimeout,
     UserCodeError,
     WrongResult,

@@ -1,8 +1,8 @@
 """Search: by words (BM25) or by meaning in the user's own texts, or by a retriever's server.
 
 A corpus is JSON lines with `id`, `title` and `text`. By words it is searched by SQLite's FTS5, by
-meaning with the vectors of an encoder (models/encoder.py); both are deterministic. A retriever is
-an endpoint (engine/endpoints.py); what it, web pages and a summarizer answer can be kept in a
+meaning with the vectors of an encoder (models/text_encoder.py); both are deterministic. A retriever
+is an endpoint (models/endpoints.py); what it, web pages and a summarizer answer can be kept in a
 file. The policy calls search(query) as a tool.
 """
 
@@ -32,7 +32,7 @@ from agentgrpo.actions import Action, InfrastructureError, Observation, Schema
 from agentgrpo.config.section import Positive, Section, UserPath
 from agentgrpo.envs.base import Episode
 from agentgrpo.envs.tools import Answer, Tool, Toolset, calls_of, observed
-from agentgrpo.run.atomic import numbered_rows
+from agentgrpo.support.atomic_files import numbered_rows
 from agentgrpo.types import Task
 
 WORD = re.compile(r"\w+")

@@ -12,7 +12,7 @@ from agentgrpo.actions import Action, CallTools, InfrastructureError, Observatio
 from agentgrpo.envs.python import PythonEpisode, as_infra_error
 from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
 from agentgrpo.sandbox import SandboxInfraError
-from agentgrpo.sandbox.program import Program
+from agentgrpo.sandbox.session.program import Program
 
 MAX_OUTPUT = 6000  # bytes of a tool's answer, the last ones
 

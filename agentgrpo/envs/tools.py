@@ -31,8 +31,8 @@ from agentgrpo.actions import (
 from agentgrpo.config.read import load_callable
 from agentgrpo.envs.base import AsyncEpisode, Episode
 from agentgrpo.envs.runner import LOOP, settled
+from agentgrpo.support.user_calls import run_sync
 from agentgrpo.types import Task
-from agentgrpo.usercode import run_sync
 
 Function = Callable[..., Any]
 

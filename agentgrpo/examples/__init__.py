@@ -13,17 +13,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from agentgrpo.examples import functions
-from agentgrpo.recipe import almanac
+from agentgrpo.examples.recipe import search_demo
 
 PROGRAMS = ("server.py", "my_env.py", "sampler.py", "web.py", "program.py")
 
 
 def files() -> dict[str, str]:
     """The contents of every file, by name."""
-    texts = ({"id": id, "title": title, "text": text} for id, title, text in almanac.corpus())
+    texts = ({"id": id, "title": title, "text": text} for id, title, text in search_demo.corpus())
     questions = (
         {"question": task.messages[-1]["content"], "answer": task.spec["answer"]}
-        for task in almanac.lookups("train")
+        for task in search_demo.lookups("train")
         if task.id.endswith("/person")  # SmolLM2-135M does not tell which fact is asked for
     )
     here = Path(__file__).parent

@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 from gymnasium.spaces import Discrete, Text
 
-from agentgrpo.envs.gymnasium import HELDOUT_SEED
+from agentgrpo.envs.adapters.gymnasium import HELDOUT_SEED
 from agentgrpo.examples.lessons import shuffled
 
 Told = tuple[str, float, bool, bool, dict[str, Any]]

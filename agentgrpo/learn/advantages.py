@@ -218,7 +218,7 @@ def _set(rollouts: Sequence[Rollout], by_turn: Sequence[Sequence[float]], factor
 def _average_shared(rollouts: Sequence[Rollout]) -> None:
     """ARPO's hard credit (arXiv:2507.19849): segments that branches share get the branches' mean.
 
-    updates.py then trains on each of their tokens once. With `soft` a shared token has one loss
+    minibatches.py then trains on each of their tokens once. With `soft` a shared token has one loss
     term per branch, each with its own advantage.
     """
     owners: dict[int, list[float]] = {}

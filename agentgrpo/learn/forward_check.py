@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from agentgrpo import parallel
 from agentgrpo.learn import recurrent
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.packing import pack_tree
-from agentgrpo.machine.memory import out_of_memory
+from agentgrpo.support import parallel
+from agentgrpo.support.memory import out_of_memory
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="trial", messages=(), spec={})

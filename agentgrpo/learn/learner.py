@@ -15,24 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.engine.agreement import outliers_of, require_agreement, widest_gap
 from agentgrpo.kernels.checks import backend_for
 from agentgrpo.kernels.grpo_loss import grpo_loss
 from agentgrpo.kernels.reduce import Metrics as TermMetrics
 from agentgrpo.learn.batch import PackedBatch
-from agentgrpo.learn.losses import objective_of
+from agentgrpo.learn.minibatches import Update
 from agentgrpo.learn.optimizer import MasterAdamW
 from agentgrpo.learn.policy import Policy, PolicyOutput
 from agentgrpo.learn.preflight import dry_pass, one_row, oom_hint_learner
-from agentgrpo.learn.publish import Publisher
 from agentgrpo.learn.reference import Reference
 from agentgrpo.learn.step_record import OldLogps, ScoredBatch, StepRecord
 from agentgrpo.learn.teacher import Teacher
-from agentgrpo.learn.updates import Update
-from agentgrpo.machine.memory import explained, trim
-from agentgrpo.run import checkpoint
+from agentgrpo.learn.token_weights import objective_of
+from agentgrpo.learn.weight_sync import Publisher
+from agentgrpo.records import checkpoint
+from agentgrpo.support import parallel
+from agentgrpo.support.memory import explained, trim
 from agentgrpo.types import Float32, Int32, Metrics
 
 

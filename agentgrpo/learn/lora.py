@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentgrpo import parallel
 from agentgrpo.config import LoraConfig
-from agentgrpo.extras import import_optional
 from agentgrpo.models.models import ADAPTER_TENSORS
+from agentgrpo.support import parallel
+from agentgrpo.support.optional_deps import import_optional
 
 
 class Adapter:

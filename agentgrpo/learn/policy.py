@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agentgrpo import parallel
 from agentgrpo.config import LearnerConfig
 from agentgrpo.engine.weights import parameters_on_meta, saved_buffers
 from agentgrpo.kernels.linear_logp import linear_logp
@@ -27,7 +26,8 @@ from agentgrpo.learn.flex import whole_blocks
 from agentgrpo.learn.forward_check import ForwardCheck, decoder_of, layers_of, why_not_packed
 from agentgrpo.learn.lora import Adapter
 from agentgrpo.models.liger import fuse, why_plain
-from agentgrpo.models.text_part import NAMES, TEXT_PARTS, Whole, language_model
+from agentgrpo.models.multimodal_text import NAMES, TEXT_PARTS, Whole, language_model
+from agentgrpo.support import parallel
 from agentgrpo.types import Int32
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgrpo import parallel
 from agentgrpo.learn.batch import Deltas, PackedBatch
 from agentgrpo.learn.optimizer import MasterAdamW
 from agentgrpo.learn.policy import NEAR, Policy
-from agentgrpo.machine.memory import OutOfMemory, memory, out_of_memory, release
+from agentgrpo.support import parallel
+from agentgrpo.support.memory import OutOfMemory, memory, out_of_memory, release
 from agentgrpo.types import Int32, Metrics, Segment
 
 if TYPE_CHECKING:  # it imports vLLM

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgrpo import parallel
-from agentgrpo.engine.endpoints import Scores
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.policy import Policy, PolicyOutput, Scorer, load_model
+from agentgrpo.models.endpoints import Scores
+from agentgrpo.support import parallel
 
 Ask = Callable[[list[int], int], Scores]
 """What a server says of ids and so many of the likeliest (engine.endpoints.HttpEndpoint.score)."""

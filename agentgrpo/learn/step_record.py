@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentgrpo import parallel
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.kernels.reduce import Metrics as TermMetrics
 from agentgrpo.kernels.reduce import combine_metrics
 from agentgrpo.learn.batch import PackedBatch
-from agentgrpo.learn.losses import mismatch_metrics
+from agentgrpo.learn.token_weights import mismatch_metrics
+from agentgrpo.support import parallel
 from agentgrpo.types import Float32, Int32, Metrics
 
 

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgrpo import parallel
 from agentgrpo.config import TeacherConfig
 from agentgrpo.learn.batch import PackedBatch
+from agentgrpo.learn.minibatches import Update
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Policy
 from agentgrpo.learn.reference import Ask, Reference
-from agentgrpo.learn.updates import Update
+from agentgrpo.support import parallel
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Task
 
 Prompt = Callable[[Task, str], Int32]

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.config import LoraConfig, TrainConfig
-from agentgrpo.files import expanded, looks_like_path, not_found, read_table, verify_checksums
+from agentgrpo.models.architectures import kinds_of, unsupported
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.models.kinds import kinds_of, unsupported
 from agentgrpo.models.liger import why_plain
-from agentgrpo.models.text_part import language_model
+from agentgrpo.models.multimodal_text import language_model
+from agentgrpo.support.files import (
+    expanded,
+    looks_like_path,
+    not_found,
+    read_table,
+    verify_checksums,
+)
 
 WEIGHTS = (".safetensors", ".bin", ".pt")
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -29,7 +29,7 @@ from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.requests import CHAT, MODEL, Api
 from agentgrpo.programs.responses import RESPONSES
 from agentgrpo.programs.session import Pending, Session
-from agentgrpo.usercode import event_loop, tell
+from agentgrpo.support.user_calls import event_loop, tell
 
 BODY_MIB, BODY_S = 8, 60.0
 """What a request's body may have, and how long it may take to come."""

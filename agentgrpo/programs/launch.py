@@ -34,11 +34,11 @@ from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.requests import MODEL
 from agentgrpo.programs.session import Session
 from agentgrpo.sandbox import SandboxException, SandboxInfraError, SandboxPool
-from agentgrpo.sandbox.errors import SandboxNotFoundException
-from agentgrpo.sandbox.listener import PORT, listener_in
-from agentgrpo.sandbox.result import StepStatus
+from agentgrpo.sandbox.isolation.errors import SandboxNotFoundException
+from agentgrpo.sandbox.session.listener import PORT, listener_in
+from agentgrpo.sandbox.session.result import StepStatus
+from agentgrpo.support.user_calls import describe_error, error_location, event_loop, tell
 from agentgrpo.types import Task
-from agentgrpo.usercode import describe_error, error_location, event_loop, tell
 
 QUIET = {
     "ANONYMIZED_TELEMETRY": "False",

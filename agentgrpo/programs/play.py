@@ -25,12 +25,12 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.launch import Awaited, Launcher, Outcome, Running
 from agentgrpo.programs.session import UNENFORCED, SampleRequest, Session
-from agentgrpo.rollout.decoder import Decoder, Ended, SamplerStats
+from agentgrpo.rollout.engine_protocol import Decoder, Ended, SamplerStats
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
+from agentgrpo.support.user_calls import UserCodeError, tell
 from agentgrpo.types import COUNTS, Completion, Group, Rollout, Segment, Status, Task, Treatment
-from agentgrpo.usercode import UserCodeError, tell
 
 
 class ProgramSampler(AnySampler):

@@ -10,8 +10,8 @@ out_dir/stage_k:
     rl/            the training run, as of agentgrpo.train
     stage.json     from which model to which checkpoint; written when the stage is done
 
-Kill it at any moment and repeat the command (parts.py): playing goes on behind the last whole chunk
-and training from its last checkpoint.
+Kill it at any moment and repeat the command (processes.py): playing goes on behind the last whole
+chunk and training from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentgrpo import train
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import RowTasks, Tasks, digest_of, repr_of
-from agentgrpo.files import read_table
-from agentgrpo.measures.measures import kind_of
-from agentgrpo.measures.quality import Quality, quality_by
+from agentgrpo.recipe.measures import kind_of
 from agentgrpo.recipe.pareto import contrast, select_groups
-from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
-from agentgrpo.run import checkpoint
-from agentgrpo.run.atomic import append_lines, whole_lines, write_json
-from agentgrpo.run.folder import lock_run_dir
-from agentgrpo.run.records import read_rollout, read_rollouts, rollout_record
-from agentgrpo.sandbox.doctor import Check
-from agentgrpo.setup.build import EvalParts, build, build_eval, prepare
-from agentgrpo.setup.command import Begin
-from agentgrpo.setup.plan import line, of_training, plan
+from agentgrpo.recipe.processes import Part, command, require_same_work, run_parts
+from agentgrpo.records import checkpoint
+from agentgrpo.records.rollouts import read_rollout, read_rollouts, rollout_record
+from agentgrpo.records.run_folder import lock_run_dir
+from agentgrpo.rewards.answer_quality import Quality, quality_by
+from agentgrpo.support.atomic_files import append_lines, whole_lines, write_json
+from agentgrpo.support.checks import Check
+from agentgrpo.support.files import read_table
+from agentgrpo.train import __main__ as train
+from agentgrpo.train.build import EvalParts, build, build_eval, prepare
+from agentgrpo.train.command_line import Begin
+from agentgrpo.train.dry_run import line, of_training, plan
 from agentgrpo.types import Group
 
 SAVED = ("stage_*/pool.jsonl", f"stage_*/rl/{checkpoint.SAVED}")

@@ -20,22 +20,22 @@ from typing import Any
 
 from rich.console import Console
 
-from agentgrpo import parallel
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.engine.endpoints import EngineLoop, endpoint_of
-from agentgrpo.evaluate import evaluate
-from agentgrpo.files import read_table
-from agentgrpo.measures.measures import measure_tasks
-from agentgrpo.measures.quality import conciseness, quality_by
-from agentgrpo.measures.report import markdown, markdown_of_comparison, report, rows_of
-from agentgrpo.recipe.parts import command
-from agentgrpo.run.atomic import write_json, write_text
-from agentgrpo.run.folder import require_folder
-from agentgrpo.run.progress import Progress
-from agentgrpo.setup.build import EvalParts, build_eval
-from agentgrpo.setup.command import Begin
-from agentgrpo.setup.plan import of_playing, plan
-from agentgrpo.setup.stage import prepare_run
+from agentgrpo.engine.in_process import EngineLoop, endpoint_of
+from agentgrpo.recipe.measures import measure_tasks
+from agentgrpo.recipe.processes import command
+from agentgrpo.recipe.report import markdown, markdown_of_comparison, report, rows_of
+from agentgrpo.records.run_folder import require_folder
+from agentgrpo.rewards.answer_quality import conciseness, quality_by
+from agentgrpo.support import parallel
+from agentgrpo.support.atomic_files import write_json, write_text
+from agentgrpo.support.files import read_table
+from agentgrpo.train.build import EvalParts, build_eval
+from agentgrpo.train.command_line import Begin
+from agentgrpo.train.dry_run import of_playing, plan
+from agentgrpo.train.evaluate import evaluate
+from agentgrpo.train.prepare import prepare_run
+from agentgrpo.train.progress import Progress
 from agentgrpo.types import Rollout
 
 

@@ -38,9 +38,9 @@ from agentgrpo.actions import InfrastructureError
 from agentgrpo.config import BranchConfig
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import Tasks
-from agentgrpo.engine.endpoints import Endpoint, EngineLoop, endpoint_of
+from agentgrpo.engine.in_process import EngineLoop, endpoint_of
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.measures.quality import Quality, quality_by
+from agentgrpo.models.endpoints import Endpoint
 from agentgrpo.recipe.operators import (
     FOR_RIGHT,
     FOR_WRONG,
@@ -48,15 +48,22 @@ from agentgrpo.recipe.operators import (
     OperatorContext,
     OperatorSkipped,
 )
-from agentgrpo.recipe.parts import command, require_same_work
+from agentgrpo.recipe.processes import command, require_same_work
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
-from agentgrpo.run.atomic import append_lines, read_lines, whole_lines, write_json, write_lines
-from agentgrpo.run.folder import lock_run_dir, require_folder
-from agentgrpo.run.progress import Progress
-from agentgrpo.setup.build import start_engine
-from agentgrpo.setup.command import Begin
-from agentgrpo.setup.plan import line, of_playing, plan
-from agentgrpo.setup.stage import RunSetup, prepare_run
+from agentgrpo.records.run_folder import lock_run_dir, require_folder
+from agentgrpo.rewards.answer_quality import Quality, quality_by
+from agentgrpo.support.atomic_files import (
+    append_lines,
+    read_lines,
+    whole_lines,
+    write_json,
+    write_lines,
+)
+from agentgrpo.train.build import start_engine
+from agentgrpo.train.command_line import Begin
+from agentgrpo.train.dry_run import line, of_playing, plan
+from agentgrpo.train.prepare import RunSetup, prepare_run
+from agentgrpo.train.progress import Progress
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:

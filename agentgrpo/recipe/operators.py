@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from agentgrpo.config.recipe import FlywheelConfig
-from agentgrpo.engine.endpoints import Endpoint
-from agentgrpo.measures.quality import last_question
+from agentgrpo.models.endpoints import Endpoint
 from agentgrpo.recipe.trajectories import PlayedTurn, Trajectory, TrajectoryPlayer
+from agentgrpo.rewards.answer_quality import last_question
 from agentgrpo.rewards.answers import accepted_answers
 from agentgrpo.types import Segment, Task
 

@@ -18,7 +18,7 @@ from statistics import pvariance
 import numpy as np
 from numpy.typing import NDArray
 
-from agentgrpo.measures.measures import SOLVED_AT
+from agentgrpo.recipe.measures import SOLVED_AT
 from agentgrpo.types import Group, Int32, Rollout, Status
 
 Points = NDArray[np.float64]

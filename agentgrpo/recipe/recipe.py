@@ -1,6 +1,6 @@
 """A whole recipe by one command: `agentgrpo recipe CONFIG [section.key=value ...]`.
 
-In order (parts.py), in out_dir:
+In order (processes.py), in out_dir:
 
     prompting               the held-out tasks, played by config.model           measures/prompting/
     flywheel                flywheel.py                                          flywheel/
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.files import read_table
-from agentgrpo.measures.report import markdown_of_comparison, table_of
 from agentgrpo.recipe import curriculum, flywheel, sft
 from agentgrpo.recipe.curriculum import folder_of, start_model
-from agentgrpo.recipe.parts import Part, command, require_same_work, run_parts
-from agentgrpo.run.atomic import numbered_rows, write_json, write_text
-from agentgrpo.run.folder import lock_run_dir
-from agentgrpo.setup.build import prepare
-from agentgrpo.setup.command import Begin
-from agentgrpo.setup.plan import line, of_training, plan
+from agentgrpo.recipe.processes import Part, command, require_same_work, run_parts
+from agentgrpo.recipe.report import markdown_of_comparison, table_of
+from agentgrpo.records.run_folder import lock_run_dir
+from agentgrpo.support.atomic_files import numbered_rows, write_json, write_text
+from agentgrpo.support.files import read_table
+from agentgrpo.train.build import prepare
+from agentgrpo.train.command_line import Begin
+from agentgrpo.train.dry_run import line, of_training, plan
 
 SAVED = ("recipe.json", *flywheel.SAVED, *sft.SAVED, *curriculum.SAVED)
 """What it continues from."""

@@ -31,21 +31,21 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig, SftConfig
 from agentgrpo.data.cells import message_of
 from agentgrpo.data.files import named
-from agentgrpo.files import not_found
-from agentgrpo.learn.updates import plan_updates
-from agentgrpo.machine.footprint import room_checks
-from agentgrpo.machine.packages import require
+from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.models.models import SavedAdapter, named_base
-from agentgrpo.recipe.parts import command, require_same_work
-from agentgrpo.run import checkpoint
-from agentgrpo.run.atomic import numbered_rows
-from agentgrpo.run.folder import lock_run_dir, require_same_run, whole_checkpoint
-from agentgrpo.run.metrics import FileTail, RunLog
-from agentgrpo.run.records import read_rollout
-from agentgrpo.setup.command import Begin
-from agentgrpo.setup.plan import line, plan
-from agentgrpo.setup.stage import prepare_run
+from agentgrpo.recipe.processes import command, require_same_work
+from agentgrpo.records import checkpoint
+from agentgrpo.records.metrics import FileTail, RunLog
+from agentgrpo.records.rollouts import read_rollout
+from agentgrpo.records.run_folder import lock_run_dir, require_same_run, whole_checkpoint
+from agentgrpo.support.atomic_files import numbered_rows
+from agentgrpo.support.files import not_found
+from agentgrpo.support.packages import require
+from agentgrpo.train.command_line import Begin
+from agentgrpo.train.dry_run import line, plan
+from agentgrpo.train.memory_estimate import room_checks
+from agentgrpo.train.prepare import prepare_run
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:  # it imports torch, which a faulty config does without
@@ -224,7 +224,7 @@ def make_learner(
     from agentgrpo.learn.learner import Learner
     from agentgrpo.learn.policy import Policy, load_model
     from agentgrpo.learn.preflight import require_fit
-    from agentgrpo.learn.publish import Publisher
+    from agentgrpo.learn.weight_sync import Publisher
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_model(model, device=device, dtype=config.engine.dtype_on(device))

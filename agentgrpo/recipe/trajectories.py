@@ -19,15 +19,15 @@ import numpy as np
 from agentgrpo.actions import Action, InfrastructureError, Malformed, Message, Observation
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
-from agentgrpo.engine.endpoints import EngineLoop
+from agentgrpo.engine.in_process import EngineLoop
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.measures.measures import SOLVED_AT
 from agentgrpo.models.chat import ChatTemplate
+from agentgrpo.recipe.measures import SOLVED_AT
+from agentgrpo.records.rollouts import rollout_record
 from agentgrpo.rewards.efficiency import well_formed
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.play import Play
-from agentgrpo.run.records import rollout_record
 from agentgrpo.types import Completion, Int32, Rollout, Segment, Status, Task, Turn
 
 Pieces = tuple[tuple[Segment, str], ...]

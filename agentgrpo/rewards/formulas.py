@@ -23,7 +23,7 @@ import threading
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from agentgrpo.extras import require_installed
+from agentgrpo.support.optional_deps import require_installed
 
 CPU_SECONDS = 3
 MEMORY_BYTES = 2 << 30

@@ -13,11 +13,11 @@ A function takes a RolloutView and returns one of
                                     as one that the machine broke, also with on_error = "raise"
 
 each times the function's weight. A function with a parameter `completions` is in TRL's form, and is
-called as those are (rewards/trl.py); all of them together are then the reward, unless reward.kind
-names another besides. A function may be `async def`: those of all rollouts of a step wait for
-one another's network, not in line. One that raises is the machine's failure, not the policy's: the
-rollout is set to Status.INFRA_ERROR with a message that names task, rollout and function, or the
-run stops there (reward.on_error = "raise").
+called as those are (rewards/trl_functions.py); all of them together are then the reward, unless
+reward.kind names another besides. A function may be `async def`: those of all rollouts of a step
+wait for one another's network, not in line. One that raises is the machine's failure, not the
+policy's: the rollout is set to Status.INFRA_ERROR with a message that names task, rollout and
+function, or the run stops there (reward.on_error = "raise").
 
 A group is scored as soon as its last rollout has ended, while others play: on one thread beside the
 run's, and one group after another but for what is awaited. Alarms cannot be set there:
@@ -37,11 +37,10 @@ from typing import Any
 from agentgrpo.config import RewardConfig
 from agentgrpo.config.read import resolve_name
 from agentgrpo.rewards.efficiency import add_efficiency, decay
-from agentgrpo.rewards.rewards import Reward, ask, score_async
-from agentgrpo.rewards.trl import is_trl_form, require_columns, values_of_group
-from agentgrpo.rewards.view import BUILT_IN, Decode, RolloutView
-from agentgrpo.types import Group, Rollout, SpanReward, Status, Task
-from agentgrpo.usercode import (
+from agentgrpo.rewards.rollout_view import BUILT_IN, Decode, RolloutView
+from agentgrpo.rewards.shipped import Reward, ask, score_async
+from agentgrpo.rewards.trl_functions import is_trl_form, require_columns, values_of_group
+from agentgrpo.support.user_calls import (
     UserCodeError,
     WrongResult,
     as_number,
@@ -49,6 +48,7 @@ from agentgrpo.usercode import (
     event_loop,
     user_call,
 )
+from agentgrpo.types import Group, Rollout, SpanReward, Status, Task
 
 
 @dataclass(frozen=True, slots=True)

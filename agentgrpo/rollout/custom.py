@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.checked import checked_answer, checked_counts, checked_rewards
-from agentgrpo.rollout.decoder import Ended, SamplerStats
+from agentgrpo.envs.validate import checked_answer, checked_counts, checked_rewards
+from agentgrpo.rollout.engine_protocol import Ended, SamplerStats
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
+from agentgrpo.support.user_calls import WrongResult, as_number, user_call
 from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task
-from agentgrpo.usercode import WrongResult, as_number, user_call
 
 if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine

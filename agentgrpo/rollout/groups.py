@@ -10,9 +10,9 @@ from typing import Any
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import checked_episode, networks_fault
-from agentgrpo.rollout.decoder import Decoder, Ended, SamplerStats, request_seed
+from agentgrpo.rollout.engine_protocol import Decoder, Ended, SamplerStats, request_seed
+from agentgrpo.support.user_calls import user_call
 from agentgrpo.types import Completion, Group, Rollout, Task
-from agentgrpo.usercode import user_call
 
 
 class Groups:

@@ -20,11 +20,11 @@ from agentgrpo.actions import (
 )
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.checked import checked_answer
+from agentgrpo.envs.validate import checked_answer
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.rollout.live import RunningRollout
+from agentgrpo.rollout.state import RunningRollout
+from agentgrpo.support.user_calls import WrongResult
 from agentgrpo.types import Int32, Rollout, SpanReward, Status, Task
-from agentgrpo.usercode import WrongResult
 
 Users = Callable[[Any], AbstractContextManager[Any]]
 """Of a function of an agent's: within what it is called (usercode.user_call)."""

@@ -39,11 +39,11 @@ from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import NOTHING, Abandoned, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import Copies, GroupPlan, Step, branch_probability, turn_entropy
-from agentgrpo.rollout.decoder import Decoder, Ended, ignore
+from agentgrpo.rollout.engine_protocol import Decoder, Ended, ignore
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import called, treatment_of
-from agentgrpo.rollout.live import QueuedRollout, RunningRollout
 from agentgrpo.rollout.observe import append_observation, count, note, parsed, prompt_of
+from agentgrpo.rollout.state import QueuedRollout, RunningRollout
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import Completion, Group, Rollout, Status, Task, Treatment
 

@@ -20,7 +20,7 @@ from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.envs.base import Environment
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.rollout.decoder import Decoder, Ended, SamplerStats, ignore
+from agentgrpo.rollout.engine_protocol import Decoder, Ended, SamplerStats, ignore
 from agentgrpo.rollout.play import Play
 from agentgrpo.types import Group, Task
 

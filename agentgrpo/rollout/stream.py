@@ -30,9 +30,9 @@ import numpy as np
 from agentgrpo.actions import Message
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.models.pieces import token_bytes
+from agentgrpo.models.token_bytes import token_bytes
 from agentgrpo.rollout.custom import RolloutParams
-from agentgrpo.rollout.decoder import request_seed
+from agentgrpo.rollout.engine_protocol import request_seed
 from agentgrpo.rollout.limits import RolloutBudget
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import COUNTS, Completion, Rollout, Segment, Status, Task
@@ -117,7 +117,7 @@ class Streams:
 
     Raises:
         ValueError: a tag is empty or named twice; the tokenizer is of a kind whose tokens' bytes
-            are not known (models/pieces.py).
+            are not known (models/token_bytes.py).
     """
 
     def __init__(self, chat: ChatTemplate, config: RolloutConfig, tags: Sequence[str] = ()) -> None:

@@ -1,9 +1,17 @@
 """A local sandbox for untrusted code: stateful, isolated by the kernel, milliseconds to start."""
 
-from agentgrpo.sandbox.api import Context, Sandbox
-from agentgrpo.sandbox.async_api import AsyncSandbox
-from agentgrpo.sandbox.console import Console
-from agentgrpo.sandbox.errors import (
+from agentgrpo.sandbox.e2b.api import Context, Sandbox
+from agentgrpo.sandbox.e2b.async_api import AsyncSandbox
+from agentgrpo.sandbox.e2b.execution import (
+    CommandExitException,
+    CommandResult,
+    Execution,
+    ExecutionError,
+    Logs,
+    OutputMessage,
+    Result,
+)
+from agentgrpo.sandbox.isolation.errors import (
     FileNotFoundException,
     InvalidArgumentException,
     NotEnoughSpaceException,
@@ -17,22 +25,14 @@ from agentgrpo.sandbox.errors import (
     SandboxUnavailable,
     TimeoutException,
 )
-from agentgrpo.sandbox.execution import (
-    CommandExitException,
-    CommandResult,
-    Execution,
-    ExecutionError,
-    Logs,
-    OutputMessage,
-    Result,
-)
-from agentgrpo.sandbox.host_tools import HostBudget, HostCall, HostTools
-from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.pool import SandboxPool
-from agentgrpo.sandbox.result import StepError, StepResult, StepStatus
-from agentgrpo.sandbox.session import Session
-from agentgrpo.sandbox.template import Template
-from agentgrpo.sandbox.templates import build_template, find_template
+from agentgrpo.sandbox.isolation.limits import Limits
+from agentgrpo.sandbox.isolation.template import Template
+from agentgrpo.sandbox.isolation.templates import build_template, find_template
+from agentgrpo.sandbox.session.console import Console
+from agentgrpo.sandbox.session.host_tools import HostBudget, HostCall, HostTools
+from agentgrpo.sandbox.session.pool import SandboxPool
+from agentgrpo.sandbox.session.result import StepError, StepResult, StepStatus
+from agentgrpo.sandbox.session.session import Session
 
 __all__ = [
     "AsyncSandbox", "CommandExitException", "CommandResult", "Console", "Context", "Execution",

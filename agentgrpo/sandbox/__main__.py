@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, doctor
-from agentgrpo.sandbox.dockerfile import LIMITS as RUN_LIMITS
-from agentgrpo.sandbox.dockerfile import Builder
-from agentgrpo.sandbox.hostile import CASES, LIMITS, Skip, run_cases
-from agentgrpo.sandbox.images import Progress, add_image, list_images, remove_image
-from agentgrpo.sandbox.templates import build_template
+from agentgrpo.sandbox.isolation.images import Progress, add_image, list_images, remove_image
+from agentgrpo.sandbox.isolation.templates import build_template
+from agentgrpo.sandbox.selftest import CASES, LIMITS, Skip, run_cases
+from agentgrpo.sandbox.session.dockerfile import LIMITS as RUN_LIMITS
+from agentgrpo.sandbox.session.dockerfile import Builder
 
 
 def selftest() -> int:
-    """Run the hostile suite on the rung that this machine gets; the number of cases that failed."""
+    """Run the cases of selftest.py on the rung that this machine gets; the number of cases that
+    failed.
+    """
     counts = {"ok  ": 0, "SKIP": 0, "FAIL": 0}
     with SandboxPool(limits=LIMITS, max_live=16, min_idle=2) as pool:
         print(f"isolation: {pool.describe()['rung']}; {pool.describe()['memory_limit']}")

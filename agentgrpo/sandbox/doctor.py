@@ -1,47 +1,33 @@
 """What this machine allows, and what to do about what it does not.
 
-`agentgrpo sandbox doctor` prints it. Every rung is tried for real; remedies.py knows
+`agentgrpo sandbox doctor` prints it. Every rung is tried for real; hints.py knows
 what the usual failures look like.
 """
 
 import platform
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from agentgrpo import _C
-from agentgrpo.sandbox import policy
-from agentgrpo.sandbox.boundary import public
-from agentgrpo.sandbox.cgroup import Cgroups, CgroupsUnavailable
-from agentgrpo.sandbox.errors import SandboxException, SandboxInfraError, SandboxUnavailable
-from agentgrpo.sandbox.images import Image, hold, layer_name, new_layer, store_dir
-from agentgrpo.sandbox.jail import find_nsjail
-from agentgrpo.sandbox.limits import Limits
-from agentgrpo.sandbox.remedies import OTHERWISE, SYSTEM_PATHS, cgroup_remedy, masked_proc
-from agentgrpo.sandbox.spawner import NO_PROC, Spawner
-from agentgrpo.sandbox.template import Template
-from agentgrpo.sandbox.zygote import LADDER, Rung
+from agentgrpo.sandbox.isolation import policy
+from agentgrpo.sandbox.isolation.cgroup import Cgroups, CgroupsUnavailable
+from agentgrpo.sandbox.isolation.errors import (
+    SandboxException,
+    SandboxInfraError,
+    SandboxUnavailable,
+)
+from agentgrpo.sandbox.isolation.guards import public
+from agentgrpo.sandbox.isolation.hints import OTHERWISE, SYSTEM_PATHS, cgroup_remedy, masked_proc
+from agentgrpo.sandbox.isolation.images import Image, hold, layer_name, new_layer, store_dir
+from agentgrpo.sandbox.isolation.jail import find_nsjail
+from agentgrpo.sandbox.isolation.limits import Limits
+from agentgrpo.sandbox.isolation.template import Template
+from agentgrpo.sandbox.isolation.zygote import LADDER, Rung
+from agentgrpo.sandbox.session.spawner import NO_PROC, Spawner
+from agentgrpo.support.checks import Check
 
 OLDEST_KERNEL = (5, 9)  # close_range; openat2 and subset=pid are a little older
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One fact about this machine."""
-
-    name: str
-    ok: bool
-    found: str
-    remedy: str = ""
-    """What to change; "" if nothing has to be."""
-    essential: bool = False
-    """Without it nothing can be isolated, or run."""
-
-    def lines(self) -> Iterator[str]:
-        """As a doctor prints it."""
-        yield f"{'ok  ' if self.ok else 'MISS'} {self.name:16} {self.found}"
-        if not self.ok and self.remedy:
-            yield f"     {'remedy':16} {self.remedy}"
 
 
 def _machine() -> Iterator[Check]:

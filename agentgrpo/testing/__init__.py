@@ -14,7 +14,7 @@ def __getattr__(name: str) -> object:
     """Each when it is asked for: the plugin, which every pytest loads, needs none."""
     if name not in __all__:
         raise AttributeError(f"module 'agentgrpo.testing' has no attribute {name!r}")
-    from agentgrpo.machine.runtime import prepare_environment
+    from agentgrpo.support.runtime import prepare_environment
 
     prepare_environment()
     from agentgrpo.testing import cheats, learns

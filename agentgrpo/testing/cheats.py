@@ -19,10 +19,10 @@ from agentgrpo.actions import THOUGHTS, CallTools, RunCode, open_thought
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of
-from agentgrpo.evaluate import evaluate
-from agentgrpo.rollout.scripted import Scripted
-from agentgrpo.setup.build import sampler_on
-from agentgrpo.setup.stage import RunSetup, prepare_run
+from agentgrpo.rollout.replay_engine import Scripted
+from agentgrpo.train.build import sampler_on
+from agentgrpo.train.evaluate import evaluate
+from agentgrpo.train.prepare import RunSetup, prepare_run
 from agentgrpo.types import Int32, Rollout, Status, Task
 
 Cheat = Callable[["Moment"], str | None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from agentgrpo.config import TrainConfig
-from agentgrpo.machine.hardware import has_nvidia_gpu
-from agentgrpo.setup.build import EvalParts, TrainParts, build, sampler_on, start_engine
-from agentgrpo.setup.stage import RunSetup
+from agentgrpo.support.hardware import has_nvidia_gpu
+from agentgrpo.train.build import EvalParts, TrainParts, build, sampler_on, start_engine
+from agentgrpo.train.prepare import RunSetup
 
 
 class Engines:
@@ -18,7 +18,7 @@ class Engines:
     _first: Any = None  # its weights as they were read
 
     def build(self, config: TrainConfig) -> TrainParts:
-        """As agentgrpo.setup.build.build()."""
+        """As agentgrpo.train.build.build()."""
         return build(config, start=self._start)
 
     def _start(self, config: TrainConfig, setup: RunSetup, *, trained: bool) -> EvalParts:

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.again import play_again
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of
-from agentgrpo.diagnosis.doctor import report
-from agentgrpo.run.atomic import write_text
-from agentgrpo.run.callbacks import Callback
-from agentgrpo.run.records import read_rollouts
+from agentgrpo.inspect.run_doctor import report
+from agentgrpo.inspect.verify.replay import play_again
+from agentgrpo.inspect.view.collect import read_run
+from agentgrpo.inspect.view.page import make_page
+from agentgrpo.records.rollouts import read_rollouts
+from agentgrpo.support.atomic_files import write_text
 from agentgrpo.testing.engines import SHARED
-from agentgrpo.trainer import Trainer
+from agentgrpo.train.callbacks import Callback
+from agentgrpo.train.trainer import Trainer
 from agentgrpo.types import Metrics, Status
-from agentgrpo.view.collect import read_run
-from agentgrpo.view.page import make_page
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ def agentgrpo_engine() -> Iterator[None]:
 
     A test that asks for it, or one after such a test, starts vLLM only if nobody has.
     """
-    from agentgrpo.machine.runtime import prepare_environment
+    from agentgrpo.support.runtime import prepare_environment
 
     prepare_environment()  # here, since tests that do not train have no use for torch and vLLM
     from agentgrpo.testing.engines import SHARED, Engines

@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.support.runtime import prepare_environment
 
 if TYPE_CHECKING:
     from agentgrpo.config import TrainConfig
-    from agentgrpo.setup.build import TrainParts
+    from agentgrpo.train.build import TrainParts
 
 NAME = "gpu_colocated"
 MAPPED = 3
@@ -133,7 +133,7 @@ def make_tokenizer() -> Any:
 def cycle(config: TrainConfig, parts: TrainParts, seen: Seen, step: int) -> None:
     """Wake, publish, agree, sample, sleep, update: as train.py does, each part timed."""
     from agentgrpo.engine.agreement import check_agreement
-    from agentgrpo.learn.updates import plan_updates
+    from agentgrpo.learn.minibatches import plan_updates
 
     note = seen.map if step < MAPPED else lambda what: None
     note(f"{step} asleep")
@@ -159,7 +159,7 @@ def cycle(config: TrainConfig, parts: TrainParts, seen: Seen, step: int) -> None
 
 def measure(config: TrainConfig, cycles: int, record: Callable[..., None]) -> None:
     """Build the parts once and run the cycles."""
-    from agentgrpo.setup.build import build
+    from agentgrpo.train.build import build
 
     parts = build(config)
     try:

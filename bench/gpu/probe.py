@@ -14,7 +14,7 @@ import os
 import time
 from typing import NamedTuple
 
-from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.support.runtime import prepare_environment
 
 prepare_environment()
 

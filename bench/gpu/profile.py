@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.support.runtime import prepare_environment
 from bench.harness import append_row
 
 NAME = "gpu_profile"
@@ -30,8 +30,8 @@ WARM = 2
 """Steps that are left out: they compile."""
 MOST = 24
 OURS = ("agentgrpo", "vllm")
-LOOP = "agentgrpo.loop.train"
-NOT_OF_A_STEP = ("agentgrpo.loop.evaluate_if_due", "agentgrpo.setup.build.save")
+LOOP = "agentgrpo.train.loop.train"
+NOT_OF_A_STEP = ("agentgrpo.train.loop.evaluate_if_due", "agentgrpo.train.build.save")
 
 
 class Watch(threading.Thread):
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.parse_args(arguments)
-    from agentgrpo import train
+    from agentgrpo.train import __main__ as train
 
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "run/metrics.jsonl"

@@ -6,7 +6,7 @@ import pytest
 
 from agentgrpo.actions import Action, Finish, Malformed, Observation, RunCode
 from agentgrpo.agents.code import CodeAgent
-from agentgrpo.agents.text import ExampleMessage
+from agentgrpo.agents.tagged_text import ExampleMessage
 from agentgrpo.types import Task
 from tests.given import TASK
 

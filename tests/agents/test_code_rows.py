@@ -19,10 +19,10 @@ import pytest
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import AgentConfig, RewardConfig, SandboxConfig, TrainConfig
 from agentgrpo.envs.python import PythonEnv
-from agentgrpo.rewards.rewards import score
-from agentgrpo.rollout.decoder import request_seed
+from agentgrpo.rewards.shipped import score
+from agentgrpo.rollout.engine_protocol import request_seed
 from agentgrpo.sandbox import Limits, SandboxPool
-from agentgrpo.setup.registry import make_agent, make_env, make_reward
+from agentgrpo.train.plugins import make_agent, make_env, make_reward
 from agentgrpo.types import Group, Status
 from tests.given import TASK
 from tests.playing import (
@@ -112,7 +112,7 @@ def _hidden() -> None: ...
 @pytest.mark.nsjail
 @pytest.mark.parametrize("show", ["source", "signatures", "no"])
 def test_S0_4_a_tool_script_is_loaded_and_shown(tmp_path: Path, show: Any) -> None:
-    from agentgrpo.setup.stage import open_sandbox
+    from agentgrpo.train.prepare import open_sandbox
 
     script = tmp_path / "tools.py"
     script.write_text(TOOLS)
@@ -265,7 +265,7 @@ def test_S0_9_ten_megabytes_are_cut_to_head_and_tail(
 def test_S0_10_packages_of_a_directory_are_there_and_otherwise_not(
     env: PythonEnv, place: str
 ) -> None:
-    from agentgrpo.setup.stage import open_sandbox
+    from agentgrpo.train.prepare import open_sandbox
 
     with tempfile.TemporaryDirectory(dir=place) as folder:
         _import_handy(Path(folder), env, open_sandbox)
@@ -293,7 +293,7 @@ def _import_handy(folder: Path, env: PythonEnv, open_sandbox: Any) -> None:
     ],
 )
 def test_S0_10_a_wrong_profile_is_refused_by_its_key(config: Any, message: str) -> None:
-    from agentgrpo.setup.stage import open_sandbox
+    from agentgrpo.train.prepare import open_sandbox
 
     with pytest.raises(ValueError, match=message):
         open_sandbox(SandboxConfig(**config))

@@ -13,7 +13,7 @@ import pytest
 from agentgrpo.actions import InfrastructureError, RunCode, is_submission
 from agentgrpo.agents.repl import ReplAgent, python_banner
 from agentgrpo.envs.console import ConsoleEnv
-from agentgrpo.proof.status import status_faults
+from agentgrpo.inspect.verify.status import status_faults
 from agentgrpo.sandbox import Limits, SandboxPool, Session, StepResult, StepStatus
 from agentgrpo.types import SpanReward, Status, Task
 from tests.given import a_config

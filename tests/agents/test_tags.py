@@ -10,12 +10,12 @@ import pytest
 
 from agentgrpo.actions import CallTools, Finish, Malformed, Observation, RunCode, ToolCall
 from agentgrpo.agents.tags import TagAgent, boxed
+from agentgrpo.envs.python_and_search import TaggedEnv
 from agentgrpo.envs.search import SearchEnv
-from agentgrpo.envs.tagged import TaggedEnv
 from agentgrpo.rewards.efficiency import well_formed
-from agentgrpo.rewards.rewards import TextReward
-from agentgrpo.run.atomic import write_lines
+from agentgrpo.rewards.shipped import TextReward
 from agentgrpo.sandbox import SandboxPool
+from agentgrpo.support.atomic_files import write_lines
 from agentgrpo.types import Task
 from tests.playing import given_and_sampled, play
 

@@ -27,7 +27,7 @@ from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.agents.tags import TagAgent
 from agentgrpo.agents.tools import ToolAgent
 from agentgrpo.envs.tools import ToolEnv
-from agentgrpo.proof.tokens import rollout_faults
+from agentgrpo.inspect.verify.tokens import rollout_faults
 from tests.given import TASK
 from tests.playing import EOT, play, says
 from tests.programs.test_play import read_calls

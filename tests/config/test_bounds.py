@@ -16,14 +16,8 @@ from agentgrpo.config.read import load_config, load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import training_tasks
 from agentgrpo.kernels.objective import Objective
-from agentgrpo.learn.losses import objective_of
-from agentgrpo.setup.registry import (
-    KINDS,
-    checked_option,
-    class_of,
-    options_of,
-    require_names,
-)
+from agentgrpo.learn.token_weights import objective_of
+from agentgrpo.train.plugins import KINDS, checked_option, class_of, options_of, require_names
 from tests.given import LEAST
 
 

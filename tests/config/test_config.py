@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
+from agentgrpo.config.command_settings import RECIPE_SECTIONS
 from agentgrpo.config.read import TRLS, all_keys, load_config, load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.config.used_by import RECIPE_SECTIONS
-from agentgrpo.setup.settings import settings
+from agentgrpo.train.config_docs import settings
 from tests import given
 from tests.given import a_config
 

@@ -22,6 +22,6 @@ LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.s
     ASAN_OPTIONS=detect_leaks=0:handle_segv=0$small UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     PYTHONMALLOC=malloc PYTHONPATH="$copy" \
     "$python" -m pytest -q tests/csrc tests/learn/test_packing.py tests/learn/test_flex_blocks.py \
-    tests/sandbox/test_session.py tests/sandbox/test_api.py tests/sandbox/test_handles.py \
-    tests/sandbox/test_degraded.py tests/sandbox/test_watchdog.py tests/sandbox/test_host_limits.py tests/sandbox/test_tree.py \
-    tests/sandbox/test_image_sessions.py tests/sandbox/test_image_attacks.py tests/sandbox/test_hostile.py -k "not outlives and not forks_and_ends and not share_count_once and not forked_child and not ctrl_c" "$@"
+    tests/sandbox/session/test_session.py tests/sandbox/e2b/test_api.py tests/sandbox/e2b/test_handles.py \
+    tests/sandbox/isolation/test_degraded.py tests/sandbox/session/test_watchdog.py tests/sandbox/session/test_host_limits.py tests/sandbox/isolation/test_tree.py \
+    tests/sandbox/session/test_image_sessions.py tests/sandbox/attacks/test_image_attacks.py tests/sandbox/attacks/test_attacks.py -k "not outlives and not forks_and_ends and not share_count_once and not forked_child and not ctrl_c" "$@"

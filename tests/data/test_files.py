@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo import init
 from agentgrpo.config import DataConfig
 from agentgrpo.config.read import load_config
 from agentgrpo.data.files import hub_rows, read_tasks
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.data.tasks import RowTasks, normalised_question
-from agentgrpo.run.records import require_recordable
+from agentgrpo.records.rollouts import require_recordable
+from agentgrpo.train import init
 from agentgrpo.types import Task
 from tests.data.hub_cache import put_in_cache
 

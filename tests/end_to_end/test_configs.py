@@ -22,18 +22,18 @@ from agentgrpo import examples
 from agentgrpo.actions import CallTools, ToolCall
 from agentgrpo.config.read import load_config, load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.envs.adapters.tau2 import pieces_of
+from agentgrpo.envs.adapters.tau_bench import pieces_of as requests_of
 from agentgrpo.envs.runner import settled
-from agentgrpo.envs.tau2 import pieces_of
-from agentgrpo.envs.tau_bench import pieces_of as requests_of
 from agentgrpo.examples.functions import FUNCTIONS
 from agentgrpo.recipe.recipe import parts_of
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.run.atomic import write_lines
-from agentgrpo.run.progress import Progress
-from agentgrpo.setup.plan import _options, of_playing
-from agentgrpo.setup.stage import prepare_run, prompt_length
+from agentgrpo.support.atomic_files import write_lines
+from agentgrpo.support.user_calls import event_loop
+from agentgrpo.train.dry_run import _options, of_playing
+from agentgrpo.train.prepare import prepare_run, prompt_length
+from agentgrpo.train.progress import Progress
 from agentgrpo.types import Status, Task
-from agentgrpo.usercode import event_loop
 from bench import real_tau_bench
 from tests.playing import EOT, says
 
@@ -273,7 +273,7 @@ SAYS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model only stands in for the configs' own, which are deeper and longer."""
-    monkeypatch.setattr("agentgrpo.setup.stage.check_model", lambda config, model, **how: None)
+    monkeypatch.setattr("agentgrpo.train.prepare.check_model", lambda config, model, **how: None)
 
 
 @pytest.mark.nsjail

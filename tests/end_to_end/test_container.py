@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 import install
-from agentgrpo.sandbox.spawner import Spawner
+from agentgrpo.sandbox.session.spawner import Spawner
 from tests import tiny
 
 HERE = Path(__file__).parent

@@ -18,13 +18,13 @@ import pytest
 from agentgrpo import examples
 from agentgrpo.config.read import load_config, shipped_configs
 from agentgrpo.envs import harbor_tasks
-from agentgrpo.machine import hardware
-from agentgrpo.machine.footprint import ALLOCATORS, GIB, footprint, shapes_of
-from agentgrpo.run.progress import Progress
-from agentgrpo.setup.plan import of_playing, plan
-from agentgrpo.setup.stage import prepare_run
+from agentgrpo.support import hardware
+from agentgrpo.train.dry_run import of_playing, plan
+from agentgrpo.train.memory_estimate import ALLOCATORS, GIB, footprint, shapes_of
+from agentgrpo.train.prepare import prepare_run
+from agentgrpo.train.progress import Progress
 from tests import qwen3, tiny
-from tests.sandbox.tiny_image import add_tiny_image
+from tests.sandbox.isolation.tiny_image import add_tiny_image
 from tests.warm import ROOT
 
 FOLDERS = Path(examples.__file__).parent / "harbor"

@@ -12,10 +12,10 @@ from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, RolloutCon
 from agentgrpo.engine.agreement import check_agreement, probe_prompts
 from agentgrpo.engine.engine import Engine
 from agentgrpo.learn.advantages import assign_advantages
-from agentgrpo.learn.losses import token_weights
+from agentgrpo.learn.minibatches import Update
 from agentgrpo.learn.packing import pack_tree
-from agentgrpo.learn.updates import Update
-from agentgrpo.rewards.rewards import score
+from agentgrpo.learn.token_weights import token_weights
+from agentgrpo.rewards.shipped import score
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.types import Rollout
 from tests.learn.given import learner_on

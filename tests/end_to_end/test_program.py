@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo import examples, verify
-from agentgrpo.run.atomic import read_lines
-from agentgrpo.run.records import read_rollout
+from agentgrpo import examples
+from agentgrpo.inspect.verify import verify
+from agentgrpo.records.rollouts import read_rollout
+from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.types import Rollout
 from tests import tiny
 from tests.warm import ROOT, Command

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.run.atomic import read_lines, write_lines
+from agentgrpo.support.atomic_files import read_lines, write_lines
 from tests import tiny, warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.nsjail, pytest.mark.timeout(1500)]

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo import verify
-from agentgrpo.run.atomic import read_lines, write_lines
-from agentgrpo.run.metrics import HASHES
-from agentgrpo.run.records import read_rollout
+from agentgrpo.inspect.verify import verify
+from agentgrpo.inspect.view.collect import STREAMS, read_run
+from agentgrpo.records.metrics import HASHES
+from agentgrpo.records.rollouts import read_rollout
+from agentgrpo.support.atomic_files import read_lines, write_lines
 from agentgrpo.types import Rollout
-from agentgrpo.view.collect import STREAMS, read_run
 from tests import tiny
-from tests.engine.test_endpoints import prompt_logprobs
-from tests.engine.test_endpoints import server as server
 from tests.given import TASK
+from tests.inspect.verify.recorded import Files
 from tests.learn.given import oracle_model
-from tests.proof.recorded import Files
+from tests.models.test_endpoints import prompt_logprobs
+from tests.models.test_endpoints import server as server
 from tests.warm import ROOT, Command, environment
 
 STEPS = 4
@@ -93,8 +93,8 @@ decay = 0.5
 
 KILLED_AT_THE_SECOND_CHECKPOINT = """
 import os, signal, sys
-from agentgrpo.run import checkpoint
-from agentgrpo.train import main
+from agentgrpo.records import checkpoint
+from agentgrpo.train.__main__ import main
 write_checksums = checkpoint.write_checksums
 def sealed(folder):
     if folder.name.endswith("2"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.run.atomic import write_lines
+from agentgrpo.support.atomic_files import write_lines
 from tests import tiny
 from tests.warm import ROOT, Command
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo import verify
-from agentgrpo.run.atomic import read_lines
-from agentgrpo.run.records import read_rollout
+from agentgrpo.inspect.verify import verify
+from agentgrpo.records.rollouts import read_rollout
+from agentgrpo.support.atomic_files import read_lines
 from tests import tiny
 from tests.data.hub_cache import put_in_cache
-from tests.test_docs import ROOT, blocks
+from tests.project.test_docs import ROOT, blocks
 from tests.warm import Command, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.nsjail, pytest.mark.timeout(1800)]

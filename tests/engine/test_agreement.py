@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo import parallel
 from agentgrpo.engine.agreement import (
     BEHIND,
     NEW_TOKENS,
@@ -18,6 +17,7 @@ from agentgrpo.engine.agreement import (
     probe_prompts,
     require_agreement,
 )
+from agentgrpo.support import parallel
 from agentgrpo.types import Float32, Int32
 
 

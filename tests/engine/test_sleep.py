@@ -20,7 +20,7 @@ from agentgrpo.engine import start as start_module
 from agentgrpo.engine.agreement import probe_prompts
 from agentgrpo.engine.engine import Engine, State
 from agentgrpo.engine.start import _settings, start
-from agentgrpo.loop import engine_awake
+from agentgrpo.train.loop import engine_awake
 from tests.engine.test_engine import prompt
 from tests.learn.given import learner_on
 from tests.tiny import VOCAB

@@ -13,13 +13,14 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.sampler import Sampler
-from agentgrpo.sandbox import Limits, SandboxPool, Template, forks
-from agentgrpo.sandbox.images import store_dir
-from agentgrpo.setup.registry import make_agent, make_env
+from agentgrpo.sandbox import Limits, SandboxPool, Template
+from agentgrpo.sandbox.isolation.images import store_dir
+from agentgrpo.sandbox.session import forks
+from agentgrpo.train.plugins import make_agent, make_env
 from agentgrpo.types import Rollout, Task
 from tests.playing import EOT, TOKENIZER
 from tests.rollout.stubs import StubEngine, Turn
-from tests.sandbox.tiny_image import TOOLS, add_tiny_image, record
+from tests.sandbox.isolation.tiny_image import TOOLS, add_tiny_image, record
 
 pytestmark = pytest.mark.nsjail
 LIMITS = Limits(timeout_s=20.0, memory_mib=256, home_mib=16, inodes=4096, processes=64)

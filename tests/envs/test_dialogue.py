@@ -13,17 +13,17 @@ from agentgrpo.config import (
     EngineConfig,
     TrainConfig,
 )
-from agentgrpo.proof.status import status_faults
-from agentgrpo.rewards.trl import conversation
-from agentgrpo.rewards.view import RolloutView
-from agentgrpo.run.atomic import write_lines
+from agentgrpo.inspect.verify.status import status_faults
+from agentgrpo.rewards.rollout_view import RolloutView
+from agentgrpo.rewards.trl_functions import conversation
 from agentgrpo.sandbox import SandboxPool
-from agentgrpo.setup.registry import make_agent, make_env, require_names
-from agentgrpo.setup.stage import prepare_run
+from agentgrpo.support.atomic_files import write_lines
+from agentgrpo.train.plugins import make_agent, make_env, require_names
+from agentgrpo.train.prepare import prepare_run
 from agentgrpo.types import Status
 from tests.playing import CHAT, EOT, given_and_sampled, play, scripted, shown, task
 from tests.rollout.stubs import Turn
-from tests.test_registry import config
+from tests.train.test_plugins import config
 
 HEARD: list[str] = []
 

@@ -19,21 +19,21 @@ from typing import Any
 
 import pytest
 
-from agentgrpo import init
 from agentgrpo.actions import CallTools, RunCode, ToolCall
 from agentgrpo.envs import harbor_check
 from agentgrpo.envs.harbor import HarborEnv
 from agentgrpo.envs.harbor_tasks import folders_of, make_row, write
-from agentgrpo.run.atomic import read_lines
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
-from agentgrpo.sandbox.dockerfile import Builder
-from agentgrpo.sandbox.zygote import Rung
+from agentgrpo.sandbox.isolation.zygote import Rung
+from agentgrpo.sandbox.session.dockerfile import Builder
+from agentgrpo.support.atomic_files import read_lines
+from agentgrpo.train import init
 from agentgrpo.types import Task
 from tests import warm
 from tests.envs.repair_answers import CHEATS as REPAIR_CHEATS
 from tests.envs.repair_answers import PRICES
 from tests.envs.repair_answers import TESTS as PRICE_TESTS
-from tests.sandbox.tiny_image import TOOLS, add_tiny_image
+from tests.sandbox.isolation.tiny_image import TOOLS, add_tiny_image
 from tests.warm import ROOT
 
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"

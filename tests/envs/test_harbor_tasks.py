@@ -12,9 +12,9 @@ import pytest
 from agentgrpo.config import TrainConfig
 from agentgrpo.envs.harbor import kept_by, read_reward
 from agentgrpo.envs.harbor_tasks import read_task
-from agentgrpo.sandbox.images import Image
-from agentgrpo.sandbox.snapshots import Kept
-from agentgrpo.setup.registry import require_names
+from agentgrpo.sandbox.isolation.images import Image
+from agentgrpo.sandbox.isolation.snapshots import Kept
+from agentgrpo.train.plugins import require_names
 from tests.envs.test_harbor import make_folder
 
 KEPT = {

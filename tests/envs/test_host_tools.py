@@ -12,9 +12,9 @@ from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.config.read import load_config
 from agentgrpo.envs.console import ConsoleEnv
 from agentgrpo.envs.python import PythonEnv
+from agentgrpo.envs.python_and_search import TaggedEnv
 from agentgrpo.envs.runner import EpisodeRunner
-from agentgrpo.envs.tagged import TaggedEnv
-from agentgrpo.rewards.rewards import score
+from agentgrpo.rewards.shipped import score
 from agentgrpo.rollout.branch import Step
 from agentgrpo.sandbox import (
     HostBudget,
@@ -23,7 +23,7 @@ from agentgrpo.sandbox import (
     Limits,
     SandboxPool,
 )
-from agentgrpo.setup.registry import host_tools_of, make_agent, make_env, make_reward, require_names
+from agentgrpo.train.plugins import host_tools_of, make_agent, make_env, make_reward, require_names
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})

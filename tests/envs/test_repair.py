@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from agentgrpo import init
 from agentgrpo.actions import CallTools, RunCode, ToolCall
 from agentgrpo.envs import repair_judge, repair_tasks
 from agentgrpo.envs.repair import RepairConsole, RepairEnv, RepairEpisode
 from agentgrpo.envs.repair_altered import candidates, functions_by_name, with_copies
-from agentgrpo.run.atomic import read_lines, write_lines
 from agentgrpo.sandbox import Limits, SandboxPool, Template
+from agentgrpo.support.atomic_files import read_lines, write_lines
 from agentgrpo.testing import assert_no_cheat_pays
+from agentgrpo.train import init
 from agentgrpo.types import Status, Task
 from tests import warm
 from tests.envs.repair_answers import CHEATS, EQUAL, MENDS, PRICES, TESTS, added

@@ -17,14 +17,14 @@ import pytest
 from agentgrpo.actions import CallTools, InfrastructureError, ToolCall
 from agentgrpo.agents.tags import TagAgent
 from agentgrpo.config import EndpointConfig, TrainConfig
-from agentgrpo.engine.endpoints import Retriever, make_endpoint, make_retriever
+from agentgrpo.envs.python_and_search import TaggedEnv
 from agentgrpo.envs.search import Dense, DiskCache, SearchEnv, Summary
-from agentgrpo.envs.tagged import TaggedEnv
-from agentgrpo.models.encoder import Encoder
-from agentgrpo.run.atomic import read_lines, write_lines
+from agentgrpo.models.endpoints import Retriever, make_endpoint, make_retriever
+from agentgrpo.models.text_encoder import Encoder
 from agentgrpo.sandbox import SandboxPool
-from agentgrpo.setup.registry import make_env
-from agentgrpo.setup.stage import models_of
+from agentgrpo.support.atomic_files import read_lines, write_lines
+from agentgrpo.train.plugins import make_env
+from agentgrpo.train.prepare import models_of
 from tests import tiny, warm
 from tests.playing import sampled, scripted, shown, task
 from tests.rollout.stubs import Turn

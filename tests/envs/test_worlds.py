@@ -19,11 +19,11 @@ import pytest
 from agentgrpo.actions import DEEPEST, CallTools, InfrastructureError, RunCode, Say, ToolCall
 from agentgrpo.config import DataConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
+from agentgrpo.envs.adapters.gymnasium import GymnasiumEnv
+from agentgrpo.envs.adapters.mcp import McpEnv
+from agentgrpo.envs.adapters.reasoning_gym import ReasoningGymEnv
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.envs.graded import GradingPool, UnitTestEnv, program_in
-from agentgrpo.envs.gymnasium import GymnasiumEnv
-from agentgrpo.envs.mcp import McpEnv
-from agentgrpo.envs.reasoning_gym import ReasoningGymEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.search import SearchEnv
 from agentgrpo.sandbox import SandboxException, SandboxPool
@@ -227,7 +227,7 @@ def test_questions_of_reasoning_gym_are_those_that_it_judges(
     chains: ReasoningGymEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of some datasets hang on the seed of Python's hashes, which this process draws."""
-    monkeypatch.setattr("agentgrpo.envs.reasoning_gym.PAGE", 3)  # several
+    monkeypatch.setattr("agentgrpo.envs.adapters.reasoning_gym.PAGE", 3)  # several
     listing = (
         "import json, reasoning_gym as r\nprint(json.dumps([*r.create_dataset({!r}, **{!r})]))"
     )

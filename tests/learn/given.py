@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentgrpo.config import BranchConfig, LearnerConfig, LossConfig, RolloutConfig, TrainConfig
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.publish import policy_on
+from agentgrpo.learn.weight_sync import policy_on
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})

@@ -13,8 +13,8 @@ import torch
 
 from agentgrpo.config import LoraConfig, LossConfig
 from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.learn.preflight import one_row
-from agentgrpo.learn.updates import plan_updates
 from agentgrpo.models.models import named_base, require_lora_of, resolve_model, saved_adapter
 from agentgrpo.types import Group
 from tests.learn.given import DAPO, oracle_model, run_config

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from agentgrpo.config import LossConfig, TrainConfig
 from agentgrpo.config.read import config_of, load_config
-from agentgrpo.envs.checked import OWN_NUMBERS
+from agentgrpo.envs.validate import OWN_NUMBERS
+from agentgrpo.inspect.verify.advantages import advantage_faults
 from agentgrpo.learn.advantages import (
     assign_advantages,
     centred,
@@ -22,7 +23,6 @@ from agentgrpo.learn.advantages import (
     turn_returns,
     why_dead,
 )
-from agentgrpo.proof.advantages import advantage_faults
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task, Treatment
 
 TASK = Task(id="t", messages=(), spec={})

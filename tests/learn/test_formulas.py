@@ -12,7 +12,7 @@ import torch
 
 from agentgrpo.config import LossConfig
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.updates import plan_updates
+from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.types import Group
 from tests.learn.given import (
     assert_same_model,

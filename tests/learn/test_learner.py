@@ -15,9 +15,9 @@ from agentgrpo.engine.agreement import Disagreement, check_agreement, probe_prom
 from agentgrpo.engine.engine import Engine
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.losses import token_weights
+from agentgrpo.learn.minibatches import Update
 from agentgrpo.learn.packing import pack_tree
-from agentgrpo.learn.updates import Update
+from agentgrpo.learn.token_weights import token_weights
 from agentgrpo.types import Completion, Group, Rollout, Segment, Status, Task
 from tests.learn.given import learner_on
 from tests.tiny import VOCAB

@@ -18,8 +18,8 @@ from agentgrpo.config import LearnerConfig
 from agentgrpo.engine.start import use_plain_weight
 from agentgrpo.kernels import products
 from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.learn.policy import Policy, load_model
-from agentgrpo.learn.updates import plan_updates
 from agentgrpo.models.models import chat_of
 from agentgrpo.types import Group
 from tests.learn.given import DAPO, Holder, run_config

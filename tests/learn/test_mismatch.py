@@ -13,7 +13,7 @@ import torch
 from agentgrpo.config import LossConfig
 from agentgrpo.engine.agreement import Disagreement, outliers_of, widest_gap
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.updates import plan_updates
+from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.types import Group, Segment
 from tests.learn.given import TEMPERATURE, logp_of, oracle_model, run_config, sampled_logp
 

@@ -12,7 +12,7 @@ import pytest
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.updates import plan_updates
+from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.types import Group, Status
 from tests.learn.given import DAPO, TASK, branched, run_config
 

@@ -13,7 +13,7 @@ import torch
 
 from agentgrpo.engine.engine import Engine
 from agentgrpo.learn.preflight import DoesNotFit, preflight
-from agentgrpo.machine.memory import out_of_memory, rss_bytes
+from agentgrpo.support.memory import out_of_memory, rss_bytes
 from agentgrpo.types import Metrics
 from tests.learn.given import learner_on
 

@@ -27,8 +27,8 @@ from agentgrpo.learn import attention, flex
 from agentgrpo.learn.attention import Run, runs_of
 from agentgrpo.learn.batch import PADDING, PackedBatch
 from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.learn.optimizer import MasterAdamW
-from agentgrpo.learn.updates import plan_updates
 from agentgrpo.types import Group
 from tests.learn import conftest as learning
 from tests.learn.given import TEMPERATURE, Holder, learner_on, run_config

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from agentgrpo.config import LossConfig, TeacherConfig, TrainConfig
+from agentgrpo.inspect.verify.advantages import divergences_of, taught_faults
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.learn.reference import Reference
 from agentgrpo.learn.teacher import FIELDS
-from agentgrpo.learn.updates import plan_updates
-from agentgrpo.proof.advantages import divergences_of, taught_faults
 from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
 from tests.learn.given import TASK, TEMPERATURE, logp_of, mask_of, oracle_model, run_config
 from tests.learn.test_trl import Recorder, Table, padded

@@ -21,8 +21,8 @@ from agentgrpo.config import LossConfig
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.learner import Learner
+from agentgrpo.learn.minibatches import mini_batches, plan_updates
 from agentgrpo.learn.policy import PolicyOutput
-from agentgrpo.learn.updates import mini_batches, plan_updates
 from agentgrpo.types import Group, Rollout, Segment, Status, Treatment
 from tests.learn.given import TASK, run_config
 from tests.learn.trl_step import trl_loss

@@ -11,7 +11,7 @@ import torch
 from agentgrpo.config import LossConfig, TrainConfig
 from agentgrpo.kernels.objective import LOSSES
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.updates import plan_updates
+from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.types import Group, Segment
 from tests.learn.given import run_config
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.support.runtime import prepare_environment
 from tests.learn.given import learner_on
 
 if __name__ == "__main__":
@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgrpo import parallel
 from agentgrpo.config import EngineConfig
 from agentgrpo.engine.agreement import Disagreement, check_agreement, probe_prompts
 from agentgrpo.engine.engine import Engine
 from agentgrpo.learn.learner import Learner
-from agentgrpo.rollout.team import Leader, follow
+from agentgrpo.rollout.tensor_parallel import Leader, follow
+from agentgrpo.support import parallel
 from tests import tiny
 
 TEAM = 2

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from agentgrpo.machine.runtime import prepare_environment
+from agentgrpo.support.runtime import prepare_environment
 
 if __name__ == "__main__":
     prepare_environment()
 
-from agentgrpo import parallel
 from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, TrainConfig
 from agentgrpo.learn.forward_check import layers_of
-from agentgrpo.learn.updates import plan_updates
+from agentgrpo.learn.minibatches import plan_updates
+from agentgrpo.support import parallel
 from tests.learn.given import Holder, learner_on
 
 

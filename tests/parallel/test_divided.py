@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from agentgrpo import parallel
 from agentgrpo.config import EngineConfig
 from agentgrpo.config.read import load_config
+from agentgrpo.support import parallel
 from tests import tiny
 from tests.warm import run_ranks
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo import parallel
-from agentgrpo.evaluate import evaluate
 from agentgrpo.recipe import evaluate as evaluation
+from agentgrpo.support import parallel
+from agentgrpo.train.evaluate import evaluate
 from agentgrpo.types import Group, Task
 from tests.end_to_end.test_run import write_config
 from tests.given import scored_by

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RANK = """
 import os, signal, sys, time
-from agentgrpo import parallel
+from agentgrpo.support import parallel
 parallel.SILENCE_S, parallel.BEAT_S, parallel.GRACE_S = 10.0, 0.2, 2.0
 parallel.start()
 try:

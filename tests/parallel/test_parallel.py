@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo import parallel
 from agentgrpo.config import LossConfig
 from agentgrpo.learn.advantages import assign_advantages
+from agentgrpo.support import parallel
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 from tests import tiny
 from tests.parallel.learn import learn
@@ -152,7 +152,7 @@ SHARDED = """
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from agentgrpo import parallel
+from agentgrpo.support import parallel
 from agentgrpo.learn.optimizer import MasterAdamW
 
 parallel.start()

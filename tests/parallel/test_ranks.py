@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo.files import write_checksums
-from agentgrpo.run import checkpoint
+from agentgrpo.records import checkpoint
+from agentgrpo.support.files import write_checksums
 from tests.warm import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RANK = """
 import sys
 from pathlib import Path
-from agentgrpo import parallel
+from agentgrpo.support import parallel
 from agentgrpo.config import TrainConfig
-from agentgrpo.setup.command import report_errors
-from agentgrpo.setup.ranks import common_checkpoint
+from agentgrpo.train.command_line import report_errors
+from agentgrpo.train.ranks import common_checkpoint
 with report_errors() as outcome:
     parallel.start()
     try:

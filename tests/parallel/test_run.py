@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from agentgrpo import verify
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
+from agentgrpo.inspect.verify import verify
 from agentgrpo.learn.learner import Learner
-from agentgrpo.learn.updates import plan_updates
-from agentgrpo.run.atomic import read_lines
-from agentgrpo.run.records import read_rollout
+from agentgrpo.learn.minibatches import plan_updates
+from agentgrpo.records.rollouts import read_rollout
+from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.types import Group
 from tests import warm
 from tests.end_to_end.test_run import write_config

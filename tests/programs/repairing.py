@@ -17,8 +17,8 @@ from minisweagent.models.litellm_model import LitellmModel
 
 from agentgrpo.actions import RunCode
 from agentgrpo.envs.repair import RepairEnv, RepairEpisode
-from agentgrpo.run.atomic import read_lines
 from agentgrpo.sandbox import SandboxPool
+from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.types import Task
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo import verify
-from agentgrpo.run.atomic import read_lines
-from agentgrpo.run.records import read_rollout
+from agentgrpo.inspect.verify import verify
+from agentgrpo.records.rollouts import read_rollout
+from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.types import Status
 from tests import tiny
 from tests.playing import EOT

@@ -17,10 +17,10 @@ from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.programs.launch import Awaited
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.recipe import flywheel, recipe
-from agentgrpo.rollout.team import Leader, TeamSampler
+from agentgrpo.rollout.tensor_parallel import Leader, TeamSampler
 from tests.playing import CHAT, TOKENIZER, generate, scripted, tasks
 from tests.programs.test_play import asking, turn
-from tests.rollout.test_team import Board, Member
+from tests.rollout.test_tensor_parallel import Board, Member
 
 AGENT = ProgramAgent(pool=None, call_reader=lambda parser: cast(Any, None), call="x:y")
 

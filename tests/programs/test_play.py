@@ -20,13 +20,13 @@ from agentgrpo.actions import Reading
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.envs.base import Environment
+from agentgrpo.inspect.verify.tokens import rollout_faults
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.launch import Awaited, Launcher
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.programs.session import TOO_LONG
-from agentgrpo.proof.tokens import rollout_faults
+from agentgrpo.support.user_calls import UserCodeError
 from agentgrpo.types import Group, Rollout, Status
-from agentgrpo.usercode import UserCodeError
 from tests.models.test_templates import judge_of
 from tests.playing import CHAT, EOT, TOKENIZER, scripted, tasks
 from tests.rollout.stubs import StubEngine, Turn

@@ -12,7 +12,7 @@ import pytest
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.envs.answer import AnswerEnv
-from agentgrpo.proof.status import status_faults
+from agentgrpo.inspect.verify.status import status_faults
 from agentgrpo.types import Rollout, Status, Task
 from tests.given import a_config
 from tests.playing import CHAT, EOT

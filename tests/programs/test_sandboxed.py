@@ -14,9 +14,9 @@ import pytest
 
 from agentgrpo.programs.launch import Launcher, Process, Sandboxed, launcher_of
 from agentgrpo.sandbox import Limits, SandboxPool, Template
-from agentgrpo.sandbox.zygote import LADDER, Rung
+from agentgrpo.sandbox.isolation.zygote import LADDER, Rung
+from agentgrpo.support.user_calls import UserCodeError
 from agentgrpo.types import Status
-from agentgrpo.usercode import UserCodeError
 from tests.isolation import gone, need_isolation
 from tests.programs.test_play import alone, played, turn
 

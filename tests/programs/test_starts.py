@@ -17,8 +17,8 @@ import pytest
 from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.envs.base import Episode
 from agentgrpo.programs.launch import Process, Sandboxed
+from agentgrpo.support.user_calls import UserCodeError
 from agentgrpo.types import Status
-from agentgrpo.usercode import UserCodeError
 from tests.playing import tasks
 from tests.programs.test_play import asking, played, sampler_of, turn
 
@@ -53,7 +53,7 @@ def test_a_reset_that_fails_is_made_again_and_never_waited_for(times: int, answe
 
 def test_a_reset_that_does_not_come_back_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr("agentgrpo.usercode.end", told.append)
+    monkeypatch.setattr("agentgrpo.support.user_calls.end", told.append)
 
     class Hangs(AnswerEnv):
         def reset(self, task: Any) -> Any:

@@ -15,10 +15,9 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from agentgrpo.collect import _rounds
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import RowTasks, WordProblemTasks
-from agentgrpo.recipe import parts
+from agentgrpo.recipe import processes as parts
 from agentgrpo.recipe.curriculum import (
     finish_stage,
     folder_of,
@@ -30,7 +29,8 @@ from agentgrpo.recipe.curriculum import (
     steps_of,
     training_config,
 )
-from agentgrpo.run.progress import Progress
+from agentgrpo.train.collect import _rounds
+from agentgrpo.train.progress import Progress
 from agentgrpo.types import Group, Task
 from tests.given import a_rollout, scored_by
 
@@ -303,7 +303,7 @@ def test_a_stage_is_finished_when_its_training_is(
     checkpoint(folder / "rl", 5)
     about = {"model": "m", "candidates": 10, "mixed": 6, "quality": 0.5, "selected": []}
     (folder / "select.json").write_text(json.dumps(about))
-    monkeypatch.setattr("agentgrpo.train.work", lambda *_: status)
+    monkeypatch.setattr("agentgrpo.train.__main__.work", lambda *_: status)
     assert do(recipe, "0.train") == status
     assert (folder / "stage.json").exists() == (status == 0)
 
@@ -365,7 +365,7 @@ def test_a_stage_is_built_on_what_it_selected(
         built.append(make(config))
         return 130
 
-    monkeypatch.setattr("agentgrpo.train.work", work)
+    monkeypatch.setattr("agentgrpo.train.__main__.work", work)
     do(recipe, "0.train")
     assert [task.id for task in built[0].rows] == summary["selected"]
     assert "stage 0: trains on the 4 that were selected" in capsys.readouterr().out

@@ -18,16 +18,16 @@ from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import BranchConfig, RolloutConfig
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.engine.endpoints import EngineLoop
+from agentgrpo.engine.in_process import EngineLoop
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.recipe.flywheel import filter_trajectories, questions_of, run_flywheel
 from agentgrpo.recipe.operators import FOR_RIGHT
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
+from agentgrpo.records.rollouts import read_rollout
 from agentgrpo.rewards.efficiency import well_formed
-from agentgrpo.run.atomic import read_lines
-from agentgrpo.run.progress import Progress
-from agentgrpo.run.records import read_rollout
-from agentgrpo.setup.stage import models_of
+from agentgrpo.support.atomic_files import read_lines
+from agentgrpo.train.prepare import models_of
+from agentgrpo.train.progress import Progress
 from agentgrpo.types import Rollout, Task
 from tests.given import a_rollout, scored_by
 from tests.playing import CHAT, TOKENIZER

@@ -18,16 +18,16 @@ import pytest
 
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.tasks import WordProblemTasks
-from agentgrpo.measures.report import report
 from agentgrpo.recipe import evaluate as evaluation
-from agentgrpo.recipe import parts
+from agentgrpo.recipe import processes
 from agentgrpo.recipe import recipe as recipes
-from agentgrpo.setup.command import Stopped
-from agentgrpo.setup.stage import models_of
+from agentgrpo.recipe.report import report
+from agentgrpo.train.command_line import Stopped
+from agentgrpo.train.prepare import models_of
 from agentgrpo.types import Group
 from tests.given import TASK, a_rollout
-from tests.measures.test_measures import rows
 from tests.playing import CHAT, EOT, scripted
+from tests.recipe.test_measures import rows
 from tests.rollout.stubs import Turn
 from tests.warm import ROOT, environment
 
@@ -134,7 +134,7 @@ def fake_parts(
         leave(recipe, part, command)
         return 0, False
 
-    monkeypatch.setattr(parts, "run_child", run)
+    monkeypatch.setattr(processes, "run_child", run)
     return ran
 
 
@@ -199,7 +199,7 @@ def test_a_model_is_measured_again_once_it_has_gone_on(
         leave(recipe, "trained", command)
         return 0, False
 
-    monkeypatch.setattr(parts, "run_child", measured)
+    monkeypatch.setattr(processes, "run_child", measured)
     for _ in range(2):  # and no third time
         run(recipe, ["r.toml"])
     ((*_, model, _, folder),) = ran
@@ -209,8 +209,8 @@ def test_a_model_is_measured_again_once_it_has_gone_on(
 
 PART = """
 import pathlib, sys, time
-from agentgrpo.recipe.parts import command
-from agentgrpo.run.interrupt import stop_after_step
+from agentgrpo.recipe.processes import command
+from agentgrpo.train.interrupt import stop_after_step
 
 def work(config, args, begin):
     begin()
@@ -231,9 +231,9 @@ AS_A_COMMAND = 'from agentgrpo import cli; cli.COMMANDS["slow_part"] = ("slow_pa
 PARENT = """
 import pathlib, sys
 from types import SimpleNamespace
-from agentgrpo.setup.command import report_errors
-from agentgrpo.recipe.parts import Part, run_parts
-from agentgrpo.run.interrupt import interruptible
+from agentgrpo.train.command_line import report_errors
+from agentgrpo.recipe.processes import Part, run_parts
+from agentgrpo.train.interrupt import interruptible
 
 parts = [Part(name=name, word="slow_part") for name in ("first", "second")]
 with interruptible(), report_errors() as outcome:

@@ -26,9 +26,9 @@ from agentgrpo.recipe.sft import (
     run,
     settings_of,
 )
-from agentgrpo.run.atomic import read_lines
-from agentgrpo.run.checkpoint import newest
-from agentgrpo.run.records import rollout_record
+from agentgrpo.records.checkpoint import newest
+from agentgrpo.records.rollouts import rollout_record
+from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.types import Rollout, Segment, Status, Task
 from tests.playing import CHAT
 from tests.tiny import NUMBERED, make_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentgrpo.rewards.efficiency import add_efficiency, decay, well_formed
-from agentgrpo.rewards.rewards import score
+from agentgrpo.rewards.shipped import score
 from agentgrpo.types import Group, Rollout, Status, Task, Treatment
 from tests.given import a_rollout
 

@@ -22,23 +22,23 @@ from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.agents.tags import TagAgent
 from agentgrpo.config import RewardConfig
+from agentgrpo.envs.adapters.gymnasium import GymnasiumEnv
+from agentgrpo.envs.adapters.mcp import McpEnv
+from agentgrpo.envs.adapters.reasoning_gym import ReasoningGymEnv
+from agentgrpo.envs.adapters.tau2 import Tau2Env
 from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.console import ConsoleEnv
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.envs.graded import UnitTestEnv
-from agentgrpo.envs.gymnasium import GymnasiumEnv
-from agentgrpo.envs.mcp import McpEnv
 from agentgrpo.envs.python import PythonEnv
-from agentgrpo.envs.reasoning_gym import ReasoningGymEnv
+from agentgrpo.envs.python_and_search import TaggedEnv
 from agentgrpo.envs.search import SearchEnv
-from agentgrpo.envs.tagged import TaggedEnv
-from agentgrpo.envs.tau2 import Tau2Env
 from agentgrpo.envs.tools import ToolEnv
 from agentgrpo.rewards.choices import expected_choices
-from agentgrpo.rewards.rewards import score
-from agentgrpo.run.atomic import write_lines
+from agentgrpo.rewards.shipped import score
 from agentgrpo.sandbox import SandboxPool
-from agentgrpo.setup.registry import ENVIRONMENTS, REWARDS, make_reward
+from agentgrpo.support.atomic_files import write_lines
+from agentgrpo.train.plugins import ENVIRONMENTS, REWARDS, make_reward
 from agentgrpo.types import Group, Rollout, Task
 from tests.given import a_rollout
 from tests.playing import EOT, play, task
@@ -474,8 +474,7 @@ def test_every_shipped_environment_and_reward_is_probed() -> None:
     probes = [name for name in globals() if name.startswith("test_")]
     for kind in ENVIRONMENTS.keys() - {"answer"}:  # which gives nothing, whatever is done
         found = kind in WORLDS or any(name.startswith(f"test_env_{kind}") for name in probes)
-        own = Path(__file__).parents[1] / "envs" / f"test_{kind}.py"
-        if own.exists():
+        for own in (Path(__file__).parents[1] / "envs").rglob(f"test_{kind}.py"):
             found = found or "def test_what_cheating_pays" in own.read_text()
         assert found, f"no probe of env.kind {kind!r}"
     for kind in REWARDS:

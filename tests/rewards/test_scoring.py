@@ -15,11 +15,11 @@ import pytest
 
 from agentgrpo.config import LossConfig, RewardConfig, TrainConfig
 from agentgrpo.learn.advantages import assign_advantages
+from agentgrpo.rewards.rollout_view import RolloutView
 from agentgrpo.rewards.scoring import Scoring, reward_function
-from agentgrpo.rewards.view import RolloutView
-from agentgrpo.setup.stage import make_scoring
+from agentgrpo.support.user_calls import UserCodeError
+from agentgrpo.train.prepare import make_scoring
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
-from agentgrpo.usercode import UserCodeError
 from tests.given import a_rollout
 from tests.playing import CHAT
 

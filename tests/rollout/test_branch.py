@@ -21,10 +21,10 @@ from agentgrpo.rollout.branch import (
     branch_probability,
     turn_entropy,
 )
-from agentgrpo.rollout.decoder import SamplerStats
+from agentgrpo.rollout.engine_protocol import SamplerStats
 from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.support.user_calls import UserCodeError
 from agentgrpo.types import Group, Rollout, Status
-from agentgrpo.usercode import UserCodeError
 from tests.playing import CHAT, EOT, TOKENIZER, sampled, tasks
 from tests.rollout.stubs import StubEngine, StubEnv, StubEpisode, Turn
 

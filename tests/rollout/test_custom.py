@@ -13,9 +13,9 @@ import pytest
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.custom import CustomSampler, RolloutParams, rollout_from_tokens
-from agentgrpo.setup.registry import load_sampler
+from agentgrpo.support.user_calls import UserCodeError
+from agentgrpo.train.plugins import load_sampler
 from agentgrpo.types import COUNTS, Rollout, Segment, SpanReward, Status, Task, Treatment
-from agentgrpo.usercode import UserCodeError
 from tests.playing import EOT, TOKENIZER, tasks
 from tests.rollout.stubs import StubEngine, Turn
 

@@ -22,10 +22,10 @@ from agentgrpo.actions import (
     RunCode,
     ToolCall,
 )
-from agentgrpo.agents.text import TextAgent
-from agentgrpo.proof.tokens import rollout_faults
+from agentgrpo.agents.tagged_text import TextAgent
+from agentgrpo.inspect.verify.tokens import rollout_faults
+from agentgrpo.support.user_calls import UserCodeError
 from agentgrpo.types import Rollout, SpanReward, Status, Task
-from agentgrpo.usercode import UserCodeError
 from tests.playing import EOT, TOKENIZER, sampled, says, scripted, wrapped
 from tests.rollout.stubs import StubEngine, StubEnv, Turn
 

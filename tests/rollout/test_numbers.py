@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo.usercode import as_number
+from agentgrpo.support.user_calls import as_number
 
 NUMBERS = [
     np.float32(0.5), np.float64(0.5), np.float16(0.5), np.array(0.5, np.float32), Decimal("0.5"),

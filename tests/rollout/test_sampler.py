@@ -16,13 +16,13 @@ import pytest
 from agentgrpo.actions import InfrastructureError, Observation
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import BranchConfig, RolloutConfig
+from agentgrpo.inspect.verify.tokens import rollout_faults
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.rollout import transcript
-from agentgrpo.rollout.decoder import SamplerStats, request_seed
+from agentgrpo.rollout.engine_protocol import SamplerStats, request_seed
 from agentgrpo.rollout.sampler import Sampler
+from agentgrpo.support.user_calls import UserCodeError
 from agentgrpo.types import Completion, Group, Rollout, Status, Task
-from agentgrpo.usercode import UserCodeError
 from tests.playing import CHAT, EOT, TOKENIZER, sampled, says, tasks
 from tests.rollout.stubs import (
     Request,

@@ -12,13 +12,13 @@ import pytest
 
 from agentgrpo.config import RolloutConfig
 from agentgrpo.examples.sampler import ThinkingCalls
+from agentgrpo.inspect.verify.tokens import rollout_faults
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.rollout.custom import CustomSampler
 from agentgrpo.rollout.stream import Stream, Streams
+from agentgrpo.support.user_calls import UserCodeError
 from agentgrpo.types import Completion, Int32, Rollout, Status
 from agentgrpo.types import Turn as Account
-from agentgrpo.usercode import UserCodeError
 from tests.models.test_templates import ids_of, judge_of
 from tests.playing import EOT, TOKENIZER, given_and_sampled, tasks
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.learn.losses import token_weights
 from agentgrpo.learn.packing import pack_tree
+from agentgrpo.learn.token_weights import token_weights
 from agentgrpo.rollout import transcript as transcripts
 from agentgrpo.rollout.transcript import Drift, Transcript, classify
 from agentgrpo.types import Float32, Group, Int32, Rollout, Status

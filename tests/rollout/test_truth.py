@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from agentgrpo.actions import Action, Finish, Message, Observation, RunCode
-from agentgrpo.agents.text import TextAgent
+from agentgrpo.agents.tagged_text import TextAgent
 from agentgrpo.config import RolloutConfig
+from agentgrpo.inspect.verify.tokens import rollout_faults
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.proof.tokens import rollout_faults
 from agentgrpo.types import Task
 from tests.models.test_templates import judge_of
 from tests.playing import generate

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.sandbox import Limits, SandboxPool, Session, jail
-from tests.sandbox.hosted import release, seen
+from agentgrpo.sandbox import Limits, SandboxPool, Session
+from agentgrpo.sandbox.isolation import jail
+from tests.sandbox.session.hosted import release, seen
 
 if "libasan" in os.environ.get("LD_PRELOAD", ""):  # csrc/run_sanitized.sh: into the jail as well
     _names = ("LD_PRELOAD", "ASAN_OPTIONS", "UBSAN_OPTIONS", "PYTHONMALLOC")
@@ -35,7 +36,9 @@ def session(pool: SandboxPool) -> Iterator[Session]:
 
 @pytest.fixture
 def hosted() -> Iterator[None]:
-    """The functions of tests/sandbox/hosted.py have not been called, and none hangs afterwards."""
+    """The functions of tests/sandbox/session/hosted.py have not been called, and none hangs
+    afterwards.
+    """
     seen.clear()
     release.clear()
     yield

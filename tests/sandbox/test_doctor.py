@@ -16,7 +16,7 @@ pytestmark = pytest.mark.nsjail
 IN_A_CONTAINER = textwrap.dedent(
     """
     import ctypes, struct, sys
-    from agentgrpo.sandbox import policy
+    from agentgrpo.sandbox.isolation import policy
     numbers = {"unshare": 272, "mount": 165}
     program = [(policy.LOAD, 0, 0, policy.NUMBER)]
     program += [(policy.EQUAL, 0, 1, 435), (policy.RETURN, 0, 0, policy.ERRNO | 38)]  # clone3
@@ -130,7 +130,7 @@ export XDG_CACHE_HOME=/mnt/g
 IMAGE = """
 import os
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable, Template, doctor
-from agentgrpo.sandbox.images import add_image
+from agentgrpo.sandbox.isolation.images import add_image
 print(doctor.report()[0])
 os.makedirs("/mnt/root/bin")
 add_image("a", "/mnt/root")

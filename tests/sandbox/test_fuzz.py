@@ -27,11 +27,11 @@ from agentgrpo.sandbox import (
     build_template,
     find_template,
 )
-from agentgrpo.sandbox.commands import CommandHandle, Commands
-from agentgrpo.sandbox.files import Files
-from agentgrpo.sandbox.grade import check_all, check_output, check_tests
-from agentgrpo.sandbox.guest.wire import encode
-from agentgrpo.sandbox.result import StepStatus
+from agentgrpo.sandbox.e2b.commands import CommandHandle, Commands
+from agentgrpo.sandbox.grading.grade import check_all, check_output, check_tests
+from agentgrpo.sandbox.inside.wire import encode
+from agentgrpo.sandbox.session.files import Files
+from agentgrpo.sandbox.session.result import StepStatus
 
 pytestmark = pytest.mark.nsjail
 

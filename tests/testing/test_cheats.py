@@ -19,7 +19,7 @@ CODE = {"system_prompt": "Solve it."}
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The tiny one, in a folder with the files that some configs expect."""
-    monkeypatch.setattr("agentgrpo.setup.stage.check_model", lambda config, model, **how: None)
+    monkeypatch.setattr("agentgrpo.train.prepare.check_model", lambda config, model, **how: None)
     write(tmp_path / "files")
     monkeypatch.chdir(tmp_path / "files")
     monkeypatch.syspath_prepend(tmp_path / "files")

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.run.atomic import write_lines
+from agentgrpo.support.atomic_files import write_lines
 from agentgrpo.testing import learns
 from agentgrpo.testing.learns import Learned
 from agentgrpo.types import Status, Treatment
 from tests import tiny
 from tests.given import TASK as A_TASK
 from tests.given import a_rollout
-from tests.test_imports import ROOT
+from tests.project.test_imports import ROOT
 from tests.warm import environment
 
 

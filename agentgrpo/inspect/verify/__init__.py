@@ -1,0 +1,1 @@
+"""`agentgrpo verify`, with independent re-implementations that it compares records with."""

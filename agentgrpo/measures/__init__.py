@@ -1,1 +1,0 @@
-"""What rollouts are measured by."""

@@ -1,0 +1,1 @@
+"""What a run writes: metrics, rollouts, checkpoints, what trackers get."""

@@ -1,0 +1,1 @@
+"""E2B's API on local sessions."""

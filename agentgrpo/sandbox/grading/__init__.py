@@ -1,0 +1,1 @@
+"""Hidden tests in a second session: the code under test cannot forge a verdict."""

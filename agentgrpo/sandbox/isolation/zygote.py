@@ -1,0 +1,388 @@
+"""The host's handle on a zygote: start it in its jail, ask it for sessions, end it."""
+
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+from agentgrpo import _C
+from agentgrpo.sandbox.inside import wire
+from agentgrpo.sandbox.isolation import jail, no_namespaces, policy
+from agentgrpo.sandbox.isolation.cgroup import ControlGroup, owner_name, stale_of
+from agentgrpo.sandbox.isolation.channels import (
+    Channels,
+    SessionPipes,
+    await_ready,
+    process_tree,
+    ready,
+)
+from agentgrpo.sandbox.isolation.errors import (
+    SandboxInfraError,
+    SandboxUnavailable,
+    TemplateUnavailable,
+)
+from agentgrpo.sandbox.isolation.guards import as_bytes
+from agentgrpo.sandbox.isolation.images import Image, store_dir
+from agentgrpo.sandbox.isolation.jail import FIRST_UID, NUM_UIDS, Bind, Places, has_own_ids
+from agentgrpo.sandbox.isolation.limits import Limits
+from agentgrpo.sandbox.isolation.snapshots import lower_dirs
+from agentgrpo.sandbox.isolation.template import Template
+
+START_TIMEOUT_S = 60.0
+SPAWN_TIMEOUT_S = 10.0
+END_S = 2.0
+"""How long a zygote may take to end by itself."""
+STAGES = ("/mnt", "/media", "/srv", "/run", "/tmp")
+MIB = 1 << 20
+ADDR_NO_RANDOMIZE = 0x40000
+
+
+class Rung(StrEnum):
+    """How sessions are isolated from each other, strongest and fastest first."""
+
+    ZYGOTE_USERNS = "zygote-userns"
+    """Each session has all namespaces, a user namespace included, inside a common jail."""
+    ZYGOTE_ROOT = "zygote-root"
+    """The same without user namespaces: a user id per session instead. Needs root."""
+    BARE = "bare"
+    """No namespaces: the system call filter (no sockets, no signals), Landlock, limits, and for
+    root a user id per session. Only for ``allow_degraded=True``."""
+
+
+LADDER = (Rung.ZYGOTE_USERNS, Rung.ZYGOTE_ROOT)
+MODES = {
+    Rung.ZYGOTE_USERNS: wire.MODE_USERNS,
+    Rung.ZYGOTE_ROOT: wire.MODE_ROOT,
+    Rung.BARE: wire.MODE_BARE,
+}
+_uids = itertools.count(secrets.randbelow(NUM_UIDS))  # of all zygotes, and not those of a neighbour
+
+
+def _settings(
+    template: Template, limits: Limits, rung: Rung, places: Places, bounded: bool, own_network: bool
+) -> dict[str, Any]:
+    largest_file = max(limits.home_mib, limits.tmp_mib, limits.shm_mib) * MIB
+    namespaced = rung is not Rung.BARE
+    own_user = namespaced or os.geteuid() == 0
+    program = policy.build(
+        namespaced=namespaced,
+        shared_memory=not bounded,
+        own_user=own_user,
+        image=bool(template.image),
+    )
+    return {
+        "image": bool(template.image),
+        "own_network": own_network,
+        "site_dirs": places.site_dirs,
+        "preload": list(template.preload),
+        "python_env": places.environment(template),
+        "tmpfs": [jail.tmpfs_options(limits, mib) for mib in limits.private_mib],
+        "limits": [
+            limits.memory_mib * MIB if bounded else 0,
+            limits.processes,
+            largest_file,
+            limits.cpu_s,
+            limits.open_files,
+            limits.niceness,
+        ],
+        "mode": MODES[rung],
+        "filter": program.hex(),
+        "value_bytes": limits.value_kib << 10,
+        "traceback_bytes": limits.traceback_kib << 10,
+    }
+
+
+@contextlib.contextmanager
+def _addresses_not_randomized() -> Iterator[None]:
+    """What this thread starts shows the same addresses in each run, where that is allowed."""
+    personality = ctypes.CDLL(None).personality
+    before = personality(0xFFFFFFFF)
+    personality(before | ADDR_NO_RANDOMIZE)
+    try:
+        yield
+    finally:
+        personality(before)
+
+
+class Zygote:
+    """One preloaded interpreter in its jail. ``spawn()`` may be called from several threads.
+
+    Args:
+        own_network: False: sessions share this machine's network (to build images).
+
+    Raises:
+        SandboxUnavailable: the jail cannot be set up here; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        limits: Limits,
+        *,
+        rung: Rung = Rung.ZYGOTE_USERNS,
+        nsjail: str | None = None,
+        bound_address_space: bool = True,
+        own_proc: bool = True,
+        own_network: bool = True,
+    ) -> None:
+        self.template, self.limits, self.rung, self.own_proc = template, limits, rung, own_proc
+        self._bounded, self._own_network = bound_address_space, own_network
+        self._numbers = itertools.count()
+        self._own_ids = has_own_ids() or rung in (Rung.ZYGOTE_ROOT, Rung.BARE)
+        if (template.tree or template.image) and rung is not Rung.ZYGOTE_USERNS:
+            kind = "image" if template.image else "tree"
+            raise SandboxUnavailable(f"a template's {kind} needs user namespaces; {rung} has none")
+        if rung is not Rung.BARE:  # it promises nothing of the kind
+            jail.require_no_dumps()
+        self.nsjail = "" if rung is Rung.BARE else jail.find_nsjail(nsjail)
+        remove_stale_scratch()
+        self._scratch = tempfile.mkdtemp(prefix=f"{owner_name(os.getpid())}.")
+        self._log = os.memfd_create("nsjail-log")
+        self._host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid, self._process, self._lifeline = 0, -1, -1
+        self._closed, self._failed = False, ""
+        try:
+            lifeline, self._lifeline = os.pipe()
+            with guest, open(lifeline, "rb") as lifeline_file:
+                self.pid = self._launch(guest.fileno(), lifeline)
+                with contextlib.suppress(ProcessLookupError):  # it has ended, and is not reaped
+                    self._process = os.pidfd_open(self.pid)
+                    _end_with(lifeline_file, self.pid)
+            find = no_namespaces.places if rung is Rung.BARE else jail.jail_places
+            self._places = find(template)
+            settings = _settings(
+                template, limits, rung, self._places, bound_address_space, own_network
+            )
+            self.python_version = self._greet(settings | self._paths())
+            for pid in process_tree(self.pid):  # inherited by sessions, which may not lower it:
+                # a machine without memory left ends them, not the trainer
+                Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+        except BaseException:
+            self.close()
+            raise
+
+    def _launch(self, guest_fd: int, lifeline: int) -> int:
+        """Start nsjail by posix_spawn: a fork of a trainer with gigabytes resident takes 100 ms."""
+        binds = jail.shown_paths(self.template, str(_C.__file__))
+        if self.template.image:
+            binds.append(Bind(str(store_dir() / "layers"), "/sandbox/layers"))
+        config = os.path.join(self._scratch, "nsjail.cfg")
+        env = {"TMPDIR": self._scratch}
+        argv = [self.nsjail, "--config", config]
+        if self.rung is Rung.BARE:
+            argv, env = no_namespaces.command(self.template, self._scratch), dict(jail.ENVIRONMENT)
+        elif os.geteuid() == 0:
+            argv, binds = self._stage(argv, env, binds)
+        with open(config, "w") as file:
+            file.write(self._config(binds))
+        with open(os.devnull, "r+b") as null:
+            actions = [
+                (os.POSIX_SPAWN_DUP2, lifeline, 0),
+                (os.POSIX_SPAWN_DUP2, null.fileno(), 1),
+                (os.POSIX_SPAWN_DUP2, self._log, 2),
+                (os.POSIX_SPAWN_DUP2, guest_fd, jail.HOST_FD),
+            ]
+            defaults = [signal.SIGINT, signal.SIGPIPE]
+            with _addresses_not_randomized():
+                return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsigdef=defaults)
+
+    def _config(self, binds: list[Bind]) -> str:
+        return jail.jail_config(
+            self.template,
+            binds,
+            own_users=self.rung is Rung.ZYGOTE_USERNS,
+            own_proc=self.own_proc,
+            bounded=self._bounded,
+            own_network=self._own_network,
+        )
+
+    def _paths(self) -> dict[str, Any]:
+        """Where things are, as the zygote sees them."""
+        paths: dict[str, Any] = {"own_proc": self.own_proc, "extension": jail.EXTENSION_FILE}
+        if self.rung is Rung.BARE:
+            paths |= {
+                "extension": no_namespaces.reachable(str(_C.__file__)),
+                "homes": self._scratch,
+            }
+            paths["readable"] = no_namespaces.readable_paths(self.template)
+        return paths
+
+    def _stage(
+        self, argv: list[str], env: dict[str, str], binds: list[Bind]
+    ) -> tuple[list[str], list[Bind]]:
+        """For root: bind every source where the jail's user can reach it (inside/launch.py)."""
+        touched = [bind.source for bind in binds] + [self.nsjail, self._scratch]
+        stage = next(
+            (
+                path
+                for path in STAGES
+                if os.path.isdir(path) and not any(p.startswith(path + "/") for p in touched)
+            ),
+            None,
+        )
+        if stage is None:
+            raise SandboxUnavailable(
+                f"every directory of {', '.join(STAGES)} is in use by the sandbox's own files; "
+                "remedy: create an empty /mnt"
+            )
+        plan = os.path.join(self._scratch, "plan.json")
+        with open(plan, "w") as file:
+            staged = [[bind.source, str(i)] for i, bind in enumerate(binds)]
+            json.dump({"stage": stage, "binds": staged, "argv": argv, "env": env}, file)
+        launcher = os.path.join(os.path.dirname(__file__), "..", "inside", "launch.py")
+        binds = [Bind(os.path.join(stage, str(i)), bind.target) for i, bind in enumerate(binds)]
+        return [sys.executable, "-I", "-S", "-B", launcher, plan], binds
+
+    def _greet(self, settings: dict[str, Any]) -> str:
+        try:
+            self._host.sendall(json.dumps(settings).encode())
+            self._host.settimeout(START_TIMEOUT_S)
+            answer = self._host.recv(1 << 16)
+            self._host.settimeout(SPAWN_TIMEOUT_S)
+        except OSError as error:
+            raise SandboxUnavailable(f"the jail did not start: {error}\n{self.log()}") from error
+        if answer.startswith(b"ready "):
+            return answer[6:].decode()
+        if answer.startswith(b"failed "):
+            raise TemplateUnavailable(
+                f"template {self.template.name!r} could not be loaded in the jail:\n"
+                + answer[7:].decode(errors="replace")
+            )
+        raise SandboxUnavailable(f"nsjail could not set up the jail:\n{self.log()}")
+
+    def log(self) -> str:
+        """What nsjail and the zygote wrote to their standard error."""
+        if self._log < 0:
+            return ""
+        return os.pread(self._log, 65536, 0).decode(errors="replace").strip()
+
+    def spawn(
+        self, group: ControlGroup | None = None, image: Image | None = None
+    ) -> tuple[Channels, Callable[[], None]]:
+        """Start a session, in a control group if there is one; its interpreter is about to run.
+        image: its root directory, if the template has one.
+
+        Returns its descriptors, and what to call when it is over.
+        """
+        number, uid, places = next(self._numbers), self._next_uid(), self._places
+        if self.rung is Rung.BARE:
+            home = no_namespaces.make_home(self._scratch, number, uid)
+            places = replace(places, home=home, tmp=home)
+        order = [f"{uid} {number}", "", ""]
+        if image is not None:
+            places = replace(places, home=image.workdir or "/", image=image)
+            variables = places.environment(self.template).items()
+            order[1:] = [lower_dirs(image), places.home, *chain(*variables)]
+        with SessionPipes(uid if os.geteuid() == 0 else None) as pipes:
+            with contextlib.ExitStack() as opened:
+                groups = opened.enter_context(group.attaching()) if group is not None else []
+                message = as_bytes("\0".join(order))
+                try:
+                    socket.send_fds(self._host, [message], [*pipes.theirs, *groups])
+                except OSError as error:
+                    raise SandboxInfraError(
+                        f"the zygote is gone ({error}): {self.log()}"
+                    ) from error
+            pipes.close_theirs()
+            init, interpreter, *upper = await_ready(pipes.status, 2 if image is None else 3)
+            channels = pipes.detach(init, interpreter, self, places, *upper)
+            return channels, partial(self._clear_up, number)
+
+    def _next_uid(self) -> int:
+        """Who a session is on the machine: itself, or whom all of them are."""
+        shared = (
+            self.template.tree or self.template.image
+        )  # an overlay copies only its user's files
+        number = 0 if shared else next(_uids)
+        return FIRST_UID + number % NUM_UIDS if self._own_ids else jail.JAIL_ID
+
+    def _clear_up(self, number: int) -> None:
+        if self.rung is Rung.BARE:
+            no_namespaces.remove(os.path.join(self._scratch, str(number)))
+
+    def failure(self) -> str:
+        """What of it has failed, so that its sessions ended; "" if nothing has.
+
+        Its socket is closed before the kernel kills its sessions, so that its end is known by then.
+        """
+        if self._closed:
+            return self._failed
+        return "" if self.answers() else f"the session's zygote ended or is stuck: {self.log()}"
+
+    def answers(self) -> bool:
+        """Whether the zygote does what it is told."""
+        if self._closed:
+            return False
+        read, write = os.pipe()
+        try:
+            try:
+                socket.send_fds(self._host, [b"answer"], [write])
+            finally:
+                os.close(write)
+            return ready(read, SPAWN_TIMEOUT_S * 1e3) and bool(os.read(read, 1))
+        except OSError:
+            return False
+        finally:
+            os.close(read)
+
+    def give_up(self) -> None:
+        """It does not answer: end it. Its sessions say so."""
+        self._failed = f"the session's zygote ended or was stuck: {self.log()}"
+        self.close()
+
+    def close(self) -> None:
+        """End the zygote and with it every session. May be called twice."""
+        self._closed = True
+        self._host.close()
+        if self._process >= 0:
+            _reap(self._process)
+            self._process, self.pid = -1, 0
+        for fd in (self._log, self._lifeline):
+            if fd >= 0:
+                os.close(fd)
+        self._log = self._lifeline = -1
+        no_namespaces.remove(self._scratch)
+
+
+def _end_with(lifeline: IO[bytes], pid: int) -> None:
+    """Let the kernel kill a process when the other end of a pipe is closed, as it is when this
+    process is killed: also one that is stopped, and would not read that its host is gone.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def remove_stale_scratch() -> None:
+    """Remove the scratch directories of this user's processes that were killed."""
+    for path in stale_of(Path(tempfile.gettempdir())):
+        with contextlib.suppress(FileNotFoundError):  # another process clears up at the same time
+            if path.lstat().st_uid == os.geteuid():
+                no_namespaces.remove(str(path))
+
+
+def _reap(process: int) -> None:
+    """Wait for nsjail, which ends when its zygote does; kill it if it takes longer. Closes its
+    pidfd: a trainer may ignore SIGCHLD, and its number be another's then.
+    """
+    if not ready(process, END_S * 1e3):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        ready(process, None)
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PIDFD, process, os.WEXITED)
+    os.close(process)

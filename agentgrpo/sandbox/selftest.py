@@ -1,0 +1,324 @@
+"""What a hostile case is, and how the cases are run.
+
+Nearly all are rows: a name that states the property, then steps of one session, each code and what
+may be seen of it. A case that needs several sessions, or the pool itself, is a function (on_pool).
+"""
+
+import ast
+import os
+import platform
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from agentgrpo.sandbox.isolation.limits import Limits
+from agentgrpo.sandbox.session.pool import SandboxPool
+from agentgrpo.sandbox.session.result import StepResult, StepStatus
+from agentgrpo.sandbox.session.session import Session
+
+LIMITS = Limits(
+    timeout_s=10.0,
+    grace_s=1.0,
+    memory_mib=160,
+    processes=40,
+    home_mib=16,
+    tmp_mib=16,
+    shm_mib=8,
+    inodes=512,
+    output_max_mib=4,
+)
+"""The limits the suite is written for: small enough that running into them takes no time."""
+AT_ONCE = 4
+"""Cases that run at the same time, each in a session of its own."""
+OK, ERROR, EXIT, OOM = StepStatus.OK, StepStatus.ERROR, StepStatus.EXIT, StepStatus.OOM
+TIMEOUT, KILLED, SIGNAL = StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED, StepStatus.SIGNAL
+
+Test = Callable[[StepResult], object]
+Sees = str | Test | tuple[str | Test, ...] | None
+
+
+class Skip(Exception):
+    """The case does not apply to this machine; the message says why."""
+
+
+class Step(NamedTuple):
+    """One step of a row's session."""
+
+    code: str | Callable[[Session], str]
+    sees: Sees = None
+    """Statuses, of which one has to be the step's (ok if there are none); texts, of which one has
+    to be the value; functions, which have to hold of the result. None: whatever it likes."""
+    timeout_s: float | None = None
+    env: dict[str, str] | None = None
+
+
+GOES_ON = Step("__import__('math').factorial(5)", "120")
+"""The session goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One attack: a name that states the property, and the attack itself."""
+
+    name: str
+    group: str
+    attack: Callable[[SandboxPool], None]
+    alone: bool
+    """Not beside other cases: it is about the pool as a whole, or takes the whole machine."""
+
+
+CASES: list[Case] = []
+
+
+def on_pool(attack: Callable[[SandboxPool], None]) -> Callable[[SandboxPool], None]:
+    """A case that makes its own sessions; its docstring is its name."""
+    assert attack.__doc__
+    name = attack.__doc__.strip().splitlines()[0].rstrip(".")
+    CASES.append(Case(name, attack.__module__.rpartition(".")[2], attack, alone=True))
+    return attack
+
+
+class Table:
+    """The rows of one group."""
+
+    def __init__(self, module: str) -> None:
+        self._group = module.rpartition(".")[2]
+
+    def row(
+        self,
+        name: str,
+        *steps: tuple[object, ...] | Callable[[Session], object],
+        needs: Callable[[Session], None] | None = None,
+        alone: bool = False,
+    ) -> None:
+        """One case."""
+        attack = partial(_play, steps, needs)
+        CASES.append(Case(name, self._group, attack, alone))
+
+
+def _play(
+    steps: Sequence[tuple[object, ...] | Callable[[Session], object]],
+    needs: Callable[[Session], None] | None,
+    pool: SandboxPool,
+) -> None:
+    with pool.acquire() as session:
+        if needs is not None:
+            needs(session)
+        play(session, *steps)
+
+
+def play(session: Session, *steps: tuple[object, ...] | Callable[[Session], object]) -> None:
+    """Take the steps of a row (Table.row) in a session."""
+    for step in steps:
+        if isinstance(step, tuple):
+            _take(session, Step(*step))  # type: ignore[arg-type]
+        else:
+            assert step(session), "what the host sees is not as it should be"
+
+
+def _take(session: Session, step: Step) -> None:
+    code = step.code(session) if callable(step.code) else step.code
+    code = textwrap.dedent(code).strip("\n")
+    sees = step.sees if isinstance(step.sees, tuple) else (step.sees,)
+    limits = session.limits
+    if TIMEOUT in sees and KILLED not in sees:  # a busy machine takes longer to interrupt it
+        session.limits = replace(limits, grace_s=30.0)
+    result = session.step(code, step.timeout_s, env=step.env)
+    session.limits = limits
+    if step.sees is not None:
+        expect(result, *sees)
+
+
+def run_case(case: Case, pool: SandboxPool) -> None:
+    """Run one case, and check that the pool serves the next session as if nothing had been."""
+    case.attack(pool)
+    with pool.acquire() as session:
+        assert session.step("6 * 7").value == "42", "the pool is not usable after the attack"
+
+
+def run_cases(
+    cases: Sequence[Case], pool: SandboxPool
+) -> Iterator[tuple[Case, BaseException | None]]:
+    """Run cases, side by side where they are about their own session, and say how each ended: None
+    if its property holds, Skip, or what else was raised.
+    """
+
+    def ending(case: Case) -> tuple[Case, BaseException | None]:
+        try:
+            run_case(case, pool)
+        except Exception as error:
+            return case, error
+        return case, None
+
+    with ThreadPoolExecutor(AT_ONCE) as workers:
+        yield from workers.map(ending, [case for case in cases if not case.alone])
+    yield from map(ending, [case for case in cases if case.alone])
+
+
+def expect(result: StepResult, *sees: str | Test) -> StepResult:
+    """The result, if that may be seen (Step.sees)."""
+    statuses = [wanted for wanted in sees if isinstance(wanted, StepStatus)] or [OK]
+    values = [w for w in sees if isinstance(w, str) and not isinstance(w, StepStatus)]
+    assert result.status in statuses, f"expected {' or '.join(statuses)}, got {result}"
+    assert not values or result.value in values, f"expected {' or '.join(values)}, got {result}"
+    if result.status is not EXIT:  # which a session survives, or not
+        lost = result.status not in (OK, ERROR, TIMEOUT)
+        assert result.state_lost == lost, f"expected state_lost={lost}, got {result}"
+    for test in sees:
+        assert isinstance(test, str) or test(result), f"not as it should be: {result}"
+    return result
+
+
+def value_of(session: Session, code: str) -> str:
+    """The value of the last expression of code that must succeed."""
+    result = expect(session.step(code), OK)
+    assert result.value is not None, f"no value: {result}"
+    return result.value
+
+
+def a_proc(session: Session) -> None:
+    """For rows that need it: sessions have a /proc (see spawner.NO_PROC)."""
+    if value_of(session, "import os; os.path.exists('/proc/self')") == "False":
+        raise Skip("sessions have no /proc on this machine")
+
+
+def at_most(limit: int) -> Test:
+    """The value, if there is one, is a number up to limit."""
+    return lambda result: int(result.value or 0) <= limit
+
+
+def refused(attempts: Sequence[str], before: str = "", errors: str = "OSError") -> tuple[str, str]:
+    """A step: none of these expressions may have a value, all raise one of errors."""
+    return (
+        f"{before}\ngot = []\nfor attempt in {list(attempts)!r}:\n"
+        f" try: got.append((attempt, eval(attempt)))\n except {errors}: pass\ngot",
+        "[]",
+    )
+
+
+# --- the cases that `agentgrpo sandbox selftest` runs ---
+
+LIBC = (
+    "import ctypes, errno, os\n"
+    "libc = ctypes.CDLL(None, use_errno=True)\n"
+    "def call(n, *a):\n"
+    " ctypes.set_errno(0)\n"
+    " r = libc.syscall(ctypes.c_long(n), *[ctypes.c_long(x) if isinstance(x, int) else x"
+    " for x in a])\n"
+    " return r if r >= 0 else errno.errorcode[ctypes.get_errno()]\n"
+)
+
+
+TO_THE_HOST = ["/etc/shadow", "/etc/ssh", "/root/.ssh", "/home/user/../../root/.bashrc", "/var/log",
+               "/var/run/docker.sock", "/run", "/sys", "/boot", "/proc/sys", "/proc/kallsyms",
+               "/proc/cmdline", "/proc/1/root/etc/shadow", os.path.expanduser("~/.netrc"),
+               os.path.abspath(__file__ + "/../../../setup.py")]  # fmt: skip
+
+
+READ_ONLY = ["/usr/x", "/usr/bin/python3", "/etc/passwd", "/etc/x", "/x", "/dev/x", "/proc/x",
+             "/sandbox/x", "/sandbox/guest/repl.py", "/sandbox/_C.so", "/home/x"]  # fmt: skip
+
+
+def denied(calls: str) -> tuple[str, str]:
+    """A step: each of these system calls ("name: number, arguments; ...") is refused."""
+    named = {name.strip(): rest for name, rest in (c.split(":", 1) for c in calls.split(";"))}
+    code = "".join(f"got[{name!r}] = call({rest.strip()})\n" for name, rest in named.items())
+    refusals = ("ENOSYS", "EPERM", "EACCES")
+    return f"{LIBC}got = {{}}\n{code}{{k: v for k, v in got.items() if v not in {refusals}}}", "{}"
+
+
+def an_x86(_: Session) -> None:
+    """For rows that spell system calls by number."""
+    if platform.machine() != "x86_64":
+        raise Skip("the numbers of these system calls are those of x86-64")
+
+
+def without_powers(result: StepResult) -> bool:
+    """Whether /proc/self/status has no capabilities, no new privileges, and a filter."""
+    status = ast.literal_eval(result.value or "")
+    powers = [int(status[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")]
+    return (*powers, status["NoNewPrivs"], status["Seccomp"]) == (0, 0, 0, 0, 0, "1\n", "2\n")
+
+
+row = Table(__name__).row
+# fmt: off
+row("There are no capabilities, no new privileges, and a filter",
+    ("dict(l.split(':\\t') for l in open('/proc/self/status') if ':\\t' in l)", without_powers),
+    needs=a_proc)
+row("Files of the host are not there",
+    (f"import os; [p for p in {TO_THE_HOST!r} if os.path.exists(p)]", "[]"))
+row("Only the session's own processes can be seen",  # none where there is no /proc
+    ("import os; sorted(int(p) for p in os.listdir('/proc') if p.isdigit())", ("[1, 2]", "[]")))
+row("No namespace can be made or entered", denied("""
+    unshare user: 272, 0x10000000; unshare mount: 272, 0x20000; unshare pid: 272, 0x20000000;
+    unshare net: 272, 0x40000000; clone user: 56, 0x10000011, 0, 0, 0, 0;
+    clone mount: 56, 0x20011, 0, 0, 0, 0; clone pid: 56, 0x20000011, 0, 0, 0, 0;
+    clone net: 56, 0x40000011, 0, 0, 0, 0; clone3: 435, ctypes.create_string_buffer(88), 88;
+    setns: 308, 0, 0"""), needs=an_x86)
+row("Nothing can be mounted, unmounted or remounted, by the old calls or the new", denied("""
+    mount: 165, b'tmpfs', b'/tmp', b'tmpfs', 0, 0; remount rw: 165, 0, b'/usr', 0, 0x1020, 0;
+    umount: 166, b'/home/user', 2; pivot_root: 155, b'/tmp', b'/tmp'; chroot: 161, b'/tmp';
+    open_tree: 428, -100, b'/', 1; move_mount: 429, -100, b'/', -100, b'/tmp', 0;
+    fsopen: 430, b'tmpfs', 0; fsmount: 432, 0, 0, 0; fspick: 433, -100, b'/', 0;
+    mount_setattr: 442, -100, b'/usr', 0, ctypes.create_string_buffer(32), 32;
+    statmount: 457, 0, 0, 0, 0; open_tree_attr: 467, -100, b'/', 1, 0, 0"""), needs=an_x86)
+row("No process can be traced, read or robbed of descriptors", denied("""
+    ptrace attach: 101, 16, 1, 0, 0; ptrace traceme: 101, 0, 0, 0, 0;
+    process_vm_readv: 310, 1, 0, 0, 0, 0, 0; process_vm_writev: 311, 1, 0, 0, 0, 0, 0;
+    pidfd_getfd: 438, 0, 0, 0; kcmp: 312, 1, 2, 0, 0, 0;
+    process_madvise: 440, 0, 0, 0, 0, 0"""), needs=an_x86)
+row("There is no way out: addresses, names, the cloud's metadata service", refused(
+    ["socket.create_connection(('1.1.1.1', 80), timeout=1)",
+     "socket.create_connection(('169.254.169.254', 80), timeout=1)",
+     "socket.create_connection(('10.0.0.1', 22), timeout=1)",
+     "socket.create_connection(('2606:4700:4700::1111', 80), timeout=1)",
+     "socket.create_connection(('example.com', 80), timeout=1)",
+     "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('8.8.8.8', 53))"],
+    "import socket"))
+row("Set-user-id programs and set*id calls gain nothing",
+    refused(["os.setuid(0)", "os.setgid(0)", "os.setgroups([0])", "os.setresuid(0, 0, 0)",
+             "os.seteuid(0)"], "import os, subprocess; me = os.getuid()"),
+    ("""
+    for cmd in ('su -c id', 'passwd -S root', 'newgrp root'):
+     out = subprocess.run(cmd, shell=True, capture_output=True, text=True).stdout
+     if 'uid=0' in out: got.append(cmd)
+    got, os.getuid() == me, me != 0""", "([], True, True)"))
+row("Everything but home, /tmp and /dev/shm is read-only", (f"""
+    import os, sys
+    got = []
+    def chmod(p): os.chmod(p, 0o777); os.stat(p).st_mode & 0o777 == 0o777 or 1 / 0  # seems
+    for p in {READ_ONLY!r} + [os.__file__, sys.executable]:
+     for go in (lambda: open(p, 'a'), lambda: os.unlink(p), lambda: chmod(p)):
+      try: go(); got.append(p)
+      except (OSError, ZeroDivisionError): pass
+    got""", "[]"))
+row("No other directory can be written to", ("""
+    import os
+    got = []
+    for top in os.listdir('/'):
+     if top == 'proc': continue
+     for d, dirs, _ in os.walk('/' + top):
+      if d.count('/') > 4: dirs.clear()
+      if os.access(d, os.W_OK): got.append(d)
+    sorted(got)""", "['/dev/shm', '/home/user', '/tmp']", 60.0))
+row("PID 1 cannot be killed or stopped from inside",
+    ("import os\nfor n in (9, 15, 19, 2, 11): os.kill(1, n)", OK), GOES_ON)
+row("A growing list ends that session or raises MemoryError",
+    ("x = []\nwhile True: x.append(bytearray(1 << 20))",
+     (OOM, ERROR, lambda result: result.error is None or result.error.name == "MemoryError")))
+row("The number of files is bounded", ("""
+    n = 0
+    try:
+     for n in range(10_000): open(f'/tmp/{n}', 'w').close()
+    except OSError as e: pass
+    n""", at_most(LIMITS.inodes)))
+row("A fork bomb meets the limit of processes or memory; at the latest its deadline ends it",
+    ("import os\nwhile True:\n try: os.fork()\n except OSError: pass",
+     (TIMEOUT, KILLED, OOM, SIGNAL), 0.5), alone=True)
+row("Descriptors are bounded, and the session goes on",
+    ("x = []\ntry:\n while True: x.append(open('/dev/null'))\nexcept OSError: pass\nlen(x)",
+     at_most(LIMITS.open_files)), ("x.clear()",), GOES_ON)
+# fmt: on

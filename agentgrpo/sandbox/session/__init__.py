@@ -1,0 +1,1 @@
+"""Sessions, the pool that starts them, and what a step returns."""

@@ -1,0 +1,353 @@
+"""A pool of sessions: the part of the sandbox that the trainer talks to."""
+
+import contextlib
+import threading
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Self
+
+from agentgrpo.sandbox.isolation.errors import (
+    InvalidArgumentException,
+    SandboxBusy,
+    SandboxException,
+    SandboxInfraError,
+    SandboxUnavailable,
+)
+from agentgrpo.sandbox.isolation.guards import ProcessBound, public
+from agentgrpo.sandbox.isolation.images import Image, get_image, hold, list_images
+from agentgrpo.sandbox.isolation.limits import Limits
+from agentgrpo.sandbox.isolation.snapshots import remove
+from agentgrpo.sandbox.isolation.template import Template, check_environment
+from agentgrpo.sandbox.isolation.zygote import LADDER, Rung
+from agentgrpo.sandbox.session.host_tools import HostCalls
+from agentgrpo.sandbox.session.result import StepResult, StepStatus
+from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.spawner import CLOSED, Spawner
+from agentgrpo.sandbox.session.watchdog import MemoryWatchdog
+
+CLOCK_S = 1.0
+"""How late a session may be ended whose time is over."""
+DEGRADED = (
+    "sandbox degraded to 'bare': this machine makes no namespaces, so code is isolated less. "
+    "SECURITY.md says what holds, `agentgrpo sandbox doctor` what is missing"
+)
+
+
+def _require(rungs: Sequence[Rung], max_live: int, min_idle: int, zygotes: int) -> None:
+    if Rung.BARE in rungs:
+        raise ValueError(f"rungs: {Rung.BARE} isolates too little; it needs allow_degraded=True")
+    for name, value, least in (
+        ("max_live", max_live, 1), ("min_idle", min_idle, 0), ("zygotes", zygotes, 1),
+    ):  # fmt: skip
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+@public
+class SandboxPool(ProcessBound):
+    """Sessions for untrusted code. All methods may be called from any thread.
+
+    Args:
+        limits: what each session may use; None: what its template says, if it does.
+        template: the environment the sessions find. One with an image makes a pool for all images.
+        max_live: sessions that may be in use at once; ``acquire()`` waits for a free one.
+        min_idle: sessions kept ready besides those, started in the background. 0 starts each when
+            it is asked for.
+        zygotes: how many the sessions are spread over. One that dies takes its sessions with it.
+        rungs: the ways of isolating that are acceptable, best first.
+        allow_degraded: where none of them works, run code without namespaces (Rung.BARE), and say
+            so in every result.
+        nsjail: path of the nsjail binary; None looks for it.
+        all_cpus: processors that all its sessions together may keep busy; None: half the machine.
+        own_network: False: sessions share this machine's network, its loopback services included.
+            Only to build images of authors that you trust.
+
+    Raises:
+        SandboxUnavailable: this machine cannot isolate; nothing runs unprotected instead.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        template: Template | None = None,
+        max_live: int = 256,
+        min_idle: int = 4,
+        zygotes: int = 2,
+        rungs: Sequence[Rung] = LADDER,
+        allow_degraded: bool = False,
+        nsjail: str | None = None,
+        all_cpus: float | None = None,
+        own_network: bool = True,
+    ) -> None:
+        _require(rungs, max_live, min_idle, zygotes)
+        self.template = template or Template()
+        self.limits = limits or self.template.limits or Limits()
+        if not own_network and not self.template.image:
+            raise ValueError("own_network: expected True without template.image, got False")
+        self.max_live, self.min_idle, self.all_cpus = max_live, min_idle, all_cpus
+        self._held = contextlib.ExitStack()
+        if self.template.image:
+            self._held.enter_context(hold())
+        self._spawner = Spawner(
+            self.template,
+            self.limits,
+            zygotes=zygotes,
+            rungs=(*rungs, Rung.BARE) if allow_degraded else rungs,
+            nsjail=nsjail,
+            all_cpus=all_cpus,
+            image=self._image_of(self.template.image) if self.template.image else None,
+            own_network=own_network,
+        )
+        self._snapshots: list[Image] = []
+        self.degraded = self._spawner.rung is Rung.BARE
+        if self.degraded:
+            warnings.warn(DEGRADED, stacklevel=2)
+        self._free = threading.Semaphore(max_live)
+        self._lock, self._pairing = threading.Lock(), threading.Lock()
+        self._live: list[Session] = []
+        self._idle: deque[Session] = deque()
+        self._wanted = threading.Event()
+        self._closed = False
+        self._counts = {"acquired": 0, "from_idle": 0, "waited": 0, "live": 0}
+        self._watchdog: MemoryWatchdog | None = None
+        if self._spawner.cgroups is None:
+            self._watchdog = MemoryWatchdog(self.limits.memory_mib, self._copy_of_live)
+        self._over = threading.Event()
+        self._clock = threading.Thread(target=self._expire, name="sandbox-clock", daemon=True)
+        self._refiller = threading.Thread(target=self._refill, name="sandbox-refill", daemon=True)
+        if self.template.setup:
+            self._try_setup()
+        self._clock.start()
+        if min_idle:
+            self._wanted.set()
+            self._refiller.start()
+
+    def _try_setup(self) -> None:
+        """Fail now rather than at the first acquire()."""
+        try:
+            self._start().close()
+        except SandboxInfraError as error:
+            self.close()
+            raise SandboxUnavailable(str(error)) from error
+
+    def acquire(
+        self,
+        image: str | Image | float | None = None,
+        timeout_s: float = 60.0,
+        *,
+        env: Mapping[str, str] | None = None,
+        host: HostCalls | None = None,
+    ) -> Session:
+        """A fresh session, waiting up to timeout_s while max_live sessions are in use.
+
+        Args:
+            image: the name of an image, or a snapshot, to start from instead of the template's
+                image. Needs a template with an image. A number is taken as timeout_s.
+            timeout_s: how long to wait for a place.
+            env: environment variables of the session, besides the template's.
+            host: functions of this process that the session's code may call.
+
+        Raises:
+            SandboxBusy: none became free in time.
+            SandboxInfraError: the sandbox itself failed.
+            ValueError: env is malformed, or the pool is not one of images.
+            NotFoundException: there is no image of that name.
+        """
+        check_environment("env", env or {})
+        if host is not None and self.template.image:
+            raise InvalidArgumentException(
+                "host: expected None, as the bash of an image cannot call functions, got HostCalls"
+            )
+        if isinstance(image, (int, float)):
+            timeout_s, image = image, None
+        other = None if image is None else self._image_of(image)
+        self._admit(timeout_s)
+        try:
+            session = self._start(other) if other else self._take_idle() or self._start()
+        except BaseException as error:
+            self._leave()
+            if self._closed and isinstance(error, Exception):
+                raise SandboxException(CLOSED) from error
+            raise
+        session.begin(self._leave)
+        if env and session.set_env(env).status is not StepStatus.OK:
+            session.close()
+            raise SandboxInfraError("a fresh session did not take its environment variables")
+        if host is not None and session.attach_host_tools(host).status is not StepStatus.OK:
+            session.close()
+            raise SandboxInfraError("a fresh session did not take the functions of the host")
+        return session
+
+    def acquire_pair(self, timeout_s: float = 60.0) -> tuple[Session, Session]:
+        """Two fresh sessions, for one who needs both: those who took one and then waited for the
+        other could all wait for each other.
+
+        Raises:
+            ValueError: max_live is 1.
+            SandboxBusy, SandboxInfraError: as acquire().
+        """
+        if self.max_live < 2:
+            raise ValueError("two sessions at once need a pool with max_live of at least 2")
+        with self._pairing:
+            first = self.acquire(timeout_s=timeout_s)
+            try:
+                return first, self.acquire(timeout_s=timeout_s)
+            except BaseException:
+                first.close()
+                raise
+
+    def run(
+        self,
+        code: str,
+        timeout_s: float | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        wait_s: float = 60.0,
+    ) -> StepResult:
+        """The stateless mode: Session.step() in a session of its own, which is over afterwards;
+        wait_s is how long to wait for a place.
+        """
+        with self.acquire(timeout_s=wait_s) as session:
+            return session.step(code, timeout_s, env=env)
+
+    def _admit(self, timeout_s: float) -> None:
+        if self._closed:
+            raise SandboxException(CLOSED)
+        if not self._free.acquire(blocking=False):
+            with self._lock:
+                self._counts["waited"] += 1
+            if not self._free.acquire(timeout=timeout_s):
+                raise SandboxBusy(
+                    f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
+                    "sessions that are done, or raise max_live"
+                )
+        with self._lock:
+            self._counts["acquired"] += 1
+            self._counts["live"] += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._counts["live"] -= 1
+        self._free.release()
+
+    def _take_idle(self) -> Session | None:
+        try:
+            while True:
+                session = self._idle.popleft()
+                self._wanted.set()
+                if session.healthy():
+                    with self._lock:
+                        self._counts["from_idle"] += 1
+                    return session
+                session.close()
+        except IndexError:
+            return None
+
+    def _image_of(self, image: str | Image) -> Image:
+        if not self.template.image:
+            raise InvalidArgumentException(
+                f"image: expected None, as template {self.template.name!r} of the pool has no "
+                f"image, got {image!r:.99}. Make the pool with Template(image=NAME)"
+            )
+        if isinstance(image, str):
+            return get_image(image)
+        if not isinstance(image, Image):
+            raise InvalidArgumentException(
+                f"image: expected a name or a snapshot, got {image!r:.99}"
+            )
+        return image
+
+    def _start(self, image: Image | None = None) -> Session:
+        spawned = self._spawner.spawn(image)
+        session = Session(
+            spawned.channels, self.limits, group=spawned.group, on_close=spawned.release,
+            degraded=self.degraded, snapshots=self._snapshots,
+        )  # fmt: skip
+        with self._lock:
+            self._live.append(session)
+        if self.template.setup:
+            done = session.step(self.template.setup)
+            if done.status is not StepStatus.OK:
+                session.close()
+                shown = done.error.traceback if done.error else done.detail
+                raise SandboxInfraError(f"the setup of template {self.template.name!r}: {shown}")
+        return session
+
+    def _expire(self) -> None:
+        """Background: end sessions whose time is over, between their steps as well."""
+        while not self._over.wait(CLOCK_S):
+            for session in self._copy_of_live():
+                if session.seconds_left() <= 0:
+                    session.expire()
+
+    def _copy_of_live(self) -> list[Session]:
+        with self._lock:
+            self._live = [session for session in self._live if session.channels is not None]
+            return [*self._live]
+
+    def _refill(self) -> None:
+        """Background: keep min_idle sessions ready, their first page faults behind them."""
+        while not self._closed:
+            self._wanted.wait()
+            self._wanted.clear()
+            while not self._closed and len(self._idle) < self.min_idle:
+                try:
+                    session = self._start()
+                except SandboxException:
+                    break  # acquire() will meet the same, and has somebody to tell
+                session.warm_up()
+                self._idle.append(session)
+
+    def discard(self, snapshot: Image) -> None:
+        """Delete a snapshot without a name now: no session and no other snapshot may use it."""
+        self._snapshots.remove(snapshot)
+        remove(snapshot)
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start, and of sessions now."""
+        return {**self._counts, "idle": len(self._idle), "zygote_restarts": self._spawner.restarts}
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen: for the log of whoever runs untrusted code."""
+        return {
+            **self._spawner.describe(),
+            "nsjail": self._spawner.nsjail,
+            "python": self._spawner.python_version,
+            "template": self.template.image or self.template.name,
+            "max_live": self.max_live,
+            "limits": asdict(self.limits),
+        }
+
+    def close(self) -> None:
+        """End every session and the zygotes. May be called twice. Not done in a process that was
+        forked off: the pool is its parent's.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._wanted.set()
+        if self._refiller.ident is not None:
+            self._refiller.join()
+        self._over.set()
+        if self._clock.ident is not None:
+            self._clock.join()
+        if self._watchdog is not None:
+            self._watchdog.close()
+        for session in self._copy_of_live():
+            session.close()
+        self._spawner.close()
+        self._held.close()
+        if self._snapshots:
+            used = {layer for image in list_images() for layer in image.layers}
+            for snapshot in self._snapshots:
+                if snapshot.layers[-1] not in used:
+                    remove(snapshot)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

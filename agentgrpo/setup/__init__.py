@@ -1,1 +1,0 @@
-"""What comes before a run: its settings read, checked, planned, and its parts built."""

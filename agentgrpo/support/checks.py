@@ -1,0 +1,25 @@
+"""One fact about this machine, as the doctors print it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One fact about this machine."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+    """What to change; "" if nothing has to be."""
+    essential: bool = False
+    """Without it nothing can be isolated, or run."""
+
+    def lines(self) -> Iterator[str]:
+        """As a doctor prints it."""
+        yield f"{'ok  ' if self.ok else 'MISS'} {self.name:16} {self.found}"
+        if not self.ok and self.remedy:
+            yield f"     {'remedy':16} {self.remedy}"

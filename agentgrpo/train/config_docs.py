@@ -1,0 +1,249 @@
+"""The settings as text: docs/config.md, and configs that explain themselves.
+
+Sections are documented in config/, the options of agents and environments by their classes.
+`python -m agentgrpo.train.config_docs > docs/config.md` writes the page again; a test compares
+them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import re
+import sys
+import textwrap
+from collections import abc
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from typing_extensions import is_typeddict
+
+from agentgrpo.config import EndpointConfig, Section, TrainConfig
+from agentgrpo.train.plugins import KINDS, class_of, options_of
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key."""
+
+    section: str
+    """Dotted; "" for the keys above all sections."""
+    key: str
+    kind: str
+    """What it takes, in words."""
+    default: Any
+    """None where it has no default but has to be given, see `required`."""
+    required: bool
+    text: str
+    """What it means: the attribute's docstring."""
+
+
+def settings(
+    section: type[Section] = TrainConfig, prefix: str = "", kinds: Mapping[str, str] | None = None
+) -> Iterator[Setting]:
+    """Every key, in the order of config/; a section's own keys before its inner sections.
+
+    `kinds`: section to shipped kind, {"agent": "code"}: its options, instead of `options`.
+    """
+    inner, shown = [], (kinds or {}).get(prefix.rstrip("."))
+    for key, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            inner.append((key, kind))
+            continue
+        if shown and key == "options":
+            continue
+        yield Setting(
+            section=prefix.rstrip("."),
+            key=key,
+            kind=_kind(field),
+            default=None if field.is_required() else field.get_default(call_default_factory=True),
+            required=field.is_required(),
+            text=" ".join((field.description or "").split()),
+        )
+    if shown:
+        yield from options(prefix.rstrip("."), shown)
+    for key, kind in inner:
+        yield from settings(kind, f"{prefix}{key}.", kinds)
+
+
+def options(section: str, kind: str) -> Iterator[Setting]:
+    """The options of a shipped kind: what its class takes, as its docstring describes it."""
+    for option in options_of(section, class_of(section, kind)):
+        required = option.default is inspect.Parameter.empty
+        yield Setting(
+            section=f"{section}.options",
+            key=option.name,
+            kind=_named(option.annotation),
+            default=None if required else option.default,
+            required=required,
+            text=option.text,
+        )
+
+
+def sections(section: type[Section] = TrainConfig, prefix: str = "") -> dict[str, str]:
+    """What each section is about: its docstring."""
+    found = {prefix.rstrip("."): (section.__doc__ or "").strip()}
+    for key, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found |= sections(kind, f"{prefix}{key}.")
+    return found
+
+
+def as_markdown() -> str:
+    """The page docs/config.md."""
+    about = sections()
+    lines = [
+        "# Settings",
+        "",
+        "Made from `agentgrpo/config/` and the classes of agents and environments: change them",
+        "there, then `python -m agentgrpo.train.config_docs > docs/config.md`.",
+        "A config file is TOML",
+        'and holds what differs from the defaults, or from another file: `extends = "quickstart"`,',
+        "or a path from its own folder. Tables are merged, but for `options` where another `kind`",
+        "is named. On the command line a setting is `section.key=value`, and the same holds. A key",
+        "that does not exist is refused, and the nearest one named; so is a value of another type:",
+        'true is no number, and 200.0 no whole one. A key that takes "none" is unset by it, where',
+        "a file sets it or it has a default: `learner.trained_layers=none`. Its meaning says None.",
+    ]
+    endpoints = settings(EndpointConfig, "endpoints.NAME.")
+    about["endpoints.NAME"] = EndpointConfig.__doc__ or ""
+    whole = itertools.chain(settings(), endpoints)
+    for name, keys in itertools.groupby(whole, lambda setting: setting.section):
+        title = f"[{name}]" if name else "The run"
+        lines += ["", f"## {title}", "", inspect.cleandoc(about[name]), "", *_table(keys)]
+        shown: dict[str, list[Setting]] = {}
+        for kind in KINDS.get(name, ()):
+            lines += ["", f"### [{name}.options] of `{kind}`", "", *_kind_page(name, kind, shown)]
+    return "\n".join(lines) + "\n"
+
+
+def _kind_page(section: str, kind: str, shown: dict[str, list[Setting]]) -> list[str]:
+    """A kind's options: in words those that another has just so, by that one's name."""
+    factory = class_of(section, kind)
+    lines = [inspect.cleandoc(sys.modules[factory.__module__].__doc__ or "").split("\n\n")[0], ""]
+    left = list(options(section, kind))
+    for other, theirs in shown.items():
+        if same := [f"`{row.key}`" for row in left if row in theirs]:
+            lines += [f"As of `{other}`: {', '.join(same)}.", ""]
+            left = [row for row in left if row not in theirs]
+    shown[kind] = left
+    if left:
+        return [*lines, *_table(left)]
+    return lines[:-1] if len(lines) > 2 else [*lines, "None."]
+
+
+def _table(rows: Iterable[Setting]) -> Iterator[str]:
+    yield from ("| key | takes | default | meaning |", "|---|---|---|---|")
+    for row in rows:
+        default = "must be given" if row.required else f"`{_cell(toml(row.default))}`"
+        yield f"| {' | '.join([f'`{row.key}`', _cell(row.kind), default, _cell(row.text)])} |"
+
+
+def as_toml(values: Mapping[str, Any], kinds: Mapping[str, str] | None = None) -> str:
+    """A config that sets `values` ("section.key") and shows all other keys, commented out.
+
+    KeyError: a key that does not exist.
+    """
+    left, about, lines = dict(values), sections(), []
+    current = ""
+    for setting in settings(kinds=kinds):
+        if setting.section != current:
+            current = setting.section
+            said = " ".join(about.get(current, "Those of the kind above.").split())
+            lines += ["", f"[{current}]", *(f"# {line}" for line in textwrap.wrap(said, 96))]
+        name = f"{current}.{setting.key}".lstrip(".")
+        lines += ["", *(f"# {line}" for line in textwrap.wrap(setting.text, 96))]
+        if name in left:
+            lines.append(f"{setting.key} = {toml(left.pop(name))}")
+        elif setting.default is None:
+            lines.append(f"# {setting.key} = ({setting.kind}; not set)")
+        else:
+            lines.append(f"# {setting.key} = {toml(setting.default)}")
+    if left:
+        raise KeyError(f"no such settings: {sorted(left)}")
+    return "\n".join(lines).strip() + "\n"
+
+
+def toml(value: Any) -> str:
+    """A value as TOML writes it; None, which TOML has not, as the text "none" that means it."""
+    if value is None:
+        return toml("none")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | Path):
+        # JSON's escapes are TOML's, but that TOML has no bare DEL
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{_key(key)} = {toml(item)}" for key, item in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, BaseModel):
+        return toml(value.model_dump())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml, value))}]"
+    return str(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml(name)
+
+
+def _kind(field: FieldInfo) -> str:
+    """What a field takes: its type and bounds, in words."""
+    bounds = _bounds(field.metadata)
+    base = _named(field.annotation)
+    return f"{base} {bounds}" if bounds else base
+
+
+def _named(kind: Any) -> str:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        bounds = _bounds([piece for extra in arguments[1:] for piece in _pieces(extra)])
+        return f"{_named(arguments[0])} {bounds}".strip()
+    if origin is Literal:
+        return " or ".join(map(toml, arguments))
+    if origin in (UnionType, Union):
+        said = " or ".join(_named(part) for part in arguments if part is not NoneType)
+        return f"{said}, or {toml(None)}" if NoneType in arguments else said
+    if origin in (tuple, list, abc.Sequence):
+        return f"list of: {_named(arguments[0])}"
+    if origin in (dict, abc.Mapping) or is_typeddict(kind):
+        return "table"
+    if origin is abc.Callable:
+        return "function"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return f"table of: {', '.join(kind.model_fields)}"
+    names = {int: "whole number", float: "number", str: "text", bool: "true or false", Path: "path"}
+    if kind in names:
+        return names[kind]
+    return kind.__name__.lower() if isinstance(kind, type) else str(kind)
+
+
+def _pieces(extra: Any) -> list[Any]:
+    return list(extra.metadata) if isinstance(extra, FieldInfo) else [extra]
+
+
+def _bounds(metadata: list[Any]) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    found = [
+        f"{sign} {getattr(piece, name)}"
+        for piece in metadata
+        for name, sign in signs.items()
+        if getattr(piece, name, None) is not None
+    ]
+    return ", ".join(found)
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_markdown())

@@ -1,0 +1,152 @@
+"""TRL's own trainer, audited: two published faults in small, each found before the first update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny, warm
+from tests.inspect.audited_loops import as_it_should_be, make_trainer, merged, trl_5312, verl_7495
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # TRL's, about versions
+trl = pytest.importorskip("trl")
+
+
+def train(folder: Path, sync: Any, *, stop: bool = True, **how: Any) -> tuple[Any, Any]:
+    """The callback and the trainer, once it is trained."""
+    from agentgrpo.inspect.audit_trl import AuditCallback
+
+    trainer = make_trainer(folder, sync, **how)
+    callback = AuditCallback(trainer, stop=stop)
+    trainer.add_callback(callback)
+    loss = trainer.compute_loss
+    try:
+        trainer.train()
+    finally:
+        callback.on_train_end(None, None, None)
+        assert trainer.compute_loss == loss
+    return callback, trainer
+
+
+@pytest.mark.parametrize(("sync", "lora"), [(as_it_should_be, False), (merged, True)])
+def test_a_sound_run_is_left_alone(tmp_path: Path, sync: Any, lora: bool) -> None:
+    callback, trainer = train(tmp_path, sync, lora=lora)
+    assert [audit.ok for audit in callback.audits] == [True] * 3
+    assert callback.audits[2].num_tokens == 32
+    assert callback.audits[2].max_gap < 1e-4
+    assert trainer.state.global_step == 3
+
+
+def test_vllm_in_trls_process_is_audited(tmp_path: Path) -> None:
+    """Its weights are the policy's before and after the first update, and not after the second."""
+    done = warm.run("-m", "tests.inspect.audited_loops", str(tmp_path), VLLM_CPU_KVCACHE_SPACE="1")
+    said = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("AUDIT ")]
+    assert said == ["none", "none", "stale_weights"], done.stdout + done.stderr
+
+
+def test_trls_own_mixed_precision_is_no_fault(tmp_path: Path) -> None:
+    """TRL's default: float32 weights; accelerate makes their passes in bfloat16, forward itself."""
+    options = {"bf16": True, "max_steps": 2}
+    callback, _ = train(tmp_path, as_it_should_be, options=options)
+    assert [audit.ok for audit in callback.audits] == [True] * 2
+    assert callback.audits[1].max_gap > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("sync", "lora", "cause", "says"),
+    [
+        (trl_5312, False, "stale_weights", "the weights of the start say"),
+        (verl_7495, True, "adapter", "what the model without its adapter says"),
+    ],
+)
+def test_a_published_fault_is_caught_before_the_first_update_of_its_tokens(
+    tmp_path: Path, sync: Any, lora: bool, cause: str, says: str
+) -> None:
+    """At step 0 sampler and policy both have the initial weights: nothing is wrong yet."""
+    from agentgrpo.inspect.audit_trl import AuditError
+
+    with pytest.raises(AuditError, match=f"^step 1: .*\n.*{says}"):
+        train(tmp_path, sync, lora=lora)
+    callback, trainer = train(tmp_path, sync, lora=lora, stop=False)
+    assert [audit.cause for audit in callback.audits] == ["none", cause, cause]
+    assert trainer.state.global_step == 3
+
+
+def test_tokens_that_are_trained_on_again_are_audited_once(tmp_path: Path) -> None:
+    """Where the policy has moved since its tokens were sampled, it disagrees with them rightly."""
+    options = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 4}
+    callback, trainer = train(tmp_path, as_it_should_be, options=options)
+    assert trainer.state.global_step == 4
+    assert [(audit.ok, audit.num_tokens) for audit in callback.audits] == [(True, 64)] * 2
+
+
+@pytest.mark.parametrize(("accumulated", "generated"), [(2, 3), (3, 2)])
+def test_each_generation_is_audited_whatever_the_accumulation(
+    tmp_path: Path, accumulated: int, generated: int
+) -> None:
+    """Where neither number divides the other; what an update moved past is left out."""
+    options = {
+        "gradient_accumulation_steps": accumulated,
+        "steps_per_generation": generated,
+        "max_steps": 4,
+    }
+    callback, _ = train(tmp_path, every_other(), stop=False, options=options, num_prompts=24)
+    said = [(audit.cause, audit.num_tokens) for audit in callback.audits]
+    assert said == EVERY_OTHER[accumulated]
+
+
+def every_other() -> Any:
+    """A sampler that gets its weights at every other generation, the first one included."""
+    count = iter(range(1000))
+    syncs = as_it_should_be, lambda engine, policy: None
+    return lambda engine, policy: syncs[next(count) % 2](engine, policy)
+
+
+EVERY_OTHER = {
+    2: [("none", 64), ("stale_weights", 32), ("none", 64)],
+    3: [("none", 96), ("none", 64), ("stale_weights", 96), ("stale_weights", 64)],
+}
+
+
+def test_a_batch_that_the_world_alone_spoke_is_not_audited(tmp_path: Path) -> None:
+    from agentgrpo.inspect.audit_trl import AuditCallback
+
+    trainer = make_trainer(tmp_path, as_it_should_be, options={"max_steps": 2})
+    sampled = trainer.rollout_func
+    trainer.rollout_func = lambda *args: {
+        **(out := sampled(*args)), "env_mask": [[0] * len(ids) for ids in out["completion_ids"]]
+    }  # fmt: skip
+    callback = AuditCallback(trainer)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert not callback.audits
+
+
+def test_what_trls_own_settings_leave_on_is_named(tmp_path: Path) -> None:
+    """Issue 6789: vLLM reports log-probabilities after top_p, TRL's loss computes them without."""
+    from agentgrpo.inspect.audit_trl import AuditError
+
+    with pytest.raises(AuditError, match=r"a filter left on: "):
+        train(tmp_path, as_it_should_be, top_p=0.83, options={"top_p": 0.83})
+
+
+def test_without_the_samplers_numbers_nothing_is_said_to_hold(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    from agentgrpo.inspect.audit_trl import AuditCallback
+
+    tiny.make_model_dir(tmp_path / "model")
+    settings = trl.GRPOConfig(
+        output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, max_steps=1, report_to=[],
+        per_device_train_batch_size=2, num_generations=2, max_completion_length=4,
+    )  # fmt: skip
+    trainer = trl.GRPOTrainer(
+        model=str(tmp_path / "model"), reward_funcs=lambda completions, **_: [0.0, 1.0],
+        args=settings, train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+    )  # fmt: skip
+    trainer.add_callback(AuditCallback(trainer))
+    with pytest.raises(ValueError, match="not given the sampler's log-probabilities"):
+        trainer.train()

@@ -1,0 +1,37 @@
+"""Where a machine cannot isolate, tests that need it are skipped aloud, or fail if so asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import isolation
+
+ROOT = Path(__file__).parents[2]
+NEEDS_ISOLATION = (
+    "tests/examples/recipe/test_tasks.py::test_the_shown_examples_are_as_the_world_answers"
+)
+
+
+def test_a_machine_without_isolation_says_what_it_left_out() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", NEEDS_ISOLATION],
+        env=os.environ | {"NSJAIL": "/nosuch/nsjail", "AGENTGRPO_SANDBOX_REQUIRED": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert "1 skipped" in ran.stdout
+    assert "NOT TESTED: 1 tests, which need a machine that can isolate code" in ran.stdout
+
+
+def test_where_isolation_is_required_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_missing", lambda rungs: "nothing isolates")
+    monkeypatch.setenv("AGENTGRPO_SANDBOX_REQUIRED", "1")
+    with pytest.raises(pytest.fail.Exception, match="nothing isolates"):
+        isolation.need_isolation()

@@ -1,0 +1,221 @@
+"""Functions of the host that sessions call: what is offered, and what crosses."""
+
+import asyncio
+import datetime
+import threading
+from functools import partial, wraps
+from typing import Any, Literal
+
+import pytest
+
+from agentgrpo.sandbox import (
+    HostBudget,
+    HostCall,
+    HostTools,
+    InvalidArgumentException,
+    SandboxPool,
+)
+from agentgrpo.sandbox.inside.data import EncodeError, decode, encode
+from agentgrpo.sandbox.inside.wire import Malformed
+from agentgrpo.sandbox.session.host_tools import HostCalls
+from tests.sandbox.session.hosted import add, seen, told, tools
+
+pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 0, -(2**63), 2**99, 1.5, -0.0, 1e300, "", "é\N{SNOWMAN}\0", [],
+     {"a": [1, {}]}],
+)  # fmt: skip
+def test_data_crosses_as_it_is(value: Any) -> None:
+    text = encode(value, 1000)
+    again = decode(text, 1000)
+    assert repr(again) == repr(value)
+    assert type(again) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**5000, float("nan"), float("inf"), (1,), {1}, b"x", 1j, object(), {1: 2}, "x" * 999],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_data_crosses_nowhere(value: Any) -> None:
+    for held in (value, [value], {"a": [value]}):
+        with pytest.raises(EncodeError):
+            encode(held, 999)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "NaN", "Infinity", "1e999", "9" * 5000, "[" * 5000, "nul", "(1,)"]
+)  # fmt: skip
+def test_a_text_that_is_no_data_has_no_value(text: str) -> None:
+    with pytest.raises(EncodeError):
+        decode(text.encode(), 999)
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([], "expected different names"),
+        ([add, add], "expected different names"),
+        ([lambda: 1], "no name to call it by"),
+        (["add"], "expected functions"),
+        ([partial(int, 1)], "Python's own"),
+    ],
+)
+def test_what_cannot_be_offered_is_refused(functions: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentException, match=message):
+        HostTools(functions)
+
+
+def test_names_of_python_and_annotations_that_cannot_be_checked_are_refused() -> None:
+    def open() -> None: ...
+
+    def takes(a: "Nowhere") -> None: ...  # type: ignore[name-defined] # noqa: F821
+
+    def waits(a: threading.Event) -> None: ...
+
+    for function, message in ((open, "Python's own"), (takes, "Nowhere"), (waits, "Event")):
+        with pytest.raises(InvalidArgumentException, match=message):
+            HostTools([function])
+    with pytest.raises(InvalidArgumentException, match="cached"):
+        HostTools([add], cached="forever")  # type: ignore[arg-type]
+    for field in ("calls", "call_s", "total_kib"):
+        with pytest.raises(ValueError, match=f"host_budget.{field}"):
+            HostBudget(**{field: 0})
+
+
+CLIENT = threading.Event()
+
+
+def test_a_default_that_is_no_data_is_refused() -> None:
+    def search(query: str, client: Any = CLIENT) -> None: ...
+
+    wanted = r"search: the default of client is no data.*functools.partial\(search, client="
+    with pytest.raises(InvalidArgumentException, match=wanted):
+        HostTools([search])
+
+
+def answer(calls: HostCalls, name: str, arguments: str) -> HostCall:
+    return calls.answer(name, arguments.encode(), 0, 9.0, None, lambda: False)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_partial_binds_is_neither_shown_nor_to_be_set(is_async: bool) -> None:
+    def search(base: str, query: str, api_key: str, client: Any = CLIENT, top_n: int = 3) -> Any:
+        """Of the web."""
+        return [base, query, api_key, top_n, client is CLIENT]
+
+    @wraps(search)
+    async def also(*args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)
+        return search(*args, **kwargs)
+
+    bound = partial(also if is_async else search, "base-1", api_key="sk-1", client=CLIENT)
+    made = HostTools([bound])
+    assert made.shown.startswith('def search(query: str, *, top_n: int = 3) -> Any:\n    """Of the')
+    calls = made.begin()
+    assert answer(calls, "search", '[["q"],{"top_n":4}]').told == (b'["base-1","q","sk-1",4,true]',)
+    for named in ("api_key", "client"):
+        bad = answer(calls, "search", f'[["q"],{{"{named}":"mine"}}]')
+        assert bad.told[0] == b"TypeError"
+        assert b"unexpected keyword" in bad.told[1]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "wanted"),
+    [(int, "5", None), (int, True, None), (int, 5.0, None), (float, 5, 5.0), (float, "5", None),
+     (str, 5, None), (bool, 1, None), (tuple[int, int], [1, 2], (1, 2)), (list[int], ["1"], None),
+     (datetime.date, "2026-11-24", datetime.date(2026, 11, 24)), (dict[str, int], {"a": 1.0}, None),
+     (Literal["a", "b"], "a", "a"), (Literal["a", "b"], "c", None), (Any, "5", "5")],
+)  # fmt: skip
+def test_an_argument_is_of_its_annotation(annotation: Any, value: Any, wanted: Any) -> None:
+    def f(*several: Any, a: Any) -> None:
+        seen.append((several, a))
+
+    f.__annotations__ |= {"a": annotation, "several": annotation}
+    told = answer(HostTools([f]).begin(), "f", encode([[value], {"a": value}], 999).decode())
+    if wanted is None:
+        assert (told.kind, told.told[0], seen) == ("raised", b"TypeError", [])
+        assert told.told[1].startswith(b"several.0")
+    else:
+        assert (told.kind, seen) == ("returned", [((wanted,), wanted)])
+
+
+def test_only_what_is_exact_reaches_a_function() -> None:
+    calls = tools().begin()
+    assert answer(calls, "add", "[[1],{}]").told == (b"2",)
+    for name, data in (("fail2", "[[],{}]"), ("add", "[[1]]"), ("add", "{}"),
+                       ("__init__", "[[],{}]")):  # fmt: skip
+        with pytest.raises(Malformed):
+            answer(calls, name, data)
+    assert seen == [(1, 1)]
+
+
+def test_a_function_is_called_like_any_other(pool: SandboxPool) -> None:
+    with pool.acquire(host=tools().begin()) as session:
+        assert session.step("add(1), add(1, 2), add(b=5, a=1), add(**{'a': 0})").value == (
+            "(2, 3, 6, 1)"
+        )
+        assert seen == [(1, 1), (1, 2), (1, 5), (0, 1)]
+        shown = session.step("print(add.__name__, add.__doc__)").stdout
+        assert shown == "add def add(a: int, b: int = 1) -> int:\nThe sum.\n"
+        result = session.step("print('before')\nx = later(0.01, 'b')\nprint('after'); x")
+        assert (result.stdout, result.value) == ("before\nafter\n", "'b'")
+        assert [(c.name, c.arguments, c.told) for c in result.host_calls] == [
+            ("later", b'[[0.01,"b"],{}]', (b'"b"',))
+        ]
+        assert result.host_calls[0].seconds >= 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "name", "value"),
+    [
+        ("add('x')", "TypeError", "a: Input should be a valid integer"),
+        ("add()", "TypeError", "missing a required argument: 'a'"),
+        ("add(1, c=2)", "TypeError", "unexpected keyword argument 'c'"),
+        ("fail('value')", "ValueError", "a bad value"),
+        ("fail('key')", "KeyError", "k"),
+        ("fail('own')", "RuntimeError", "Own: mine"),
+        ("fail('exit')", "RuntimeError", "SystemExit: 3"),
+        (
+            "fail('object')",
+            "TypeError",
+            "returned cannot be passed: Object of type object",
+        ),
+        ("add({1: 2})", "TypeError", "its arguments cannot be passed: a tuple, or a key"),
+    ],
+)
+def test_a_failure_is_an_exception_of_the_session(
+    pool: SandboxPool, call: str, name: str, value: str
+) -> None:
+    with pool.acquire(host=tools().begin()) as session:
+        kind, text = told(session.step(call))
+        assert kind == name
+        assert value in text
+        assert session.step("add(20)").value == "21", "the session goes on"
+
+
+def test_what_a_function_prints_and_how_much_it_says_stay_apart(
+    pool: SandboxPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host = tools(answer_kib=1).begin()
+    with pool.acquire(host=host) as session:
+        result = session.step("fail('print')")
+        assert (result.value, result.stdout) == ("'printed'", "")
+        assert "own stdout" in capfd.readouterr().out
+        assert "more than 1024 bytes" in told(session.step("fail('large')"))[1]
+        assert len(told(session.step("fail('long')"))[1]) == 2000
+        assert (host.calls, host.failures) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("machine", "the index is down"), ("unprintable", "fail(): RuntimeError")]
+)
+def test_the_machines_fault_is_that_of_the_step(pool: SandboxPool, kind: str, said: str) -> None:
+    with pool.acquire(host=tools().begin()) as session:
+        result = session.step(f"try: fail({kind!r})\nexcept BaseException: pass")
+        assert (result.status, result.state_lost) == ("infra_error", True)
+        assert said in result.detail

@@ -1,0 +1,71 @@
+"""Every setting is documented, where a person looks for it, and by the code alone."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgrpo.config import TrainConfig
+from agentgrpo.config.read import load_config
+from agentgrpo.train.config_docs import Setting, as_markdown, as_toml, settings, toml
+
+ROOT = Path(__file__).parents[2]
+NAMES = [f"{setting.section}.{setting.key}".lstrip(".") for setting in settings()]
+
+
+@pytest.mark.parametrize("setting", list(settings()), ids=NAMES)
+def test_every_key_says_what_it_means_and_takes(setting: Setting) -> None:
+    assert setting.text, f"{setting.section}.{setting.key} has no docstring in agentgrpo/config"
+    assert setting.kind
+
+
+def test_every_key_of_the_config_is_there() -> None:
+    def keys(table: dict[str, Any], prefix: str = "") -> set[str]:
+        return {
+            name
+            for key, value in table.items()
+            for name in (
+                keys(value, f"{prefix}{key}.")
+                if isinstance(value, dict) and f"{prefix}{key}" not in NAMES
+                else [prefix + key]
+            )
+        }
+
+    assert set(NAMES) == keys(TrainConfig(model="m", out_dir=Path("o")).model_dump())
+
+
+def test_the_page_is_the_codes() -> None:
+    """After a change: `python -m agentgrpo.train.config_docs > docs/config.md`."""
+    assert (ROOT / "docs" / "config.md").read_text() == as_markdown()
+
+
+def test_a_commented_config_holds_what_was_set_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    values = {"model": 'a "quoted" name', "out_dir": tmp_path, "rollout.group_size": 4}
+    path.write_text(as_toml(values))
+    read = load_config(path)
+    assert (read.model, read.out_dir, read.rollout.group_size) == (values["model"], tmp_path, 4)
+    assert read == TrainConfig.model_validate({
+        "model": values["model"], "out_dir": tmp_path, "rollout": {"group_size": 4}
+    })  # fmt: skip
+    for name in NAMES:
+        assert f"{name.rpartition('.')[2]} = " in path.read_text()
+
+
+def test_a_commented_config_refuses_a_key_that_does_not_exist() -> None:
+    with pytest.raises(KeyError, match="nosuch"):
+        as_toml({"model": "m", "out_dir": "o", "rollout.nosuch": 1})
+
+
+VALUES = [
+    'a"b\\c\nd', True, 1.5, [1, 2], {"a": 1, "b": ["x"]}, [], {}, [[{"role": "user"}]], 1e-6,
+    "\x1b[0m\r\t\x7f\x00", "é\u2028", {"my:length": 1.0, "a.b": 1, "": 2, "c d": {"é": 3}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values_are_written_as_toml_reads_them(value: Any) -> None:
+    assert tomllib.loads(f"x = {toml(value)}")["x"] == value

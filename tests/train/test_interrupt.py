@@ -1,0 +1,193 @@
+"""User code that never comes back: said, ended at its limit, and by Ctrl-C twice, whatever hangs.
+
+Processes of their own, as a terminal would have them; every deadline here is a hundred times what
+is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.warm import ROOT, environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+PATIENCE_S = 200.0
+
+MINE = """
+import os, time
+from agentgrpo.actions import Finish, Observation, RunCode
+from agentgrpo.types import Task
+
+PLACE, HOW = os.environ["HANG"].split()
+
+def at(place, value=None):
+    if place == PLACE:
+        open("hangs", "w").write(str(os.getpid()))
+        globals()[HOW]()
+    return value
+async def later(place, value=None):
+    return at(place, value)
+
+def sleeps():
+    time.sleep(10**6)  # here: sleeps
+def swallows():
+    while True:
+        try: time.sleep(10**6)
+        except BaseException: pass  # whatever is raised
+
+class Env:
+    def tasks(self, split):
+        asked = {"role": "user", "content": "Q"}
+        return at("tasks", [Task(id=f"{split}/{i}", messages=(asked,), spec={}) for i in range(4)])
+    def reset(self, task): return at("reset", Slow() if PLACE.startswith("async") else World())
+class World:
+    def step(self, action): return at("step", Observation("seen"))
+    def finish(self, answer): return at("finish", {"part": 1.0})
+    def close(self): at("close")
+class Slow:
+    async def step(self, action): return await later("async.step", Observation("seen"))
+    async def finish(self, answer): return await later("async.finish", {"part": 1.0})
+    async def close(self): pass
+class Agent:
+    stop = ()
+    def messages(self, task): return task.messages
+    def prefill(self, task): return ""
+    def tools(self, task): return ()
+    def parse(self, text, task):
+        return at("parse", RunCode(text) if "<code>" in text else Finish(text))
+    def observe(self, action, told): return [{"role": "user", "content": told.text}]
+def reward(rollout): return at("reward", {"mine": 1.0})
+async def judge(view): return await later("judge", 1.0)
+"""
+
+
+class Run:
+    """A command of tests/quick.py in a session of its own."""
+
+    def __init__(self, folder: Path, model: Path, place: str, how: str, *overrides: str) -> None:
+        (folder / "mine.py").write_text(MINE)
+        (folder / "c.toml").write_text(
+            f'model = "{model}"\nout_dir = "run"\nsteps = 2\neval_every = 0\n'
+            '[env]\nkind = "mine:Env"\n[agent]\nkind = "mine:Agent"\n[data]\ntrain = "env"\n'
+            "num_heldout = 2\n[rollout]\ntasks_per_step = 2\ngroup_size = 2\nmax_retries = 0\n"
+            '[reward]\nkind = "mine:reward"\non_error = "raise"\nfunctions = {"mine:judge" = 1.0}\n'
+        )
+        env = environment(HANG=f"{place} {how}", PYTHONPATH=str(ROOT))
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.quick", "train", "c.toml", *overrides], cwd=folder,
+            env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def ended(self) -> tuple[int, str]:
+        _, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, err
+
+    def wait_until_it_hangs(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (self.folder / "hangs").exists():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def interrupt(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+
+@pytest.fixture
+def start(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(*of: str) -> Run:
+        runs.append(Run(tmp_path, tiny_model, *of))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGKILL)
+        run.process.communicate()
+
+
+def line_of(how: str) -> int:
+    return next(n for n, line in enumerate(MINE.splitlines(), 1) if f"# here: {how}" in line)
+
+
+@pytest.mark.parametrize(
+    ("place", "how", "named"),
+    [
+        ("step", "sleeps", "World.step"),
+        ("async.step", "sleeps", "Slow.step"),  # and keeps the loop
+        ("reward", "sleeps", "the reward reward"),
+        ("parse", "swallows", "Agent.parse"),
+    ],
+)
+def test_what_does_not_come_back_ends_the_run_with_its_name_and_place(
+    start: Callable[..., Run], place: str, how: str, named: str
+) -> None:
+    status, err = start(place, how, "rollout.call_timeout_s=5.5").ended()
+    where = {"swallows": r"\d+"}.get(how) or str(line_of(how))
+    said = (
+        rf"{named} has not come back after [\d.]+ s \(task '.*', rollout \d, at .*mine.py:{where}\)"
+    )
+    assert re.search(said, err), err
+    assert status == 3
+    assert re.search(rf"waiting for {named} \(task .*, at .*\).* for \d+ s\n", err), err
+
+
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [("parse", "swallows"), ("async.step", "sleeps")],
+)
+def test_ctrl_c_twice_ends_everything_whatever_hangs(
+    start: Callable[..., Run], place: str, how: str
+) -> None:
+    run = start(place, how)
+    run.wait_until_it_hangs()
+    run.interrupt()
+    time.sleep(1.0)
+    assert run.process.poll() is None, "the step is to be finished"
+    run.interrupt()
+    assert run.ended()[0] == -signal.SIGINT
+
+
+FORKS = """
+import multiprocessing, time
+from agentgrpo.train.interrupt import interruptible, stop_after_step
+
+with interruptible(), stop_after_step(print) as stopping:
+    for step in range(2):  # its workers are ended by SIGTERM
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pool.map(abs, range(4))
+    for number in range(2):  # no Pool, whose lock a worker may hold when Ctrl-C ends it
+        multiprocessing.get_context("fork").Process(
+            target=time.sleep, args=(600,), daemon=True
+        ).start()
+    print("begun", stopping(), flush=True)
+    while not stopping():
+        time.sleep(0.1)
+    print("saved", flush=True)
+"""
+
+
+def test_processes_that_users_code_forks_are_not_taken_for_the_run() -> None:
+    """What ends them ends them, and asks nobody else to stop."""
+    run = subprocess.Popen(
+        [sys.executable, "-c", FORKS], env=environment(PYTHONPATH=str(ROOT)), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert run.stdout is not None
+    assert run.stdout.readline() == "begun False\n"
+    os.killpg(run.pid, signal.SIGINT)
+    out, err = run.communicate(timeout=PATIENCE_S)
+    assert (run.returncode, "saved" in out) == (0, True), (out, err)
