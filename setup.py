@@ -37,7 +37,7 @@ setup(
     ),
     package_data={
         "agentgrpo": [
-            *("py.typed", "*.pyi", "*/*.toml"),
+            *("py.typed", "*.pyi", "data/*.toml", "examples/*/*"),
             *("inspect/view/assets/*", "sandbox/inside/*.js", "sandbox/inside/*.sh"),
             *("examples/harbor/*/*", "examples/harbor/*/*/*"),
         ]

@@ -10,7 +10,7 @@ from typing import NoReturn
 COMMANDS = {
     "init": (
         "agentgrpo.train.init",
-        "write a config for your model and your data, or example files",
+        "write a config for your model and your data, or copy the examples",
     ),
     "train": (
         "agentgrpo.train.__main__",

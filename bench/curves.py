@@ -112,31 +112,34 @@ def config_of(name: str) -> TrainConfig:
     return load_config(source_of(name), lesson(name).changes)
 
 
-def write_files(name: str, work: Path) -> None:
-    """What the config reads, in the directory in which it is used."""
-    if not work.exists():
-        examples.write(work)
-    if lesson(name).config and not (work / "terminal.train.jsonl").exists():
-        terminal.write(work)
+def picture_of(name: str) -> Path:
+    """The curve of a lesson, beside its config."""
+    config = lesson(name).config
+    return config.with_suffix(".png") if config else examples.FOLDER / name / "curve.png"
+
+
+def write_tasks(name: str, folder: Path) -> None:
+    """The tasks of a lesson whose config is not shipped, in the directory in which it is used."""
+    if lesson(name).config and not (folder / "terminal.train.jsonl").exists():
+        terminal.write(folder)
 
 
 def key_of(name: str) -> str:
     """Names the settings of a task and its environment: rows of one key answer one question."""
     config = config_of(name)
     table = config.model_dump(mode="json", exclude={"out_dir", "seed"}, exclude_unset=True)
-    asked = hashlib.sha256((settings := json.dumps(table)).encode())
-    for path in sorted(Path(examples.__file__).parent.glob("*.py")):
-        if f"agentgrpo.examples.{path.stem}:" in settings or f'"{path.name}"' in settings:
-            asked.update(path.read_bytes())
+    asked = hashlib.sha256(json.dumps(table).encode())
+    for path in sorted((examples.FOLDER / name.partition("/")[0]).glob("*.py")):
+        asked.update(path.read_bytes())
     if lesson(name).config:
         asked.update(Path(terminal.__file__).read_bytes())
     return asked.hexdigest()[:12]
 
 
 def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Train once, in a folder with the files of `agentgrpo init --examples`; what its row holds."""
-    work, out = folder / "files", folder / f"{name.replace('/', '-')}-{seed}"
-    write_files(name, work)
+    """Train once; what its row holds."""
+    out = folder / f"{name.replace('/', '-')}-{seed}"
+    write_tasks(name, folder)
     shutil.rmtree(out, ignore_errors=True)
     command = [
         sys.executable,
@@ -149,7 +152,7 @@ def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
     used, began = _cpu_seconds(), time.perf_counter()
     subprocess.run(
         [*command, f"seed={seed}", f"out_dir={out}", "keep_checkpoints=1"],
-        cwd=work, check=True, env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(root)},
     )  # fmt: skip
     spent = {"seconds": time.perf_counter() - began, "cpu_s": _cpu_seconds() - used}
     row = {**{key: round(value) for key, value in spent.items()}, **row_of(out)}
@@ -204,10 +207,9 @@ def know_nothing(name: str) -> dict[str, float]:
     from agentgrpo.testing import assert_no_cheat_pays
 
     config = config_of(name)
-    with tempfile.TemporaryDirectory() as folder:
-        write_files(name, work := Path(folder) / "files")
-        with contextlib.chdir(work):
-            played = assert_no_cheat_pays(config, at_most=1.0, reward_at_most=1e9, tasks=HELDOUT)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        write_tasks(name, Path(folder))
+        played = assert_no_cheat_pays(config, at_most=1.0, reward_at_most=1e9, tasks=HELDOUT)
     return {policy: round(seen.solved, 4) for policy, seen in played.items()}
 
 
@@ -250,7 +252,13 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     for name, seeds in found.items():
         if 0 in seeds and "/" not in name:
             before, after = seeds[0]["shown"]
-            lines += ["", f"### {name}", "", f"![{name}](curves/{name}.png)", ""]
+            lines += [
+                "",
+                f"### {name}",
+                "",
+                f"![{name}]({os.path.relpath(picture_of(name), DOCS)})",
+                "",
+            ]
             lines += ["Before:", "", "```text", before, "```", "", "After:", ""]
             lines += ["```text", after, "```"]
     if shares := {name: _runs(seeds) for name, seeds in found.items() if "/" in name}:
@@ -385,7 +393,7 @@ def main(arguments: Sequence[str]) -> None:
         path.write_text(with_made(path.read_text(), "bench.curves", page(rows)))
         for name, seeds in by_task(rows).items():
             if "/" not in name and max(seeds) >= 0:
-                draw(name, seeds, DOCS / "curves" / f"{name}.png")
+                draw(name, seeds, picture_of(name))
     elif args.know_nothing:
         study(names, [-1], lambda name, seed: {"solved": know_nothing(name)})
     elif args.folder:

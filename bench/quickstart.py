@@ -6,7 +6,7 @@
 Each seed is its own process and an empty run directory. Rows: held-out greedy solved share before
 and after, wall seconds, largest |delta logp| of any step; then the last seed's checkpoint played on
 the same held-out tasks by transformers' own generate(), which knows nothing of vLLM. Of programs
-(FILES: '["agentgrpo/examples/program.py"]') also how long one takes to its first request.
+(FILES: '["agentgrpo/examples/program/program.py"]') also how long one takes to its first request.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def config_parser(command: str, description: str | None) -> argparse.ArgumentPar
     parser.add_argument("config", help="a TOML file, or the name of one of those below")
     firsts = {name: path.read_text().partition("\n")[0] for name, path in shipped_configs().items()}
     about = (f"  {name:18} {first.lstrip('# ')}" for name, first in firsts.items())
-    parser.epilog = "\n".join(["configs that come with the package:", *about])
+    parser.epilog = "\n".join(["examples that come with the package:", *about])
     parser.add_argument(
         "overrides",
         nargs="*",

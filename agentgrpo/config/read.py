@@ -25,6 +25,15 @@ from agentgrpo.config.command_settings import RECIPE_SECTIONS, require_used
 from agentgrpo.support.files import expanded, read_toml
 from agentgrpo.support.user_calls import user_call
 
+HERE = "{here}/"
+MOVED = {
+    "agentgrpo.recipe.errands:": "agentgrpo.examples.recipe.tasks:",
+    "agentgrpo.examples.lessons:LettersEnv": "agentgrpo.examples.letters.env:LettersEnv",
+    "agentgrpo.examples.lessons:FunctionsEnv": "agentgrpo.examples.functions.env:FunctionsEnv",
+    "agentgrpo.examples.worlds:Walk": "agentgrpo.examples.walk.env:Walk",
+    "agentgrpo.examples.worlds:Guess": "agentgrpo.examples.guess.env:Guess",
+}
+"""Names that run.json of older runs has, and the names of today."""
 Config = TypeVar("Config", bound=TrainConfig)
 T = TypeVar("T")
 
@@ -73,6 +82,8 @@ def validate(kind: type[Config], table: Mapping[str, Any], of: str) -> Config:
     is not true. ValueError has a line for each wrong key.
     """
     text = json.dumps(unset(table, kind), default=str)  # lists are tuples in JSON, texts paths
+    for old, new in MOVED.items():
+        text = text.replace(f'"{old}', f'"{new}')
     try:
         return kind.model_validate_json(text, strict=True)
     except pydantic.ValidationError as error:
@@ -108,14 +119,14 @@ def config_of(given: str | Path | TrainConfig | None, settings: Mapping[str, Any
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The configs that come with the package, by name."""
-    folder = Path(str(resources.files("agentgrpo"))) / "configs"
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    """The configs of the examples that come with the package, by name."""
+    folder = Path(str(resources.files("agentgrpo"))) / "examples"
+    return {path.parent.name: path for path in sorted(folder.glob("*/config.toml"))}
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A file's table, merged into that of the file that it `extends`."""
-    table = read_toml(path)
+    table: dict[str, Any] = _placed(read_toml(path), path)
     base = table.pop("extends", None)
     if base is None:
         return table
@@ -129,6 +140,17 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: extends: {error}") from None
     return _merged(_read(above, seen), table)
+
+
+def _placed(value: Any, path: Path) -> Any:
+    """A value of a config file; "{here}/" at the start of a path is replaced by its folder."""
+    if isinstance(value, dict):
+        return {key: _placed(item, path) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_placed(item, path) for item in value]
+    if isinstance(value, str) and value.startswith(HERE):
+        return str(path.absolute().parent / value.removeprefix(HERE))
+    return value
 
 
 def _merged(base: Mapping[str, Any], table: Mapping[str, Any], name: str = "") -> dict[str, Any]:

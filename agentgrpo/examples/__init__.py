@@ -1,56 +1,37 @@
-"""Files to try the configs with that expect files of yours.
+"""Examples, a folder each: config.toml, its code, README.md, and its curve where one was measured.
 
-`agentgrpo init --examples [FOLDER]` writes those of `search` and `code_search` (questions.jsonl,
-texts.jsonl, web.py), `unit_tests` (tasks.jsonl), `mcp` (server.py), `verifiers` (my_env.py) and
-`program` (program.py) into the folder you are in, or another, a sampler of one's own for any
-config (sampler.py), and ten task folders for `agentgrpo init --harbor` (harbor/).
+`agentgrpo train NAME` runs one from anywhere; `agentgrpo init --examples [FOLDER]` copies all of
+them, to change them. harbor/ has ten task folders for `agentgrpo init --harbor`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+import random
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
-from agentgrpo.examples import functions
-from agentgrpo.examples.recipe import search_demo
-
-PROGRAMS = ("server.py", "my_env.py", "sampler.py", "web.py", "program.py")
-
-
-def files() -> dict[str, str]:
-    """The contents of every file, by name."""
-    texts = ({"id": id, "title": title, "text": text} for id, title, text in search_demo.corpus())
-    questions = (
-        {"question": task.messages[-1]["content"], "answer": task.spec["answer"]}
-        for task in search_demo.lookups("train")
-        if task.id.endswith("/person")  # SmolLM2-135M does not tell which fact is asked for
-    )
-    here = Path(__file__).parent
-    return {
-        "texts.jsonl": _lines(texts),
-        "questions.jsonl": _lines(questions),
-        "tasks.jsonl": _lines(functions.rows()),
-        **{name: (here / name).read_text() for name in PROGRAMS},
-        **{
-            str(path.relative_to(here)): path.read_text()
-            for path in sorted(here.glob("harbor/**/*"))
-            if path.is_file()
-        },
-    }
+T = TypeVar("T")
+FOLDER = Path(__file__).parent
 
 
-def write(folder: Path) -> list[Path]:
-    """Write them all; the folder is made. What is in it then: files, and the folder of tasks."""
-    paths = {folder / name: text for name, text in files().items()}
-    there = [path for path in paths if path.exists()]
-    if there:
-        raise FileExistsError(f"{there[0]} is there already")
-    for path, text in paths.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return list(dict.fromkeys(folder / path.relative_to(folder).parts[0] for path in paths))
+def copy_examples(to: Path) -> list[Path]:
+    """Copy every folder into `to`, which is made; the copies name the code beside them."""
+    folders = sorted(path.parent for path in FOLDER.glob("*/README.md"))
+    for folder in folders:
+        if (to / folder.name).exists():
+            raise FileExistsError(f"{to / folder.name} is there already")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in folders:
+        shutil.copytree(folder, to / folder.name, ignore=ignored)
+        for path in (to / folder.name).glob("*.toml"):
+            path.write_text(path.read_text().replace(f"{__name__}.{folder.name}.", ""))
+    return [to / folder.name for folder in folders]
 
 
-def _lines(rows: Iterable[Mapping[str, object]]) -> str:
-    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+def shuffled(every: Iterable[T]) -> list[T]:
+    """All items, in an order that is always the same."""
+    order = list(every)
+    random.Random("lessons").shuffle(order)
+    return order

@@ -13,10 +13,10 @@
             elif stream.tag == "</answer>":
                 stream.finish("...")
 
-A whole example is agentgrpo/examples/sampler.py. Ids stay as they were sampled, up to and with the
-one in which the stream was stopped, also where the tag ends inside it; what is put in is encoded
-alone and appended unsampled, and the engine goes on from those ids. The idea is that of TRL's
-issue 2723.
+A whole example is agentgrpo/examples/custom_sampler/sampler.py. Ids stay as they were sampled, up
+to and with the one in which the stream was stopped, also where the tag ends inside it; what is put
+in is encoded alone and appended unsampled, and the engine goes on from those ids. The idea is that
+of TRL's issue 2723.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ datasets' save_to_disk wrote, or a dataset of the Hugging Face hub (owner/name; 
 data.split=NAME say which part). Some of its rows are held out, to see whether the policy learns.
 `env` instead of data: the tasks of an environment that has its own (env.kind); --repair: tasks made
 from packages (docs/repair.md); --harbor: task folders in Harbor's form
-(docs/harbor.md). With --examples: the files that shipped configs expect of you.
+(docs/harbor.md). With --examples: copies of the examples, a folder each.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentgrpo import examples
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.config.read import load_config
 from agentgrpo.data.files import is_from_hub
 from agentgrpo.data.sources import rows_of
 from agentgrpo.envs import harbor_tasks, repair_tasks
+from agentgrpo.examples import copy_examples
 from agentgrpo.models.models import resolve_model
 from agentgrpo.rewards.answers import accepted_answers
 from agentgrpo.sandbox.doctor import examine
@@ -153,8 +153,8 @@ def main(arguments: list[str]) -> int:
         "-o", "--output", type=Path, default=Path("train.toml"), help="default: train.toml"
     )
     parser.add_argument(
-        "--examples", nargs="?", type=Path, const=Path(), metavar="FOLDER",
-        help="write the files that shipped configs expect, here or into a folder",
+        "--examples", nargs="?", type=Path, const=Path("examples"), metavar="FOLDER",
+        help="copy the examples into a folder, one folder each (default: examples)",
     )  # fmt: skip
     made = parser.add_mutually_exclusive_group()
     made.add_argument("--repair", action="append", metavar="PACKAGE", help="or a folder")
@@ -175,7 +175,7 @@ def main(arguments: list[str]) -> int:
         parser.error("the following arguments are required: model, data")
     try:
         if args.examples is not None:
-            print(*examples.write(args.examples), sep="\n")  # noqa: T201
+            print(*copy_examples(args.examples), sep="\n")  # noqa: T201
             return 0
         require_output(args.output)
         if args.output.exists():

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo import examples
-from agentgrpo.config.read import load_config, shipped_configs
+from agentgrpo.config.read import load_config
 from agentgrpo.envs import harbor_tasks
+from agentgrpo.examples import FOLDER
 from agentgrpo.support import hardware
 from agentgrpo.train.dry_run import of_playing, plan
 from agentgrpo.train.memory_estimate import ALLOCATORS, GIB, footprint, shapes_of
@@ -27,37 +27,33 @@ from tests import qwen3, tiny
 from tests.sandbox.isolation.tiny_image import add_tiny_image
 from tests.warm import ROOT
 
-FOLDERS = Path(examples.__file__).parent / "harbor"
-NAMES = sorted(name for name in shipped_configs() if name.startswith("qwen3_"))
-ROW = re.compile(r"^#\s+(\d+) GiB\s+([\d.]+) GiB  (.+)$", re.M)
+NAMES = ("qwen3_math", "qwen3_tools")
+ROW = re.compile(r"^\| (\d+) GiB \| ([\d.]+) GiB \| `(model=Qwen/Qwen3-\S+ ?[^`]*)` \|$", re.M)
 CARDS = [
-    (name, int(card), float(need), "" if what == "as it stands" else what)
+    (name, int(card), float(need), what)
     for name in NAMES
-    for card, need, what in ROW.findall(shipped_configs()[name].read_text())
+    for card, need, what in ROW.findall((FOLDER / name / "README.md").read_text())
 ]
 
 
-def size_of(name: str) -> str:
-    return name.split("_")[1]
+def size_of(settings: str) -> str:
+    """The model's size, of the settings of a row."""
+    return settings.split()[0].rpartition("-")[2].lower()
 
 
-def test_every_size_has_mathematics_and_tools() -> None:
-    assert (
-        sorted(f"qwen3_{size}_{kind}" for size in qwen3.SIZES for kind in ("math", "tools"))
-        == NAMES
-    )
+def test_every_size_has_its_cards() -> None:
     for name in NAMES:
-        config = load_config(name)
-        assert config.model.lower() == f"qwen/qwen3-{size_of(name)}"
-        assert str(config.out_dir) == f"runs/{name}"
-        assert sum(of == name for of, *_ in CARDS) >= 3, "a plan for at least three cards"
+        sizes = [size_of(what) for of, *_, what in CARDS if of == name]
+        assert {*sizes} == {*qwen3.SIZES}
+        assert min(map(sizes.count, sizes)) >= 3, "a plan for at least three cards"
+        assert str(load_config(name).out_dir) == f"runs/{name}"
 
 
 @pytest.mark.parametrize(("name", "card", "need", "overrides"), CARDS)
 def test_the_memory_it_names_is_what_it_takes(
     name: str, card: int, need: float, overrides: str
 ) -> None:
-    shapes = shapes_of(qwen3.config(size_of(name)))
+    shapes = shapes_of(qwen3.config(size_of(overrides)))
     held = footprint(load_config(name, overrides.split()), shapes, cuda=True)
     assert round(held.peak / GIB, 1) == need
     assert need <= ALLOCATORS * card
@@ -76,10 +72,15 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", qwen3.SIZES)
 def test_its_stage_is_set_and_its_plan_made(
-    name: str, model_of: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    size: str,
+    model_of: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a machine with the smallest card that the config names for itself."""
+    """As on a machine with the second smallest card of the README's table."""
     monkeypatch.chdir(tmp_path)
     rows = "\n".join(
         json.dumps({"question": f"q{i}", "answer": "$\\frac{1}{2}$"}) for i in range(80)
@@ -87,9 +88,11 @@ def test_its_stage_is_set_and_its_plan_made(
     Path("math.jsonl").write_text(rows)
     Path("questions.jsonl").write_text(rows)
     Path("texts.jsonl").write_text(json.dumps({"title": "t", "text": "x"}))
-    card, need = next((card, need) for of, card, need, what in CARDS if of == name and not what)
-    config = load_config(name)
-    stage = prepare_run(config, model=str(model_of[size_of(name)]), progress=Progress(1))
+    _, (card, need, what), *_ = [
+        row for of, *row in CARDS if of == name and size_of(row[2]) == size
+    ]
+    config = load_config(name, what.split())
+    stage = prepare_run(config, model=str(model_of[size]), progress=Progress(1))
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
     try:
@@ -100,7 +103,7 @@ def test_its_stage_is_set_and_its_plan_made(
         stage.close()
     assert f"{card} GiB NVIDIA GPU" in said
     assert "never run on a GPU: torch 2.13.0+cpu instead of 2.11.0" in said
-    assert f"{qwen3.PARAMETERS[size_of(name)]:,} parameters" in said
+    assert f"{qwen3.PARAMETERS[size]:,} parameters" in said
     assert f"= {need} GiB, the KV cache" in said
     assert "WARNING    memory" not in said
     assert re.search(
@@ -109,23 +112,27 @@ def test_its_stage_is_set_and_its_plan_made(
 
 
 @pytest.mark.nsjail
-def test_harbor_folders_are_planned_with_the_configs_for_4b_and_8b(
+def test_harbor_folders_are_planned_with_the_settings_for_4b_and_8b(
     model_of: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the command of docs/harbor.md, and without weights."""
+    """With the command of docs/harbor.md, the settings of the card, and without weights."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     add_tiny_image("debian:12", python=False, tools=["bash", "sh"])
     for name in ("count-errors", "sum-column", "find-largest"):
-        shutil.copytree(FOLDERS / name, tmp_path / "tasks" / name)
+        shutil.copytree(FOLDER / "harbor" / name, tmp_path / "tasks" / name)
         (tmp_path / "tasks" / name / "environment/Dockerfile").write_text("FROM debian:12\n")
     harbor_tasks.write(["tasks"], tmp_path / "tasks.toml", network=False)
     page = (ROOT / "docs/harbor.md").read_text().replace("\\\n", " ")
-    command = re.search(r"train qwen3_4b_tools (.+) --dry-run", page)
+    command = re.search(r"train qwen3_tools (model=.+) (env.kind=.+) --dry-run", page)
     assert command is not None
+    settings = {
+        (size_of(what), card): what for name, card, _, what in CARDS if name == "qwen3_tools"
+    }
+    assert command[1].split() == settings["4b", 80].split(), "those of the README"
     for size, card in (("4b", 80), ("8b", 141)):
-        overrides = [*shlex.split(command[1]), "rollout.template_options={}"]
-        config = load_config(f"qwen3_{size}_tools", overrides)
+        overrides = [*settings[size, card].split(), *shlex.split(command[2])]
+        config = load_config("qwen3_tools", [*overrides, "rollout.template_options={}"])
         stage = prepare_run(config, model=str(model_of[size]), progress=Progress(1))
         with monkeypatch.context() as patch, contextlib.closing(stage):
             patch.setattr(hardware, "has_nvidia_gpu", lambda: True)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from agentgrpo import examples
 from agentgrpo.inspect.verify import verify
 from agentgrpo.records.rollouts import read_rollout
 from agentgrpo.support.atomic_files import read_lines
@@ -143,9 +142,8 @@ def test_the_other_commands_play_programs_too(tmp_path: Path) -> None:
 
 
 def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
-    """The shipped config with its file, as `agentgrpo init --examples` writes it."""
+    """The shipped example."""
     pytest.importorskip("verifiers.v1", reason="verifiers is in requirements-dev.txt")
-    examples.write(tmp_path)
     overrides = [
         f"model={tiny.make_agent_dir(tmp_path / 'model')}", "out_dir=run", "steps=2",
         "eval_every=0", "rollout.tasks_per_step=2", "rollout.group_size=4",

@@ -12,7 +12,10 @@ from agentgrpo import examples
 from agentgrpo.config.read import load_config, shipped_configs
 from agentgrpo.data.tasks import normalised_question
 from agentgrpo.envs.adapters.gymnasium import HELDOUT_SEED
-from agentgrpo.examples import lessons, worlds
+from agentgrpo.examples.functions.env import FunctionsEnv
+from agentgrpo.examples.guess.env import Guess
+from agentgrpo.examples.letters.env import LettersEnv
+from agentgrpo.examples.walk.env import Walk
 from bench import curves
 
 
@@ -26,7 +29,7 @@ def test_a_lesson_is_a_short_config_with_enough_held_out(name: str) -> None:
     assert config.on("cpu").rollout.deterministic or name == "program"
 
 
-@pytest.mark.parametrize("env", [lessons.LettersEnv, lessons.FunctionsEnv])
+@pytest.mark.parametrize("env", [LettersEnv, FunctionsEnv])
 def test_no_question_is_asked_twice(env: Any) -> None:
     train, heldout = (env.tasks(None, split) for split in ("train", "heldout"))
     asked = [normalised_question(task) for task in [*train, *heldout]]
@@ -35,14 +38,14 @@ def test_no_question_is_asked_twice(env: Any) -> None:
 
 
 def test_no_world_begins_twice() -> None:
-    for world, train in ((worlds.Walk, 192), (worlds.Guess, 192)):
+    for world, train in ((Walk, 192), (Guess, 192)):
         seeds = [*range(train), *range(HELDOUT_SEED, HELDOUT_SEED + 192)]
         begun = [world().reset(seed=seed)[0] for seed in seeds]
         assert len(set(begun)) == len(begun)
 
 
 def test_halving_always_finds_the_number_and_nothing_else_is_paid_in_full() -> None:
-    world = worlds.Guess()
+    world = Guess()
     for seed in range(192):
         world.reset(seed=seed)
         total, ended = 0.0, False
@@ -102,8 +105,8 @@ def test_a_new_source_is_a_new_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     of_letters = ["letters", *(f"letters/{loss}" for loss in curves.LOSSES)]
     before = {name: curves.key_of(name) for name in (*of_letters, "walk", "console")}
     assert len({*before.values()}) == len(before)
-    made = Path(shutil.copytree(Path(str(examples.__file__)).parent, tmp_path / "examples"))
-    (made / "lessons.py").write_text("# other words")
-    monkeypatch.setattr(examples, "__file__", str(made / "__init__.py"))
+    made = Path(shutil.copytree(examples.FOLDER, tmp_path / "examples"))
+    (made / "letters/env.py").write_text("# other words")
+    monkeypatch.setattr(examples, "FOLDER", made)
     changed = [name for name, key in before.items() if curves.key_of(name) != key]
     assert changed == of_letters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,16 @@ from typing import Any
 
 import pytest
 
-from agentgrpo import cli, examples
+from agentgrpo import cli
 from agentgrpo.actions import CallTools, ToolCall
+from agentgrpo.config import TrainConfig
+from agentgrpo.config.read import load_callable, load_config, shipped_configs, validate
 from agentgrpo.envs.graded import UnitTestEnv
 from agentgrpo.envs.runner import EpisodeRunner
 from agentgrpo.envs.search import SearchEnv
+from agentgrpo.examples import FOLDER
+from agentgrpo.examples.functions import env as functions
+from agentgrpo.examples.recipe import search_demo
 from agentgrpo.sandbox import SandboxPool
 from tests.playing import task
 
@@ -37,27 +43,84 @@ SOLUTIONS = {
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in examples.files()[name].splitlines()]
+    return [json.loads(line) for line in (FOLDER / name).read_text().splitlines()]
 
 
-def test_a_command_writes_them_and_overwrites_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_command_copies_them_and_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["init", "--examples", str(tmp_path / "new")]) == 0
-    said = capsys.readouterr().out.split()
-    assert {Path(path).name for path in said} == {Path(p).parts[0] for p in examples.files()}
+    printed = {Path(path).name for path in capsys.readouterr().out.split()}
+    assert printed == {*shipped_configs(), "harbor"}
     assert len(list((tmp_path / "new/harbor").glob("*/tests/test.sh"))) == 10
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old/my_env.py").write_text("mine")
+    (tmp_path / "old/letters").mkdir(parents=True)
     assert cli.main(["init", "--examples", str(tmp_path / "old")]) == 2
-    assert capsys.readouterr().err.endswith("my_env.py is there already\n")
-    assert [path.name for path in (tmp_path / "old").iterdir()] == ["my_env.py"]
+    assert capsys.readouterr().err.endswith("letters is there already\n")
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["letters"]
+    monkeypatch.chdir(tmp_path / "new/letters")
+    assert load_config("config.toml").env.kind == "env:LettersEnv", "the code beside it"
+    monkeypatch.chdir(tmp_path)
+    assert (
+        load_config("new/search/config.toml").data.train == f"{tmp_path}/new/search/questions.jsonl"
+    )
+
+
+@pytest.mark.parametrize("name", [*shipped_configs(), "harbor"])
+def test_an_example_is_a_folder_with_a_readme(name: str) -> None:
+    text = (FOLDER / name / "README.md").read_text()
+    assert text.startswith("# ")
+    assert name == "harbor" or re.search(rf"^agentgrpo (train|recipe) {name}\b", text, re.M)
+    files = {path.name for path in (FOLDER / name).iterdir()} - {
+        "__pycache__",
+        "config.toml",
+        "README.md",
+    }
+    assert ("curve.png" in files) == ("curve.png" in text)
+    own = set(re.findall(rf"agentgrpo\.examples\.{name}\.(\w+)", str(load_config_text(name))))
+    assert all((FOLDER / name / f"{module}.py").is_file() for module in own)
+
+
+def load_config_text(name: str) -> str:
+    path = FOLDER / name / "config.toml"
+    return path.read_text() if path.exists() else ""
+
+
+def test_the_files_are_what_the_code_makes() -> None:
+    texts = [{"id": id, "title": t, "text": text} for id, t, text in search_demo.corpus()]
+    assert rows("search/texts.jsonl") == texts
+    assert rows("search/questions.jsonl") == [
+        {"question": task.messages[-1]["content"], "answer": task.spec["answer"]}
+        for task in search_demo.lookups("train")
+        if task.id.endswith("/person")  # SmolLM2-135M does not tell which fact is asked for
+    ]
+    assert rows("unit_tests/tasks.jsonl") == [*functions.rows()]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("agentgrpo.recipe.errands:ErrandsEnv", "agentgrpo.examples.recipe.tasks:ErrandsEnv"),
+        ("agentgrpo.examples.lessons:LettersEnv", "agentgrpo.examples.letters.env:LettersEnv"),
+        (
+            "agentgrpo.examples.lessons:FunctionsEnv",
+            "agentgrpo.examples.functions.env:FunctionsEnv",
+        ),
+    ],
+)
+def test_records_of_older_runs_name_what_has_moved(old: str, new: str) -> None:
+    table = {"model": "m", "out_dir": "o", "env": {"kind": old}}
+    kind = validate(TrainConfig, table, "run.json").env.kind
+    assert kind == new
+    assert callable(load_callable(kind, key="env.kind"))
 
 
 @pytest.mark.nsjail
 def test_right_functions_pass_their_tests(pool: SandboxPool) -> None:
-    tests = {row["question"].split("(")[0].split()[-1]: row["tests"] for row in rows("tasks.jsonl")}
-    assert len(tests) == len(rows("tasks.jsonl")) == 84
+    tests = {
+        row["question"].split("(")[0].split()[-1]: row["tests"]
+        for row in rows("unit_tests/tasks.jsonl")
+    }
+    assert len(tests) == len(rows("unit_tests/tasks.jsonl")) == 84
     env = UnitTestEnv(pool, 2.0)
     try:
         for name, program in SOLUTIONS.items():
@@ -69,29 +132,28 @@ def test_right_functions_pass_their_tests(pool: SandboxPool) -> None:
 
 
 def test_no_function_passes_by_always_returning_the_same() -> None:
-    for row in rows("tasks.jsonl"):
+    for row in rows("unit_tests/tasks.jsonl"):
         expected = {line.split(" == ")[1] for line in row["tests"].splitlines()}
         assert len(expected) > 1, row["question"]
 
 
 def test_the_search_finds_every_answer_by_the_name_in_the_question(tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_text(examples.files()["texts.jsonl"])
-    env: Any = SearchEnv(tmp_path / "texts.jsonl", top_k=1, max_chars=200)
-    names = [row["title"] for row in rows("texts.jsonl")]
-    for row in rows("questions.jsonl"):
+    texts = shutil.copy(FOLDER / "search/texts.jsonl", tmp_path)
+    env: Any = SearchEnv(Path(texts), top_k=1, max_chars=200)
+    names = [row["title"] for row in rows("search/texts.jsonl")]
+    for row in rows("search/questions.jsonl"):
         (name,) = (name for name in names if name in re.findall(r"\w+", row["question"]))
         call = CallTools((ToolCall("search", {"query": name}),))
         assert row["answer"] in env.reset(task()).step(call).text, row
 
 
 def test_the_server_answers_and_logs_nothing_of_what_the_policy_gets_wrong(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("mcp", reason="mcp is in requirements-cpu.txt")
     from agentgrpo.envs.adapters.mcp import McpEnv
 
-    examples.write(tmp_path)
-    env = McpEnv(sys.executable, [str(tmp_path / "server.py")])
+    env = McpEnv(sys.executable, [str(FOLDER / "mcp/server.py")])
     calls = [ToolCall("calculate", {"expression": text}) for text in ("12*31+14", "12*")]
     runner = EpisodeRunner(1)
     episode = env.reset(task())
@@ -105,7 +167,7 @@ def test_the_server_answers_and_logs_nothing_of_what_the_policy_gets_wrong(
 
 def test_the_verifiers_environment_pays_what_the_policy_answers() -> None:
     vf = pytest.importorskip("verifiers.v1", reason="verifiers is in requirements-dev.txt")
-    from agentgrpo.examples.my_env import Problem, Problems, ProblemsConfig
+    from agentgrpo.examples.verifiers.my_env import Problem, Problems, ProblemsConfig
 
     (problem,) = Problems(ProblemsConfig(size=1, split="heldout"))
     asked = vf.AssistantMessage(tool_calls=[vf.ToolCall(id="0", name="x", arguments="{}")])

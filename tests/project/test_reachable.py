@@ -15,7 +15,7 @@ from tests.project.test_docs import PAGES
 from tests.project.test_imports import ROOT, python_files
 
 PYTHON = python_files("agentgrpo", "agentgrpo/kernels")  # a link, which is not followed by itself
-OTHERS = [*PAGES, ROOT / "Makefile", ROOT / "setup.py", *ROOT.glob("agentgrpo/configs/*.toml")]
+OTHERS = [*PAGES, ROOT / "Makefile", ROOT / "setup.py", *ROOT.glob("agentgrpo/examples/*/*.toml")]
 ASKED_BY_OTHERS = {"__getattr__", "__all__"}
 
 

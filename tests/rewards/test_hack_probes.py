@@ -368,9 +368,8 @@ def searched(fixture: Callable[[str], Any]) -> Path:
 
 def served(fixture: Callable[[str], Any]) -> McpEnv:
     pytest.importorskip("mcp")
-    examples.write(fixture("tmp_path"))
     root = str(Path(__file__).parents[2])
-    script = str(fixture("tmp_path") / "server.py")
+    script = str(examples.FOLDER / "mcp" / "server.py")
     return McpEnv(sys.executable, [script], env={"PYTHONPATH": root})
 
 

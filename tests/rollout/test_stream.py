@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agentgrpo.config import RolloutConfig
-from agentgrpo.examples.sampler import ThinkingCalls
+from agentgrpo.examples.custom_sampler.sampler import ThinkingCalls
 from agentgrpo.inspect.verify.tokens import rollout_faults
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.custom import CustomSampler

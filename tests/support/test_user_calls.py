@@ -22,7 +22,7 @@ PACKAGE = Path(agentgrpo.__file__).parent
     ("file", "users"),
     [
         (PACKAGE / "train.py", False),
-        (PACKAGE / "examples" / "web.py", True),
+        (PACKAGE / "examples" / "code_search" / "web.py", True),
         (PACKAGE.with_name("agentgrpo_task.py"), True),
         (PACKAGE.with_name("agentgrpo2") / "mine.py", True),
         (PACKAGE.with_name("agentgrpo") / "examples_of_ours.py", False),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from agentgrpo.examples import write
 from agentgrpo.testing import assert_no_cheat_pays
 from tests import tiny
 
@@ -18,11 +17,9 @@ CODE = {"system_prompt": "Solve it."}
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The tiny one, in a folder with the files that some configs expect."""
+    """The tiny one."""
     monkeypatch.setattr("agentgrpo.train.prepare.check_model", lambda config, model, **how: None)
-    write(tmp_path / "files")
-    monkeypatch.chdir(tmp_path / "files")
-    monkeypatch.syspath_prepend(tmp_path / "files")
+    monkeypatch.chdir(tmp_path)
     return str(tiny.make_model_dir(tmp_path / "model"))
 
 

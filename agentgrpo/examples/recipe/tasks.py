@@ -7,7 +7,7 @@
     heldout = "env"
 
 Sums are the word problems (data/word_problems.py), questions are of the invented
-almanac (almanac.py). `critic` and `reflector` stand in for a large model in the flywheel: they
+almanac (search_demo.py). `critic` and `reflector` stand in for a large model in the flywheel: they
 know the solutions of the training tasks, and read and write what operators ask (operators.py).
 """
 
