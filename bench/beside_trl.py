@@ -118,11 +118,11 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
     from agentgrpo.learn.policy import freeze_all_but
     from agentgrpo.rollout.sampler import Sampler
     from agentgrpo.train.evaluate import summarize
-    from agentgrpo.train.prepare import prepare_run
+    from agentgrpo.train.prepare import prepare_run, training_stream
 
-    setup = prepare_run(config)
+    parts = prepare_run(config)
     count, size = config.rollout.tasks_per_step, config.rollout.group_size
-    stream = setup.training_tasks(config)
+    stream = training_stream(config, parts)
     tasks = [task for _ in range(steps) for task in stream.next(count)]
     seen: dict[str, list[float]] = {"seconds": [], "solved": []}
 
@@ -131,16 +131,16 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
         step = trainer.state.global_step
         decoder = WholeBatch(trainer.vllm_generation.llm, config.engine.max_model_len)
         sampler = Sampler(
-            decoder, setup.agent, setup.env, setup.chat, config.rollout,
+            decoder, parts.agent, parts.env, parts.chat, config.rollout,
             max_live=config.sandbox.max_live,
         )  # fmt: skip
         groups, _ = sampler.play(tasks[step * count :][:count], size, seed=config.seed_of(step, 0))
-        setup.reward.score(groups, step=step)
+        parts.reward.score(groups, step=step)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         seen["solved"].append(summarize(groups)["solved"])
         return as_trl(rollouts)
 
-    model: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(parts.model, dtype=torch.float32)
     freeze_all_but(model, config.learner.trained_layers)
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +157,7 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
         with plain_cpu_weights():  # else vLLM packs them away on CPU, and TRL cannot sync
             trainer = GRPOTrainer(
                 model=model,
-                processing_class=setup.chat.tokenizer,
+                processing_class=parts.chat.tokenizer,
                 reward_funcs=lambda earned, **_: earned,
                 args=arguments,
                 train_dataset=Dataset.from_list(
@@ -167,7 +167,7 @@ def in_trl(config: TrainConfig, steps: int, threads: int) -> dict[str, list[floa
                 callbacks=[_clock(seen["seconds"])],
             )
         trainer.train()
-    setup.close()
+    parts.close()
     return seen
 
 

@@ -130,10 +130,9 @@ def plain_transformers_score(name: str, checkpoint: Path, overrides: Sequence[st
 
     config = load_config(name, overrides)
     decoder = TransformersDecoder(checkpoint, config.engine.max_model_len)
-    setup = prepare_run(config, model=str(checkpoint))
-    with contextlib.closing(setup):
-        sampler = Sampler(decoder, setup.agent, setup.env, setup.chat, config.rollout)
-        _, metrics = evaluate(sampler, setup.heldout, setup.reward)
+    with contextlib.closing(prepare_run(config, model=str(checkpoint))) as parts:
+        sampler = Sampler(decoder, parts.agent, parts.env, parts.chat, config.rollout)
+        _, metrics = evaluate(sampler, parts.heldout, parts.reward)
     return metrics["solved"]
 
 

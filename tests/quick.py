@@ -16,8 +16,8 @@ import agentgrpo.train.loop
 from agentgrpo import cli
 from agentgrpo.config import TrainConfig
 from agentgrpo.support.packages import installed
-from agentgrpo.train.build import EvalParts, Ready, TrainParts, _sampler
-from agentgrpo.train.prepare import RunSetup
+from agentgrpo.train.build import play_on
+from agentgrpo.train.parts import Parts
 from agentgrpo.types import Metrics
 from tests.playing import EOT
 from tests.rollout.stubs import StubEngine, Turn
@@ -65,30 +65,23 @@ class QuickLearner:
         path.write_text("{}")
 
 
-def start_engine(config: TrainConfig, setup: RunSetup, *, trained: bool = False) -> EvalParts:
-    engine: Any = QuickEngine(setup.chat.tokenizer, config.engine.max_model_len)
-    sampler = _sampler(config, setup, engine)
-    return EvalParts(setup=setup, model=setup.model, engine=engine, sampler=sampler)
+def start_engine(config: TrainConfig, parts: Parts, *, trained: bool = False) -> None:
+    engine: Any = QuickEngine(parts.chat.tokenizer, config.engine.max_model_len)
+    play_on(engine, config, parts)
 
 
-def with_learner(
-    config: TrainConfig, player: EvalParts, ready: Ready, log: Any, lock: Any
-) -> TrainParts:
-    setup = player.setup
-    log.write_run_json(
-        config=config.model_dump(mode="json"), model=player.model, vocab_size=10**6,
+def add_learner(config: TrainConfig, parts: Parts) -> None:
+    parts.log.write_run_json(
+        config=config.model_dump(mode="json"), model=parts.played, vocab_size=10**6,
         engine={"device": "cpu"}, learner={"device": "cpu"}, versions=installed(), machine={},
     )  # fmt: skip
-    return TrainParts(
-        **vars(player), reward=setup.reward, heldout=setup.heldout, progress=setup.progress,
-        learner=cast(Any, QuickLearner()), tasks=ready.tasks, log=log, lock=lock,
-        probes=cast(Any, None), agreement_threshold=0.0,
-    )  # fmt: skip
+    parts.learner = cast(Any, QuickLearner())
+    parts.probes, parts.agreement_threshold = cast(Any, None), 0.0
 
 
 STAND_INS = {
     "agentgrpo.train.build.start_engine": start_engine,
-    "agentgrpo.train.build._with_learner": with_learner,
+    "agentgrpo.train.build._add_learner": add_learner,
     "agentgrpo.train.loop.check_agreement": lambda *_, **__: {"max_dlogp": 0.0},
 }
 
@@ -96,7 +89,7 @@ STAND_INS = {
 def main(arguments: list[str]) -> int:
     """A command, in a process of its own."""
     agentgrpo.train.build.start_engine = start_engine
-    agentgrpo.train.build._with_learner = with_learner
+    agentgrpo.train.build._add_learner = add_learner
     agentgrpo.train.loop.check_agreement = STAND_INS["agentgrpo.train.loop.check_agreement"]  # type: ignore[assignment, attr-defined]
     return cli.main(arguments)
 

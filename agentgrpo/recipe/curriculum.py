@@ -41,9 +41,11 @@ from agentgrpo.support.atomic_files import append_lines, whole_lines, write_json
 from agentgrpo.support.checks import Check
 from agentgrpo.support.files import read_table
 from agentgrpo.train import __main__ as train
-from agentgrpo.train.build import EvalParts, build, build_eval, prepare
+from agentgrpo.train.build import build, build_eval, prepare
 from agentgrpo.train.command_line import Begin
 from agentgrpo.train.dry_run import line, of_training, plan
+from agentgrpo.train.parts import Parts
+from agentgrpo.train.prepare import training_stream
 from agentgrpo.types import Group
 
 SAVED = ("stage_*/pool.jsonl", f"stage_*/rl/{checkpoint.SAVED}")
@@ -88,7 +90,7 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
 # -- the parts of a stage --------------------------------------------------------------------------
 
 
-def select(recipe: RecipeConfig, stage: int, player: EvalParts, stream: Tasks) -> dict[str, Any]:
+def select(recipe: RecipeConfig, stage: int, player: Parts, stream: Tasks) -> dict[str, Any]:
     """Play the candidates and write what is selected of them.
 
     ValueError: none has both right and wrong rollouts, as selection = "pareto" asks.
@@ -103,7 +105,7 @@ def select(recipe: RecipeConfig, stage: int, player: EvalParts, stream: Tasks) -
     chosen = _selected(recipe, stage, groups, quality)
     seen = [contrast(group, quality) for group in groups]
     summary = {
-        "model": player.model,
+        "model": player.played,
         "candidates": len(groups),
         "mixed": sum(point.mixed for point in seen),
         "selected": [*dict.fromkeys(groups[index].task.id for index in chosen)],
@@ -138,11 +140,11 @@ def _selected(
 
 
 def _chunks(
-    recipe: RecipeConfig, stage: int, player: EvalParts, stream: Tasks
+    recipe: RecipeConfig, stage: int, player: Parts, stream: Tasks
 ) -> Iterator[list[Group]]:
     """The candidates' groups: from disk as far as they are there, then played and recorded."""
     c, path = recipe.curriculum, folder_of(recipe, stage) / "pool.jsonl"
-    recorded, progress = whole_lines(path), player.setup.progress
+    recorded, progress = whole_lines(path), player.progress
     for start in range(0, c.candidates, c.chunk):
         tasks = stream.next(min(c.chunk, c.candidates - start))
         size = len(tasks) * c.group_size
@@ -163,7 +165,7 @@ def _chunks(
             seed = recipe.seed_of(1_000_000 + stage * 1000 + start // c.chunk, 0)
             with progress.phase(f"playing {len(tasks)} candidates x {c.group_size}"):
                 groups, _ = player.sampler.play(tasks, c.group_size, seed=seed)
-            player.setup.reward.score(groups)
+            player.reward.score(groups)
             append_lines(path, [rollout_record(r) for group in groups for r in group.rollouts])
             progress.say(f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played")
         yield groups
@@ -263,12 +265,11 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | N
         return part(recipe, int(stage), begin)
     with contextlib.nullcontext() if args.dry_run else lock_run_dir(recipe.out_dir):
         config = recipe.of_run(model=start_model(recipe, 0))
-        ready = prepare(config)
-        with contextlib.closing(ready.setup):
+        with contextlib.closing(prepare(config)) as parts:
             require_stages(recipe, write=not args.dry_run)
             if args.dry_run:
-                lines = [of_stages(recipe), *of_training(config, ready.setup, ready.tasks)]
-                print(plan(config, ready.setup, lines, saved=SAVED))  # noqa: T201
+                lines = [of_stages(recipe), *of_training(config, parts)]
+                print(plan(config, parts, lines, saved=SAVED))  # noqa: T201
                 return None
         begin()
         run_parts(recipe, parts_of(recipe), [args.config, *args.overrides])
@@ -280,7 +281,7 @@ def select_part(recipe: RecipeConfig, stage: int, begin: Begin) -> None:
     """Play a stage's candidates and select, in this process."""
     config = recipe.of_run(model=start_model(recipe, stage))
     with lock_run_dir(folder_of(recipe, stage)), contextlib.closing(build_eval(config)) as player:
-        tasks = player.setup.training_tasks(config)
+        tasks = training_stream(config, player)
         begin()
         select(recipe, stage, player, tasks)
 

@@ -30,26 +30,27 @@ from agentgrpo.rewards.answer_quality import conciseness, quality_by
 from agentgrpo.support import parallel
 from agentgrpo.support.atomic_files import write_json, write_text
 from agentgrpo.support.files import read_table
-from agentgrpo.train.build import EvalParts, build_eval
+from agentgrpo.train.build import build_eval
 from agentgrpo.train.command_line import Begin
 from agentgrpo.train.dry_run import of_playing, plan
 from agentgrpo.train.evaluate import evaluate
+from agentgrpo.train.parts import Parts
 from agentgrpo.train.prepare import prepare_run
 from agentgrpo.train.progress import Progress
 from agentgrpo.types import Rollout
 
 
-def evaluate_recipe(config: RecipeConfig, player: EvalParts) -> dict[str, Any]:
+def evaluate_recipe(config: RecipeConfig, player: Parts) -> dict[str, Any]:
     """Play the held-out tasks as the config says; the metrics and measures.report()'s measures.
 
     On several ranks all must call it: each plays its share of the tasks. The first one asks the
     judges and gets the report, the others an empty one.
     """
-    c, setup = config.measures, player.setup
+    c = config.measures
     groups, metrics = evaluate(
         player.sampler,
-        setup.heldout,
-        setup.reward,
+        player.heldout,
+        player.reward,
         seed=config.seed,
         attempts=c.attempts,
         temperature=c.temperature,
@@ -59,13 +60,13 @@ def evaluate_recipe(config: RecipeConfig, player: EvalParts) -> dict[str, Any]:
         return {}
     loop = EngineLoop(player.engine)
     judge, votes = (
-        endpoint_of(setup.models[name], loop, setup.chat) if name else None
+        endpoint_of(player.models[name], loop, player.chat) if name else None
         for name in (c.judge, c.conciseness_judge)
     )
 
     def text_of(rollout: Rollout) -> str:
         told = [segment.token_ids for segment in rollout.segments[1:]]
-        return "".join(setup.chat.tokenizer.decode(ids) for ids in told)
+        return "".join(player.chat.tokenizer.decode(ids) for ids in told)
 
     measured = partial(
         measure_tasks,
@@ -74,7 +75,7 @@ def evaluate_recipe(config: RecipeConfig, player: EvalParts) -> dict[str, Any]:
         concise=None if votes is None else conciseness(votes, text_of),
         ks=c.pass_k,
     )
-    return report(loop.serve_while(measured), model=player.model, seed=config.seed, **metrics)
+    return report(loop.serve_while(measured), model=player.played, seed=config.seed, **metrics)
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -113,9 +114,9 @@ def run(config: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     """Play, measure and report, or say what would be played."""
     before = asked_for(config, args)
     if args.dry_run:
-        with contextlib.closing(prepare_run(config, trained=False)) as setup:
-            lines = of_playing(config, setup, setup.heldout)
-            print(plan(config, setup, lines, trained=False, saved=()))  # noqa: T201
+        with contextlib.closing(prepare_run(config, trained=False)) as parts:
+            lines = of_playing(config, parts, parts.heldout)
+            print(plan(config, parts, lines, trained=False, saved=()))  # noqa: T201
         return
     parallel.start()
     try:

@@ -32,7 +32,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_complete
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.config import BranchConfig
@@ -62,13 +62,10 @@ from agentgrpo.support.atomic_files import (
 from agentgrpo.train.build import start_engine
 from agentgrpo.train.command_line import Begin
 from agentgrpo.train.dry_run import line, of_playing, plan
-from agentgrpo.train.prepare import RunSetup, prepare_run
+from agentgrpo.train.parts import Parts
+from agentgrpo.train.prepare import prepare_run, training_stream
 from agentgrpo.train.progress import Progress
 from agentgrpo.types import Task
-
-if TYPE_CHECKING:
-    from agentgrpo.engine.engine import Engine
-
 
 SAVED = ("flywheel/buffer.jsonl",)
 """What it continues from."""
@@ -258,12 +255,10 @@ def write_results(
     return summary
 
 
-def run_flywheel(
-    recipe: RecipeConfig, setup: RunSetup, engine: Engine, tasks: Sequence[Task]
-) -> Any:
+def run_flywheel(recipe: RecipeConfig, parts: Parts, tasks: Sequence[Task]) -> Any:
     """Run the flywheel on an engine; returns the summary."""
     config = recipe.flywheel
-    loop = EngineLoop(engine)
+    loop = EngineLoop(parts.engine)
     limits = recipe.rollout.model_copy(
         update={
             "max_turns": recipe.rollout.max_turns + config.extra_turns,
@@ -275,21 +270,21 @@ def run_flywheel(
     )
 
     def named(name: str) -> Endpoint:
-        return endpoint_of(setup.models[name], loop, setup.chat)
+        return endpoint_of(parts.models[name], loop, parts.chat)
 
     judge = named(recipe.measures.judge) if recipe.measures.judge else None
     quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
     runner = EpisodeRunner(3 * config.concurrency, recipe.rollout.call_timeout_s)
     context = OperatorContext(
         player=TrajectoryPlayer(
-            loop, setup.agent, setup.env, setup.chat, setup.reward, runner, limits
+            loop, parts.agent, parts.env, parts.chat, parts.reward, runner, limits
         ),
         reflector=named(config.reflector),
         critic=named(config.critic),
         config=config,
     )
     return loop.serve_while(
-        partial(process_questions, tasks, context, quality, recipe, setup.progress)
+        partial(process_questions, tasks, context, quality, recipe, parts.progress)
     )
 
 
@@ -310,20 +305,19 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     with contextlib.ExitStack() as undo:
         if not args.dry_run:
             undo.enter_context(lock_run_dir(recipe.out_dir / "flywheel"))
-        setup = prepare_run(recipe, trained=False)
-        undo.callback(setup.close)
-        tasks = questions_of(recipe, setup.training_tasks(recipe), write=not args.dry_run)
+        parts = prepare_run(recipe, trained=False)
+        undo.callback(parts.close)
+        tasks = questions_of(recipe, training_stream(recipe, parts), write=not args.dry_run)
         if args.dry_run:
             c = recipe.flywheel
             work = f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"
-            lines = [*of_playing(recipe, setup, tasks), line("the work", work)]
-            print(plan(recipe, setup, lines, trained=False, saved=SAVED))  # noqa: T201
+            lines = [*of_playing(recipe, parts, tasks), line("the work", work)]
+            print(plan(recipe, parts, lines, trained=False, saved=SAVED))  # noqa: T201
             return
-        player = start_engine(recipe, setup)
-        undo.callback(player.engine.shutdown)
+        start_engine(recipe, parts)
         begin()
-        made = run_flywheel(recipe, setup, player.engine, tasks)
-        setup.progress.say(f"kept {made['kept']} of {made['trajectories']} trajectories")
+        made = run_flywheel(recipe, parts, tasks)
+        parts.progress.say(f"kept {made['kept']} of {made['trajectories']} trajectories")
 
 
 def main(arguments: list[str]) -> int:

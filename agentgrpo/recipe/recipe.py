@@ -80,20 +80,19 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     flywheel.check(recipe)
     sft.settings_of(recipe)
     with contextlib.nullcontext() if args.dry_run else lock_run_dir(recipe.out_dir):
-        ready = prepare(recipe)
-        with contextlib.closing(ready.setup):
+        with contextlib.closing(prepare(recipe)) as parts:
             require_same_work(recipe, "recipe", SAVED, write=not args.dry_run)
             curriculum.require_stages(recipe, write=not args.dry_run)
-            questions = flywheel.questions_of(recipe, ready.tasks, write=False)
+            questions = flywheel.questions_of(recipe, parts.tasks, write=False)
             if args.dry_run:
                 rounds, c = recipe.flywheel.rounds, recipe.sft
                 lines = [
                     line("flywheel", f"{len(questions)} questions, {rounds} rounds"),
                     line("sft", f"{c.epochs} epochs in steps of {c.batch_size} examples"),
                     curriculum.of_stages(recipe),
-                    *of_training(recipe, ready.setup, ready.tasks),
+                    *of_training(recipe, parts),
                 ]
-                print(plan(recipe, ready.setup, lines, saved=SAVED))  # noqa: T201
+                print(plan(recipe, parts, lines, saved=SAVED))  # noqa: T201
                 return
         begin()
         made = report(recipe, run_parts(recipe, parts_of(recipe), [args.config, *args.overrides]))

@@ -278,11 +278,11 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
             undo.enter_context(lock_run_dir(config.out_dir))
         require_same_run(config)
         resumed = whole_checkpoint(config)
-        setup = prepare_run(config, model=str(resumed) if resumed else None)
-        undo.callback(setup.close)
-        require(room_checks(config, setup.model, trained=True, sampled=False), setup.progress.say)
+        parts = prepare_run(config, model=str(resumed) if resumed else None)
+        undo.callback(parts.close)
+        require(room_checks(config, parts.model, trained=True, sampled=False), parts.progress.say)
         limit = recipe.engine.max_model_len
-        examples = read_examples(path, sft, setup.chat, setup.agent, max_tokens=limit)
+        examples = read_examples(path, sft, parts.chat, parts.agent, max_tokens=limit)
         data = {"sft.data": f"{len(examples)} examples of {named(path)}"}
         require_same_work(recipe, "sft", SAVED, data=data, write=not args.dry_run)
         steps = steps_of(sft, len(examples))
@@ -293,10 +293,10 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
                 line("data", f"{len(examples)} examples, the longest has {longest} tokens"),
                 line("the run", f"{run}, saved every {config.save_every}"),
             ]
-            print(plan(config, setup, lines, sampled=False))  # noqa: T201
+            print(plan(config, parts, lines, sampled=False))  # noqa: T201
             return
-        learner = make_learner(setup.model, config, steps, adapter=setup.adapter)
-        log, say = RunLog(config.out_dir), setup.progress.say
+        learner = make_learner(parts.model, config, steps, adapter=parts.adapter)
+        log, say = RunLog(config.out_dir), parts.progress.say
         offsets: dict[str, FileTail] = {}
         if resumed is not None:
             offsets = learner.load_state(resumed / checkpoint.STATE)["log_offsets"]
@@ -311,7 +311,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
 
         def write(folder: Path) -> None:
             learner.policy.save(folder)
-            setup.chat.save(folder)
+            parts.chat.save(folder)
             learner.save_state(folder / checkpoint.STATE, log_offsets=log.offsets())
 
         begin()

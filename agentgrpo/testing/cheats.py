@@ -22,7 +22,8 @@ from agentgrpo.config.read import config_of
 from agentgrpo.rollout.replay_engine import Scripted
 from agentgrpo.train.build import sampler_on
 from agentgrpo.train.evaluate import evaluate
-from agentgrpo.train.prepare import RunSetup, prepare_run
+from agentgrpo.train.parts import Parts
+from agentgrpo.train.prepare import prepare_run
 from agentgrpo.types import Int32, Rollout, Status, Task
 
 Cheat = Callable[["Moment"], str | None]
@@ -117,9 +118,9 @@ class Moment:
         return next((f for f in forms if wanted(self.agent.parse(f, self.task))), None)
 
 
-def cheats(setup: RunSetup, task: Task, answers: Counter[str]) -> dict[str, Cheat]:
+def cheats(parts: Parts, task: Task, answers: Counter[str]) -> dict[str, Cheat]:
     """The policies, by what they do."""
-    shots = getattr(setup.agent, "shots", ())[-1:]
+    shots = getattr(parts.agent, "shots", ())[-1:]
     shown = [m["content"] for shot in shots for m in shot if m["role"] == "assistant"] or [""]
     common = max(answers, key=answers.__getitem__, default="0")
     found: dict[str, Cheat] = {
@@ -140,8 +141,8 @@ def cheats(setup: RunSetup, task: Task, answers: Counter[str]) -> dict[str, Chea
     }
     for text in ("0", "1", "Yes", "No", "True", "A"):
         found[f"always {text!r}"] = partial(Moment.answer, text=text)
-    for schema in getattr(setup.env, "tools", lambda task: ())(task):
-        tool, words = schema["function"], getattr(setup.env, "actions", None) or ("", "1")
+    for schema in getattr(parts.env, "tools", lambda task: ())(task):
+        tool, words = schema["function"], getattr(parts.env, "actions", None) or ("", "1")
         for word in words:
             found[f"always {tool['name']}({word})"] = partial(Moment.call, tool=tool, word=word)
         found[f"answers what {tool['name']}(question) says"] = partial(Moment.ask, tool=tool)
@@ -149,17 +150,17 @@ def cheats(setup: RunSetup, task: Task, answers: Counter[str]) -> dict[str, Chea
 
 
 def _play(
-    config: TrainConfig, setup: RunSetup, tasks: Sequence[Task], cheat: Cheat, luck: float
+    config: TrainConfig, parts: Parts, tasks: Sequence[Task], cheat: Cheat, luck: float
 ) -> Seen:
-    tokenizer, stops = setup.chat.tokenizer, setup.chat.stop_token_ids
+    tokenizer, stops = parts.chat.tokenizer, parts.chat.stop_token_ids
     ends: dict[int, int] = {}
 
     def says(index: int, turn: int, prompt: Int32) -> tuple[list[int], str]:
         told = tokenizer.decode(prompt[ends.get(index, len(prompt)) :], skip_special_tokens=True)
-        moment = Moment(setup.agent, tasks[index], turn, told.strip())
+        moment = Moment(parts.agent, tasks[index], turn, told.strip())
         opened = open_thought(tokenizer.decode(prompt[-16:]))  # by the template: says nothing in it
         text = THOUGHTS.get(opened, "") + ((cheat(moment) if turn >= 0 else None) or "")
-        ended = text.endswith(tuple(getattr(setup.agent, "stop", ())))
+        ended = text.endswith(tuple(getattr(parts.agent, "stop", ())))
         ids = [*tokenizer.encode(text, add_special_tokens=False), *stops[: 1 - ended]]
         ends[index] = len(prompt) + len(ids)
         return ids, "stop"
@@ -167,8 +168,8 @@ def _play(
     long = {"max_turn_tokens": LONG, "max_observation_tokens": LONG, "max_response_tokens": None}
     rollout = config.rollout.model_copy(update={**long, "max_retries": 0})
     played_so = config.model_copy(update={"rollout": rollout})
-    with contextlib.closing(sampler_on(Scripted(says, 100 * LONG), played_so, setup)) as sampler:
-        groups, got = evaluate(sampler, tasks, setup.reward)
+    with contextlib.closing(sampler_on(Scripted(says, 100 * LONG), played_so, parts)) as sampler:
+        groups, got = evaluate(sampler, tasks, parts.reward)
     played = [r for group in groups for r in group.rollouts if r.status is not Status.INFRA_ERROR]
     constant = len({r.answer for r in played}) == 1 and played[0].answer is not None
     best = max(played, key=lambda rollout: rollout.reward)
@@ -205,13 +206,13 @@ def assert_no_cheat_pays(
         As Trainer.
     """
     made = config_of(config, settings)
-    with contextlib.closing(prepare_run(made, trained=False)) as setup:
-        asked = setup.heldout[:tasks]
+    with contextlib.closing(prepare_run(made, trained=False)) as parts:
+        asked = parts.heldout[:tasks]
         answers = Counter(str(task.spec["answer"]) for task in asked if "answer" in task.spec)
-        luck, first = max(answers.values(), default=0) / len(asked), Moment(setup.agent, asked[0])
+        luck, first = max(answers.values(), default=0) / len(asked), Moment(parts.agent, asked[0])
         seen = {
-            name: _play(made, setup, asked, cheat, luck)
-            for name, cheat in cheats(setup, asked[0], answers).items()
+            name: _play(made, parts, asked, cheat, luck)
+            for name, cheat in cheats(parts, asked[0], answers).items()
             if cheat(first) is not None
         }
     paid = [

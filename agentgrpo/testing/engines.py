@@ -6,8 +6,8 @@ from typing import Any
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.support.hardware import has_nvidia_gpu
-from agentgrpo.train.build import EvalParts, TrainParts, build, sampler_on, start_engine
-from agentgrpo.train.prepare import RunSetup
+from agentgrpo.train.build import build, open_engine, play_on, start_engine
+from agentgrpo.train.parts import Parts
 
 
 class Engines:
@@ -17,27 +17,27 @@ class Engines:
     _engine: Any = None
     _first: Any = None  # its weights as they were read
 
-    def build(self, config: TrainConfig) -> TrainParts:
+    def build(self, config: TrainConfig) -> Parts:
         """As agentgrpo.train.build.build()."""
         return build(config, start=self._start)
 
-    def _start(self, config: TrainConfig, setup: RunSetup, *, trained: bool) -> EvalParts:
-        if config.engine.tensor_parallel_size > 1 or config.learner.lora.rank or setup.adapter:
+    def _start(self, config: TrainConfig, parts: Parts, *, trained: bool) -> None:
+        if config.engine.tensor_parallel_size > 1 or config.learner.lora.rank or parts.adapter:
             self.close()  # two engines in one process disturb each other
-            return start_engine(config, setup, trained=trained)
+            start_engine(config, parts, trained=trained)
+            return
         device = "cuda" if has_nvidia_gpu() else "cpu"
-        key = (setup.model, config.on(device).engine, config.seed)
+        key = (parts.model, config.on(device).engine, config.seed)
         if key != self._key:
             self.close()
-            self._engine = start_engine(config, setup, trained=trained).engine
+            self._engine = open_engine(config, parts, trained=trained)
             self._first = {k: v.clone() for k, v in self._engine.model.state_dict().items()}
             self._key = key
         engine = self._engine
         engine.wake()
         engine.abort_all()
         engine.model.load_state_dict(self._first)
-        parts = {"setup": setup, "model": setup.model, "engine": engine}
-        return EvalParts(**parts, sampler=sampler_on(engine, config, setup), borrowed=True)
+        play_on(engine, config, parts)
 
     def close(self) -> None:
         """End the engine."""

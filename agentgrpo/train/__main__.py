@@ -15,28 +15,25 @@ import contextlib
 from collections.abc import Callable
 
 from agentgrpo.config import TrainConfig
-from agentgrpo.train.build import TrainParts, build, prepare
+from agentgrpo.train.build import build, prepare
 from agentgrpo.train.command_line import Begin, command
 from agentgrpo.train.dry_run import of_steps, of_training, plan
 from agentgrpo.train.loop import SAVED
+from agentgrpo.train.parts import Parts
 from agentgrpo.train.trainer import Trainer
 
 
 def run(config: TrainConfig, args: argparse.Namespace, begin: Begin) -> int:
     """Train, or say what a run would do; the exit status."""
     if args.dry_run:
-        ready = prepare(config)
-        with contextlib.closing(ready.setup):
-            lines = [
-                *of_training(config, ready.setup, ready.tasks),
-                of_steps(config, ready.resumed),
-            ]
-            print(plan(config, ready.setup, lines))  # noqa: T201
+        with contextlib.closing(prepare(config)) as parts:
+            lines = [*of_training(config, parts), of_steps(config, parts.resumed)]
+            print(plan(config, parts, lines))  # noqa: T201
         return 0
     return work(config, begin, build)
 
 
-def work(config: TrainConfig, begin: Begin, make: Callable[[TrainConfig], TrainParts]) -> int:
+def work(config: TrainConfig, begin: Begin, make: Callable[[TrainConfig], Parts]) -> int:
     """Build the parts and train; the exit status."""
     with Trainer(config, make=make) as trainer:
         begin()

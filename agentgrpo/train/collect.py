@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from agentgrpo.config import TrainConfig
 from agentgrpo.learn.advantages import assign_advantages, has_gradient, why_dead
 from agentgrpo.support import parallel
-from agentgrpo.train.build import TrainParts
 from agentgrpo.train.evaluate import ScoringCallback, logged, summarize
+from agentgrpo.train.parts import Parts
 from agentgrpo.types import Group, Metrics, Task
 
 
-def collect(config: TrainConfig, parts: TrainParts, step: int) -> tuple[list[Group], Metrics]:
+def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], Metrics]:
     """Play, score and compare groups; play more while too few of them carry a gradient."""
     c = config.rollout
     groups: list[Group] = []
@@ -38,7 +38,7 @@ def collect(config: TrainConfig, parts: TrainParts, step: int) -> tuple[list[Gro
     return groups, {**summarize(groups), **metrics, "groups": len(groups), "live_groups": live}
 
 
-def _rounds(config: TrainConfig, parts: TrainParts, step: int) -> Iterator[tuple[list[Task], int]]:
+def _rounds(config: TrainConfig, parts: Parts, step: int) -> Iterator[tuple[list[Task], int]]:
     """This rank's tasks, and the seed of all that is sampled in them."""
     for refill in range(1 + config.rollout.max_refills):
         tasks = parallel.mine(parts.tasks.next(config.rollout.tasks_per_step))

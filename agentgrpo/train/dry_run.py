@@ -11,7 +11,6 @@ from pathlib import Path
 
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
-from agentgrpo.data.tasks import Tasks
 from agentgrpo.records import checkpoint
 from agentgrpo.records.run_folder import newest_saved
 from agentgrpo.rewards.answers import holds_answer
@@ -19,7 +18,8 @@ from agentgrpo.support import hardware
 from agentgrpo.support.checks import Check
 from agentgrpo.support.packages import card_versions, installed, require
 from agentgrpo.train.memory_estimate import GIB, footprint, room_checks, shapes_at
-from agentgrpo.train.prepare import RunSetup, prompt_length
+from agentgrpo.train.parts import Parts
+from agentgrpo.train.prepare import prompt_length
 from agentgrpo.types import Task
 
 NUM_LOOKED_AT = 256
@@ -27,7 +27,7 @@ NUM_LOOKED_AT = 256
 
 
 def plan(
-    config: TrainConfig, setup: RunSetup, lines: Iterable[Check], *, trained: bool = True,
+    config: TrainConfig, parts: Parts, lines: Iterable[Check], *, trained: bool = True,
     sampled: bool = True, saved: Sequence[str] = (checkpoint.SAVED,),
 ) -> str:  # fmt: skip
     """The plan of a run, as lines of `name  text`; what may not work is a WARNING with its remedy.
@@ -36,17 +36,17 @@ def plan(
     command continues from; none: it does not.
     """
     jail = "not needed: the environment runs no code"
-    if setup.jail is not None:
-        jail = "{rung}, {memory_limit}, python {python}".format_map(setup.jail)
-    teacher = setup.teacher if trained else None
-    room = [*room_checks(config, setup.model, trained=trained, sampled=sampled, teacher=teacher)]
+    if parts.jail is not None:
+        jail = "{rung}, {memory_limit}, python {python}".format_map(parts.jail)
+    teacher = parts.teacher if trained else None
+    room = [*room_checks(config, parts.model, trained=trained, sampled=sampled, teacher=teacher)]
     require(room)
     checks = [
         *lines,
         *([card_versions(installed())] if hardware.has_nvidia_gpu() else []),
         line("sandbox", jail),
-        *_model(config, setup.model, trained=trained, sampled=sampled),
-        *(_learning(config, setup.model) if trained else ()),
+        *_model(config, parts.model, trained=trained, sampled=sampled),
+        *(_learning(config, parts.model) if trained else ()),
         *room,
     ]
     if saved:
@@ -66,9 +66,9 @@ def line(name: str, text: str) -> Check:
     return Check(name, ok=True, found=text)
 
 
-def of_training(config: TrainConfig, setup: RunSetup, tasks: Tasks) -> Iterator[Check]:
+def of_training(config: TrainConfig, parts: Parts) -> Iterator[Check]:
     """The tasks of reinforcement learning, and one of its steps."""
-    yield from of_playing(config, setup, [*tasks.next(NUM_LOOKED_AT), *setup.heldout])
+    yield from of_playing(config, parts, [*parts.tasks.next(NUM_LOOKED_AT), *parts.heldout])
     r = config.rollout
     played = r.tasks_per_step * r.group_size
     sampled = played * r.max_sampled_tokens
@@ -87,14 +87,14 @@ def of_steps(config: TrainConfig, resumed: Path | None) -> Check:
     return line("the run", f"{config.steps} steps, saved every {config.save_every}{more}")
 
 
-def of_playing(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task]) -> Iterator[Check]:
+def of_playing(config: TrainConfig, parts: Parts, tasks: Sequence[Task]) -> Iterator[Check]:
     """Tasks, their prompts measured, and the room for what is played of them.
 
     Nothing is measured for a program: what it asks, and in how many conversations, is its own.
     """
     r, kind = config.rollout, config.agent.kind
     turns = f"agent {kind}, up to {r.max_turns} turns of {r.max_turn_tokens} tokens"
-    yield line("data", f"{config.data.train}; {len(setup.heldout)} held-out tasks")
+    yield line("data", f"{config.data.train}; {len(parts.heldout)} held-out tasks")
     asked = {task.id: holds_answer(task) for task in tasks}
     if (held := sum(asked.values())) and config.reward.kind != "choice":  # whose letters always are
         found = f"{held} of {len(asked)} questions hold their expected answer word for word"
@@ -103,10 +103,10 @@ def of_playing(config: TrainConfig, setup: RunSetup, tasks: Sequence[Task]) -> I
     if (column := _options(tasks)) and config.reward.kind in ("auto", "numeric", "math", "text"):
         remedy = "show the options in data.question, and reward.kind = 'choice' (docs/agents.md)"
         yield Check("answers", False, f"each answer is an index of column {column!r}", remedy)
-    if isinstance(setup.agent, ProgramAgent):
+    if isinstance(parts.agent, ProgramAgent):
         yield line("rollouts", f"{turns} in all")
         return
-    prompts = [prompt_length(setup.agent, setup.chat, task) for task in tasks]
+    prompts = [prompt_length(parts.agent, parts.chat, task) for task in tasks]
     longest = max(prompts)
     yield line("prompts", f"{min(prompts)} to {longest} tokens ({len(prompts)} looked at)")
     budget = r.max_turns * r.max_turn_tokens + (r.max_turns - 1) * r.max_observation_tokens

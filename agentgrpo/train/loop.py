@@ -13,10 +13,10 @@ from agentgrpo.engine.agreement import check_agreement
 from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.records import checkpoint
 from agentgrpo.support import parallel
-from agentgrpo.train.build import TrainParts
 from agentgrpo.train.collect import collect
 from agentgrpo.train.command_line import next_time
 from agentgrpo.train.evaluate import evaluate
+from agentgrpo.train.parts import Parts
 from agentgrpo.types import Group, Metrics
 
 SAVED = (checkpoint.SAVED,)
@@ -29,7 +29,7 @@ Tell = Callable[..., None]
 
 def train(
     config: TrainConfig,
-    parts: TrainParts,
+    parts: Parts,
     stopping: Callable[[], bool] = lambda: False,
     tell: Tell = lambda event, *values: None,
 ) -> None:
@@ -71,7 +71,7 @@ def train(
 
 
 @contextlib.contextmanager
-def engine_awake(parts: TrainParts) -> Iterator[Metrics]:
+def engine_awake(parts: Parts) -> Iterator[Metrics]:
     """Give the device to the engine, with the learner's weights, proven to be the same."""
     with parts.progress.phase("waking the engine"):
         metrics = parts.engine.wake()
@@ -86,7 +86,7 @@ def engine_awake(parts: TrainParts) -> Iterator[Metrics]:
         parts.engine.sleep()
 
 
-def evaluate_if_due(config: TrainConfig, parts: TrainParts, step: int, tell: Tell) -> None:
+def evaluate_if_due(config: TrainConfig, parts: Parts, step: int, tell: Tell) -> None:
     """Play the held-out tasks as config.evaluation says; record and print what share was solved.
 
     Due before the first step, after the last and every eval_every: a function of the step alone, so
@@ -101,7 +101,7 @@ def evaluate_if_due(config: TrainConfig, parts: TrainParts, step: int, tell: Tel
     tell("on_evaluate", step, numbers)
 
 
-def play_heldout(config: TrainConfig, parts: TrainParts) -> tuple[list[Group], Metrics]:
+def play_heldout(config: TrainConfig, parts: Parts) -> tuple[list[Group], Metrics]:
     """The held-out tasks with the policy as it is, and their metrics."""
     with engine_awake(parts), parts.progress.phase(f"evaluating {len(parts.heldout)} tasks"):
         return evaluate(

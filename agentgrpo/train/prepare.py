@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import sysconfig
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from agentgrpo.actions import CallTools, Model, Observation, ReadCalls, RunCode, ToolCall
@@ -37,19 +36,19 @@ from agentgrpo.models.models import (
     saved_adapter,
     teacher_model,
 )
-from agentgrpo.programs.launch import Launcher, launcher_of
+from agentgrpo.programs.launch import launcher_of
 from agentgrpo.records.rollouts import require_recordable
 from agentgrpo.records.trackers import require as require_trackers
 from agentgrpo.rewards.answer_quality import require_answer
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rewards.shipped import try_reward
-from agentgrpo.rollout.custom import RolloutSampler
 from agentgrpo.rollout.observe import prompt_of, said_by
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.support import hardware, parallel
 from agentgrpo.support.optional_deps import require_installed
 from agentgrpo.support.packages import require_packages
 from agentgrpo.support.user_calls import user_call
+from agentgrpo.train.parts import Parts
 from agentgrpo.train.plugins import (
     asks_for_pool,
     judged,
@@ -66,113 +65,79 @@ from agentgrpo.train.progress import Progress
 from agentgrpo.types import Task
 
 
-@dataclass(slots=True, kw_only=True)
-class RunSetup:
-    """All of EvalParts but its engine: what can be checked before the model is loaded."""
+def training_stream(config: TrainConfig, parts: Parts) -> Tasks:
+    """The stream to train on, checked as far as it is a list."""
+    answers = needs_answers(config.reward, judged=judged(parts.env))
+    tasks = training_tasks(config.data, config.seed, parts.env, answers=answers)
+    _require_known(config, parts, tasks.rows if isinstance(tasks, RowTasks) else [])
+    if not isinstance(tasks, RowTasks):
+        return tasks
+    rows, say = _checked(config, parts, tasks.rows, "data.train"), parts.progress.say
+    kept = RowTasks(rows, source=tasks.source, seed=config.seed)
+    say(f"data: {len(kept)} training tasks, {len(parts.heldout)} held out")
+    if tasks.left_out:
+        say(f"  {tasks.left_out} rows left out: they ask what is held out")
+    asked = {normalised_question(task) for task in parts.heldout}
+    if again := sum(normalised_question(task) in asked for task in kept.rows):
+        say(f"  {again} training tasks ask what a held-out one asks")
+    return kept
 
-    model: str
-    """Its directory or hub name."""
-    adapter: SavedAdapter | None
-    """What the model is to be played with, or what training goes on from."""
-    pool: SandboxPool | None
-    """None where the environment asks for none: such a run needs no machine that isolates code."""
-    env: Environment
-    agent: Agent
-    launcher: Launcher | None
-    """Of an agent that is a program: what starts it, if its environment does not."""
-    chat: ChatTemplate
-    reward: Scoring
-    heldout: list[Task]
-    progress: Progress
-    user_sampler: RolloutSampler | None
-    """config.rollout.sampler, if one is named."""
-    models: Mapping[str, Model]
-    """Who may be asked to speak in a second role, or to judge."""
-    teacher: str | None
-    """The directory or hub name of another model that teaches."""
 
-    def close(self) -> None:
-        close_env(self.env)
-        if self.pool is not None:
-            self.pool.close()
-
-    @property
-    def jail(self) -> dict[str, Any] | None:
-        """What code is isolated by, for a run's records; None: nothing needs it."""
-        return None if self.pool is None else self.pool.describe()
-
-    def training_tasks(self, config: TrainConfig) -> Tasks:
-        """The stream to train on, checked as far as it is a list."""
-        answers = needs_answers(config.reward, judged=judged(self.env))
-        tasks = training_tasks(config.data, config.seed, self.env, answers=answers)
-        self._require_known(config, tasks.rows if isinstance(tasks, RowTasks) else [])
-        if not isinstance(tasks, RowTasks):
-            return tasks
-        kept = RowTasks(
-            self.checked(config, tasks.rows, "data.train"), source=tasks.source, seed=config.seed
+def _require_known(config: TrainConfig, parts: Parts, tasks: Sequence[Task]) -> None:
+    """Check names in the settings that any task, to train on or held out, may bring."""
+    every, limits = [*tasks, *parts.heldout], config.rollout.max_calls_of
+    columns = {config.data.question, *(column for task in every for column in task.spec)}
+    if unseen := sorted({*(config.data.columns or ())} - columns):
+        raise ValueError(f"data.columns: no row has {unseen}")
+    tools_of = getattr(parts.env, "tools", lambda task: ())
+    tools = {tool["function"]["name"] for task in every if limits for tool in tools_of(task)}
+    known = sorted(tools | {"python", "bash", "node"})
+    if unknown := sorted(limits.keys() - known):
+        raise ValueError(
+            f"rollout.max_calls_of: expected tools ({', '.join(known)}), got {unknown[0]!r}"
         )
-        self.progress.say(f"data: {len(kept)} training tasks, {len(self.heldout)} held out")
-        if tasks.left_out:
-            self.progress.say(f"  {tasks.left_out} rows left out: they ask what is held out")
-        asked = {normalised_question(task) for task in self.heldout}
-        if again := sum(normalised_question(task) in asked for task in kept.rows):
-            self.progress.say(f"  {again} training tasks ask what a held-out one asks")
-        return kept
 
-    def _require_known(self, config: TrainConfig, tasks: Sequence[Task]) -> None:
-        """Check names in the settings that any task, to train on or held out, may bring."""
-        every, limits = [*tasks, *self.heldout], config.rollout.max_calls_of
-        columns = {config.data.question, *(column for task in every for column in task.spec)}
-        if unseen := sorted({*(config.data.columns or ())} - columns):
-            raise ValueError(f"data.columns: no row has {unseen}")
-        tools_of = getattr(self.env, "tools", lambda task: ())
-        tools = {tool["function"]["name"] for task in every if limits for tool in tools_of(task)}
-        known = sorted(tools | {"python", "bash", "node"})
-        if unknown := sorted(limits.keys() - known):
+
+def _checked(config: TrainConfig, parts: Parts, tasks: Sequence[Task], key: str) -> list[Task]:
+    """The tasks whose prompts fit; that each can be shown and scored."""
+    kind = reward_kind(config.reward, judged=judged(parts.env))
+    expected = getattr(kind, "expected", lambda task: None)
+    quality = config.measures.quality if isinstance(config, RecipeConfig) else "answer"
+    limit, longest = config.data.max_prompt_tokens, config.engine.max_model_len - 1
+    kept, forms = [], set[str]()
+    for task in tasks:
+        expected(task)
+        require_answer(quality, task)
+        require_recordable(task)
+        if isinstance(parts.env, DialogueEnv):
+            parts.env.texts_of(task)
+        users = functools.partial(user_call, task=task.id)
+        prompt, _, messages, tools = prompt_of(parts.agent, parts.chat, task, users)
+        form = str([(m["role"], len(m.get("tool_calls") or ())) for m in messages])
+        if form not in forms:
+            with users(parts.agent.messages):
+                parts.chat.require_shown(messages, tools)
+            forms.add(form)
+        length = len(prompt)
+        if limit is not None and length > limit:
+            continue
+        if length > longest:
             raise ValueError(
-                f"rollout.max_calls_of: expected tools ({', '.join(known)}), got {unknown[0]!r}"
+                f"task {task.id!r}: its prompt has {length} tokens, engine.max_model_len is "
+                f"{config.engine.max_model_len}; data.max_prompt_tokens leaves such tasks out"
             )
-
-    def checked(self, config: TrainConfig, tasks: Sequence[Task], key: str) -> list[Task]:
-        """The tasks whose prompts fit; that each can be shown and scored."""
-        kind = reward_kind(config.reward, judged=judged(self.env))
-        expected = getattr(kind, "expected", lambda task: None)
-        quality = config.measures.quality if isinstance(config, RecipeConfig) else "answer"
-        limit, longest = config.data.max_prompt_tokens, config.engine.max_model_len - 1
-        kept, forms = [], set[str]()
-        for task in tasks:
-            expected(task)
-            require_answer(quality, task)
-            require_recordable(task)
-            if isinstance(self.env, DialogueEnv):
-                self.env.texts_of(task)
-            users = functools.partial(user_call, task=task.id)
-            prompt, _, messages, tools = prompt_of(self.agent, self.chat, task, users)
-            form = str([(m["role"], len(m.get("tool_calls") or ())) for m in messages])
-            if form not in forms:
-                with users(self.agent.messages):
-                    self.chat.require_shown(messages, tools)
-                forms.add(form)
-            length = len(prompt)
-            if limit is not None and length > limit:
-                continue
-            if length > longest:
-                raise ValueError(
-                    f"task {task.id!r}: its prompt has {length} tokens, engine.max_model_len is "
-                    f"{config.engine.max_model_len}; data.max_prompt_tokens leaves such tasks out"
-                )
-            kept.append(task)
-        if len(kept) < len(tasks):
-            self.progress.say(
-                f"{key}: {len(tasks) - len(kept)} of {len(tasks)} tasks left out: prompts longer "
-                f"than data.max_prompt_tokens"
-            )
-        if not kept:
-            raise ValueError(f"{key}: no prompt has at most {limit} tokens")
-        inner = self.env.inner if isinstance(self.env, DialogueEnv) else self.env
-        if isinstance(inner, UnitTestEnv):
-            self.progress.say(f"{key}: {inner.check_tasks(parallel.mine(kept))}")
-        return kept
+        kept.append(task)
+    if len(kept) < len(tasks):
+        parts.progress.say(
+            f"{key}: {len(tasks) - len(kept)} of {len(tasks)} tasks left out: prompts longer "
+            f"than data.max_prompt_tokens"
+        )
+    if not kept:
+        raise ValueError(f"{key}: no prompt has at most {limit} tokens")
+    inner = parts.env.inner if isinstance(parts.env, DialogueEnv) else parts.env
+    if isinstance(inner, UnitTestEnv):
+        parts.progress.say(f"{key}: {inner.check_tasks(parallel.mine(kept))}")
+    return kept
 
 
 def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
@@ -186,7 +151,7 @@ def prepare_run(
     model: str | None = None,
     trained: bool = True,
     progress: Progress | None = None,
-) -> RunSetup:
+) -> Parts:
     """Make and check what it takes to play tasks, but the engine; errors as of build().
 
     `model`: instead of config.model. `trained`: it, or an adapter to it, is to be trained.
@@ -229,9 +194,11 @@ def prepare_run(
         device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
         check_model(config, model, device=device, trained=trained)
         agent = make_agent(config, env, functools.partial(_call_reader, chat), pool)
-        setup = RunSetup(
+        parts = Parts(
+            undo=undo,
             model=model,
             adapter=adapter,
+            played=model if trained or adapter is None else str(adapter.folder),
             pool=pool,
             env=env,
             agent=agent,
@@ -244,23 +211,22 @@ def prepare_run(
             models=models,
             teacher=teacher_model(config, chat, progress.say) if trained else None,
         )
-        _check_fit(setup, config)
+        _check_fit(config, parts)
         if trained:
             _require_trainable(config, model)
-        undo.pop_all()
-    return setup
+        parts.undo = undo.pop_all()
+    return parts
 
 
-def _check_fit(setup: RunSetup, config: TrainConfig) -> None:
+def _check_fit(config: TrainConfig, parts: Parts) -> None:
     """That reward, agent, template and held-out tasks go together."""
-    heldout, alone = setup.heldout, config.engine.tensor_parallel_size == 1
-    inner = setup.env.inner if isinstance(setup.env, DialogueEnv) else setup.env
+    first, alone = parts.heldout[0], config.engine.tensor_parallel_size == 1
+    inner = parts.env.inner if isinstance(parts.env, DialogueEnv) else parts.env
     keeps = isinstance(inner, FactoryEnv) or getattr(inner, "plays", False)
-    played_in = keeps and alone
-    setup.reward.require_columns(heldout[0], environments=played_in)
-    _check_shown(setup.agent, setup.chat)
-    _check_prompt(setup.agent, setup.chat, heldout[0])
-    setup.heldout = setup.checked(config, heldout, "data.heldout")
+    parts.reward.require_columns(first, environments=keeps and alone)
+    _check_shown(parts.agent, parts.chat)
+    _check_prompt(parts.agent, parts.chat, first)
+    parts.heldout = _checked(config, parts, parts.heldout, "data.heldout")
 
 
 def _require_trainable(config: TrainConfig, model: str) -> None:

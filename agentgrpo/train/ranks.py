@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.config import TrainConfig
-from agentgrpo.data.tasks import Tasks, digest_of
+from agentgrpo.data.tasks import digest_of
 from agentgrpo.records import checkpoint
 from agentgrpo.records.run_folder import flatten, whole_checkpoint
 from agentgrpo.support import parallel
 from agentgrpo.support.files import CHECKSUMS, sha256_of
 from agentgrpo.support.packages import installed
-from agentgrpo.train.prepare import RunSetup
+from agentgrpo.train.parts import Parts
 
 
 def common_checkpoint(config: TrainConfig) -> Path | None:
@@ -61,12 +61,12 @@ def _send(folder: Path | None) -> None:
                     file.write(chunk)
 
 
-def require_equal_ranks(config: TrainConfig, setup: RunSetup, tasks: Tasks) -> None:
+def require_equal_ranks(config: TrainConfig, parts: Parts) -> None:
     """Raise RanksDiffer if a node has other settings, packages, tasks or files than the first."""
     is_first = parallel.is_first_of_node()
     if sum(parallel.gather(is_first)) == 1:
         return
-    expected, *_ = every = parallel.gather(_facts(config, setup, tasks) if is_first else {})
+    expected, *_ = every = parallel.gather(_facts(config, parts) if is_first else {})
     for name, facts in zip(parallel.names, every, strict=True):
         for key in [*expected, *facts] if facts else ():
             value, first = facts.get(key, "missing"), expected.get(key, "missing")
@@ -77,15 +77,15 @@ def require_equal_ranks(config: TrainConfig, setup: RunSetup, tasks: Tasks) -> N
                 )
 
 
-def _facts(config: TrainConfig, setup: RunSetup, tasks: Tasks) -> dict[str, Any]:
+def _facts(config: TrainConfig, parts: Parts) -> dict[str, Any]:
     """What must be equal on all nodes."""
     settings = config.model_dump(mode="json", exclude={"out_dir"})
-    state = tasks.state_dict()
+    state = parts.tasks.state_dict()
     facts = flatten(settings) | installed() | {"python": platform.python_version()}
-    facts |= {"data.train": state["source"], "data.heldout": digest_of(setup.heldout)}
-    facts["first tasks of data.train"] = digest_of(tasks.next(config.rollout.tasks_per_step))
-    tasks.load_state_dict(state)
-    files = [*Path(setup.model).glob("*")]
+    facts |= {"data.train": state["source"], "data.heldout": digest_of(parts.heldout)}
+    facts["first tasks of data.train"] = digest_of(parts.tasks.next(config.rollout.tasks_per_step))
+    parts.tasks.load_state_dict(state)
+    files = [*Path(parts.model).glob("*")]
     for module in re.findall(r"\b([A-Za-z_][\w.]*):[A-Za-z_]", str(settings)):
         with contextlib.suppress(ImportError, ValueError):  # not every such text is a module
             spec = importlib.util.find_spec(module)

@@ -14,10 +14,11 @@ from agentgrpo.support import parallel
 from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.support.memory import release, release_frames
 from agentgrpo.support.runtime import prepare_environment
-from agentgrpo.train.build import TrainParts, build
+from agentgrpo.train.build import build
 from agentgrpo.train.callbacks import Callback
 from agentgrpo.train.interrupt import stop_after_step
 from agentgrpo.train.loop import engine_awake, play_heldout, train
+from agentgrpo.train.parts import Parts
 from agentgrpo.types import Metrics, Task
 
 RewardFunction = Callable[..., Any] | str
@@ -55,7 +56,7 @@ class Trainer:
         callbacks: Callback | Sequence[Callback] = (),
         reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
         reward_weights: float | Sequence[float] | None = None,
-        make: Callable[[TrainConfig], TrainParts] | None = None,
+        make: Callable[[TrainConfig], Parts] | None = None,
         **settings: Any,
     ) -> None:
         prepare_environment()
@@ -78,7 +79,7 @@ class Trainer:
                 raise ValueError(f"callbacks: expected agentgrpo.Callback, got {callback!r}")
         self.config = config_of(config, settings)
         self._asked = self._finished = False
-        self._parts: TrainParts | None = None
+        self._parts: Parts | None = None
         parallel.start()
         try:
             self._parts = (make or build)(self.config)
@@ -87,7 +88,7 @@ class Trainer:
                 parallel.stop()
 
     @property
-    def parts(self) -> TrainParts:
+    def parts(self) -> Parts:
         """Engine, learner, tasks and all else that the run is made of."""
         if self._parts is None:
             raise RuntimeError(

@@ -32,7 +32,7 @@ from agentgrpo.support.runtime import prepare_environment
 
 if TYPE_CHECKING:
     from agentgrpo.config import TrainConfig
-    from agentgrpo.train.build import TrainParts
+    from agentgrpo.train.parts import Parts
 
 NAME = "gpu_colocated"
 MAPPED = 3
@@ -130,7 +130,7 @@ def make_tokenizer() -> Any:
     return made
 
 
-def cycle(config: TrainConfig, parts: TrainParts, seen: Seen, step: int) -> None:
+def cycle(config: TrainConfig, parts: Parts, seen: Seen, step: int) -> None:
     """Wake, publish, agree, sample, sleep, update: as train.py does, each part timed."""
     from agentgrpo.engine.agreement import check_agreement
     from agentgrpo.learn.minibatches import plan_updates

@@ -31,7 +31,7 @@ WARM = 2
 MOST = 24
 OURS = ("agentgrpo", "vllm")
 LOOP = "agentgrpo.train.loop.train"
-NOT_OF_A_STEP = ("agentgrpo.train.loop.evaluate_if_due", "agentgrpo.train.build.save")
+NOT_OF_A_STEP = ("agentgrpo.train.loop.evaluate_if_due", "agentgrpo.train.parts.save")
 
 
 class Watch(threading.Thread):

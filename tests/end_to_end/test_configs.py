@@ -32,7 +32,7 @@ from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.support.atomic_files import write_lines
 from agentgrpo.support.user_calls import event_loop
 from agentgrpo.train.dry_run import _options, of_playing
-from agentgrpo.train.prepare import prepare_run, prompt_length
+from agentgrpo.train.prepare import prepare_run, prompt_length, training_stream
 from agentgrpo.train.progress import Progress
 from agentgrpo.types import Status, Task
 from bench import real_tau_bench
@@ -314,7 +314,7 @@ def test_a_shipped_config_does_what_it_says(
     config = load_config_of(RecipeConfig, name, overrides)
     stage = prepare_run(config, model=str(tiny_model), progress=Progress(1))
     try:
-        tasks: Any = stage.training_tasks(config)
+        tasks: Any = training_stream(config, stage)
         (task, *_) = tasks.next(3)
         assert 10 < prompt_length(stage.agent, stage.chat, task) < 90000
         assert len(stage.heldout) >= 9
@@ -348,7 +348,7 @@ def test_the_length_filter_counts_what_it_leaves_out(
         return
     stage = prepare_run(config, model=str(tiny_model))
     try:
-        tasks: Any = stage.training_tasks(config)
+        tasks: Any = training_stream(config, stage)
         assert len(tasks) == len(stage.heldout) == 10
         assert {t.messages[0]["content"] for t in tasks.rows} == {"q"}
         said = capsys.readouterr().out
@@ -388,9 +388,9 @@ def test_each_order_of_roles_is_shown_and_given_answers_are_counted(
     try:
         if reason is not None:
             with pytest.raises(ValueError, match=rf"(?s){reason}; use .*task 'train\.jsonl:13'"):
-                stage.training_tasks(config)
+                training_stream(config, stage)
             return
-        tasks: Any = stage.training_tasks(config)
+        tasks: Any = training_stream(config, stage)
         (check,) = [c for c in of_playing(config, stage, tasks.rows) if c.name == "answers"]
         assert (check.ok, check.found) == (
             True, "6 of 13 questions hold their expected answer word for word",

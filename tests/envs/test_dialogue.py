@@ -19,7 +19,7 @@ from agentgrpo.rewards.trl_functions import conversation
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.support.atomic_files import write_lines
 from agentgrpo.train.plugins import make_agent, make_env, require_names
-from agentgrpo.train.prepare import prepare_run
+from agentgrpo.train.prepare import prepare_run, training_stream
 from agentgrpo.types import Status
 from tests.playing import CHAT, EOT, given_and_sampled, play, scripted, shown, task
 from tests.rollout.stubs import Turn
@@ -305,4 +305,4 @@ def test_rows_that_do_not_say_what_their_user_says_are_refused_before_a_model_is
     made = made.model_copy(update={"model": str(tiny_model), "engine": engine})
     said = r"column 'user': .*rows\.jsonl:1' says.* got 3"
     with pytest.raises(ValueError, match=said):
-        prepare_run(made).training_tasks(made)
+        training_stream(made, prepare_run(made))

@@ -54,17 +54,17 @@ def make_recipe(
     )  # fmt: skip
 
 
-class EvalParts:
+class FakeParts:
     """Task n of the stream is solved by its first n % 5 of 4 rollouts, with as many calls."""
 
     def __init__(self) -> None:
-        self.model = "the policy"
+        self.played = "the policy"
         progress = Progress(1)
         progress.say = lambda line: None  # type: ignore[method-assign]
         self.calls: list[tuple[list[str], int]] = []
         self.sampler = self
-        reward = scored_by(lambda r: {"answer": float(r.answer == "True"), "format": 0.0})
-        self.setup = SimpleNamespace(progress=progress, reward=reward)
+        self.reward = scored_by(lambda r: {"answer": float(r.answer == "True"), "format": 0.0})
+        self.progress = progress
         self.stop_at: int | None = None
 
     def play(
@@ -84,13 +84,13 @@ class EvalParts:
         return Group(task=task, rollouts=[a_rollout(task=task, **of) for of in outcomes])
 
 
-def play_stage(recipe: RecipeConfig, stage: int, player: EvalParts) -> dict[str, Any]:
+def play_stage(recipe: RecipeConfig, stage: int, player: FakeParts) -> dict[str, Any]:
     stream = WordProblemTasks(seed=recipe.seed)
     return select(recipe, stage, player, stream)  # type: ignore[arg-type]
 
 
 def test_S3_15_candidates_are_played_and_mixed_ones_selected(tmp_path: Path) -> None:
-    recipe, player = make_recipe(tmp_path), EvalParts()
+    recipe, player = make_recipe(tmp_path), FakeParts()
     summary = play_stage(recipe, 0, player)
     assert [len(ids) for ids, _ in player.calls] == [3, 3, 3, 1]
     assert len({seed for _, seed in player.calls}) == 4
@@ -107,7 +107,7 @@ def test_S3_15_candidates_are_played_and_mixed_ones_selected(tmp_path: Path) -> 
 
 
 def test_S3_15_each_stage_plays_other_candidates(tmp_path: Path) -> None:
-    recipe, first, second = make_recipe(tmp_path), EvalParts(), EvalParts()
+    recipe, first, second = make_recipe(tmp_path), FakeParts(), FakeParts()
     play_stage(recipe, 0, first)
     play_stage(recipe, 1, second)
     seen = [{name for ids, _ in player.calls for name in ids} for player in (first, second)]
@@ -120,15 +120,15 @@ def test_S3_15_a_killed_selection_goes_on_behind_its_last_whole_chunk(
     tmp_path: Path, cut: int
 ) -> None:
     whole = make_recipe(tmp_path / "whole")
-    expected = play_stage(whole, 0, EvalParts())
-    recipe, player = make_recipe(tmp_path / "killed"), EvalParts()
+    expected = play_stage(whole, 0, FakeParts())
+    recipe, player = make_recipe(tmp_path / "killed"), FakeParts()
     player.stop_at = 2
     with pytest.raises(KeyboardInterrupt):
         play_stage(recipe, 0, player)
     pool = folder_of(recipe, 0) / "pool.jsonl"
     if cut:  # the kill came while a line was written
         pool.write_bytes(pool.read_bytes()[:-cut])
-    again = EvalParts()
+    again = FakeParts()
     assert play_stage(recipe, 0, again) == expected
     assert [len(ids) for ids, _ in again.calls] == ([3, 1] if not cut else [3, 3, 1])
     for name in ("pool.jsonl", "select.json"):
@@ -138,29 +138,29 @@ def test_S3_15_a_killed_selection_goes_on_behind_its_last_whole_chunk(
 
 def test_a_pool_of_other_tasks_is_refused(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
-    play_stage(recipe, 0, EvalParts())
+    play_stage(recipe, 0, FakeParts())
     stream = WordProblemTasks(seed=0)
     with pytest.raises(ValueError, match=r"holds task .* where this recipe plays"):
-        select(recipe, 0, EvalParts(), stream)  # type: ignore[arg-type]
+        select(recipe, 0, FakeParts(), stream)  # type: ignore[arg-type]
 
 
 def test_a_random_selection_takes_any_candidates(tmp_path: Path) -> None:
     """Those that are all right or all wrong too, and the same ones in a repetition."""
     asked: dict[str, Any] = {"selection": "random", "select": 6}
     chosen = [
-        play_stage(make_recipe(tmp_path / str(i), **asked), 0, EvalParts())["selected"]
+        play_stage(make_recipe(tmp_path / str(i), **asked), 0, FakeParts())["selected"]
         for i in range(2)
     ]
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == 6
     assert {int(name.rsplit("/", 1)[1]) % 5 for name in chosen[0]} & {0, 4}
     more = make_recipe(tmp_path / "more", **{**asked, "select": 11})
-    assert len(play_stage(more, 0, EvalParts())["selected"]) == 10
+    assert len(play_stage(more, 0, FakeParts())["selected"]) == 10
 
 
 def test_nothing_mixed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    player = EvalParts()
-    monkeypatch.setattr(player.setup, "reward", scored_by(lambda rollout: {"answer": 0.0}))
+    player = FakeParts()
+    monkeypatch.setattr(player, "reward", scored_by(lambda rollout: {"answer": 0.0}))
     with pytest.raises(ValueError, match="of 10 candidates none has both right and wrong"):
         play_stage(make_recipe(tmp_path), 0, player)
 
@@ -196,8 +196,8 @@ def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
 @pytest.fixture(autouse=True)
 def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are checked before the first one begins; the model here is a name."""
-    ready = SimpleNamespace(setup=MagicMock(), tasks=None)
-    monkeypatch.setattr("agentgrpo.recipe.curriculum.prepare", lambda config: ready)
+    parts = MagicMock(tasks=None)
+    monkeypatch.setattr("agentgrpo.recipe.curriculum.prepare", lambda config: parts)
 
 
 def fake_parts(recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -318,7 +318,7 @@ def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path) -> None:
         for n in range(5)
     ]
     stream = RowTasks(made, source="rows")  # in the second round the same tasks again
-    chosen = select(recipe, 0, EvalParts(), stream)["selected"]  # type: ignore[arg-type]
+    chosen = select(recipe, 0, FakeParts(), stream)["selected"]  # type: ignore[arg-type]
     tasks: Any = selected_tasks(recipe, 0, stream)
     assert sorted(chosen) == [task.id for task in made]
     assert all(task.spec is made[int(task.id[2:])].spec for task in tasks.rows)
@@ -341,7 +341,7 @@ def test_no_stage_samples_with_seeds_of_another(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, steps=(2, 3), stages=3)
     seeds = []
     for stage in range(3):
-        play_stage(recipe, stage, EvalParts())
+        play_stage(recipe, stage, FakeParts())
         tasks: Any = selected_tasks(recipe, stage, WordProblemTasks())
         assert tasks.seed == recipe.seed + stage, "nor their order"
         parts: Any = SimpleNamespace(tasks=tasks)
@@ -357,7 +357,7 @@ def test_a_stage_is_built_on_what_it_selected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = make_recipe(tmp_path, stages=1)
-    summary, stream = play_stage(recipe, 0, EvalParts()), WordProblemTasks(seed=3)
+    summary, stream = play_stage(recipe, 0, FakeParts()), WordProblemTasks(seed=3)
     monkeypatch.setattr("agentgrpo.recipe.curriculum.build", lambda config, *, draw: draw(stream))
     built: list[Any] = []
 
@@ -374,7 +374,7 @@ def test_a_stage_is_built_on_what_it_selected(
 @pytest.mark.parametrize("by_kind", [False, True])
 def test_kinds_are_selected_apart_if_asked_for(tmp_path: Path, by_kind: bool) -> None:
     """Task n % 5 in 1, 2, 3 are mixed; the kind of which there are more must not take all."""
-    recipe, player = make_recipe(tmp_path, by_kind=by_kind, select=2), EvalParts()
+    recipe, player = make_recipe(tmp_path, by_kind=by_kind, select=2), FakeParts()
 
     given = (Task(id=f"t/{n}", messages=(), spec={"kind": "ab"[n % 5 == 1]}) for n in range(10))
     stream: Any = SimpleNamespace(

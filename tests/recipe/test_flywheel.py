@@ -90,6 +90,7 @@ class World:
             agent=CodeAgent(),
             env=self.env,
             chat=self.chat,
+            engine=self.engine,
             reward=scored_by(correct),
             progress=Progress(1),
         )
@@ -114,7 +115,7 @@ class World:
         (self.recipe.out_dir / "flywheel").mkdir(exist_ok=True)
         questions_of(self.recipe, given(*tasks), write=True)
         self.setup.models = models_of(self.recipe, None, trained=False)
-        summary = run_flywheel(self.recipe, self.setup, self.engine, tasks)  # type: ignore[arg-type]
+        summary = run_flywheel(self.recipe, self.setup, tasks)  # type: ignore[arg-type]
         self.env.assert_all_closed_once()
         return dict(summary)
 

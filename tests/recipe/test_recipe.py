@@ -71,8 +71,9 @@ def test_a_judge_may_be_a_model_of_the_engine(
     group = Group(task=TASK, rollouts=[a_rollout(answer="forty-two")])
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: ([group], {}))
     engine = scripted(lambda *_: Turn(f"Correct: no{EOT}"))
-    setup = SimpleNamespace(heldout=[], reward=None, models=models, chat=CHAT)
-    player: Any = SimpleNamespace(sampler=None, engine=engine, model="m", setup=setup)
+    player: Any = SimpleNamespace(
+        sampler=None, engine=engine, played="m", heldout=[], reward=None, models=models, chat=CHAT
+    )
     made = evaluation.evaluate_recipe(recipe, player)
     assert made["measures"]["quality"]["value"] == 1.0
     assert {r.options["reference"] for r in engine.requests} == {reference}
@@ -116,8 +117,8 @@ def leave(recipe: RecipeConfig, part: str, command: list[str]) -> None:
 @pytest.fixture(autouse=True)
 def no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe is checked before its first part; the model here is a name."""
-    ready = SimpleNamespace(setup=MagicMock(), tasks=WordProblemTasks())
-    monkeypatch.setattr(recipes, "prepare", lambda config: ready)
+    parts = MagicMock(tasks=WordProblemTasks())
+    monkeypatch.setattr(recipes, "prepare", lambda config: parts)
 
 
 def fake_parts(

@@ -7,7 +7,7 @@ import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,7 @@ from agentgrpo.models.models import check_model
 from agentgrpo.records.metrics import RunLog
 from agentgrpo.records.run_folder import lock_run_dir, require_same_run
 from agentgrpo.train import build
-from agentgrpo.train.build import Ready, prepare
+from agentgrpo.train.build import prepare
 from agentgrpo.train.progress import Progress
 
 
@@ -95,14 +95,13 @@ def test_a_run_is_described_before_anything_of_it_is_recorded(
 
     monkeypatch.setattr("agentgrpo.learn.preflight.preflight", preflight)
     monkeypatch.setattr(RunLog, "write", killed)
-    setup: Any = SimpleNamespace(
-        progress=Progress(1), jail={}, reward=SimpleNamespace(), env=None, adapter=None
-    )
     engine = SimpleNamespace(device="cpu", describe=dict)
-    player: Any = SimpleNamespace(engine=engine, model="m", setup=setup)
-    ready = Ready(setup=setup, tasks=cast(Any, None), resumed=None)
+    parts: Any = SimpleNamespace(
+        engine=engine, played="m", progress=Progress(1), jail={}, reward=SimpleNamespace(),
+        env=None, adapter=None, resumed=None, log=RunLog(tmp_path), undo=contextlib.ExitStack(),
+    )  # fmt: skip
     with pytest.raises(Killed):
-        build._with_learner(asked, player, ready, RunLog(tmp_path), None)  # type: ignore[arg-type]
+        build._add_learner(asked, parts)
     assert (tmp_path / "metrics.jsonl").exists()
     require_same_run(asked)
 

@@ -21,8 +21,8 @@ from agentgrpo.recipe.report import report
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.support.user_calls import UserCodeError
-from agentgrpo.train.build import TrainParts
 from agentgrpo.train.collect import collect
+from agentgrpo.train.parts import Parts
 from agentgrpo.types import Group, Rollout, Task
 from tests.given import a_config
 from tests.playing import CHAT, EOT, scripted, tasks
@@ -104,7 +104,7 @@ def collected(
     stream = Stream()
     parts = SimpleNamespace(sampler=sampler, tasks=stream, reward=scoring, progress=Quiet())
     run = a_config("rollout.tasks_per_step=3", "rollout.group_size=2", *overrides)
-    groups, metrics = collect(run, cast(TrainParts, parts), step)
+    groups, metrics = collect(run, cast(Parts, parts), step)
     return groups, metrics, engine, stream
 
 

@@ -85,7 +85,8 @@ def test_the_status_is_that_of_the_work() -> None:
 COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
     "train quickstart": ("train.__main__", ["build"], "Trainer.train", ["checkpoints/step_000003"]),
     "flywheel recipe": (
-        "recipe.flywheel", ["prepare_run", "require_same_work", "start_engine"], "run_flywheel",
+        "recipe.flywheel", ["prepare_run", "training_stream", "require_same_work", "start_engine"],
+        "run_flywheel",
         ["flywheel/buffer.jsonl"],
     ),
     "sft recipe": (
@@ -98,7 +99,7 @@ COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
         ["stage_0/pool.jsonl", "stage_0/rl/checkpoints/step_000003"],
     ),
     "curriculum recipe --part 0.select curriculum.start=model": (
-        "recipe.curriculum", ["build_eval"], "select", ["stage_0/pool.jsonl"],
+        "recipe.curriculum", ["build_eval", "training_stream"], "select", ["stage_0/pool.jsonl"],
     ),
     "curriculum recipe --part 0.train curriculum.start=model": (
         "recipe.curriculum", ["build"], "train.Trainer.train",

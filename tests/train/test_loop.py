@@ -19,9 +19,9 @@ from agentgrpo.config import TrainConfig
 from agentgrpo.engine.agreement import Disagreement, Probes
 from agentgrpo.learn.minibatches import Update
 from agentgrpo.train.__main__ import main
-from agentgrpo.train.build import TrainParts
 from agentgrpo.train.callbacks import Callback
 from agentgrpo.train.loop import train
+from agentgrpo.train.parts import Parts
 from agentgrpo.train.trainer import Trainer
 from agentgrpo.types import Float32, Group, Int32, Rollout, Segment, Status, Task
 from tests.given import LEAST, a_config, scored_by
@@ -160,10 +160,10 @@ class FakeRun:
     def close(self) -> None:
         self.calls.append("close")
 
-    def parts(self) -> TrainParts:
+    def parts(self) -> Parts:
         names = ("engine", "learner", "sampler", "tasks", "log", "progress")
         return cast(
-            TrainParts,
+            Parts,
             SimpleNamespace(
                 **dict.fromkeys(names, self),
                 reward=scored_by(self.reward),

@@ -27,9 +27,10 @@ from agentgrpo.records.rollouts import name_of, read_rollouts
 from agentgrpo.rollout.replay_engine import Scripted
 from agentgrpo.support.atomic_files import numbered_rows
 from agentgrpo.support.files import read_table
-from agentgrpo.train.build import TrainParts, build, sampler_on
+from agentgrpo.train.build import build, sampler_on
 from agentgrpo.train.callbacks import Callback
-from agentgrpo.train.prepare import RunSetup, prepare_run
+from agentgrpo.train.parts import Parts
+from agentgrpo.train.prepare import prepare_run
 from agentgrpo.train.progress import Progress
 from agentgrpo.types import Int32, Rollout, Status, token_hash
 
@@ -49,7 +50,7 @@ class _Until(Callback):
 
 
 def play_again(
-    run: Path, steps: str = "", make: Callable[[TrainConfig], TrainParts] | None = None
+    run: Path, steps: str = "", make: Callable[[TrainConfig], Parts] | None = None
 ) -> str | None:
     """Play and learn steps again, and print what was done; where it is not the same.
 
@@ -132,11 +133,11 @@ def call_again(run: Path) -> int:
         return left.pop(place)[1:] if left else ([], "length")  # it was over
 
     differ, broken = [], 0
-    with contextlib.closing(prepare_run(config, trained=False)) as setup:
-        if setup.user_sampler is not None:
+    with contextlib.closing(prepare_run(config, trained=False)) as parts:
+        if parts.user_sampler is not None:
             raise ValueError("--tools: a sampler of yours makes its calls itself")
         engine = Scripted(says, config.engine.max_model_len)
-        with contextlib.closing(sampler_on(engine, config, setup)) as sampler:
+        with contextlib.closing(sampler_on(engine, config, parts)) as sampler:
             groups, _ = sampler.play([rollout.task for _, rollout in every], 1, seed=config.seed)
         for (place, before), group in zip(every, groups, strict=True):
             after = group.rollouts[0]
@@ -144,7 +145,7 @@ def call_again(run: Path) -> int:
                 differ.append(f"{name_of(place)}: {after.status} {after.error or ''}")
                 broken += 1
                 continue
-            told = [_told(rollout, setup) for rollout in (before, after)]
+            told = [_told(rollout, parts) for rollout in (before, after)]
             for turn, (a, b) in enumerate(zip_longest(*told, fillvalue="")):
                 if a != b:
                     alike = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), 0)  # noqa: B905
@@ -167,10 +168,10 @@ def _turns(rollout: Rollout) -> list[tuple[str, list[int], str]]:
     ]
 
 
-def _told(rollout: Rollout, setup: RunSetup) -> list[str]:
+def _told(rollout: Rollout, parts: Parts) -> list[str]:
     """What each turn was answered, and what the rollout's answer is."""
     rows = rollout.rows
-    if isinstance(setup.agent, ProgramAgent):  # its conversations end in any order
+    if isinstance(parts.agent, ProgramAgent):  # its conversations end in any order
         rows = sorted(rows, key=lambda row: row[0].token_ids.tolist())
     given = [s.token_ids for row in rows for s in row if not s.sampled]
-    return [*map(setup.chat.tokenizer.decode, given[1:]), str(rollout.answer)]
+    return [*map(parts.chat.tokenizer.decode, given[1:]), str(rollout.answer)]
