@@ -73,6 +73,7 @@ def start_engine(config: TrainConfig, parts: Parts, *, trained: bool = False) ->
 def add_learner(config: TrainConfig, parts: Parts) -> None:
     parts.log.write_run_json(
         config=config.model_dump(mode="json"), model=parts.played, vocab_size=10**6,
+        reward=parts.resolved.reward.model_dump(mode="json"),
         engine={"device": "cpu"}, learner={"device": "cpu"}, versions=installed(), machine={},
     )  # fmt: skip
     parts.learner = cast(Any, QuickLearner())

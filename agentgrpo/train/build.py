@@ -27,7 +27,6 @@ from agentgrpo.support.optional_deps import install_hint
 from agentgrpo.support.packages import installed, require
 from agentgrpo.train.memory_estimate import room_checks
 from agentgrpo.train.parts import Parts
-from agentgrpo.train.plugins import decided, judged
 from agentgrpo.train.prepare import prepare_run, training_stream
 from agentgrpo.train.progress import Progress
 from agentgrpo.train.ranks import common_checkpoint, require_equal_ranks
@@ -167,13 +166,12 @@ def _add_learner(config: TrainConfig, parts: Parts) -> None:
     progress.say(f"learner: {trained:,.1f}M of {total:,.1f}M parameters, weights {shared}")
     if chosen["prefixes"] != "shared":
         progress.say(f"learner: prefixes {chosen['prefixes']}")
-    chosen_reward = decided(config.reward, judged=judged(parts.env))
     # before anything is recorded: records without it are taken for somebody else's
     log.write_run_json(
         config=config.model_dump(mode="json"),
         model=parts.played,
         base=named_base(config.model),
-        reward=chosen_reward.model_dump(mode="json", include={"kind", "format"}),
+        reward=parts.resolved.reward.model_dump(mode="json", include={"kind", "format"}),
         sandbox=parts.jail,
         engine=engine.describe(),
         learner=chosen,

@@ -92,15 +92,15 @@ def of_playing(config: TrainConfig, parts: Parts, tasks: Sequence[Task]) -> Iter
 
     Nothing is measured for a program: what it asks, and in how many conversations, is its own.
     """
-    r, kind = config.rollout, config.agent.kind
-    turns = f"agent {kind}, up to {r.max_turns} turns of {r.max_turn_tokens} tokens"
+    r, reward = config.rollout, parts.resolved.reward.kind
+    turns = f"agent {config.agent.kind}, up to {r.max_turns} turns of {r.max_turn_tokens} tokens"
     yield line("data", f"{config.data.train}; {len(parts.heldout)} held-out tasks")
     asked = {task.id: holds_answer(task) for task in tasks}
-    if (held := sum(asked.values())) and config.reward.kind != "choice":  # whose letters always are
+    if (held := sum(asked.values())) and reward != "choice":  # whose letters always are
         found = f"{held} of {len(asked)} questions hold their expected answer word for word"
         remedy = "another data.question, unless the answer is to be found in it"
         yield Check("answers", 2 * held < len(asked), found, remedy)
-    if (column := _options(tasks)) and config.reward.kind in ("auto", "numeric", "math", "text"):
+    if (column := _options(tasks)) and reward in ("numeric", "math", "text"):
         remedy = "show the options in data.question, and reward.kind = 'choice' (docs/agents.md)"
         yield Check("answers", False, f"each answer is an index of column {column!r}", remedy)
     if isinstance(parts.agent, ProgramAgent):

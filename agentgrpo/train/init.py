@@ -30,14 +30,8 @@ from agentgrpo.rewards.answers import accepted_answers
 from agentgrpo.sandbox.doctor import examine
 from agentgrpo.support.files import require_output
 from agentgrpo.train.config_docs import as_toml, settings
-from agentgrpo.train.plugins import (
-    REWARDS,
-    asks_for_pool,
-    checked_options,
-    env_kind,
-    judges,
-    needs_answers,
-)
+from agentgrpo.train.plugins import REWARDS, Kind, class_of, decide_reward, kind_of, needs_answers
+from agentgrpo.train.resolve import env_name, runs_code
 from agentgrpo.types import Task
 
 HEAD = """\
@@ -76,7 +70,7 @@ def values_for(
     }
     if data != "env":
         config = _chosen(values, overrides)
-        answered = needs_answers(config.reward, judged=judges(config) is not False)
+        answered = needs_answers(decide_reward(config.reward, judges=_may_judge(config)))
         count = len(rows := rows_of(config.data, "train", None, answers=answered).rows)
         if count < 2 and config.data.heldout_source == "split":
             raise ValueError(f"{data}: {count} row; at least 2 are needed, one to be held out")
@@ -84,6 +78,17 @@ def values_for(
         kind = _reward_for(rows) if answered and config.reward.kind == "auto" else "numeric"
         values |= {"reward.kind": kind} if kind != "numeric" else {}
     return values
+
+
+def _may_judge(config: TrainConfig) -> bool:
+    """Whether the environment may judge by itself: the class says so, or is not written yet."""
+    name = env_name(config)
+    try:
+        return getattr(class_of("env", name), "judges", ":" in name) is not False
+    except ValueError:
+        if ":" in name:
+            return True
+        raise
 
 
 def _reward_for(tasks: Sequence[Task]) -> str:
@@ -107,7 +112,8 @@ def _chosen(values: Mapping[str, Any], overrides: Sequence[str]) -> TrainConfig:
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, name: Path) -> str:
     """The text of a config that will be called `name`."""
     chosen = _chosen(values, overrides)
-    kinds = _shipped_kinds(chosen)
+    shipped = _shipped_kinds(chosen)
+    kinds = {section: kind.name for section, kind in shipped.items()}
     wanted = {
         key: value
         for setting in settings(kinds=kinds)
@@ -115,20 +121,23 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, name:
         if (value := value_of(chosen, key, setting.default)) != setting.default or key in values
     }
     head = HEAD.format(name=name, out_dir=chosen.out_dir)
-    runs_code = len(kinds) < 2 or asks_for_pool(chosen)  # an agent or environment not written yet
-    if runs_code and not chosen.sandbox.allow_degraded and examine()[1] is None:
+    agent, env = shipped.get("agent"), shipped.get("env")
+    # what is not written yet may run code
+    may_run = not (agent and env) or runs_code(agent, env)
+    if may_run and not chosen.sandbox.allow_degraded and examine()[1] is None:
         head += BARE
     return head + as_toml(wanted, kinds)
 
 
-def _shipped_kinds(config: TrainConfig) -> dict[str, str]:
+def _shipped_kinds(config: TrainConfig) -> dict[str, Kind]:
     """Those that are shipped, their options checked; a user's own may not be written yet."""
     own = ":" in config.agent.kind
-    kinds = {"agent": config.agent.kind, "env": config.env.kind if own else env_kind(config)}
-    kinds = {section: kind for section, kind in kinds.items() if ":" not in kind and kind != "auto"}
-    for section, kind in kinds.items():
-        checked_options(section, kind, getattr(config, section).options)
-    return kinds
+    kinds = {"agent": config.agent.kind, "env": config.env.kind if own else env_name(config)}
+    return {
+        section: kind_of(section, kind, getattr(config, section).options)
+        for section, kind in kinds.items()
+        if ":" not in kind and kind != "auto"
+    }
 
 
 def value_of(config: TrainConfig, name: str, default: Any = None) -> Any:

@@ -25,6 +25,7 @@ from agentgrpo.rollout.sampler import AnySampler
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.support import parallel
 from agentgrpo.train.progress import Progress
+from agentgrpo.train.resolve import Resolved
 from agentgrpo.types import Task
 
 if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly
@@ -41,6 +42,8 @@ class Parts:
 
     # prepare.prepare_run(): checked before a model is loaded
     undo: ExitStack
+    resolved: Resolved
+    """What the names in the config mean."""
     model: str
     """Its directory or hub name."""
     adapter: SavedAdapter | None

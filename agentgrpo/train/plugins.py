@@ -1,4 +1,4 @@
-"""From the names in a config to agents, environments, rewards and tasks: shipped or the user's own.
+"""From a name in a config to an agent, environment, reward or sampler: shipped or the user's own.
 
 A shipped kind of agent or environment is a line in a table here; a user's is `module:Class`. Either
 is a class whose keyword arguments are `agent.options` and `env.options`, documented in its own
@@ -12,34 +12,19 @@ import contextlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import pydantic
 
-from agentgrpo.actions import MODELS, InfrastructureError, Model, ReadCalls
-from agentgrpo.agents.base import Agent
-from agentgrpo.config import (
-    OWN_MODELS,
-    AgentConfig,
-    EnvConfig,
-    RewardConfig,
-    RolloutConfig,
-    SandboxConfig,
-    TrainConfig,
-    UserConfig,
-)
+from agentgrpo.actions import InfrastructureError
+from agentgrpo.config import RewardConfig, RolloutConfig, SandboxConfig
 from agentgrpo.config.read import by_key, did_you_mean, format_error, load_callable, resolve_name
-from agentgrpo.config.section import forbid_unused, is_set
-from agentgrpo.envs.base import Environment
-from agentgrpo.envs.customers import UserSimulators
-from agentgrpo.envs.dialogue import DialogueEnv
+from agentgrpo.config.section import is_set
 from agentgrpo.envs.tools import describe
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.models.endpoints import make_retriever
-from agentgrpo.models.text_encoder import Encoder
 from agentgrpo.rewards.scoring import reward_function
 from agentgrpo.rewards.shipped import (
     ChoiceReward,
@@ -169,36 +154,6 @@ def class_of(section: str, kind: str) -> Factory:
     return load_callable(name, key=key) if isinstance(name, str) else name
 
 
-def env_kind(config: TrainConfig) -> str:
-    """`env.kind`, or where it is auto, the environment that the agent is made for."""
-    if config.env.kind != "auto":
-        return config.env.kind
-    return str(getattr(class_of("agent", config.agent.kind), "home", "python"))
-
-
-def checked_options(section: str, kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a kind, each as its class's annotation reads it."""
-    factory, key = class_of(section, kind), f"{section}.options"
-    known = {option.name: option for option in options_of(section, factory)}
-    takes_all = "**" in parameters_of(factory)
-    for name in options.keys() - known.keys():
-        if not takes_all or name in GIVEN[section]:
-            raise ValueError(
-                f"{key}.{name}: {factory.__name__} does not take it{did_you_mean(name, known)}; "
-                f"it takes {', '.join(known) or 'none'}"
-            )
-    made = {
-        name: checked_option(f"{key}.{name}", known[name].annotation, value)
-        if name in known
-        else value
-        for name, value in options.items()
-    }
-    for name, option in known.items():
-        if option.default is inspect.Parameter.empty and name not in options:
-            raise ValueError(f"{key}.{name}: {factory.__name__} needs it")
-    return made
-
-
 def checked_option(key: str, annotation: Any, value: Any) -> Any:
     """A value as an annotation reads it, which converts no types; "none" where None may be."""
     if value == "none" and type(None) in get_args(annotation):
@@ -218,234 +173,129 @@ def checked_option(key: str, annotation: Any, value: Any) -> Any:
         ) from None
 
 
-def require_names(config: TrainConfig) -> None:
-    """That everything the config names exists, takes its options, and fits the rest."""
-    checked_options("agent", config.agent.kind, config.agent.options)
-    checked_options("env", env_kind(config), config.env.options)
-    _require_fit(config)
-    _require_user(config)
-    agent = config.agent.kind
-    unread = " ".join(getattr(class_of("agent", agent), "unread", ()))
-    need = f"another agent.kind than {agent!r}, which plays its own turns"
-    forbid_unused(config, [(unread, need, lambda _: False)])
-    unread = " ".join(getattr(class_of("env", env_kind(config)), "unread", ()))
-    need = f"another env.kind than {env_kind(config)!r}, whose tasks describe their sessions"
-    forbid_unused(config, [(unread, need, lambda _: False)])
-    reward_kind(config.reward, judged=bool(judges(config)))
-    for name in config.reward.functions:
-        reward_function(name)
-    if host_tools_of(config.sandbox) and "host_tools" not in parameters_of(
-        class_of("env", env_kind(config))
-    ):
-        raise ValueError(
-            f"sandbox.host_tools: env.kind {env_kind(config)!r} runs no code that could call them"
-        )
-    forbid_unused(config, [("sandbox.tools", "an env.kind that runs code", asks_for_pool)])
-    if config.rollout.sampler:
-        load_callable(config.rollout.sampler, key="rollout.sampler")
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The class that `agent.kind` or `env.kind` names, and its options."""
 
+    section: str
+    name: str
+    factory: Factory
+    options: Mapping[str, Any]
+    """Each as the class's annotation reads it."""
 
-def judges(config: TrainConfig) -> bool | None:
-    """Whether the environment judges by itself; None: its class does not tell, or is not there."""
-    kind = env_kind(config)
-    try:
-        made = class_of("env", kind)
-    except ValueError:
-        if ":" in kind:
+    def has(self, attribute: str, default: Any = None) -> Any:
+        """What the class says of itself."""
+        return getattr(self.factory, attribute, default)
+
+    def make(self, protocol: type, given: Mapping[str, Any]) -> Any:
+        """An instance, from the options and what the class asks for by name of what is given."""
+        factory, key = self.factory, f"{self.section}.kind"
+        asked = parameters_of(factory)
+        taken = {name: given[name] for name in given if name in asked}
+        try:
+            with user_call(factory, f"{key}: {factory.__name__}"):
+                made = factory(**taken, **self.options)
+        except (UserCodeError, ValueError, TypeError) as error:
+            if (explained := self._explained(error, asked)) is None:
+                raise
+            raise ValueError(explained) from error
+        needed = [name for name in vars(protocol) if not name.startswith("_")]
+        with user_call(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
+            missing = [name for name in needed if not hasattr(made, name)]
+        if missing:
+            raise ValueError(
+                f"{key}: {self.name!r} lacks {', '.join(missing)}; see agents/base.py, envs/"
+            )
+        return made
+
+    def _explained(self, error: Exception, asked: Container[str]) -> str | None:
+        """The message of a class that refuses an option, with the key; None: the error is other."""
+        section, cause = self.section, error.__cause__
+        name, colon, _ = str(cause if isinstance(error, UserCodeError) else error).partition(":")
+        known = name.partition(".")[0] in asked
+        if isinstance(error, UserCodeError):
+            refused = known and colon and isinstance(cause, ValueError)
+            return f"{section}.options.{cause} (at {error.where})" if refused else None
+        if colon and name.startswith(f"{section}."):  # of a shipped class, which names its key
             return None
-        raise
-    told: bool | None = getattr(made, "judges", None if ":" in kind else False)
-    return told
+        return f"{section}.options{'.' if known else f': {self.factory.__name__}: '}{error}"
 
 
-def judged(env: Environment | None) -> bool:
-    """Whether the environment judges by itself, now that it is made."""
-    return bool(getattr(env, "judges", False))
+def kind_of(section: str, kind: str, options: Mapping[str, Any]) -> Kind:
+    """What `agent.kind` or `env.kind` names, its options checked."""
+    factory, key = class_of(section, kind), f"{section}.options"
+    known = {option.name: option for option in options_of(section, factory)}
+    takes_all = "**" in parameters_of(factory)
+    for name in options.keys() - known.keys():
+        if not takes_all or name in GIVEN[section]:
+            raise ValueError(
+                f"{key}.{name}: {factory.__name__} does not take it{did_you_mean(name, known)}; "
+                f"it takes {', '.join(known) or 'none'}"
+            )
+    checked = {
+        name: checked_option(f"{key}.{name}", known[name].annotation, value)
+        if name in known
+        else value
+        for name, value in options.items()
+    }
+    for name, option in known.items():
+        if option.default is inspect.Parameter.empty and name not in options:
+            raise ValueError(f"{key}.{name}: {factory.__name__} needs it")
+    return Kind(section, kind, factory, checked)
 
 
-def needs_answers(reward: RewardConfig, *, judged: bool) -> bool:
-    """Whether rows must have an expected answer; a reward of the user's own reads what it likes."""
-    return decided(reward, judged=judged).kind in REWARDS.keys() - {"none"}
-
-
-def decided(reward: RewardConfig, *, judged: bool) -> RewardConfig:
+def decide_reward(reward: RewardConfig, *, judges: bool) -> RewardConfig:
     """What `auto` comes to: functions in TRL's form are the whole reward, as in TRL."""
     if reward.kind != "auto":
         return reward
     alone = any(is_trl_form(reward_function(name)) for name in reward.functions)
-    chosen: dict[str, Any] = {"kind": "none" if judged or alone else "numeric"}
+    chosen: dict[str, Any] = {"kind": "none" if judges or alone else "numeric"}
     if alone and not is_set(reward, "format"):
         chosen["format"] = 0.0
     return reward.model_copy(update=chosen)
 
 
-def asks_for_pool(config: TrainConfig) -> bool:
-    """Whether the environment or the agent of a run is given the sandbox: others run no code."""
-    agents = getattr(class_of("agent", config.agent.kind), "asks_for_pool", None)
-    asked = agents is not None and agents(config.agent.options)
-    return asked or "pool" in parameters_of(class_of("env", env_kind(config)))
+def needs_answers(reward: RewardConfig) -> bool:
+    """Whether rows must have an expected answer; a reward of the user's own reads what it likes."""
+    return reward.kind in REWARDS.keys() - {"none"}
 
 
-def make_env(config: TrainConfig, pool: Any, models: Mapping[str, Model] = MODELS) -> Environment:
-    """The environment of a run; the pool is None if asks_for_pool() says no."""
-    given = {
-        "pool": pool,
-        "timeout_s": config.sandbox.timeout_s,
-        "stateless": config.sandbox.stateless,
-        "host_tools": host_tools_of(config.sandbox),
-        "seed": config.seed,
-        "models": models,
-        "retrievers": {
-            name: make_retriever(endpoint, name)
-            for name, endpoint in config.endpoints.items()
-            if endpoint.kind == "retriever"
-        },
-        "load_encoder": Encoder,
-    }
-    made = _made("env", env_kind(config), config.env, given)
-    _require(made, Environment, key="env.kind", name=config.env.kind)
-    return with_user(cast(Environment, made), config.env, models)
-
-
-def with_user(
-    env: Environment, config: EnvConfig, models: Mapping[str, Model] = MODELS
-) -> Environment:
-    """The environment, and whom env.user puts there."""
-    users, user = users_of(config.user, models), config.user
-    if users is None:
-        return env
-    if getattr(env, "has_user", False):
-        raise ValueError(
-            f"env.user.mode: env.kind {config.kind!r} has somebody to talk with already, "
-            f"got {user.mode!r}; leave it at 'nobody'"
-        )
-    made = DialogueEnv(env, users, user.mode, user.reads_column, user.max_replies)
-    return cast(Environment, made)
-
-
-def _require_user(config: TrainConfig) -> None:
-    user: UserConfig = config.env.user
-    named: dict[str, Model] = dict.fromkeys((*OWN_MODELS, *config.endpoints), "policy")
-    if users_of(user, named) and user.reads_column and config.data.train == "word_problems":
-        raise ValueError(
-            f"env.user.mode {user.mode!r} reads the data's column 'user', and data.train "
-            "'word_problems' has no columns: name a file, or a user of your own"
-        )
-
-
-def users_of(config: UserConfig, models: Mapping[str, Model] = MODELS) -> UserSimulators | None:
-    """What env.user names; None: nobody."""
-    try:
-        made = UserSimulators(config.mode, "nobody", ("scripted", "model"), models, max_tokens=64)
-    except ValueError as error:
-        raise ValueError(f"env.user.{str(error).removeprefix('env.options.')}") from None
-    return made if made.talk else None
-
-
-def no_reader(parser: str) -> ReadCalls:
-    """In place of the engine's readers of tool calls, where there is no engine."""
-    raise ValueError(f"parser: {parser!r} is one of the engine's, and there is no engine here")
-
-
-def make_agent(
-    config: TrainConfig,
-    env: Environment,
-    call_reader: Callable[[str], ReadCalls] = no_reader,
-    pool: Any = None,
-) -> Agent:
-    """The agent of a run, whose tools are those of `env`.
-
-    `call_reader`: from a parser's name to the engine's reader of tool calls.
-    """
-    _require_fit(config, env)
-    script = config.sandbox.tools
-    given = {
-        "env": env,
-        "tools_script": None if script is None else script_of(script),
-        "host_tools": shown.shown if (shown := host_tools_of(config.sandbox)) else None,
-        "call_reader": call_reader,
-        "pool": pool,
-    }
-    made = _made("agent", config.agent.kind, config.agent, given)
-    _require(made, Agent, key="agent.kind", name=config.agent.kind)
-    return cast(Agent, made)
-
-
-def _require_fit(config: TrainConfig, env: Any = None) -> None:
-    """That the environment, or where it is not made yet its class, answers what the agent does."""
-    kind = env_kind(config)
-    acts = getattr(class_of("agent", config.agent.kind), "acts", ())
-    answers = getattr(class_of("env", kind) if env is None else env, "answers", None)
-    idle = not acts and ":" not in config.agent.kind
-    if idle and getattr(class_of("env", kind), "needs_actions", False):
-        raise ValueError(
-            f"agent.kind: expected one that acts in env.kind {kind!r}, such as 'code' or 'tools', "
-            f"got {config.agent.kind!r}, which can change nothing there"
-        )
-    if answers is None:  # one that does not say
-        has_tools = env is None or callable(getattr(env, "tools", None))
-        answers = [what for what in acts if what != "tools" or has_tools]
-    missing = [what for what in acts if what not in answers]
-    if missing:
-        fits = [e for e in ENVIRONMENTS if {*acts} <= {*class_of("env", e).answers}]  # type: ignore[attr-defined]
-        raise ValueError(
-            f"agent.kind {config.agent.kind!r} acts by {' and '.join(acts)}, and env.kind {kind!r} "
-            f"does not answer {' and '.join(missing)}; env.kind {', '.join(fits)} would"
-        )
-
-
-def _made(
-    section: str, kind: str, config: AgentConfig | EnvConfig, given: Mapping[str, Any]
-) -> Any:
-    """What the class of a kind makes of its options and of what it is given."""
-    factory, key = class_of(section, kind), f"{section}.options"
-    options = checked_options(section, kind, config.options)
-    asked = parameters_of(factory)
-    try:
-        with user_call(factory, f"{section}.kind: {factory.__name__}"):
-            return factory(**{name: given[name] for name in given if name in asked}, **options)
-    except UserCodeError as error:
-        name, colon, _ = str(error.__cause__).partition(":")
-        if isinstance(error.__cause__, ValueError) and colon and name.partition(".")[0] in asked:
-            raise ValueError(f"{key}.{error.__cause__} (at {error.where})") from error
-        raise
-    except (ValueError, TypeError) as error:  # of a shipped one
-        name, colon, _ = str(error).partition(":")
-        if name.startswith(f"{section}.") and colon:  # it names its key itself
-            raise
-        named = f"{key}." if name.partition(".")[0] in asked else f"{key}: {factory.__name__}: "
-        raise ValueError(f"{named}{error}") from error
-
-
-def _require(made: Any, protocol: type, *, key: str, name: str) -> None:
-    """That it has what a protocol has."""
-    asked = [name for name in vars(protocol) if not name.startswith("_")]
-    with user_call(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
-        missing = [name for name in asked if not hasattr(made, name)]
-    if missing:
-        raise ValueError(f"{key}: {name!r} lacks {', '.join(missing)}; see agents/base.py, envs/")
-
-
-def reward_kind(config: RewardConfig, *, judged: bool) -> Callable[..., Reward] | None:
-    """The class of `reward.kind`; None: a function of the user's own, see load_reward()."""
-    kind = decided(config, judged=judged).kind
-    if config.strict and kind != "numeric":
-        raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {kind!r}")
-    resolve_name(kind, REWARDS, key="reward.kind", also=("auto",))
-    if kind == "math":
+def make_reward(reward: RewardConfig, *, judges: bool = False) -> Reward:
+    """What a rollout is worth besides what an environment that judges gives it."""
+    reward = decide_reward(reward, judges=judges)
+    if reward.strict and reward.kind != "numeric":
+        raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {reward.kind!r}")
+    if ":" in reward.kind:
+        return with_costs(load_reward(reward.kind), reward)
+    shipped = resolve_name(reward.kind, REWARDS, key="reward.kind", also=("auto",))
+    if reward.kind == "math":
         optional_deps.require_installed("math_verify", "reward.kind = 'math'")
-    return REWARDS.get(kind)
+    strict = {"strict": True} if reward.strict else {}
+    return with_costs(shipped(answer=reward.answer, format=reward.format, **strict), reward)
 
 
-def make_reward(config: RewardConfig, env: Environment | None = None) -> Reward:
-    """What a rollout is worth besides what the environment gives it."""
-    config = decided(config, judged=judged(env))
-    shipped = reward_kind(config, judged=judged(env))
-    if shipped is None:
-        return with_costs(load_reward(config.kind), config)
-    strict = {"strict": True} if config.strict else {}
-    reward = shipped(answer=config.answer, format=config.format, **strict)
-    return with_costs(reward, config)
+def load_reward(name: str) -> Reward:
+    """The user's own reward, from `module:function`."""
+    function = load_callable(name, key="reward.kind")
+    if is_trl_form(function):
+        raise ValueError(
+            f"reward.kind: {name!r} is in TRL's form; name it in reward.functions = [{name!r}]"
+        )
+    return cast(Reward, function)
+
+
+def load_sampler(config: RolloutConfig) -> Callable[[ChatTemplate], RolloutSampler]:
+    """What makes the sampler that `rollout.sampler` names."""
+    factory = load_callable(config.sampler, key="rollout.sampler")
+
+    def make(chat: ChatTemplate) -> RolloutSampler:
+        with user_call(factory, "rollout.sampler"):
+            sampler = factory(chat, config)
+        if not callable(getattr(sampler, "rollout", None)):
+            raise ValueError(f"rollout.sampler: {config.sampler!r} has no method rollout()")
+        return cast(RolloutSampler, sampler)
+
+    return make
 
 
 def host_tools_of(config: SandboxConfig) -> HostTools | None:
@@ -474,23 +324,3 @@ def script_of(path: Path | None) -> str:
     except (OSError, SyntaxError, ValueError) as error:
         raise ValueError(f"sandbox.tools: {error}") from None
     return source
-
-
-def load_reward(name: str) -> Reward:
-    """The user's own reward, from `module:function`."""
-    function = load_callable(name, key="reward.kind")
-    if is_trl_form(function):
-        raise ValueError(
-            f"reward.kind: {name!r} is in TRL's form; name it in reward.functions = [{name!r}]"
-        )
-    return cast(Reward, function)
-
-
-def load_sampler(config: RolloutConfig, chat: ChatTemplate) -> RolloutSampler:
-    """What `rollout.sampler` names, made."""
-    made = load_callable(config.sampler, key="rollout.sampler")
-    with user_call(made, "rollout.sampler"):
-        user = made(chat, config)
-    if not callable(getattr(user, "rollout", None)):
-        raise ValueError(f"rollout.sampler: {config.sampler!r} has no method rollout()")
-    return cast(RolloutSampler, user)

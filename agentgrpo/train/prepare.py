@@ -10,10 +10,10 @@ import dataclasses
 import functools
 import sysconfig
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
-from agentgrpo.actions import CallTools, Model, Observation, ReadCalls, RunCode, ToolCall
+from agentgrpo.actions import MODELS, CallTools, Model, Observation, ReadCalls, RunCode, ToolCall
 from agentgrpo.agents.base import Agent
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import SandboxConfig, TrainConfig
@@ -25,7 +25,7 @@ from agentgrpo.envs.dialogue import DialogueEnv
 from agentgrpo.envs.factory import FactoryEnv
 from agentgrpo.envs.graded import UnitTestEnv
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.models.endpoints import make_endpoint
+from agentgrpo.models.endpoints import make_endpoint, make_retriever
 from agentgrpo.models.models import (
     SavedAdapter,
     base_of,
@@ -36,12 +36,13 @@ from agentgrpo.models.models import (
     saved_adapter,
     teacher_model,
 )
+from agentgrpo.models.text_encoder import Encoder
 from agentgrpo.programs.launch import launcher_of
 from agentgrpo.records.rollouts import require_recordable
 from agentgrpo.records.trackers import require as require_trackers
 from agentgrpo.rewards.answer_quality import require_answer
 from agentgrpo.rewards.scoring import Scoring
-from agentgrpo.rewards.shipped import try_reward
+from agentgrpo.rewards.shipped import Reward, try_reward
 from agentgrpo.rollout.observe import prompt_of, said_by
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.support import hardware, parallel
@@ -49,25 +50,15 @@ from agentgrpo.support.optional_deps import require_installed
 from agentgrpo.support.packages import require_packages
 from agentgrpo.support.user_calls import user_call
 from agentgrpo.train.parts import Parts
-from agentgrpo.train.plugins import (
-    asks_for_pool,
-    judged,
-    load_sampler,
-    make_agent,
-    make_env,
-    make_reward,
-    needs_answers,
-    require_names,
-    reward_kind,
-    script_of,
-)
+from agentgrpo.train.plugins import REWARDS, needs_answers, script_of
 from agentgrpo.train.progress import Progress
+from agentgrpo.train.resolve import Resolved, require_fit, resolve, users_of
 from agentgrpo.types import Task
 
 
 def training_stream(config: TrainConfig, parts: Parts) -> Tasks:
     """The stream to train on, checked as far as it is a list."""
-    answers = needs_answers(config.reward, judged=judged(parts.env))
+    answers = needs_answers(parts.resolved.reward)
     tasks = training_tasks(config.data, config.seed, parts.env, answers=answers)
     _require_known(config, parts, tasks.rows if isinstance(tasks, RowTasks) else [])
     if not isinstance(tasks, RowTasks):
@@ -100,8 +91,8 @@ def _require_known(config: TrainConfig, parts: Parts, tasks: Sequence[Task]) -> 
 
 def _checked(config: TrainConfig, parts: Parts, tasks: Sequence[Task], key: str) -> list[Task]:
     """The tasks whose prompts fit; that each can be shown and scored."""
-    kind = reward_kind(config.reward, judged=judged(parts.env))
-    expected = getattr(kind, "expected", lambda task: None)
+    shipped = REWARDS.get(parts.resolved.reward.kind)
+    expected = getattr(shipped, "expected", lambda task: None)
     quality = config.measures.quality if isinstance(config, RecipeConfig) else "answer"
     limit, longest = config.data.max_prompt_tokens, config.engine.max_model_len - 1
     kept, forms = [], set[str]()
@@ -157,7 +148,7 @@ def prepare_run(
     `model`: instead of config.model. `trained`: it, or an adapter to it, is to be trained.
     """
     progress = progress or Progress(config.steps)
-    require_names(config)
+    resolved = resolve(config)
     parallel.require_teams_of(config.engine.tensor_parallel_size)
     require_packages()
     require_trackers(config.trackers)
@@ -170,15 +161,14 @@ def prepare_run(
     models = models_of(config, adapter, trained=trained)
     with contextlib.ExitStack() as undo:
         pool = None
-        if asks_for_pool(config):
+        if resolved.runs_code:
             pool = undo.enter_context(_sandbox_told_of(_sandbox_of(config), progress))
-        env = make_env(config, pool, models)
+        env = make_env(resolved, pool, models)
         undo.callback(close_env, env)
-        answers = needs_answers(config.reward, judged=judged(env))
-        heldout = heldout_tasks(config.data, env, answers=answers)
-        reward = make_reward(config.reward, env)
+        resolved = resolved.with_env(env)
+        heldout = heldout_tasks(config.data, env, answers=needs_answers(resolved.reward))
         if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
-            try_reward(reward, heldout[0])
+            try_reward(resolved.score, heldout[0])
         (progress.say if model is None else progress.say_path)(f"model: {model or config.model}")
         if model is None or adapter is not None:  # an adapter's folder holds no model
             model = base_of(begun) if begun else resolve_model(config.model, progress.say)
@@ -193,9 +183,10 @@ def prepare_run(
             )
         device = "cuda" if hardware.has_nvidia_gpu() else "cpu"
         check_model(config, model, device=device, trained=trained)
-        agent = make_agent(config, env, functools.partial(_call_reader, chat), pool)
+        agent = make_agent(resolved, env, functools.partial(_call_reader, chat), pool)
         parts = Parts(
             undo=undo,
+            resolved=resolved,
             model=model,
             adapter=adapter,
             played=model if trained or adapter is None else str(adapter.folder),
@@ -204,10 +195,10 @@ def prepare_run(
             agent=agent,
             launcher=launcher_of(agent) if isinstance(agent, ProgramAgent) else None,
             chat=chat,
-            reward=make_scoring(config, env, chat.tokenizer),
+            reward=make_scoring(config, resolved.score, chat.tokenizer),
             heldout=heldout,
             progress=progress,
-            user_sampler=load_sampler(config.rollout, chat) if config.rollout.sampler else None,
+            user_sampler=make(chat) if (make := resolved.make_sampler) else None,
             models=models,
             teacher=teacher_model(config, chat, progress.say) if trained else None,
         )
@@ -216,6 +207,64 @@ def prepare_run(
             _require_trainable(config, model)
         parts.undo = undo.pop_all()
     return parts
+
+
+def make_env(resolved: Resolved, pool: Any, models: Mapping[str, Model] = MODELS) -> Environment:
+    """The environment of a run; the pool is None where nothing runs code."""
+    config = resolved.config
+    given = {
+        "pool": pool,
+        "timeout_s": config.sandbox.timeout_s,
+        "stateless": config.sandbox.stateless,
+        "host_tools": resolved.host_tools,
+        "seed": config.seed,
+        "models": models,
+        "retrievers": {
+            name: make_retriever(endpoint, name)
+            for name, endpoint in config.endpoints.items()
+            if endpoint.kind == "retriever"
+        },
+        "load_encoder": Encoder,
+    }
+    env: Environment = resolved.env.make(Environment, given)
+    users, user = users_of(config.env.user, models), config.env.user
+    if users is None:
+        return env
+    if getattr(env, "has_user", False):
+        raise ValueError(
+            f"env.user.mode: env.kind {config.env.kind!r} has somebody to talk with already, "
+            f"got {user.mode!r}; leave it at 'nobody'"
+        )
+    made = DialogueEnv(env, users, user.mode, user.reads_column, user.max_replies)
+    return cast(Environment, made)
+
+
+def no_reader(parser: str) -> ReadCalls:
+    """In place of the engine's readers of tool calls, where there is no engine."""
+    raise ValueError(f"parser: {parser!r} is one of the engine's, and there is no engine here")
+
+
+def make_agent(
+    resolved: Resolved,
+    env: Environment,
+    call_reader: Callable[[str], ReadCalls] = no_reader,
+    pool: Any = None,
+) -> Agent:
+    """The agent of a run, whose tools are those of `env`.
+
+    `call_reader`: from a parser's name to the engine's reader of tool calls.
+    """
+    require_fit(resolved.agent, resolved.env, env)
+    script, host_tools = resolved.config.sandbox.tools, resolved.host_tools
+    given = {
+        "env": env,
+        "tools_script": None if script is None else script_of(script),
+        "host_tools": host_tools.shown if host_tools else None,
+        "call_reader": call_reader,
+        "pool": pool,
+    }
+    agent: Agent = resolved.agent.make(Agent, given)
+    return agent
 
 
 def _check_fit(config: TrainConfig, parts: Parts) -> None:
@@ -332,17 +381,14 @@ def _check_prompt(agent: Agent, chat: ChatTemplate, task: Task) -> None:
             )
 
 
-def make_scoring(config: TrainConfig, env: Environment, tokenizer: Any) -> Scoring:
+def make_scoring(config: TrainConfig, score: Reward, tokenizer: Any) -> Scoring:
     """What a rollout is worth besides what the environment gives it."""
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
 
-    base = make_reward(config.reward, env)
-    return Scoring(
-        base, config.reward, decode, total_steps=config.steps,
-        limit_s=config.rollout.call_timeout_s,
-    )  # fmt: skip
+    limit_s = config.rollout.call_timeout_s
+    return Scoring(score, config.reward, decode, total_steps=config.steps, limit_s=limit_s)
 
 
 def _site_dirs(config: SandboxConfig) -> list[str]:

@@ -22,7 +22,9 @@ from agentgrpo.envs.python import PythonEnv
 from agentgrpo.rewards.shipped import score
 from agentgrpo.rollout.engine_protocol import request_seed
 from agentgrpo.sandbox import Limits, SandboxPool
-from agentgrpo.train.plugins import make_agent, make_env, make_reward
+from agentgrpo.train.plugins import make_reward
+from agentgrpo.train.prepare import make_agent, make_env
+from agentgrpo.train.resolve import resolve
 from agentgrpo.types import Group, Status
 from tests.given import TASK
 from tests.playing import (
@@ -123,8 +125,8 @@ def test_S0_4_a_tool_script_is_loaded_and_shown(tmp_path: Path, show: Any) -> No
         sandbox=SandboxConfig(tools=script, max_live=2),
     )
     with open_sandbox(config.sandbox) as pool:
-        env = make_env(config, pool)
-        agent = make_agent(config, env)
+        env = make_env(resolve(config), pool)
+        agent = make_agent(resolve(config), env)
         turns = ["<code>weather('Oslo')</code>", "<code>weather('Rome', 2), LOADS</code>", DONE]
         played = play(agent, env, *turns)
     said = ["'Oslo sunny 1'", "('Rome sunny 2', 1)"]

@@ -17,7 +17,8 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import training_tasks
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.learn.token_weights import objective_of
-from agentgrpo.train.plugins import KINDS, checked_option, class_of, options_of, require_names
+from agentgrpo.train.plugins import KINDS, checked_option, class_of, options_of
+from agentgrpo.train.resolve import resolve
 from tests.given import LEAST
 
 
@@ -168,7 +169,7 @@ def test_every_choice_that_is_misspelt_gets_the_nearest(key: str) -> None:
     def check(override: str) -> None:
         config = load_config_of(RecipeConfig, LEAST, [override])
         objective_of(config.loss)
-        require_names(config)
+        resolve(config)
         training_tasks(config.data, 0)
 
     for word in NAMED[key]:
@@ -194,4 +195,4 @@ def test_every_choice_that_is_misspelt_gets_the_nearest(key: str) -> None:
 def test_names_of_ones_own_get_the_nearest(override: str, said: str) -> None:
     config = load_config_of(RecipeConfig, LEAST, [override])
     with pytest.raises(ValueError, match=re.escape(said)):
-        require_names(config)
+        resolve(config)

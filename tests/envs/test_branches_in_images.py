@@ -16,7 +16,8 @@ from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.sandbox import Limits, SandboxPool, Template
 from agentgrpo.sandbox.isolation.images import store_dir
 from agentgrpo.sandbox.session import forks
-from agentgrpo.train.plugins import make_agent, make_env
+from agentgrpo.train.prepare import make_agent, make_env
+from agentgrpo.train.resolve import resolve
 from agentgrpo.types import Rollout, Task
 from tests.playing import EOT, TOKENIZER
 from tests.rollout.stubs import StubEngine, Turn
@@ -97,10 +98,10 @@ def play(*commands: str, size: int = 2, wrapped: bool = False) -> list[Rollout]:
             },
         }
     )
-    env: Any = make_env(config, pool=None)
+    env: Any = make_env(resolve(config), pool=None)
     layers = set((store_dir() / "layers").iterdir())
     try:
-        agent, engine = make_agent(config, env), StubEngine(TOKENIZER, policy)
+        agent, engine = make_agent(resolve(config), env), StubEngine(TOKENIZER, policy)
         sampler = Sampler(cast(Any, engine), agent, env, ChatTemplate(TOKENIZER), config.rollout)
         tasks = [Task(id="t", messages=({"role": "user", "content": "Q"},), spec={})]
         (group,), stats = sampler.play(tasks, size, seed=0)

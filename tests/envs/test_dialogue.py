@@ -18,8 +18,8 @@ from agentgrpo.rewards.rollout_view import RolloutView
 from agentgrpo.rewards.trl_functions import conversation
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.support.atomic_files import write_lines
-from agentgrpo.train.plugins import make_agent, make_env, require_names
-from agentgrpo.train.prepare import prepare_run, training_stream
+from agentgrpo.train.prepare import make_agent, make_env, prepare_run, training_stream
+from agentgrpo.train.resolve import resolve
 from agentgrpo.types import Status
 from tests.playing import CHAT, EOT, given_and_sampled, play, scripted, shown, task
 from tests.rollout.stubs import Turn
@@ -135,9 +135,9 @@ def settings(agent: Any, env: Any, data: Any = None, **user: Any) -> TrainConfig
 def parts(agent: Any, env: Any, pool: Any = None, data: Any = None, **user: Any) -> Any:
     """An agent and an environment with a user, as a run makes them."""
     made = settings(agent, env, data, **user)
-    require_names(made)
-    world = make_env(made, pool)
-    return make_agent(made, world, lambda parser: read_call), world
+    resolve(made)
+    world = make_env(resolve(made), pool)
+    return make_agent(resolve(made), world, lambda parser: read_call), world
 
 
 @pytest.mark.nsjail

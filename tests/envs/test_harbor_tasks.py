@@ -14,7 +14,7 @@ from agentgrpo.envs.harbor import kept_by, read_reward
 from agentgrpo.envs.harbor_tasks import read_task
 from agentgrpo.sandbox.isolation.images import Image
 from agentgrpo.sandbox.isolation.snapshots import Kept
-from agentgrpo.train.plugins import require_names
+from agentgrpo.train.resolve import resolve
 from tests.envs.test_harbor import make_folder
 
 KEPT = {
@@ -74,14 +74,14 @@ def test_an_agent_that_cannot_act_in_an_image_is_refused(agent: str) -> None:
     given = {"agent": {"kind": agent, "options": options}, "env": {"kind": "harbor"}}
     config = TrainConfig.model_validate({"model": "m", "out_dir": "o", **given})
     with pytest.raises(ValueError, match=r"agent\.kind"):
-        require_names(config)
+        resolve(config)
 
 
 def test_settings_of_sessions_that_the_task_describes_are_refused() -> None:
     given = {"agent": {"kind": "code"}, "env": {"kind": "harbor"}, "sandbox": {"memory_mib": 512}}
     config = TrainConfig.model_validate({"model": "m", "out_dir": "o", **given})
     with pytest.raises(ValueError, match=r"sandbox\.memory_mib: 512 does nothing without another"):
-        require_names(config)
+        resolve(config)
 
 
 REFUSED = {

@@ -23,7 +23,9 @@ from agentgrpo.sandbox import (
     Limits,
     SandboxPool,
 )
-from agentgrpo.train.plugins import host_tools_of, make_agent, make_env, make_reward, require_names
+from agentgrpo.train.plugins import host_tools_of, make_reward
+from agentgrpo.train.prepare import make_agent, make_env
+from agentgrpo.train.resolve import resolve
 from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
@@ -213,11 +215,13 @@ def test_the_policy_is_shown_them(pool: SandboxPool, agent: str) -> None:
     options = ["agent.options={}", f"agent.kind={agent}"]
     for asked in (options, [*options, "agent.options={system_prompt='Say.'}"]):
         config = load_config("quickstart", overrides(*asked))
-        made: Any = make_agent(config, make_env(config, pool))
+        made: Any = make_agent(resolve(config), make_env(resolve(config), pool))
         said = made.messages(TASK)[0]["content"]
         assert said.endswith(f"call them without importing them:\n{shown}")
         assert said.startswith("Say.") == (asked is not options)
-    plain: Any = make_agent(load_config("quickstart", options), make_env(config, pool))
+    plain: Any = make_agent(
+        resolve(load_config("quickstart", options)), make_env(resolve(config), pool)
+    )
     assert "ticket" not in plain.messages(TASK)[0]["content"]
 
 
@@ -249,7 +253,7 @@ def test_they_are_not_shown_where_nothing_is() -> None:
 )  # fmt: skip
 def test_a_config_that_cannot_be_meant_is_refused(config: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        require_names(load_config("quickstart", config))
+        resolve(load_config("quickstart", config))
 
 
 def test_the_settings_reach_the_functions() -> None:

@@ -23,8 +23,8 @@ from agentgrpo.models.endpoints import Retriever, make_endpoint, make_retriever
 from agentgrpo.models.text_encoder import Encoder
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.support.atomic_files import read_lines, write_lines
-from agentgrpo.train.plugins import make_env
-from agentgrpo.train.prepare import models_of
+from agentgrpo.train.prepare import make_env, models_of
+from agentgrpo.train.resolve import resolve
 from tests import tiny, warm
 from tests.playing import sampled, scripted, shown, task
 from tests.rollout.stubs import Turn
@@ -360,7 +360,7 @@ def config(port: int, **options: Any) -> TrainConfig:
 
 def made(config: TrainConfig) -> Any:
     """The environment that prepare_run() makes of a config."""
-    return make_env(config, None, models_of(config, None, trained=True))
+    return make_env(resolve(config), None, models_of(config, None, trained=True))
 
 
 @pytest.mark.parametrize(

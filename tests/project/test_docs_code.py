@@ -32,7 +32,9 @@ from agentgrpo.rewards.rollout_view import BUILT_IN
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rewards.shipped import score
 from agentgrpo.sandbox import Sandbox, SandboxPool
-from agentgrpo.train.plugins import make_agent, make_env, make_reward
+from agentgrpo.train.plugins import make_reward
+from agentgrpo.train.prepare import make_agent, make_env
+from agentgrpo.train.resolve import resolve
 from agentgrpo.types import Group, SpanReward, Task
 from tests import tiny
 from tests.given import TASK, a_config, a_rollout
@@ -297,10 +299,10 @@ def test_a_user_of_ones_own(code: str, tmp_path: Path, monkeypatch: pytest.Monke
         "agent.kind=inline", "env.kind=tools", "env.user.mode=docs_users:Tourist",
         'env.options.tools=["agentgrpo.envs.calculator:calculate"]',
     )  # fmt: skip
-    world = make_env(made, None)
+    world = make_env(resolve(made), None)
     given = Task(id="t", messages=({"role": "user", "content": "?"},), spec={"city": "Oslo"})
     turns = ["Where are you?<|im_end|>", "Thanks.<|im_end|>"]
-    played = play(make_agent(made, world), world, *turns, given=given)
+    played = play(make_agent(resolve(made), world), world, *turns, given=given)
     assert "<|im_start|>user\nOslo<|im_end|>" in shown(played)
 
 
@@ -350,14 +352,14 @@ def test_the_readmes_environment_is_played_by_its_config(
     (command,) = [line for line in lines(ROOT / "README.md") if "agentgrpo init" in line]
     assert cli.main(["owner/name" if w == "MODEL" else w for w in words(command)[1:]]) == 0
     config = load_config("guess.toml")
-    env: Any = make_env(config, None)
-    agent = make_agent(config, env)
+    env: Any = make_env(resolve(config), None)
+    agent = make_agent(resolve(config), env)
     five = training_tasks(config.data, 0, env, answers=False).next(9)
     (secret,) = [task for task in five if task.spec["secret"] == 5]
     turns = ["<fn>guess(3)</fn>", "<fn>guess(8)</fn>", "<fn>guess(5)</fn>", "Answer: 5<|im_end|>"]
     played = play(agent, env, *turns, given=secret)
     assert [word in shown(played) for word in ("higher", "lower", "right")] == [True] * 3
-    score(Group(task=secret, rollouts=[played]), make_reward(RewardConfig(format=0), env))
+    score(Group(task=secret, rollouts=[played]), make_reward(RewardConfig(format=0), judges=True))
     assert played.rewards == {"solved": 1.0}
     lazy = play(agent, env, "Answer: 5<|im_end|>", given=secret)
     assert lazy.rewards == {"solved": 0.0}
@@ -374,8 +376,8 @@ def test_the_pages_agent_is_played_by_its_config(
     settings = ["agent.kind=lines:LineAgent", 'agent.options={prompt="P"}']
     config = a_config(*settings)
     with SandboxPool(max_live=2) as pool:
-        env = make_env(config, pool)
-        played = play(make_agent(config, env), env, "x = 6\n", "x * 7\n", "= 42\n")
+        env = make_env(resolve(config), pool)
+        played = play(make_agent(resolve(config), env), env, "x = 6\n", "x * 7\n", "= 42\n")
     assert shown(played).endswith("x = 6\n(no output)\nx * 7\n42\n= 42\n")
     assert played.answer == "42"
 
@@ -390,9 +392,9 @@ def test_the_pages_environment_is_played_by_the_pages_agent(
     monkeypatch.syspath_prepend(tmp_path)
     settings = ["agent.kind=lines:LineAgent", "env.kind=doors:Doors", "data.train=env"]
     config = a_config(*settings)
-    env: Any = make_env(config, None)
+    env: Any = make_env(resolve(config), None)
     given = next(task for task in env.tasks("train") if task.spec["right"] == "c")
-    agent = make_agent(config, env)
+    agent = make_agent(resolve(config), env)
     played = play(agent, env, "a\n", "\n", "c\n", given=given)
     assert shown(played).endswith("a\na goat\n\na goat\nc\n")
     assert played.rewards == {"solved": 1.0}

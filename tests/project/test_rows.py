@@ -81,7 +81,7 @@ class Mine:
 
 def test_S1_8_a_users_samplers_mask_and_rewards_arrive_in_the_loss() -> None:
     config = RolloutConfig(sampler=f"{__name__}:Mine")
-    user = load_sampler(config, ChatTemplate(TOKENIZER))
+    user = load_sampler(config)(ChatTemplate(TOKENIZER))
     engine: Any = scripted(lambda n, _: Turn(EOT))
     engine.num_in_flight = 0
     sampler = CustomSampler(user, engine, config, stop_token_ids=(2,))

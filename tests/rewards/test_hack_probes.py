@@ -50,7 +50,8 @@ SUM = task(answer=42)
 
 
 def worth(rollout: Rollout, env: Any = None, **reward: Any) -> float:
-    score(Group(task=rollout.task, rollouts=[rollout]), make_reward(RewardConfig(**reward), env))
+    made = make_reward(RewardConfig(**reward), judges=getattr(env, "judges", False))
+    score(Group(task=rollout.task, rollouts=[rollout]), made)
     return rollout.reward
 
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.rewards.rollout_view import RolloutView
 from agentgrpo.rewards.scoring import Scoring, reward_function
 from agentgrpo.support.user_calls import UserCodeError
+from agentgrpo.train.plugins import make_reward
 from agentgrpo.train.prepare import make_scoring
 from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task
 from tests.given import a_rollout
@@ -147,7 +148,8 @@ def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(sigma: str) -> Non
     """Of what a config makes: at each of five steps the reward is that of so much of its sigma."""
     settings = {"kind": "text", sigma: 2.0}
     made = {"model": "m", "out_dir": "o", "steps": 5, "reward": settings}
-    scoring = make_scoring(TrainConfig.model_validate(made), cast(Any, None), CHAT.tokenizer)
+    config = TrainConfig.model_validate(made)
+    scoring = make_scoring(config, make_reward(config.reward), CHAT.tokenizer)
     task = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={"answer": "right"})
     told = []
     for step, share in enumerate([1.0, 0.75, 0.5, 0.25, 0.0]):

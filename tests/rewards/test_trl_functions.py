@@ -27,7 +27,7 @@ from agentgrpo.rewards.rollout_view import RolloutView
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rewards.trl_functions import arguments_for, is_trl_form
 from agentgrpo.support.user_calls import UserCodeError
-from agentgrpo.train.plugins import load_reward, make_reward, needs_answers
+from agentgrpo.train.plugins import decide_reward, load_reward, make_reward, needs_answers
 from agentgrpo.types import Group, Rollout, Status, Task
 from tests.given import a_config
 from tests.rewards.test_scoring import decode, encode
@@ -292,7 +292,7 @@ def test_a_list_of_functions_has_weight_one_each() -> None:
 @pytest.mark.parametrize(("function", "answers"), [("trls:exact", False), ("trls:plain", True)])
 def test_where_trls_functions_judge_no_number_is_compared(function: str, answers: bool) -> None:
     config = RewardConfig(functions={function: 1.0})
-    assert needs_answers(config, judged=False) is answers
+    assert needs_answers(decide_reward(config, judges=False)) is answers
     rollout = played(Task(id="q", messages=(), spec={"answer": "4"}), "4")
     assert bool(make_reward(config)(rollout)) is answers
     asked = RewardConfig(functions={function: 1.0}, format=0.2)

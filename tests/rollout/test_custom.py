@@ -243,7 +243,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_config_names_it(module: str) -> None:
-    made = load_sampler(RolloutConfig(sampler=f"{module}:Mine"), CHAT)
+    made = load_sampler(RolloutConfig(sampler=f"{module}:Mine"))(CHAT)
     assert isinstance(made, Mine)
 
 
@@ -257,4 +257,4 @@ def test_the_config_names_it(module: str) -> None:
 )
 def test_a_name_that_leads_nowhere_is_refused(module: str, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=rf"rollout\.sampler.*{message}"):
-        load_sampler(RolloutConfig(sampler=name), CHAT)
+        load_sampler(RolloutConfig(sampler=name))(CHAT)

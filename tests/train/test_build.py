@@ -98,6 +98,7 @@ def test_a_run_is_described_before_anything_of_it_is_recorded(
     engine = SimpleNamespace(device="cpu", describe=dict)
     parts: Any = SimpleNamespace(
         engine=engine, played="m", progress=Progress(1), jail={}, reward=SimpleNamespace(),
+        resolved=SimpleNamespace(reward=asked.reward),
         env=None, adapter=None, resumed=None, log=RunLog(tmp_path), undo=contextlib.ExitStack(),
     )  # fmt: skip
     with pytest.raises(Killed):

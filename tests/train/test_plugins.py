@@ -24,16 +24,14 @@ from agentgrpo.train.plugins import (
     AGENTS,
     ENVIRONMENTS,
     KINDS,
-    asks_for_pool,
-    checked_options,
+    Kind,
     class_of,
-    make_agent,
-    make_env,
+    kind_of,
     make_reward,
     options_of,
-    require_names,
 )
-from agentgrpo.train.prepare import models_of, prepare_run
+from agentgrpo.train.prepare import make_agent, make_env, models_of, prepare_run
+from agentgrpo.train.resolve import env_name, resolve, runs_code
 from agentgrpo.types import Group, Task
 from tests.given import a_config
 from tests.playing import play, task
@@ -115,11 +113,11 @@ def test_S1_8_a_users_agent_environment_and_reward_play_together() -> None:
         {"kind": f"{__name__}:Echo", "options": {"times": 2}},
         seed=7,
     )
-    env: Any = make_env(c, pool=None)
+    env: Any = make_env(resolve(c), pool=None)
     assert env.seed == 7
-    agent = make_agent(c, env)
+    agent = make_agent(resolve(c), env)
     played = play(agent, env, "ab\n", "yes?")
-    reward = make_reward(RewardConfig(kind=f"{__name__}:length"), env)
+    reward = make_reward(RewardConfig(kind=f"{__name__}:length"))
     score(Group(task=played.task, rollouts=[played]), reward)
     assert played.rewards == {"solved": 1.0, "length": 3.0}
     assert played.answer == "yes"
@@ -188,7 +186,7 @@ def test_wrong_names_and_options_are_refused_by_their_key(
 ) -> None:
     c = a_config(*overrides)
     with pytest.raises(ValueError, match=message):
-        make_agent(c, make_env(c, pool=Pool()))
+        make_agent(resolve(c), make_env(resolve(c), pool=Pool()))
 
 
 @pytest.mark.parametrize(
@@ -218,17 +216,17 @@ def test_code_that_cannot_run_is_refused_before_the_run(
     monkeypatch.setattr("os.path.exists", lambda path: False)
     c = config({"options": {"language": "node"}}, {})
     with pytest.raises(ValueError, match=r"agent\.options\.language: node is not installed"):
-        make_agent(c, make_env(c, pool=Pool()))
+        make_agent(resolve(c), make_env(resolve(c), pool=Pool()))
     script = tmp_path / "tools.py"
     script.write_text("def f(): ...")
     sandbox = SandboxConfig(tools=script)
     for show in ("source", "no"):
         c = config({"options": {"language": "bash", "show_tools": show}}, {}, sandbox=sandbox)
         if show == "no":
-            make_agent(c, make_env(c, pool=Pool()))
+            make_agent(resolve(c), make_env(resolve(c), pool=Pool()))
             continue
         with pytest.raises(ValueError, match=r"agent\.options\.language: the functions.*'bash'"):
-            make_agent(c, make_env(c, pool=Pool()))
+            make_agent(resolve(c), make_env(resolve(c), pool=Pool()))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +257,7 @@ def test_the_pages_table_has_a_row_for_every_shipped_kind_and_no_other(
 def test_a_shipped_agent_has_a_home_that_answers_it(kind: str) -> None:
     made: Any = class_of("agent", kind)
     if made.acts != ("tools",):  # those need tools of somebody's choice
-        require_names(config({"kind": kind}))
+        resolve(config({"kind": kind}))
 
 
 @pytest.mark.parametrize(
@@ -334,9 +332,9 @@ class Loose:
 
 def test_a_users_class_may_take_any_options_and_have_any_annotations() -> None:
     c = config({"kind": f"{__name__}:Loose", "options": {"one": "x", "more": [2]}})
-    assert checked_options("agent", c.agent.kind, c.agent.options) == {"one": "x", "more": [2]}
+    assert kind_of("agent", c.agent.kind, c.agent.options).options == {"one": "x", "more": [2]}
     with pytest.raises(ValueError, match=r"agent\.options\.env: Loose does not take it"):
-        checked_options("agent", c.agent.kind, {"env": 1})
+        kind_of("agent", c.agent.kind, {"env": 1})
 
 
 class Terse(CodeAgent):
@@ -349,7 +347,9 @@ class Terse(CodeAgent):
 
 def test_what_a_users_class_passes_on_is_checked_as_its_parents() -> None:
     kind = f"{__name__}:Terse"
-    agent: Any = make_agent(config({"kind": kind, "options": {"open_tag": "<c>"}}), cast(Any, None))
+    agent: Any = make_agent(
+        resolve(config({"kind": kind, "options": {"open_tag": "<c>"}})), cast(Any, None)
+    )
     assert (agent.most, agent.open_tag, agent.show_tools) == (3, "<c>", "no")
     for options, said in (
         ({"open_tag": ""}, r"^agent\.options\.open_tag: .*at least 1 character"),
@@ -361,28 +361,36 @@ def test_what_a_users_class_passes_on_is_checked_as_its_parents() -> None:
         ),
     ):
         with pytest.raises((ValueError, UserCodeError), match=said):
-            make_agent(config({"kind": kind, "options": options}), cast(Any, None))
+            make_agent(resolve(config({"kind": kind, "options": options})), cast(Any, None))
 
 
 def test_a_parents_required_argument_may_be_given_by_the_users_class() -> None:
-    env: Any = make_env(config({}, {"kind": f"{__name__}:Twice"}, seed=5), pool=None)
+    env: Any = make_env(resolve(config({}, {"kind": f"{__name__}:Twice"}, seed=5)), pool=None)
     assert (env.times, env.seed) == (2, 5)
 
 
 def test_a_task_that_both_judge_needs_different_names() -> None:
-    env: Any = make_env(config({}, {"kind": f"{__name__}:Echo", "options": {"times": 1}}), None)
+    env: Any = make_env(
+        resolve(config({}, {"kind": f"{__name__}:Echo", "options": {"times": 1}})), None
+    )
     played = play(Shouting(env), env, "yes!", given=task(answer=1))
     with pytest.raises(ValueError, match=r"both the environment and the reward give \['solved'\]"):
         score(Group(task=played.task, rollouts=[played]), lambda _: {"solved": 1.0})
 
 
+def asks_for_pool(env: str) -> bool:
+    """Whether a run of the code agent in this environment, its options left out, does."""
+    name = env_name(config({"kind": "code"}, {"kind": env}))
+    return runs_code(kind_of("agent", "code", {}), Kind("env", name, class_of("env", name), {}))
+
+
 @pytest.mark.parametrize("kind", [*ENVIRONMENTS, "auto"])
 def test_the_sandbox_is_opened_for_environments_that_run_code_and_for_no_other(kind: str) -> None:
     """An environment that held on to a pool it does not ask for would find none."""
-    runs_code = {
+    with_code = {
         *("python", "console", "unit_tests", "repair", "harbor", "tagged", "reasoning_gym", "auto"),
     }
-    assert asks_for_pool(config({"kind": "code"}, {"kind": kind})) == (kind in runs_code)
+    assert asks_for_pool(kind) == (kind in with_code)
 
 
 class Cautious(PythonEnv):
@@ -394,5 +402,5 @@ class Cautious(PythonEnv):
 
 
 def test_the_sandbox_is_opened_for_a_class_whose_parent_asks_for_it() -> None:
-    assert asks_for_pool(config({"kind": "code"}, {"kind": f"{__name__}:Cautious"}))
-    assert not asks_for_pool(config({"kind": "code"}, {"kind": f"{__name__}:Twice"}))
+    assert asks_for_pool(f"{__name__}:Cautious")
+    assert not asks_for_pool(f"{__name__}:Twice")

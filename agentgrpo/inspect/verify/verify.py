@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, starmap
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +55,7 @@ from agentgrpo.rewards.shipped import Reward
 from agentgrpo.support.files import CHECKSUMS, read_table, verify_checksums
 from agentgrpo.train.command_line import report_errors
 from agentgrpo.train.interrupt import interruptible
-from agentgrpo.train.plugins import judges, make_reward
+from agentgrpo.train.plugins import make_reward
 from agentgrpo.types import (
     Float32,
     Group,
@@ -169,20 +168,18 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
         }
         limit = config.engine.agreement_on(device)
         outliers = outliers_of(config.engine.dtype_on(device))
-        reward = _shipped_reward(config, described.get("reward"))
+        reward = _shipped_reward(config, described["reward"])
         run = Run(config, int(described["vocab_size"]), limit, outliers, reward)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: not that of a training run: {error!r}") from error
     return run, seals
 
 
-def _shipped_reward(config: TrainConfig, chosen: Mapping[str, Any] | None) -> Reward | None:
-    told, reward = judges(config), config.reward
-    if chosen is not None:  # what `auto` came to, where it was known
-        reward = reward.model_copy(update={name: chosen[name] for name in ("kind", "format")})
-    if ":" in reward.kind or (reward.kind == "auto" and told is None):
-        return None
-    return make_reward(reward, cast(Any, SimpleNamespace(judges=told)))
+def _shipped_reward(config: TrainConfig, chosen: Mapping[str, Any]) -> Reward | None:
+    """As it was decided for the run: reward.kind may be auto."""
+    kind = {name: chosen[name] for name in ("kind", "format")}
+    reward = config.reward.model_copy(update=kind)
+    return None if ":" in reward.kind else make_reward(reward)
 
 
 def _blocks(

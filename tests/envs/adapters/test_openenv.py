@@ -104,7 +104,7 @@ def test_its_steps_are_the_tools_of_a_class(url: str) -> None:
     asked = '<tool_call>{{"name": "guess", "arguments": {{"number": {}}}}}</tool_call>' + EOT
     task = world.task("t", {"question": "Which number?"})
     played = play(agent, world, asked.format(9), asked.format(5), given=task)
-    score(Group(task=task, rollouts=[played]), make_reward(RewardConfig(format=0), world))
+    score(Group(task=task, rollouts=[played]), make_reward(RewardConfig(format=0), judges=True))
     assert played.reward == 0.75
     assert "<|im_start|>tool\nlower<|im_end|>" in shown(played)
 

@@ -17,7 +17,9 @@ from agentgrpo.inspect.verify.tokens import rollout_faults
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.support.user_calls import UserCodeError
-from agentgrpo.train.plugins import make_agent, make_env, make_reward
+from agentgrpo.train.plugins import make_reward
+from agentgrpo.train.prepare import make_agent, make_env
+from agentgrpo.train.resolve import resolve
 from agentgrpo.types import Group, Rollout, Status
 from tests.playing import CHAT, TOKENIZER, scripted
 from tests.programs.test_play import read_calls, turn
@@ -71,7 +73,7 @@ def play(
     for rollout in group.rollouts:
         assert list(rollout_faults(rollout)) == []
     reward = RewardConfig(functions=dict(functions), format=0.0)
-    Scoring(make_reward(reward, env), reward, TOKENIZER.decode).score([group], step=0)
+    Scoring(make_reward(reward, judges=True), reward, TOKENIZER.decode).score([group], step=0)
     return group
 
 
@@ -224,14 +226,14 @@ def config(tmp_path: Path, agent: Mapping[str, Any]) -> TrainConfig:
 
 def test_a_config_names_it(tmp_path: Path) -> None:
     made = config(tmp_path, {"kind": "program"})
-    env = make_env(made, None)
+    env = make_env(resolve(made), None)
     assert len(training_tasks(made.data, 0, env, answers=False).next(4)) == 4
     assert len(heldout_tasks(made.data, env, answers=False)) == 2
-    make_agent(made, env, call_reader=lambda name: read_calls)
+    make_agent(resolve(made), env, call_reader=lambda name: read_calls)
     for agent, message in (
         ({"kind": "tools"}, "env.kind 'verifiers' does not answer tools"),
         ({"kind": "program", "options": {"call": "m:f"}}, "neither it nor call, as the environm"),
     ):
         wrong = config(tmp_path, agent)
         with pytest.raises(ValueError, match=message):
-            make_agent(wrong, env, call_reader=lambda name: read_calls)
+            make_agent(resolve(wrong), env, call_reader=lambda name: read_calls)

@@ -32,7 +32,7 @@ from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.train.loop import train
-from agentgrpo.train.plugins import make_reward
+from agentgrpo.train.plugins import decide_reward, make_reward
 from agentgrpo.train.progress import Progress
 from agentgrpo.types import Completion, Float32, Int32, Task
 from tests.playing import CHAT, EOT, TOKENIZER
@@ -170,8 +170,9 @@ def record(
     agent, env = CodeAgent(system_prompt="S"), StubEnv(answer=answer)
     log, learner = RunLog(folder), Learner(config)
     log.write_run_json(
-        config=config.model_dump(mode="json"), learner={"device": "cpu"}, vocab_size=VOCAB
-    )
+        config=config.model_dump(mode="json"), learner={"device": "cpu"}, vocab_size=VOCAB,
+        reward=decide_reward(config.reward, judges=False).model_dump(mode="json"),
+    )  # fmt: skip
     scoring = Scoring(
         make_reward(config.reward), config.reward, TOKENIZER.decode, total_steps=config.steps
     )
