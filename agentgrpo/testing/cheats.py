@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.actions import THOUGHTS, CallTools, RunCode, open_thought
-from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of
-from agentgrpo.rollout.replay_engine import Scripted
-from agentgrpo.train.build import sampler_on
+from agentgrpo.train.build import sampler_of
 from agentgrpo.train.evaluate import evaluate
 from agentgrpo.train.parts import Parts
 from agentgrpo.train.prepare import prepare_run
@@ -65,6 +63,7 @@ class Moment:
     """What a policy is asked at."""
 
     agent: Any
+    """None: it is a program."""
     task: Task
     turn: int = 0
     told: str = ""
@@ -111,7 +110,7 @@ class Moment:
 
     def _first(self, texts: Sequence[str], wanted: Callable[[Any], bool]) -> str | None:
         """The agent's own parse() tells what a form means; a program has its own."""
-        if isinstance(self.agent, ProgramAgent):
+        if self.agent is None:
             return texts[-1]
         known = [f for f in FORMS if all(getattr(self.agent, m, "") for m in MARK.findall(f))]
         forms = [form.format(self.agent, text) for form in known for text in texts]
@@ -153,11 +152,12 @@ def _play(
     config: TrainConfig, parts: Parts, tasks: Sequence[Task], cheat: Cheat, luck: float
 ) -> Seen:
     tokenizer, stops = parts.chat.tokenizer, parts.chat.stop_token_ids
+    agent = None if parts.program else parts.agent
     ends: dict[int, int] = {}
 
     def says(index: int, turn: int, prompt: Int32) -> tuple[list[int], str]:
         told = tokenizer.decode(prompt[ends.get(index, len(prompt)) :], skip_special_tokens=True)
-        moment = Moment(parts.agent, tasks[index], turn, told.strip())
+        moment = Moment(agent, tasks[index], turn, told.strip())
         opened = open_thought(tokenizer.decode(prompt[-16:]))  # by the template: says nothing in it
         text = THOUGHTS.get(opened, "") + ((cheat(moment) if turn >= 0 else None) or "")
         ended = text.endswith(tuple(getattr(parts.agent, "stop", ())))
@@ -168,7 +168,7 @@ def _play(
     long = {"max_turn_tokens": LONG, "max_observation_tokens": LONG, "max_response_tokens": None}
     rollout = config.rollout.model_copy(update={**long, "max_retries": 0})
     played_so = config.model_copy(update={"rollout": rollout})
-    with contextlib.closing(sampler_on(Scripted(says, 100 * LONG), played_so, parts)) as sampler:
+    with contextlib.closing(sampler_of(says, played_so, parts, 100 * LONG)) as sampler:
         groups, got = evaluate(sampler, tasks, parts.reward)
     played = [r for group in groups for r in group.rollouts if r.status is not Status.INFRA_ERROR]
     constant = len({r.answer for r in played}) == 1 and played[0].answer is not None
@@ -209,7 +209,8 @@ def assert_no_cheat_pays(
     with contextlib.closing(prepare_run(made, trained=False)) as parts:
         asked = parts.heldout[:tasks]
         answers = Counter(str(task.spec["answer"]) for task in asked if "answer" in task.spec)
-        luck, first = max(answers.values(), default=0) / len(asked), Moment(parts.agent, asked[0])
+        luck = max(answers.values(), default=0) / len(asked)
+        first = Moment(None if parts.program else parts.agent, asked[0])
         seen = {
             name: _play(made, parts, asked, cheat, luck)
             for name, cheat in cheats(parts, asked[0], answers).items()

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.agreement import probe_prompts
@@ -18,6 +17,7 @@ from agentgrpo.records.metrics import RunLog
 from agentgrpo.records.run_folder import flatten, lock_run_dir, require_same_run
 from agentgrpo.records.trackers import open_trackers
 from agentgrpo.rollout.custom import CustomSampler
+from agentgrpo.rollout.replay_engine import Script, Scripted
 from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.tensor_parallel import Leader, TeamSampler
 from agentgrpo.support import parallel
@@ -127,11 +127,16 @@ def sampler_on(engine: Any, config: TrainConfig, parts: Parts) -> AnySampler:
     chat, rollout, live = parts.chat, config.rollout, config.sandbox.max_live
     if parts.user_sampler is not None:
         return CustomSampler(parts.user_sampler, engine, rollout, chat.stop_token_ids)
-    if isinstance(parts.agent, ProgramAgent):
+    if program := parts.program:
         return ProgramSampler(
-            engine, parts.agent, parts.launcher, parts.env, chat, rollout, max_live=live
+            engine, program, parts.launcher, parts.env, chat, rollout, max_live=live
         )
     return Sampler(engine, parts.agent, parts.env, chat, rollout, max_live=live)
+
+
+def sampler_of(script: Script, config: TrainConfig, parts: Parts, max_model_len: int) -> AnySampler:
+    """What plays tasks without an engine: a script has the policy's turns."""
+    return sampler_on(Scripted(script, max_model_len), config, parts)
 
 
 def build_eval(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.records import checkpoint
 from agentgrpo.records.run_folder import newest_saved
@@ -103,7 +102,7 @@ def of_playing(config: TrainConfig, parts: Parts, tasks: Sequence[Task]) -> Iter
     if (column := _options(tasks)) and reward in ("numeric", "math", "text"):
         remedy = "show the options in data.question, and reward.kind = 'choice' (docs/agents.md)"
         yield Check("answers", False, f"each answer is an index of column {column!r}", remedy)
-    if isinstance(parts.agent, ProgramAgent):
+    if parts.program:
         yield line("rollouts", f"{turns} in all")
         return
     prompts = [prompt_length(parts.agent, parts.chat, task) for task in tasks]

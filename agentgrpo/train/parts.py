@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentgrpo.actions import Model
 from agentgrpo.agents.base import Agent
+from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.data.tasks import Tasks
 from agentgrpo.engine.agreement import Probes
@@ -78,6 +79,11 @@ class Parts:
     probes: Probes = field(init=False)
     agreement_threshold: float = field(init=False)
     log: RunLog = field(init=False)
+
+    @property
+    def program(self) -> ProgramAgent | None:
+        """The agent, if it is a program, which plays its own turns."""
+        return self.agent if isinstance(self.agent, ProgramAgent) else None
 
     @property
     def jail(self) -> dict[str, Any] | None:

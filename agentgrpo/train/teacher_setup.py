@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_callable
 from agentgrpo.models.endpoints import HttpEndpoint, Scores
@@ -29,7 +28,7 @@ def teacher_of(config: TrainConfig, parts: Parts) -> dict[str, Any] | None:
         return None
     if c.model:
         return {"config": c, "source": _served(config, parts) if c.endpoint else parts.teacher}
-    if isinstance(parts.agent, ProgramAgent) or parts.user_sampler is not None:
+    if parts.program or parts.user_sampler is not None:
         raise ValueError(
             f"teacher.feedback: {c.feedback!r} needs an agent whose prompts are rendered here: "
             "no program, and no rollout.sampler; teacher.model works with both"

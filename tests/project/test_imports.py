@@ -79,7 +79,7 @@ ROOMS = {
         "types support actions cli config agents models records engine rewards learn "
         "sandbox envs rollout programs data examples"
     ),
-    "inspect/verify": "types support config agents records engine rewards learn rollout train",
+    "inspect/verify": "types support config records engine rewards learn train",
     "recipe": (
         "types support actions config agents models records engine rewards learn envs "
         "rollout data train"
@@ -89,7 +89,7 @@ ROOMS = {
         "inspect/verify"
     ),
     "testing": (
-        "types support actions config agents records inspect/view rollout train "
+        "types support actions config records inspect/view train "
         "inspect/verify inspect"
     ),
 }

@@ -37,7 +37,9 @@ def at(agent: Any) -> Any:
     """Of a RunSetup what is read here."""
     reward = scored_by(lambda rollout: {})
     reward._decode = lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True)
-    return SimpleNamespace(agent=agent, chat=CHAT, reward=reward, user_sampler=None, teacher=None)
+    of = {"agent": agent, "chat": CHAT, "reward": reward}
+    program = agent if isinstance(agent, ProgramAgent) else None
+    return SimpleNamespace(**of, program=program, user_sampler=None, teacher=None)
 
 
 def read(config: TrainConfig, agent: Any, group: list[Rollout]) -> list[list[str]]:

@@ -17,17 +17,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import validate
 from agentgrpo.records import checkpoint
 from agentgrpo.records.diff import described, parting, weights
 from agentgrpo.records.metrics import FILES
 from agentgrpo.records.rollouts import name_of, read_rollouts
-from agentgrpo.rollout.replay_engine import Scripted
 from agentgrpo.support.atomic_files import numbered_rows
 from agentgrpo.support.files import read_table
-from agentgrpo.train.build import build, sampler_on
+from agentgrpo.train.build import build, sampler_of
 from agentgrpo.train.callbacks import Callback
 from agentgrpo.train.parts import Parts
 from agentgrpo.train.prepare import prepare_run
@@ -136,8 +134,8 @@ def call_again(run: Path) -> int:
     with contextlib.closing(prepare_run(config, trained=False)) as parts:
         if parts.user_sampler is not None:
             raise ValueError("--tools: a sampler of yours makes its calls itself")
-        engine = Scripted(says, config.engine.max_model_len)
-        with contextlib.closing(sampler_on(engine, config, parts)) as sampler:
+        limit = config.engine.max_model_len
+        with contextlib.closing(sampler_of(says, config, parts, limit)) as sampler:
             groups, _ = sampler.play([rollout.task for _, rollout in every], 1, seed=config.seed)
         for (place, before), group in zip(every, groups, strict=True):
             after = group.rollouts[0]
@@ -171,7 +169,7 @@ def _turns(rollout: Rollout) -> list[tuple[str, list[int], str]]:
 def _told(rollout: Rollout, parts: Parts) -> list[str]:
     """What each turn was answered, and what the rollout's answer is."""
     rows = rollout.rows
-    if isinstance(parts.agent, ProgramAgent):  # its conversations end in any order
+    if parts.program:  # its conversations end in any order
         rows = sorted(rows, key=lambda row: row[0].token_ids.tolist())
     given = [s.token_ids for row in rows for s in row if not s.sampled]
     return [*map(parts.chat.tokenizer.decode, given[1:]), str(rollout.answer)]
