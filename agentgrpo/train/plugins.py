@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -183,42 +183,32 @@ class Kind:
     options: Mapping[str, Any]
     """Each as the class's annotation reads it."""
 
-    def has(self, attribute: str, default: Any = None) -> Any:
-        """What the class says of itself."""
-        return getattr(self.factory, attribute, default)
-
     def make(self, protocol: type, given: Mapping[str, Any]) -> Any:
         """An instance, from the options and what the class asks for by name of what is given."""
         factory, key = self.factory, f"{self.section}.kind"
-        asked = parameters_of(factory)
+        asked, options = parameters_of(factory), f"{self.section}.options"
         taken = {name: given[name] for name in given if name in asked}
         try:
             with user_call(factory, f"{key}: {factory.__name__}"):
                 made = factory(**taken, **self.options)
-        except (UserCodeError, ValueError, TypeError) as error:
-            if (explained := self._explained(error, asked)) is None:
+        except UserCodeError as error:
+            cause, (name, colon, _) = error.__cause__, str(error.__cause__).partition(":")
+            if isinstance(cause, ValueError) and colon and name.partition(".")[0] in asked:
+                raise ValueError(f"{options}.{cause} (at {error.where})") from error
+            raise
+        except (ValueError, TypeError) as error:  # of a shipped one
+            name, colon, _ = str(error).partition(":")
+            if name.startswith(f"{self.section}.") and colon:  # it names its key itself
                 raise
-            raise ValueError(explained) from error
+            known = name.partition(".")[0] in asked
+            where = f"{options}." if known else f"{options}: {factory.__name__}: "
+            raise ValueError(f"{where}{error}") from error
         needed = [name for name in vars(protocol) if not name.startswith("_")]
         with user_call(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
-            missing = [name for name in needed if not hasattr(made, name)]
+            missing = ", ".join(name for name in needed if not hasattr(made, name))
         if missing:
-            raise ValueError(
-                f"{key}: {self.name!r} lacks {', '.join(missing)}; see agents/base.py, envs/"
-            )
+            raise ValueError(f"{key}: {self.name!r} lacks {missing}; see agents/base.py, envs/")
         return made
-
-    def _explained(self, error: Exception, asked: Container[str]) -> str | None:
-        """The message of a class that refuses an option, with the key; None: the error is other."""
-        section, cause = self.section, error.__cause__
-        name, colon, _ = str(cause if isinstance(error, UserCodeError) else error).partition(":")
-        known = name.partition(".")[0] in asked
-        if isinstance(error, UserCodeError):
-            refused = known and colon and isinstance(cause, ValueError)
-            return f"{section}.options.{cause} (at {error.where})" if refused else None
-        if colon and name.startswith(f"{section}."):  # of a shipped class, which names its key
-            return None
-        return f"{section}.options{'.' if known else f': {self.factory.__name__}: '}{error}"
 
 
 def kind_of(section: str, kind: str, options: Mapping[str, Any]) -> Kind:

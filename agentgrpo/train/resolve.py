@@ -65,7 +65,7 @@ def resolve(config: TrainConfig) -> Resolved:
     require_fit(agent, env)
     _require_user(config)
     _require_read(config, agent, env)
-    judged = _judged(config, env.has("judges", None if ":" in env.name else False))
+    judged = _judged(config, getattr(env.factory, "judges", None if ":" in env.name else False))
     for name in config.reward.functions:
         reward_function(name)
     host_tools = host_tools_of(config.sandbox)
@@ -101,15 +101,15 @@ def _judged(config: TrainConfig, judges: bool | None) -> dict[str, Any]:
 
 def runs_code(agent: Kind, env: Kind) -> bool:
     """Whether an environment, or an agent with its options, is given the sandbox."""
-    asked = agent.has("asks_for_pool", lambda options: False)(agent.options)
+    asked = getattr(agent.factory, "asks_for_pool", lambda options: False)(agent.options)
     return asked or "pool" in parameters_of(env.factory)
 
 
 def require_fit(agent: Kind, env: Kind, made: Environment | None = None) -> None:
     """That the environment, or where it is not made yet its class, answers what the agent does."""
-    acts = agent.has("acts", ())
+    acts = getattr(agent.factory, "acts", ())
     answers = getattr(env.factory if made is None else made, "answers", None)
-    if not acts and ":" not in agent.name and env.has("needs_actions"):
+    if not acts and ":" not in agent.name and getattr(env.factory, "needs_actions", False):
         raise ValueError(
             f"agent.kind: expected one that acts in env.kind {env.name!r}, such as 'code' or "
             f"'tools', got {agent.name!r}, which can change nothing there"
@@ -131,7 +131,8 @@ def _require_read(config: TrainConfig, agent: Kind, env: Kind) -> None:
     reasons = {"agent": "which plays its own turns", "env": "whose tasks describe their sessions"}
     for kind in (agent, env):
         need = f"another {kind.section}.kind than {kind.name!r}, {reasons[kind.section]}"
-        forbid_unused(config, [(" ".join(kind.has("unread", ())), need, lambda _: False)])
+        unread = " ".join(getattr(kind.factory, "unread", ()))
+        forbid_unused(config, [(unread, need, lambda _: False)])
 
 
 def _require_user(config: TrainConfig) -> None:
