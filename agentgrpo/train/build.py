@@ -90,7 +90,7 @@ def start_engine(config: TrainConfig, parts: Parts, *, trained: bool = False) ->
 
 
 def open_engine(config: TrainConfig, parts: Parts, *, trained: bool = False) -> Engine:
-    """VLLM for the parts, their adapter in place unless it is trained: then it is published."""
+    """Start vLLM with the adapter in place, unless that is trained: then it is published."""
     require(room_checks(config, parts.model, trained=False))
     parts.progress.say("engine: starting vLLM")
     adapter = None if trained else parts.adapter

@@ -216,7 +216,7 @@ def kind_of(section: str, kind: str, options: Mapping[str, Any]) -> Kind:
     factory, key = class_of(section, kind), f"{section}.options"
     known = {option.name: option for option in options_of(section, factory)}
     takes_all = "**" in parameters_of(factory)
-    for name in options.keys() - known.keys():
+    for name in (name for name in options if name not in known):
         if not takes_all or name in GIVEN[section]:
             raise ValueError(
                 f"{key}.{name}: {factory.__name__} does not take it{did_you_mean(name, known)}; "

@@ -88,10 +88,7 @@ ROOMS = {
         "types support config models records engine inspect/view rewards sandbox train "
         "inspect/verify"
     ),
-    "testing": (
-        "types support actions config records inspect/view train "
-        "inspect/verify inspect"
-    ),
+    "testing": ("types support actions config records inspect/view train inspect/verify inspect"),
 }
 """Room: the rooms that it may import, besides itself; lower rooms first.
 
