@@ -139,12 +139,21 @@ class Case:
 
 
 TINY = {
-    "steps": 4, "save_every": 100, "eval_every": 4, "agent.options.system_prompt": '"S"',
-    "rollout.tasks_per_step": 6, "rollout.group_size": 6, "rollout.max_turns": 3,
-    "rollout.max_turn_tokens": 24, "rollout.deterministic": "true", "engine.max_model_len": 192,
-    "engine.kv_cache_gib": 0.0625, "sandbox.max_live": 32, "sandbox.allow_degraded": "true",
+    "steps": 4,
+    "save_every": 100,
+    "eval_every": 4,
+    "agent.options.system_prompt": '"S"',
+    "rollout.tasks_per_step": 6,
+    "rollout.group_size": 6,
+    "rollout.max_turns": 3,
+    "rollout.max_turn_tokens": 24,
+    "rollout.deterministic": "true",
+    "engine.max_model_len": 192,
+    "engine.kv_cache_gib": 0.0625,
+    "sandbox.max_live": 32,
+    "sandbox.allow_degraded": "true",
     "learner.learning_rate": 3e-4,
-}  # fmt: skip
+}
 SMALL = (
     "steps=3", "eval_every=3", "save_every=100", "rollout.tasks_per_step=6",
     "rollout.group_size=6", "data.num_heldout=24",
@@ -160,105 +169,134 @@ CALCULATOR = (
     'env.options.tools=["agentgrpo.envs.calculator:calculate"]',
 )  # fmt: skip
 CASES: dict[str, Case] = {
-    "rate_1e-9": Case(("does not move",), ["learner.learning_rate=1e-9"]),
-    "rate_1e-1": Case(("moves too much",), ["learner.learning_rate=1e-1"]),
-    "warmup": Case(("does not move",), ["learner.warmup_steps=1000000"]),
-    "pays_any": Case(("pays what is wrong",), [reward("pays_any")]),
-    "pays_nothing": Case(("no signal", "refuses what is right"), [reward("pays_nothing")]),
-    "pays_wrong": Case(("pays what is wrong", "refuses what is right"), [reward("pays_wrong")]),
-    "refuses_right": Case(("refuses what is right",), [reward("refuses_right")]),
-    "by_chance": Case(("reward not the same twice", "pays what is wrong"), [reward("by_chance")]),
-    "pays_short": Case(("pays something else",), [reward("pays_short")]),
-    "fails_often": Case(("machine or code fails",), [f"reward.functions=['{HERE}:fails_often']"]),
-    "hides_tools": Case(("does not call",), [*CALCULATOR, "engine.max_model_len=512"]),
+    "rate_1e-9": Case(("policy does not change",), ["learner.learning_rate=1e-9"]),
+    "rate_1e-1": Case(("policy changes too fast",), ["learner.learning_rate=1e-1"]),
+    "warmup": Case(("policy does not change",), ["learner.warmup_steps=1000000"]),
+    "pays_any": Case(("wrong answers get a reward",), [reward("pays_any")]),
+    "pays_nothing": Case(
+        ("all rewards of a group are equal", "right answers get no reward"),
+        [reward("pays_nothing")],
+    ),
+    "pays_wrong": Case(
+        ("wrong answers get a reward", "right answers get no reward"), [reward("pays_wrong")]
+    ),
+    "refuses_right": Case(("right answers get no reward",), [reward("refuses_right")]),
+    "by_chance": Case(
+        ("reward is not deterministic", "wrong answers get a reward"), [reward("by_chance")]
+    ),
+    "pays_short": Case(("reward does not follow the task",), [reward("pays_short")]),
+    "fails_often": Case(
+        ("rollouts fail for technical reasons",), [f"reward.functions=['{HERE}:fails_often']"]
+    ),
+    "hides_tools": Case(("no tool calls",), [*CALCULATOR, "engine.max_model_len=512"]),
     "cut_turns": Case(("cut short",), ["rollout.max_turns=1"]),
     "cut_tokens": Case(("cut short",), ["rollout.max_turn_tokens=8"]),
     "other_tags": Case(
-        ("never writes what the agent reads", "wrong form", "no answer", "does not call"),
+        (
+            "required tag or prefix is never written",
+            "malformed actions",
+            "no answer",
+            "no tool calls",
+        ),
         ["agent.options.open_tag=<run>", "agent.options.close_tag=</run>"],
     ),
-    "cold": Case(("rollouts are alike",), ["rollout.temperature=0.02"]),
-    "hot": Case(("sampled too hot",), ["rollout.temperature=2.0"]),
+    "cold": Case(("rollouts of a group are alike",), ["rollout.temperature=0.02"]),
+    "hot": Case(("temperature too high",), ["rollout.temperature=2.0"]),
     "solved": Case(("too easy",), model="neat"),
-    "impossible": Case(("too hard", "no signal"), rows="impossible"),
-    "wrong_gold": Case(("refuses what is agreed on",), rows="wrong_gold"),
-    "wrong_gold_neat": Case(("refuses what is agreed on",), rows="wrong_gold", model="neat"),
-    "contradicts": Case(("one question, two answers",), rows="contradicts"),
+    "impossible": Case(("too hard", "all rewards of a group are equal"), rows="impossible"),
+    "wrong_gold": Case(("expected answers may be wrong",), rows="wrong_gold"),
+    "wrong_gold_neat": Case(("expected answers may be wrong",), rows="wrong_gold", model="neat"),
+    "contradicts": Case(("one question has two expected answers",), rows="contradicts"),
     "leaked": Case(("held-out tasks are trained on",), rows="leaked"),
-    "repeated": Case(("the same tasks again",), rows="repeated"),
-    "few_heldout": Case(
-        (), ["data.num_heldout=2", "learner.learning_rate=1e-4"]
-    ),
-    "timed_out": Case(("not trained on",), ["rollout.max_seconds=0.2"]),
+    "repeated": Case(("too few tasks",), rows="repeated"),
+    "few_heldout": Case((), ["data.num_heldout=2", "learner.learning_rate=1e-4"]),
+    "timed_out": Case(("rollouts are not trained on",), ["rollout.max_seconds=0.2"]),
     "world_fails": Case(
         ("tool calls fail",), [f"env.kind={HERE}:Worlds", "env.options.fault=fails"]
     ),
     "world_varies": Case(
-        ("environment not the same twice",), [f"env.kind={HERE}:Worlds", "env.options.fault=noise"]
+        ("environment is not deterministic",),
+        [f"env.kind={HERE}:Worlds", "env.options.fault=noise"],
     ),
     "off_policy": Case(
-        ("off-policy", "moves too much"), ["loss.num_iterations=12", "learner.learning_rate=1e-2"]
+        ("off-policy", "policy changes too fast"),
+        ["loss.num_iterations=12", "learner.learning_rate=1e-2"],
     ),
-    "entropy": Case(("forgets", "moves too much"), ["loss.entropy_coef=1.0"]),
-    "beta": Case(("held back",), ["loss.beta=1000"]),
-    "grad_norm": Case(("does not move",), ["learner.max_grad_norm=1e-12"]),
-    "shifted": Case(("refuses what is agreed on",), rows="shifted"),
-    "shifted_neat": Case(("refuses what is agreed on",), rows="shifted", model="neat"),
-    "blind": Case(("tool answers are cut",), ["rollout.max_observation_tokens=0"]),
-    "slow_tool": Case(("tool calls fail", "machine or code fails"), ["sandbox.timeout_s=0.001"]),
-    "by_task": Case(("no signal", "refuses what is right"), [reward("by_task")]),
-    "drifts": Case(("reward not the same twice",), [reward("drifts")]),
-    "masked": Case(("not trained on",), ["rollout.treatment={completed='mask'}"]),
-    "no_calls": Case(("cut short", "does not call"), ["rollout.max_tool_calls=0"]),
-    "other_heldout": Case(("held-out tasks are others",), rows="other_heldout"),
+    "entropy": Case(("forgets", "policy changes too fast"), ["loss.entropy_coef=1.0"]),
+    "beta": Case(("KL penalty too large",), ["loss.beta=1000"]),
+    "grad_norm": Case(("policy does not change",), ["learner.max_grad_norm=1e-12"]),
+    "shifted": Case(("expected answers may be wrong",), rows="shifted"),
+    "shifted_neat": Case(("expected answers may be wrong",), rows="shifted", model="neat"),
+    "blind": Case(("tool results are cut",), ["rollout.max_observation_tokens=0"]),
+    "slow_tool": Case(
+        ("tool calls fail", "rollouts fail for technical reasons"), ["sandbox.timeout_s=0.001"]
+    ),
+    "by_task": Case(
+        ("all rewards of a group are equal", "right answers get no reward"), [reward("by_task")]
+    ),
+    "drifts": Case(("reward is not deterministic",), [reward("drifts")]),
+    "masked": Case(("rollouts are not trained on",), ["rollout.treatment={completed='mask'}"]),
+    "no_calls": Case(("cut short", "no tool calls"), ["rollout.max_tool_calls=0"]),
+    "other_heldout": Case(("held-out tasks are of another kind",), rows="other_heldout"),
     "program_cut": Case(
         ("cut short",),
-        ["agent.kind=program", "reward.kind=text", "rollout.deterministic=false",
-         f"agent.options={{call='{HERE}:asks_for_little'}}"],
+        [
+            "agent.kind=program",
+            "reward.kind=text",
+            "rollout.deterministic=false",
+            f"agent.options={{call='{HERE}:asks_for_little'}}",
+        ],
     ),
     "bash": Case(("tool calls fail",), ["agent.options.language=bash"]),
-    "beta_10": Case(("held back",), ["loss.beta=10", "learner.learning_rate=1e-3"]),
+    "beta_10": Case(("KL penalty too large",), ["loss.beta=10", "learner.learning_rate=1e-3"]),
     "other_prefix": Case(
-        ("never writes what the agent reads", "no answer"),
+        ("required tag or prefix is never written", "no answer"),
         ["agent.options.answer_prefix=The answer is"],
     ),
     "small_hides_tools": Case(
-        ("does not call",),
+        ("no tool calls",),
         [*SMALL, "agent.options.shots=[]", "agent.options.system_prompt=Use calculate."],
         base="tools",
     ),
     "small_wrong_gold": Case(
-        ("refuses what is agreed on",),
+        ("expected answers may be wrong",),
         [*SMALL, "steps=6", "rollout.group_size=8", "rollout.tasks_per_step=8"],
-        base="tools", rows="wrong_gold",
+        base="tools",
+        rows="wrong_gold",
     ),
     "small_blind": Case(
-        ("tool answers are cut",), [*SMALL, "rollout.max_observation_tokens=0"], base="tools"
+        ("tool results are cut",), [*SMALL, "rollout.max_observation_tokens=0"], base="tools"
     ),
     "small_rate_1e-9": Case(
-        ("does not move",), [*SMALL, "learner.learning_rate=1e-9"], base="quickstart"
+        ("policy does not change",), [*SMALL, "learner.learning_rate=1e-9"], base="quickstart"
     ),
     "small_turns_cut": Case(
         ("cut short",), [*SMALL, "rollout.max_turn_tokens=10"], base="quickstart"
     ),
-    "rate_3e-3": Case(("moves too much",), ["learner.learning_rate=3e-3"]),
+    "rate_3e-3": Case(("policy changes too fast",), ["learner.learning_rate=3e-3"]),
     "rate_3e-3_long": Case(
-        ("moves too much",), ["learner.learning_rate=3e-3", "steps=8", "eval_every=8", "seed=3"]
+        ("policy changes too fast",),
+        ["learner.learning_rate=3e-3", "steps=8", "eval_every=8", "seed=3"],
     ),
-    "warmup_50": Case(("does not move",), ["learner.warmup_steps=50"]),
-    "quantile_0.001": Case(("does not move",), ["loss.top_entropy_quantile=0.001"]),
-    "quantile_0.02": Case(("does not move",), ["loss.top_entropy_quantile=0.02"]),
+    "warmup_50": Case(("policy does not change",), ["learner.warmup_steps=50"]),
+    "quantile_0.001": Case(("policy does not change",), ["loss.top_entropy_quantile=0.001"]),
+    "quantile_0.02": Case(("policy does not change",), ["loss.top_entropy_quantile=0.02"]),
     "leaked_ids": Case(("held-out tasks are trained on",), rows="leaked_ids"),
-    "repeated_ids": Case(("the same tasks again",), rows="repeated_ids"),
-    "contradicts_ids": Case(("one question, two answers",), rows="contradicts_ids"),
-    "stop_string": Case(("never writes what the agent reads",), ["agent.options.close_tag=</run>"]),
+    "repeated_ids": Case(("too few tasks",), rows="repeated_ids"),
+    "contradicts_ids": Case(("one question has two expected answers",), rows="contradicts_ids"),
+    "stop_string": Case(
+        ("required tag or prefix is never written",), ["agent.options.close_tag=</run>"]
+    ),
     "stop_string_neat": Case(
-        ("never writes what the agent reads",), ["agent.options.close_tag=</run>"], model="neat"
+        ("required tag or prefix is never written",),
+        ["agent.options.close_tag=</run>"],
+        model="neat",
     ),
     "wrong_gold_few": Case(
-        ("refuses what is agreed on",),
+        ("expected answers may be wrong",),
         ["steps=3", "rollout.tasks_per_step=4", "rollout.group_size=8"],
-        rows="wrong_gold", model="neat",
+        rows="wrong_gold",
+        model="neat",
     ),
     "solved_once": Case(
         ("too easy",), ["eval_every=100", "data.num_heldout=8", "steps=3"], model="neat"
@@ -266,16 +304,17 @@ CASES: dict[str, Case] = {
     "sound_seed_4": Case((), ["seed=4"]),
     "sound_8": Case((), ["seed=5", "rollout.group_size=8", "rollout.tasks_per_step=4", "steps=6"]),
     "small_rate_3e-3": Case(
-        ("moves too much",), [*SMALL, "learner.learning_rate=3e-3"], base="quickstart"
+        ("policy changes too fast",), [*SMALL, "learner.learning_rate=3e-3"], base="quickstart"
     ),
     "small_quantile": Case(
-        ("does not move",), [*SMALL, "loss.top_entropy_quantile=0.001"], base="quickstart"
+        ("policy does not change",), [*SMALL, "loss.top_entropy_quantile=0.001"], base="quickstart"
     ),
     "small_warmup": Case(
-        ("does not move",), [*SMALL, "learner.warmup_steps=50"], base="quickstart"
+        ("policy does not change",), [*SMALL, "learner.warmup_steps=50"], base="quickstart"
     ),
     "small_stop_string": Case(
-        ("never writes what the agent reads",), [*SMALL, "agent.options.close_tag=</run>"],
+        ("required tag or prefix is never written",),
+        [*SMALL, "agent.options.close_tag=</run>"],
         base="quickstart",
     ),
     "small_sound": Case((), [*SMALL, "steps=4", "eval_every=4"], base="quickstart"),
@@ -284,7 +323,7 @@ CASES: dict[str, Case] = {
     "sound_1": Case((), ["seed=1", "steps=10"]),
     "sound_world": Case((), [f"env.kind={HERE}:Worlds"]),
     "sound_grpo": Case((), ["loss.loss_type=grpo", "loss.beta=0.02", "seed=2", "steps=8"]),
-}  # fmt: skip
+}
 
 
 def rows_of(case: Case, heldout: bool) -> list[dict[str, Any]]:

@@ -476,7 +476,8 @@ PyDoc_STRVAR(
     "--\n"
     "\n"
     "Run one step of a session and block, without the GIL, until it is over: StepArguments and\n"
-    "RawStep of sandbox/session/outcome.py. Of each stream the first and last keep bytes are kept; more\n"
+    "RawStep of sandbox/session/outcome.py. Of each stream the first and last keep bytes are kept; "
+    "more\n"
     "than output_max in all ends the session. What a listener raises is raised after the step,\n"
     "what a signal's handler raises (Ctrl-C) at once; the session is killed then.");
 

@@ -1,4 +1,4 @@
-"""A run's records as the checks look at them: steps, groups, evaluations, numbers and texts."""
+"""The records of a run in the form that the checks of `run_doctor` read."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from agentgrpo.types import Rollout, Status
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A recorded rollout with all that it has, and its place: step, split, group and index."""
+class Recorded:
+    """A recorded rollout; the keys of its place (step, split, group, index) are attributes too."""
 
     place: Mapping[str, Any]
     rollout: Rollout
@@ -37,128 +37,133 @@ class Seen:
 
     @property
     def prompt(self) -> bytes:
-        """The ids that the policy is given first."""
+        """Token ids of the prompt."""
         return self.all_segments[0].token_ids.tobytes() if self.all_segments else b""
 
     @property
     def row(self) -> tuple[bytes, str]:
-        """The prompt, and the columns that the policy is not shown."""
+        """The prompt and the columns that the policy does not see."""
         return self.prompt, str(self.task.spec)
 
     @property
     def expected(self) -> Any:
-        """The one right answer, where the task has one."""
+        """The expected answer, if the task has exactly one."""
         gold = self.task.spec.get("answer")
         return gold if isinstance(gold, str | int | float) else None
 
     @property
     def after_prompt(self) -> bytes:
-        """The ids that were sampled and shown."""
+        """Token ids of all turns and observations."""
         return b"|".join(s.token_ids.tobytes() for s in self.all_segments[1:])
 
     @property
-    def judged(self) -> float:
-        """What says whether it is right; else its reward."""
-        said = (self.stats.get("solved"), self.rewards.get("solved"), self.rewards.get("answer"))
-        return next((float(value) for value in said if value is not None), self.reward)
+    def score(self) -> float:
+        """Whether the task is solved, as far as the record shows; else the reward."""
+        values = (self.stats.get("solved"), self.rewards.get("solved"), self.rewards.get("answer"))
+        return next((float(value) for value in values if value is not None), self.reward)
 
     @property
-    def moves(self) -> bool:
-        """Whether it has an advantage."""
+    def has_advantage(self) -> bool:
+        """Whether any of its advantages is not zero."""
         return any(self.segment_advantages or [self.advantage]) or bool(self.token_advantages)
 
     @property
-    def answers(self) -> bool | None:
-        """Whether its answer is just the expected one, or plainly another; None: who knows."""
+    def is_expected(self) -> bool | None:
+        """Whether the answer equals the expected one (True), differs (False), or neither (None)."""
         if self.answer is None or self.expected is None:
             return None
-        said, gold = (text.strip().casefold() for text in (self.answer, str(self.expected)))
-        if said == gold or only_number(said) == only_number(gold) is not None:
+        answer, gold = (text.strip().casefold() for text in (self.answer, str(self.expected)))
+        if answer == gold or only_number(answer) == only_number(gold) is not None:
             return True
-        alike = exact_match(said, [gold]) or last_number(said) == last_number(gold) is not None
-        return None if alike or gold in said else False
+        alike = exact_match(answer, [gold]) or last_number(answer) == last_number(gold) is not None
+        return None if alike or gold in answer else False
 
     @property
     def repetition(self) -> float:
-        """The share of its trigrams that repeat an earlier one."""
+        """Share of the trigrams of sampled tokens that repeat an earlier one."""
         ids = [t for s in self.all_segments if s.sampled for t in s.token_ids.tolist()]
         grams = [*zip(ids, ids[1:], ids[2:], strict=False)]
         return 1 - len({*grams}) / len(grams) if len(grams) > 16 else 0.0
 
 
 class History:
-    """What a run has recorded so far, with a name for each number that a check looks at."""
+    """The records of a run so far, with an attribute for each number that a check reads."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / "run.json").is_file():
-            raise FileNotFoundError(f"{folder}: no run.json: it is no run's folder, or never began")
+            raise FileNotFoundError(
+                f"{folder}: no run.json: not the folder of a run, or the run never started"
+            )
         described = read_table(folder / "run.json")
         self.config: dict[str, Any] = flatten(described.get("config", {}))
         self._tokenizer = find_tokenizer(tokenizer_places(folder, described))
         metrics, rollouts = folder / "metrics.jsonl", folder / "rollouts.jsonl"
         rows = [row for _, row in numbered_rows(metrics, growing=True)] if metrics.exists() else []
-        every = [Seen(*of) for of in (read_rollouts(rollouts) if rollouts.exists() else ())]
-        self.train = [seen for seen in every if seen.split == "train"]
-        self.heldout = [seen for seen in every if seen.split == "heldout"]
-        steps = sorted({seen.step for seen in self.train}) or [0]
+        recorded = [
+            Recorded(*pair) for pair in (read_rollouts(rollouts) if rollouts.exists() else ())
+        ]
+        self.train = [r for r in recorded if r.split == "train"]
+        self.heldout = [r for r in recorded if r.split == "heldout"]
+        steps = sorted({r.step for r in self.train}) or [0]
         third = max(1, len(steps) // 3)
         first, early, self.late = (
-            [seen for seen in self.train if seen.step in chosen]
+            [r for r in self.train if r.step in chosen]
             for chosen in (steps[:1], steps[:third], steps[-third:])
         )
         self.late_from = steps[-third]
-        sound = (seen for seen in self.train if seen.in_baseline)
-        self.groups = [list(group) for _, group in groupby(sound, lambda s: (s.step, s.group))]
+        valid = (r for r in self.train if r.in_baseline)
+        self.groups = [list(group) for _, group in groupby(valid, lambda s: (s.step, s.group))]
         self.early_groups = [group for group in self.groups if group[0].step <= steps[third - 1]]
-        prompts, tasks = ({getattr(s, of) for s in self.heldout} for of in ("prompt", "row"))
-        self._apart = 8 * len(prompts) >= len(tasks)
-        self.asked = Counter(self.question(group[0]) for group in self.groups)
+        prompts, tasks = ({getattr(s, name) for s in self.heldout} for name in ("prompt", "row"))
+        self._prompts_differ = 8 * len(prompts) >= len(tasks)
+        self.times_played = Counter(self.question(group[0]) for group in self.groups)
 
-        # of the training tasks: solved in the first step, in the last ones
-        self.judges = any(seen.solved is not None for seen in self.train)
-        """Whether reward or environment say what is solved."""
-        self.top = max((seen.judged for seen in self.train), default=0.0)
-        self.base, self.end = (mean(map(self.paid, part)) for part in (first, self.late))
-        groups = len({(seen.step, seen.group) for seen in self.late}) or 1
+        # training tasks: solved in the first step and in the last third of the steps
+        self.has_solved = any(r.solved is not None for r in self.train)
+        """Whether the reward or the environment decides what counts as solved."""
+        self.top_score = max((r.score for r in self.train), default=0.0)
+        self.base, self.end = (mean(map(self.is_right, part)) for part in (first, self.late))
+        groups = len({(r.step, r.group) for r in self.late}) or 1
         self.at_least, _ = wilson(round(self.end * groups), groups)
-        self.gained, self.gained_by = gain(self.paid, early, self.late)
-        self.rose, self.rose_by = gain(lambda seen: seen.reward, early, self.late)
+        self.gained, self.gained_by = gain(self.is_right, early, self.late)
+        self.rose, self.rose_by = gain(lambda r: r.reward, early, self.late)
         self.acting = self.late if self.end > 0.05 else self.train
-        """The last rollouts; all, where these solve nothing: what failed first may be avoided."""
+        """The last rollouts; all of them if the last ones solve nothing, since a policy may have
+        learned to avoid what failed at first."""
 
-        # of the held-out ones: solved in each evaluation
+        # held-out tasks: solved in each evaluation
         evals = [row for row in rows if "eval/rollouts" in row]
         self.tasks = int(evals[-1]["eval/rollouts"]) if evals else 0
         self.solved = [row["eval/solved"] for row in evals if "eval/solved" in row]
         before, after = [*self.solved[:1], *self.solved[-1:]] or (self.base, self.base)
         change = " -> ".join(f"{share:.2f}" for share in dict.fromkeys((before, after)))
-        self.change = change if self.solved else "not said"
+        self.change = change if self.solved else "unknown"
         self.greedier = before - self.base
-        """How much more the first policy solves as it is evaluated than as it is sampled."""
+        """Solved share of the first evaluation minus that of the first step's samples."""
         count = round(after * self.tasks)
         low, self.at_most = wilson(count, self.tasks) if self.solved else (0.0, 1.0)
         likely = low <= (round(before * self.tasks) + 1) / (self.tasks + 2) <= self.at_most
         self.learned = 0.0 if likely else after - before
-        """By how much the share rose; 0: within what chance makes of the first."""
+        """By how much the held-out share rose; 0 if chance explains the difference."""
         sure = len(self.solved) > 1 or self.gained_by < -3
         self.sank = sure and (self.learned if len(self.solved) > 1 else self.gained) < -0.15
-        self.unsolved = (1 - 0.5 * self.end * self.judges) * (0.5 if self.learned > 0 else 1.0)
-        """From 1 to 1/4, the less the more of the last rollouts solve and if the run learns."""
+        self.unsolved = (1 - 0.5 * self.end * self.has_solved) * (0.5 if self.learned > 0 else 1.0)
+        """From 1 down to 1/4: less if more of the last rollouts solve, and if the run learns."""
 
-        # of the policy: from the early steps to the last ones
+        # the policy: from the first third of the steps to the last third
         self.calls, self.repeats = (
-            [mean(getattr(seen, name) for seen in part) for part in (early, self.late)]
+            [mean(getattr(r, name) for r in part) for part in (early, self.late)]
             for name in ("num_calls", "repetition")
         )
         self._learned = [row for row in rows if "learner/loss" in row]
         self.steps = len(self._learned)
-        self.pushed = self.number("loss.beta") > 0 or any(seen.moves for seen in self.train)
-        """Whether there was a gradient: if not, other findings say why."""
+        self.has_gradient = self.number("loss.beta") > 0 or any(r.has_advantage for r in self.train)
+        """Whether there was a gradient; if not, other findings explain why."""
         nats = self.metric("entropy_mean")
         self.nats = mean(nats[:third]), mean(nats[-third:])
         self.rate = max(self.metric("learning_rate"), default=0.0)
         self.quantile = self.number("loss.top_entropy_quantile", 1.0)
-        self.tokens = sum(self.metric("num_tokens")) / (len(self.train) or 1) or inf  # of a rollout
+        self.tokens = sum(self.metric("num_tokens")) / (len(self.train) or 1) or inf  # per rollout
         self.norm = median(self.metric("grad_norm") or [nan])
         self.kl, self.gap = mean(self.metric("approx_kl")), mean(self.metric("mismatch_kl"))
         self.noise = mean(self.metric("sampler_gap_mean"))
@@ -166,79 +171,84 @@ class History:
         self.penalty = self.number("loss.beta") * mean(self.metric("ref_kl"))
         self.temperature = self.number("rollout.temperature", 1.0)
 
-    def question(self, seen: Seen) -> Any:
-        """What makes two tasks one: the prompt; the row, where many rows have the same prompt."""
-        return seen.prompt if self._apart else seen.row
+    def question(self, rollout: Recorded) -> Any:
+        """Identity of a task: the prompt, or the row if many rows have the same prompt."""
+        return rollout.prompt if self._prompts_differ else rollout.row
 
-    def paid(self, seen: Seen) -> bool:
-        """Whether it was found right, as far as anything says so."""
-        return seen.judged > 0 and seen.judged >= 0.99 * self.top
+    def is_right(self, rollout: Recorded) -> bool:
+        """Whether the rollout got the run's highest score."""
+        return rollout.score > 0 and rollout.score >= 0.99 * self.top_score
 
     @property
     def moved(self) -> float:
-        """The relative change of held-out turns' log-probabilities; nan: evaluated once."""
+        """Relative change of the log-probabilities of held-out turns; nan after one evaluation."""
         turns: dict[int, dict[Any, float]] = {}
-        for seen in self.heldout:
-            for first in [s.logprobs for s in seen.all_segments if s.sampled][:1]:
-                turns.setdefault(seen.step, {})[seen.row] = float(first.mean())
-        then, now = (turns[min(turns)], turns[max(turns)]) if len(turns) > 1 else ({}, {})
-        noise = 500 * self.noise + 1e-9  # a change as large as the sampler's gap is no change
-        apart = [abs(was - now[row]) / (noise - was) for row, was in then.items() if row in now]
-        return median(apart) if apart else nan
+        for rollout in self.heldout:
+            for first in [s.logprobs for s in rollout.all_segments if s.sampled][:1]:
+                turns.setdefault(rollout.step, {})[rollout.row] = float(first.mean())
+        before, after = (turns[min(turns)], turns[max(turns)]) if len(turns) > 1 else ({}, {})
+        noise = 500 * self.noise + 1e-9  # changes as small as the sampler's own error do not count
+        changes = [abs(x - after[row]) / (noise - x) for row, x in before.items() if row in after]
+        return median(changes) if changes else nan
 
     def metric(self, name: str) -> list[float]:
-        """A number of the learner's, of every step that has it."""
+        """A metric of the learner, for every step that has it."""
         return [row[key] for row in self._learned if (key := f"learner/{name}") in row]
 
     def number(self, key: str, default: float = 0.0) -> float:
-        """A setting."""
         return default if (value := self.config.get(key)) is None else float(value)
 
     @property
     def unwritten(self) -> str:
-        """Tags and prefixes that are set for the agent and that no rollout has."""
-        known, options = self._tokenizer, ("open_tag", "close_tag", "answer_prefix")
+        """Configured tags and prefixes that no rollout contains."""
+        tokenizer, options = self._tokenizer, ("open_tag", "close_tag", "answer_prefix")
         keys = [key for name in options if self.config.get(key := f"agent.options.{name}")]
         parts = [s for r in self.train for s in r.all_segments if keys and s.sampled]
-        text = "\n".join(known.decode_batch([s.token_ids.tolist() for s in parts])) if known else ""
-        lacks = [key for key in keys if text and self.config[key] not in text]
-        return ", ".join(f"{key} = {self.config[key]!r}" for key in lacks)
+        text = (
+            "\n".join(tokenizer.decode_batch([s.token_ids.tolist() for s in parts]))
+            if tokenizer
+            else ""
+        )
+        missing = [key for key in keys if text and self.config[key] not in text]
+        return ", ".join(f"{key} = {self.config[key]!r}" for key in missing)
 
-    def text(self, seen: Seen, *, sampled: bool = True) -> str:
-        """The last that was sampled, or shown after the prompt; "" where no tokenizer is found."""
-        parts = [s for s in seen.all_segments[1:] if s.sampled == sampled]
-        known = self._tokenizer if parts else None
-        return "" if known is None else known.decode(parts[-1].token_ids.tolist())
+    def text(self, rollout: Recorded, *, sampled: bool = True) -> str:
+        """The last turn, or the last observation; "" without a tokenizer."""
+        parts = [s for s in rollout.all_segments[1:] if s.sampled == sampled]
+        tokenizer = self._tokenizer if parts else None
+        return "" if tokenizer is None else tokenizer.decode(parts[-1].token_ids.tolist())
 
-    def told(self, seen: Seen) -> str:
-        """How a rollout ended, in a line."""
-        text = " ".join(self.text(seen).split())
-        told = f"{seen.status}, reward {seen.reward:.3g}{f': {text[:60]!r}' if text else ''}"
-        if seen.expected is not None:
-            told += f", answer {seen.answer!r:.50}, expected {seen.expected!r:.50}"
-        return f"{told}, {seen.error}" if seen.error else told
+    def summary(self, rollout: Recorded) -> str:
+        """How a rollout ended, in one line."""
+        text = " ".join(self.text(rollout).split())
+        line = f"{rollout.status}, reward {rollout.reward:.3g}{f': {text[:60]!r}' if text else ''}"
+        if rollout.expected is not None:
+            line += f", answer {rollout.answer!r:.50}, expected {rollout.expected!r:.50}"
+        return f"{line}, {rollout.error}" if rollout.error else line
 
-    def kinds(self, seen: Seen) -> list[str]:
-        """How it ended, if not well, and the last error that it was shown, by their names."""
-        shown = self.text(seen, sampled=False) if seen.stats.get("tool_errors") else ""
-        ended = [] if seen.status is Status.COMPLETED else [str(seen.status)]
-        return ended + re.findall(r"\b\w+(?:Error|Exception|Timeout)\b", shown)[-1:]
+    def problems(self, rollout: Recorded) -> list[str]:
+        """Names of its status, unless completed, and of the error in the last observation."""
+        observation = self.text(rollout, sampled=False) if rollout.stats.get("tool_errors") else ""
+        status = [] if rollout.status is Status.COMPLETED else [str(rollout.status)]
+        return status + re.findall(r"\b\w+(?:Error|Exception|Timeout)\b", observation)[-1:]
 
 
 def mean(values: Iterable[float]) -> float:
-    """Their mean; 0 of none."""
-    return fmean(known) if (known := list(values)) else 0.0
+    """The mean; 0 without values."""
+    return fmean(items) if (items := list(values)) else 0.0
 
 
 def gain(
-    of: Callable[[Seen], float], before: Sequence[Seen], after: Sequence[Seen]
+    score: Callable[[Recorded], float], before: Sequence[Recorded], after: Sequence[Recorded]
 ) -> tuple[float, float]:
-    """How much more of it there is after on average, and that in standard errors of tasks."""
+    """The difference of the mean scores of groups, and the same in standard errors."""
     a, b = (
-        np.array([mean(map(of, group)) for _, group in groupby(part, lambda s: (s.step, s.group))])
+        np.array(
+            [mean(map(score, group)) for _, group in groupby(part, lambda s: (s.step, s.group))]
+        )
         for part in (before, after)
     )
     if not len(a) or not len(b):
         return 0.0, 0.0
-    more = float(b.mean() - a.mean())
-    return more, more / max(1e-9, float(a.var() / len(a) + b.var() / len(b)) ** 0.5)
+    difference = float(b.mean() - a.mean())
+    return difference, difference / max(1e-9, float(a.var() / len(a) + b.var() / len(b)) ** 0.5)

@@ -177,67 +177,117 @@ def rises(step: int) -> dict[str, float]:
 
 FLAT: dict[str, Any] = {"solved": (0.3, 0.3)}
 FAULTS: dict[str, tuple[Change, dict[str, Any]]] = {
-    "machine or code fails": (set_to(1, status=Status.INFRA_ERROR, error="x"), {}),
-    "not trained on": (set_to(2, status=Status.TIMED_OUT, treatment=Treatment.DROP), FLAT),
-    "does not move": (nothing, {"moved": 1e-5, **FLAT}),
-    "does not move: evaluated once": (
-        nothing, {"solved": (0.3,), "learner.learning_rate": 1e-9}),
-    "does not move: learner.warmup_steps": (
-        nothing, {"learner.warmup_steps": 50, "moved": 0.01, **FLAT}),
-    "does not move: loss.top_entropy_quantile": (
-        nothing, {"loss.top_entropy_quantile": 0.1, "moved": 0.01, **FLAT,
-                  "numbers": lambda s: {"grad_norm": 0.004, "num_tokens": 300.0}}),
-    "reward not the same twice": (same_reward, FLAT),
-    "refuses what is right": (rewarded(lambda r, s, i: float(not right(r) and i == 0)), FLAT),
-    "pays what is wrong": (rewarded(lambda r, s, i: float(i < 3)), FLAT),
-    "moves too much": (rewarded(lambda r, s, i: float(right(r) and s < 2)), {"solved": (0.6, 0.1)}),
-    "moves too much: held-out tasks alone": (solves(2), {"solved": (1.0, 0.67), "heldout": 24}),
-    "moves too much: before its symptoms": (
-        set_to(answer=None), {"learner.learning_rate": 3e-3, **FLAT}),
-    "sampled too hot": (nothing, {"rollout.temperature": 2.0, "solved": (0.9, 0.9)}),
-    "environment not the same twice": (shown(lambda i: ids(7, i)), {}),
-    "one question, two answers": (asks(lambda r, s: r.task.id[-1]), {}),
-    "rollouts are alike": (lambda r, s, i: r.segments.__delitem__(slice(1, 9)),
-                           {"rollout.temperature": 0.1, **FLAT}),
-    "pays something else": (rewarded(lambda r, s, i: 0.0 if right(r) else 2.0, "long"), FLAT),
+    "rollouts fail for technical reasons": (set_to(1, status=Status.INFRA_ERROR, error="x"), {}),
+    "rollouts are not trained on": (
+        set_to(2, status=Status.TIMED_OUT, treatment=Treatment.DROP),
+        FLAT,
+    ),
+    "policy does not change": (nothing, {"moved": 1e-5, **FLAT}),
+    "policy does not change: evaluated once": (
+        nothing,
+        {"solved": (0.3,), "learner.learning_rate": 1e-9},
+    ),
+    "policy does not change: learner.warmup_steps": (
+        nothing,
+        {"learner.warmup_steps": 50, "moved": 0.01, **FLAT},
+    ),
+    "policy does not change: loss.top_entropy_quantile": (
+        nothing,
+        {
+            "loss.top_entropy_quantile": 0.1,
+            "moved": 0.01,
+            **FLAT,
+            "numbers": lambda s: {"grad_norm": 0.004, "num_tokens": 300.0},
+        },
+    ),
+    "reward is not deterministic": (same_reward, FLAT),
+    "right answers get no reward": (rewarded(lambda r, s, i: float(not right(r) and i == 0)), FLAT),
+    "wrong answers get a reward": (rewarded(lambda r, s, i: float(i < 3)), FLAT),
+    "policy changes too fast": (
+        rewarded(lambda r, s, i: float(right(r) and s < 2)),
+        {"solved": (0.6, 0.1)},
+    ),
+    "policy changes too fast: held-out tasks alone": (
+        solves(2),
+        {"solved": (1.0, 0.67), "heldout": 24},
+    ),
+    "policy changes too fast: before its symptoms": (
+        set_to(answer=None),
+        {"learner.learning_rate": 3e-3, **FLAT},
+    ),
+    "temperature too high": (nothing, {"rollout.temperature": 2.0, "solved": (0.9, 0.9)}),
+    "environment is not deterministic": (shown(lambda i: ids(7, i)), {}),
+    "one question has two expected answers": (asks(lambda r, s: r.task.id[-1]), {}),
+    "rollouts of a group are alike": (
+        lambda r, s, i: r.segments.__delitem__(slice(1, 9)),
+        {"rollout.temperature": 0.1, **FLAT},
+    ),
+    "reward does not follow the task": (
+        rewarded(lambda r, s, i: 0.0 if right(r) else 2.0, "long"),
+        FLAT,
+    ),
     "too easy": (solves(6), {"solved": (1.0, 1.0)}),
     "too easy: nearly": (
         lambda r, s, i: solves(6 if int(r.task.id[-1]) % 3 else 5)(r, s, i),
-        {"solved": (0.97, 0.97)}),
-    "never writes what the agent reads": (
-        solves(2, set_to(answer=None)), {"agent.options.close_tag": "</run>", **FLAT}),
-    "does not call": (solves(2, counted(tool_calls=0.0)), FLAT),
+        {"solved": (0.97, 0.97)},
+    ),
+    "required tag or prefix is never written": (
+        solves(2, set_to(answer=None)),
+        {"agent.options.close_tag": "</run>", **FLAT},
+    ),
+    "no tool calls": (solves(2, counted(tool_calls=0.0)), FLAT),
     "cut short": (lambda r, s, i: setattr(r, "status", CUT[i % 3]), FLAT),
     "cut short: at first, then it guesses": (cut_at_first(0), FLAT),
     "cut short: by what a program asks for": (
-        solves(0, set_to(turns=[Turn.of(ids(1), ids(9), "length")], answer="")), FLAT),
-    "wrong form": (counted(malformed=1.0), FLAT),
+        solves(0, set_to(turns=[Turn.of(ids(1), ids(9), "length")], answer="")),
+        FLAT,
+    ),
+    "malformed actions": (counted(malformed=1.0), FLAT),
     "no answer": (set_to(answer=None), FLAT),
     "tool calls fail": (counted(tool_errors=1.0), FLAT),
-    "tool answers are cut": (solves(2, counted(cut_answers=1.0)), FLAT),
-    "refuses what is agreed on": (wrong_gold, FLAT),
-    "refuses what is agreed on: few groups": (
-        lambda r, s, i: wrong_gold(r, s, i) if s < 2 else set_to(answer=None)(r, s, i), FLAT),
-    "exploits the reward": (solves(2, rewarded(lambda r, s, i: 0.1 * s, "long")),
-                            {"solved": (0.3, 0.2)}),
+    "tool results are cut": (solves(2, counted(cut_answers=1.0)), FLAT),
+    "expected answers may be wrong": (wrong_gold, FLAT),
+    "expected answers may be wrong: few groups": (
+        lambda r, s, i: wrong_gold(r, s, i) if s < 2 else set_to(answer=None)(r, s, i),
+        FLAT,
+    ),
+    "exploits the reward": (
+        solves(2, rewarded(lambda r, s, i: 0.1 * s, "long")),
+        {"solved": (0.3, 0.2)},
+    ),
     "held-out tasks are trained on": (asks(lambda r, s: r.task.id[-1], spec={}), {}),
     "held-out tasks are trained on: an id column": (
-        lambda r, s, i: asks(
-            lambda r, s: r.task.id[-1], spec={"answer": 1, "index": r.task.id})(r, s, i), {}),
+        lambda r, s, i: asks(lambda r, s: r.task.id[-1], spec={"answer": 1, "index": r.task.id})(
+            r, s, i
+        ),
+        {},
+    ),
     "held-out tasks are trained on: an id column and no answer": (
-        lambda r, s, i: asks(lambda r, s: r.task.id[-1], spec={"row_id": r.task.id})(r, s, i), {}),
-    "held-out tasks are others": (solves(5), {"solved": (0.1, 0.1)}),
+        lambda r, s, i: asks(lambda r, s: r.task.id[-1], spec={"row_id": r.task.id})(r, s, i),
+        {},
+    ),
+    "held-out tasks are of another kind": (solves(5), {"solved": (0.1, 0.1)}),
     "off-policy": (nothing, {"numbers": lambda s: {"clip_high_fraction": 0.5}}),
-    "held back": (solves(2), {"numbers": lambda s: {"ref_kl": 0.02}, "loss.beta": 10.0, **FLAT}),
+    "KL penalty too large": (
+        solves(2),
+        {"numbers": lambda s: {"ref_kl": 0.02}, "loss.beta": 10.0, **FLAT},
+    ),
     "forgets": (solves(2), {"numbers": lambda s: {"entropy_mean": 0.5 * 2.0**s}, **FLAT}),
     "forgets: by an entropy bonus": (
-        solves(2), {"numbers": rises, "loss.entropy_coef": 1.0, **FLAT}),
-    "questions hold the answers": (
-        solves(6, asks(lambda r, s: f"{s} {r.task.spec['answer']}")), {"solved": (1.0, 1.0)}),
-    "the same tasks again": (asks(lambda r, s: s < 0, spec={}), {}),
+        solves(2),
+        {"numbers": rises, "loss.entropy_coef": 1.0, **FLAT},
+    ),
+    "questions contain the answers": (
+        solves(6, asks(lambda r, s: f"{s} {r.task.spec['answer']}")),
+        {"solved": (1.0, 1.0)},
+    ),
+    "too few tasks": (asks(lambda r, s: s < 0, spec={}), {}),
     "too hard": (solves(0, rewarded(lambda r, s, i: 0.1 * (i % 2), "format")), FLAT),
-    "no signal": (solves(0, rewarded(lambda r, s, i: 0.1 * (s == 0), "format")), FLAT),
-}  # fmt: skip
+    "all rewards of a group are equal": (
+        solves(0, rewarded(lambda r, s, i: 0.1 * (s == 0), "format")),
+        FLAT,
+    ),
+}
 """Finding, with what is special: what is wrong with every rollout, and with the run."""
 
 
@@ -297,16 +347,19 @@ def test_a_sound_run_has_nothing_wrong(name: str, tmp_path: Path) -> None:
     assert not found
     lines = report(tmp_path).splitlines()
     assert len(lines) == 2
-    assert lines[1].startswith("Nothing wrong was found")
+    assert lines[1].startswith("No fault found")
 
 
 def test_a_symptom_is_left_out_where_a_surer_finding_explains_it(tmp_path: Path) -> None:
     write(tmp_path / "symptoms", solves(0), **FLAT)
-    assert [*diagnose(History(tmp_path / "symptoms"))] == ["no signal", "too hard"]
+    assert [*diagnose(History(tmp_path / "symptoms"))] == [
+        "all rewards of a group are equal",
+        "too hard",
+    ]
     change = solves(0, rewarded(lambda r, s, i: 0.1 * (i % 2), "format"))
     fast: dict[str, Any] = {"learner.learning_rate": 3e-3, **FLAT}
     write(tmp_path / "both", change, **fast)
-    assert [*diagnose(History(tmp_path / "both"))] == ["moves too much"]
+    assert [*diagnose(History(tmp_path / "both"))] == ["policy changes too fast"]
 
 
 def test_where_nothing_is_paid_tasks_are_too_hard_before_an_agreed_answer_is_refused(
@@ -317,10 +370,10 @@ def test_where_nothing_is_paid_tasks_are_too_hard_before_an_agreed_answer_is_ref
         r.rewards = {"answer": 0.0, "format": 0.1 * (index % 2)}
 
     write(tmp_path, agree, **FLAT)
-    assert [*diagnose(History(tmp_path))] == ["too hard", "refuses what is agreed on"]
+    assert [*diagnose(History(tmp_path))] == ["too hard", "expected answers may be wrong"]
 
 
-SAYS = {"pays something else": "by 'long' (", "cut short": "(72 of 72)"}
+SAYS = {"reward does not follow the task": "by 'long' (", "cut short": "(72 of 72)"}
 
 
 @pytest.mark.parametrize("name", sorted({*CHECKS, *FAULTS}))
