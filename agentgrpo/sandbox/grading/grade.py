@@ -396,6 +396,7 @@ def names_of(
         names = {name: name for name in tested}
     own = {*imported, *filter(None, [entry_point])} - {"*"}
     names = {**{name: name for name in sorted(own)}, **names}
+    _require_no_inspection(tests, {*names})
     if not names:
         raise InvalidArgumentException(
             "'tests' use nothing of the answer, so they pass any program: they must call it by its "
@@ -438,6 +439,29 @@ def _imports(
         if isinstance(node, ast.Name | ast.Attribute) and id(node) not in called:
             values.add(node.id if isinstance(node, ast.Name) else node.attr)
     return tuple(taken), frozenset().union(*taken.values()), frozenset(values)
+
+
+def _require_no_inspection(tests: str, tested: set[str]) -> None:
+    """Raise ValueError for tests that read the source, signature or docstring of the answer."""
+    nodes, names = [*ast.walk(ast.parse(tests, "<tests>"))], {"inspect"}
+    for node in nodes:
+        match node:
+            case ast.Import():
+                names |= {a.asname or "" for a in node.names if a.name == "inspect"}
+            case ast.ImportFrom(module="inspect"):
+                names |= {alias.asname or alias.name for alias in node.names}
+    for node in nodes:
+        match node:
+            case ast.Call(ast.Name(name) | ast.Attribute(ast.Name(name)), [_, *_]) if name in names:
+                looks = f"{ast.unparse(node.func)}()"
+            case ast.Attribute(ast.Name(name), attr) if name in tested and attr[:2] == "__":
+                looks = ast.unparse(node)
+            case _:
+                continue
+        raise InvalidArgumentException(
+            f"'tests' use {looks}, which no program passes: the answer is in another process, and "
+            "cannot be inspected; test what it returns"
+        )
 
 
 @functools.lru_cache(1024)

@@ -10,6 +10,7 @@ mappings) makes the machine's memory fall below a floor: then the largest sessio
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -29,6 +30,8 @@ SHARE = 0.1
 MAX_PAUSE_S = 0.25
 """Longest time between two looks. A session that forks constantly can make one look take a second;
 others must be watched all the same."""
+STOPS = 8
+"""How often a tree is listed until all its processes are stopped."""
 FLOOR = 0.02
 """Of the machine's memory: with less available, the largest session is ended."""
 SOCKET_KIB = 2 * 208
@@ -77,6 +80,29 @@ def used_kib(session: Session, enough_kib: int) -> int:
     )
     most = session.limits.processes
     return own + _C.sandbox_tree_kib(session.init_pid, most, enough_kib - own)
+
+
+def stopped_kib(session: Session, enough_kib: int) -> int:
+    """used_kib() while its processes are stopped: of those that come and go none counts twice. What
+    forks faster than it can be stopped is counted as it runs.
+    """
+    stopped: list[int] = []
+    try:
+        for _ in range(STOPS):
+            tree = process_tree(session.init_pid, session.limits.processes)
+            if not (new := [pid for pid in tree if pid not in stopped]):
+                break
+            stopped += new
+            _signal(new, signal.SIGSTOP)
+        return used_kib(session, enough_kib)
+    finally:
+        _signal(stopped[::-1], signal.SIGCONT)  # no shell sees that its child was stopped
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def available() -> float:
@@ -133,6 +159,8 @@ class MemoryWatchdog:
                     keep_polite(pid, session.limits.niceness)
                 many = session.degraded and os.geteuid() != 0 and tasks(pids) > most
                 used = 0 if many else used_kib(session, self._limit_kib)
+                if used > self._limit_kib:
+                    used = stopped_kib(session, self._limit_kib)
             except PermissionError:  # its program is a file that nobody may read
                 session.end_by(StepStatus.OOM, "it does not let its memory be counted")
                 continue

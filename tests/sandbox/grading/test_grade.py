@@ -184,6 +184,15 @@ FAULTY: dict[str, tuple[str, str, str]] = {
     "not written yet": ("def test_add():\n raise NotImplementedError", "add", f"{NO}NotImpl"),
     "coroutines": ("async def test_add(): assert await add(1, 2) == 3", "",
                    "ValueError: 'tests' are asynchronous"),
+    "they read the source": (
+        f"import inspect as i\n{ONE}\nassert 'for' not in i.getsource(add)", "",
+        r"ValueError: 'tests' use i.getsource\(\), which no program passes"),
+    "they count parameters": (
+        f"from inspect import signature\n{ONE}\nassert len(signature(add).parameters) == 2", "",
+        r"ValueError: 'tests' use signature\(\), which no program passes"),
+    "they read the docstring": (
+        f"{ONE}\nassert add.__doc__", "",
+        "ValueError: 'tests' use add.__doc__, which no"),
     "a typing error": ("from solution import add\nassert ad(1, 2) == 3", "",
                        "ValueError: 'tests' use ad and define none"),
 }  # fmt: skip

@@ -153,6 +153,27 @@ def test_memory_below_the_limit_is_left_alone(
         assert 36 << 10 < used_kib(session, 0) < 128 << 10, "pages count once"
 
 
+def test_a_verdict_is_of_stopped_processes(
+    groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that come and go could count twice."""
+    looks: list[bool] = []
+
+    def is_stopped(session: Session) -> bool:
+        stats = [Path(f"/proc/{p}/stat").read_text() for p in process_tree(session.init_pid)]
+        return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"T"}
+
+    def over_unless_stopped(session: Session, _: int) -> int:
+        looks.append(len(looks) % 2 == 1 and within(lambda: is_stopped(session)))
+        return 0 if looks[-1] else 1 << 30
+
+    with groupless.acquire() as session:
+        session.step("import subprocess; child = subprocess.Popen(['sleep', '60'])")
+        monkeypatch.setattr(watchdog, "used_kib", over_unless_stopped)
+        assert within(lambda: looks.count(True) >= 3)
+        assert session.step("child.poll() is None").value == "True"
+
+
 def test_sockets_count_as_if_they_were_full(groupless: SandboxPool) -> None:
     """More than what one holds."""
     held = (
