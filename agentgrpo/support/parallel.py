@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -113,12 +114,27 @@ class _Watch(threading.Thread):
 
     def end(self, error: BaseException | None) -> None:
         """Stop watching. If a connection has failed, wait first for the loss that explains it."""
-        text = f"{error} {error.__cause__}" if error else ""
-        if "gloo" in text or "NCCL" in text:
+        if _is_of_torch_distributed(error):
             self.join(SILENCE_S + 2 * GRACE_S)
         self._sign = "failed" if error else "ended"
         self._ending.set()
         self.join()
+
+
+def _is_of_torch_distributed(error: BaseException | None) -> bool:
+    """Whether a collective raised the error, or its cause.
+
+    NCCL raises DistBackendError. Gloo has no class of its own: a plain RuntimeError (torch 2.11 to
+    2.13), which only its traceback tells from others.
+    """
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(
+            frame.f_globals.get("__name__", "").startswith("torch.distributed")
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+        ):
+            return True
+        error = error.__cause__
+    return False
 
 
 def start() -> None:

@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, str, str | None]] = {
     "killed, others in a collective": ("os._exit(9)", "parallel.gather(0)", DEAD),
     "an error": ("raise KeyError", PLAY, FAILED),
     "an error, others in a collective": ("raise KeyError", "parallel.gather(0)", FAILED),
+    "an error that names gloo": ("raise RuntimeError('NCCL, gloo')", PLAY, FAILED),
     "finished": ("pass", "time.sleep(2)", None),
     "finished first": ("parallel.stop(); os._exit(0)", "time.sleep(2)", None),
 }
