@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from agentgrpo.records import checkpoint
 from agentgrpo.support.files import write_checksums
-from tests.warm import ROOT
+from tests.warm import Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -33,20 +31,20 @@ sys.exit(outcome.status)
 """
 
 
-def common(*out_dirs: Path) -> tuple[list[int], list[str]]:
+def common(*out_dirs: Path) -> tuple[list[int | None], list[str]]:
     """Exit status and output of a rank on each node."""
+    script = out_dirs[0].parent / "rank.py"
+    script.write_text(RANK)
     with socket.create_server(("localhost", 0)) as server:
         port = str(server.getsockname()[1])
-    env = os.environ | {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    world = {"WORLD_SIZE": str(len(out_dirs)), "LOCAL_RANK": "0"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(out_dir)], env=env | world | {"RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        Command(
+            str(script), str(out_dir), RANK=str(rank), LOCAL_RANK="0",
+            WORLD_SIZE=str(len(out_dirs)), MASTER_ADDR="localhost", MASTER_PORT=port,
         )
         for rank, out_dir in enumerate(out_dirs)
     ]  # fmt: skip
-    outs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    outs = ["".join(rank.communicate(timeout=200)) for rank in ranks]
     return [rank.returncode for rank in ranks], outs
 
 

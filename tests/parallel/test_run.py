@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +19,7 @@ from agentgrpo.types import Group
 from tests import warm
 from tests.end_to_end.test_run import write_config
 from tests.learn.given import Holder, learner_on
-from tests.warm import ROOT, run_ranks
-
-
-def torchrun(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *arguments]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=env, check=False, timeout=240
-    )
+from tests.warm import run_ranks
 
 
 def recorded(run: Path, step: int) -> list[Group]:
@@ -67,8 +55,7 @@ def test_two_ranks_learn_what_one_would_and_one_goes_on(
         "rollout.tasks_per_step=4", "teacher.weight=0",
     ]  # fmt: skip
     parts = f"engine.tensor_parallel_size={1 + divided}"
-    start = run_ranks if divided else torchrun
-    ran = start(2, "-m", "agentgrpo.train", str(path), *overrides, "steps=2", parts)
+    ran = run_ranks(2, "-m", "agentgrpo.train", str(path), *overrides, "steps=2", parts)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.count("step 2/2") == 1, "the first rank alone speaks"
     run, config = tmp_path / "run", load_config(path, [*overrides, "steps=2"])
