@@ -162,17 +162,20 @@ def test_ctrl_c_twice_ends_everything_whatever_hangs(
 
 
 FORKS = """
-import multiprocessing, time
+import multiprocessing, os, time
 from agentgrpo.train.interrupt import interruptible, stop_after_step
 
 with interruptible(), stop_after_step(print) as stopping:
     for step in range(2):  # its workers are ended by SIGTERM
         with multiprocessing.get_context("fork").Pool(2) as pool:
             pool.map(abs, range(4))
+    ready, begun = os.pipe()
+    def sleep():
+        os.write(begun, b"x")
+        time.sleep(600)
     for number in range(2):  # no Pool, whose lock a worker may hold when Ctrl-C ends it
-        multiprocessing.get_context("fork").Process(
-            target=time.sleep, args=(600,), daemon=True
-        ).start()
+        multiprocessing.get_context("fork").Process(target=sleep, daemon=True).start()
+        os.read(ready, 1)  # Python drops a signal that reaches a fork before its first line
     print("begun", stopping(), flush=True)
     while not stopping():
         time.sleep(0.1)
