@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,13 @@ def make_agent_dir(folder: Path, *, tied: bool = True) -> Path:
     It writes code that adds two digits, then answers what it was shown; or guesses at once; or
     forgets a tag. So groups of its rollouts differ in reward, and all of the loop has work.
     """
+    _trained_agent(tied).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@cache
+def _trained_agent(tied: bool) -> Any:
     import torch
 
     model, tokenizer = make_model(seed=1, tied=tied), make_tokenizer()
@@ -114,9 +122,7 @@ def make_agent_dir(folder: Path, *, tied: bool = True) -> Path:
         loss.backward()
         adamw.step()
     torch.set_rng_state(state)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return model
 
 
 def sums(count: int, *, seed: int = 0) -> list[dict[str, str]]:
