@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +17,7 @@ from agentgrpo.types import Status, Treatment
 from tests import tiny
 from tests.given import TASK as A_TASK
 from tests.given import a_rollout
-from tests.project.test_imports import ROOT
-from tests.warm import environment
+from tests.warm import Command
 
 
 def test_a_false_pass_is_as_rare_as_said() -> None:
@@ -159,9 +156,9 @@ def test_tests_of_training_share_an_engine(tmp_path: Path) -> None:
     write_lines(tmp_path / "rows.jsonl", tiny.sums(120))
     for name, text in (("sums.toml", CONFIG), ("my_task.py", TASK), ("test_sums.py", TESTS)):
         (tmp_path / name).write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "agentgrpo.testing.plugin", "test_sums.py"],
-        cwd=tmp_path, env=environment(PYTHONPATH=f"{ROOT}:{tmp_path}"), capture_output=True,
-        text=True, timeout=800, check=False,
+    command = Command(
+        "-m", "pytest", "-q", "-p", "agentgrpo.testing.plugin", "test_sums.py", cwd=tmp_path,
+        PYTHONPATH=str(tmp_path),
     )  # fmt: skip
-    assert "4 passed" in done.stdout, done.stdout + done.stderr
+    out, err = command.communicate(timeout=800)
+    assert "4 passed" in out, out + err
