@@ -259,9 +259,11 @@ def answer_in(session: Session, given: Answer) -> Answer:
 
 def run_tests(
     pool: SandboxPool, files: Answer, tests: Sequence[str], timeout_s: float, *,
-    backwards: bool = False, traced: bool = False,
+    backwards: bool = False, traced: bool = False, shown: Sequence[str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Results of tests (all if none is named) in a new session whose tree has these files.
+
+    There are errors of some that are `shown` (None: of all).
 
     Returns:
         `outcomes`, `errors` and `failed_at` by test, as repair_runner.py has them, `lines` if
@@ -271,7 +273,7 @@ def run_tests(
         clock = VerdictClock(timeout_s, session)
         with clock.running(), closing(session.files()) as opened:
             put(opened, files)
-            call = f"run({[*tests]!r}, {REPO!r}, {backwards}, {traced})"
+            call = f"run({[*tests]!r}, {REPO!r}, {backwards}, {traced}, {shown!r})"
             step = session.step(f"{RUNNER}\n{call}", clock.seconds())
     reason = step.error.traceback if step.error is not None else step.detail
     with suppress(Exception):  # the code under test can return anything
@@ -288,7 +290,7 @@ def read_results(value: str | None) -> dict[str, Any]:
     for key in ("outcomes", "errors"):
         results[key] = {str(test): str(text) for test, text in results[key].items()}
     failed_at = {test: (int(at), str(text)) for test, (at, text) in results["failed_at"].items()}
-    said = next(iter(results["errors"].values()), "")
+    said = next(filter(None, results["errors"].values()), "")
     return {**results, "failed_at": failed_at, "said": said}
 
 
@@ -310,7 +312,7 @@ def run_copies(
     every = [*tests, *names]
     paths = {path for test in every if (path := test.partition("::")[0]).endswith(".py")}
     files = {path: with_copies(tree.read(path), by_file.get(path, {}), every) for path in paths}
-    results = run_tests(pool, {**answer, **files}, every, timeout_s)
+    results = run_tests(pool, {**answer, **files}, every, timeout_s, shown=[*tests])
     ended = dict.fromkeys(names, ("", ""))
     for test, letter in results["outcomes"].items():
         name = test.partition("[")[0]

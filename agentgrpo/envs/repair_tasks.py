@@ -233,30 +233,32 @@ def copies_of(
     rng = random.Random(str(sorted(failed_at)))
     lines = {test.partition("[")[0]: line for test, (line, _) in failed_at.items()}
     tried: list[tuple[str, Copy]] = []
-    bases: list[Copy] = []
+    bases: dict[tuple[str, int, int], Copy] = {}
     for head in rng.sample(sorted(lines), min(len(lines), MOST_FUNCTIONS)):
         path, _, name = head.partition("::")
         text = tree.read(path) if path.endswith(".py") else ""
         if function := functions_by_name(text).get(f"::{name}"):
             for one in candidates(function, lines[head], rng):
                 tried.append((head, one))
-                bases.append(one.unchanged(function))
+                bases[head, one.at, one.case] = one.unchanged(function)
     if not tried:
         return {}
 
     def run(answer: Answer, copies: Copies) -> list[tuple[str, str]]:
         return run_copies(pool, tree, answer, (), copies, VERDICT_S, rng)[1]
 
-    now = [(head, one, None) for head, one in tried]
-    before = [(head, one, None) for (head, _), one in zip(tried, bases, strict=True)]
-    ended, by_broken = run({}, [*now, *before]), run(broken, now)
-    made: list[tuple[str, Copy]] = []
-    for (head, one), (_, value), (_, base), (letter, other) in zip(
-        tried, ended[: len(tried)], ended[len(tried) :], by_broken, strict=True
-    ):
-        differs = letter == "f" and other != value and other[:1] in ("", "@")
-        recorded = one.recorded(value, base, rng) if differs else None
-        made += [(head, recorded)] if recorded else []
+    before = [(head, one, None) for (head, *_), one in bases.items()]
+    ended = run({}, [*before, *((head, one, None) for head, one in tried)])
+    base = dict(zip(bases, (value for _, value in ended), strict=False))
+    found: list[tuple[str, Copy, str]] = []
+    for (head, one), (_, value) in zip(tried, ended[len(bases) :], strict=True):
+        if recorded := one.recorded(value, base[head, one.at, one.case], rng):
+            found.append((head, recorded, value))
+    by_broken = run(broken, [(head, one, None) for head, one, _ in found]) if found else []
+    made = [
+        (head, one) for (head, one, value), (letter, other) in zip(found, by_broken, strict=True)
+        if letter == "f" and other != value and other[:1] in ("", "@")
+    ]  # fmt: skip
     both = [(head, one, value) for head, one in made for value in (one.right, one.wrong)]
     ends = [letter for letter, _ in run({}, both)] if both else []
     copies: dict[str, list[Copy]] = {}
@@ -279,6 +281,7 @@ def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) ->
     failing = [test for test in tests if ran["outcomes"].get(test) == "f"]
     if not failing or {*ran["outcomes"].values()} - {"p", "f"}:
         return None
+    failing.sort(key=lambda test: not ran["errors"].get(test))  # one with an error first
     failed_at = {test: ran["failed_at"].get(test, (0, "")) for test in failing}
     copies = copies_of(tree, pool, answer, failed_at)
     if sum(map(len, copies.values())) < FEWEST_COPIES:
