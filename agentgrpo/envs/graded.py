@@ -23,6 +23,9 @@ from agentgrpo.actions import InfrastructureError
 from agentgrpo.envs.python import PythonEnv, PythonEpisode, as_infra_error
 from agentgrpo.sandbox import HostTools, SandboxPool
 from agentgrpo.sandbox.grading.grade import (
+    CONSTANTS,
+    STUBS,
+    TESTS_FAULTS,
     Verdict,
     check_all,
     check_tests,
@@ -94,8 +97,10 @@ TESTS_TIMEOUT_S = 10.0
 programs, while they run."""
 
 
-MOST_TRIED = 2000
-"""Tasks of a list whose tests are run before a run begins, evenly spread."""
+MOST_TRIED, MOST_WEAK = 2000, 20
+"""Tasks of a list whose tests are run before a run begins, evenly spread: by programs that do
+nothing, and by those that always return one value.
+"""
 
 
 class UnitTestEnv(PythonEnv):
@@ -137,23 +142,35 @@ class UnitTestEnv(PythonEnv):
             else:
                 tested += [task] * (self.tests_of(task)[0] is not None)
         tried = tested[:: -(-len(tested) // MOST_TRIED) or 1]
-        rows = [(tests, *named.values()) for tests, named in map(self.tests_of, tried)]
-
-        def try_share(first: int) -> list[tuple[Task, str]]:
-            shown = faults_of_tests(self.graders.pool(), rows[first::GRADERS])
-            return [*zip(tried[first::GRADERS], shown, strict=True)]
-
-        with as_infra_error(), ThreadPoolExecutor(GRADERS) as threads:
-            for task, fault in itertools.chain(*threads.map(try_share, range(GRADERS))):
-                faults += [f"task {task.id}: its 'tests' cannot judge: {fault}"] * bool(fault)
+        for task, fault in self._try(tried, STUBS):
+            faults += [f"task {task.id}: its 'tests' cannot judge: {fault}"] * bool(fault)
         if faults:
             raise ValueError(
                 f"{len(faults)} of {len(tasks)} tasks cannot be graded; remove or mend their rows "
                 "(modules for the tests: sandbox.site_dirs):\n" + "\n".join(faults[:20])
             )
+        some = tried[:: -(-len(tried) // MOST_WEAK) or 1]
+        weak = [
+            task.id
+            for task, fault in self._try(some, CONSTANTS)
+            if fault.startswith(TESTS_FAULTS["passed"])
+        ]
+        named = f"; tests of {len(weak)} of {len(some)} pass a program that always returns one "
+        named += f"value, such as those of {', '.join(weak[:3])}: compare with what is expected"
         return (
             f"tests of {len(tried)} of {len(tested)} tasks tried: a program that does nothing fails"
-        )
+        ) + (named if weak else "")
+
+    def _try(self, tasks: Sequence[Task], stubs: Sequence[str]) -> list[tuple[Task, str]]:
+        """Tasks, and what these programs show of their tests."""
+        rows = [(tests, *named.values()) for tests, named in map(self.tests_of, tasks)]
+
+        def try_share(first: int) -> list[tuple[Task, str]]:
+            shown = faults_of_tests(self.graders.pool(), rows[first::GRADERS], stubs=stubs)
+            return [*zip(tasks[first::GRADERS], shown, strict=True)]
+
+        with as_infra_error(), ThreadPoolExecutor(GRADERS) as threads:
+            return [*itertools.chain(*threads.map(try_share, range(GRADERS)))]
 
     def reset(self, task: Task) -> UnitTestEpisode:
         (tests, named), cases = self.tests_of(task), task.spec.get("cases")

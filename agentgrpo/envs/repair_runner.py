@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-
 MOST_ERRORS = 3
 
 

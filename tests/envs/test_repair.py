@@ -311,8 +311,14 @@ def test_a_line_that_may_be_left_out_is_no_task(project: Path) -> None:
     tree = repair_judge.prepare(str(project))
     with tree.pool(Template(), Limits(), min_idle=0) as pool:
         made = [repair_tasks.prove(tree, pool, "place", show, task) for show in ("test", "line")]
+        fails = {file: PRICES.replace("    return", "    raise KeyError\n    return")}
+        shown = [None, tests]
+        ran = [repair_judge.run_tests(pool, fails, [], 9.0, shown=some) for some in shown]
     assert made[0] is not None
     assert made[1] is None
+    for results, errors in zip(ran, (3, 1), strict=True):  # each costs pytest a parse of the file
+        assert [*results["outcomes"].values()].count("f") > 5
+        assert len([*filter(None, results["errors"].values())]) == errors
 
 
 def test_what_threads_do_to_each_other_is_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,11 @@ globals().update(dict.fromkeys(NAMES, Nothing()))""",
     "globals().update(dict.fromkeys(NAMES, lambda *args, **options: None))",
 )
 """Programs that do nothing, whatever is called."""
+CONSTANTS = tuple(
+    f"globals().update(dict.fromkeys(NAMES, lambda *args, **options: {value}))"
+    for value in ("True", "1.5", "'a'", "[1]", "(1,)", "{'a': 1}")
+)
+"""Programs that return one value, whatever is called: tests that only look at types pass one."""
 MODULE_NAMES = ("__name__", "__file__", "__doc__", "__annotations__")
 
 
@@ -270,34 +275,37 @@ def _check_tests(
 
 
 def faults_of_tests(
-    pool: SandboxPool, tasks: Sequence[tuple[Any, Any, Any]], *, timeout_s: float = 5.0
-) -> list[str]:
+    pool: SandboxPool, tasks: Sequence[tuple[Any, Any, Any]], *, timeout_s: float = 5.0,
+    stubs: Sequence[str] = STUBS,
+) -> list[str]:  # fmt: skip
     """What programs that do nothing show of tests: that they pass any, or can pass none; or "".
 
     Args:
         pool: where to run, one pair of sessions for many tasks: 10 ms of a core each.
         tasks: of each `tests`, `names` and `entry_point`, as of check_tests().
         timeout_s: CPU time of each; what takes longer shows nothing.
+        stubs: the programs.
     """
     faults = []
     with contextlib.ExitStack() as sessions:
         pair: tuple[Session, ...] = ()
         for task in tasks:
-            fault = _fault_of_tests(pair, *task, timeout_s) if pair else "not tried"
+            fault = _fault_of_tests(pair, *task, timeout_s, stubs) if pair else "not tried"
             if fault or not all(session.alive for session in pair):  # perhaps by those before it
                 sessions.close()
                 pair = tuple(map(sessions.enter_context, pool.acquire_pair()))
-                fault = _fault_of_tests(pair, *task, timeout_s)
+                fault = _fault_of_tests(pair, *task, timeout_s, stubs)
             faults.append(fault)
     return faults
 
 
 def _fault_of_tests(
-    pair: tuple[Session, ...], tests: Any, names: Any, entry_point: Any, timeout_s: float
-) -> str:
+    pair: tuple[Session, ...], tests: Any, names: Any, entry_point: Any, timeout_s: float,
+    stubs: Sequence[str],
+) -> str:  # fmt: skip
     told = source_of(tests), *(found := names_of(tests, names, entry_point)), True
     called = sorted(set(re.findall(r"[^\W\d]\w*", " ".join(found.names.values()))))
-    for stub in STUBS:
+    for stub in stubs:
         graded, judge = pair
         verdict = _check_tests(graded, judge, f"NAMES = {called!r}\n{stub}", told, timeout_s)
         if fault := TESTS_FAULTS.get(verdict.word):

@@ -12,6 +12,7 @@ import pytest
 from agentgrpo.envs.graded import GradingPool
 from agentgrpo.sandbox import Limits, Sandbox, SandboxBusy, SandboxPool, Template
 from agentgrpo.sandbox.grading.grade import (
+    CONSTANTS,
     _failed_judge,
     check_all,
     check_output,
@@ -212,6 +213,20 @@ def test_tests_that_judge_nothing_are_shown_by_programs_that_do_nothing(
     faults = faults_of_tests(pool, rows)
     assert (faults[0], faults[2]) == ("", "")
     assert faults[1].startswith(fault), faults[1]
+
+
+def test_tests_of_types_alone_are_shown_by_programs_that_return_one_value(
+    pool: SandboxPool,
+) -> None:
+    weak = (
+        "assert isinstance(add(1, 2), int)",
+        "assert add(1, 2) is not None",
+        "assert type(f(1)) is dict",
+        "def test_f(): assert isinstance(f([2, 1]), list)",
+    )
+    rows = [(tests, None, None) for tests in (*weak, TESTS, ONE)]
+    faults = faults_of_tests(pool, rows, stubs=CONSTANTS)
+    assert faults == ["they pass a program that does nothing"] * len(weak) + ["", ""]
 
 
 def test_rows_are_not_judged_by_what_those_before_them_left(pool: SandboxPool) -> None:
