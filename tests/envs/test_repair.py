@@ -321,6 +321,15 @@ def test_a_line_that_may_be_left_out_is_no_task(project: Path) -> None:
         assert len([*filter(None, results["errors"].values())]) == errors
 
 
+def test_not_every_break_of_a_package_is_tried() -> None:
+    """Of one whose tests prove few, all took hours."""
+    breaks: Any = iter(range(10**6))
+    assert repair_tasks.prove_some("", 2, breaks, lambda n: {"id": n} if n == 9 else {}) == [
+        {"id": 9}
+    ]
+    assert next(breaks) == 56
+
+
 def test_what_threads_do_to_each_other_is_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     parse, raised = ast.parse, [SystemError("AST constructor recursion depth mismatch")]
 

@@ -328,7 +328,7 @@ CASES = {"cases": [["2\n", "4"], ["-3\n", "9"]]}
 
 @pytest.mark.nsjail
 def test_tests_that_one_value_passes_are_named(graded: UnitTestEnv) -> None:
-    rows = [task(tests="assert isinstance(f(2), int)"), task(**TESTS), task(**CASES)]
+    rows = [task(tests="assert isinstance(f(2), int)"), task(**TESTS)]
     message = graded.check_tasks(rows)
     assert message.startswith("tests of 2 of 2 tasks tried: ")
     assert "1 of 2 pass a program that always returns one value, such as those of " in message
