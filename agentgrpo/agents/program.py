@@ -67,6 +67,15 @@ class ProgramAgent(TextAgent):
         for name, value in (("files", self.files), ("sandbox", own)):
             if value and not self.command:
                 raise ValueError(f"{name}: {getattr(self, name)!r} does nothing without command")
+        if getattr(self.env, "hosts_programs", False):
+            if self.call or own:
+                key = "call" if self.call else "sandbox"
+                raise ValueError(
+                    f"{key}: expected a command in the session that is judged, got "
+                    f"{getattr(self, key)!r}. Remedy: command and sandbox = 'session' "
+                    "(docs/harbor.md)"
+                )
+            self.env.require_python()
         for path in self.files:
             if not path.exists():
                 place = "" if path.is_absolute() else f" in {Path.cwd()}"

@@ -77,7 +77,8 @@ class Environment(Protocol):
     """Makes episodes.
 
     What else one may have is looked up by name: `tools(task)`, `tasks(split)`, `begin(task)`,
-    `judges`, `has_user`, `needs_actions` (shipped agents that do not act are refused), `close()`;
+    `judges`, `has_user`, `needs_actions` (shipped agents that do not act are refused),
+    `hosts_programs` (its episodes' `begin()` gives the session that programs run in), `close()`;
     and `answers`, what its episodes take: "code", "lines" of a console, "tools", "search" (an
     agent's `acts` are compared with it, where both say).
     """

@@ -41,8 +41,8 @@ SYSTEM = (
     *("sys", "var/lib/dpkg", "var/lib/apt", "var/cache", "root/.*", "home/*/.*"),
 )
 """Paths that decide how tests run. A fresh verdict does not take the agent's changes of them."""
-JUDGES = ("tests", "logs", "solution")
-"""Paths of Harbor's, never taken."""
+JUDGES = ("tests", "logs", "solution", "installed-agent")
+"""Paths of Harbor's, never taken. The last has the files of a program that is the agent."""
 OFFLINE = {"PIP_RETRIES": "0", "UV_OFFLINE": "1"}
 """Variables of scripts: installers that cannot reach the network end at once."""
 WAIT_S = 7200.0
@@ -105,6 +105,7 @@ class HarborEnv(PythonEnv):
         f"sandbox.{name}" for name in ("memory_mib", "template", "site_dirs", "env", "stateless")
     )
     needs_actions = True
+    hosts_programs = True
     judges = True
 
     def __init__(
@@ -117,6 +118,7 @@ class HarborEnv(PythonEnv):
         if wrong := [path for path in keep if not path.startswith("/") or not path.strip("/")]:
             raise ValueError(f"keep: expected absolute paths below /, got {wrong[0]!r}")
         self.verifier, self.keep, self.grant = verifier, tuple(keep), tuple(grant)
+        self._needs_python = console
         self.console, self.answers = console, ("lines",) if console else ("code", "tools")
         self.line_rewards: dict[str, float] = {}
         self._tasks: dict[str, tuple[HarborTask, Image, Image]] = {}
@@ -132,15 +134,24 @@ class HarborEnv(PythonEnv):
 
     def begin(self, task: Task) -> Task:
         """Check a row before a model is loaded: its folder, its image, and that sessions start."""
-        harbor, image, _ = self.folder(task)
+        self._try(*self.folder(task))
+        return task
+
+    def require_python(self) -> None:
+        """That all images have a python3, also those of tasks that have begun."""
+        self._needs_python = True
+        for parts in self._tasks.values():
+            self._try(*parts)
+
+    def _try(self, harbor: HarborTask, image: Image, judge: Image) -> None:
+        del judge
         pool = self.sessions(harbor.limits, image)
-        if self.console:
+        if self._needs_python:
             try:
                 with pool.acquire(image) as session:
                     start_context(session, "python", Template()).close()
             except NotSupportedException as error:
-                raise ValueError(f"task {task.id}: {error}") from error
-        return task
+                raise ValueError(f"{harbor.folder}: {error}") from error
 
     def reset(self, task: Task) -> Any:
         return HarborConsole(self, task) if self.console else HarborEpisode(self, task)
@@ -195,6 +206,16 @@ class Judged(SandboxEpisode):
         self.task, self.image, self.judge = self._env.folder(task)
         self.directory = self.image.workdir or "/"
         self._ends_at = math.inf
+
+    @property
+    def timeout_s(self) -> float:
+        """Of a program."""
+        return float(self.task.agent.timeout_sec)
+
+    def begin(self) -> Session:
+        """The session in which a program acts."""
+        with as_infra_error():
+            return self._begin()
 
     def _late(self) -> Observation | None:
         """What ends the episode when its time is over."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import errno
 import inspect
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +24,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +36,10 @@ from agentgrpo.programs import in_session
 from agentgrpo.programs.endpoint import Endpoint
 from agentgrpo.programs.requests import MODEL
 from agentgrpo.programs.session import Session
-from agentgrpo.sandbox import SandboxException, SandboxInfraError, SandboxPool
+from agentgrpo.sandbox import SandboxException, SandboxInfraError, SandboxPool, Template
 from agentgrpo.sandbox.isolation.errors import SandboxNotFoundException
 from agentgrpo.sandbox.session.listener import PORT, listener_in
+from agentgrpo.sandbox.session.program import Program
 from agentgrpo.sandbox.session.result import StepStatus
 from agentgrpo.support.user_calls import describe_error, error_location, event_loop, tell
 from agentgrpo.types import Task
@@ -55,6 +59,8 @@ QUIET = {
 """What keeps clients from calling out, where the user's environment does not say otherwise."""
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ftp_proxy")
 TASK_FILE, ANSWER_FILE = "task.json", "answer.txt"
+FOLDER = "/installed-agent"
+"""Of a program in a container image, as Harbor names it; no verdict takes its files."""
 TAIL = 2000
 """Characters of a program's errors that are kept."""
 PYTHON = ("python", "python3")
@@ -105,6 +111,8 @@ def launcher_of(agent: ProgramAgent) -> Launcher | None:
             raise ValueError(f"agent.options.command: there is no program {program!r}")
         tell('programs run as you, isolated by nothing (agent.options.sandbox = "none")')
         return Process(agent.command, agent.files)
+    if getattr(agent.env, "hosts_programs", False):
+        return Hosted(agent.pool, agent.command, agent.files, agent.timeout_s)
     script = [*agent.command[1:2]]
     if program in PYTHON and (not script or (script[0][:1] == "-" and script[0] != "-m")):
         raise ValueError(
@@ -218,7 +226,7 @@ class Process:
         """Its output goes to files: what it leaves running may hold a pipe for ever. They have no
         name, so that nothing the program does to its folder is done to them.
         """
-        with contextlib.ExitStack() as held:
+        with ExitStack() as held:
             folder = tempfile.TemporaryDirectory(
                 prefix="agentgrpo-program-", ignore_cleanup_errors=True
             )
@@ -286,6 +294,9 @@ def _tail(file: int) -> str:
 class Sandboxed:
     """A command in a session: no network but the endpoint, which it finds on its own loopback."""
 
+    folder = ""
+    """Where its files are; "": at home."""
+
     def __init__(
         self, pool: SandboxPool, command: Sequence[str], files: Sequence[Path], timeout_s: float
     ) -> None:
@@ -293,24 +304,30 @@ class Sandboxed:
         self._timeout_s, self._starts = timeout_s, threading.Semaphore(STARTS)
         inside = {name: path for of in files for name, path in _inside(of)}
         self._files = {name: path.read_bytes() for name, path in inside.items()}
-        programs = [name for name, path in inside.items() if os.access(path, os.X_OK)]
-        given = f"{list(command)!r}, {programs!r}, {TASK_FILE!r}, {PYTHON!r}"
+        self._programs = [name for name, path in inside.items() if os.access(path, os.X_OK)]
+        given = f"{list(command)!r}, {self._programs!r}, {TASK_FILE!r}, {PYTHON!r}"
         self._code = f"{Path(in_session.__file__).read_text()}\n\nmain({given})\n"
         """Of a step that runs the command; its value is the exit code."""
 
     def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
         return _Run(lambda run: self._play(run, task, session, endpoint))
 
+    def _equip(
+        self, jail: Any, task: Task, session: Session, endpoint: Endpoint, held: ExitStack
+    ) -> None:
+        """Give a session the endpoint, as long as `held` is, the files and the task."""
+        server = endpoint.listen(listener_in(jail), session).result()
+        held.callback(endpoint.hang_up, server)
+        with contextlib.closing(jail.files()) as files:
+            for name, data in self._files.items():
+                files.write(self.folder + name, data)
+            files.write(self.folder + TASK_FILE, json.dumps(task_json(task), ensure_ascii=False))
+
     def _play(self, run: _Run, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
-        with contextlib.ExitStack() as held:
+        with ExitStack() as held:
             with self._starts:
                 jail = held.enter_context(self._pool.acquire())
-                server = endpoint.listen(listener_in(jail), session).result()
-                held.callback(endpoint.hang_up, server)
-                with contextlib.closing(jail.files()) as files:
-                    for name, data in self._files.items():
-                        files.write(name, data)
-                    files.write(TASK_FILE, json.dumps(task_json(task), ensure_ascii=False))
+                self._equip(jail, task, session, endpoint, held)
             run.ends_by(jail.close)
             env = {**QUIET, **self._pool.template.env, **session_variables(session.key)}
             done = jail.step(self._code, self._timeout_s, env=env)
@@ -330,6 +347,61 @@ class Sandboxed:
             told = f"{done.status}: {done.detail} {why} {done.stderr[-TAIL:]}".strip()
             return Outcome(said, told)
         return _exited(done.value or "0", done.stderr, said, wrong, why)
+
+
+class Hosted(Sandboxed):
+    """A command in the session of an episode, which judges what it changes there: an image's, whose
+    programs run it. It starts in the image's working directory; its files are in FOLDER.
+    """
+
+    folder = f"{FOLDER}/"
+    _begin: Any = None
+
+    def __init__(
+        self, pool: SandboxPool, command: Sequence[str], files: Sequence[Path], timeout_s: float
+    ) -> None:
+        super().__init__(pool, command, files, timeout_s)
+        copied = {path.name for path in files}
+        words = ["python3" if command[0] in PYTHON else command[0], *command[1:]]
+        paths = [os.path.normpath(word) for word in words]
+        self._words = [
+            self.folder + path if path.partition("/")[0] in copied else word
+            for word, path in zip(words, paths, strict=True)
+        ]
+
+    def of(self, episode: Any) -> Hosted:
+        """What starts the program in this episode."""
+        launcher = copy.copy(self)
+        launcher._begin = episode.begin
+        return launcher
+
+    def _play(self, run: _Run, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
+        with ExitStack() as held:
+            with self._starts:
+                jail = self._begin()
+                self._equip(jail, task, session, endpoint, held)
+            env = {**QUIET, **jail.places.environment(Template()), **session_variables(session.key)}
+            env["AGENTGRPO_TASK"] = self.folder + TASK_FILE
+            executable = [self.folder + name for name in self._programs]
+            line = f"{shlex.join(['chmod', '+x', *executable])}; " * bool(executable)
+            line += f"exec {shlex.join(self._words)} < {env['AGENTGRPO_TASK']}"
+            program = Program(
+                jail.channels, ["/bin/bash", "-c", line], env=env, directory=jail.places.home,
+                output_max=4 << 20,
+            )  # fmt: skip
+            held.callback(program.close)
+            run.ends_by(program.kill)
+            program.wait(None)
+        if program.machine_failed:
+            raise InfrastructureError(program.machine_failed)
+        stdout, stderr = (
+            bytes(out).decode("utf-8", "replace") for out in (program.stdout, program.stderr)
+        )
+        if program.error:
+            return Outcome(None, program.error)
+        code = program.exit_code if program.signal is None else -program.signal
+        why = "SIGKILL; its session has environment.memory_mb" if code == -9 else ""
+        return _exited(str(code), stderr, last_line(stdout), "", why)
 
 
 def _answer_in(jail: Any) -> tuple[str | None, str] | None:
@@ -370,7 +442,7 @@ class _Run:
     def __init__(self, play: Callable[[_Run], Outcome]) -> None:
         self.outcome: Future[Outcome] = Future()
         self._stopped = False
-        self._end: Callable[[], None] = lambda: None
+        self._end: Callable[[], object] = lambda: None
         try:
             threading.Thread(target=self._run, args=(play,), name="program", daemon=True).start()
         except RuntimeError as error:  # no thread is to be had
@@ -387,7 +459,7 @@ class _Run:
         except BaseException as error:
             self.outcome.set_exception(error)
 
-    def ends_by(self, end: Callable[[], None]) -> None:
+    def ends_by(self, end: Callable[[], object]) -> None:
         self._end = end
         if self._stopped:
             end()

@@ -23,7 +23,7 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import NOTHING, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
-from agentgrpo.programs.launch import Awaited, Launcher, Outcome, Running
+from agentgrpo.programs.launch import Awaited, Hosted, Launcher, Outcome, Running
 from agentgrpo.programs.session import UNENFORCED, SampleRequest, Session
 from agentgrpo.rollout.engine_protocol import Decoder, Ended, SamplerStats
 from agentgrpo.rollout.groups import Groups
@@ -142,7 +142,7 @@ class _Play:
     inbox: SimpleQueue[tuple[int, Any]] = field(default_factory=SimpleQueue)
     """From other threads: of a rollout, a SampleRequest, or the Future of what has ended."""
     decoding: dict[str, tuple[int, SampleRequest]] = field(default_factory=dict)
-    finishing: dict[int, Rollout] = field(default_factory=dict)
+    finishing: dict[int, tuple[Rollout, AnyEpisode]] = field(default_factory=dict)
     failures: list[Outcome] = field(default_factory=list)
     asked: int = 0
 
@@ -155,7 +155,7 @@ class _Play:
         """Play until every program has ended; whatever happens, none is left running."""
         try:
             while self.queue or self.live or self.finishing:
-                while self.queue and len(self.live) < self.max_live:
+                while self.queue and len(self.live) + len(self.finishing) < self.max_live:
                     self._start(*self.queue.popleft())
                 self._end_overdue()
                 self._take()
@@ -175,6 +175,10 @@ class _Play:
         try:
             episode = self.groups.reset(index)
             launcher = self.launcher or Awaited(episode.play)
+            limits = [self.timeout_s, self.config.max_seconds or self.timeout_s]
+            if isinstance(launcher, Hosted):
+                launcher = launcher.of(episode)
+                limits.append(episode.timeout_s)
             running = launcher.start(task, session, self.endpoint)
         except BaseException as error:
             self.endpoint.end(session)
@@ -186,8 +190,8 @@ class _Play:
             rollout.treatment = treatment_of(rollout.status, self.config)
             self._broken(index, attempt, rollout)
             return
-        limit = min(self.timeout_s, self.config.max_seconds or self.timeout_s)
-        self.live[index] = _Live(task, attempt, session, episode, running, time.monotonic() + limit)
+        until = time.monotonic() + min(limits)
+        self.live[index] = _Live(task, attempt, session, episode, running, until)
         running.outcome.add_done_callback(lambda future: self.inbox.put((index, future)))
 
     def _end_overdue(self) -> None:
@@ -286,7 +290,7 @@ class _Play:
             self._broken(index, live.attempt, rollout)
             return
         rollout.environment = getattr(live.episode, "environment", None)
-        self.finishing[index] = rollout
+        self.finishing[index] = rollout, live.episode
         finish = self.runner.finish(live.episode, rollout.answer, self.groups.of(index))
         finish.add_done_callback(lambda future: self.inbox.put((index, future)))
 
@@ -352,7 +356,7 @@ class _Play:
         )
 
     def _finished(self, index: int, future: Future[Mapping[str, float]]) -> None:
-        rollout = self.finishing.pop(index)
+        rollout, episode = self.finishing.pop(index)
         try:
             rewards = future.result()
         except InfrastructureError as error:
@@ -361,6 +365,7 @@ class _Play:
             rollout.treatment = Treatment.DROP
         else:
             rollout.rewards |= rewards
+            rollout.stats |= getattr(episode, "measures", {})
         self.groups.record(index, rollout)
 
     def _require_some_ran(self) -> None:

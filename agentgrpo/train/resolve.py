@@ -109,7 +109,9 @@ def require_fit(agent: Kind, env: Kind, made: Environment | None = None) -> None
     """That the environment, or where it is not made yet its class, answers what the agent does."""
     acts = getattr(agent.factory, "acts", ())
     answers = getattr(env.factory if made is None else made, "answers", None)
-    if not acts and ":" not in agent.name and getattr(env.factory, "needs_actions", False):
+    hosted = agent.name == "program" and getattr(env.factory, "hosts_programs", False)
+    idle = not acts and ":" not in agent.name and not hosted
+    if idle and getattr(env.factory, "needs_actions", False):
         raise ValueError(
             f"agent.kind: expected one that acts in env.kind {env.name!r}, such as 'code' or "
             f"'tools', got {agent.name!r}, which can change nothing there"

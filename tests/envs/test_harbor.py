@@ -15,24 +15,28 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from agentgrpo.actions import CallTools, RunCode, ToolCall
+from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.envs import harbor_check
 from agentgrpo.envs.harbor import HarborEnv
 from agentgrpo.envs.harbor_tasks import folders_of, make_row, write
+from agentgrpo.programs.launch import launcher_of
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
 from agentgrpo.sandbox.isolation.zygote import Rung
 from agentgrpo.sandbox.session.dockerfile import Builder
 from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.train import init
-from agentgrpo.types import Task
+from agentgrpo.types import Status, Task
 from tests import warm
 from tests.envs.repair_answers import CHEATS as REPAIR_CHEATS
 from tests.envs.repair_answers import PRICES
 from tests.envs.repair_answers import TESTS as PRICE_TESTS
+from tests.playing import TOKENIZER, scripted
+from tests.programs.test_play import alone, played, turn
 from tests.sandbox.isolation.tiny_image import TOOLS, add_tiny_image
 from tests.warm import ROOT
 
@@ -607,6 +611,109 @@ def test_from_folders_to_records(
     played = read_lines(tmp_path / "run" / "rollouts.jsonl")
     assert {record["rewards"]["solved"] for record in played} == {0.0, 1.0}
     assert {record["stats"]["tool_calls"] for record in played} == {1.0}
+
+
+PROGRAM = """import json, os, subprocess, sys, urllib.request
+import code_in  # beside this file
+task = json.load(sys.stdin)
+body = {"model": "policy", "messages": [{"role": "user", "content": task["question"]}]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Content-Type": "application/json"})
+text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+assert not any(map(os.path.exists, ("/tests", "/solution"))), os.listdir("/")
+code = code_in.code_in(text)
+print(os.getcwd(), flush=True)
+subprocess.run(["bash", "-c", code], check=True)
+"""
+TURNS = {  # what the policy writes: the reward, the status, whether the program failed
+    HONEST: (1.0, Status.COMPLETED, 0.0),
+    "true": (0.0, Status.COMPLETED, 0.0),
+    f"{HONEST}; exit 3": (1.0, Status.COMPLETED, 1.0),
+    f"{HONEST}; kill -9 $PPID": (1.0, Status.COMPLETED, 1.0),
+    "mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt": (
+        0.0,
+        Status.COMPLETED,
+        0.0,
+    ),
+    "echo 42 > /installed-agent/x; echo 'print(open(\"/installed-agent/x\").read())' > solve.py": (
+        0.0,
+        Status.COMPLETED,
+        0.0,
+    ),
+}
+
+
+QUESTION = ({"role": "user", "content": "Make /app/solve.py print 42."},)
+
+
+def program_agent(env: HarborEnv, files: list[Path], **options: Any) -> ProgramAgent:
+    options.setdefault("command", ["python", *(f"./{path.name}" for path in files)])
+    return ProgramAgent(
+        pool=env.pool, call_reader=lambda _: cast(Any, None), env=env, files=files, **options
+    )
+
+
+def test_a_program_acts_in_the_session_that_is_judged(store: Path, tmp_path: Path) -> None:
+    """A folder of a program and its packages, by the image's python3, at one turn a rollout."""
+    agent, folder = tmp_path / "agent", make_folder(tmp_path / "program")
+    agent.mkdir()
+    (agent / "__main__.py").write_text(PROGRAM)
+    code = "def code_in(text): return text.partition('<code>')[2].partition('</code>')[0]"
+    (agent / "code_in.py").write_text(code)
+    (folder / "environment/Dockerfile").write_text("FROM tiny:1\nWORKDIR /app\n")
+    script = '[ "$(python3 solve.py)" = 42 ] && echo 1 > /logs/verifier/reward.txt'
+    (folder / "tests/test.sh").write_text(f"#!/bin/bash\n{script}\n")
+    with Builder() as builder:
+        task = Task(id="program", messages=QUESTION, spec=make_row(folder, builder))
+    engine = scripted(lambda number, _: turn(f"<code>{[*TURNS][number]}</code>"))
+    late = scripted(lambda *_: turn("<code>sleep 1000</code>"))
+    with (
+        SandboxPool(limits=Limits(), max_live=8, min_idle=0, zygotes=1) as pool,
+        contextlib.closing(HarborEnv(pool, 20.0)) as env,
+    ):
+        launcher = cast(Any, launcher_of(program_agent(env, [agent])))
+        (group,) = played(launcher, engine, n=len(TURNS), env=env, of=[task], max_turn_tokens=200)[
+            0
+        ]
+        slow = alone(launcher, late, env=env, of=[task], timeout_s=2)
+    assert (slow.status, slow.rewards["solved"]) == (Status.TIMED_OUT, 0.0)
+    results = {}
+    for rollout in group.rollouts:
+        assert rollout.stats["verifier_same"] == 0.0
+        assert rollout.segments[-1].sampled  # trained on
+        text = TOKENIZER.decode(rollout.segments[-1].token_ids)
+        code = text.partition("<code>")[2].partition("</code>")[0]
+        results[code] = (
+            rollout.rewards["solved"],
+            rollout.status,
+            rollout.stats.get("program_failed", 0.0),
+        )
+        assert rollout.answer == "/app"
+    assert results == TURNS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sandbox": "none"}, "sandbox: expected a command in the session that is judged, got 'none'"),
+        ({"command": [], "files": [], "call": "m:f"}, "call: expected a command in the session .* got 'm:f'"),
+        ({}, "image 'nopython' has no python; remedy: install it"),
+    ],
+)  # fmt: skip
+def test_a_program_that_could_not_be_judged_is_refused(
+    like: SandboxPool, store: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    add_tiny_image("nopython", python=False)
+    folder, env = make_folder(tmp_path / "bare"), HarborEnv(like, 20.0)
+    (folder / "environment/Dockerfile").unlink()
+    (folder / "task.toml").write_text('[environment]\ndocker_image = "nopython"\n')
+    with Builder() as builder:
+        env.begin(Task(id="bare", messages=(), spec=make_row(folder, builder)))
+    (tmp_path / "agent.py").touch()
+    files = options.pop("files", [tmp_path / "agent.py"])
+    with contextlib.closing(env), pytest.raises(ValueError, match=message):
+        program_agent(env, files, **options)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
@@ -26,7 +26,7 @@ from agentgrpo.programs.launch import Awaited, Launcher
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.programs.session import TOO_LONG
 from agentgrpo.support.user_calls import UserCodeError
-from agentgrpo.types import Group, Rollout, Status
+from agentgrpo.types import Group, Rollout, Status, Task
 from tests.models.test_templates import judge_of
 from tests.playing import CHAT, EOT, TOKENIZER, scripted, tasks
 from tests.rollout.stubs import StubEngine, Turn
@@ -62,6 +62,7 @@ def played(
     *,
     n: int = 1,
     num_tasks: int = 1,
+    of: Sequence[Task] = (),
     timeout_s: float = 60.0,
     env: Environment | None = None,
     play: Mapping[str, Any] = MappingProxyType({}),
@@ -69,7 +70,7 @@ def played(
 ) -> tuple[list[Group], StubEngine]:
     """Groups of rollouts of a program."""
     sampler, engine = sampler_of(program, engine, timeout_s=timeout_s, env=env, **config)
-    groups, _ = sampler.play(tasks(num_tasks), n, seed=0, **play)
+    groups, _ = sampler.play(of or tasks(num_tasks), n, seed=0, **play)
     for group in groups:
         for rollout in group.rollouts:
             assert list(rollout_faults(rollout)) == []

@@ -192,7 +192,7 @@ def test_a_program_that_is_one_of_the_files_is_started(
     program.chmod(0o755)
     settings: Any = {"call": "", "command": ["./mine/agent.py"], "files": [program.parent]}
     settings |= {"sandbox": "none" if where == "process" else "session"}
-    agent: Any = SimpleNamespace(**settings, pool=jails, timeout_s=60.0)
+    agent: Any = SimpleNamespace(env=None, **settings, pool=jails, timeout_s=60.0)
     rollout = alone(launcher_of(agent), lambda *_: turn("x"))
     assert (rollout.answer, rollout.status) == ("started", Status.COMPLETED)
 
@@ -297,6 +297,6 @@ def test_the_users_environment_goes_before_what_silences_libraries(
 
 @pytest.mark.parametrize("command", [["python"], ["python", "-u", "agent.py"]])
 def test_options_of_the_sessions_interpreter_are_refused(command: list[str]) -> None:
-    agent: Any = SimpleNamespace(call="", command=command, sandbox="session", pool=None)
+    agent: Any = SimpleNamespace(env=None, call="", command=command, sandbox="session", pool=None)
     with pytest.raises(ValueError, match=r"agent\.options\.command: after `python` expected"):
         launcher_of(agent)

@@ -10,6 +10,8 @@ import contextlib
 import socket
 
 from agentgrpo.sandbox.isolation.errors import NotSupportedException, SandboxInfraError
+from agentgrpo.sandbox.isolation.template import Template
+from agentgrpo.sandbox.session.interpreters import start_context
 from agentgrpo.sandbox.session.result import StepStatus
 from agentgrpo.sandbox.session.session import Session
 
@@ -18,12 +20,13 @@ BACKLOG = 256
 MEETING = ".endpoint"
 HAND_OUT = """
 def _hand_out(path, port, backlog):
-    import os, socket
+    import socket, sys
     with socket.socket(socket.AF_UNIX) as host, socket.socket() as listener:
         host.connect(path)
         listener.bind(("127.0.0.1", port))
         listener.listen(backlog)
-        socket.send_fds(host, [b"x"], [listener.fileno()])
+        right = listener.fileno().to_bytes(4, sys.byteorder)
+        host.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, right)])  # Python 3.6
 _hand_out({path!r}, {port}, {backlog})
 del _hand_out
 """
@@ -32,21 +35,29 @@ del _hand_out
 def listener_in(session: Session, port: int = PORT) -> socket.socket:
     """A socket that listens on the 127.0.0.1:port of a session in which no code of others has run;
     the caller closes it. SandboxInfraError if the session does not hand one out,
-    NotSupportedException if it has no network of its own.
+    NotSupportedException if it has no network of its own, or its image no python3.
     """
     if not session.places.own_root:
         raise NotSupportedException("without namespaces a session has no network of its own")
-    with contextlib.closing(session.files()) as files, socket.socket(socket.AF_UNIX) as host:
+    with contextlib.ExitStack() as held:
+        files = held.enter_context(contextlib.closing(session.files()))
+        host = held.enter_context(socket.socket(socket.AF_UNIX))
+        python = session
+        if session.places.image is not None:
+            python = start_context(session, "python", Template())
+            held.callback(python.close)
         path = files._bind(host, MEETING)
         host.settimeout(session.limits.timeout_s)
         host.listen(1)
-        done = session.step(HAND_OUT.format(path=path, port=port, backlog=BACKLOG))
+        done = python.step(HAND_OUT.format(path=path, port=port, backlog=BACKLOG))
         files.remove(MEETING)
         if done.status is not StepStatus.OK:
             raise SandboxInfraError(f"a session gave no listener: {done.error or done.detail}")
         with host.accept()[0] as given:
             given.settimeout(session.limits.timeout_s)
-            _, (descriptor,), _, _ = socket.recv_fds(given, 1, 1)
-    made = socket.socket(fileno=descriptor)
+            _, descriptors, _, _ = socket.recv_fds(given, 1, 1)
+        if len(descriptors) != 1:
+            raise SandboxInfraError("a session gave no listener: it sent none")
+    made = socket.socket(fileno=descriptors[0])
     made.setblocking(False)
     return made
