@@ -4,8 +4,8 @@ The data is one JSON object a line with a question and its answer, or Parquet, o
 datasets' save_to_disk wrote, or a dataset of the Hugging Face hub (owner/name; data.subset=NAME and
 data.split=NAME say which part). Some of its rows are held out, to see whether the policy learns.
 `env` instead of data: the tasks of an environment that has its own (env.kind); --repair: tasks made
-from packages (docs/repair.md); --harbor: task folders in Harbor's form
-(docs/harbor.md). With --examples: copies of the examples, a folder each.
+from packages (docs/environments.md); --harbor: task folders in Harbor's form
+(docs/environments.md). With --examples: copies of the examples, a folder each.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from agentgrpo.rewards.answers import accepted_answers
 from agentgrpo.sandbox.doctor import examine
 from agentgrpo.support.files import require_output
 from agentgrpo.train.config_docs import as_toml, settings
-from agentgrpo.train.plugins import REWARDS, Kind, class_of, decide_reward, kind_of, needs_answers
-from agentgrpo.train.resolve import env_name, runs_code
+from agentgrpo.train.plugins import REWARDS, Kind, decide_reward, kind_of, needs_answers
+from agentgrpo.train.resolve import env_name, judges_by_class, runs_code
 from agentgrpo.types import Task
 
 HEAD = """\
@@ -70,7 +70,8 @@ def values_for(
     }
     if data != "env":
         config = _chosen(values, overrides)
-        answered = needs_answers(decide_reward(config.reward, judges=_may_judge(config)))
+        may_judge = judges_by_class(config) is not False
+        answered = needs_answers(decide_reward(config.reward, judges=may_judge))
         count = len(rows := rows_of(config.data, "train", None, answers=answered).rows)
         if count < 2 and config.data.heldout_source == "split":
             raise ValueError(f"{data}: {count} row; at least 2 are needed, one to be held out")
@@ -78,17 +79,6 @@ def values_for(
         kind = _reward_for(rows) if answered and config.reward.kind == "auto" else "numeric"
         values |= {"reward.kind": kind} if kind != "numeric" else {}
     return values
-
-
-def _may_judge(config: TrainConfig) -> bool:
-    """Whether the environment may judge by itself: the class says so, or is not written yet."""
-    name = env_name(config)
-    try:
-        return getattr(class_of("env", name), "judges", ":" in name) is not False
-    except ValueError:
-        if ":" in name:
-            return True
-        raise
 
 
 def _reward_for(tasks: Sequence[Task]) -> str:

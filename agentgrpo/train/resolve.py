@@ -65,7 +65,7 @@ def resolve(config: TrainConfig) -> Resolved:
     require_fit(agent, env)
     _require_user(config)
     _require_read(config, agent, env)
-    judged = _judged(config, getattr(env.factory, "judges", None if ":" in env.name else False))
+    judged = _judged(config, _class_judges(env.name, env.factory))
     for name in config.reward.functions:
         reward_function(name)
     host_tools = host_tools_of(config.sandbox)
@@ -91,6 +91,26 @@ def env_name(config: TrainConfig) -> str:
     if config.env.kind != "auto":
         return config.env.kind
     return str(getattr(class_of("agent", config.agent.kind), "home", "python"))
+
+
+def judges_by_class(config: TrainConfig) -> bool | None:
+    """Whether the environment judges by itself; None: its class does not define it, or is absent.
+
+    For the records of a run, whose own modules need not be here.
+    """
+    own = ":" in (config.agent.kind if config.env.kind == "auto" else config.env.kind)
+    try:
+        name = env_name(config)
+        return _class_judges(name, class_of("env", name))
+    except ValueError:
+        if own:
+            return None
+        raise
+
+
+def _class_judges(name: str, factory: Callable[..., Any]) -> bool | None:
+    judges: bool | None = getattr(factory, "judges", None if ":" in name else False)
+    return judges
 
 
 def _judged(config: TrainConfig, judges: bool | None) -> dict[str, Any]:

@@ -56,6 +56,7 @@ from agentgrpo.support.files import CHECKSUMS, read_table, verify_checksums
 from agentgrpo.train.command_line import report_errors
 from agentgrpo.train.interrupt import interruptible
 from agentgrpo.train.plugins import make_reward
+from agentgrpo.train.resolve import judges_by_class
 from agentgrpo.types import (
     Float32,
     Group,
@@ -168,18 +169,22 @@ def _described(path: Path) -> tuple[Run, Mapping[str, Mapping[str, Any]]]:
         }
         limit = config.engine.agreement_on(device)
         outliers = outliers_of(config.engine.dtype_on(device))
-        reward = _shipped_reward(config, described["reward"])
+        reward = _shipped_reward(config, described.get("reward"))
         run = Run(config, int(described["vocab_size"]), limit, outliers, reward)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: not that of a training run: {error!r}") from error
     return run, seals
 
 
-def _shipped_reward(config: TrainConfig, chosen: Mapping[str, Any]) -> Reward | None:
-    """As it was decided for the run: reward.kind may be auto."""
-    kind = {name: chosen[name] for name in ("kind", "format")}
-    reward = config.reward.model_copy(update=kind)
-    return None if ":" in reward.kind else make_reward(reward)
+def _shipped_reward(config: TrainConfig, chosen: Mapping[str, Any] | None) -> Reward | None:
+    """The reward chosen for the run; one that recorded no choice is decided by its classes."""
+    reward = config.reward
+    if chosen is not None:
+        reward = reward.model_copy(update={name: chosen[name] for name in ("kind", "format")})
+    judges = judges_by_class(config) if reward.kind == "auto" else False
+    if ":" in reward.kind or judges is None:
+        return None
+    return make_reward(reward, judges=judges)
 
 
 def _blocks(

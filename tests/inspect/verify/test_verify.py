@@ -31,6 +31,7 @@ from tests.rollout.stubs import Turn as Says
 from tests.rollout.test_branch import ALWAYS
 
 Record = dict[str, Any]
+RUN_JSON_2026_11 = Path(__file__).with_name("run_json_2026_11.json")
 write_run = record
 MASKED = {
     f"rollout.treatment.{status}": "mask" for status in ("truncated_turns", "truncated_length")
@@ -111,6 +112,25 @@ def test_a_users_sampler_keeps_no_account_and_that_is_said(
     sampled_of(files.rollouts[-1])["logprobs"][0] = 0.5
     files.write(tmp_path, forged=True)
     assert verify.verify_run(tmp_path).faults, "its tokens are looked at all the same"
+
+
+@pytest.mark.parametrize(
+    ("env", "recomputed"),
+    [("auto", True), ("gymnasium", False), ("absent_module:World", False)],
+    ids=["numeric", "judged by the environment", "class absent"],
+)
+def test_run_json_of_2026_11_without_reward(tmp_path: Path, env: str, recomputed: bool) -> None:
+    """Its config has the keys of that time; the environment's class then decides the reward."""
+    write_run(tmp_path)
+    files = Files.of(tmp_path)
+    files.described = json.loads(RUN_JSON_2026_11.read_text())
+    files.described["config"]["env"]["kind"] = env
+    files.write(tmp_path, forged=True)
+    assert verify.verify_run(tmp_path).faults == []
+    next(r for r in files.rollouts if "answer" in r["rewards"])["rewards"]["answer"] += 0.5
+    files.write(tmp_path, forged=True)
+    faults = verify.verify_run(tmp_path).faults
+    assert any("its answer and counts give" in fault for fault in faults) is recomputed
 
 
 def sampled_of(record: Record) -> Record:
