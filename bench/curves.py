@@ -1,9 +1,9 @@
 """What is learnt by a model of 135M parameters on two cores, a task for each way of acting.
 
     python -m bench.curves [TASK ...] [--seeds 0 1 2] [--folder DIR]
-    python -m bench.curves --know-nothing [TASK ...]     what policies get that know nothing
+    python -m bench.curves --know-nothing [TASK ...]     the no-skill baselines
     python -m bench.curves --losses [TASK ...]           two of them with each loss type
-    python -m bench.curves --write                       docs/curves.md and its pictures
+    python -m bench.curves --write                       its tables and pictures
 
 A task is a shipped config. Each of its seeds is a row of bench/results/curves.jsonl; one that has a
 row of the same settings is skipped, so that the same command goes on where it was stopped. What is
@@ -39,45 +39,35 @@ from agentgrpo.records.rollouts import read_rollouts
 from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.types import Rollout
 from bench import terminal
-from bench.harness import measured_commit, rows_folder, traced_row
+from bench.harness import RESULTS, measured_commit, rows_folder, traced_row
 from bench.pages import with_made
 
 DOCS = Path(__file__).parents[1] / "docs"
+TABLES = RESULTS / "README.md"
 HELDOUT = 128
 
 
 class Lesson(NamedTuple):
-    """A task, and what is known of it."""
+    """The config of a task."""
 
-    acts: str
-    """How the policy acts."""
-    best: str
-    """What the best policy gets, and why."""
     changes: tuple[str, ...] = ()
     """What differs from the shipped config, which is short for those who try it."""
     config: Path | None = None
     """Of a lesson whose config is not shipped."""
 
 
-SUMS = "1: the expression is in the question"
 LESSONS: Mapping[str, Lesson] = {
-    "quickstart": Lesson("code as action, word problems", SUMS, (f"data.num_heldout={HELDOUT}",)),
-    "letters": Lesson("code as action, letters in words", "1: str.count"),
-    "console": Lesson("lines of a Python console, word problems", SUMS),
-    "tools": Lesson("tool calls in the model's own format, word problems", SUMS),
-    "inline": Lesson("calls within the text, word problems", SUMS),
-    "walk": Lesson("a Gymnasium environment of two to six moves", "1: the way is told"),
-    "functions": Lesson("programs with hidden tests", "1"),
-    "guess": Lesson("a guessing game of four turns", "1: by halving; 0.66 by random guesses"),
-    "program": Lesson(
-        "a program that asks an OpenAI endpoint, word problems", SUMS,
-        (f"data.num_heldout={HELDOUT}",),
-    ),
-    "terminal": Lesson(
-        "one bash command in a container image, judged by its files (Harbor)", "1",
-        config=terminal.CONFIG,
-    ),
-}  # fmt: skip
+    "quickstart": Lesson((f"data.num_heldout={HELDOUT}",)),
+    "letters": Lesson(),
+    "console": Lesson(),
+    "tools": Lesson(),
+    "inline": Lesson(),
+    "walk": Lesson(),
+    "functions": Lesson(),
+    "guess": Lesson(),
+    "program": Lesson((f"data.num_heldout={HELDOUT}",)),
+    "terminal": Lesson(config=terminal.CONFIG),
+}
 # with four updates a step, so that the ratio leaves 1; clip ranges as in each paper
 LOSSES: Mapping[str, tuple[str, ...]] = {
     "grpo": ("loss_type=grpo",),
@@ -228,12 +218,12 @@ def by_task(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Mapping[st
 
 
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a table of all tasks, then a picture and two rollouts of each."""
+    """Markdown: the table of all tasks."""
     found = by_task(rows)
     lines = [
-        "| config | how it acts | first weights | after training, by seed | knows nothing "
-        "| best possible | steps | tokens | calls | core minutes |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| config | before | after, by seed | no-skill baseline | steps | tokens | calls "
+        "| core minutes |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, seeds in found.items():
         runs = _runs(seeds)
@@ -242,48 +232,28 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         nothing = seeds.get(-1, {}).get("solved", {})
         best = max(nothing, key=nothing.__getitem__) if nothing else ""
         cells = [
-            f"[`{name}`](#{name})", LESSONS[name].acts, f"{runs[0]['heldout'][0][1]:.2f}",
+            f"`{name}`", f"{runs[0]['heldout'][0][1]:.2f}",
             ", ".join(f"{run['heldout'][-1][1]:.2f}" for run in runs),
             (f"{nothing[best]:.2f} ({best})" if nothing[best] else "0") if nothing else "not run",
-            LESSONS[name].best, str(len(runs[0]["train"])), _mean(runs, "tokens"),
-            _mean(runs, "tool_calls"), _minutes(runs),
+            str(len(runs[0]["train"])), _mean(runs, "tokens"), _mean(runs, "tool_calls"),
+            _minutes(runs),
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
-    for name, seeds in found.items():
-        if 0 in seeds and "/" not in name:
-            before, after = seeds[0]["shown"]
-            lines += [
-                "",
-                f"### {name}",
-                "",
-                f"![{name}]({os.path.relpath(picture_of(name), DOCS)})",
-                "",
-            ]
-            lines += ["Before:", "", "```text", before, "```", "", "After:", ""]
-            lines += ["```text", after, "```"]
-    if shares := {name: _runs(seeds) for name, seeds in found.items() if "/" in name}:
-        lines += [
-            "",
-            "### Loss types",
-            "",
-            "Held-out share after the last step, by seed; share of what "
-            "was sampled in training, the mean of steps and seeds. Last line: how often the "
-            "losses' means vary as much when losses are exchanged at random within each seed.",
-            "",
-            f"| loss | {' | '.join(COMPARED)} |",
-        ]
-        lines += ["|---" * (1 + len(COMPARED)) + "|"]
-        lines += [
-            f"| `{loss}` | {' | '.join(_cell(shares.get(f'{t}/{loss}', [])) for t in COMPARED)} |"
-            for loss in LOSSES
-        ]
-        chances = [
-            _chance([shares.get(f"{task}/{loss}", []) for loss in LOSSES]) for task in COMPARED
-        ]
-        lines.append(f"| by chance | {' | '.join(chances)} |")
     commits = sorted({row["commit"] for seeds in found.values() for row in seeds.values()})
     devices = sorted({row["device"] for seeds in found.values() for row in seeds.values()})
-    return "\n".join([*lines, "", f"Commits {', '.join(commits)}; {', '.join(devices)}."])
+    return "\n".join([*lines, "", f"Commits {', '.join(commits)};", f"{', '.join(devices)}."])
+
+
+def loss_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: the held-out and the sampled shares of each loss type."""
+    shares = {name: _runs(seeds) for name, seeds in by_task(rows).items() if "/" in name}
+    lines = [f"| loss | {' | '.join(COMPARED)} |", "|---" * (1 + len(COMPARED)) + "|"]
+    lines += [
+        f"| `{loss}` | {' | '.join(_cell(shares.get(f'{t}/{loss}', [])) for t in COMPARED)} |"
+        for loss in LOSSES
+    ]
+    chances = [_chance([shares.get(f"{task}/{loss}", []) for loss in LOSSES]) for task in COMPARED]
+    return "\n".join([*lines, f"| by chance | {' | '.join(chances)} |"])
 
 
 def _runs(seeds: Mapping[int, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -389,8 +359,8 @@ def main(arguments: Sequence[str]) -> None:
         names = [f"{task}/{loss}" for task in names for loss in LOSSES]
     if args.write:
         rows = _rows()
-        path = DOCS / "curves.md"
-        path.write_text(with_made(path.read_text(), "bench.curves", page(rows)))
+        for path, table in ((DOCS / "results.md", page(rows)), (TABLES, loss_table(rows))):
+            path.write_text(with_made(path.read_text(), "bench.curves", table))
         for name, seeds in by_task(rows).items():
             if "/" not in name and max(seeds) >= 0:
                 draw(name, seeds, picture_of(name))

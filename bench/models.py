@@ -1,7 +1,7 @@
 """Which of today's models train here, and how: tiny ones of random weights through the real engine.
 
     python -m bench.models [NAME ...]    measure, each in a process of its own; all without a NAME
-    python -m bench.models --write       put the table of the newest rows into docs/models.md
+    python -m bench.models --write       put the newest rows into bench/results/README.md
 
 A row says whether vLLM starts on it, whether the learner shares the sampler's weights, how far both
 sides are apart over three updates (full, and of an adapter), and whether
@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -31,7 +32,7 @@ from tests.tiny import SPECIAL, VOCAB, make_tokenizer
 if TYPE_CHECKING:
     from agentgrpo.engine.engine import Engine
 
-PAGE = RESULTS.parent.parent / "docs" / "models.md"
+PAGE = RESULTS / "README.md"
 UPDATES = 3
 NOISE = 0.02
 """Of an update: larger than any that an optimizer makes."""
@@ -289,8 +290,8 @@ def table() -> str:
     """
     rows = newest()
     out = [
-        "| family | releases | weights | prefixes | full | LoRA | commit |",
-        "|---|---|---|---|---|---|---|",
+        "| family | releases | weights | prefixes | full | LoRA |",
+        "|---|---|---|---|---|---|",
     ]
     for name, family in FAMILIES.items():
         row = rows[name]
@@ -301,12 +302,15 @@ def table() -> str:
         cells = [_gap(row, part) for part in ("full", "served")]
         out.append(
             f"| {name} | {family.releases} | {weights} | "
-            f"{'trees' if prefixes == 'shared' else prefixes and 'rows'} | {' | '.join(cells)} | "
-            f"{row['commit']} |"
+            f"{'trees' if prefixes == 'shared' else prefixes and 'rows'} | {' | '.join(cells)} |"
         )
     out.append("")
+    reasons: dict[str, list[str]] = {}
     for name in FAMILIES:
-        out += [f"* {name}: {why}" for why in _reasons(rows[name])]
+        for why in _reasons(rows[name]):
+            reasons.setdefault(why, []).append(name)
+    for why, names in reasons.items():
+        out += textwrap.wrap(f"* {'; '.join(names)}: {why}", 100, subsequent_indent="  ")
     return "\n".join(out)
 
 
@@ -332,7 +336,7 @@ def _reasons(row: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="families; all if none is named")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/models.md")
+    parser.add_argument("--write", action="store_true", help="write the table into its page")
     parser.add_argument("--here", action="store_true", help="measure in this process")
     given = parser.parse_args()
     if unknown := sorted({*given.names} - FAMILIES.keys()):

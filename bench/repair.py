@@ -29,7 +29,7 @@ from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.support.hardware import cpu_count, memory_bytes
 from agentgrpo.train import init
 from bench.curves import DOCS, draw, row_of
-from bench.harness import append_row, rows_folder, traced_row
+from bench.harness import RESULTS, append_row, rows_folder, traced_row
 from bench.pages import with_made
 
 LIVE, VERDICTS = 200, 60
@@ -119,7 +119,7 @@ def learn(sources: list[str], count: int, seeds: int) -> None:
 
 
 def write() -> None:
-    """The tables and the picture of docs/repair.md."""
+    """The tables of bench/results/README.md and its picture."""
     rows = read_lines(rows_folder() / "repair.jsonl")
     seen = {(row["note"].split(";")[0].split(",")[0], row["variant"]): row for row in rows}
     names = list(dict.fromkeys(package for package, _ in seen))
@@ -143,7 +143,7 @@ def write() -> None:
     for seed, row in sorted(curves.items()):
         shares = row["heldout"][0][1], row["heldout"][-1][1], row["train"][0], row["train"][-1]
         lines.append("| {} | {:.2f} | {:.2f} | {:.2f}, {:.2f} |".format(seed, *shares))
-    page = DOCS / "repair.md"
+    page = RESULTS / "README.md"
     page.write_text(with_made(page.read_text(), "bench.repair", "\n".join(lines)))
 
 
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("packages", nargs="*", help="installed, with their tests")
     parser.add_argument("--tasks", type=int, default=10, help="of each kind from each")
     parser.add_argument("--learn", type=int, default=0, metavar="SEEDS", help="train instead")
-    parser.add_argument("--write", action="store_true", help="docs/repair.md, of the rows")
+    parser.add_argument("--write", action="store_true", help="its tables, of the rows")
     args = parser.parse_args()
     if args.write:
         write()

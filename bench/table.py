@@ -1,9 +1,9 @@
-"""The table of docs/results.md, made from the rows under bench/results.
+"""The tables of docs/results.md and bench/results/README.md, made from the rows in bench/results.
 
-    python -m bench.table            print it
-    python -m bench.table --write    put it into docs/results.md, between the two marks
+    python -m bench.table            print all lines
+    python -m bench.table --write    write them into the two pages, between the marks
 
-Each line is the newest row of its kind, beside what it is compared with where there is such a row.
+Each line is the newest row of its kind, and its baseline where there is such a row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from bench.harness import RESULTS
 from bench.pages import with_made
 
 PAGE = RESULTS.parent.parent / "docs" / "results.md"
+TABLES = RESULTS / "README.md"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Line:
         other_is: `other` in words.
         shape: what the rows' shape must have.
         note: how the rows' notes must begin.
+        detail: the line is in the long table only.
     """
 
     what: str
@@ -40,6 +42,7 @@ class Line:
     other_is: str = ""
     shape: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
+    detail: bool = False
 
 
 PACKED = {"rollouts": 512, "tokens": 4096}
@@ -50,18 +53,18 @@ LINES = (
         "quickstart, 12 steps: held-out problems solved, greedy", "quickstart", "heldout_after",
         "heldout_before", "before",
     ),
-    Line("quickstart, three seeds: the whole of a run", "quickstart", "wall_s"),
-    Line("the same: a step", "quickstart", "step_s"),
+    Line("quickstart, three seeds: time of a run", "quickstart", "wall_s"),
+    Line("the same: a step", "quickstart", "step_s", detail=True),
     Line(
-        "the same: a run's widest log-probability gap, sampler to learner, median of the three",
-        "quickstart", "max_dlogp",
+        "the same: widest log-probability gap between sampler and learner, median of three",
+        "quickstart", "max_dlogp", detail=True,
     ),
     Line(
-        "quickstart's first two steps of 96 rollouts, two quiet cores", "beside_trl",
+        "quickstart, first two steps of 96 rollouts", "beside_trl",
         "here", "TRL 1.16.0", "TRL 1.16, vLLM colocated", note="data.num_heldout=8",
     ),
     Line(
-        "recipe, three seeds: held-out quality after fine-tuning on the flywheel's data, greedy",
+        "recipe, three seeds: right held-out answers after fine-tuning, greedy",
         "recipe", "quality of 3 seeds, tuned", "quality of 3 seeds, prompting", "prompting",
     ),
     Line(
@@ -70,9 +73,9 @@ LINES = (
     ),
     Line(
         "the same: answer quality per tool call", "recipe", "efficiency of 3 seeds, trained",
-        "efficiency of 3 seeds, prompting", "prompting",
+        "efficiency of 3 seeds, prompting", "prompting", detail=True,
     ),
-    Line("recipe: the whole of a seed", "recipe", "wall_s"),
+    Line("recipe: time of one seed", "recipe", "wall_s", detail=True),
     Line(
         "loss of 384 positions, all sampled, head frozen", "loss",
         "ours, frozen head, 100.0% sampled", "TRL 1.16 chunked, frozen head, 100.0% sampled",
@@ -83,48 +86,50 @@ LINES = (
         "TRL 1.16 chunked, frozen head, 100.0% sampled", "TRL 1.16, every row",
     ),
     Line(
-        "512 rollouts x 4096 tokens, prompts of 1024: prefix trees, layout, masks", "packing",
+        "packing 512 rollouts x 4096 tokens, prompts of 1024", "packing",
         "tree", "tree_trl", "TRL 1.16 TreeRow", {**PACKED, "prompt": 1024},
     ),
     Line(
         "the same, prompts of 3072", "packing", "tree", "tree_trl", "TRL 1.16 TreeRow",
-        {**PACKED, "prompt": 3072},
+        {**PACKED, "prompt": 3072}, detail=True,
     ),
     Line(
-        "block mask of 8192 tokens", "packing", "blocks", "blocks_torch", "create_block_mask"
+        "block mask of 8192 tokens", "packing", "blocks", "blocks_torch", "create_block_mask",
+        detail=True,
     ),
     Line(
-        "learner's step, a group of 8, prompt two thirds of it, SmolLM2-135M: prefix tree", "step",
+        "learner's step on a group of 8, two thirds prompt, SmolLM2-135M", "step",
         "tree", "rows", "unshared rows", STEP, "SmolLM2",
     ),
     Line(
         "the same, a random model of Qwen3's shape", "step", "tree", "rows", "unshared rows", STEP,
-        "qwen3",
+        "qwen3", detail=True,
     ),
     Line(
         "memory of that step, SmolLM2-135M", "step", "tree memory", "rows memory", "unshared rows",
         STEP, "SmolLM2",
     ),
-    Line("from a fresh process to its first token", "rollout", "start to first token"),
+    Line("from a fresh process to its first token", "rollout", "start to first token", detail=True),
     Line(
-        "64 rollouts, heavy-tailed tools of 1 s on average: time that the engine idles",
+        "64 rollouts, heavy-tailed tools of 1 s on average: the engine idles",
         "rollout", "idle: barrier none", "idle: barrier each turn", "a barrier per turn",
     ),
     Line(
         "the same: wall time", "rollout", "barrier: none", "barrier: each turn",
-        "a barrier per turn",
+        "a barrier per turn", detail=True,
     ),
     Line(
-        "256 rollouts live: Python outside of the engine", "rollout", "python outside of the engine"
+        "256 rollouts live: Python outside of the engine", "rollout",
+        "python outside of the engine", detail=True,
     ),
     Line(
         "memory that a learner of 513 MiB adds to the sampler, shared", "rollout",
-        "a learner's memory: shared",
+        "a learner's memory: shared", detail=True,
     ),
-    Line("513 MiB of weights to the sampler, shared", "rollout", "publish: shared"),
+    Line("513 MiB of weights to the sampler, shared", "rollout", "publish: shared", detail=True),
     Line(
         "the same, copied in place", "rollout", "publish: copy", "publish: one plain copy",
-        "one plain copy",
+        "one plain copy", detail=True,
     ),
     Line(
         "sandbox: new session to its first result", "sandbox", "cold: session",
@@ -135,39 +140,42 @@ LINES = (
         "cold: session + numpy, sympy, pandas", "cold: subprocess python + numpy, sympy, pandas",
         "plain subprocess",
     ),
-    Line("sandbox: acquire from the pool", "sandbox", "acquire from the pool"),
+    Line("sandbox: acquire from the pool", "sandbox", "acquire from the pool", detail=True),
     Line(
-        "sandbox: sessions from four threads (create, three steps, destroy)", "sandbox",
+        "sandbox: sessions of three steps from four threads", "sandbox",
         "sessions (create, 3 steps, destroy)", "sessions (3 runs): nsjail per call",
         "nsjail per run", {"threads": 4},
     ),
-    Line("sandbox: one step, one session live", "sandbox", "step: x += 1"),
-    Line("the same, 200 live in turn", "sandbox", "step round trip", shape={"live": 200}),
-    Line("the same, 1,000 live in turn", "sandbox", "step round trip", shape={"live": 1000}),
+    Line("sandbox: one step, one session live", "sandbox", "step: x += 1", detail=True),
+    Line("the same, 200 live", "sandbox", "step round trip", shape={"live": 200}, detail=True),
+    Line("sandbox: one step, 1,000 live", "sandbox", "step round trip", shape={"live": 1000}),
     Line(
         "sandbox: memory of a session", "sandbox", "memory of a session (PSS)", shape={"live": 1000}
     ),
     Line(
-        "H100: quickstart, 10 steps of 384 rollouts, bfloat16: held-out problems solved, greedy",
+        "H100: quickstart, 10 steps of 384 rollouts: held-out problems solved, greedy",
         "gpu_quickstart", "heldout_after", "heldout_before", "before",
     ),
     Line("H100: the same: a step", "gpu_quickstart", "step_s"),
     Line(
-        "H200: quickstart's steps of 384 rollouts, bfloat16", "beside_trl", "here", "TRL 1.16.0",
+        "H200: a step of 384 rollouts of the quickstart", "beside_trl", "here", "TRL 1.16.0",
         "TRL 1.16, vLLM colocated", note="rollout.tasks_per_step=24",
     ),
-    Line("H100: attention over a tree, error of the output", "gpu_probe", "tree: output"),
     Line(
-        "H100: learner's pass, 2 x 16 rollouts of 3,072 tokens, Qwen3 0.6B's shape: prefix trees",
-        "gpu_step", "0.6B full, tree", "0.6B full, rows varlen", "rows, FlashAttention",
+        "H100: attention over a tree, error of the output", "gpu_probe", "tree: output",
+        detail=True,
+    ),
+    Line(
+        "H100: learner, 2 x 16 rollouts of 3,072 tokens, Qwen3 0.6B",
+        "gpu_step", "0.6B full, tree", "0.6B full, rows varlen", "FlashAttention",
     ),
     Line(
         "H100: the same with Liger's layers", "gpu_step", "0.6B full, tree, Liger",
         "0.6B full, padded", "padded rows",
     ),
     Line(
-        "H100: loss and gradients of 16,384 positions from hidden states of 4,096, all sampled",
-        "gpu_kernels", "from hidden: ours", "roof: three products", "the three bare products",
+        "H100: loss, gradients, 16,384 positions, hidden 4,096, all",
+        "gpu_kernels", "from hidden: ours", "roof: three products", "the products alone",
         {"H": 4096, "sampled": 16384},
     ),
     Line(
@@ -176,13 +184,15 @@ LINES = (
     ),
     Line(
         "H100: logits read by the forward kernel", "gpu_kernels", "from logits: forward read",
-        "roof: copy", "a copy on the card",
+        "roof: copy", "a copy on the card", detail=True,
     ),
     Line(
-        "H100: waking the engine, Qwen3 0.6B's shape, shared weights", "gpu_colocated",
-        "shared: wake_s",
+        "H100: waking the engine, Qwen3 0.6B, shared weights", "gpu_colocated",
+        "shared: wake_s", detail=True,
     ),
-    Line("H100: the same: putting it to sleep", "gpu_colocated", "shared: sleep_s"),
+    Line(
+        "H100: the same: putting it to sleep", "gpu_colocated", "shared: sleep_s", detail=True
+    ),
 )  # fmt: skip
 
 
@@ -223,10 +233,12 @@ def quantity(value: float, unit: str) -> str:
     return f"{digits} {unit}"
 
 
-def table() -> str:
-    """Markdown."""
-    out = ["| measured | here | beside | commit |", "|---|---|---|---|"]
+def table(*, detail: bool = True) -> str:
+    """Markdown, with the lines of detail or without."""
+    out = ["| measured | here | compared with | commit |", "|---|---|---|---|"]
     for line in LINES:
+        if line.detail and not detail:
+            continue
         ours = newest(line, line.ours)
         beside = ""
         if line.other:
@@ -239,9 +251,10 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put it into docs/results.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into their pages")
     if parser.parse_args().write:
-        PAGE.write_text(with_made(PAGE.read_text(), "bench.table", table()))
+        for page, made in ((PAGE, table(detail=False)), (TABLES, table())):
+            page.write_text(with_made(page.read_text(), "bench.table", made))
     else:
         print(table())
 

@@ -3,7 +3,7 @@
     python -m bench.teacher model TEACHER [section.key=value ...] [--seeds 0 1 2] [--arms ...]
     python -m bench.teacher feedback [section.key=value ...] [--seeds 0 1 2] [--arms ...]
     python -m bench.teacher sums [--seeds 0 1 2]
-    python -m bench.teacher --write                 the table of docs/losses.md, from the rows
+    python -m bench.teacher --write                 its table in bench/results/README.md
 
 model: the quickstart, with the checkpoint TEACHER as its teacher, or with its rewards alone.
 feedback: the config `functions`, programs with hidden tests, with rewards alone, or taught by what
@@ -33,7 +33,7 @@ from agentgrpo.train.teacher_setup import FORMS
 from bench.harness import RESULTS, append_row, measured_commit
 from bench.pages import with_made
 
-PAGE = Path(__file__).parents[1] / "docs" / "losses.md"
+PAGE = RESULTS / "README.md"
 STEPS = ["steps=8", "save_every=8", "keep_checkpoints=1", "rollout.refill_below=0",
          "rollout.max_refills=0", "rollout.tasks_per_step=6", "rollout.group_size=8",
          "data.num_heldout=64"]  # fmt: skip

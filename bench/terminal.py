@@ -2,7 +2,7 @@
 
     python -m bench.terminal FOLDER
 
-Needs the image `debian:13` (docs/images.md). Training and held-out tasks share the kinds below;
+Needs the image `debian:13` (docs/environments.md). Training and held-out tasks share the kinds;
 names of files, words and contents are disjoint. The tests of a task expect /app exactly as its
 solution leaves it.
 """

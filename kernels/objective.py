@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from numbers import Real
@@ -359,12 +360,19 @@ def readers(setting: str) -> list[str]:
 
 
 def table() -> str:
-    """LOSSES in Markdown, for docs/losses.md."""
-    lines = ["| `loss_type` | token loss | normaliser | reads | Triton | from |", "|---" * 6 + "|"]
+    """LOSSES in Markdown, for docs/losses.md: each formula once, then a row for each loss."""
+    names: dict[tuple[str, bool], list[str]] = {}
     for name, loss in LOSSES.items():
-        formula = f"`{loss.formula}`" + ", reads whole sequences" * loss.whole_sequence
-        reads = ", ".join(f"`{setting}`" for setting in loss.reads)
-        cells = (f"`{name}`", formula, loss.normaliser, reads, loss.kernel or "", loss.paper)
+        names.setdefault((loss.formula, loss.whole_sequence), []).append(name)
+    lines = ["```text"]
+    for (formula, whole_sequence), same in names.items():
+        lines.append(", ".join(same) + " (reads whole sequences)" * whole_sequence)
+        lines += textwrap.wrap(formula, 96, initial_indent="    ", subsequent_indent="    ")
+    lines += ["```", "", "| `loss_type` | normaliser | settings | Triton | from |"]
+    lines.append("|---" * 5 + "|")
+    for name, loss in LOSSES.items():
+        triton = "yes" if loss.kernel else "no"
+        cells = (f"`{name}`", loss.normaliser, ", ".join(loss.reads), triton, loss.paper)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -16,8 +16,9 @@ from agentgrpo.types import Task
 
 @dataclass(kw_only=True, eq=False)
 class ProgramAgent(TextAgent):
-    """Each rollout is one run of a program, which asks the endpoint of this process (docs/
-    any-agent.md). What it does between its requests is its own affair.
+    """Each rollout is one run of a program that calls this process's endpoint.
+
+    See docs/agent-programs.md.
 
     Args:
         pool: the sandbox; None where nothing runs in it.
@@ -73,7 +74,7 @@ class ProgramAgent(TextAgent):
                 raise ValueError(
                     f"{key}: expected a command in the session that is judged, got "
                     f"{getattr(self, key)!r}. Remedy: command and sandbox = 'session' "
-                    "(docs/harbor.md)"
+                    "(docs/environments.md)"
                 )
             self.env.require_python()
         for path in self.files:

@@ -39,7 +39,7 @@ class EngineConfig(Section):
     say why where that cannot be."""
     tensor_parallel_size: Positive = 1
     """Ranks that hold one engine together, each a part of every weight, for models that one GPU
-    cannot hold. torchrun must start a multiple of it (docs/scale.md). 1: an engine for each."""
+    cannot hold. torchrun must start a multiple of it (docs/gpu.md). 1: an engine for each."""
     sleep_level: Literal[1, 2] = 1
     """What happens to copied weights while the engine sleeps (CUDA): 1 keeps them in host memory, 2
     drops them, to be copied in again by the learner. Shared weights never sleep."""

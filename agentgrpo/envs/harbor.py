@@ -94,7 +94,7 @@ class HarborEnv(PythonEnv):
         timeout_s: of one step.
         verifier: "fresh": the tests run in a new session, which has the agent's changes but for
             system paths. "same": they run in the agent's own session, as Harbor does; see
-            docs/harbor.md for the cheats that this believes.
+            docs/environments.md for the cheats that this believes.
         keep: of the agent's changes a fresh verdict takes those below these paths only.
         console: the agent types lines at the image's own python3 (agent.kind = "repl").
         grant: environment variables of this process that ${NAME} in a task.toml may read.

@@ -1,4 +1,4 @@
-"""Play the solution of each task folder, and nothing: tests must give 1 and 0 (docs/harbor.md)."""
+"""Play the solution of each task folder, and nothing: tests must give 1 and 0."""
 
 from __future__ import annotations
 

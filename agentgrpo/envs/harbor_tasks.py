@@ -1,4 +1,4 @@
-"""Task folders in Harbor's form: read, refused by name, turned into rows (docs/harbor.md)."""
+"""Task folders in Harbor's form: read, refused by name, turned into rows (docs/environments.md)."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
 from agentgrpo.support.atomic_files import write_json, write_lines
 from agentgrpo.support.files import read_json
 
-KINDS = ("place", "several", "body", "commit")  # as docs/repair.md has them
+KINDS = ("place", "several", "body", "commit")  # as docs/environments.md has them
 CPUS = len(os.sched_getaffinity(0))
 CODE = sorted(Path(__file__).parent.glob("repair*.py"))  # of what others made nothing is kept
 MAKER = hashlib.sha256(b"".join(path.read_bytes() for path in CODE)).hexdigest()[:8]

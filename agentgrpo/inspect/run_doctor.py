@@ -193,7 +193,7 @@ CHECKS: dict[str, Callable[[History], Finding | None]] = {
     "rollouts fail for technical reasons": ShareCheck(
         lambda h: ((s, s.status is Status.INFRA_ERROR) for s in [*h.train, *h.heldout]),
         0.05, (0.8, 1.0), "{share:.0%} of all rollouts ended with an infrastructure error",
-        "docs/troubleshooting.md",
+        "docs/debug.md",
     ),
     "rollouts are not trained on": ShareCheck(
         lambda h: ((s, not s.trained and s.status is not Status.INFRA_ERROR) for s in h.train),

@@ -94,7 +94,7 @@ class ProgramSampler(AnySampler):
             self._said |= ignored
             tell(
                 f"programs ask for {', '.join(new)}, which is not obeyed: what is trained on is "
-                "sampled and rendered as the run says (docs/any-agent.md)"
+                "sampled and rendered as the run says (docs/agent-programs.md)"
             )
 
 

@@ -1,1 +1,1 @@
-"""Playing groups of rollouts, and what each turn adds in tokens."""
+"""Plays groups of rollouts and records their tokens."""

@@ -1,17 +1,17 @@
-"""Branching rollouts: more of a group's samples go where the policy became unsure after a tool.
+"""Branching rollouts: more samples of a group start where the policy became unsure after a tool.
 
-ARPO (arXiv:2507.19849, 3.1): a group begins with some rollouts; where the entropy H of a turn that
-follows a tool's answer exceeds the entropy H0 of its rollout's first turn, up to beam_size - 1
-others branch off right behind that answer, each with probability clip(p + w * (H - H0), 0, 1). What
-differs from the released code, on purpose:
+ARPO (arXiv:2507.19849, 3.1): a group starts with some rollouts. If the entropy H of a turn after a
+tool's result exceeds the entropy H0 of its rollout's first turn, up to beam_size - 1 others branch
+off after that result, each with probability clip(p + w * (H - H0), 0, 1). Intended differences from
+the released code:
 
 * H is a mean over a turn's first tokens, not a sum: it does not grow with the turn. It is divided
-  by ln(vocabulary); what is not among the likeliest tokens counts as one token, not as nothing.
-* H0 belongs to one rollout of one call. There it was kept from the first batch of the training on.
-* The branch begins behind the answer whose turn was measured, not one tool call later.
-* Free places are shared out among the first rollouts, and again at each branching, so that early
-  ones do not take all; what a rollout leaves unused begins alone as soon as it has ended, all at
-  once, and not one per round at the end.
+  by ln(vocabulary); tokens that are not among the likeliest count as one token, not as nothing.
+* H0 belongs to one rollout of one call. The released code keeps that of the first training batch.
+* The branch starts after the result whose turn was measured, not one tool call later.
+* Free places are divided between the first rollouts, and again at each branching, so that early
+  ones do not take all. Places that a rollout leaves unused start alone as soon as it has ended, not
+  one per round at the end.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""A user's own way of sampling instead of ours: `rollout.sampler = "module:Class"`.
+"""Samplers of the user: `rollout.sampler = "module:Class"`.
 
     class MySampler:
         def __init__(self, chat, config): ...              # ChatTemplate, RolloutConfig
         def rollout(self, engine, tasks, n, params): ...   # -> one list of n Rollouts per task
 
-It may drive `engine.add_request / step` on token ids, ask `engine.llm.chat(messages, tools=...)`,
-or do something else altogether. What it returns is trained on as it is: a segment with
-log-probabilities was sampled and is trained, one without was not; rewards of spans count as an
-environment's. So what comes back is checked here, before it can spoil a step. Of types.COUNTS in a
-rollout's stats, what it does not count is 0, and its turns are counted here.
+It may call `engine.add_request / step` on token ids, `engine.llm.chat(messages, tools=...)`, or
+anything else. Its rollouts are trained on as they are: a segment with log-probabilities was sampled
+and is trained, one without was not; rewards of spans count as an environment's. So they are checked
+here, before they can spoil a step. Counts of types.COUNTS that it does not set are 0; its turns are
+counted here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What playing asks of others: an engine that decodes; seeds and counts."""
+"""The interface of an engine that decodes; seeds of requests; counts of sampled tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks of one call of play(), and what of each has been played."""
+"""The tasks of one call of play(), and the rollouts of each that have been played."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What one rollout may use, how it ends when that is spent, and what training makes of each end.
+"""Limits of one rollout, how it ends when one is used up, and how training treats each end.
 
-A limit is never passed by a token: what fits exactly is kept, what is one over is not, and a
-budget of zero is a budget. Who hits a limit of calls is told once, so that it can still answer.
+No token passes a limit: what fits exactly is kept, what is one over is not, and a budget of zero is
+a budget. The policy sees one message about a limit of calls, so that it can still answer.
 """
 
 from __future__ import annotations

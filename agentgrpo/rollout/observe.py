@@ -1,4 +1,4 @@
-"""What an observation does to a rollout: its counts and rewards, and the tokens that tell of it."""
+"""Applies an observation to a rollout: its counts, its rewards, and its tokens."""
 
 from __future__ import annotations
 

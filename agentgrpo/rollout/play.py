@@ -1,9 +1,8 @@
-"""One call of Sampler.play: which rollout decodes, which waits for its environment, which is over.
+"""One call of Sampler.play: the states of all rollouts, from the prompt to the end.
 
-A rollout is a line of states: its prompt is asked for, its turn ends, its action is refused, said
-to be malformed or carried out, the result is appended, the next turn is asked for; at some
-point it ends, and another may begin instead. Everything here runs on one thread; environments
-answer on others, through futures.
+Of each rollout, a request is sent; its turn ends; its action is refused, reported as malformed or
+carried out; the result is appended; the next request is sent. At some point it ends, and another
+may start instead. Everything here runs on one thread; environments answer on others, by futures.
 """
 
 from __future__ import annotations

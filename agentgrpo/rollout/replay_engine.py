@@ -1,4 +1,4 @@
-"""Playing without a model: what a policy says stands in a script."""
+"""An engine without a model: it replays the turns of a script."""
 
 from __future__ import annotations
 

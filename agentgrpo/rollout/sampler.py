@@ -1,10 +1,9 @@
 """Plays groups of rollouts without a barrier: each goes to its tool when its own turn ends.
 
-The engine decodes whatever is in flight, one token at a time. A finished turn is parsed; code goes
-to a thread that waits for the sandbox; the observation comes back as appended tokens and a new
-request, while the others decode on (play.py). With `deterministic` the tools of one engine step are
-awaited before the next, so that the batches (and with them every sampled bit) repeat from run to
-run.
+The engine decodes all rollouts in flight, one token at a time. A finished turn is parsed; its code
+goes to a thread that waits for the sandbox; the result comes back as appended tokens and a new
+request, while the others are decoded (play.py). With `deterministic`, the tools of one engine step
+are awaited before the next, so that the batches, and with them every sampled bit, repeat.
 """
 
 from __future__ import annotations

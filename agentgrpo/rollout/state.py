@@ -1,4 +1,4 @@
-"""What is known of a rollout while it is played (play.py)."""
+"""The state of a rollout while it is played (play.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch a policy's tokens as they are decoded: match, stop, put words in, go on.
+"""Watch tokens as they are decoded: match a tag, stop, insert text, continue.
 
     class Mine:                                            # rollout.sampler = "module:Mine"
         def __init__(self, chat, config):                  # ChatTemplate, RolloutConfig
@@ -13,10 +13,10 @@
             elif stream.tag == "</answer>":
                 stream.finish("...")
 
-A whole example is agentgrpo/examples/custom_sampler/sampler.py. Ids stay as they were sampled, up
-to and with the one in which the stream was stopped, also where the tag ends inside it; what is put
-in is encoded alone and appended unsampled, and the engine goes on from those ids. The idea is that
-of TRL's issue 2723.
+agentgrpo/examples/custom_sampler/sampler.py is a full example. Sampled ids stay as they are, up to
+and including the one in which the stream was stopped, even if the tag ends inside it. Inserted text
+is encoded alone and appended unsampled, and the engine continues from those ids. The idea is from
+TRL's issue 2723.
 """
 
 from __future__ import annotations

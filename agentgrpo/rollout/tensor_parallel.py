@@ -1,10 +1,10 @@
-"""Ranks that hold one engine together (engine.tensor_parallel_size) play together.
+"""Lets ranks that hold one engine together (engine.tensor_parallel_size) play together.
 
-Each rank's vLLM has a scheduler of its own, and they must all schedule alike, or the ranks wait for
-each other in different layers. Tools answer when they answer, so ranks that each played for
-themselves would not. Here one rank of the team plays, with the tasks of all of them, and has the
-others repeat what it asks of its engine, step by step; what it has played goes back to the rank
-whose task it was. Everything around it is as if each rank had an engine.
+Each rank's vLLM has its own scheduler, and all must schedule alike, or the ranks wait for each
+other in different layers. The order in which tools answer differs, so ranks that each played alone
+would not. Here one rank of the team plays the tasks of all ranks, and the others repeat its
+engine's requests step by step; each rollout goes back to the rank that owns its task. The code
+around it behaves as if each rank had an engine.
 """
 
 from __future__ import annotations

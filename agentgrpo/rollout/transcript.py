@@ -1,12 +1,12 @@
-"""The token truth of one rollout while it is played, also where its history is rendered again.
+"""The tokens of one rollout while it is played, also where its history is rendered again.
 
-A prompt that is rendered again from messages need not begin with what the engine saw: templates
-drop thoughts, and text does not encode back to the ids that were sampled. Each such prompt is
-compared with the current ids, as TRL and slime do it:
+A prompt that is rendered again from messages may differ from the ids that the engine has: templates
+drop thoughts, and text does not always encode back to the sampled ids. Each such prompt is compared
+with the current ids, as in TRL and slime:
 
-    CLEAN    it begins with all of them: what follows is appended, unsampled
-    REALIGN  it differs only inside the last sampled turn, by few tokens: what differs is replaced
-             by the prompt's version, unsampled; the turn's beginning is still trained on
+    CLEAN    it begins with all of them: the rest is appended, unsampled
+    REALIGN  it differs only inside the last sampled turn, by few tokens: these are replaced by the
+             prompt's version, unsampled; the turn's beginning is still trained on
     FORK     it differs before that: the row is closed and another begins with the whole prompt
 
 So the engine's prompt is always the row as it stands. Every sampled token stays in exactly one row

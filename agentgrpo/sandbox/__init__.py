@@ -1,4 +1,4 @@
-"""A local sandbox for untrusted code: stateful, isolated by the kernel, milliseconds to start."""
+"""A local sandbox for untrusted code: stateful, isolated by the kernel, started in milliseconds."""
 
 from agentgrpo.sandbox.e2b.api import Context, Sandbox
 from agentgrpo.sandbox.e2b.async_api import AsyncSandbox

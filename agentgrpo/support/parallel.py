@@ -4,7 +4,7 @@ Ranks play different tasks and then exchange all rollouts of the step, which are
 log-probabilities). From there on every rank knows the whole step: advantages, normalisers and
 batches are computed alike everywhere, and rank r works on batches r, r + W, r + 2W, ... So the data
 and the loss of a step are those of one rank, whatever W is. Weights, gradients and optimizer state
-are sharded by FSDP2 (fully_shard). docs/scale.md has the arithmetic.
+are sharded by FSDP2 (fully_shard). bench/results/README.md has the arithmetic.
 
 Importing this loads no torch.
 """

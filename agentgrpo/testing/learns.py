@@ -72,7 +72,7 @@ def assert_learns(
     change independently: of held-out tasks that are one question in several wordings, keep one.
     False failure: with `solved`, a policy that solves this share of all such tasks fails that part
     with probability `risk` at most. The paired part has no such bound without a gain to look for;
-    docs/testing.md has how often it misses which gain on how many tasks.
+    docs/python.md has how often it misses which gain on how many tasks.
 
     The run ends early once a look has shown both, and as hopeless where after half of the steps no
     group of rollouts has carried a gradient: nothing was trained on.

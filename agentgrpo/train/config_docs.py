@@ -27,6 +27,20 @@ from typing_extensions import is_typeddict
 from agentgrpo.config import EndpointConfig, Section, TrainConfig
 from agentgrpo.train.plugins import KINDS, class_of, options_of
 
+PREFACE = """
+# Settings
+
+All settings of a config (TOML). Generated from `agentgrpo/config/` and the classes of agents and
+environments: change them there, then run `python -m agentgrpo.train.config_docs > docs/config.md`.
+
+A file has what differs from the defaults, or from another file: `extends = "quickstart"`, or a path
+relative to its own folder. Tables are merged, except `options` where another `kind` is named. A
+path that begins with `{here}/` is relative to the folder of the file. On the command line write
+`section.key=value`. An unknown key or a value of another type (true is no number, 200.0 no whole
+number) is an error that names the nearest key. "none" unsets a key that takes it, as in
+`learner.trained_layers=none`; "None" in the last column says what that means.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -100,20 +114,7 @@ def sections(section: type[Section] = TrainConfig, prefix: str = "") -> dict[str
 def as_markdown() -> str:
     """The page docs/config.md."""
     about = sections()
-    lines = [
-        "# Settings",
-        "",
-        "Made from `agentgrpo/config/` and the classes of agents and environments: change them",
-        "there, then `python -m agentgrpo.train.config_docs > docs/config.md`.",
-        "A config file is TOML",
-        'and holds what differs from the defaults, or from another file: `extends = "quickstart"`,',
-        "or a path from its own folder. Tables are merged, but for `options` where another `kind`",
-        "is named. A path that begins with `{here}/` is in the folder of the file that has it.",
-        "On the command line a setting is `section.key=value`, and the same holds. A key",
-        "that does not exist is refused, and the nearest one named; so is a value of another type:",
-        'true is no number, and 200.0 no whole one. A key that takes "none" is unset by it, where',
-        "a file sets it or it has a default: `learner.trained_layers=none`. Its meaning says None.",
-    ]
+    lines = [PREFACE.strip()]
     endpoints = settings(EndpointConfig, "endpoints.NAME.")
     about["endpoints.NAME"] = EndpointConfig.__doc__ or ""
     whole = itertools.chain(settings(), endpoints)
@@ -122,23 +123,24 @@ def as_markdown() -> str:
         lines += ["", f"## {title}", "", inspect.cleandoc(about[name]), "", *_table(keys)]
         shown: dict[str, list[Setting]] = {}
         for kind in KINDS.get(name, ()):
-            lines += ["", f"### [{name}.options] of `{kind}`", "", *_kind_page(name, kind, shown)]
+            if any(options(name, kind)):
+                lines += ["", f"### [{name}.options] of `{kind}`", ""]
+                lines += _kind_page(name, kind, shown)
     return "\n".join(lines) + "\n"
 
 
 def _kind_page(section: str, kind: str, shown: dict[str, list[Setting]]) -> list[str]:
     """A kind's options: in words those that another has just so, by that one's name."""
     factory = class_of(section, kind)
-    lines = [inspect.cleandoc(sys.modules[factory.__module__].__doc__ or "").split("\n\n")[0], ""]
+    about = [inspect.cleandoc(sys.modules[factory.__module__].__doc__ or "").split("\n\n")[0]]
     left = list(options(section, kind))
     for other, theirs in shown.items():
         if same := [f"`{row.key}`" for row in left if row in theirs]:
-            lines += [f"As of `{other}`: {', '.join(same)}.", ""]
+            about.append(f"As of `{other}`: {', '.join(same)}.")
             left = [row for row in left if row not in theirs]
     shown[kind] = left
-    if left:
-        return [*lines, *_table(left)]
-    return lines[:-1] if len(lines) > 2 else [*lines, "None."]
+
+    return [*textwrap.wrap(" ".join(about), 100), *(["", *_table(left)] if left else ())]
 
 
 def _table(rows: Iterable[Setting]) -> Iterator[str]:

@@ -136,7 +136,7 @@ class Progress:
             self.say(f"  it taught nothing: no group kept two rollouts that count{more}")
         else:
             self.say("  it taught nothing: in each group all rewards were equal")
-            self.say("  (tasks that are sometimes solved teach: docs/troubleshooting.md)")
+            self.say("  (tasks that are sometimes solved teach: docs/debug.md)")
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
         told = "solved" if "solved" in metrics else "reward"  # where nobody says what is solved

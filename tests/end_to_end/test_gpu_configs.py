@@ -115,7 +115,7 @@ def test_its_stage_is_set_and_its_plan_made(
 def test_harbor_folders_are_planned_with_the_settings_for_4b_and_8b(
     model_of: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the command of docs/harbor.md, the settings of the card, and without weights."""
+    """With the command of docs/environments.md, the settings of the card, and without weights."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     add_tiny_image("debian:12", python=False, tools=["bash", "sh"])
@@ -123,7 +123,7 @@ def test_harbor_folders_are_planned_with_the_settings_for_4b_and_8b(
         shutil.copytree(FOLDER / "harbor" / name, tmp_path / "tasks" / name)
         (tmp_path / "tasks" / name / "environment/Dockerfile").write_text("FROM debian:12\n")
     harbor_tasks.write(["tasks"], tmp_path / "tasks.toml", network=False)
-    page = (ROOT / "docs/harbor.md").read_text().replace("\\\n", " ")
+    page = (ROOT / "docs/environments.md").read_text().replace("\\\n", " ")
     command = re.search(r"train qwen3_tools (model=.+) (env.kind=.+) --dry-run", page)
     assert command is not None
     settings = {

@@ -42,7 +42,7 @@ AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretra
 AutoTokenizer.from_pretrained(adapter).save_pretrained(out)
 shutil.copy(f"{adapter}/generation_config.json", out)
 """
-"""As docs/share.md says."""
+"""As docs/python.md describes."""
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,12 @@ heldout = "org/sums"
 heldout_split = "test"
 num_heldout = 4
 """
+ACCURACY = """
+def accuracy(completions, solution, log_metric, **kwargs):
+    matches = [text.count(answer) > 0 for text, answer in zip(completions, solution)]
+    log_metric("found", sum(matches) / len(matches))
+    return [None if answer == "unknown" else float(hit) for hit, answer in zip(matches, solution)]
+"""
 BREVITY = """
 async def brevity(completion_ids, trainer_state, log_extra, **columns):
     log_extra("seen", [sorted(columns)] * len(completion_ids))
@@ -54,8 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("user")
     model = tiny.make_agent_dir(made / "model")
     (made / "train.toml").write_text(CONFIG.format(model=model))
-    (accuracy,) = (c for c in blocks(ROOT / "docs" / "agents.md", "python") if "log_metric" in c)
-    (made / "my_rewards.py").write_text(accuracy + BREVITY)
+    (made / "my_rewards.py").write_text(ACCURACY + BREVITY)
     rows = [{**row, "solution": row["answer"], "unread": [1]} for row in tiny.sums(24)]
     put_in_cache(made / "home", "org/sums", "main", {"train": rows[:20], "test": rows[20:]})
     return made
@@ -145,7 +150,9 @@ def test_the_page_of_python_runs_and_one_trainer_follows_another(
     folder: Path, first_run: tuple[Path, str]
 ) -> None:
     """Its first block goes on with the command's run; what a Trainer held is free after it."""
-    (folder / "page.py").write_text("".join(blocks(ROOT / "docs" / "python.md", "python")) + CHECKS)
+    code = blocks(ROOT / "docs" / "python.md", "python")
+    code = [block for block in code if "agentgrpo.testing" not in block]
+    (folder / "page.py").write_text("".join(code) + CHECKS)
     out = ran(folder, "page.py")
     assert f"resumed from {Path('runs/first/checkpoints/step_000002')}" in out
     seen = json.loads(out.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""The Slurm script of docs/scale.md, run with stubs of Slurm's commands."""
+"""The Slurm script of docs/gpu.md, run with stubs of Slurm's commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.exit(int(os.environ.get("FAILS") == node))
 
 def submit(folder: Path, *arguments: str, **env: str) -> int:
     """The script's exit status, run as Slurm does on the first of two nodes."""
-    (script,) = re.findall(r"```bash\n(#!.*?)```", (ROOT / "docs/scale.md").read_text(), re.DOTALL)
+    (script,) = re.findall(r"```bash\n(#!.*?)```", (ROOT / "docs/gpu.md").read_text(), re.DOTALL)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("torchrun", TORCHRUN)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)

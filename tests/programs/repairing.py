@@ -1,4 +1,4 @@
-"""mini-swe-agent, unmodified, at repair tasks: agent.kind = "program" (docs/repair.md).
+"""mini-swe-agent, unmodified, at repair tasks: agent.kind = "program" (docs/environments.md).
 
 Its commands run in a session of the sandbox; its answer is what they have changed.
 """

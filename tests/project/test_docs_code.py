@@ -41,7 +41,6 @@ from tests.given import TASK, a_config, a_rollout
 from tests.playing import play, shown
 from tests.project.test_docs import PAGES, ROOT, blocks, lines, words
 from tests.sandbox.isolation.tiny_image import add_tiny_image
-from tests.warm import run
 
 RUN: set[tuple[str, str]] = set()
 """Page and text of every block that a test here runs."""
@@ -78,7 +77,7 @@ def test_the_sandbox_alone(code: str) -> None:
     assert (str(result.status), result.value, result.stdout) == ("ok", "42", "hi\n")
 
 
-@of_page("docs/sandbox.md", after="## Functions of the host")
+@of_page("docs/sandbox.md", after="## Host functions")
 @pytest.mark.nsjail
 def test_code_calls_a_function_of_the_host(code: str) -> None:
     code = code.replace("    ...  #", '    return [f"{query}: " + "web " * 99] * top_n  #')
@@ -134,7 +133,7 @@ def _kernels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         del sys.modules[name]
 
 
-@of_page("docs/testing.md", after="# Learning as a test")
+@of_page("docs/python.md", after="## Learning as a test")
 def test_tests_of_learning_call_what_there_is(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each does is in tests/testing; here, that it takes what the page gives it."""
     called = []
@@ -257,7 +256,7 @@ def test_verls_tensors(code: str) -> None:
     assert loss.item() == pytest.approx((-1.0 * 2 + 2.0 * 3) / 5)  # token-mean, ratio 1
 
 
-@of_page("docs/audit.md", after="# Audit a run")
+@of_page("docs/coming-from.md", after="## Audit your own trainer")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TRL's, about versions
 def test_a_run_of_trl_is_audited(code: str, tmp_path: Path) -> None:
@@ -268,14 +267,14 @@ def test_a_run_of_trl_is_audited(code: str, tmp_path: Path) -> None:
 
     with pytest.raises(AuditError) as stopped:
         exec(code, {"trainer": make_trainer(tmp_path, trl_5312)})
-    shown = (ROOT / "docs" / "audit.md").read_text()
+    shown = (ROOT / "docs" / "coming-from.md").read_text()
     shown = shown[shown.index("AuditError: ") + len("AuditError: ") :].split("\n\n")[0]
     numbers = r"\d+(?:\.\d+)?(?:e-\d+)?"
     said = [re.sub(numbers, "N", text).split() for text in (shown, str(stopped.value))]
     assert said[0] == said[1]
 
 
-@of_page("docs/audit.md", after="## Any other loop")
+@of_page("docs/coming-from.md", after="auditor = Auditor(")
 def test_any_loop_is_audited(code: str) -> None:
     from tests.inspect.audited_sampling import sample
 
@@ -291,9 +290,19 @@ def test_any_loop_is_audited(code: str) -> None:
                 exec(code, names)
 
 
-@of_page("docs/agents.md", after="### A user to talk with")
-def test_a_user_of_ones_own(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "docs_users.py").write_text(code)
+TOURIST = """
+class Tourist:
+    def __init__(self, spec):
+        self.city = spec["city"]
+
+    def reply(self, text, *, satisfied):
+        return self.city if "where" in text.lower() else None
+"""
+
+
+def test_a_user_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/agents.md describes it: a class with reply()."""
+    (tmp_path / "docs_users.py").write_text(TOURIST)
     monkeypatch.syspath_prepend(str(tmp_path))
     made = a_config(
         "agent.kind=inline", "env.kind=tools", "env.user.mode=docs_users:Tourist",
@@ -306,13 +315,21 @@ def test_a_user_of_ones_own(code: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert "<|im_start|>user\nOslo<|im_end|>" in shown(played)
 
 
-@of_page("docs/agents.md", after="## Typed functions as tools")
-def test_a_typed_function_is_a_tool(code: str) -> None:
+def weather(city: str, days: int = 1) -> str:
+    """The weather of a city.
+
+    Args:
+        city: its name.
+        days: from today on.
+    """
+    return city * days
+
+
+def test_a_typed_function_is_a_tool() -> None:
+    """As docs/agents.md describes it: by its annotations and its docstring."""
     from agentgrpo.envs.tools import Tool, Toolset
 
-    names: dict[str, Any] = {}
-    exec(code.rstrip() + "\n    return city\n", names)
-    (schema,) = Toolset([Tool(names["weather"])]).schemas
+    (schema,) = Toolset([Tool(weather)]).schemas
     said = schema["function"]
     assert said["description"].startswith("The weather of a city.")
     assert said["parameters"]["properties"]["city"]["description"] == "its name."
@@ -373,7 +390,7 @@ def test_the_pages_agent_is_played_by_its_config(
     assert len(code.splitlines()) <= 32
     (tmp_path / "lines.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    settings = ["agent.kind=lines:LineAgent", 'agent.options={prompt="P"}']
+    settings = ["agent.kind=lines:LineAgent", 'agent.options={system_prompt="P"}']
     config = a_config(*settings)
     with SandboxPool(max_live=2) as pool:
         env = make_env(resolve(config), pool)
@@ -405,29 +422,10 @@ def test_the_pages_environment_is_played_by_the_pages_agent(
         sys.modules.pop(name, None)
 
 
-@of_page("docs/agents.md", after="## Without training")
-@pytest.mark.slow
-@pytest.mark.nsjail
-def test_playing_without_training(code: str, tmp_path: Path, tiny_model: Path) -> None:
-    """In a fork of its own (warm.py), with a tiny model instead of the quickstart's."""
-    config = tmp_path / "c.toml"
-    config.write_text(
-        f'model = "{tiny_model}"\nout_dir = "{tmp_path / "run"}"\n[engine]\nkv_cache_gib = 0.0625\n'
-        "[rollout]\nmax_turns = 1\nmax_turn_tokens = 4\n"
-    )
-    assert '"quickstart"' in code
-    assert code.index("\nprepare_environment()") < code.index("from agentgrpo.train.build")
-    script = tmp_path / "script.py"
-    script.write_text(code.replace('"quickstart"', repr(str(config))))
-    ran = run(str(script))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.strip().endswith(str([None] * 16))
-
-
-IMAGES = ROOT / "docs" / "images.md"
+IMAGES = ROOT / "docs" / "environments.md"
 SHOWN = re.compile(r"^( +)(\S.*\.(?:stdout|text))(?:  #.*)?$", re.M)
 """What a notebook would show."""
-RUN |= {("docs/images.md", code) for code in blocks(IMAGES, "python")}
+RUN |= {("docs/environments.md", code) for code in blocks(IMAGES, "python")}
 
 
 @pytest.mark.nsjail
@@ -445,10 +443,8 @@ def test_sessions_of_images_and_snapshots(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 RUN |= {("docs/your-task.md", code) for code in blocks(YOUR_TASK, "python")}
-# end_to_end/test_trainer.py runs these
+# end_to_end/test_trainer.py runs these, except the block of tests, which is above
 RUN |= {("docs/python.md", code) for code in blocks(ROOT / "docs" / "python.md", "python")}
-AGENTS = ROOT / "docs" / "agents.md"
-RUN |= {("docs/agents.md", code) for code in blocks(AGENTS, "python") if "log_metric" in code}
 
 
 def test_your_tasks_reward() -> None:

@@ -35,6 +35,7 @@ NOT_HERE = {
     "--tool tools.py": "installs over the network; "
     "tests/sandbox/isolation/test_templates.py builds one",
     "make quickstart": "installs over the network; what it then runs, the fixture quickstart runs",
+    "make quickstart SET=gpu": "installs over the network, for a card",
     "make recipe-demo": "trains for a quarter of an hour; bench/recipe.py has run it",
     "agentgrpo train qwen3_math data.train=word_problems data.heldout=word_problems": (
         "needs a GPU and the weights of Qwen3 0.6B; tests/end_to_end/test_gpu_configs.py plans it"
@@ -65,20 +66,14 @@ NOT_HERE |= dict.fromkeys(
     ),
     "breaks a package for minutes; tests/envs/test_repair.py does so with one of its own",
 )
-NOT_HERE |= {
-    "agentgrpo sandbox image add ghcr.io/laude-institute/t-bench/ubuntu-24-04:20250624 root.tar": (
-        "needs mmdebstrap's archive; tests/sandbox/test_images.py adds archives"
-    ),
-    "agentgrpo harbor check environments_harbor --network": (
-        "installs over the network; bench/harbor.py has judged 42 folders"
-    ),
-    "agentgrpo train qwen3_4b_tools env.kind=harbor env.options={} reward.kind=auto "
-    "reward.format=0 data.train=tasks.train.jsonl data.heldout=tasks.heldout.jsonl "
-    "data.num_heldout=1 sandbox.timeout_s=60 rollout.max_turns=10 rollout.call_timeout_s=330 "
-    "agent.options.system_prompt=Do the task in the container. Then reply: done --dry-run": (
-        "needs the tokenizer of Qwen3 4B; tests/end_to_end/test_gpu_configs.py plans it"
-    ),
-}
+NOT_HERE[
+    "agentgrpo train qwen3_tools model=Qwen/Qwen3-4B engine.max_num_seqs=256 "
+    "engine.kv_cache_gib=24 learner.trained_layers=18 env.kind=harbor env.options={} "
+    "reward.kind=auto reward.format=0 data.train=tasks.train.jsonl "
+    "data.heldout=tasks.heldout.jsonl data.num_heldout=1 sandbox.timeout_s=60 "
+    "rollout.max_turns=10 rollout.call_timeout_s=330 "
+    "agent.options.system_prompt=Do the task in the container. Then reply: done --dry-run"
+] = "needs the files of Qwen3 4B; tests/end_to_end/test_gpu_configs.py plans it"
 ELSEWHERE = {
     "make test": (".ci/run", "make test"),
     "agentgrpo train CONFIG": (
@@ -129,6 +124,7 @@ SAYS = {
     "agentgrpo doctor runs/quickstart": "of 12 steps",
     "agentgrpo doctor runs/letters": "of 8 steps",
     "agentgrpo sandbox doctor": "ok   zygote",
+    "python -m bench.table": r"\| measured \|",
     "agentgrpo train letters.toml --dry-run": "301 training tasks, 64 held out",
 }
 """What tells that a command did what the page promises, besides its exit status."""
@@ -288,6 +284,6 @@ def test_the_log_in_readme_is_what_a_run_prints_now(quickstart: str) -> None:
     assert ONCE in shown
     lines = [line for line in quickstart.splitlines() if "PATH" not in shape_of(line)]
     assert max(map(len, lines)) <= 80, max(lines, key=len)
-    page = (ROOT / "docs" / "first-run.md").read_text()
+    page = (ROOT / "docs" / "debug.md").read_text()
     (step,) = [line for line in page.splitlines() if line.startswith("    step ")]
     assert shape_of(step) in printed

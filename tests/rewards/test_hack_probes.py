@@ -2,7 +2,7 @@
 
 Nobody should earn by doing nothing, never acting, always acting, reciting everything or writing the
 world's own words; a policy that knows the answer should earn all. Figures that are not zero are
-documented in docs/agents.md. WORLDS, or a test's name, has each kind: one test asks for all.
+documented in bench/results/README.md. WORLDS, or a name of a test, has each kind.
 """
 
 from __future__ import annotations

@@ -104,11 +104,11 @@ def test_bytes_of_a_parameter_by_hand() -> None:
     assert more.peak == 14 * n + 40 * GIB
 
 
-def test_the_sum_of_docs_scale_is_footprints() -> None:
+def test_the_sum_for_eight_ranks_is_that_of_footprint() -> None:
     held = footprint(make_config(), {"w": (8, 10**9)}, cuda=True, ranks=8)
     parts = [n // 10**9 for n in (held.weights, held.copies, held.gradients, held.optimizer)]
     said = "8 B parameters on 8 ranks: engine {} GB, learner {} + {} + {} GB, so {} GB before cache"
-    assert said.format(*parts, sum(parts)) in (ROOT / "docs/scale.md").read_text()
+    assert said.format(*parts, sum(parts)) in " ".join((ROOT / "docs/gpu.md").read_text().split())
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_an_adapter_is_held_beside_one_copy_of_the_weights() -> None:
 
 
 def test_a_rank_of_several_holds_its_part_of_the_learner() -> None:
-    """docs/scale.md: P b of the engine, P b / W of weights and gradients, 12 P / W of moments."""
+    """As documented: P b of the engine, P b / W of weights and gradients, 12 P / W of moments."""
     shapes = shapes_of(qwen3.config("8b"))
     n = count(shapes)
     sections: dict[str, Any] = {"loss": {"beta": 0.1}, "engine": {"tensor_parallel_size": 4}}

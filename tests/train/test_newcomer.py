@@ -1,7 +1,7 @@
 """What a newcomer runs into: one line that says what is wrong and what to do, found by a dry run.
 
 The packages' part is in support/test_hardware.py, the sandbox's in sandbox/test_doctor.py; every
-message is in docs/troubleshooting.md.
+message is in docs/debug.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentgrpo.train.memory_estimate import GIB, room_checks
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE = (ROOT / "docs" / "debug.md").read_text()
 
 pytestmark = pytest.mark.nsjail
 
@@ -60,7 +60,7 @@ def refused(answer: tuple[int, str, str], message: str) -> None:
     assert status == 2
     assert err.startswith("error: ")
     assert message in err
-    assert message in PAGE, f"docs/troubleshooting.md does not have {message!r}"
+    assert message in PAGE, f"docs/debug.md does not have {message!r}"
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(dry_run: DryRun, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_step_without_any_gradient_says_what_to_change() -> None:
     for step in range(3):
         progress.step_done(step, {**STEP[0], "live_groups": 0}, *STEP[1:])
     assert out.getvalue().count("it taught nothing: in each group") == 1, "once in a row of them"
-    assert "docs/troubleshooting.md" in out.getvalue()
+    assert "docs/debug.md" in out.getvalue()
 
 
 def test_a_step_of_which_no_rollout_counts_does_not_blame_the_tasks() -> None:
@@ -180,7 +180,7 @@ def test_a_step_of_which_no_rollout_counts_does_not_blame_the_tasks() -> None:
         progress.step_done(0, {**STEP[0], **dead}, *STEP[1:])
         assert f"it taught nothing: no group kept two rollouts that count{more}" in out.getvalue()
         assert "rewards were equal" not in out.getvalue()
-        assert "troubleshooting" not in out.getvalue()
+        assert "debug.md" not in out.getvalue()
 
 
 def test_a_step_says_where_its_time_went() -> None:

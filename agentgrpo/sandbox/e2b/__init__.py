@@ -1,1 +1,1 @@
-"""E2B's API on local sessions."""
+"""The API of E2B, implemented on local sessions."""

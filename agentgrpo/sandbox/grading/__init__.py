@@ -1,1 +1,1 @@
-"""Hidden tests in a second session: the code under test cannot forge a verdict."""
+"""Runs hidden tests in a second session, so that the graded code cannot forge a verdict."""

@@ -1,1 +1,1 @@
-"""What holds a session: namespaces, limits, system call filter, root directories."""
+"""Isolation of sessions: namespaces, limits, system call filter, root directories."""

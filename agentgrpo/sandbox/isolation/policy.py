@@ -43,8 +43,7 @@ fdatasync:75:83 sync_file_range:277:84
     ),
     (
         "Descriptors that hold data",
-        "`open_files` for each process; a pipe holds 64 KiB, a socket `memory_mib` at most, "
-        "without a control group 416 KiB, but TCP's more where /proc/sys is read-only",
+        "`open_files` per process; a pipe: 64 KiB; a socket: `memory_mib`, or 416 KiB",
         """
 dup:32:23 dup2:33:- dup3:292:24 close_range:436:436 pipe:22:- pipe2:293:59 eventfd:284:-
 eventfd2:290:19 signalfd:282:- signalfd4:289:74 timerfd_create:283:85 timerfd_settime:286:86
@@ -89,7 +88,7 @@ timer_getoverrun:225:109 timer_delete:226:111 nanosleep:35:101 clock_nanosleep:2
 """,
     ),
     (
-        "Questions, and rights that it has not",
+        "Queries, and privileged calls that always fail",
         "nothing is allocated",
         """
 getpid:39:172 getppid:110:173 gettid:186:178 getuid:102:174 geteuid:107:175 getgid:104:176
@@ -100,7 +99,7 @@ clock_gettime:228:113 clock_getres:229:114 getrandom:318:278
 """,
     ),
 )
-"""What for, who pays for what is allocated and where that is bounded, and the calls."""
+"""Purpose, the limit of what is allocated, and the calls as name:x86_64:aarch64."""
 
 IMAGE_GROUP = (
     "Images",

@@ -1,1 +1,1 @@
-"""Sessions, the pool that starts them, and what a step returns."""
+"""Sessions, the pool that starts them, and the results of their steps."""

@@ -72,7 +72,7 @@ def url() -> Iterator[str]:
 
 def test_its_steps_are_the_tools_of_a_class(url: str) -> None:
     class Number:
-        """As on docs/any-agent.md."""
+        """As on docs/agent-programs.md."""
 
         def __init__(self) -> None:
             self._client: Any = None

@@ -234,19 +234,13 @@ def test_every_option_is_needed_and_can_be_had(pool: SandboxPool) -> None:
         assert "returncode=0" in result.stdout, result
 
 
-def test_the_documentation_lists_what_is_allowed() -> None:
-    rows = ["| what | who pays, and where it is bounded | calls |", "|---|---|---|"]
-    for what, bound, calls in policy.GROUPS:
-        names = " ".join(entry.partition(":")[0] for entry in calls.split())
-        rows.append(f"| {what} | {bound} | {names} |")
-    rows += ["", "| call | what may be asked | else |", "|---|---|---|"]
-    for call, (_, error, listed) in policy.OPTIONS.items():
-        rows.append(
-            f"| {call} | {', '.join(listed.values())} | {errno.errorcode.get(error, 'done')} |"
-        )
-    options = ", ".join(n for listed in policy.SOCKET_OPTIONS.values() for n in listed.values())
-    rows.append(f"| setsockopt | {options} | ENOPROTOOPT |")
-    assert "\n".join(rows) in DOCS.read_text(), "\n".join(rows)
+def test_the_page_lists_the_groups_and_the_calls_with_options() -> None:
+    page = DOCS.read_text()
+    rows = ["| calls | bounded by |", "|---|---|"]
+    rows += [f"| {purpose} | {bound} |" for purpose, bound, _ in policy.GROUPS]
+    assert "\n".join(rows) in page, "\n".join(rows)
+    limited = [*policy.OPTIONS, "setsockopt"]
+    assert [call for call in limited if f"`{call}`" not in page] == []
 
 
 # fmt: off
