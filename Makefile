@@ -62,6 +62,7 @@ lint: $(DEV)
 	@echo "== lint"
 	$(ENV)/bin/ruff check .
 	$(ENV)/bin/ruff format --check .
+	$(PY) -m tests.language
 	$(ENV)/bin/clang-format --dry-run -Werror csrc/*.c csrc/*.h
 
 types: $(DEV)
