@@ -145,6 +145,7 @@ class Mute:
         (f"env.kind={__name__}:Judge", False),
         (f"env.kind={__name__}:Mute", True),
         ("env.kind=not_written:Yet", False),
+        ("agent.kind=not_written:Yet", False),
     ],
 )
 def test_init_asks_for_answers_that_somebody_reads(
