@@ -17,9 +17,11 @@ import asyncio
 import copy
 import os
 import ssl
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -221,8 +223,12 @@ def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
 
     with user_call(None, f"env.options.load: {load!r}"):
         try:
-            kind = env_config_type(load, settings.get("id", ""))
-            own = default_harness_id(load)
+            plugin = load
+            if "." in load:  # verifiers finds no module inside a package: give it a plain name
+                plugin = load.replace(".", "_").lower()
+                sys.modules[plugin] = import_module(load)
+            kind = env_config_type(plugin, settings.get("id", ""))
+            own = default_harness_id(plugin)
             for name, field in kind.model_fields.items():
                 if isinstance(field.default, AgentConfig):
                     role = dict(settings.get(name, {}))
@@ -231,7 +237,7 @@ def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
                     if field.default.harness is None:
                         role.setdefault("harness", {"id": "null" if own == "bash" else own})
                     settings[name] = role
-            whole = {**settings, "taskset": {**args, "id": load}}
+            whole = {**settings, "taskset": {**args, "id": plugin}}
             env = load_environment(kind.model_validate(whole))
         except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
             if error_location(error, _load):  # in code of the user's
