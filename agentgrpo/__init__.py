@@ -1,4 +1,4 @@
-"""agentgrpo: train LLM agents with GRPO in one process. This file imports nothing by itself."""
+"""agentgrpo: train LLM agents with GRPO in one process. Imports are lazy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Callback", "Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """Trainer and Callback, when they are asked for: importing a kernel needs neither."""
+    """Import Trainer and Callback on first access: `agentgrpo.kernels` needs neither."""
     if name not in __all__:
         raise AttributeError(f"module 'agentgrpo' has no attribute {name!r}")
     from agentgrpo.support.runtime import prepare_environment
 
-    prepare_environment()  # now, since what is imported next may be torch
+    prepare_environment()  # before the imports below, which import torch
     from agentgrpo.train.callbacks import Callback
     from agentgrpo.train.trainer import Trainer
 

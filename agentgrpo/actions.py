@@ -1,4 +1,4 @@
-"""What an agent does and what its environment answers: values that both share."""
+"""Actions of agents and observations of environments: the values that pass between both."""
 
 from __future__ import annotations
 
@@ -15,81 +15,83 @@ from urllib.parse import unquote
 from agentgrpo.support.user_calls import InfrastructureError as InfrastructureError
 
 Message = Mapping[str, Any]
-"""A chat message, `{"role": ..., "content": ...}`, and what else the model's template reads."""
+"""A chat message: `{"role": ..., "content": ...}` and other keys that a chat template reads."""
 
 
 Schema = Mapping[str, Any]
-"""A tool as templates and engines know it: `{"type": "function", "function": {"name": ...}}`."""
+"""A tool in OpenAI's form: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
 
 
-MOST_PARTS = 10_000
-"""Of one tool's schema, its references inlined."""
+MAX_SCHEMA_NODES = 10_000
+"""Of one tool's schema with its references inlined."""
 _VALUES, _BY_NAME = ("default", "const", "enum", "examples"), ("properties", "patternProperties")
-_REFERRED = ("$defs", "definitions", "mapping")  # of a discriminator, to references
+_REFERRED = ("$defs", "definitions", "mapping")  # mapping: of a discriminator, to references
 
 
 def inlined(tool: Schema) -> Schema:
-    """A tool whose schema has no references, which parsers of calls and templates do not follow.
+    """Replace the $ref of a tool's schema, which tool parsers and chat templates do not follow.
 
-    A model that contains itself is shown once; within itself it is only a value of its type.
-    ValueError: a reference leads nowhere, or the schema has more than MOST_PARTS parts.
+    A recursive model is expanded once; within itself only its type, title and description remain.
+    ValueError: a reference has no target, or the schema has over MAX_SCHEMA_NODES nodes.
     """
     function = tool.get("function")
     if not isinstance(function, Mapping) or "$ref" not in str(function):
         return tool
-    root, parts = function.get("parameters"), itertools.count(1)
+    root, num_nodes = function.get("parameters"), itertools.count(1)
 
     def target(ref: str) -> Mapping[str, Any]:
-        found: Any = root if ref.startswith("#") else None
+        node: Any = root if ref.startswith("#") else None
         for part in filter(None, unquote(ref[1:]).split("/")):
             key = part.replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping):
-            raise ValueError(f"tool {function['name']}: nothing in its schema is at $ref {ref!r}")
-        return found
+            node = node.get(key) if isinstance(node, Mapping) else None
+        if not isinstance(node, Mapping):
+            raise ValueError(f"tool {function['name']}: its schema has nothing at $ref {ref!r}")
+        return node
 
-    def schema(node: Any, within: tuple[str, ...] = (), by_name: bool = False) -> Any:
-        if next(parts) > MOST_PARTS:
-            raise ValueError(f"tool {function['name']}: its schema has over {MOST_PARTS} parts")
+    def inline(node: Any, ancestors: tuple[str, ...] = (), by_name: bool = False) -> Any:
+        if next(num_nodes) > MAX_SCHEMA_NODES:
+            raise ValueError(
+                f"tool {function['name']}: its schema has over {MAX_SCHEMA_NODES} nodes"
+            )
         if isinstance(node, list):
-            return [schema(one, within) for one in node]
+            return [inline(item, ancestors) for item in node]
         if not isinstance(node, Mapping):
             return node
         if by_name:
-            return {name: schema(one, within) for name, one in node.items()}
+            return {name: inline(value, ancestors) for name, value in node.items()}
         rest, ref, all_of = dict(node), node.get("$ref"), node.get("allOf")
         if isinstance(all_of, list) and len(all_of) == 1 and isinstance(all_of[0], Mapping):
-            del rest["allOf"]  # as pydantic 1 writes a reference with a description
-            return schema({**all_of[0], **rest}, within)
+            del rest["allOf"]  # pydantic 1 writes a reference with a description like this
+            return inline({**all_of[0], **rest}, ancestors)
         if isinstance(ref, str):
             del rest["$ref"]
-            if ref not in within:
-                return schema({**target(ref), **rest}, (*within, ref))
-            whole = {**target(ref), **rest}
-            return {k: v for k, v in whole.items() if k in ("type", "title", "description")}
+            expanded = {**target(ref), **rest}
+            if ref not in ancestors:
+                return inline(expanded, (*ancestors, ref))
+            return {k: v for k, v in expanded.items() if k in ("type", "title", "description")}
         return {
-            key: value if key in _VALUES else schema(value, within, key in _BY_NAME)
+            key: value if key in _VALUES else inline(value, ancestors, key in _BY_NAME)
             for key, value in rest.items()
             if key not in _REFERRED
         }
 
-    return {**tool, "function": {**function, "parameters": schema(root, ("#",))}}
+    return {**tool, "function": {**function, "parameters": inline(root, ("#",))}}
 
 
 @dataclass(frozen=True, slots=True)
 class RunCode:
-    """The policy wants this code run."""
+    """Run code."""
 
     code: str
     language: str = "python"
     submits: bool = field(default=False, repr=False)
-    """It hands in the answer: carried out also where no call is left, and then counted as refused,
-    so that one that fails does not buy another."""
+    """The code submits the answer: it runs even if no call is left, but then counts as refused, so
+    that a submission that fails is not followed by another."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool by its name."""
+    """One call of a tool."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -97,42 +99,42 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallTools:
-    """The policy wants these tools called, in this order."""
+    """Call tools, in this order."""
 
     calls: tuple[ToolCall, ...]
     refused: tuple[ToolCall, ...] = ()
-    """Calls beyond the one that the agent may make in a turn: answered with an error, not made."""
+    """Calls beyond the one that the agent may make per turn: not made, answered with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """The policy says this to whom it talks with in the environment (a simulated user)."""
+    """Send a message to the environment's user."""
 
     text: str
     answer: str | None = None
-    """What it answers by this, should the user end the talk now."""
+    """The rollout's answer if the user ends the conversation now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The policy is done."""
+    """End the rollout."""
 
     answer: str | None
-    """What it answered; None if it stopped without saying so in the asked form."""
+    """None if the policy stopped without an answer in the expected form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """The policy tried to act and got the form wrong; it is told how, and may try again."""
+    """The policy tried to act in a wrong form. It reads `message` and may try again."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReply:
-    """What was said in the second role that an episode asked for (Observation.ask).
+    """The reply to a ModelRequest of the episode (Observation.ask).
 
-    The one action that is not the policy's: an agent never makes it.
+    The only action that does not come from the policy.
     """
 
     text: str
@@ -147,22 +149,23 @@ THOUGHTS = {
     "\u25c1think\u25b7": "\u25c1/think\u25b7", "<|channel>thought": "<channel|>",
     "<|channel|>analysis<|message|>": "<|end|>", "<|open|>think<|sep|>": "<|close|>think<|sep|>",
 }  # fmt: skip
-"""What opens a thought and what closes it, in the families that vLLM's reasoning parsers know."""
+"""Opening and closing tags of thoughts in the model families of vLLM's reasoning parsers."""
 CALLS = (
     r"(?i:<[^<>\n]{0,32}(?:tool|func|invoke|action|plugin|calls|python_))|<\|open\|>tools"
     r"|\[TOOL_CALLS|functools|(?:^|(?<=[>\]]))[ \t]*(?!\[THINK)[\[{]"
 )
-"""Pattern of what begins a call in some family of models."""
+"""Pattern of the start of a tool call in any model family."""
 _TAGS = "|".join(map(re.escape, [*THOUGHTS, *THOUGHTS.values()]))
 _BARE = "|".join(re.escape(tag) for tag in THOUGHTS.values() if "think" in tag.lower())
 _FINAL = r"(?:(?:<\|start\|>assistant)?<\|channel\|>final<\|message\|>)?"
 
 
 def split_thoughts(text: str, marks: str = r"\S") -> tuple[str, str, str]:
-    r"""The text of a turn that is acted on, its thoughts, and what opened one that is not closed.
+    r"""Split a turn into its visible text, its thoughts, and the opening tag of an unclosed one.
 
-    A text that closes a thought without opening it begins in one. Tags in quotes are text, and so
-    are all behind the first mark of an action, a pattern: those of code and of arguments.
+    A turn that closes a thought without opening one started inside it. Tags in quotes are plain
+    text, and so is everything after the first match of `marks`, the pattern that starts an action:
+    code and arguments may contain such tags.
 
     >>> split_thoughts("<think>4?</think>\n5 <think>or 6</think>.<think>no", marks="<code>")
     ('5 .', '4?or 6no', '<think>')
@@ -171,27 +174,27 @@ def split_thoughts(text: str, marks: str = r"\S") -> tuple[str, str, str]:
     """
     pairs = (rf"{re.escape(a)}.*?(?:{re.escape(b)}{_FINAL}|\Z)" for a, b in THOUGHTS.items())
     thought = rf"(?<!['\"`])(?:{'|'.join(pairs)})"
-    begun = rf"\A(?:(?!{_TAGS}|{marks}).)*(?:{_BARE})(?!['\")\]]|`(?!``))"
-    parts = re.compile(rf"({begun}|{thought})|(?:{marks}).*", re.DOTALL | re.MULTILINE)
-    found = [part[1] for part in parts.finditer(text) if part[1]]
-    kept = parts.sub(lambda part: "" if part[1] else part[0], text)
-    opener = next((tag for tag in THOUGHTS if found and found[-1].startswith(tag)), "")
-    inside = "" if opener and THOUGHTS[opener] in found[-1] else opener
-    thoughts = re.sub(f"(?:{_TAGS}){_FINAL}", "", "".join(found))
-    return kept.lstrip("\n") if found else kept, thoughts, inside
+    unopened = rf"\A(?:(?!{_TAGS}|{marks}).)*(?:{_BARE})(?!['\")\]]|`(?!``))"
+    pattern = re.compile(rf"({unopened}|{thought})|(?:{marks}).*", re.DOTALL | re.MULTILINE)
+    matches = [match[1] for match in pattern.finditer(text) if match[1]]
+    visible = pattern.sub(lambda match: "" if match[1] else match[0], text)
+    opener = next((tag for tag in THOUGHTS if matches and matches[-1].startswith(tag)), "")
+    unclosed = "" if opener and THOUGHTS[opener] in matches[-1] else opener
+    thoughts = re.sub(f"(?:{_TAGS}){_FINAL}", "", "".join(matches))
+    return visible.lstrip("\n") if matches else visible, thoughts, unclosed
 
 
 def open_thought(prompt: str) -> str:
-    """What opened the thought that the end of a prompt begins a turn in, or ""."""
+    """The opening tag of a thought at the end of a prompt, or ""."""
     return next((tag for tag in THOUGHTS if prompt.rstrip().endswith(tag)), "")
 
 
 SUBMIT = "submit_final_answer"
-"""What code calls to hand in its answer, at a console."""
+"""Name of the function by which code at a console submits its answer."""
 
 
 def is_submission(statement: str) -> bool:
-    """Whether a complete statement is a call of submit_final_answer with arguments, no more."""
+    """Whether a statement is nothing but a call of submit_final_answer with arguments."""
     try:
         tree = ast.parse(statement)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -207,30 +210,30 @@ def is_submission(statement: str) -> bool:
     )
 
 
-DEEPEST = 100
-"""Lists and objects within each other, of what a policy gives. Parsers and writers of JSON, and
-what copies or compares values, follow some 200; behind those they raise, or never answer."""
+MAX_DEPTH = 100
+"""Nesting of JSON values from a policy. Code that parses, writes, copies or compares them fails or
+hangs beyond about 200 levels."""
 
 
-def shallow(value: Any, depth: int = DEEPEST) -> Any:
-    """The value of JSON's types; ValueError if it is nested deeper than this.
+def shallow(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Return a JSON value; ValueError if it is nested deeper than this.
 
     >>> shallow({"a": [1]})
     {'a': [1]}
     """
     if isinstance(value, list | tuple | dict):
         if depth == 0:
-            raise ValueError(f"nested more than {DEEPEST} deep")
+            raise ValueError(f"nested more than {MAX_DEPTH} deep")
         for inner in value.values() if isinstance(value, dict) else value:
             shallow(inner, depth - 1)
     return value
 
 
 def as_json(value: Any) -> Any:
-    """What a policy gave as an argument, as JSON carries it: tuples are lists, keys are text.
+    """Convert an argument from a policy to JSON types: tuples become lists, keys become text.
 
-    Half of a surrogate pair, which nothing that encodes text takes, becomes a question mark.
-    ValueError: JSON cannot carry it, or it is nested more than DEEPEST deep.
+    A lone surrogate, which cannot be encoded, becomes a question mark.
+    ValueError: not a JSON value, or nested more than MAX_DEPTH deep.
 
     >>> as_json((1, "a", {2: None}))
     [1, 'a', {'2': None}]
@@ -244,15 +247,16 @@ def as_json(value: Any) -> Any:
 
 
 Model = Literal["policy", "reference"] | Callable[["ModelRequest"], str]
-"""Who speaks: the engine as it is; without the adapter, so that nothing moves it; or another."""
+"""The engine; the engine without its adapter, which training does not change; or another model."""
 MODELS: Mapping[str, Model] = MappingProxyType({"policy": "policy"})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """What a model is to say in a second role: a customer, an opponent.
+    """A request for a message of a second role, such as a customer or an opponent.
 
-    It is no part of the rollout's tokens and never trained on; the policy is shown the answer.
+    Its tokens are no part of the rollout and never trained on. The policy reads the observation
+    that the episode makes of the reply.
     """
 
     messages: tuple[Message, ...]
@@ -261,50 +265,50 @@ class ModelRequest:
     temperature: float = 1.0
     """0 is greedy."""
     model: Model = "policy"
-    """One of those that an environment is given as `models`."""
+    """One of the environment's `models`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an action did."""
+    """The result of an action."""
 
     text: str
-    """What the policy is shown."""
+    """Shown to the policy."""
     failed: bool = False
-    """The action did not work (an exception, a timeout, ...), by status and never by its text."""
+    """The action failed (an exception, a timeout, ...), as judged by its status, not its text."""
     done: bool = False
     """The episode is over: nothing more is shown or sampled."""
     answer: str | None = None
-    """With done: what the policy handed in as its answer by this action."""
+    """With done: the answer that this action submitted."""
     outputs: tuple[str, ...] = ()
-    """One text per call of a CallTools, in its order; `text` is then not shown."""
+    """One text per call of a CallTools, in order; shown instead of `text`."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """What this step was worth, by name: credited to the turn that caused it."""
+    """Rewards of this step, by name, credited to the turn that caused it."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """Added to the counts of the rollout (Rollout.stats), each a number of the metrics by its name:
-    none of those that a run has of itself (envs/validate.py), and without "/"."""
+    """Added to Rollout.stats, and so to the metrics. Names must not contain "/" or be metrics of
+    the run itself (envs/validate.py)."""
     memory: Any = field(default=None, compare=False)
-    """What an episode that repeats this action is handed before it does, by recall(memory): answers
-    that came from elsewhere and are not to be asked for again."""
+    """Passed to recall(memory) of an episode that repeats this action: external answers that must
+    not be requested again."""
     ask: ModelRequest | None = None
-    """The answer waits for this: step() is called again, with what was said as ModelReply, and only
-    then gives the observation of the policy's action. Nothing else of this one is read."""
+    """Request for a second role. step() is called again with the ModelReply and then returns the
+    observation of the policy's action; the other fields of this one are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a parser found in a turn."""
+    """A turn as a tool call parser reads it."""
 
     content: str
-    """The text besides the calls."""
+    """The text outside of the calls."""
     calls: tuple[tuple[str, str], ...]
     """Name and arguments (JSON text) of each call, in order."""
     attempted: bool
-    """The turn holds a mark of a call, whether or not one could be read."""
+    """The turn contains the start of a call, whether or not one could be parsed."""
 
 
 class ReadCalls(Protocol):
-    """A parser of tool calls (tool_parsers.tool_call_reader)."""
+    """A tool call parser (tool_parsers.tool_call_reader)."""
 
     def __call__(self, text: str, tools: Sequence[Schema]) -> Reading:
-        """What a whole turn says; never raises for what the policy wrote."""
+        """Parse a turn; never raises because of the policy's text."""

@@ -1,4 +1,4 @@
-"""The command `agentgrpo`: one word, then the module that does it."""
+"""The `agentgrpo` command line: maps each command to the module that implements it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMANDS = {
     ),
     "train": (
         "agentgrpo.train.__main__",
-        "train a policy (--dry-run: check everything, train nothing)",
+        "train a policy (--dry-run: run every check without training)",
     ),
     "sft": ("agentgrpo.recipe.sft", "fine-tune on examples first"),
     "flywheel": ("agentgrpo.recipe.flywheel", "make and repair trajectories to fine-tune on"),
@@ -27,7 +27,7 @@ COMMANDS = {
     "view": ("agentgrpo.inspect.view.__main__", "write a run, or several, as one HTML file"),
     "verify": (
         "agentgrpo.inspect.verify.verify",
-        "prove that a run's records hold what the engine saw",
+        "check a run's records against what the engine reported",
     ),
     "push": (
         "agentgrpo.inspect.push",
@@ -37,41 +37,41 @@ COMMANDS = {
         "agentgrpo.sandbox.__main__",
         "the sandbox alone: doctor, selftest, bench, template",
     ),
-    "harbor": ("agentgrpo.envs.harbor_check", "check task folders in Harbor's form"),
+    "harbor": ("agentgrpo.envs.harbor_check", "check task folders in Harbor's format"),
     "doctor": (
         "agentgrpo.inspect.machine_doctor",
-        "can this machine train; with a run's folder: why does it not learn",
+        "check this machine; with a run's folder: find out why it does not learn",
     ),
 }
-"""Word: module with main(arguments) -> exit status, and what it does."""
+"""Command: (module with `main(arguments) -> exit status`, help text)."""
 
 
 def usage() -> str:
-    """What `agentgrpo --help` prints."""
-    lines = [f"  {word:10} {text}" for word, (_, text) in COMMANDS.items()]
+    """The text of `agentgrpo --help`."""
+    lines = [f"  {command:10} {text}" for command, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             "Train LLM agents with GRPO: vLLM, learner and sandbox in one process.",
             "",
-            "usage: agentgrpo COMMAND ...        agentgrpo COMMAND --help says more",
+            "usage: agentgrpo COMMAND ...        agentgrpo COMMAND --help for more",
             "",
             *lines,
             "",
             "First run:      agentgrpo train quickstart",
             "Your own task:  agentgrpo init MODEL DATA.jsonl, then agentgrpo train train.toml",
-            "Settings:       section.key=value after the config; docs/config.md has them all",
+            "Settings:       section.key=value after the config; docs/config.md lists them all",
         ]
     )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command. Returns its exit status: 130 after Ctrl-C, also while it is imported."""
+    """Run a command and return its exit status: 130 after Ctrl-C, even during imports."""
     try:
         try:
             return _main(arguments)
         finally:
             if not isinstance(sys.exc_info()[1], Exception):
-                sys.stdout.flush()  # a closed pipe is noticed here, and not as Python ends
+                sys.stdout.flush()  # raises BrokenPipeError here rather than at interpreter exit
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)  # noqa: T201
         return 130
@@ -80,47 +80,49 @@ def main(arguments: list[str] | None = None) -> int:
         return 141
 
 
-def run(word: str) -> NoReturn:
-    """What `python -m` of a command's module does: the same, from before its first import on."""
-    sys.exit(main([word, *sys.argv[1:]]))
+def exit_with(command: str) -> NoReturn:
+    """Run a command for `python -m MODULE` and exit with its status."""
+    sys.exit(main([command, *sys.argv[1:]]))
 
 
 def _main(arguments: list[str] | None) -> int:
-    word, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if word in ("-h", "--help", "help"):
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in ("-h", "--help", "help"):
         print(usage(), flush=True)  # noqa: T201
         return 0
-    if word == "--version":
+    if command == "--version":
         from importlib.metadata import version
 
         print(version("agentgrpo"))  # noqa: T201
         return 0
-    if word not in COMMANDS:
+    if command not in COMMANDS:
         import difflib
 
-        near = difflib.get_close_matches(word, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"error: no command {word!r}{hint}\n\n{usage()}", file=sys.stderr)  # noqa: T201
+        suggestions = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"; did you mean {suggestions[0]}?" if suggestions else ""
+        print(f"error: unknown command {command!r}{hint}\n\n{usage()}", file=sys.stderr)  # noqa: T201
         return 2
     if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does: `module:function` in a config
-    module = COMMANDS[word][0]
-    if word == "doctor" and any(not argument.startswith("-") for argument in rest):
-        module = "agentgrpo.inspect.run_doctor"  # of a run; the other needs no package
+        # as `python -m` does, so that `module:function` in a config finds the user's modules
+        sys.path.insert(0, os.getcwd())
+    module = COMMANDS[command][0]
+    if command == "doctor" and any(not argument.startswith("-") for argument in rest):
+        # two modules, since the machine's doctor must work without any package installed
+        module = "agentgrpo.inspect.run_doctor"
     try:
         return int(importlib.import_module(module).main(rest))
     except ImportError as error:
         from agentgrpo.support.optional_deps import install_hint
 
         if error.name == "agentgrpo" and "_C" in str(error):
-            said = (
-                "agentgrpo's C extension is not built; remedy: python setup.py build_ext --inplace"
+            message = (
+                "agentgrpo's C extension is not built. Run: python setup.py build_ext --inplace"
             )
         elif isinstance(error, ModuleNotFoundError) and error.name:
-            said = install_hint(error.name)
+            message = install_hint(error.name)
         else:
             raise
-        print(f"error: agentgrpo {word}: {said}", file=sys.stderr)  # noqa: T201
+        print(f"error: agentgrpo {command}: {message}", file=sys.stderr)  # noqa: T201
         return 2
 
 

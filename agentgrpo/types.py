@@ -1,8 +1,7 @@
-"""The few values that travel through a training step, in the order in which they are made.
+"""The values that pass through a training step, in order of creation.
 
 Task -> Rollout (a list of Segments) -> Group -> PackedBatch (in learn/batch.py). Everything else is
-local to a module. Token ids and log-probabilities live in numpy arrays from the first
-token on.
+local to a module. Token ids and log-probabilities are numpy arrays throughout.
 """
 
 from __future__ import annotations
@@ -15,32 +14,34 @@ from typing import Any
 
 import numpy as np
 
-# written out: NDArray of numpy 2.5 does not tell its dtype to those who read records by type
+# written out, since code that decodes records by annotation needs the dtype, which numpy 2.5's
+# NDArray hides
 Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 
 
 class Status(StrEnum):
-    """How a rollout ended. What training makes of each: rollout/limits.py, TREATMENTS."""
+    """How a rollout ended. rollout/limits.py maps each status to a Treatment."""
 
     COMPLETED = "completed"
-    """The agent or its environment said so."""
+    """The agent or the environment ended it."""
     TRUNCATED_LENGTH = "truncated_length"
-    """No token budget left: the last turn was cut, or no further turn fits."""
+    """Token budget used up: the last turn was cut, or no further turn fits."""
     TRUNCATED_TURNS = "truncated_turns"
-    """No turn budget left."""
+    """Turn budget used up."""
     TRUNCATED_CALLS = "truncated_calls"
-    """Asked for more tool calls than it had, was told so, and did it again."""
+    """Exceeded its tool calls a second time, after one warning."""
     MALFORMED = "malformed"
-    """Too many actions in a row whose form was wrong."""
+    """Too many malformed actions in a row."""
     TIMED_OUT = "timed_out"
-    """Took more wall-clock time than it was given, which the machine's load has a part in."""
+    """Wall-clock time used up, which depends on the machine's load too."""
     INFRA_ERROR = "infra_error"
-    """The machine failed, not the model: leaves the group and its baseline, is never trained on."""
+    """The machine failed, not the model: excluded from the group and its baseline, never trained
+    on."""
 
 
 class Treatment(StrEnum):
-    """What training makes of a rollout."""
+    """How training uses a rollout."""
 
     TRAIN = "train"
     """Its reward counts in the group's baseline, its tokens are trained on."""
@@ -49,30 +50,29 @@ class Treatment(StrEnum):
     DROP = "drop"
     """As if it had not been played."""
     RETRY = "retry"
-    """Played again, at most rollout.max_retries times; the last try is dropped if it too fails."""
+    """Played again, up to rollout.max_retries times; dropped if the last attempt fails too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One thing to solve."""
+    """A prompt and what is needed to score its rollouts."""
 
     id: str
     messages: tuple[Mapping[str, Any], ...]
-    """Chat messages the conversation starts from, as `{"role": ..., "content": ...}`, and what else
-    a template reads (tool_calls, name)."""
+    """Chat messages that start the conversation: `{"role": ..., "content": ...}` and other keys
+    that a chat template reads (tool_calls, name)."""
     spec: Mapping[str, Any]
-    """What the environment needs to score it; the agent never sees this."""
+    """Data for the environment and the reward; the agent never sees it."""
     is_text: bool = False
-    """The question was text, which became the one message of the user: reward functions in TRL's
-    form are then shown text too."""
+    """The prompt was a string, so reward functions with TRL's signature receive a string too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
     """A run of tokens with one origin: sampled by the policy, or given to it.
 
-    Immutable and compared by identity, so forked rollouts share their common segments and a
-    shared one is trained once.
+    Immutable and compared by identity, so that branches share their common segments and each is
+    trained once.
     """
 
     token_ids: Int32
@@ -94,43 +94,42 @@ class Segment:
 
     @property
     def sampled(self) -> bool:
-        """Whether the policy sampled these tokens: the loss mask, said once."""
+        """Whether the policy sampled these tokens. This is the loss mask; there is no other."""
         return self.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
 class SpanReward:
-    """What a stretch of a rollout was worth, by itself."""
+    """A reward for a part of a rollout."""
 
     start: int
     end: int
-    """Tokens [start, end) of the rollout's rows, the prompt's counted."""
+    """Tokens [start, end) of the rollout's rows, counted from the start of the prompt."""
     name: str
     value: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the engine itself says of one request: the proof that a record holds what it saw."""
+    """The engine's own report of one request; `verify` compares the record with it."""
 
     row: int = 0
-    """Which of the rollout's rows it belongs to."""
+    """Index of the rollout's row that it belongs to."""
     prompt_tokens: int
     prompt_hash: str
     """token_hash() of the prompt's ids, as the engine reports them."""
     sampled_tokens: int
     sampled_hash: str
-    """token_hash() of the ids it sampled."""
+    """token_hash() of the sampled ids."""
     finish_reason: str
     replaced: list[int] = field(default_factory=list)
-    """The last of the sampled ids, where a prompt that was rendered again had others (REALIGN)."""
+    """The last sampled ids, if a re-rendered prompt replaced them (REALIGN)."""
     asked_tokens: int | None = None
-    """What the request itself allowed (a program's max_tokens), where that is not the run's
-    budget."""
+    """The request's own limit (a program's max_tokens), if it differs from the run's budget."""
 
     @classmethod
     def of(cls, prompt: Int32, sampled: Int32, finish_reason: str) -> Turn:
-        """The account of a request, from the ids that the engine itself gives."""
+        """The report of a request, from the ids that the engine returned."""
         return cls(
             prompt_tokens=len(prompt),
             prompt_hash=token_hash(prompt),
@@ -151,7 +150,7 @@ def token_hash(token_ids: Int32) -> str:
 
 
 COUNTS = ("turns", "tool_calls", "tool_errors", "malformed", "refused_calls")
-"""What every rollout counts in its stats."""
+"""Keys that the stats of every rollout have."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -162,77 +161,75 @@ class Rollout:
     segments: list[Segment]
     status: Status
     closed_rows: list[list[Segment]] = field(default_factory=list)
-    """Earlier rows, oldest first: where a template rewrote history too far, a row ends and the next
-    begins with the whole new prompt. Each sampled token is in one row; the rollout counts once."""
+    """Earlier rows, oldest first. If a template rewrites too much history, a row ends and the next
+    starts with the whole new prompt. Each sampled token is in one row; the rollout counts once."""
     turns: list[Turn] = field(default_factory=list)
-    """The engine's own account of its requests, in order."""
+    """The engine's own reports of its requests, in order."""
     answer: str | None = None
-    """What the policy answered in the end; None if it never did in the asked form."""
+    """The policy's final answer; None if it gave none in the expected form."""
     error: str | None = None
-    """What the machine said; only with Status.INFRA_ERROR."""
+    """The error message; only with Status.INFRA_ERROR."""
     treatment: Treatment = Treatment.TRAIN
     parent: int | None = None
-    """Index in the group of the rollout that this one branched off; None if it began alone."""
+    """Index in the group of the rollout from which this one branched; None for a root."""
     forked_at: int | None = None
-    """How many tokens it shares with its parent: the parent's segments up to there are its own."""
+    """Number of tokens shared with the parent; it shares the parent's segments up to there."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts; their sum is the reward."""
     weights: dict[str, float] = field(default_factory=dict)
-    """What the numbers of parts were multiplied by, where that was not 1 from the first: GDPO
-    normalises a part without its weight."""
+    """By part, the weight that its value contains, if not 1: GDPO normalises a part without its
+    weight."""
     stats: dict[str, float] = field(default_factory=dict)
-    """Counts of the episode (COUNTS, and what its environment adds), for the metrics."""
+    """Counts of the episode (COUNTS and the environment's own), for the metrics."""
     not_applicable: list[str] = field(default_factory=list)
-    """Parts that do not count for this rollout, where they do for its siblings: they add nothing,
-    and GDPO normalises them without it."""
+    """Reward parts that apply to other rollouts of the group but not to this one: they add nothing,
+    and GDPO normalises them without this rollout."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What reward functions wrote down of it (TRL's log_extra); JSON values."""
+    """JSON values that reward functions logged (TRL's log_extra)."""
     tool_messages: list[tuple[Any, Any]] = field(default_factory=list, metadata={"recorded": False})
-    """Of each turn but the last, (name, arguments) of the calls in it, and what its agent then said
-    (Agent.observe): for reward functions. Not recorded, since the tokens say it."""
+    """For reward functions, per turn except the last: (name, arguments) of its calls, and the
+    result of Agent.observe. Not recorded, since the tokens contain it."""
     environment: Any = field(default=None, metadata={"recorded": False})
-    """The instance of a class that env.kind = "factory" played it in; until it is scored."""
+    """The environment instance of env.kind = "factory", until the rollout is scored."""
     span_rewards: list[SpanReward] = field(default_factory=list)
-    """Rewards of single turns or lines; `rewards` does not hold them, `reward` counts both."""
+    """Rewards of single turns or lines. Not in `rewards`; `reward` is the sum of both."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Where its time went, in seconds: waiting for its place (`queue_s`), in the engine
-    (`generate_s`), for its environment (`tools_s`, `finish_s`), in between (`own_s`). No two runs
-    agree on them."""
+    """Seconds spent in the queue (`queue_s`), in the engine (`generate_s`), in the environment
+    (`tools_s`, `finish_s`) and in between (`own_s`). They differ from run to run."""
     feedback: list[str] = field(default_factory=list)
-    """What the environment said that was wrong with each turn, "" for nothing; turns behind its end
-    have none. Shown to the policy in a later turn, or, of the last one, never: a teacher reads it
-    (config.teacher)."""
+    """Per turn, the environment's error message, or ""; may be shorter than the turns. The policy
+    sees it in a later turn, except for the last; a teacher reads it (config.teacher)."""
     learner_logprobs: list[Float32 | None] | None = None
-    """One per segment of all rows, of sampled segments alone: the learner's log-probabilities at
-    the rollouts' temperature, in nats, when it first saw them. None: what was not trained on."""
+    """One array per segment of all rows, None where not sampled: the learner's log-probabilities at
+    the rollouts' temperature, in nats, before the step's first update. None: not trained on."""
     entropies: list[Float32 | None] | None = None
-    """In the same form: the entropy in nats of the distribution each token was drawn from, as the
-    learner has it."""
+    """In the same form: the entropy in nats, as the learner computes it, of the distribution from
+    which each token was sampled."""
     teacher_logprobs: list[Float32 | None] | None = None
-    """In the same form: the teacher's log-probabilities, of what it was given to read."""
+    """In the same form: the teacher's log-probabilities, given its own prompt."""
     topk_ids: list[Int32 | None] | None = None
     teacher_topk_logprobs: list[Float32 | None] | None = None
     learner_topk_logprobs: list[Float32 | None] | None = None
-    """With teacher.topk, where the teacher scored a token: those that it found likeliest there, the
-    likeliest first, token by token, what it gave them, and what the learner did at first."""
+    """With teacher.topk, for each token that the teacher scored: its most likely tokens in
+    descending order, its log-probabilities of them, and the learner's before the first update."""
     token_advantages: list[Float32 | None] | None = None
-    """In the same form, with a teacher: what each token was trained with, which is of `advantage`
-    and of the teacher's (learn/teacher.py)."""
+    """In the same form, with a teacher: the advantage that each token was trained with, combined
+    from `advantage` and the teacher's (learn/teacher.py)."""
     advantage: float = 0.0
     segment_advantages: list[float] | None = None
-    """One per segment of all rows instead of `advantage`, where rewards of spans are credited to
-    what was sampled before them, or branches share segments; of sampled segments alone read."""
+    """One per segment of all rows instead of `advantage`, if span rewards are credited to earlier
+    tokens, or if branches share segments. Read for sampled segments only."""
 
     def weighted(self, part: str, weight: float, value: float) -> float:
-        """The value times its weight, which is written down as that part's."""
+        """Return weight * value and record the weight of the part."""
         self.weights[part] = weight
         return weight * value
 
     @property
     def in_baseline(self) -> bool:
         """Whether its reward counts in its group's baseline."""
-        kept = self.treatment in (Treatment.TRAIN, Treatment.MASK)
-        return kept and self.status is not Status.INFRA_ERROR
+        counts = self.treatment in (Treatment.TRAIN, Treatment.MASK)
+        return counts and self.status is not Status.INFRA_ERROR
 
     @property
     def trained(self) -> bool:
@@ -245,17 +242,17 @@ class Rollout:
 
     @property
     def solved(self) -> bool | None:
-        """Whether the task was solved, by whoever says so first; None: nobody does.
+        """Whether the task was solved. None if nothing defines that.
 
-        reward.solved_at (rewards/scoring.py counts it in `stats`), then a part `solved`, then a
-        part `answer`: above 0.
+        Above 0: the stat `solved` (from reward.solved_at, see rewards/scoring.py), else the reward
+        part `solved`, else the part `answer`.
         """
-        said = (self.stats.get("solved"), self.rewards.get("solved"), self.rewards.get("answer"))
-        return next((value > 0 for value in said if value is not None), None)
+        values = (self.stats.get("solved"), self.rewards.get("solved"), self.rewards.get("answer"))
+        return next((value > 0 for value in values if value is not None), None)
 
     @property
     def num_calls(self) -> float:
-        """Calls of tools, runs of code, and calls of the host's functions by that code."""
+        """Tool calls and code steps, and calls of sandbox.host_tools by that code."""
         return self.stats.get("tool_calls", 0.0) + self.stats.get("host_calls", 0.0)
 
     @property
@@ -273,20 +270,20 @@ class Rollout:
 
     @property
     def rows(self) -> list[list[Segment]]:
-        """What is trained on: the closed rows, then `segments`."""
+        """The token sequences that are trained on: closed_rows, then `segments`."""
         return [*self.closed_rows, self.segments]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
-    """The rollouts of one task, in index order: the unit in which advantages are relative."""
+    """The rollouts of one task in index order. Advantages are relative to their group."""
 
     task: Task
     rollouts: list[Rollout]
 
 
 Metrics = dict[str, float]
-"""Numbers of a step by name; `area/name` once they are written."""
+"""By name; metrics.jsonl names them `area/name`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,18 +292,19 @@ class Completion:
 
     request_id: str
     token_ids: Int32
-    """The sampled ids, the stop token (or the whole token a stop string ended in) included."""
+    """The sampled ids, including the stop token (or the whole token that completed a stop string).
+    """
     logprobs: Float32
     """Log-probability of each sampled token under the tempered distribution, in nats."""
     finish_reason: str
-    """"stop": the turn is whole. "length": max_tokens cut it. Anything else ("error", "abort",
-    "repetition"): the engine gave up, and the tokens are useless."""
+    """"stop": the turn is complete. "length": max_tokens cut it. Anything else ("error", "abort",
+    "repetition"): the engine failed, and the tokens are useless."""
     stop_reason: int | str | None
     """The stop string or stop token id; None for the end-of-sequence token and for "length"."""
     num_cached_tokens: int
-    """How many prompt tokens the prefix cache served."""
+    """Prompt tokens served by the prefix cache."""
     account: Turn
-    """Hashes of the prompt that the engine reports having used and of what it sampled."""
+    """The engine's report: hashes of the prompt that it used and of the sampled ids."""
     entropies: Float32 = field(default_factory=lambda: np.zeros(0, np.float32))
-    """Entropy in nats of the distribution each of the first tokens was drawn from; see
-    rollout/branch.py. Empty unless top_logprobs were asked for."""
+    """Entropy in nats of the distribution of each of the first tokens (rollout/branch.py). Empty
+    unless the request set top_logprobs."""

@@ -55,7 +55,7 @@ def test_train_names_every_shipped_config_with_what_it_is(
 
 def test_a_slip_is_told_the_nearest_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
-    said = "error: no command 'trian'; did you mean train?"
+    said = "error: unknown command 'trian'; did you mean train?"
     assert capsys.readouterr().err.startswith(said)
     command = [sys.executable, "-m", "agentgrpo.cli", "trian"]
     ran = subprocess.run(command, capture_output=True, text=True)

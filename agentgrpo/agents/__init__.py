@@ -1,1 +1,1 @@
-"""What the policy's text means, and how an observation is said to it."""
+"""Agents: turn tasks into messages, sampled text into actions, observations into text."""

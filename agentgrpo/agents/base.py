@@ -1,4 +1,4 @@
-"""What a turn of the policy means, and how the environment's answer is said to it."""
+"""The protocol of agents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from agentgrpo.types import Task
 
 
 class Agent(Protocol):
-    """Turns a task into messages, and sampled text into actions. Holds no state of a rollout.
+    """Turns a task into messages and sampled text into actions. Has no state of a rollout.
 
-    agents/tagged_text.py has what the shipped ones share.
+    The shipped agents share a base class in agents/tagged_text.py.
     """
 
     @property
@@ -23,28 +23,29 @@ class Agent(Protocol):
         """The conversation up to the policy's first turn."""
 
     def prefill(self, task: Task) -> str:
-        """Text that the policy's first turn begins with, given and not sampled; mostly ""."""
+        """Text with which the policy's first turn begins, not sampled; usually ""."""
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        """Tools that the chat template shows the policy; mostly none."""
+        """Tools for the chat template; usually none."""
 
     def parse(self, text: str, task: Task) -> Action:
-        """The action of one sampled turn (its own text only, so a prompt can never act).
+        """The action of one sampled turn. It sees only sampled text, so a prompt can never act.
 
         Args:
-            text: what was sampled.
-            task: whose tools it may call.
+            text: the sampled text.
+            task: the rollout's task, whose tools it may call.
         """
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        """How the policy is told what its action did.
+        """Format an observation for the policy.
 
         Args:
-            action: what was done; a Malformed one was not, and the observation holds its message.
-            observation: the result, its texts clipped to the run's budget.
+            action: the policy's action. A Malformed one was not carried out; its message is the
+                observation's text.
+            observation: the result, its texts clipped to rollout.max_observation_tokens.
 
         Returns:
-            Messages close the policy's turn and are rendered by the chat template before the next;
-            with the content of a last one of role assistant the next begins, given and not sampled.
-            A str is appended as it is to the same assistant message, and the turn goes on.
+            Messages, which close the policy's message and are rendered by the chat template; a last
+            message of role assistant becomes the start of the policy's next one, not sampled. Or a
+            str, which is appended unchanged to the policy's message, which then continues.
         """

@@ -1,6 +1,6 @@
-"""Code as action: the policy writes code between two tags, sees what it prints, then answers.
+"""Code as action: the policy writes code between two tags, reads its output, then answers.
 
-The idea is CodeAct's (arXiv:2402.01030); tags, prompt, examples and answer form are the user's.
+The idea is CodeAct's (arXiv:2402.01030); tags, prompt, examples and answer form are options.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ class CodeAgent(PairAgent):
     """See agents/base.py for the protocol.
 
     Args:
-        env: what runs the code; asked whether it runs the language, if it can say.
-        tools_script: source of the script that the environment loads before the policy's first
-            code; None: there is none.
-        host_tools: def lines and docstrings of the functions of sandbox.host_tools; None: there are
-            none.
-        observation_role: role of the message that carries the output. assistant: no message, the
-            text goes into the policy's own one, and its turn goes on.
-        language: what the policy writes between the tags.
-        show_tools: what of sandbox.tools the system prompt shows: all, or def lines and docstrings,
-            which is all that it shows of sandbox.host_tools.
+        env: the environment. If it has a method require_language, that checks `language`.
+        tools_script: source of the script that sessions run before the policy's first code, or
+            None.
+        host_tools: signatures and docstrings of the functions of sandbox.host_tools, or None.
+        observation_role: role of the message with the output. assistant: no message; the output
+            is appended to the policy's own message, which continues.
+        language: language of the code between the tags.
+        show_tools: whether the system prompt shows the source of sandbox.tools, its signatures and
+            docstrings, or nothing. Of sandbox.host_tools it shows signatures and docstrings.
 
     Raises:
-        ValueError: the environment cannot run the language, or the script is not in it; names
-            the argument.
+        ValueError: the environment cannot run the language, or sandbox.tools is in another one.
     """
 
     acts = ("code",)
@@ -54,13 +52,13 @@ class CodeAgent(PairAgent):
         require_language = getattr(self.env, "require_language", None)
         if require_language is not None:
             require_language(self.language)
-        script, hosted = self.tools_script, self.host_tools
+        script, host_tools = self.tools_script, self.host_tools
         if self.show_tools == "no":
-            script = hosted = None
-        if (script or hosted) and self.language != "python":
+            script = host_tools = None
+        if (script or host_tools) and self.language != "python":
             raise ValueError(
-                "language: the functions of sandbox.tools and sandbox.host_tools are Python's, got "
-                f"{self.language!r}; with show_tools = 'no' the script is run and not shown"
+                "language: expected 'python', the language of sandbox.tools and sandbox.host_tools,"
+                f" got {self.language!r}. With show_tools = 'no' the script runs but is not shown"
             )
         if self.system_prompt is None:
             self.system_prompt = PROMPT.format(
@@ -72,7 +70,7 @@ class CodeAgent(PairAgent):
             self.system_prompt += self.talk(self.open_tag, self.answer_prefix)
         if script and self.show_tools == "signatures":
             script = signatures(script)
-        self.system_prompt = with_functions(self.system_prompt, script, hosted)
+        self.system_prompt = with_functions(self.system_prompt, script, host_tools)
 
     def act(self, body: str, task: Task) -> Action:
         """The code, without the newlines around it.
@@ -88,32 +86,32 @@ class CodeAgent(PairAgent):
         return RunCode(body.strip("\n"), self.language)
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        """The observation as one chat message, or as text of the policy's own message."""
+        """The output as one chat message, or as text of the policy's own message."""
         if isinstance(action, Say):
             return super().observe(action, observation)
-        content, role = self.shown(observation), self.observation_role
+        content, role = self.format_output(observation), self.observation_role
         return content if role == "assistant" else [{"role": role, "content": content}]
 
 
-def with_functions(prompt: str, *shown: str | None) -> str:
-    """A prompt, and after it the functions that code may call."""
-    functions = "\n".join(text.strip() for text in shown if text)
+def with_functions(prompt: str, *sources: str | None) -> str:
+    """Append to a prompt the functions that code may call."""
+    functions = "\n".join(text.strip() for text in sources if text)
     return f"{prompt}\n{TOOLS_PROMPT.format(tools=functions)}".strip() if functions else prompt
 
 
 def signatures(source: str) -> str:
-    r'''The public functions of a script as def lines with their docstrings.
+    r'''Signatures and docstrings of the public functions of a script.
 
     >>> signatures("""def f(a: int, b=2) -> str:
     ...     'Says it.'
     ...     return str(a * b)""")
     'def f(a: int, b=2) -> str:\n    """Says it."""'
     '''
-    shown = []
+    blocks = []
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
             line = f"def {node.name}({ast.unparse(node.args)}){returns}:"
             doc = ast.get_docstring(node)
-            shown.append(line + (f'\n    """{doc}"""' if doc else " ..."))
-    return "\n".join(shown)
+            blocks.append(line + (f'\n    """{doc}"""' if doc else " ..."))
+    return "\n".join(blocks)

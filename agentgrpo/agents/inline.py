@@ -1,8 +1,8 @@
-"""Calls within the policy's text: `<fn>weather("Seattle, WA")</fn>`, answered in the same message.
+"""Calls inside the policy's text: `<fn>weather("Seattle, WA")</fn>`, answered in the same message.
 
-The policy writes on after `<fn_results>` or `<fn_error>`, which only this agent puts there: what is
-given and what was sampled are different segments, so that a policy that writes the result's tags
-itself is shown nothing and trained on its own words. Arguments are literals: nothing is evaluated.
+The policy continues after `<fn_results>` or `<fn_error>`, which this agent appends. Appended and
+sampled tokens are different segments: a policy that writes the result tags itself gets no result
+and is trained on its own text. Arguments are literals; nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ EXAMPLES = {
 OBSERVATION = "\n<{tag}>\n{output}\n</{tag}>\n"
 
 ReadCall = Callable[[str, Mapping[str, Schema]], ToolCall]
-"""From what stands between the tags, and the known tools by name, to a call.
+"""Parses the text between the tags, given the tools by name.
 
-Raises ValueError with a message for the policy if it is not in the asked form.
+Raises ValueError with a message for the policy if the form is wrong.
 """
 
 
@@ -48,11 +48,11 @@ class InlineAgent(PairAgent):
     """See agents/base.py for the protocol.
 
     Args:
-        env: whose tools can be called.
-        observation: how a result is shown; {output} is replaced by it, {tag} by fn_results or
+        env: the environment, whose tools can be called.
+        observation: format of a result; {output} is replaced by the result, {tag} by fn_results or
             fn_error.
-        call_form: how a call is written: python, `f("x", n=1)`, or json, `{"name": "f",
-            "arguments": {...}}`.
+        call_form: syntax of a call: python, `f("x", n=1)`, or json, `{"name": "f", "arguments":
+            {...}}`.
     """
 
     acts = ("tools",)
@@ -64,7 +64,7 @@ class InlineAgent(PairAgent):
     call_form: Literal["python", "json"] = "python"
 
     def prompt(self, task: Task) -> str:
-        """How a call is written, and the task's functions."""
+        """The call syntax and the task's functions."""
         return PROMPT.format(
             example=f"{self.open_tag}{EXAMPLES[self.call_form]}{self.close_tag}",
             prefix=self.answer_prefix,
@@ -73,19 +73,20 @@ class InlineAgent(PairAgent):
         )
 
     def act(self, body: str, task: Task) -> Action:
-        """The one call between the tags."""
+        """Parse the call between the tags."""
         known = {tool["function"]["name"]: tool for tool in self.schemas(task)}
         return CallTools((FORMS[self.call_form](body.strip(), known),))
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        """The result in its tags, for the same message."""
+        """The result in its tags, as text of the policy's message."""
         if isinstance(action, Say):
             return super().observe(action, observation)
-        return self.shown(observation, tag="fn_error" if observation.failed else "fn_results")
+        tag = "fn_error" if observation.failed else "fn_results"
+        return self.format_output(observation, tag=tag)
 
 
 def read_python(body: str, known: Mapping[str, Schema]) -> ToolCall:
-    """A call in Python's syntax with literal arguments only; nothing is evaluated.
+    """Parse a call in Python syntax with literal arguments; nothing is evaluated.
 
     >>> schema = {"function": {"parameters": {"properties": {"city": {}, "days": {}}}}}
     >>> read_python('weather("Oslo", days=2)', {"weather": schema}).arguments
@@ -119,7 +120,7 @@ def _literal(node: ast.expr, name: str, key: str) -> Any:
 
 
 def read_json(body: str, known: Mapping[str, Schema]) -> ToolCall:
-    """A call as a JSON object with `name` and `arguments`."""
+    """Parse a call that is a JSON object with `name` and `arguments`."""
     try:
         call = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -136,16 +137,16 @@ FORMS: dict[str, ReadCall] = {"python": read_python, "json": read_json}
 
 
 def signature(tool: Schema) -> str:
-    """A tool as one line for a prompt.
+    """Format a tool as one line of a prompt.
 
     >>> signature({"function": {"name": "f", "description": "Does.", "parameters": {"properties":
     ...     {"a": {"type": "string"}, "n": {"type": "integer", "default": 1}}}}})
     'f(a: string, n: integer = 1): Does.'
     """
     function = tool["function"]
-    shown = []
+    parameters = []
     for name, value in function.get("parameters", {}).get("properties", {}).items():
         kind = value.get("type", "any")
         default = f" = {value['default']!r}" if "default" in value else ""
-        shown.append(f"{name}: {kind}{default}")
-    return f"{function['name']}({', '.join(shown)}): {function.get('description', '').strip()}"
+        parameters.append(f"{name}: {kind}{default}")
+    return f"{function['name']}({', '.join(parameters)}): {function.get('description', '').strip()}"

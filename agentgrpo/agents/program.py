@@ -1,4 +1,4 @@
-"""A program of the user's as the agent: it asks the policy over HTTP, as any other server."""
+"""A user's own program as the agent: it calls the policy over HTTP, like any model server."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from agentgrpo.types import Task
 
 @dataclass(kw_only=True, eq=False)
 class ProgramAgent(TextAgent):
-    """Each rollout is one run of a program that calls this process's endpoint.
+    """Each rollout is one run of a program that sends requests to an endpoint of this process.
 
     See docs/agent-programs.md.
 
     Args:
-        pool: the sandbox; None where nothing runs in it.
-        call_reader: from a parser's name to what reads the calls of a turn.
-        env: what it is played in; one whose episodes play themselves (`plays`) is the program.
-        command: the program and its arguments: ["python", "program.py"]. `python` is the session's.
-        call: in its place, `module:function`, a coroutine function of this process: it is given
-            the task, base_url, api_key and model, and returns the answer.
-        files: files and folders that are copied to where the command runs.
-        sandbox: "session": the command runs in a session, whose only network is the endpoint;
-            "none": as the user who trains, isolated by nothing.
-        timeout_s: seconds that it may take; then the rollout has timed out.
-        parser: which of vLLM's tool parsers reads the calls of a turn, for requests with tools.
+        pool: the sandbox, or None if nothing runs in it.
+        call_reader: from a parser's name to the engine's tool call parser.
+        env: the environment. If its episodes play themselves (`plays`), it is the program.
+        command: program and arguments: ["python", "program.py"]. `python` is that of the session.
+        call: instead of a command, `module:function`: a coroutine function of this process, called
+            with the task, base_url, api_key and model. It returns the answer.
+        files: files and folders to copy to the command's working directory.
+        sandbox: "session": the command runs in a session whose only network is the endpoint.
+            "none": it runs without isolation, as the user who trains.
+        timeout_s: time limit in seconds, after which the rollout has timed out.
+        parser: vLLM's tool parser for requests with tools.
     """
 
     home = "answer"
@@ -41,7 +41,7 @@ class ProgramAgent(TextAgent):
         *("rollout.keep_observation", "rollout.max_tool_calls", "rollout.max_calls_of"),
         "rollout.max_malformed",
     )
-    """Settings that only agents read which the trainer plays turn by turn."""
+    """Settings that apply only to agents whose turns the trainer plays."""
     pool: Any
     call_reader: Callable[[str], ReadCalls]
     env: Any = None
@@ -51,36 +51,37 @@ class ProgramAgent(TextAgent):
     sandbox: Literal["session", "none"] = "session"
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
     parser: str = "hermes"
-    system_prompt: str | None = field(default=None, init=False)  # no options: nothing reads them
+    # fields of the base class that are no options here, since nothing reads them
+    system_prompt: str | None = field(default=None, init=False)
     shots: Shots = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         plays = bool(getattr(self.env, "plays", False))
         if bool(self.command) + bool(self.call) + plays != 1:
-            given = f"got {list(self.command)!r} and {self.call!r}"
+            got = f"got {list(self.command)!r} and {self.call!r}"
             raise ValueError(
-                f"command: expected neither it nor call, as the environment plays itself; {given}"
+                f"command: expected neither command nor call: the environment plays itself; {got}"
                 if plays
-                else f"command: either it or call must be given, {given}. Remedy where an extended "
-                "config has a command: command = [] and files = []"
+                else f"command: expected either command or call, {got}. If an extended config sets "
+                "a command, set command = [] and files = []"
             )
-        own = self.sandbox != "session"
-        for name, value in (("files", self.files), ("sandbox", own)):
-            if value and not self.command:
+        is_unisolated = self.sandbox != "session"
+        for name, is_set in (("files", bool(self.files)), ("sandbox", is_unisolated)):
+            if is_set and not self.command:
                 raise ValueError(f"{name}: {getattr(self, name)!r} does nothing without command")
         if getattr(self.env, "hosts_programs", False):
-            if self.call or own:
+            if self.call or is_unisolated:
                 key = "call" if self.call else "sandbox"
                 raise ValueError(
                     f"{key}: expected a command in the session that is judged, got "
-                    f"{getattr(self, key)!r}. Remedy: command and sandbox = 'session' "
+                    f"{getattr(self, key)!r}. Set command and sandbox = 'session' "
                     "(docs/environments.md)"
                 )
             self.env.require_python()
         for path in self.files:
             if not path.exists():
-                place = "" if path.is_absolute() else f" in {Path.cwd()}"
-                raise ValueError(f"files: {path}: no such file or directory{place}")
+                folder = "" if path.is_absolute() else f" in {Path.cwd()}"
+                raise ValueError(f"files: {path}: no such file or directory{folder}")
         self.read_calls = self.call_reader(self.parser)
 
     @staticmethod
@@ -89,5 +90,5 @@ class ProgramAgent(TextAgent):
         return bool(options.get("command")) and options.get("sandbox", "session") == "session"
 
     def parse(self, text: str, task: Task) -> NoReturn:
-        """Never called: what a turn means is the program's affair."""
+        """Never called: the program reads the policy's turns itself."""
         raise TypeError("a program reads its turns itself")

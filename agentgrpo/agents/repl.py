@@ -1,15 +1,16 @@
-"""A Python console that the policy types at: one line a turn, all in one assistant message.
+"""A Python console at which the policy types: one line per turn, all in one assistant message.
 
-The message begins with Python's banner and a prompt (given, not sampled); the policy samples up to
-a newline; what the terminal shows then, and the next prompt, is put into the same message. So the
-policy's message reads like a terminal session, and every line has its own tokens and reward
-(envs/console.py). A line ends at its first newline: what a merged token holds behind it stays in
-the message and is not typed. The space at the end of a prompt is left to the policy and not typed
-either: tokenizers join it to the word behind it, so that a policy that was given the space alone
-could not write the words that it has seen at prompts before.
+The message starts with Python's banner and a prompt (not sampled). The policy samples up to a
+newline; the terminal's output and the next prompt are appended to the same message. So the message
+reads like a terminal session, and each line has its own tokens and reward (envs/console.py).
 
-Where there is a user, `ask_user("...")` at a prompt closes the message; the user's reply follows as
-a message of theirs, and then the policy's next one, which begins with a prompt again.
+A line ends at its first newline: what a merged token contains after it stays in the message but is
+not typed. The space at the end of a prompt is left to the policy and not typed either: tokenizers
+merge it with the following word, so after a space given as a token of its own the policy could not
+sample the words that it has seen after prompts.
+
+If there is a user, `ask_user("...")` at a prompt closes the message. The user's reply follows as a
+user message, and the policy's next message starts with a prompt again.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class ReplAgent(TextAgent):
     """See agents/base.py for the protocol.
 
     Args:
-        banner: what the terminal shows before its first prompt. None: Python's own two lines.
-        host_tools: def lines and docstrings of the functions of sandbox.host_tools, shown after the
-            prompt; None: there are none.
+        banner: the terminal's output before its first prompt. None: Python's own two lines.
+        host_tools: signatures and docstrings of the functions of sandbox.host_tools, which the
+            system prompt shows, or None.
     """
 
     acts = ("lines",)
@@ -71,12 +72,12 @@ class ReplAgent(TextAgent):
         return ("\n",)
 
     def prefill(self, task: Task) -> str:
-        """The banner and the first prompt, but for its space."""
+        """The banner and the first prompt without its space."""
         banner = python_banner() if self.banner is None else self.banner
         return banner + PROMPTS[0].rstrip()
 
     def read(self, text: str, task: Task) -> Action:
-        r"""The line up to its newline. Without one the policy ended its message: its last line.
+        r"""The line up to its newline, or the whole text if the policy ended its message.
 
         >>> agent, task = ReplAgent(), Task(id="", messages=(), spec={})
         >>> agent.parse(" print(1)\n\n", task)
@@ -86,28 +87,28 @@ class ReplAgent(TextAgent):
         """
         line, newline, _ = text.removeprefix(" ").partition("\n")
         if self.has_user and line.startswith(f"{ASK}("):
-            asked = _asked(line)
-            return Malformed(NOT_ASKED) if asked is None else Say(asked)
+            question = _question(line)
+            return Malformed(NOT_ASKED) if question is None else Say(question)
         if not newline and not line.strip():
             return Finish(None)
         return RunCode(line, submits=is_submission(line))
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        """What the terminal shows until it waits for the next line, but for the prompt's space.
+        """The terminal's output up to the next prompt, without the prompt's space.
 
-        A text that does not end with a prompt (it was cut, or the line was not typed) gets one.
+        A prompt is added if the text does not end with one (it was cut, or the line was not typed).
         """
         if isinstance(action, Say):
             prompt = {"role": "assistant", "content": PROMPTS[0].rstrip()}
             return [{"role": "user", "content": observation.text}, prompt]
         text = observation.text
-        if text.endswith(PROMPTS[0]) or text == PROMPTS[1]:  # the mark of a cut ends so too
+        if text.endswith(PROMPTS[0]) or text == PROMPTS[1]:  # only alone: "... " also marks a cut
             return text[:-1]
         return text + "\n" * bool(text and not text.endswith("\n")) + PROMPTS[0].rstrip()
 
 
-def _asked(line: str) -> str | None:
-    """What a line says to the user; None: it is no call with one text in quotes."""
+def _question(line: str) -> str | None:
+    """The argument of ask_user(); None if the line is not a call with one string literal."""
     try:
         text = ast.literal_eval(line.removeprefix(ASK))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -116,7 +117,7 @@ def _asked(line: str) -> str | None:
 
 
 def python_banner() -> str:
-    """What this Python shows when it starts interactively."""
+    """The two lines that this Python prints when it starts interactively."""
     build = " ".join(sys.version.split())
     more = 'Type "help", "copyright", "credits" or "license" for more information.'
     return f"Python {build} on {platform.system().lower()}\n{more}\n"

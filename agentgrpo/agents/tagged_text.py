@@ -1,4 +1,4 @@
-"""What the shipped agents share: the conversation's head, and acting between one pair of tags."""
+"""Base classes of the shipped agents: prompt and examples; actions between a pair of tags."""
 
 from __future__ import annotations
 
@@ -44,38 +44,37 @@ IN_THOUGHT = "Error: nothing inside a thought is carried out; first close it wit
 
 
 def answer_in(text: str, prefix: str) -> str | None:
-    """What follows the prefix, stripped; None if it is not there. A tag ends at its end tag.
+    """The text after the prefix, stripped; None without the prefix. A tag ends at its end tag.
 
     >>> answer_in("so Answer: 4", "Answer:"), answer_in("<answer>4</answer>.", "<answer>")
     ('4', '4')
     >>> answer_in(" all of it ", ""), answer_in("4", "Answer:")
     ('all of it', None)
     """
-    _, found, answer = text.partition(prefix) if prefix else ("", "all", text)
+    _, separator, answer = text.partition(prefix) if prefix else ("", "all", text)
     if prefix.startswith("<") and prefix.endswith(">"):
         answer = answer.partition(f"</{prefix[1:]}")[0]
-    return answer.strip() if found else None
+    return answer.strip() if separator else None
 
 
 @dataclass(kw_only=True, eq=False)
 class TextAgent:
-    """What every shipped agent begins with: a prompt and worked examples, no tools, no prefill.
+    """Base class of all shipped agents: system prompt and worked examples, no tools, no prefill.
 
     Args:
-        env: what it acts in. If that has a user, it answers what is said.
-        system_prompt: what the policy is told first; "" is nothing, None what the agent says of
-            itself.
-        shots: worked examples, each a list of messages, shown before the task.
-        act_in_thoughts: carry out calls and code inside a thought (<think>...</think>, or as the
-            model's family writes it) too. False: only text outside of thoughts, as where vLLM
+        env: the environment. If it has a user, the user replies to turns without an action.
+        system_prompt: the system message; "": none; None: the agent's own.
+        shots: worked examples, each a list of messages, placed before the task.
+        act_in_thoughts: carry out calls and code inside a thought too (<think>...</think>, or as
+            the model's family writes it). False: only outside of thoughts, as vLLM does when it
             serves the model with a reasoning parser. An answer is always outside.
     """
 
     acts: ClassVar[tuple[str, ...]] = ()
-    """What its environment must answer: "code", "lines" of a console, "tools" that the environment
-    has, or a "search". An environment's class says in `answers` what it does."""
+    """Kinds of actions, all of which must be in the `answers` of the environment's class: "code",
+    "lines" of a console, "tools", "search"."""
     home: ClassVar[str] = "python"
-    """What env.kind = "auto" means."""
+    """The environment that env.kind = "auto" chooses."""
     env: Any = None
     system_prompt: str | None = None
     shots: Shots = ()
@@ -83,14 +82,17 @@ class TextAgent:
 
     @property
     def has_user(self) -> bool:
-        """Whether there is a user to talk with."""
+        """Whether the environment has a user."""
         return bool(getattr(self.env, "has_user", False))
 
     def talk(self, *acts: str) -> str:
-        """What the prompt says of the user, if there is one; `acts` are for somebody else."""
+        """A sentence for the prompt that explains how to reach the user; `acts`: tags of actions.
+
+        "" if there is no user.
+        """
         without = " or ".join(filter(None, acts))
-        said = f" What you write without {without} is said to the user, who may reply."
-        return said if self.has_user else ""
+        sentence = f" What you write without {without} is said to the user, who may reply."
+        return sentence if self.has_user else ""
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -99,81 +101,82 @@ class TextAgent:
 
     @property
     def marks(self) -> str:
-        """Pattern of what begins an action, see split_thoughts(). Any text."""
+        """Pattern of the start of an action, see split_thoughts(); here any text."""
         return r"\S"
 
     def prompt(self, task: Task) -> str:
-        """What the agent says of itself."""
+        """The agent's own system message."""
         return ""
 
     def messages(self, task: Task) -> list[Message]:
         """System prompt, worked examples, then the task's own messages."""
-        said = self.prompt(task) if self.system_prompt is None else self.system_prompt
-        head: list[Message] = [{"role": "system", "content": said}] if said else []
+        content = self.prompt(task) if self.system_prompt is None else self.system_prompt
+        head: list[Message] = [{"role": "system", "content": content}] if content else []
         return [*head, *(message for shot in self.shots for message in shot), *task.messages]
 
     def prefill(self, task: Task) -> str:
-        """None: the policy begins its turn itself."""
+        """Empty: the policy begins its own turn."""
         return ""
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        """None for the chat template: the prompt says what there is."""
+        """None for the chat template: the system message describes them."""
         return ()
 
     def schemas(self, task: Task) -> Sequence[Schema]:
-        """The environment's tools, without references."""
+        """The environment's tools with references inlined."""
         return [inlined(tool) for tool in self.env.tools(task)]
 
     def parse(self, text: str, task: Task) -> Action:
-        """The action of what a turn says outside of its thoughts; see act_in_thoughts."""
+        """The action of a turn, outside of its thoughts unless act_in_thoughts."""
         if self.act_in_thoughts:
             action = self.read(text, task)
             if not isinstance(action, Finish | Say):
                 return action
-        acted_on, thoughts, inside = split_thoughts(text, self.marks)
-        if inside and any(stop in thoughts for stop in self.stop):
-            return Malformed(IN_THOUGHT.format(THOUGHTS[inside]))
-        return self.read(acted_on, task)
+        visible, thoughts, unclosed = split_thoughts(text, self.marks)
+        if unclosed and any(stop in thoughts for stop in self.stop):
+            return Malformed(IN_THOUGHT.format(THOUGHTS[unclosed]))
+        return self.read(visible, task)
 
     def read(self, text: str, task: Task) -> Action:
-        """The action of a text that is acted on: the whole turn, or what follows its thoughts."""
-        return self.answered(text, "")
+        """The action of a turn's text; with act_in_thoughts of the whole turn."""
+        return self.answer_or_say(text, "")
 
-    def said(self, text: str, answer: str | None = None) -> Action:
-        """What a turn without an action means: it is said to the user; if there is none, the end.
+    def say_or_finish(self, text: str, answer: str | None = None) -> Action:
+        """A turn without an action is a message to the user; without a user it ends the rollout.
 
-        >>> TextAgent().said("4", "4")
+        >>> TextAgent().say_or_finish("4", "4")
         Finish(answer='4')
         """
         if not self.has_user:
             return Finish(answer)
         return Say(text.strip(), answer)
 
-    def answered(self, text: str, prefix: str) -> Action:
-        """What a text without an action means: an answer, or what is said."""
+    def answer_or_say(self, text: str, prefix: str) -> Action:
+        """A turn without an action ends with the answer after `prefix`, else it is a message."""
         answer = answer_in(text, prefix)
         ends = bool(prefix) and answer is not None
-        return Finish(answer) if ends else self.said(text, answer)
+        return Finish(answer) if ends else self.say_or_finish(text, answer)
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        """What the user replies, as a message of theirs."""
+        """The user's reply as a user message."""
         return [{"role": "user", "content": observation.text}]
 
 
 @dataclass(kw_only=True, eq=False)
 class PairAgent(TextAgent, ABC):
-    """An agent whose turn is an action between two tags, or else the answer after a prefix.
+    """An agent whose turns are an action between two tags, or the answer after a prefix.
 
     Args:
-        open_tag: begins an action.
-        close_tag: ends an action, and the turn.
-        observation: how the environment's answer is shown; {output} is replaced by it.
-        answer_prefix: a reply that has this text and no action ends the rollout; what follows is
-            the answer. "": the whole reply is. What lacks it is said to the user, if there is one.
+        open_tag: starts an action.
+        close_tag: ends an action and the turn.
+        observation: format of the environment's output; {output} is replaced by it.
+        answer_prefix: a turn with this text and without an action ends the rollout; the text after
+            it is the answer. "": the whole turn. A turn without it goes to the user, if there is
+            one.
     """
 
     error: ClassVar[str] = "Error"
-    """What the message of a malformed turn begins with."""
+    """Prefix of the message for a malformed turn."""
     open_tag: Tag = "<code>"
     close_tag: Tag = "</code>"
     observation: Template = "{output}"
@@ -190,14 +193,14 @@ class PairAgent(TextAgent, ABC):
 
     @abstractmethod
     def act(self, body: str, task: Task) -> Action:
-        """The action of what stands between the tags.
+        """The action that the text between the tags describes.
 
         Raises:
-            ValueError: it is none; the message is for the policy.
+            ValueError: it describes none; the message is for the policy.
         """
 
     def read(self, text: str, task: Task) -> Action:
-        """What is between the first open tag and the next close tag; else the answer, if any."""
+        """The action between the first open tag and the next close tag, else the answer."""
         _, opened, rest = text.partition(self.open_tag)
         body, closed, _ = rest.partition(self.close_tag)
         try:
@@ -209,12 +212,13 @@ class PairAgent(TextAgent, ABC):
                 raise ValueError(f"{self.close_tag} without {self.open_tag}")
         except ValueError as error:
             return Malformed(f"{self.error}: {error}")
-        return self.answered(text, self.answer_prefix)
+        return self.answer_or_say(text, self.answer_prefix)
 
-    def shown(self, observation: Observation, **marks: str) -> str:
-        """The environment's answer as it is shown, other {marks} than {output} filled in."""
-        shown = self.observation
-        for name, value in marks.items():
-            shown = shown.replace(f"{{{name}}}", value)
+    def format_output(self, observation: Observation, **fields: str) -> str:
+        """Fill `self.observation` with the environment's output and other fields."""
+        text = self.observation
+        for name, value in fields.items():
+            text = text.replace(f"{{{name}}}", value)
+        # last, and by replace() instead of format(): an output may contain braces
         outputs = observation.outputs
-        return shown.replace("{output}", "\n".join(outputs) if outputs else observation.text)
+        return text.replace("{output}", "\n".join(outputs) if outputs else observation.text)

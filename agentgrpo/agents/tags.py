@@ -6,10 +6,9 @@ r"""Thought, search, code and answer in tags, within one message (ToolStar, ARPO
     42
     </result><answer> The final answer is \[ \boxed{42} \] </answer>
 
-Only what the policy sampled in its present turn is parsed, so tags in a result, in the task or in
-the prompt's example mean nothing; and tags of the protocol within a result are shown broken up,
-so that the policy does not take a document's words for its own. envs/python_and_search.py answers
-it.
+Only text that the policy sampled in the current turn is parsed, so tags in a result, the task or
+the prompt's example have no effect. The protocol's tags within a result are broken up, so that the
+policy cannot confuse a document with its own text. The environment is envs/python_and_search.py.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ class TagAgent(TextAgent):
     r"""See agents/base.py for the protocol.
 
     Args:
-        search: name of the tag of queries; "": there is no search.
-        python: name of the tag of code; "": there is no interpreter.
-        boxed: an answer without \boxed{...} is none.
+        search: name of the tag for queries; "": no search.
+        python: name of the tag for code; "": no interpreter.
+        boxed: an answer without \boxed{...} does not count.
 
     Raises:
-        ValueError: a name that is no tag, or two of one name.
+        ValueError: a name is invalid or used twice.
     """
 
     acts = ("code", "search")
@@ -65,8 +64,8 @@ class TagAgent(TextAgent):
 
     def __post_init__(self) -> None:
         names = [n for n in (self.think, self.search, self.python, self.result, self.answer) if n]
-        bad = [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)]
-        if bad or len(set(names)) < len(names):
+        invalid = [name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)]
+        if invalid or len(set(names)) < len(names):
             raise ValueError(
                 f"tags: expected different names of letters, digits and _, got {names}"
             )
@@ -83,12 +82,12 @@ class TagAgent(TextAgent):
         return f"<(?:{'|'.join((*self._acts, self.answer))})>"
 
     def prompt(self, task: Task) -> str:
-        """What each tag is for."""
+        """An explanation of the tags."""
         acts = (f"<{name}>" for name in (*self._acts, self.answer))
         return PROMPT.format(search=self.search, python=self.python) + self.talk(*acts)
 
     def read(self, text: str, task: Task) -> Action:
-        r"""What the turn's last pair of tags asks for; without one, what is said, or no answer.
+        r"""The action of the turn's last pair of tags; without one, a message or no answer.
 
         >>> agent, task = TagAgent(), Task(id="", messages=(), spec={})
         >>> agent.parse("<think>Hm.</think><python>6*7</python>", task)
@@ -110,23 +109,23 @@ class TagAgent(TextAgent):
             if name == self.search:
                 return CallTools((ToolCall("search", {"query": body.strip()}),))
             return RunCode(body.strip("\n"))
-        return self.said(text)
+        return self.say_or_finish(text)
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        """The result between its tags, for the same message; tags within it broken up."""
+        """The result in its tags, as text of the policy's message; tags within it are broken up."""
         if isinstance(action, Say):
             return super().observe(action, observation)
         text = "\n".join(observation.outputs) or observation.text
-        shown = self._tag.sub(lambda tag: f"<\u200b{tag[1]}>", text)
-        return f" <{self.result}>\n{shown}\n</{self.result}>"
+        escaped = self._tag.sub(lambda tag: f"<\u200b{tag[1]}>", text)
+        return f" <{self.result}>\n{escaped}\n</{self.result}>"
 
     def _answer_in(self, body: str) -> str | None:
-        found = boxed(body)
-        return found if self.boxed else (body.strip() if found is None else found)
+        answer = boxed(body)
+        return answer if self.boxed or answer is not None else body.strip()
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} holds, its braces balanced; None if there is none.
+    r"""The content of the last \boxed{...} with balanced braces; None if there is none.
 
     >>> boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'

@@ -1,6 +1,6 @@
-"""Tool calling as the model was taught it: its template shows the tools, vLLM's parser reads calls.
+"""Native tool calling: the chat template renders the tools, vLLM's tool parser reads the calls.
 
-Agents never import the engine: the parser comes as a `ReadCalls` from whoever builds the run.
+Agents do not import the engine: train/prepare.py passes the parser as a `ReadCalls`.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ ONE_CALL_RULE = (
 class ToolAgent(TextAgent):
     """See agents/base.py for the protocol.
 
-    A turn without a call is the answer, or where the environment has somebody to talk with, what
-    is said to them. A turn in which one call cannot be read carries out none.
+    A turn without a call is the answer, or if the environment has a user, a message to the user. If
+    one call of a turn cannot be parsed, none is made.
 
     Args:
-        env: whose tools can be called; if it has a user, it answers what is said.
-        call_reader: from a parser's name to what reads the calls of a turn.
-        system_prompt: what the policy is told first; a task's own system message joins it.
-        observation_role: role of the message that carries a tool's answer.
-        answer_prefix: a reply that has this text and no call ends the rollout; what follows is the
-            answer. "": the whole reply is, and nothing that is said to a user ends it.
-        parser: which of vLLM's tool parsers reads the calls: hermes (Qwen2.5, Qwen3), qwen3_coder,
-            llama3_json, mistral, pythonic ...
-        parallel_calls: carry out all calls of a turn. False: the first; the others are answered
+        env: the environment, whose tools can be called. If it has a user, the user replies to
+            messages.
+        call_reader: from a parser's name to the engine's tool call parser.
+        system_prompt: the system message; a task's own system message is appended to it.
+        observation_role: role of the message with a tool's result.
+        answer_prefix: a turn with this text and without a call ends the rollout; the text after it
+            is the answer. "": the whole turn, and no message to a user ends the rollout.
+        parser: vLLM's tool parser: hermes (Qwen2.5, Qwen3), qwen3_coder, llama3_json, mistral,
+            pythonic ...
+        parallel_calls: make all calls of a turn. False: only the first; the others are answered
             with an error.
-        one_call_rule: begin the system message with the rule that a turn calls one function or none
-            and confirms nothing that was not done. A template's own words may say otherwise
+        one_call_rule: start the system message with the rule that a turn calls one function or none
+            and confirms nothing that was not done. The template's own text may contradict it
             (Qwen's: "one or more functions").
     """
 
@@ -69,32 +70,34 @@ class ToolAgent(TextAgent):
 
     def __post_init__(self) -> None:
         if self.one_call_rule and self.parallel_calls:
-            raise ValueError("agent.options.one_call_rule and parallel_calls exclude each other")
+            raise ValueError(
+                "agent.options.one_call_rule: expected false with parallel_calls, got true"
+            )
         if self.one_call_rule:
             self.system_prompt = f"{ONE_CALL_RULE}\n\n{self.system_prompt or ''}".strip()
         self._read_calls = self.call_reader(self.parser)
 
     def messages(self, task: Task) -> list[Message]:
-        """System prompt (the task's own joins it), worked examples, the task's messages."""
+        """System message (with the task's own appended), worked examples, the task's messages."""
         if not task.messages or task.messages[0]["role"] != "system":
             return super().messages(task)
-        own, *rest = task.messages
-        told = super().messages(replace(task, messages=tuple(rest)))
+        task_system, *rest = task.messages
+        messages = super().messages(replace(task, messages=tuple(rest)))
         if not self.system_prompt:
-            return [own, *told]
-        joined = f"{self.system_prompt}\n\n{own['content']}"
-        return [{"role": "system", "content": joined}, *told[1:]]
+            return [task_system, *messages]
+        content = f"{self.system_prompt}\n\n{task_system['content']}"
+        return [{"role": "system", "content": content}, *messages[1:]]
 
     def tools(self, task: Task) -> Sequence[Schema]:
         return self.schemas(task)
 
     def read(self, text: str, task: Task) -> Action:
-        """Calls, or an error if one cannot be read; else the answer or what is said."""
+        """The calls, or an error if one cannot be parsed; else the answer or a message."""
         reading = self._read_calls(text, self.schemas(task))
         if not reading.calls:
             if reading.attempted:
                 return Malformed("Error: the tool call could not be read; no call was made")
-            return self.answered(reading.content, self.answer_prefix)
+            return self.answer_or_say(reading.content, self.answer_prefix)
         calls = []
         for name, arguments in reading.calls:
             try:
@@ -109,7 +112,7 @@ class ToolAgent(TextAgent):
         return CallTools(tuple(calls[:1]), refused=tuple(calls[1:]))
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        """One message per call, in order; what the user said is theirs."""
+        """One message per call, in order; a user's reply is a user message."""
         if isinstance(action, Say):
             return super().observe(action, observation)
         role = self.observation_role
@@ -122,8 +125,6 @@ class ToolAgent(TextAgent):
                 f"{name}: an observation's outputs: expected {expected}, one per call, "
                 f"got {len(observation.outputs)}"
             )
-        made = list(zip(action.calls, texts, strict=True))
-        return [
-            {"role": role, "content": text, "name": call.name}
-            for call, text in [*made, *((call, ONE_CALL) for call in action.refused)]
-        ]
+        results = list(zip(action.calls, texts, strict=True))
+        results += [(call, ONE_CALL) for call in action.refused]
+        return [{"role": role, "content": text, "name": call.name} for call, text in results]

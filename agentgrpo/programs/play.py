@@ -164,7 +164,7 @@ class _Play:
         finally:
             self._stop()
         self._require_some_ran()
-        return self.groups.whole()
+        return self.groups.complete()
 
     # --- programs
 
@@ -183,7 +183,7 @@ class _Play:
         except BaseException as error:
             self.endpoint.end(session)
             if episode is not NOTHING:
-                self.runner.close(episode, self.groups.of(index)).result()
+                self.runner.close(episode, self.groups.name(index)).result()
             if not isinstance(error, InfrastructureError):
                 raise
             rollout = _without_a_turn(session, task, str(error))
@@ -263,7 +263,7 @@ class _Play:
         if turn.finish_reason in ("stop", "length"):
             wanted.on_result(turn)
         else:
-            said = f"the engine gave a request up: finish_reason {turn.finish_reason!r}"
+            said = f"the engine gave up a request: finish_reason {turn.finish_reason!r}"
             self.live[index].broken = said
             wanted.on_result(InfrastructureError(said))
 
@@ -286,12 +286,12 @@ class _Play:
         if live.failed is not None and not again:
             self.failures.append(live.failed)
         if again or rollout.status is Status.INFRA_ERROR:
-            self.runner.close(live.episode, self.groups.of(index)).result()
+            self.runner.close(live.episode, self.groups.name(index)).result()
             self._broken(index, live.attempt, rollout)
             return
         rollout.environment = getattr(live.episode, "environment", None)
         self.finishing[index] = rollout, live.episode
-        finish = self.runner.finish(live.episode, rollout.answer, self.groups.of(index))
+        finish = self.runner.finish(live.episode, rollout.answer, self.groups.name(index))
         finish.add_done_callback(lambda future: self.inbox.put((index, future)))
 
     def _broken(self, index: int, attempt: int, rollout: Rollout) -> None:
@@ -392,7 +392,7 @@ class _Play:
             closing = []
             for index, live in self.live.items():
                 self.endpoint.end(live.session)
-                closing.append(self.runner.close(live.episode, self.groups.of(index)))
+                closing.append(self.runner.close(live.episode, self.groups.name(index)))
             wait(closing)
 
 

@@ -43,7 +43,7 @@ from agentgrpo.support.files import read_table
 from agentgrpo.train import __main__ as train
 from agentgrpo.train.build import build, build_eval, prepare
 from agentgrpo.train.command_line import Begin
-from agentgrpo.train.dry_run import line, of_training, plan
+from agentgrpo.train.dry_run import format_plan, plan_line, training_lines
 from agentgrpo.train.parts import Parts
 from agentgrpo.train.prepare import training_stream
 from agentgrpo.types import Group
@@ -167,7 +167,9 @@ def _chunks(
                 groups, _ = player.sampler.play(tasks, c.group_size, seed=seed)
             player.reward.score(groups)
             append_lines(path, [rollout_record(r) for group in groups for r in group.rollouts])
-            progress.say(f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played")
+            progress.print(
+                f"stage {stage}: {start + len(tasks)} of {c.candidates} candidates played"
+            )
         yield groups
 
 
@@ -250,7 +252,7 @@ def of_stages(recipe: RecipeConfig) -> Check:
     c = recipe.curriculum
     numbers = ", ".join(str(steps_of(recipe, stage, c.select)) for stage in range(c.stages))
     trained = f"{numbers} steps" if c.epochs is None else f"at most {numbers} steps"
-    return line(
+    return plan_line(
         "stages",
         f"{c.stages}: {c.candidates} candidates x {c.group_size}, {trained}, saved every "
         f"{recipe.save_every}",
@@ -268,8 +270,8 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | N
         with contextlib.closing(prepare(config)) as parts:
             require_stages(recipe, write=not args.dry_run)
             if args.dry_run:
-                lines = [of_stages(recipe), *of_training(config, parts)]
-                print(plan(config, parts, lines, saved=SAVED))  # noqa: T201
+                lines = [of_stages(recipe), *training_lines(config, parts)]
+                print(format_plan(config, parts, lines, saved=SAVED))  # noqa: T201
                 return None
         begin()
         run_parts(recipe, parts_of(recipe), [args.config, *args.overrides])
@@ -294,7 +296,7 @@ def train_part(recipe: RecipeConfig, stage: int, begin: Begin) -> int:
         print(f"stage {stage}: trains on the {len(tasks)} that were selected", flush=True)  # noqa: T201
         return tasks
 
-    status = train.work(training_config(recipe, stage), begin, partial(build, draw=drawn))
+    status = train.train(training_config(recipe, stage), begin, partial(build, draw=drawn))
     if not status:
         finish_stage(recipe, stage)
     return status

@@ -32,7 +32,7 @@ from agentgrpo.support.atomic_files import write_json, write_text
 from agentgrpo.support.files import read_table
 from agentgrpo.train.build import build_eval
 from agentgrpo.train.command_line import Begin
-from agentgrpo.train.dry_run import of_playing, plan
+from agentgrpo.train.dry_run import format_plan, playing_lines
 from agentgrpo.train.evaluate import evaluate
 from agentgrpo.train.parts import Parts
 from agentgrpo.train.prepare import prepare_run
@@ -115,8 +115,8 @@ def run(config: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     before = asked_for(config, args)
     if args.dry_run:
         with contextlib.closing(prepare_run(config, trained=False)) as parts:
-            lines = of_playing(config, parts, parts.heldout)
-            print(plan(config, parts, lines, trained=False, saved=()))  # noqa: T201
+            lines = playing_lines(config, parts, parts.heldout)
+            print(format_plan(config, parts, lines, trained=False, saved=()))  # noqa: T201
         return
     parallel.start()
     try:

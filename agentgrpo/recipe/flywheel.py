@@ -61,7 +61,7 @@ from agentgrpo.support.atomic_files import (
 )
 from agentgrpo.train.build import start_engine
 from agentgrpo.train.command_line import Begin
-from agentgrpo.train.dry_run import line, of_playing, plan
+from agentgrpo.train.dry_run import format_plan, plan_line, playing_lines
 from agentgrpo.train.parts import Parts
 from agentgrpo.train.prepare import prepare_run, training_stream
 from agentgrpo.train.progress import Progress
@@ -190,7 +190,7 @@ def process_questions(
     buffer = folder / "buffer.jsonl"
     done = {json.loads(line)["id"] for line in whole_lines(buffer)}
     left = [task for task in tasks if task.id not in done]
-    progress.say(f"flywheel: {len(tasks)} questions, {len(tasks) - len(left)} done before")
+    progress.print(f"flywheel: {len(tasks)} questions, {len(tasks) - len(left)} done before")
     failed = 0
     with (
         ThreadPoolExecutor(3 * config.concurrency, "operator") as operators,
@@ -207,12 +207,12 @@ def process_questions(
                 try:
                     future.result()
                 except InfrastructureError as error:
-                    progress.say(f"{place}: the machine failed: {error}")
+                    progress.print(f"{place}: the machine failed: {error}")
                     failed += 1
                     continue
                 append_lines(buffer, [question.record()])
                 right = sum(one.right for one in question.buffer)
-                progress.say(f"{place}: {right} of {len(question.buffer)} trajectories right")
+                progress.print(f"{place}: {right} of {len(question.buffer)} trajectories right")
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
@@ -311,13 +311,13 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
         if args.dry_run:
             c = recipe.flywheel
             work = f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"
-            lines = [*of_playing(recipe, parts, tasks), line("the work", work)]
-            print(plan(recipe, parts, lines, trained=False, saved=SAVED))  # noqa: T201
+            lines = [*playing_lines(recipe, parts, tasks), plan_line("the work", work)]
+            print(format_plan(recipe, parts, lines, trained=False, saved=SAVED))  # noqa: T201
             return
         start_engine(recipe, parts)
         begin()
         made = run_flywheel(recipe, parts, tasks)
-        parts.progress.say(f"kept {made['kept']} of {made['trajectories']} trajectories")
+        parts.progress.print(f"kept {made['kept']} of {made['trajectories']} trajectories")
 
 
 def main(arguments: list[str]) -> int:

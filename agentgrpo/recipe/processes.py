@@ -20,8 +20,7 @@ from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.records.run_folder import MAY_CHANGE, flatten, newest_saved, require_same_settings
 from agentgrpo.support.atomic_files import write_json
 from agentgrpo.support.files import read_table
-from agentgrpo.train.command_line import Stopped
-from agentgrpo.train.command_line import command as run_command
+from agentgrpo.train.command_line import ChildFailed, run_command
 from agentgrpo.train.interrupt import run_child
 
 
@@ -85,7 +84,7 @@ def run_parts(
         started = time.perf_counter()
         status, asked = run_child(command, stdout=subprocess.DEVNULL if part.quiet else None)
         if status:
-            raise Stopped(part.name, status)
+            raise ChildFailed(part.name, status)
         seconds[part.name] = time.perf_counter() - started
         write_json(path, seconds)
         if asked:

@@ -31,7 +31,7 @@ from agentgrpo.support.atomic_files import numbered_rows, write_json, write_text
 from agentgrpo.support.files import read_table
 from agentgrpo.train.build import prepare
 from agentgrpo.train.command_line import Begin
-from agentgrpo.train.dry_run import line, of_training, plan
+from agentgrpo.train.dry_run import format_plan, plan_line, training_lines
 
 SAVED = ("recipe.json", *flywheel.SAVED, *sft.SAVED, *curriculum.SAVED)
 """What it continues from."""
@@ -87,12 +87,12 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
             if args.dry_run:
                 rounds, c = recipe.flywheel.rounds, recipe.sft
                 lines = [
-                    line("flywheel", f"{len(questions)} questions, {rounds} rounds"),
-                    line("sft", f"{c.epochs} epochs in steps of {c.batch_size} examples"),
+                    plan_line("flywheel", f"{len(questions)} questions, {rounds} rounds"),
+                    plan_line("sft", f"{c.epochs} epochs in steps of {c.batch_size} examples"),
                     curriculum.of_stages(recipe),
-                    *of_training(recipe, parts),
+                    *training_lines(recipe, parts),
                 ]
-                print(plan(recipe, parts, lines, saved=SAVED))  # noqa: T201
+                print(format_plan(recipe, parts, lines, saved=SAVED))  # noqa: T201
                 return
         begin()
         made = report(recipe, run_parts(recipe, parts_of(recipe), [args.config, *args.overrides]))

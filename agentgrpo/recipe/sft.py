@@ -43,7 +43,7 @@ from agentgrpo.support.atomic_files import numbered_rows
 from agentgrpo.support.files import not_found
 from agentgrpo.support.packages import require
 from agentgrpo.train.command_line import Begin
-from agentgrpo.train.dry_run import line, plan
+from agentgrpo.train.dry_run import format_plan, plan_line
 from agentgrpo.train.memory_estimate import room_checks
 from agentgrpo.train.prepare import prepare_run
 from agentgrpo.types import Group, Int32, Metrics, Rollout, Segment, Status, Task
@@ -280,7 +280,7 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
         resumed = whole_checkpoint(config)
         parts = prepare_run(config, model=str(resumed) if resumed else None)
         undo.callback(parts.close)
-        require(room_checks(config, parts.model, trained=True, sampled=False), parts.progress.say)
+        require(room_checks(config, parts.model, trained=True, sampled=False), parts.progress.print)
         limit = recipe.engine.max_model_len
         examples = read_examples(path, sft, parts.chat, parts.agent, max_tokens=limit)
         data = {"sft.data": f"{len(examples)} examples of {named(path)}"}
@@ -290,13 +290,13 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
             longest = max(sum(len(s.token_ids) for s in part) for e in examples for part in e.rows)
             run = f"{sft.epochs} epochs: {steps} steps of {sft.batch_size}"
             lines = [
-                line("data", f"{len(examples)} examples, the longest has {longest} tokens"),
-                line("the run", f"{run}, saved every {config.save_every}"),
+                plan_line("data", f"{len(examples)} examples, the longest has {longest} tokens"),
+                plan_line("the run", f"{run}, saved every {config.save_every}"),
             ]
-            print(plan(config, parts, lines, sampled=False))  # noqa: T201
+            print(format_plan(config, parts, lines, sampled=False))  # noqa: T201
             return
         learner = make_learner(parts.model, config, steps, adapter=parts.adapter)
-        log, say = RunLog(config.out_dir), parts.progress.say
+        log, say = RunLog(config.out_dir), parts.progress.print
         offsets: dict[str, FileTail] = {}
         if resumed is not None:
             offsets = learner.load_state(resumed / checkpoint.STATE)["log_offsets"]

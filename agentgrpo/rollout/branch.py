@@ -1,17 +1,18 @@
-"""Branching rollouts: more samples of a group start where the policy became unsure after a tool.
+"""Branching rollouts: more samples of a group where the policy became uncertain after a tool call.
 
-ARPO (arXiv:2507.19849, 3.1): a group starts with some rollouts. If the entropy H of a turn after a
-tool's result exceeds the entropy H0 of its rollout's first turn, up to beam_size - 1 others branch
-off after that result, each with probability clip(p + w * (H - H0), 0, 1). Intended differences from
-the released code:
+ARPO (arXiv:2507.19849, 3.1): a group starts with some rollouts. Where the entropy H of a turn after
+a tool's result exceeds the entropy H0 of the rollout's first turn, up to beam_size - 1 others
+branch off right after that result, each with probability clip(p + w * (H - H0), 0, 1). Intended
+differences from the released code:
 
-* H is a mean over a turn's first tokens, not a sum: it does not grow with the turn. It is divided
-  by ln(vocabulary); tokens that are not among the likeliest count as one token, not as nothing.
-* H0 belongs to one rollout of one call. The released code keeps that of the first training batch.
+* H is a mean over a turn's first tokens, not a sum, so it does not grow with the turn's length. It
+  is divided by ln(vocabulary). The tokens outside the top logprobs count as one token; the released
+  code ignores them.
+* H0 belongs to one rollout of one call. The released code keeps it from the first training batch.
 * The branch starts after the result whose turn was measured, not one tool call later.
-* Free places are divided between the first rollouts, and again at each branching, so that early
-  ones do not take all. Places that a rollout leaves unused start alone as soon as it has ended, not
-  one per round at the end.
+* Free places are divided among the first rollouts, and again at each branching, so that early ones
+  do not take all. Places that a rollout leaves unused are played from the prompt as soon as it has
+  ended, all at once, not one per round at the end.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from agentgrpo.types import Float32
 
 
 def turn_entropy(entropies: Float32, config: BranchConfig, vocab_size: int) -> float | None:
-    """Mean entropy of a turn's first tokens as a share of ln(vocab_size); None of an empty turn."""
+    """Mean entropy of a turn's first tokens, divided by ln(vocab_size); None for an empty turn."""
     first = entropies[: config.entropy_tokens]
     return float(first.mean()) / math.log(vocab_size) if len(first) else None
 
 
 def branch_probability(delta: float, config: BranchConfig, consecutive: int = 0) -> float:
-    """Of branching where the entropy has grown by delta (H - H0, as shares of ln(vocabulary)).
+    """Probability of branching for delta = H - H0, both divided by ln(vocabulary).
 
     >>> branch_probability(0.5, BranchConfig(probability=0.5, entropy_weight=0.2))
     0.6
@@ -48,9 +49,9 @@ def branch_probability(delta: float, config: BranchConfig, consecutive: int = 0)
 
 
 def aepo_initial(group_size: int, root: float, after_tools: float, beta: float) -> int:
-    """How many of a group begin alone: group_size * sigmoid(beta * (root - after_tools)), rounded.
+    """Rollouts that start from the prompt: group_size * sigmoid(beta * (root - after_tools)).
 
-    An unsure first turn asks for other beginnings, unsure turns after tools for branches (AEPO,
+    Uncertain first turns call for more starts, uncertain turns after tools for more branches (AEPO,
     arXiv:2510.14545).
 
     >>> aepo_initial(16, 0.5, 0.5, 2.0)
@@ -61,7 +62,7 @@ def aepo_initial(group_size: int, root: float, after_tools: float, beta: float) 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One action of an episode, and what it was answered."""
+    """One action of an episode, and a hash of its observation."""
 
     action: Action
     digest: bytes
@@ -70,21 +71,21 @@ class Step:
 
     @classmethod
     def of(cls, action: Action, observation: Observation) -> Step:
-        """The step, its observation remembered by hash."""
+        """Make a step from an action and its observation."""
         return cls(action, digest(observation), observation.memory)
 
 
 def digest(observation: Observation) -> bytes:
-    """A hash of all that an observation says."""
+    """A hash of the fields that the policy or the second role can see."""
     o = observation
-    said = (o.text, o.failed, o.done, o.outputs, o.ask)
-    return hashlib.blake2b(repr(said).encode(errors="surrogatepass"), digest_size=16).digest()
+    fields = (o.text, o.failed, o.done, o.outputs, o.ask)
+    return hashlib.blake2b(repr(fields).encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 class Copies:
-    """Copies of episodes that branches start from, kept until their group has ended.
+    """Copies of episodes from which branches start, kept until their group has ended.
 
-    Used by several threads. `close` begins to close a task's copy.
+    Thread-safe. `close` starts closing a task's copy.
     """
 
     def __init__(self, close: Callable[[int, Any], Future[None]]) -> None:
@@ -94,7 +95,7 @@ class Copies:
         self.closing: list[Future[None]] = []
 
     def keep(self, task: int, copy: Any) -> Any:
-        """Keep a copy, if there is one. Close it at once if its group has ended meanwhile."""
+        """Store a copy, unless it is None. Close it at once if its group has ended meanwhile."""
         if copy is not None:
             with self._lock:
                 self._copies.setdefault(task, []).append(copy)
@@ -104,7 +105,7 @@ class Copies:
         return copy
 
     def end(self, task: int) -> None:
-        """The group has ended: no episode uses a copy any more."""
+        """Close all copies of a group that has ended."""
         with self._lock:
             self._ended.add(task)
             copies = self._copies.pop(task, [])
@@ -113,23 +114,23 @@ class Copies:
 
 @dataclass(slots=True)
 class GroupPlan:
-    """Which rollout of a group begins when, and how.
+    """Decides which rollouts of a group start from the prompt and which branch off, and when.
 
     Every index below group_size is handed out exactly once, by begin(), fork(), ended() or
-    decide(). The indices that are not out yet are entrusted to the rollouts that play.
+    measured(). The remaining indices are divided among the rollouts that are playing.
     """
 
     group_size: int
     config: BranchConfig
     _next: int = 0
     _shares: dict[int, int] = field(default_factory=dict)
-    """By rollout that plays: how many indices it may still hand out."""
+    """By playing rollout: number of indices that it may still hand out."""
     _undecided: bool = False
     _roots: dict[int, float] = field(default_factory=dict)
     _after_tools: list[float] = field(default_factory=list)
 
     def begin(self) -> list[int]:
-        """The rollouts that begin at once."""
+        """Indices of the rollouts that start at once."""
         branching = 0 < self.config.initial < self.group_size
         first = self._hand_out(self.config.initial if branching else self.group_size)
         self._undecided = branching and self.config.budget == "aepo"
@@ -139,31 +140,32 @@ class GroupPlan:
         return first
 
     def may_branch(self, index: int) -> bool:
-        """Whether the rollout may hand an index out."""
+        """Whether the rollout may hand out an index."""
         return self._shares.get(index, 0) > 0
 
     def fork(self, index: int, copies: int = 1) -> list[int]:
-        """The indices of rollouts that branch off this one, as many as it may hand out; they and
-        it share what may still branch.
+        """Indices of up to `copies` branches of this rollout, as many as it may hand out.
+
+        The indices left are divided among the rollout and its branches.
         """
         copies = min(copies, self._shares[index])
-        left = self._shares[index] - copies
-        new = self._hand_out(copies)
-        for place, one in enumerate((index, *new)):
-            self._shares[one] = (left + copies - place) // (copies + 1)
-        return new
+        num_left = self._shares[index] - copies
+        branches = self._hand_out(copies)
+        for place, member in enumerate((index, *branches)):
+            self._shares[member] = (num_left + copies - place) // (copies + 1)
+        return branches
 
     def ended(self, index: int) -> list[int]:
-        """A rollout has ended; returns those that begin alone instead of what it left unused."""
-        begun: list[int] = []
-        if self._undecided:  # it ended without having called a tool: nothing tells for branches
-            begun = self._decide(self.group_size)
+        """A rollout has ended. Returns the indices that now start from the prompt."""
+        roots: list[int] = []
+        if self._undecided:  # it called no tool, so there is no entropy that speaks for branches
+            roots = self._decide(self.group_size)
         unused = self._hand_out(self._shares.pop(index, 0))
         self._shares |= dict.fromkeys(unused, 0)
-        return begun + unused
+        return roots + unused
 
     def measured(self, index: int, entropy: float, *, after_tool: bool) -> list[int]:
-        """A turn's entropy is known; returns those that begin alone because of it (AEPO)."""
+        """A turn's entropy is known. Returns the indices that now start from the prompt (AEPO)."""
         if not self._undecided:
             return []
         if not after_tool:
@@ -176,10 +178,10 @@ class GroupPlan:
 
     def _decide(self, initial: int) -> list[int]:
         self._undecided = False
-        begun = self._hand_out(max(0, initial - self._next))
-        self._shares |= dict.fromkeys(begun, 0)
+        roots = self._hand_out(max(0, initial - self._next))
+        self._shares |= dict.fromkeys(roots, 0)
         self._share_out(self.group_size - self._next)
-        return begun
+        return roots
 
     def _hand_out(self, count: int) -> list[int]:
         start, self._next = self._next, self._next + count

@@ -1,13 +1,13 @@
-"""Samplers of the user: `rollout.sampler = "module:Class"`.
+"""A user's own sampler: `rollout.sampler = "module:Class"`.
 
     class MySampler:
         def __init__(self, chat, config): ...              # ChatTemplate, RolloutConfig
         def rollout(self, engine, tasks, n, params): ...   # -> one list of n Rollouts per task
 
-It may call `engine.add_request / step` on token ids, `engine.llm.chat(messages, tools=...)`, or
-anything else. Its rollouts are trained on as they are: a segment with log-probabilities was sampled
-and is trained, one without was not; rewards of spans count as an environment's. So they are checked
-here, before they can spoil a step. Counts of types.COUNTS that it does not set are 0; its turns are
+It may drive `engine.add_request / step` on token ids, call `engine.llm.chat(messages, tools=...)`,
+or use anything else. Its rollouts are trained on as they are: a segment with log-probabilities was
+sampled and is trained on, one without was not; span rewards count like an environment's. They are
+checked here before the step uses them. Of types.COUNTS, missing stats become 0; the turns are
 counted here.
 """
 
@@ -34,31 +34,31 @@ if TYPE_CHECKING:  # it imports vLLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutParams:
-    """How the run wants its rollouts sampled."""
+    """The run's sampling settings."""
 
     temperature: float
     max_turns: int
     max_turn_tokens: int
     max_response_tokens: int
-    """Tokens after the prompt at most; prompt and response must not exceed engine.max_model_len."""
+    """Limit after the prompt. Prompt and response must not exceed engine.max_model_len."""
     stop_token_ids: tuple[int, ...]
     seed: int
-    """Of this call; derive one per request from it (decoder.request_seed)."""
+    """Of this call; derive one per request from it (engine_protocol.request_seed)."""
     filters: Mapping[str, float]
-    """vLLM's top_p and the like; empty unless it is an evaluation."""
+    """vLLM's top_p and similar; empty in training."""
 
 
 class RolloutSampler(Protocol):
-    """A user's sampler; see the module's text for its constructor."""
+    """A user's sampler; its constructor takes a ChatTemplate and a RolloutConfig."""
 
     def rollout(
         self, engine: Engine, tasks: Sequence[Task], n: int, params: RolloutParams
     ) -> Sequence[Sequence[Rollout]]:
-        """Play each task n times; one list per task, in order."""
+        """Play each task n times. Returns one list per task, in order."""
 
 
 class CustomSampler(AnySampler):
-    """Plays tasks with a user's sampler, and checks what it returns."""
+    """Plays tasks with a user's sampler and checks its rollouts."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class CustomSampler(AnySampler):
             with user_call(self._user.rollout):
                 played = self._user.rollout(self._engine, tasks, group_size, params)
                 groups = self._groups(played, tasks, group_size)
-        except BaseException:  # raised on, an interrupt too; else the engine could not go to sleep
+        except BaseException:  # an interrupt too: the engine cannot sleep with requests in flight
             self._engine.abort_all()
             raise
-        sampled = sum(r.num_sampled for group in groups for r in group.rollouts)
-        return groups, SamplerStats(total_sampled_tokens=sampled)
+        num_sampled = sum(r.num_sampled for group in groups for r in group.rollouts)
+        return groups, SamplerStats(total_sampled_tokens=num_sampled)
 
     def _groups(
         self, played: Sequence[Sequence[Rollout]], tasks: Sequence[Task], group_size: int
@@ -108,31 +108,31 @@ class CustomSampler(AnySampler):
             raise WrongResult(
                 f"expected {len(tasks)} lists of {group_size} rollouts, got lists of {sizes}"
             )
-        seen: set[int] = set()
+        ids: set[int] = set()
         for task, rollouts in zip(tasks, played, strict=True):
             for index, rollout in enumerate(rollouts):
                 try:
-                    self._check(rollout, task, seen)
+                    self._check(rollout, task, ids)
                 except WrongResult as error:
                     raise WrongResult(f"task {task.id!r}, rollout {index}: {error}") from None
-                seen.add(id(rollout))
+                ids.add(id(rollout))
         return [
             Group(task=task, rollouts=list(rollouts))
             for task, rollouts in zip(tasks, played, strict=True)
         ]
 
-    def _check(self, rollout: Any, task: Task, seen: Collection[int]) -> None:
-        """Refuse what cannot be trained on; all numbers as floats, and what was not counted."""
+    def _check(self, rollout: Any, task: Task, ids: Collection[int]) -> None:
+        """Check a rollout, convert its numbers to floats, and fill in its stats and treatment."""
         if not isinstance(rollout, Rollout):
             raise WrongResult(f"expected a Rollout, got {rollout!r:.80}")
-        if id(rollout) in seen:
-            raise WrongResult("is returned twice; each must be an object of its own")
+        if id(rollout) in ids:
+            raise WrongResult("the same object is returned twice")
         if rollout.task is not task:
-            raise WrongResult(f"is of task {rollout.task.id!r}")
+            raise WrongResult(f"its task is {rollout.task.id!r}")
         total, limit = 0, self._engine.max_model_len
         for row in rollout.rows:
             if not row or row[0].sampled:
-                raise WrongResult("must begin with a prompt, a segment without logprobs")
+                raise WrongResult("a row must begin with a prompt, a segment without logprobs")
             length = sum(len(segment.token_ids) for segment in row)
             if length > limit:
                 raise WrongResult(f"{length} tokens exceed engine.max_model_len {limit}")
@@ -140,18 +140,18 @@ class CustomSampler(AnySampler):
                 if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
                     raise WrongResult("a sampled token's log-probability is nan or infinite")
             total += length
-        for place, span in enumerate(rollout.span_rewards):
+        for i, span in enumerate(rollout.span_rewards):
             if not 0 <= span.start < span.end <= total:
                 raise WrongResult(f"{span} is not within its {total} tokens")
             number = as_number(span.value)
             if number is None:
                 raise WrongResult(f"{span} is not finite")
-            rollout.span_rewards[place] = replace(span, value=number)
+            rollout.span_rewards[i] = replace(span, value=number)
         checked_answer(rollout.answer)
         rollout.rewards = checked_rewards(rollout.rewards)
         turns = sum(segment.sampled for segment in rollout.all_segments)
-        counted = {**dict.fromkeys(COUNTS, 0.0), "turns": float(turns)}
-        rollout.stats = counted | checked_counts(rollout.stats)
+        defaults = {**dict.fromkeys(COUNTS, 0.0), "turns": float(turns)}
+        rollout.stats = defaults | checked_counts(rollout.stats)
         rollout.treatment = treatment_of(rollout.status, self._config)
 
 
@@ -165,16 +165,16 @@ def rollout_from_tokens(
     status: Status = Status.COMPLETED,
     answer: str | None = None,
 ) -> Rollout:
-    """A rollout from flat lists, the form that other trainers use.
+    """Make a rollout from flat lists, as other trainers store it.
 
     Args:
-        task: what it is an attempt at.
+        task: the rollout's task.
         prompt_ids: at least one token.
         completion_ids: everything after the prompt.
         logprobs: one per completion token; read only where the mask is true.
         mask: one per completion token, true where the policy sampled it; None: all were sampled.
         status: how it ended.
-        answer: with what.
+        answer: the policy's answer.
 
     Raises:
         ValueError: the lengths differ.

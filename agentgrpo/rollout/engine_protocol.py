@@ -1,4 +1,4 @@
-"""The interface of an engine that decodes; seeds of requests; counts of sampled tokens."""
+"""The engine interface that playing needs; statistics and seeds of sampling."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ class Decoder(Protocol):
 
 
 Ended = Callable[[Group], None]
-"""Told of a group whose last rollout has ended, on play's thread; nothing of it changes any more.
-"""
+"""Called on the sampler's thread with each complete group, which does not change any more."""
 
 
 def ignore(group: Group) -> None:
-    """Tell nobody."""
+    """An Ended callback that does nothing."""
 
 
 @dataclass(slots=True)
 class SamplerStats:
-    """Where the time of sampling went, in seconds, and how much was sampled."""
+    """Time of sampling in seconds, and counts."""
 
     total_s: float = 0.0
     decode_s: float = 0.0
@@ -44,27 +43,27 @@ class SamplerStats:
     idle_s: float = 0.0
     """Waiting for tools with nothing to decode."""
     observe_s: float = 0.0
-    """Making tokens of what environments answered."""
+    """Encoding observations."""
     engine_steps: int = 0
     total_sampled_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     infra_failures: int = 0
-    """Rollouts that the machine broke, those that were then played again included."""
+    """Rollouts that ended in an infrastructure error, including those played again."""
     retries: int = 0
     branches: int = 0
     diverged_forks: int = 0
-    """Branches whose replayed tools answered otherwise than before: started again, alone."""
+    """Branches whose replayed tools gave other results: restarted from the prompt."""
 
     def metrics(self) -> Metrics:
         return {name: float(value) for name, value in dataclasses.asdict(self).items()}
 
 
 def request_seed(seed: int, *place: int | str) -> int:
-    """The seed of one thing that is drawn: another at each place, the same in every repetition.
+    """Derive a seed from a base seed and a place; different for each place, reproducible.
 
-    `seed`: of the call, itself a function of run and step (TrainConfig.seed_of). `place`: task,
-    rollout, try, turn, and what is drawn.
+    `seed` is that of the call (TrainConfig.seed_of). `place`: task, rollout, attempt, turn and
+    purpose.
     """
-    named = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
-    return int.from_bytes(named, "little") >> 1
+    digest = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""The tasks of one call of play(), and the rollouts of each that have been played."""
+"""Groups: the tasks of one play() call and their finished rollouts."""
 
 from __future__ import annotations
 
@@ -25,65 +25,66 @@ class Groups:
         self._env, self._config, self._size, self._ended = env, config, group_size, ended
         self._tasks, self._seed = tasks, seed
         self._played: dict[int, Rollout] = {}
-        self._whole: dict[int, Group] = {}
+        self._complete: dict[int, Group] = {}
         self.stats = SamplerStats()
 
     @property
     def played(self) -> Mapping[int, Rollout]:
-        """The rollouts that have ended, by index."""
+        """The finished rollouts, by index."""
         return self._played
 
-    def whole(self) -> list[Group]:
-        """All groups, in the order of their tasks; KeyError if one is not whole."""
-        return [self._whole[task] for task in range(len(self._tasks))]
+    def complete(self) -> list[Group]:
+        """All groups in the order of their tasks; KeyError if one is incomplete."""
+        return [self._complete[task] for task in range(len(self._tasks))]
 
     def indices(self, task: int, members: Sequence[int] | None = None) -> list[int]:
-        """Of rollouts by their places in a group; None: all of it."""
-        every = range(self._size) if members is None else members
-        return [task * self._size + member for member in every]
+        """Indices of the given members of a task's group; None: of all."""
+        members = range(self._size) if members is None else members
+        return [task * self._size + member for member in members]
 
     def task(self, index: int) -> Task:
-        """What a rollout plays."""
+        """The task of a rollout."""
         return self._tasks[index // self._size]
 
-    def of(self, index: int) -> tuple[str, int]:
-        """Task and place in its group of a rollout."""
+    def name(self, index: int) -> tuple[str, int]:
+        """Task id and group member of a rollout, for messages."""
         return self.task(index).id, index % self._size
 
-    def seed(self, index: int, attempt: int, *what: int | str) -> int:
-        """Of one thing that is drawn in a rollout's attempt: another for each."""
+    def seed(self, index: int, attempt: int, *purpose: int | str) -> int:
+        """The seed of one random draw in a rollout's attempt."""
         task, member = divmod(index, self._size)
-        return request_seed(self._seed, task, member, attempt, *what)
+        return request_seed(self._seed, task, member, attempt, *purpose)
 
     def users(self, index: int, function: Any) -> AbstractContextManager[Any]:
-        """Within this a function of the agent's or the environment's is called."""
-        task, rollout = self.of(index)
+        """The context in which a method of the agent or the environment is called."""
+        task, rollout = self.name(index)
         limit = self._config.call_timeout_s
         return user_call(function, task=task, rollout=rollout, limit_s=limit)
 
     def reset(self, index: int) -> AnyEpisode:
+        """Start an episode for a rollout."""
         with networks_fault(self._env.reset), self.users(index, self._env.reset):
             return checked_episode(self._env.reset(self.task(index)))
 
     def decode(self, engine: Decoder) -> list[Completion]:
-        """One step of the engine; the turns that it ended."""
+        """Run one step of the engine; returns the finished turns."""
         started = time.perf_counter()
-        done = engine.step()
+        completions = engine.step()
         self.stats.decode_s += time.perf_counter() - started
         self.stats.engine_steps += 1
-        return done
+        return completions
 
     def is_last(self, index: int) -> bool:
-        """Whether all others of a rollout's group have ended."""
+        """Whether all other rollouts of the group have finished."""
         others = {*self.indices(index // self._size)} - {index}
         return self._played.keys() >= others
 
     def record(self, index: int, rollout: Rollout) -> None:
-        """A rollout has ended; the last one of its group makes that whole."""
+        """Add a finished rollout; report its group if that is complete now."""
         self._played[index] = rollout
         task = index // self._size
         members = self.indices(task)
         if all(member in self._played for member in members):
             rollouts = [self._played[member] for member in members]
-            self._whole[task] = Group(task=self._tasks[task], rollouts=rollouts)
-            self._ended(self._whole[task])
+            self._complete[task] = Group(task=self._tasks[task], rollouts=rollouts)
+            self._ended(self._complete[task])

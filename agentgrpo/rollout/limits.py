@@ -1,7 +1,7 @@
-"""Limits of one rollout, how it ends when one is used up, and how training treats each end.
+"""Limits of a rollout, the status with which it ends at each, and how training treats that.
 
-No token passes a limit: what fits exactly is kept, what is one over is not, and a budget of zero is
-a budget. The policy sees one message about a limit of calls, so that it can still answer.
+Limits are exact: what fits exactly is kept, one token over is not, and a budget of zero is valid.
+A policy that exceeds a limit of calls is warned once, so that it can still answer.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from agentgrpo.types import Status, Treatment
 
 TREATMENTS: Mapping[Status, Treatment] = {
     Status.COMPLETED: Treatment.TRAIN,
-    # the policy can learn to be shorter, to ask for less and to keep to the form: it is told so by
-    # its reward; "mask" is DAPO's overlong filtering (arXiv:2503.14476, 3.4)
+    # trained on: the policy can learn from its reward to be shorter, to make fewer calls and to
+    # keep to the form; "mask" would be DAPO's overlong filtering (arXiv:2503.14476, 3.4)
     Status.TRUNCATED_LENGTH: Treatment.TRAIN,
     Status.TRUNCATED_TURNS: Treatment.TRAIN,
     Status.TRUNCATED_CALLS: Treatment.TRAIN,
     Status.MALFORMED: Treatment.TRAIN,
-    # how long it took is not the policy's doing alone
+    # not the policy's doing alone
     Status.TIMED_OUT: Treatment.DROP,
     Status.INFRA_ERROR: Treatment.RETRY,
 }
-"""What training makes of a rollout by how it ended; `rollout.treatment` overrides it."""
+"""Defaults; `rollout.treatment` overrides them."""
 
 
 def treatment_of(status: Status, config: RolloutConfig) -> Treatment:
-    """What the config, or else TREATMENTS, says of an end."""
+    """The treatment that the config sets, else the default."""
     return config.treatment.get(status, TREATMENTS[status])
 
 
-def called(action: Action) -> tuple[str, ...]:
-    """The tools that an action calls, by name; code goes by the name of its language.
+def called_tools(action: Action) -> tuple[str, ...]:
+    """Names of the tools that an action calls; code counts under the name of its language.
 
-    >>> called(RunCode("1"))
+    >>> called_tools(RunCode("1"))
     ('python',)
     """
     if isinstance(action, RunCode):
@@ -50,7 +50,7 @@ def called(action: Action) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class RolloutBudget:
-    """What one rollout has used so far. Tokens are counted by the caller, who holds them."""
+    """What one rollout has used so far. The caller counts the tokens."""
 
     config: RolloutConfig
     prompt_length: int
@@ -58,21 +58,21 @@ class RolloutBudget:
     turns: int = 0
     calls: Counter[str] = field(default_factory=Counter)
     malformed: int = 0
-    """Malformed actions since the last one that was not."""
+    """Malformed actions in a row."""
     refusals: int = 0
-    """Actions that asked for more calls than were left."""
+    """Actions with more calls than were left."""
     started: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def max_length(self) -> int:
-        """Tokens that the rollout may have, its prompt included."""
+        """Limit of the rollout's tokens, including its prompt."""
         response = self.config.max_response_tokens
         if response is None:
             return self.max_model_len
         return min(self.max_model_len, self.prompt_length + response)
 
     def end(self, length: int) -> Status | None:
-        """Why no further turn may be sampled after `length` tokens, if that is so."""
+        """The status with which the rollout ends after `length` tokens; None: another turn fits."""
         limit = self.config.max_malformed
         if limit is not None and self.malformed >= limit:
             return Status.MALFORMED
@@ -85,24 +85,22 @@ class RolloutBudget:
         return Status.TIMED_OUT if self.overdue() else None
 
     def turn_tokens(self, length: int) -> int:
-        """How many tokens the next turn may have after `length` tokens."""
+        """Token limit of the next turn after `length` tokens."""
         return min(self.config.max_turn_tokens, self.max_length - length)
 
     def fits(self, length: int) -> bool:
-        """Whether a rollout may have `length` tokens."""
         return length <= self.max_length
 
     def overdue(self) -> bool:
-        """Whether its wall-clock time is up."""
         seconds = self.config.max_seconds
         return seconds is not None and time.monotonic() - self.started >= seconds
 
     def refuse(self, action: Action) -> str | None:
-        """Count an action's calls, or say why it may not make them: then none is made.
+        """Count an action's calls, or return the error message with which all are refused.
 
-        Code that hands in the answer is made after the last call too, and counts as refused.
+        Code that submits the answer runs after the last call too, and counts as refused.
         """
-        names = called(action)
+        names = called_tools(action)
         refusal = self._refusal(names)
         if refusal is not None:
             self.refusals += 1
@@ -112,19 +110,18 @@ class RolloutBudget:
         return None
 
     def _refusal(self, names: tuple[str, ...]) -> str | None:
-        wanted = Counter(names)
-        for name, count in wanted.items():
-            left = self.config.max_calls_of.get(name, count + self.calls[name]) - self.calls[name]
-            if count > left:
-                return _no_more(left, f"{name} ", count)
+        for name, count in Counter(names).items():
+            limit = self.config.max_calls_of.get(name, count + self.calls[name])
+            if count > limit - self.calls[name]:
+                return _refusal_message(limit - self.calls[name], f"{name} ", count)
         total = self.config.max_tool_calls
-        left = total - self.calls.total() if total is not None else len(names)
-        return _no_more(left, "", len(names)) if len(names) > left else None
+        num_left = total - self.calls.total() if total is not None else len(names)
+        return _refusal_message(num_left, "", len(names)) if len(names) > num_left else None
 
 
-def _no_more(left: int, which: str, asked: int) -> str:
-    left = max(0, left)  # where a submission was one more
+def _refusal_message(num_left: int, kind: str, num_requested: int) -> str:
+    num_left = max(0, num_left)  # below 0 after a submission beyond the last call
     return (
-        f"Error: not run. {left} {which}call{'' if left == 1 else 's'} left, {asked} asked for. "
-        "Answer with what you have."
+        f"Error: not run. {num_left} {kind}call{'' if num_left == 1 else 's'} left, "
+        f"{num_requested} asked for. Answer with what you have."
     )

@@ -1,4 +1,4 @@
-"""Applies an observation to a rollout: its counts, its rewards, and its tokens."""
+"""Renders prompts and observations to tokens, and adds observations to a rollout."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ from agentgrpo.rollout.state import RunningRollout
 from agentgrpo.support.user_calls import WrongResult
 from agentgrpo.types import Int32, Rollout, SpanReward, Status, Task
 
-Users = Callable[[Any], AbstractContextManager[Any]]
-"""Of a function of an agent's: within what it is called (usercode.user_call)."""
+UserCalls = Callable[[Any], AbstractContextManager[Any]]
+"""From an agent's method to the context in which it is called (user_calls.user_call)."""
 
 
 def prompt_of(
-    agent: Agent, chat: ChatTemplate, task: Task, users: Users, more: str = ""
+    agent: Agent, chat: ChatTemplate, task: Task, users: UserCalls, more: str = ""
 ) -> tuple[Int32, int, list[Message], Sequence[Schema]]:
-    """A task before the policy's first token: its ids, how many of them are before the policy's
-    message, the messages, and the tools shown. `more` is behind the last that the user says.
+    """Render a task's prompt.
+
+    Returns its ids including the prefill, its length without the prefill (where the policy's
+    message begins), the messages, and the tools. `more` is appended to the last user message.
     """
     with users(agent.tools):
-        tools = _listed(agent.tools(task), "tools")
+        tools = _require_mappings(agent.tools(task), "tools")
     with users(agent.messages):
-        messages = _listed(agent.messages(task), "messages")
+        messages = _require_mappings(agent.messages(task), "messages")
         if more:
-            at = max(i for i, said in enumerate(messages) if said["role"] == "user")
+            at = max(i for i, message in enumerate(messages) if message["role"] == "user")
             messages[at] = {**messages[at], "content": f"{messages[at]['content']}{more}"}
         prompt = chat.prompt_ids(messages, tools)
     with users(agent.prefill):
@@ -52,19 +54,18 @@ def prompt_of(
 
 
 def _with_prefill(ids: Int32, prefill: str, chat: ChatTemplate) -> Int32:
-    """Ids up to where the policy's message begins, and what that begins with."""
     return np.concatenate([ids, chat.text_ids(prefill, own=True)]) if prefill else ids
 
 
-def _prefill_of(said: list[Message]) -> tuple[list[Message], str]:
-    """The messages that close the policy's turn, and what its next one begins with."""
-    if not said or said[-1]["role"] != "assistant":
-        return said, ""
-    return said[:-1], str(said[-1]["content"])
+def _split_prefill(messages: list[Message]) -> tuple[list[Message], str]:
+    """Split off a last message of the assistant, with which the policy's next turn begins."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return messages, ""
+    return messages[:-1], str(messages[-1]["content"])
 
 
-def parsed(agent: Agent, text: str, task: Task) -> Action:
-    """What a turn means."""
+def parse_turn(agent: Agent, text: str, task: Task) -> Action:
+    """agent.parse(), with its result checked."""
     action: Any = agent.parse(text, task)
     if not isinstance(action, Action):
         raise WrongResult(f"expected an action of actions.py, got {action!r:.80}")
@@ -73,28 +74,30 @@ def parsed(agent: Agent, text: str, task: Task) -> Action:
     return action
 
 
-def said_by(agent: Agent, action: Action, shown: Observation) -> str | list[Message]:
-    """What an agent makes of an observation."""
-    said: Any = agent.observe(action, shown)
-    return said if isinstance(said, str) else _listed(said, "a text or messages")
+def format_observation(
+    agent: Agent, action: Action, observation: Observation
+) -> str | list[Message]:
+    """agent.observe(), with its result checked: text for the policy's message, or messages."""
+    reply: Any = agent.observe(action, observation)
+    return reply if isinstance(reply, str) else _require_mappings(reply, "a text or messages")
 
 
-def _listed(given: Any, what: str) -> list[Any]:
-    if not isinstance(given, Sequence) or not all(isinstance(one, Mapping) for one in given):
-        raise WrongResult(f"expected {what}, got {given!r:.80}")
-    return [*given]
+def _require_mappings(value: Any, expected: str) -> list[Any]:
+    if not isinstance(value, Sequence) or not all(isinstance(item, Mapping) for item in value):
+        raise WrongResult(f"expected {expected}, got {value!r:.80}")
+    return [*value]
 
 
-def note(rollout: Rollout, wrong: str) -> None:
-    """Write down what the environment said that was wrong with the last turn, if anything."""
-    if wrong:
+def add_feedback(rollout: Rollout, message: str) -> None:
+    """Add the environment's error message, if any, to the feedback of the last turn."""
+    if message:
         turns = max(1, int(rollout.stats["turns"]))
         rollout.feedback += [""] * (turns - len(rollout.feedback))
-        rollout.feedback[-1] = f"{rollout.feedback[-1]}\n{wrong}".strip()
+        rollout.feedback[-1] = f"{rollout.feedback[-1]}\n{message}".strip()
 
 
-def count(live: RunningRollout, observation: Observation) -> None:
-    """Add what the policy's last action cost and earned, the latter credited to its turn."""
+def add_counts(live: RunningRollout, observation: Observation) -> None:
+    """Add an observation's counts, and its rewards as rewards of the last turn."""
     rollout, transcript = live.rollout, live.transcript
     rollout.stats["tool_errors"] += observation.failed
     for name, number in observation.counts.items():
@@ -109,52 +112,54 @@ def append_observation(
     live: RunningRollout, action: Action, observation: Observation, *,
     agent: Agent, chat: ChatTemplate, config: RolloutConfig,
 ) -> Status | None:  # fmt: skip
-    """Append what the policy is told, if there is room for it; how the rollout ends if not."""
+    """Append an observation's tokens; returns how the rollout ends if they do not fit."""
 
     def cut(text: str) -> str:
         return chat.clip(text, config.max_observation_tokens, config.keep_observation)
 
-    shown = replace(
+    clipped = replace(
         observation, text=cut(observation.text), outputs=tuple(map(cut, observation.outputs))
     )
-    if (shown.outputs or shown.text) != (observation.outputs or observation.text):
-        counts = live.rollout.stats
-        counts["cut_answers"] = counts.get("cut_answers", 0.0) + 1
+    if (clipped.outputs or clipped.text) != (observation.outputs or observation.text):
+        stats = live.rollout.stats
+        stats["cut_answers"] = stats.get("cut_answers", 0.0) + 1
     if observation.failed:
-        note(live.rollout, "\n".join(shown.outputs) or shown.text)
-    said = said_by(agent, action, shown)
-    end = _append(live, said, agent, chat, config)
-    if end is None:
+        add_feedback(live.rollout, "\n".join(clipped.outputs) or clipped.text)
+    reply = format_observation(agent, action, clipped)
+    status = _append(live, reply, agent, chat, config)
+    if status is None:
         calls = action.calls + action.refused if isinstance(action, CallTools) else ()
-        live.rollout.tool_messages.append(([(call.name, call.arguments) for call in calls], said))
-    return end
+        live.rollout.tool_messages.append(([(call.name, call.arguments) for call in calls], reply))
+    return status
 
 
 def _append(
     live: RunningRollout,
-    said: str | list[Message],
+    reply: str | list[Message],
     agent: Agent,
     chat: ChatTemplate,
     config: RolloutConfig,
 ) -> Status | None:
-    texts = [said] if isinstance(said, str) else [m.get("content") for m in said]
+    texts = [reply] if isinstance(reply, str) else [m.get("content") for m in reply]
+    # an agent's own texts may be long although the observation in them was clipped: check before
+    # encoding, which takes long for megabytes
     if any(isinstance(t, str) and chat.exceeds(t, live.budget.max_length) for t in texts):
-        return Status.TRUNCATED_LENGTH  # whatever the agent made of what was cut
+        return Status.TRUNCATED_LENGTH
     last_id = int(live.transcript.ids[-1])
-    live.thought = live.thought if isinstance(said, str) else ""
-    if isinstance(said, str):
-        if last_id in chat.stop_token_ids:  # that closed what the text would have gone into
+    live.thought = live.thought if isinstance(reply, str) else ""
+    if isinstance(reply, str):
+        if last_id in chat.stop_token_ids:  # the message that the text would continue is closed
             return Status.COMPLETED
-        ids = chat.text_ids(said)
+        ids = chat.text_ids(reply)
     elif config.history == "render":
-        return _render(live, said, agent, chat)
+        return _render(live, reply, agent, chat)
     else:
-        said, begun = _prefill_of(said)
+        messages, prefill = _split_prefill(reply)
         ids = chat.observation_ids(
-            said, last_id=last_id, tools=bool(agent.tools(live.rollout.task)), roles=live.roles
+            messages, last_id=last_id, tools=bool(agent.tools(live.rollout.task)), roles=live.roles
         )
-        ids = _with_prefill(ids, begun, chat)
-        live.roles += ["assistant", *(message["role"] for message in said)]
+        ids = _with_prefill(ids, prefill, chat)
+        live.roles += ["assistant", *(message["role"] for message in messages)]
     if not live.budget.fits(len(live.transcript) + len(ids)):
         return Status.TRUNCATED_LENGTH
     live.transcript.give(ids)
@@ -162,16 +167,16 @@ def _append(
 
 
 def _render(
-    live: RunningRollout, said: list[Message], agent: Agent, chat: ChatTemplate
+    live: RunningRollout, reply: list[Message], agent: Agent, chat: ChatTemplate
 ) -> Status | None:
-    """Render the whole conversation for the next turn and make the rollout's rows follow."""
+    """Render the whole conversation again for the next turn and update the rollout's rows."""
     rollout, transcript = live.rollout, live.transcript
-    said, begun = _prefill_of(said)
-    written = chat.decode(transcript.ids[live.message_start :])
-    live.messages += [{"role": "assistant", "content": written}, *said]
+    messages, prefill = _split_prefill(reply)
+    turn = chat.decode(transcript.ids[live.message_start :])
+    live.messages += [{"role": "assistant", "content": turn}, *messages]
     prompt = chat.prompt_ids(live.messages, agent.tools(rollout.task))
     message_start = len(prompt)
-    prompt = _with_prefill(prompt, begun, chat)
+    prompt = _with_prefill(prompt, prefill, chat)
     if not live.budget.fits(len(prompt)):
         return Status.TRUNCATED_LENGTH
     num_sampled = len(transcript.turn)
@@ -181,13 +186,13 @@ def _render(
     rollout.segments = transcript.segments
     if replaced := transcript.replaced:
         rollout.turns[-1] = replace(rollout.turns[-1], replaced=replaced)
-        _shorten(live, num_sampled - len(replaced))
+        _shorten_spans(live, num_sampled - len(replaced))
     return None
 
 
-def _shorten(live: RunningRollout, kept: int) -> None:
-    """Credit what the last turn earned to what is left of it, not to what replaces it."""
-    end = _closed(live.rollout) + live.transcript.turn_start + max(1, kept)
+def _shorten_spans(live: RunningRollout, num_left: int) -> None:
+    """End the last turn's span rewards at its remaining sampled tokens."""
+    end = _closed(live.rollout) + live.transcript.turn_start + max(1, num_left)
     live.rollout.span_rewards = [
         replace(span, end=min(span.end, end)) for span in live.rollout.span_rewards
     ]

@@ -1,8 +1,9 @@
-"""One call of Sampler.play: the states of all rollouts, from the prompt to the end.
+"""Play: the state machine of one Sampler.play() call.
 
-Of each rollout, a request is sent; its turn ends; its action is refused, reported as malformed or
-carried out; the result is appended; the next request is sent. At some point it ends, and another
-may start instead. Everything here runs on one thread; environments answer on others, by futures.
+Each rollout goes through these states: the engine samples its turn; its action is parsed, and
+refused, reported as malformed, or carried out by the environment; the observation is appended; the
+next turn is sampled. When it ends, a queued rollout may start. Everything in this module runs on
+one thread. Environments work on other threads and answer through futures.
 """
 
 from __future__ import annotations
@@ -40,39 +41,44 @@ from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.branch import Copies, GroupPlan, Step, branch_probability, turn_entropy
 from agentgrpo.rollout.engine_protocol import Decoder, Ended, ignore
 from agentgrpo.rollout.groups import Groups
-from agentgrpo.rollout.limits import called, treatment_of
-from agentgrpo.rollout.observe import append_observation, count, note, parsed, prompt_of
+from agentgrpo.rollout.limits import called_tools, treatment_of
+from agentgrpo.rollout.observe import (
+    add_counts,
+    add_feedback,
+    append_observation,
+    parse_turn,
+    prompt_of,
+)
 from agentgrpo.rollout.state import QueuedRollout, RunningRollout
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import Completion, Group, Rollout, Status, Task, Treatment
 
 Then = Callable[[int, Any], None]
-"""What is to be done with an environment's answer, and to which rollout."""
+"""then(index, result): continues a rollout with its environment's result."""
 
 
 class Waiting:
-    """The futures of environments that work, by rollout. Used on one thread; they answer on others.
+    """The pending futures of environments, by rollout. Used by one thread.
 
-    `together`: all answers are taken at once, when the last one is there.
+    `together`: results are taken only when all of them are there (rollout.deterministic).
     """
 
     def __init__(self, *, together: bool) -> None:
         self._together = together
         self._futures: dict[int, tuple[Future[Any], Then]] = {}
-        self._answered: SimpleQueue[int] = SimpleQueue()
-        self._begun: dict[int, Then] = {}
+        self._done: SimpleQueue[int] = SimpleQueue()
+        self._running: dict[int, Then] = {}
         self.idle_s = 0.0
-        """Seconds spent waiting."""
 
     def add(self, index: int, future: Future[Any], then: Then) -> None:
-        """Wait for a rollout's environment, for one thing at a time."""
+        """Wait for a rollout's environment; each rollout has at most one future."""
         self._futures[index] = (future, then)
-        future.add_done_callback(lambda _: self._answered.put(index))
+        future.add_done_callback(lambda _: self._done.put(index))
 
     def take(self, *, block: bool) -> Iterator[tuple[int, Future[Any], Then]]:
-        """Stop waiting for those that were answered, by a result or by an InfrastructureError.
+        """Remove and yield futures that have a result or an InfrastructureError.
 
-        Any other error of an environment is raised, and it is waited for on: see cancel().
+        Any other error is raised; its future stays, so that cancel() and wait() still see it.
         """
         if not self._futures:
             return
@@ -87,31 +93,32 @@ class Waiting:
     def _ready(self, block: bool) -> list[int]:
         started = time.perf_counter()
         if self._together:
-            ready = sorted(self._answered.get() for _ in range(len(self._futures)))
+            # sorted: the order of the next requests must not depend on which environment was faster
+            ready = sorted(self._done.get() for _ in range(len(self._futures)))
         else:
-            ready = [self._answered.get()] if block else []
+            ready = [self._done.get()] if block else []
         if self._together or block:
             self.idle_s += time.perf_counter() - started
-        while not self._together and not self._answered.empty():
-            ready.append(self._answered.get())
+        while not self._together and not self._done.empty():
+            ready.append(self._done.get())
         return ready
 
     def cancel(self) -> dict[int, Then]:
-        """Take back what has not begun; returns what was to follow the rest, done or not."""
+        """Cancel futures that have not started. Returns the continuations of the others."""
         for index, (future, then) in self._futures.items():
             if not future.cancel():
-                self._begun[index] = then
-        return self._begun
+                self._running[index] = then
+        return self._running
 
     @property
     def abandoned(self) -> set[int]:
-        """Of all that was waited for: those whose environments have not come back, after wait()."""
+        """After wait(): rollouts whose environment did not return within its time limit."""
         done = {i: f for i, (f, _) in self._futures.items() if f.done() and not f.cancelled()}
         return {i for i, future in done.items() if isinstance(future.exception(), Abandoned)}
 
     def wait(self) -> None:
-        """For all that cancel() could not take back."""
-        wait([self._futures[index][0] for index in self._begun])
+        """Wait for all futures that cancel() could not cancel."""
+        wait([self._futures[index][0] for index in self._running])
 
 
 class Play:
@@ -133,7 +140,7 @@ class Play:
         self._plans: list[GroupPlan] = []
         self._copies = Copies(lambda task, copy: runner.close(copy, (tasks[task].id, None)))
         self._branching: dict[int, list[QueuedRollout]] = {}
-        """By rollout whose episode is being copied: what branches off it, to be queued then."""
+        """Branches that are queued as soon as their parent's episode (the key) is copied."""
         self._queue: deque[QueuedRollout] = deque()
         self._live: dict[int, RunningRollout] = {}
         self._decoding: dict[str, int] = {}
@@ -141,11 +148,11 @@ class Play:
         for task in range(len(tasks)):
             plan = GroupPlan(group_size, config.branching)
             self._plans.append(plan)
-            begin = self._groups.indices(task, plan.begin())
-            self._queue.extend(QueuedRollout(index=index) for index in begin)
+            indices = self._groups.indices(task, plan.begin())
+            self._queue.extend(QueuedRollout(index=index) for index in indices)
 
     def run(self, *, max_live: int) -> list[Group]:
-        """Play until every rollout has ended; whatever happens, every episode is closed."""
+        """Play until every rollout has ended. Closes every episode, also after an error."""
         try:
             while self._queue or self._live:
                 while self._queue and len(self._live) < max_live:
@@ -156,49 +163,52 @@ class Play:
                     self._decode()
         finally:
             self._stop()
-        return self._groups.whole()
+        return self._groups.complete()
 
     def _stop(self) -> None:
-        """Drop what is decoding, and leave no environment open."""
+        """Abort all requests and close all environments."""
         self.stats.idle_s = self._waiting.idle_s
-        begun = self._waiting.cancel()
+        running = self._waiting.cancel()
         try:
             self._engine.abort(list(self._decoding))  # waits for a step that is under way
         finally:
-            self._close(begun)
+            self._close_episodes(running)
 
-    def _close(self, begun: Mapping[int, Then]) -> None:
-        """Wait for the environments that work, close those that are open: there are some where an
-        error has ended the play. It stays the error that is told, whatever closing raises.
+    def _close_episodes(self, running: Mapping[int, Then]) -> None:
+        """Wait for environments that are working, then close the open episodes.
+
+        Episodes are open here only if an error ended the play. That error stays the one that is
+        raised; errors of closing become notes of it.
         """
         self._waiting.wait()
-        ending = {i for i, then in begun.items() if then == self._finished}
-        left = self._waiting.abandoned
-        closing = [  # those that end close themselves
-            self._runner.close(self._live[index].episode, self._groups.of(index))
-            for index in self._live.keys() - ending - left
+        # runner.finish() closes an episode itself, and abandoned ones are still in a call
+        finishing = {i for i, then in running.items() if then == self._finished}
+        closing = [
+            self._runner.close(self._live[index].episode, self._groups.name(index))
+            for index in self._live.keys() - finishing - self._waiting.abandoned
         ]
         wait(closing)
+        # after the episodes, which may still use the copies
         for task in range(len(self._plans)):
             self._copies.end(task)
         closing += self._copies.closing
         wait(closing)
-        why = sys.exception()
-        for error in filter(None, (closed.exception() for closed in closing)):
-            if why is None:
+        first_error = sys.exception()
+        for error in filter(None, (future.exception() for future in closing)):
+            if first_error is None:
                 raise error
-            why.add_note(f"and while it was ended: {error}")
+            first_error.add_note(f"and while it was ended: {error}")
 
-    def _begin_alone(self, task: int, members: Sequence[int]) -> None:
-        """Queue members of a group that is under way, before groups that are not."""
-        alone = reversed(self._groups.indices(task, members))
-        self._queue.extendleft(QueuedRollout(index=index) for index in alone)
+    def _queue_roots(self, task: int, members: Sequence[int]) -> None:
+        """Queue rollouts of a group that is under way, before those of other groups."""
+        indices = reversed(self._groups.indices(task, members))
+        self._queue.extendleft(QueuedRollout(index=index) for index in indices)
 
-    # --- beginnings
+    # --- start
 
     @contextlib.contextmanager
     def _breaking(self, index: int) -> Iterator[None]:
-        """What the machine fails in here, in agents' methods too, breaks this rollout alone."""
+        """Let an InfrastructureError, also one of an agent's method, break this rollout only."""
         try:
             yield
         except InfrastructureError as error:
@@ -207,77 +217,81 @@ class Play:
     def _start(self, pending: QueuedRollout) -> None:
         with self._breaking(pending.index):
             if pending.fork is None:
-                self._start_alone(pending)
+                self._start_root(pending)
             else:
                 self._start_fork(pending, pending.fork)
 
-    def _start_alone(self, pending: QueuedRollout) -> None:
+    def _start_root(self, pending: QueuedRollout) -> None:
         task, limit = self._groups.task(pending.index), self._engine.max_model_len
         users = partial(self._groups.users, pending.index)
-        made = partial(
-            RunningRollout.behind, pending=pending, task=task, config=self._config, limit=limit
+        make = partial(
+            RunningRollout.from_prompt, pending=pending, task=task, config=self._config, limit=limit
         )
-        self._live[pending.index] = made(np.empty(0, np.int32))  # until the agent has said more
+        # registered before the agent is called: _broken() needs a rollout if that fails
+        self._live[pending.index] = make(np.empty(0, np.int32))
         prompt, start, messages, _ = prompt_of(self._agent, self._chat, task, users)
         if len(prompt) >= limit:
             raise ValueError(
-                f"task {task.id!r}: its prompt has {len(prompt)} tokens, engine.max_model_len is "
-                f"{limit}"
+                f"engine.max_model_len: expected more than the {len(prompt)} tokens of the prompt "
+                f"of task {task.id!r}, got {limit}"
             )
-        live = self._live[pending.index] = made(prompt, messages, start)
+        live = self._live[pending.index] = make(prompt, messages, start)
         live.episode = self._groups.reset(pending.index)
-        live.took("queue_s")
-        self._ask(pending.index)
+        live.add_time("queue_s")
+        self._request_turn(pending.index)
 
     def _start_fork(self, pending: QueuedRollout, live: RunningRollout) -> None:
-        """Bring a fresh episode to where the parent's was, then go on from there."""
-        live.episode = NOTHING  # and not its parent's
+        """Bring a new episode to the parent's state, by a snapshot or by replaying its actions."""
+        # not the parent's episode, which would be closed with this rollout if reset() fails
+        live.episode = NOTHING
         self._live[pending.index] = live
         live.episode = self._groups.reset(pending.index)
         live.budget.started = time.monotonic()
-        live.took("queue_s")
+        live.add_time("queue_s")
         actions = [(step.action, step.memory) for step in live.history]
-        of = self._groups.of(pending.index)
-        future = self._runner.replay(live.episode, actions, of, pending.copy)
+        name = self._groups.name(pending.index)
+        future = self._runner.replay(live.episode, actions, name, pending.copy)
         self._waiting.add(pending.index, future, self._replayed)
 
     def _replayed(self, index: int, observations: Sequence[Observation] | None) -> None:
-        """Go on from where the parent was; None: the episode resumed from a copy."""
+        """Continue a branch; `observations` is None if its episode resumed from a snapshot."""
         live = self._live[index]
-        live.took("tools_s")
+        live.add_time("tools_s")
         live.rollout.stats["branched_by_snapshot"] = float(observations is None)
         live.rollout.stats["branched_by_replay"] = float(observations is not None)
-        told = observations or []
         if observations is None or live.history == [
-            Step.of(s.action, o) for s, o in zip(live.history, told, strict=True)
+            Step.of(step.action, observation)
+            for step, observation in zip(live.history, observations, strict=True)
         ]:
-            self._ask(index)
+            self._request_turn(index)
             return
-        self.stats.diverged_forks += 1  # an environment that is not a function of its actions
+        # the environment is not a function of its actions: the branch's tokens would be wrong, so
+        # the rollout starts from the prompt instead
+        self.stats.diverged_forks += 1
         self._drop(index, QueuedRollout(index=index, attempt=live.attempt + 1))
 
     # --- turns
 
-    def _ask(self, index: int) -> None:
-        """Queue the next turn, or end the rollout if its budgets allow none."""
+    def _request_turn(self, index: int) -> None:
+        """Send the next turn to the engine, or end the rollout if its budgets allow none."""
         live = self._live[index]
-        end = live.budget.end(len(live.transcript))
-        if end is not None:
-            self._end(index, end)
+        status = live.budget.end(len(live.transcript))
+        if status is not None:
+            self._end(index, status)
             return
         request_id = f"{index}.{live.attempt}.{live.budget.turns}"
         with self._groups.users(index, type(self._agent)):
             stop = self._agent.stop  # may be a property
-        live.took("own_s")
+        live.add_time("own_s")
         if self._skips_thoughts:
-            last = self._chat.decode(live.transcript.ids[-16:])
-            live.thought = open_thought(last) or live.thought
+            prompt_end = self._chat.decode(live.transcript.ids[-16:])
+            live.thought = open_thought(prompt_end) or live.thought
         self._engine.add_request(
             request_id,
             live.transcript.ids,
             max_tokens=live.budget.turn_tokens(len(live.transcript)),
             temperature=self._config.temperature,
-            seed=self._draw(index, "turn") if self._config.temperature else None,
+            seed=self._seed(index, "turn") if self._config.temperature else None,
             stop=stop,
             stop_token_ids=self._chat.stop_token_ids,
             top_logprobs=self._config.branching.top_logprobs if self._branches else 0,
@@ -285,49 +299,52 @@ class Play:
         )
         self._decoding[request_id] = index
 
-    def _draw(self, index: int, what: str) -> int:
+    def _seed(self, index: int, purpose: str) -> int:
         live = self._live[index]
-        return self._groups.seed(index, live.attempt, live.budget.turns, what)
+        return self._groups.seed(index, live.attempt, live.budget.turns, purpose)
 
     def _end_overdue(self) -> None:
         if self._config.max_seconds is None:
             return
-        late = [(r, i) for r, i in self._decoding.items() if self._live[i].budget.overdue()]
-        self._engine.abort([request_id for request_id, _ in late])
-        for request_id, index in late:
+        overdue = [(r, i) for r, i in self._decoding.items() if self._live[i].budget.overdue()]
+        self._engine.abort([request_id for request_id, _ in overdue])
+        for request_id, index in overdue:
             del self._decoding[request_id]
-            self._live[index].took("generate_s")
+            self._live[index].add_time("generate_s")
             self._end(index, Status.TIMED_OUT)
 
     def _decode(self) -> None:
-        done = self._groups.decode(self._engine)
-        turns = {self._decoding.pop(completion.request_id): completion for completion in done}
-        for index in sorted(turns):  # none of them is the engine's any more, whatever one does
+        completions = self._groups.decode(self._engine)
+        # all are removed from _decoding first: if one turn raises, _stop() aborts only requests
+        # that the engine still has
+        turns = {self._decoding.pop(turn.request_id): turn for turn in completions}
+        for index in sorted(turns):
             with self._breaking(index):
                 self._turn_ended(index, turns[index])
 
     def _turn_ended(self, index: int, turn: Completion) -> None:
         live = self._live[index]
-        live.took("generate_s")
+        live.add_time("generate_s")
         if turn.finish_reason not in ("stop", "length"):
-            said = f"the engine gave a request up: finish_reason {turn.finish_reason!r}"
-            self._broken(index, InfrastructureError(said))
+            message = f"the engine gave up a request: finish_reason {turn.finish_reason!r}"
+            self._broken(index, InfrastructureError(message))
             return
         if live.asked_for is not None:
-            self._role_spoke(live, index, turn)
+            self._engine_replied(live, index, turn)
             return
         if self._branches:
             self._branching[index] = self._consider_branching(index, turn)
             if self._branching[index] and hasattr(type(live.episode), "snapshot"):
+                # before the turn is acted on: the branches start from the state before it
                 keep = partial(self._copies.keep, index // self._group_size)
-                future = self._runner.snapshot(live.episode, keep, self._groups.of(index))
+                future = self._runner.snapshot(live.episode, keep, self._groups.name(index))
                 self._waiting.add(index, future, partial(self._copied, turn))
                 return
             self._queue_branches(index)
         self._use_turn(index, turn)
 
     def _use_turn(self, index: int, turn: Completion) -> None:
-        """Append a turn, and do what it says."""
+        """Append a turn and carry out its action."""
         live = self._live[index]
         live.transcript.sample(turn.token_ids, turn.logprobs)
         live.rollout.turns.append(replace(turn.account, row=len(live.rollout.closed_rows)))
@@ -336,12 +353,12 @@ class Play:
         self.stats.total_sampled_tokens += len(turn.token_ids)
         self.stats.cached_tokens += turn.num_cached_tokens
         self.stats.prompt_tokens += live.transcript.turn_start
-        if turn.finish_reason == "length":  # a turn that was cut is never acted on
+        if turn.finish_reason == "length":  # the actions of a cut turn are never carried out
             self._end(index, Status.TRUNCATED_LENGTH)
         else:
             with self._groups.users(index, self._agent.parse):
                 text = live.thought + self._chat.decode(turn.token_ids)
-                action = parsed(self._agent, text, live.rollout.task)
+                action = parse_turn(self._agent, text, live.rollout.task)
             if self._skips_thoughts:
                 live.thought = split_thoughts(text, getattr(self._agent, "marks", r"\S"))[2]
             self._act(index, action)
@@ -358,53 +375,54 @@ class Play:
             live.budget.malformed += 1
             self._observe(index, action, Observation(action.message, failed=True))
         elif (refusal := live.budget.refuse(action)) is not None:
-            stats["refused_calls"] += len(called(action))
-            told = (refusal,) * len(called(action))
-            self._observe(index, action, Observation(refusal, failed=True, outputs=told))
+            num_calls = len(called_tools(action))
+            stats["refused_calls"] += num_calls
+            outputs = (refusal,) * num_calls
+            self._observe(index, action, Observation(refusal, failed=True, outputs=outputs))
         else:
-            stats["tool_calls"] += len(called(action))
+            stats["tool_calls"] += len(called_tools(action))
             if isinstance(action, Say):
                 stats["said"] = stats.get("said", 0.0) + 1.0
             live.budget.malformed = 0
             self._step(index, action, action)
 
-    def _step(self, index: int, does: Action, action: Action) -> None:
-        """Carry out what an action of the policy's comes to: itself, or what was heard for it."""
+    def _step(self, index: int, step_action: Action, action: Action) -> None:
+        """Pass `step_action` to the episode: the policy's `action`, or a ModelReply for it."""
         live = self._live[index]
-        live.took("own_s")
+        live.add_time("own_s")
         self._waiting.add(
             index,
-            self._runner.step(live.episode, does, self._groups.of(index)),
-            lambda index, observation: self._answered_to(index, does, action, observation),
+            self._runner.step(live.episode, step_action, self._groups.name(index)),
+            lambda index, observation: self._step_done(index, step_action, action, observation),
         )
 
     # --- the second role
 
-    def _ask_role(self, index: int, action: Action, ask: ModelRequest) -> None:
-        """Have a model say what an episode asks for before it answers the policy's action."""
+    def _request_reply(self, index: int, action: Action, ask: ModelRequest) -> None:
+        """Get a model's reply that the episode needs to answer the policy's action."""
         live, limit = self._live[index], self._engine.max_model_len
-        asked = int(live.rollout.stats.get("asked", 0.0))
+        num_asked = int(live.rollout.stats.get("asked", 0.0))
         if not isinstance(ask.model, str):
-            future = self._runner.ask(live.episode, ask.model, ask, self._groups.of(index))
-            self._waiting.add(index, future, partial(self._speaker_spoke, action))
-            live.rollout.stats["asked"] = asked + 1.0
-            live.took("own_s")
+            future = self._runner.ask(live.episode, ask.model, ask, self._groups.name(index))
+            self._waiting.add(index, future, partial(self._model_replied, action))
+            live.rollout.stats["asked"] = num_asked + 1.0
+            live.add_time("own_s")
             return
-        long = any(self._chat.exceeds(str(m.get("content")), limit) for m in ask.messages)
-        left = 0 if long else limit - len(prompt := self._chat.prompt_ids(ask.messages))
-        if left < 1:
+        too_long = any(self._chat.exceeds(str(m.get("content")), limit) for m in ask.messages)
+        room = 0 if too_long else limit - len(prompt := self._chat.prompt_ids(ask.messages))
+        if room < 1:
             self._end(index, Status.TRUNCATED_LENGTH)
             return
-        live.rollout.stats["asked"] = asked + 1.0
+        live.rollout.stats["asked"] = num_asked + 1.0
         live.asked_for = action
-        live.took("own_s")
-        request_id = f"{index}.{live.attempt}.{live.budget.turns}.{asked}"
+        live.add_time("own_s")
+        request_id = f"{index}.{live.attempt}.{live.budget.turns}.{num_asked}"
         self._engine.add_request(
             request_id,
             prompt,
-            max_tokens=min(ask.max_tokens, left),
+            max_tokens=min(ask.max_tokens, room),
             temperature=ask.temperature,
-            seed=self._draw(index, f"asked {asked}") if ask.temperature else None,
+            seed=self._seed(index, f"asked {num_asked}") if ask.temperature else None,
             stop=(),
             stop_token_ids=self._chat.stop_token_ids,
             top_logprobs=0,
@@ -413,12 +431,12 @@ class Play:
         )
         self._decoding[request_id] = index
 
-    def _speaker_spoke(self, action: Action, index: int, said: str) -> None:
-        self._live[index].took("tools_s")
-        self._step(index, ModelReply(said), action)
+    def _model_replied(self, action: Action, index: int, reply: str) -> None:
+        self._live[index].add_time("tools_s")
+        self._step(index, ModelReply(reply), action)
 
-    def _role_spoke(self, live: RunningRollout, index: int, turn: Completion) -> None:
-        """Tell the episode, in whose conversation and in no rollout's this is."""
+    def _engine_replied(self, live: RunningRollout, index: int, turn: Completion) -> None:
+        """Pass the engine's reply to the episode; its tokens are not part of the rollout."""
         action, live.asked_for = live.asked_for, None
         assert action is not None
         stats = live.rollout.stats
@@ -428,18 +446,21 @@ class Play:
     # --- branches
 
     def _copied(self, turn: Completion, index: int, copy: Any) -> None:
-        self._live[index].took("tools_s")
+        self._live[index].add_time("tools_s")
         self._queue_branches(index, copy)
         self._use_turn(index, turn)
 
     def _queue_branches(self, index: int, copy: Any = None) -> None:
-        """Queue what branches off a rollout, with a copy of its episode if there is one."""
+        """Queue a rollout's branches, with a copy of its episode if there is one."""
         for branch in self._branching.pop(index, []):
             branch.copy = copy
             self._queue.appendleft(branch)
 
     def _consider_branching(self, index: int, turn: Completion) -> list[QueuedRollout]:
-        """Measure the turn that has just ended; returns those that are to begin where it did."""
+        """Measure the turn's entropy. Returns the branches that start where the turn started.
+
+        The turn is not in the transcript yet, so that live.fork() copies the state before it.
+        """
         live, config = self._live[index], self._config.branching
         task, member = divmod(index, self._group_size)
         plan = self._plans[task]
@@ -448,88 +469,90 @@ class Play:
             return []
         if live.first_entropy is None:
             live.first_entropy = entropy
-        self._begin_alone(task, plan.measured(member, entropy, after_tool=live.after_tool))
+        self._queue_roots(task, plan.measured(member, entropy, after_tool=live.after_tool))
         if not live.after_tool or not plan.may_branch(member):
             return []
         delta = entropy - live.first_entropy
         probability = branch_probability(delta, config, live.consecutive)
-        chances = [self._draw(index, f"branch {copy}") for copy in range(config.beam_size - 1)]
-        copies = sum(chance < probability * 2**63 for chance in chances)
+        draws = [self._seed(index, f"branch {copy}") for copy in range(config.beam_size - 1)]
+        copies = sum(draw < probability * 2**63 for draw in draws)  # seeds have 63 random bits
         live.consecutive = live.consecutive + 1 if copies else 0
-        new = self._groups.indices(task, plan.fork(member, copies))
-        self.stats.branches += len(new)
+        branches = self._groups.indices(task, plan.fork(member, copies))
+        self.stats.branches += len(branches)
         return [
-            QueuedRollout(index=one, fork=live.fork(member, Transcript.of(live.rollout.segments)))
-            for one in reversed(new)
+            QueuedRollout(
+                index=branch, fork=live.fork(member, Transcript.of(live.rollout.segments))
+            )
+            for branch in reversed(branches)
         ]
 
-    # --- the environment's answers
+    # --- results of the environment
 
     def _take_answers(self, *, block: bool) -> None:
-        """Continue the rollouts whose environments answered; wait for one if nothing decodes."""
+        """Continue the rollouts whose environments returned; with `block` wait for one."""
         for index, future, then in self._waiting.take(block=block):
             try:
-                answer = future.result()
+                result = future.result()
             except InfrastructureError as error:
                 closed = then == self._finished or isinstance(error, Abandoned)
                 self._broken(index, error, closed=closed)
             else:
                 with self._breaking(index):
-                    then(index, answer)
+                    then(index, result)
 
-    def _answered_to(
-        self, index: int, done: Action, action: Action, observation: Observation
+    def _step_done(
+        self, index: int, step_action: Action, action: Action, observation: Observation
     ) -> None:
         live = self._live[index]
-        live.took("tools_s")
+        live.add_time("tools_s")
         if self._branches:
-            live.history.append(Step.of(done, observation))
+            live.history.append(Step.of(step_action, observation))
         if observation.ask is not None:
-            self._ask_role(index, action, observation.ask)
+            self._request_reply(index, action, observation.ask)
             return
         live.after_tool = True
-        count(live, observation)
+        add_counts(live, observation)
         if observation.done:
             live.rollout.answer = observation.answer
-            note(live.rollout, observation.text if observation.failed else "")
+            add_feedback(live.rollout, observation.text if observation.failed else "")
             self._end(index, Status.COMPLETED)
         else:
             self._observe(index, action, observation)
 
     def _observe(self, index: int, action: Action, observation: Observation) -> None:
-        """Tell the policy, and ask for its next turn."""
+        """Append an observation and request the next turn."""
         started = time.perf_counter()
         with self._groups.users(index, self._agent.observe):
-            end = append_observation(
+            status = append_observation(
                 self._live[index], action, observation,
                 agent=self._agent, chat=self._chat, config=self._config,
             )  # fmt: skip
         self.stats.observe_s += time.perf_counter() - started
-        if end is None:
-            self._ask(index)
+        if status is None:
+            self._request_turn(index)
         else:
-            self._end(index, end)
+            self._end(index, status)
 
-    # --- ends
+    # --- end
 
     def _end(self, index: int, status: Status) -> None:
         live = self._live[index]
         live.rollout.status = status
         live.rollout.treatment = treatment_of(status, self._config)
-        if self._play_again(live):
+        if self._is_retried(live):
             self._drop(index, QueuedRollout(index=index, attempt=live.attempt + 1))
             return
-        live.took("own_s")
-        future = self._runner.finish(live.episode, live.rollout.answer, self._groups.of(index))
+        live.add_time("own_s")
+        future = self._runner.finish(live.episode, live.rollout.answer, self._groups.name(index))
         self._waiting.add(index, future, self._finished)
 
     def _finished(self, index: int, rewards: Mapping[str, float]) -> None:
         live = self._live.pop(index)
-        live.took("finish_s")
+        live.add_time("finish_s")
         rollout = live.rollout
         rollout.environment = getattr(live.episode, "environment", None)
-        if isinstance(said := getattr(live.episode, "feedback", ""), str):
-            note(rollout, said)
+        if isinstance(feedback := getattr(live.episode, "feedback", ""), str):
+            add_feedback(rollout, feedback)
         rollout.stats |= getattr(live.episode, "measures", {})
         for name, value in rewards.items():
             rollout.rewards[name] = rollout.rewards.get(name, 0.0) + value
@@ -544,40 +567,40 @@ class Play:
         rollout.status = Status.INFRA_ERROR
         rollout.treatment = treatment_of(Status.INFRA_ERROR, self._config)
         rollout.rewards, rollout.span_rewards = {}, []
-        again = (
-            QueuedRollout(index=index, attempt=live.attempt + 1) if self._play_again(live) else None
+        retry = (
+            QueuedRollout(index=index, attempt=live.attempt + 1) if self._is_retried(live) else None
         )
-        self._drop(index, again, closed=closed)
-        if again is None:
+        self._drop(index, retry, closed=closed)
+        if retry is None:
             self._record(index, rollout)
 
-    def _play_again(self, live: RunningRollout) -> bool:
-        again = live.rollout.treatment is Treatment.RETRY
-        return again and live.attempt < self._config.max_retries
+    def _is_retried(self, live: RunningRollout) -> bool:
+        is_retry = live.rollout.treatment is Treatment.RETRY
+        return is_retry and live.attempt < self._config.max_retries
 
-    def _drop(self, index: int, again: QueuedRollout | None, *, closed: bool = False) -> None:
-        """Forget a rollout that is under way and its episode; perhaps play another instead."""
+    def _drop(self, index: int, retry: QueuedRollout | None, *, closed: bool = False) -> None:
+        """Discard a live rollout and close its episode; queue its retry."""
         live = self._live.pop(index)
         if not closed:
-            self._runner.close(live.episode, self._groups.of(index)).result()
-        if again is not None:
+            self._runner.close(live.episode, self._groups.name(index)).result()
+        if retry is not None:
             self.stats.retries += 1
-            self._queue.append(again)
+            self._queue.append(retry)
             self._orphan(index)
 
     def _orphan(self, index: int) -> None:
-        """What branched off a rollout that is played again has no parent any more."""
+        """Remove the parent of branches whose parent is played again: it shares no tokens now."""
         task, member = divmod(index, self._group_size)
-        waiting = {pending.index: pending.fork for pending in self._queue if pending.fork}
-        begun = {index: live.rollout for index, live in (self._live | waiting).items()}
+        queued = {pending.index: pending.fork for pending in self._queue if pending.fork}
+        unfinished = {index: live.rollout for index, live in (self._live | queued).items()}
         for child in self._groups.indices(task):
-            rollout = begun.get(child) or self._groups.played.get(child)
+            rollout = unfinished.get(child) or self._groups.played.get(child)
             if rollout is not None and rollout.parent == member:
                 rollout.parent = rollout.forked_at = None
 
     def _record(self, index: int, rollout: Rollout) -> None:
         task, member = divmod(index, self._group_size)
-        self._begin_alone(task, self._plans[task].ended(member))
+        self._queue_roots(task, self._plans[task].ended(member))
         if self._groups.is_last(index):
             self._copies.end(task)
         self._groups.record(index, rollout)

@@ -1,9 +1,9 @@
-"""Plays groups of rollouts without a barrier: each goes to its tool when its own turn ends.
+"""Sampler: plays groups of rollouts without a barrier between turns.
 
-The engine decodes all rollouts in flight, one token at a time. A finished turn is parsed; its code
-goes to a thread that waits for the sandbox; the result comes back as appended tokens and a new
-request, while the others are decoded (play.py). With `deterministic`, the tools of one engine step
-are awaited before the next, so that the batches, and with them every sampled bit, repeat.
+The engine decodes all requests in flight, one token per step. When a turn ends, its action runs on
+another thread; its observation is appended and the next turn requested while the other rollouts
+continue to decode (play.py). With rollout.deterministic, the tools of one engine step finish before
+the next step, so that batches, and with them all sampled bits, repeat from run to run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentgrpo.types import Group, Task
 
 
 class AnySampler(ABC):
-    """What the training loop and the evaluation play tasks with: Sampler, or a user's own."""
+    """Base class of what the training loop and the evaluation play tasks with."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
@@ -40,24 +40,28 @@ class AnySampler(ABC):
         filters: Mapping[str, float] = MappingProxyType({}),
         ended: Ended = ignore,
     ) -> tuple[list[Group], SamplerStats]:
-        """Play each task group_size times; one group per task, in order, unscored.
+        """Play each task group_size times. Returns one unscored group per task, in order.
 
-        `seed`: of everything sampled in this call, see decoder.request_seed(). `temperature`:
-        instead of config.temperature, and without branching; 0 is greedy. `filters`: as in
-        Engine.add_request(); what is played so must not be trained on. `ended` is told of each
-        group that has ended, where this process plays by itself.
+        Args:
+            tasks: to play.
+            group_size: rollouts per task.
+            seed: from which the seeds of all requests are derived (request_seed).
+            temperature: replaces config.temperature and disables branching; 0 is greedy.
+            filters: as in Engine.add_request(). Rollouts sampled with filters must not be trained
+                on.
+            ended: called with each group when it is complete, unless another rank plays it.
         """
         started = time.perf_counter()
         config = self._config
         if temperature is not None:
-            changed = {"temperature": temperature, "branching": BranchConfig()}
-            config = config.model_copy(update=changed)
+            update = {"temperature": temperature, "branching": BranchConfig()}
+            config = config.model_copy(update=update)
         groups, stats = self._play(tasks, group_size, config, seed, filters, ended)
         stats.total_s = time.perf_counter() - started
         return groups, stats
 
     def close(self) -> None:
-        """Let go of what it holds, at the end of a run."""
+        """Release resources at the end of a run."""
         return
 
     @abstractmethod
@@ -68,11 +72,11 @@ class AnySampler(ABC):
 
 
 class Sampler(AnySampler):
-    """Plays every task group_size times with one agent in one environment.
+    """Plays tasks with one agent in one environment.
 
-    The engine is awake while playing. Of rollouts `max_live` are played at once, at most as many as
-    there are sandbox sessions: a rollout keeps its session until it ends. `max_tool_threads`
-    blocking environments may work at once; asynchronous ones have no limit.
+    The engine must be awake. At most `max_live` rollouts are played at once; it must not exceed the
+    number of sandbox sessions, since a rollout keeps its session until it ends. At most
+    `max_tool_threads` blocking environments work at once; asynchronous ones have no limit.
     """
 
     def __init__(
@@ -88,10 +92,10 @@ class Sampler(AnySampler):
     ) -> None:
         super().__init__(config)
         if max_live < 1:
-            raise ValueError(f"max_live must be at least 1, got {max_live}")
+            raise ValueError(f"max_live: expected at least 1, got {max_live}")
         if isinstance(agent, ProgramAgent):
             raise ValueError(
-                "agent: a program plays its own turns: play it with agentgrpo.programs.play"
+                "agent: a program plays its own turns. Use agentgrpo.programs.play.ProgramSampler"
             )
         self._engine, self._agent, self._env, self._chat = engine, agent, env, chat
         self._max_live = max_live
@@ -110,7 +114,7 @@ class Sampler(AnySampler):
 
 
 def as_task(task: Task | str, id: str) -> Task:
-    """A task; of a text, that of one user message."""
+    """Return a task; a string becomes a task with one user message."""
     if isinstance(task, Task):
         return task
     message = {"role": "user", "content": task}

@@ -1,4 +1,4 @@
-"""The state of a rollout while it is played (play.py)."""
+"""The state of rollouts that are played (play.py) or queued."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ class RunningRollout:
     rollout: Rollout
     episode: AnyEpisode
     transcript: Transcript
-    """Its tokens; `rollout` has the same lists of segments."""
+    """Its tokens. `rollout` refers to the same lists of segments."""
     budget: RolloutBudget
     attempt: int
     since: float
-    """When it began to wait for what it waits for: on the clock of time.perf_counter()."""
+    """Start of the current wait, by time.perf_counter()."""
     history: list[Step] = field(default_factory=list)
-    """What its episode was asked and answered, where a branch might need it."""
+    """The episode's steps, if a branch might have to replay them."""
     after_tool: bool = False
-    """The turn that is being sampled follows a tool's answer."""
+    """The current turn follows a tool's result."""
     first_entropy: float | None = None
     consecutive: int = 0
-    """Branchings in a row that led here."""
+    """Number of branchings in a row that led here."""
     messages: list[Message] = field(default_factory=list)
-    """The conversation so far, where it is rendered again for each turn."""
+    """The conversation so far, with rollout.history = "render"."""
     message_start: int = 0
-    """Where in the row the policy's own message begins whose last turn is being sampled."""
+    """Position in the row where the policy's current message begins."""
     thought: str = ""
-    """What opened the thought in which the turn that is being sampled begins; "": in none."""
+    """Opening tag of the thought that the current turn continues; "" if none."""
     roles: list[str] = field(default_factory=list)
-    """Those of the messages before the turn that is being sampled."""
+    """Roles of the messages before the current turn."""
     asked_for: Action | None = None
-    """The policy's action for which the engine is speaking in a second role."""
+    """The policy's action for which the engine is sampling a second role."""
 
     @classmethod
-    def behind(
+    def from_prompt(
         cls, prompt: Int32, messages: Sequence[Message] = (), message_start: int = 0, *,
         pending: QueuedRollout, task: Task, config: RolloutConfig, limit: int,
     ) -> RunningRollout:  # fmt: skip
-        """One that begins alone, whose episode is yet to be made; `limit`: the engine's."""
+        """A rollout without a parent and without its episode; `limit`: engine.max_model_len."""
         transcript = Transcript(prompt)
         rollout = Rollout(
             task=task,
@@ -74,7 +74,7 @@ class RunningRollout:
         )
 
     def fork(self, parent: int, transcript: Transcript) -> RunningRollout:
-        """Another at the same place, whose episode is yet to be brought there."""
+        """A branch at the same position, whose episode does not have that state yet."""
         rollout = Rollout(
             task=self.rollout.task,
             segments=transcript.segments,
@@ -94,8 +94,8 @@ class RunningRollout:
             after_tool=True, messages=[], roles=list(self.roles),
         )  # fmt: skip
 
-    def took(self, name: str) -> None:
-        """Count the time since it was last asked where its time went."""
+    def add_time(self, name: str) -> None:
+        """Add the time since the last call to a timing."""
         now, timings = time.perf_counter(), self.rollout.timings
         timings[name] = timings.get(name, 0.0) + now - self.since
         self.since = now
@@ -103,13 +103,13 @@ class RunningRollout:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class QueuedRollout:
-    """A rollout that waits for its place."""
+    """A rollout in the queue."""
 
     index: int
     attempt: int = 0
     fork: RunningRollout | None = None
-    """Where it branches off; None: it begins alone."""
+    """Its state at the branching point; None: it starts from the prompt."""
     copy: Any = None
-    """Of its parent's episode; None: the parent's actions are repeated."""
+    """A snapshot of the parent's episode; None: the parent's actions are replayed."""
     since: float = field(default_factory=lambda: time.perf_counter())
     """When it was queued."""

@@ -1,4 +1,4 @@
-"""Watch tokens as they are decoded: match a tag, stop, insert text, continue.
+"""Streams: a function of yours sees each token as it is decoded, and may stop or insert text.
 
     class Mine:                                            # rollout.sampler = "module:Mine"
         def __init__(self, chat, config):                  # ChatTemplate, RolloutConfig
@@ -13,10 +13,10 @@
             elif stream.tag == "</answer>":
                 stream.finish("...")
 
-agentgrpo/examples/custom_sampler/sampler.py is a full example. Sampled ids stay as they are, up to
-and including the one in which the stream was stopped, even if the tag ends inside it. Inserted text
-is encoded alone and appended unsampled, and the engine continues from those ids. The idea is from
-TRL's issue 2723.
+For a complete example see agentgrpo/examples/custom_sampler/sampler.py. Sampled ids are kept up to
+and including the one at which the stream stopped, even if the tag ends within it. Inserted text is
+encoded alone and appended as not sampled, and the engine continues from these ids. The idea is that
+of TRL's issue 2723.
 """
 
 from __future__ import annotations
@@ -43,59 +43,59 @@ if TYPE_CHECKING:  # it imports vLLM
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One rollout while it is decoded."""
+    """A rollout while it is decoded."""
 
     rollout: Rollout
-    """What it becomes; `rewards`, `stats` and `span_rewards` are yours to set."""
+    """The result; you may set its `rewards`, `stats` and `span_rewards`."""
     chat: ChatTemplate
     place: tuple[int, int]
-    """Which task, and which of its rollouts."""
+    """Index of the task, and of the rollout among those of the task."""
     budget: RolloutBudget
     transcript: Transcript
     roles: list[str]
-    """Those of the messages before the one that is being decoded."""
+    """Roles of the messages before the current one."""
     token_ids: list[int] = field(default_factory=list)
-    """What was sampled since the prompt, or since something was put in."""
+    """The ids sampled since the prompt or the last insertion."""
     tag: str = ""
-    """The tag that ends in the last token, the first of several; "" if none does."""
+    """The first tag that ends in the last token; "" if none does."""
     tail: bytes = b""
-    """The last bytes, in which a tag may have begun."""
-    _said: str | Sequence[Message] | None = None
+    """The last bytes, in which a tag may have started."""
+    _inserted: str | Sequence[Message] | None = None
     _answer: str | None = None
     _finished: bool = False
 
     @property
     def text(self) -> str:
-        """Of token_ids, without the token that ends a turn."""
+        """The text of token_ids, without the token that ends a turn."""
         return self.chat.decode(np.array(self.token_ids, np.int32))
 
-    def inject(self, said: str | Sequence[Message]) -> None:
-        """Stop here, put words in, go on."""
-        self._said = said
+    def inject(self, content: str | Sequence[Message]) -> None:
+        """Stop at this token, insert text or messages, and continue."""
+        self._inserted = content
 
     def finish(self, answer: str | None) -> None:
-        """Stop here: the rollout has ended, with this answer."""
+        """End the rollout at this token, with this answer."""
         self._answer, self._finished = answer, True
 
     @property
     def stopped(self) -> bool:
         """Whether inject() or finish() was called since the last request."""
-        return self._finished or self._said is not None
+        return self._finished or self._inserted is not None
 
     def resume(self) -> Status | None:
-        """Append what was put in; how the rollout ends, if it cannot go on."""
-        said, self._said = self._said, None
-        if self._finished or said is None:
+        """Append the inserted content. Returns how the rollout ends if it cannot continue."""
+        content, self._inserted = self._inserted, None
+        if self._finished or content is None:
             self.rollout.answer = self._answer
             return Status.COMPLETED
         last_id = self.token_ids[-1] if self.token_ids else None
-        if not isinstance(said, str):
-            ids = self.chat.observation_ids(said, last_id=last_id, roles=self.roles)
-            self.roles += ["assistant", *(message["role"] for message in said)]
-        elif last_id in self.chat.stop_token_ids:  # the message it would have gone into is closed
+        if not isinstance(content, str):
+            ids = self.chat.observation_ids(content, last_id=last_id, roles=self.roles)
+            self.roles += ["assistant", *(message["role"] for message in content)]
+        elif last_id in self.chat.stop_token_ids:  # the message that the text continues is closed
             return Status.COMPLETED
         else:
-            ids = self.chat.text_ids(said)
+            ids = self.chat.text_ids(content)
         if not self.budget.fits(len(self.transcript) + len(ids)):
             return Status.TRUNCATED_LENGTH
         self.transcript.give(ids)
@@ -104,20 +104,20 @@ class Stream:
 
 
 OnToken = Callable[[Stream, int], None]
-"""Told of each sampled token; may call the stream's inject() or finish(). It is called between two
-steps of the engine: all rollouts wait for it."""
+"""on_token(stream, token) is called with each sampled token and may call the stream's inject() or
+finish(). All rollouts wait for it, since it is called between two steps of the engine."""
 
 
 class Streams:
-    """Plays tasks while a function of yours looks on.
+    """Plays tasks and calls a function of yours with each token.
 
     Args:
-        chat, config: as a RolloutSampler gets them; the limits are config's.
-        tags: texts to look for.
+        chat, config: the arguments of a RolloutSampler; the limits are those of config.
+        tags: strings to look for.
 
     Raises:
-        ValueError: a tag is empty or named twice; the tokenizer is of a kind whose tokens' bytes
-            are not known (models/token_bytes.py).
+        ValueError: a tag is empty or repeated; or the bytes of the tokenizer's tokens are unknown
+            (models/token_bytes.py).
     """
 
     def __init__(self, chat: ChatTemplate, config: RolloutConfig, tags: Sequence[str] = ()) -> None:
@@ -137,53 +137,53 @@ class Streams:
         on_token: OnToken,
         messages: Callable[[Task], Sequence[Message]] = lambda task: task.messages,
     ) -> list[list[Rollout]]:
-        """Play each task n times; a RolloutSampler's rollout()."""
+        """Play each task n times, as RolloutSampler.rollout() does."""
         played = []
         decoding: dict[str, Stream] = {}
         for index, task in enumerate(tasks):
-            said = messages(task)
-            prompt = self._chat.prompt_ids(said)
+            prompt_messages = messages(task)
+            prompt = self._chat.prompt_ids(prompt_messages)
             if len(prompt) >= engine.max_model_len:
                 raise ValueError(
-                    f"task {task.id!r}: its prompt has {len(prompt)} tokens, engine.max_model_len "
-                    f"is {engine.max_model_len}"
+                    f"engine.max_model_len: expected more than the {len(prompt)} tokens of the "
+                    f"prompt of task {task.id!r}, got {engine.max_model_len}"
                 )
-            shown = Segment(prompt)
+            prompt_segment = Segment(prompt)
             for member in range(n):
-                transcript = Transcript.of([shown])
+                transcript = Transcript.of([prompt_segment])
                 rollout = Rollout(
                     task=task, segments=transcript.segments, status=Status.COMPLETED,
                     stats=dict.fromkeys(COUNTS, 0.0),
                 )  # fmt: skip
                 budget = RolloutBudget(self._config, len(prompt), engine.max_model_len)
-                roles = [message["role"] for message in said]
+                roles = [message["role"] for message in prompt_messages]
                 place = (index, member)
                 stream = Stream(rollout, self._chat, place, budget, transcript, roles)
-                self._ask(engine, stream, params, on_token, decoding)
+                self._request(engine, stream, params, on_token, decoding)
                 played.append(rollout)
-        while self._in_time(engine, decoding):
+        while self._end_overdue(engine, decoding):
             for turn in sorted(engine.step(), key=lambda turn: turn.request_id):
                 stream = decoding.pop(turn.request_id)
-                end = self._ended(stream, turn)
-                if end is None:
-                    self._ask(engine, stream, params, on_token, decoding)
+                status = self._turn_ended(stream, turn)
+                if status is None:
+                    self._request(engine, stream, params, on_token, decoding)
                 else:
-                    stream.rollout.status = end
+                    stream.rollout.status = status
         return [played[i : i + n] for i in range(0, len(played), n)]
 
-    def _ask(
+    def _request(
         self, engine: Engine, stream: Stream, params: RolloutParams, on_token: OnToken,
         decoding: dict[str, Stream],
     ) -> None:  # fmt: skip
-        """Have the engine go on, or end the rollout if its limits say so."""
+        """Let the engine continue, or end the rollout if its budgets allow no further turn."""
         length, turn = len(stream.transcript), stream.budget.turns
-        end = stream.budget.end(length)
-        if end is not None:
-            stream.rollout.status = end
+        status = stream.budget.end(length)
+        if status is not None:
+            stream.rollout.status = status
             return
         name = "{}.{}.{}".format(*stream.place, turn)
 
-        def told(token: int) -> bool:
+        def stop_after(token: int) -> bool:
             stream.token_ids.append(token)
             stream.tag, stream.tail = self._scan(token, stream.tail)
             on_token(stream, token)
@@ -197,39 +197,39 @@ class Streams:
             seed=request_seed(params.seed, *stream.place, turn) if params.temperature else None,
             stop_token_ids=params.stop_token_ids,
             filters=params.filters,
-            on_token=told,
+            on_token=stop_after,
         )
         decoding[name] = stream
 
-    def _in_time(self, engine: Engine, decoding: dict[str, Stream]) -> bool:
-        """End those whose time is up, without their last turn; whether others are left."""
-        late = [name for name, stream in decoding.items() if stream.budget.overdue()]
-        if late:
-            engine.abort(late)
-        for name in late:
+    def _end_overdue(self, engine: Engine, decoding: dict[str, Stream]) -> bool:
+        """End overdue rollouts without their last turn. Returns whether others are left."""
+        overdue = [name for name, stream in decoding.items() if stream.budget.overdue()]
+        if overdue:
+            engine.abort(overdue)
+        for name in overdue:
             decoding.pop(name).rollout.status = Status.TIMED_OUT
         return bool(decoding)
 
     def _scan(self, token: int, tail: bytes) -> tuple[str, bytes]:
-        """The tag that ends in a token, the first of several; and the last bytes behind it."""
-        if token >= len(self._vocabulary):  # of the rows that a model has beyond its tokenizer
+        """The first tag that ends in a token, or "", and the new tail."""
+        if token >= len(self._vocabulary):  # a padding row of the model beyond its tokenizer
             return "", b""
         text = tail + self._vocabulary[token]
         ends = []
-        for tag, spelled in self._tags.items():
-            at = text.find(spelled, max(0, len(tail) - len(spelled) + 1))
-            if at >= 0:
-                ends.append((at + len(spelled), tag))
+        for tag, encoded in self._tags.items():
+            start = text.find(encoded, max(0, len(tail) - len(encoded) + 1))
+            if start >= 0:
+                ends.append((start + len(encoded), tag))
         return min(ends, default=(0, ""))[1], text[max(0, len(text) - self._longest) :]
 
-    def _ended(self, stream: Stream, turn: Completion) -> Status | None:
-        """Take what was sampled; how the rollout ends, if it does."""
+    def _turn_ended(self, stream: Stream, turn: Completion) -> Status | None:
+        """Append a turn. Returns how the rollout ends, or None if it continues."""
         stream.transcript.sample(turn.token_ids, turn.logprobs)
         stream.rollout.turns.append(replace(turn.account, row=0))
         stream.rollout.stats["turns"] += 1
         stream.budget.turns += 1
         if turn.finish_reason not in ("stop", "length"):
-            stream.rollout.error = f"the engine gave a request up: {turn.finish_reason!r}"
+            stream.rollout.error = f"the engine gave up a request: {turn.finish_reason!r}"
             return Status.INFRA_ERROR
         if turn.finish_reason == "length":
             return Status.TRUNCATED_LENGTH

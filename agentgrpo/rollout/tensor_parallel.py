@@ -1,10 +1,10 @@
-"""Lets ranks that hold one engine together (engine.tensor_parallel_size) play together.
+"""Sampling with one engine that spans several ranks (engine.tensor_parallel_size).
 
-Each rank's vLLM has its own scheduler, and all must schedule alike, or the ranks wait for each
-other in different layers. The order in which tools answer differs, so ranks that each played alone
-would not. Here one rank of the team plays the tasks of all ranks, and the others repeat its
-engine's requests step by step; each rollout goes back to the rank that owns its task. The code
-around it behaves as if each rank had an engine.
+Each rank's vLLM has its own scheduler, and all must schedule the same, or the ranks wait for each
+other in different layers. Ranks that play independently would not, since tools return at different
+times. So one rank of the team plays the tasks of all, and the others repeat its engine calls step
+by step. Each group then goes to the rank whose task it was. The rest of a run behaves as if each
+rank had an engine.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:  # it imports vLLM
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-def digest(done: Iterable[Completion]) -> int:
-    """Of what was sampled: the same on two ranks if that was."""
+def digest(completions: Iterable[Completion]) -> int:
+    """Checksum of the sampled tokens, compared across ranks."""
     crc = 0
-    for completion in done:
+    for completion in completions:
         crc = zlib.crc32(completion.request_id.encode(), crc)
         crc = zlib.crc32(completion.token_ids.tobytes(), crc)
     return crc
 
 
 class Leader:
-    """The leading rank's engine as a sampler sees it: whatever is asked of it, all ranks do."""
+    """The first rank's engine, as a sampler uses it. Its calls are repeated on all ranks."""
 
     def __init__(self, engine: Engine, team: Team) -> None:
         self._engine, self._team = engine, team
         self._calls: list[Call] = []
-        self._seen = 0
+        self._digest = 0
         self.max_model_len = engine.max_model_len
 
     @property
     def llm(self) -> Any:
-        """Refused: it would run on this rank alone, and wait for the others for ever."""
+        """Raises: a call would run on this rank only and wait for the others forever."""
         raise RuntimeError(
             "engine.llm cannot be used with engine.tensor_parallel_size > 1: play through "
             "engine.add_request() and engine.step(), which all ranks follow"
@@ -57,8 +57,8 @@ class Leader:
         return self._engine.num_in_flight
 
     def add_request(self, request_id: str, prompt_ids: Int32, **options: Any) -> None:
-        if options.get("on_token") is not None:  # the others would not stop where it does
-            raise ValueError("on_token: needs engine.tensor_parallel_size = 1")
+        if options.get("on_token") is not None:  # the other ranks would not stop at its token
+            raise ValueError("on_token: requires engine.tensor_parallel_size = 1")
         if "filters" in options:
             options["filters"] = dict(options["filters"])  # a read-only view cannot be sent
         self._do("add_request", request_id, prompt_ids, **options)
@@ -70,42 +70,43 @@ class Leader:
         self._do("abort_all")
 
     def step(self) -> list[Completion]:
-        self._tell(goes_on=True)
-        done = self._engine.step()
-        self._seen = digest(done)
-        return done
+        self._broadcast(steps=True)
+        completions = self._engine.step()
+        self._digest = digest(completions)
+        return completions
 
     def finish(self) -> None:
-        self._tell(goes_on=False)
-        self._seen = 0
+        """End follow() on the other ranks."""
+        self._broadcast(steps=False)
+        self._digest = 0
 
     def _do(self, name: str, *args: Any, **options: Any) -> None:
         getattr(self._engine, name)(*args, **options)
-        self._calls.append((name, args, options))  # and not what the engine refused
+        self._calls.append((name, args, options))  # after the call: one that raised is not repeated
 
-    def _tell(self, *, goes_on: bool) -> None:
-        self._team.tell((self._calls, self._seen, goes_on))
+    def _broadcast(self, *, steps: bool) -> None:
+        self._team.tell((self._calls, self._digest, steps))
         self._calls = []
 
 
 def follow(engine: Engine, team: Team) -> None:
-    """Do with this rank's engine what the leader does with its own, until it is finished."""
-    seen, goes_on = 0, True
-    while goes_on:
-        calls, leader_saw, goes_on = team.tell()
-        if seen != leader_saw:
+    """Repeat the leader's engine calls on this rank until its finish()."""
+    own_digest, steps = 0, True
+    while steps:
+        calls, leader_digest, steps = team.tell()
+        if own_digest != leader_digest:
             raise Disagreement(
-                f"rank {team.place} of its engine sampled other tokens than the first: with "
-                "engine.tensor_parallel_size all ranks must compute the same logits, to the bit"
+                f"rank {team.place} of its engine sampled different tokens than the first: with "
+                "engine.tensor_parallel_size all ranks must compute bitwise equal logits"
             )
         for name, args, options in calls:
             getattr(engine, name)(*args, **options)
-        if goes_on:
-            seen = digest(engine.step())
+        if steps:
+            own_digest = digest(engine.step())
 
 
 class TeamSampler(AnySampler):
-    """Plays as the sampler does, whose engine is a team's; all ranks of the team must play."""
+    """Plays with an engine that spans the ranks of a team; all of them must call play()."""
 
     def __init__(
         self, config: RolloutConfig, sampler: AnySampler, leader: Leader, engine: Engine, team: Team
@@ -120,22 +121,22 @@ class TeamSampler(AnySampler):
         self, tasks: Sequence[Task], group_size: int, config: RolloutConfig, seed: int,
         filters: Mapping[str, float], ended: Ended,
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
-        """The stats are the leader's. No rank watches groups of the others' tasks."""
+        """The stats are zero on all ranks but the leader. `ended` is never called."""
         shares = self._team.gather(list(tasks))
         played: list[Group] = []
         stats = SamplerStats()
         if self._team.place:
             follow(self._engine, self._team)
         else:
-            every = [task for share in shares for task in share]
+            all_tasks = [task for share in shares for task in share]
             try:
                 played, stats = self._sampler._play(
-                    every, group_size, config, seed, filters, ignore
+                    all_tasks, group_size, config, seed, filters, ignore
                 )
             finally:
-                self._leader.finish()
+                self._leader.finish()  # also after an error: the others wait for the next call
         for rollout in (rollout for group in played for rollout in group.rollouts):
-            rollout.environment = None  # of a user's class, which need not be one that pickles
+            rollout.environment = None  # an instance of a user's class, which may not pickle
         groups = self._team.tell(played)
         first = sum(map(len, shares[: self._team.place]))
         return groups[first : first + len(tasks)], stats

@@ -1,16 +1,16 @@
-"""The tokens of one rollout while it is played, also where its history is rendered again.
+"""Transcript: the tokens of one rollout while it is played, also when its history is re-rendered.
 
-A prompt that is rendered again from messages may differ from the ids that the engine has: templates
-drop thoughts, and text does not always encode back to the sampled ids. Each such prompt is compared
-with the current ids, as in TRL and slime:
+A prompt that is rendered again from messages need not start with the engine's ids: templates drop
+thoughts, and text does not always encode back to the sampled ids. Each such prompt is compared with
+the current ids, as in TRL and slime:
 
-    CLEAN    it begins with all of them: the rest is appended, unsampled
-    REALIGN  it differs only inside the last sampled turn, by few tokens: these are replaced by the
-             prompt's version, unsampled; the turn's beginning is still trained on
-    FORK     it differs before that: the row is closed and another begins with the whole prompt
+    CLEAN    it starts with all current ids: the rest is appended, as not sampled
+    REALIGN  it differs only within the last sampled turn, by few tokens: these are replaced by the
+             prompt's, as not sampled; the start of the turn is still trained on
+    FORK     it differs earlier: the row is closed, and a new row starts with the whole prompt
 
-So the engine's prompt is always the row as it stands. Every sampled token stays in exactly one row
-(but for those that REALIGN replaced, which the policy no longer sees); all rows are one rollout.
+So the engine's prompt always equals the current row. Every sampled token is in exactly one row,
+except those that REALIGN replaced, which the policy does not see any more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentgrpo.types import Float32, Int32, Segment
 
 
 class Drift(StrEnum):
-    """How a prompt that was rendered again relates to the current ids."""
+    """How a re-rendered prompt relates to the current ids."""
 
     CLEAN = "clean"
     REALIGN = "realign"
@@ -32,15 +32,14 @@ class Drift(StrEnum):
 
 
 FORK_FROM = 1024
-"""From so many differing tokens at the end of a turn on, its row is closed and trained on as it is,
-and the rewritten one is another."""
+"""Number of differing tokens at the end of a turn from which it forks instead of realigning, so
+that the sampled turn is still trained on as it is."""
 
 
-def classify(held: Int32, prompt: Int32, turn_start: int, fork_from: int) -> tuple[Drift, int]:
-    """What to do about a prompt, and how many tokens it shares with what is held.
+def classify(ids: Int32, prompt: Int32, turn_start: int, fork_from: int) -> tuple[Drift, int]:
+    """Compare a re-rendered prompt with the current ids. Returns the number of shared tokens too.
 
-    `turn_start`: where in held the last sampled turn begins. So many differing tokens as
-    `fork_from` at the end of held are too many to realign.
+    `turn_start`: position in ids where the last sampled turn begins. `fork_from`: see FORK_FROM.
 
     >>> ten = np.arange(1, 11, dtype=np.int32)
     >>> classify(ten, np.array([*ten, 11], np.int32), 5, 1024)
@@ -50,10 +49,10 @@ def classify(held: Int32, prompt: Int32, turn_start: int, fork_from: int) -> tup
     >>> classify(ten, np.array([1, 2, 50, 4, 5, 6, 7, 8, 9, 10], np.int32), 5, 1024)
     (<Drift.FORK: 'fork'>, 2)
     """
-    length = min(len(held), len(prompt))
-    differs = np.flatnonzero(held[:length] != prompt[:length])
+    length = min(len(ids), len(prompt))
+    differs = np.flatnonzero(ids[:length] != prompt[:length])
     shared = int(differs[0]) if len(differs) else length
-    drift = len(held) - shared
+    drift = len(ids) - shared
     if drift == 0:
         return Drift.CLEAN, shared
     if shared >= turn_start and drift < fork_from:
@@ -68,7 +67,7 @@ class Transcript:
         self.closed_rows: list[list[Segment]] = []
         """Rows that ended in a FORK, oldest first."""
         self.replaced: list[int] = []
-        """The sampled ids that the last rerender() took from the row."""
+        """The sampled ids that the last rerender() removed from the row."""
         self._begin(prompt)
 
     def _begin(self, prompt: Int32) -> None:
@@ -78,11 +77,11 @@ class Transcript:
         """The current row."""
         self.give(prompt)
         self.turn_start = self._length
-        """Where the last sampled turn begins; where the prompt ends, if there is none."""
+        """Where the last sampled turn begins; the end of the prompt if there is none."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Transcript:
-        """The transcript whose current row is these segments."""
+        """A transcript whose current row consists of these segments."""
         transcript = cls(segments[0].token_ids)
         transcript.segments = list(segments[:1])
         for segment in segments[1:]:
@@ -96,12 +95,12 @@ class Transcript:
 
     @property
     def ids(self) -> Int32:
-        """The current row, contiguous; a view that the next change makes stale."""
+        """The current row as a contiguous view, invalid after the next change."""
         return self._ids[: self._length]
 
     @property
     def turn(self) -> Int32:
-        """What follows turn_start: the last sampled turn, as long as nothing was given since."""
+        """The ids from turn_start on: the last sampled turn, if nothing was given since."""
         return self.ids[self.turn_start :]
 
     def give(self, token_ids: Int32) -> None:
@@ -114,9 +113,9 @@ class Transcript:
         self._append(Segment(token_ids, logprobs))
 
     def rerender(self, prompt: Int32) -> Drift:
-        """Make the current row equal to a prompt that was rendered again; says how.
+        """Make the current row equal to a re-rendered prompt.
 
-        After a REALIGN, `replaced` has the sampled ids that the row lost.
+        After a REALIGN, `replaced` has the sampled ids that were removed.
         """
         drift, shared = classify(self.ids, prompt, self.turn_start, FORK_FROM)
         if drift is Drift.FORK:
@@ -130,17 +129,18 @@ class Transcript:
         return drift
 
     def _cut(self, length: int) -> list[int]:
-        """Drop all tokens from `length` on; returns those of them that were sampled."""
+        """Drop all tokens from `length` on. Returns the sampled ones among them."""
         dropped: list[int] = []
         while self._length > length:
             last = self.segments.pop()
             self._length -= len(last.token_ids)
-            kept = length - self._length
+            num_left = length - self._length
             if last.sampled:
-                dropped = [*last.token_ids[max(0, kept) :].tolist(), *dropped]
-            if kept > 0 or (kept == 0 and last.sampled):  # an empty turn is still one
-                logprobs = None if last.logprobs is None else last.logprobs[:kept]
-                self._append(Segment(last.token_ids[:kept], logprobs))
+                dropped = [*last.token_ids[max(0, num_left) :].tolist(), *dropped]
+            # a turn of which nothing is left stays as an empty segment: it still counts as a turn
+            if num_left > 0 or (num_left == 0 and last.sampled):
+                logprobs = None if last.logprobs is None else last.logprobs[:num_left]
+                self._append(Segment(last.token_ids[:num_left], logprobs))
         return dropped
 
     def _append(self, segment: Segment) -> None:

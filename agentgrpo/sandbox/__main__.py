@@ -3,7 +3,7 @@
 if __name__ == "__main__":  # before the imports: a package may be missing
     from agentgrpo import cli
 
-    cli.run("sandbox")
+    cli.exit_with("sandbox")
 
 import argparse
 import contextlib

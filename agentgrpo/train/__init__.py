@@ -1,1 +1,1 @@
-"""From a config to a trained policy: prepared, checked, planned, run."""
+"""Training: resolves and checks a config, builds the parts of a run, runs the loop."""

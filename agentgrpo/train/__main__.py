@@ -1,14 +1,16 @@
-"""One training run: `agentgrpo train CONFIG [section.key=value ...]`.
+"""`agentgrpo train CONFIG [section.key=value ...]`.
 
-trainer.py has what this is written with, loop.py what becomes of a step.
+The path to the first step: main() -> run_command() (command_line.py) loads the config -> Trainer
+(trainer.py) -> build() (build.py) checks the config, starts vLLM and makes the learner ->
+loop.train() runs the steps.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # as torchrun starts it; before the imports: a package may be missing
+if __name__ == "__main__":  # started by torchrun; cli reports a package that the imports below lack
     from agentgrpo import cli
 
-    cli.run("train")
+    cli.exit_with("train")
 
 import argparse
 import contextlib
@@ -16,25 +18,25 @@ from collections.abc import Callable
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.train.build import build, prepare
-from agentgrpo.train.command_line import Begin, command
-from agentgrpo.train.dry_run import of_steps, of_training, plan
+from agentgrpo.train.command_line import Begin, run_command
+from agentgrpo.train.dry_run import format_plan, run_length_line, training_lines
 from agentgrpo.train.loop import SAVED
 from agentgrpo.train.parts import Parts
 from agentgrpo.train.trainer import Trainer
 
 
-def run(config: TrainConfig, args: argparse.Namespace, begin: Begin) -> int:
-    """Train, or say what a run would do; the exit status."""
+def train_or_plan(config: TrainConfig, args: argparse.Namespace, begin: Begin) -> int:
+    """Train, or print the plan of a dry run. Returns the exit status."""
     if args.dry_run:
         with contextlib.closing(prepare(config)) as parts:
-            lines = [*of_training(config, parts), of_steps(config, parts.resumed)]
-            print(plan(config, parts, lines))  # noqa: T201
+            lines = [*training_lines(config, parts), run_length_line(config, parts.resumed)]
+            print(format_plan(config, parts, lines))  # noqa: T201
         return 0
-    return work(config, begin, build)
+    return train(config, begin, build)
 
 
-def work(config: TrainConfig, begin: Begin, make: Callable[[TrainConfig], Parts]) -> int:
-    """Build the parts and train; the exit status."""
+def train(config: TrainConfig, begin: Begin, make: Callable[[TrainConfig], Parts]) -> int:
+    """Build the parts and train. Returns the exit status: 130 if stopped before the last step."""
     with Trainer(config, make=make) as trainer:
         begin()
         trainer.train()
@@ -42,6 +44,8 @@ def work(config: TrainConfig, begin: Begin, make: Callable[[TrainConfig], Parts]
 
 
 def main(arguments: list[str]) -> int:
-    """Parse the command line, build the parts, train. Returns the exit status."""
-    about = "Train a policy. The same command continues what was stopped."
-    return command("train", about, arguments, run, kind=TrainConfig, saved=SAVED)
+    """Entry point of `agentgrpo train`."""
+    description = "Train a policy. The same command resumes a stopped run."
+    return run_command(
+        "train", description, arguments, train_or_plan, kind=TrainConfig, saved=SAVED
+    )

@@ -1,4 +1,4 @@
-"""Config -> the parts of a run, from what prepare.py has checked: the engine, then the learner."""
+"""Builds the parts of a run from a config: all checks, then the engine, then the learner."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from agentgrpo.train.progress import Progress
 from agentgrpo.train.ranks import common_checkpoint, require_equal_ranks
 from agentgrpo.train.teacher_setup import teacher_of
 
-if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly
+if TYPE_CHECKING:  # vLLM and torch take seconds to import; the cheap checks come first
     from agentgrpo.engine.engine import Engine
     from agentgrpo.learn.learner import Learner
 
@@ -41,7 +41,10 @@ def prepare(
     config: TrainConfig, *, draw: Callable[[Tasks], Tasks] = lambda tasks: tasks,
     progress: Progress | None = None,
 ) -> Parts:  # fmt: skip
-    """All that a run checks before its engine is started; writes nothing."""
+    """Make every check that precedes starting the engine. Writes nothing.
+
+    `draw` may replace the stream of training tasks. A dry run ends here.
+    """
     objective_of(config.loss)
     require_same_run(config)
     resumed = common_checkpoint(config)
@@ -50,7 +53,7 @@ def prepare(
     with contextlib.ExitStack() as undo:
         undo.push(parts.undo)
         room = room_checks(config, parts.model, trained=True, teacher=parts.teacher)
-        require(room, parts.progress.say)
+        require(room, parts.progress.print)
         teacher_of(config, parts)
         parts.tasks, parts.resumed = draw(training_stream(config, parts)), resumed
         undo.pop_all()
@@ -64,15 +67,22 @@ def build(
     start: Callable[..., None] | None = None,
     progress: Progress | None = None,
 ) -> Parts:
-    """Make everything a run needs, resumed from the newest checkpoint in out_dir if there is one.
+    """Build all parts of a run, resumed from the newest checkpoint in out_dir if there is one.
 
-    `draw`: what is made of the stream of training tasks before it is drawn from. `start`: instead
-    of start_engine(). SandboxUnavailable: this machine cannot isolate code; it has the remedy.
+    Args:
+        config: of the run.
+        draw: may replace the stream of training tasks.
+        start: replaces start_engine().
+        progress: prints to the terminal.
+
+    Raises:
+        ValueError: a setting, the data or the model is invalid.
+        SandboxUnavailable: this machine cannot isolate code; the message has the remedy.
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(lock_run_dir(config.out_dir, ranks=True))
         parts = prepare(config, draw=draw, progress=progress)
-        undo.push(parts.undo)  # before the lock: until then nobody else writes to out_dir
+        undo.push(parts.undo)  # closed before the lock is released: it may still write to out_dir
         require_equal_ranks(config, parts)
         parts.log = _restored_log(config, parts)
         parts.undo.callback(parts.log.close)
@@ -83,16 +93,19 @@ def build(
 
 
 def start_engine(config: TrainConfig, parts: Parts, *, trained: bool = False) -> None:
-    """Start vLLM for the parts, and play on it."""
+    """Start vLLM and make the sampler that plays on it."""
     engine = open_engine(config, parts, trained=trained)
     parts.undo.callback(engine.shutdown)
     play_on(engine, config, parts)
 
 
 def open_engine(config: TrainConfig, parts: Parts, *, trained: bool = False) -> Engine:
-    """Start vLLM with the adapter in place, unless that is trained: then it is published."""
+    """Start vLLM.
+
+    An adapter that is only played is set here. A trained one comes with the learner's first sync.
+    """
     require(room_checks(config, parts.model, trained=False))
-    parts.progress.say("engine: starting vLLM")
+    parts.progress.print("engine: starting vLLM")
     adapter = None if trained else parts.adapter
     lora_rank = config.learner.lora.rank if trained else adapter.rank if adapter else 0
     try:
@@ -110,7 +123,7 @@ def open_engine(config: TrainConfig, parts: Parts, *, trained: bool = False) -> 
 
 
 def play_on(engine: Engine, config: TrainConfig, parts: Parts) -> None:
-    """Make the engine the one that the parts play on."""
+    """Set parts.engine, and parts.sampler to what plays on it."""
     parts.engine, size = engine, config.engine.tensor_parallel_size
     if size == 1:
         parts.sampler = sampler_on(engine, config, parts)
@@ -123,26 +136,26 @@ def play_on(engine: Engine, config: TrainConfig, parts: Parts) -> None:
 
 
 def sampler_on(engine: Any, config: TrainConfig, parts: Parts) -> AnySampler:
-    """What plays tasks on this engine, or on another decoder of one process."""
-    chat, rollout, live = parts.chat, config.rollout, config.sandbox.max_live
+    """The sampler that the config asks for, on an engine or another decoder."""
+    chat, rollout, max_live = parts.chat, config.rollout, config.sandbox.max_live
     if parts.user_sampler is not None:
         return CustomSampler(parts.user_sampler, engine, rollout, chat.stop_token_ids)
     if program := parts.program:
         return ProgramSampler(
-            engine, program, parts.launcher, parts.env, chat, rollout, max_live=live
+            engine, program, parts.launcher, parts.env, chat, rollout, max_live=max_live
         )
-    return Sampler(engine, parts.agent, parts.env, chat, rollout, max_live=live)
+    return Sampler(engine, parts.agent, parts.env, chat, rollout, max_live=max_live)
 
 
 def sampler_of(script: Script, config: TrainConfig, parts: Parts, max_model_len: int) -> AnySampler:
-    """What plays tasks without an engine: a script has the policy's turns."""
+    """A sampler without an engine: the script has the policy's turns."""
     return sampler_on(Scripted(script, max_model_len), config, parts)
 
 
 def build_eval(
     config: TrainConfig, *, model: str | None = None, progress: Progress | None = None
 ) -> Parts:
-    """Make what it takes to play tasks with `model`, or with config.model, untrained."""
+    """Build the parts that play tasks with `model`, by default config.model, without a learner."""
     parts = prepare_run(config, model=model, trained=False, progress=progress)
     with contextlib.ExitStack() as undo:
         undo.push(parts.undo)
@@ -152,26 +165,28 @@ def build_eval(
 
 
 def _add_learner(config: TrainConfig, parts: Parts) -> None:
-    """The learner, tried on the device, and run.json, which describes the run."""
+    """Make the learner, run the preflight, and write run.json."""
     from agentgrpo.learn.preflight import preflight
 
-    engine, log, progress, tried = parts.engine, parts.log, parts.progress, None
-    parts.learner = learner = _learner(config, parts)
+    engine, log, progress = parts.engine, parts.log, parts.progress
+    preflight_metrics = None
+    parts.learner = learner = _make_learner(config, parts)
     parts.reward.steps_done = lambda: learner.step_count
-    parts.undo.callback(setattr, parts.reward, "steps_done", lambda: 0)  # it may outlive the run
+    # user code may keep the reward after the run: do not let it keep the learner's memory
+    parts.undo.callback(setattr, parts.reward, "steps_done", lambda: 0)
     if parts.resumed is not None:
-        progress.say_path(f"resumed from {parts.resumed}, after {learner.step_count} steps")
+        progress.print_path(f"resumed from {parts.resumed}, after {learner.step_count} steps")
         progress.remember(log.solved())
     if config.preflight == "always" or (config.preflight == "auto" and engine.device == "cuda"):
         with progress.phase("preflight: the largest forward and backward pass, and a sleep"):
-            tried = preflight(engine, learner, max_tokens=config.learner.max_tokens)
-    chosen = learner.describe()
-    trained, total = (chosen[f"{which}_parameters"] / 1e6 for which in ("trained", "all"))
-    shared = "shared with vLLM" if chosen["weights"] == "shared" else chosen["weights"]
-    progress.say(f"learner: {trained:,.1f}M of {total:,.1f}M parameters, weights {shared}")
-    if chosen["prefixes"] != "shared":
-        progress.say(f"learner: prefixes {chosen['prefixes']}")
-    # before anything is recorded: records without it are taken for somebody else's
+            preflight_metrics = preflight(engine, learner, max_tokens=config.learner.max_tokens)
+    description = learner.describe()
+    trained, total = (description[f"{which}_parameters"] / 1e6 for which in ("trained", "all"))
+    weights = "shared with vLLM" if description["weights"] == "shared" else description["weights"]
+    progress.print(f"learner: {trained:,.1f}M of {total:,.1f}M parameters, weights {weights}")
+    if description["prefixes"] != "shared":
+        progress.print(f"learner: prefixes {description['prefixes']}")
+    # first, since require_same_run() refuses a folder with records but no run.json
     log.write_run_json(
         config=config.model_dump(mode="json"),
         model=parts.played,
@@ -179,42 +194,43 @@ def _add_learner(config: TrainConfig, parts: Parts) -> None:
         reward=parts.resolved.reward.model_dump(mode="json", include={"kind", "format"}),
         sandbox=parts.jail,
         engine=engine.describe(),
-        learner=chosen,
+        learner=description,
         vocab_size=learner.policy.vocab_size,
         versions=installed(),
         machine=processor(),
     )
-    if tried is not None:
-        log.write(learner.step_count, preflight=tried)
+    if preflight_metrics is not None:
+        log.write(learner.step_count, preflight=preflight_metrics)
     parts.probes = probe_prompts(learner.policy.vocab_size)
     parts.agreement_threshold = config.engine.agreement_on(engine.device)
 
 
-def _learner(config: TrainConfig, parts: Parts) -> Learner:
-    """The learner, on the engine's weights, as the checkpoint left it."""
+def _make_learner(config: TrainConfig, parts: Parts) -> Learner:
+    """Make the learner on the engine's weights and load its state from the checkpoint."""
     from agentgrpo.learn.learner import Learner
     from agentgrpo.learn.preflight import LESS_TO_TRAIN
     from agentgrpo.learn.weight_sync import policy_on
 
-    chosen, adapter = config.learner, parts.adapter
-    compared = config.loss.beta and not chosen.lora.rank  # an adapter's to its beginning
+    settings, adapter = config.learner, parts.adapter
+    # an adapter's KL reference is its own initial state, which needs no second model
+    has_reference = config.loss.beta and not settings.lora.rank
     with explained("making the learner", lambda: LESS_TO_TRAIN):
         policy, publisher = policy_on(
             parts.engine,
             parts.played,
-            chosen,
+            settings,
             weights=config.engine.weights,
             adapter=adapter.folder if adapter else None,
         )
         learner = Learner(
             policy,
             publisher,
-            chosen,
+            settings,
             config.loss,
             total_steps=config.steps,
             temperature=config.rollout.temperature,
             dlogp_limit=config.engine.agreement_on(parts.engine.device),
-            reference=resolve_model(config.model) if compared else None,
+            reference=resolve_model(config.model) if has_reference else None,
             teacher=teacher_of(config, parts),
         )
         if parts.resumed is not None:
@@ -223,7 +239,7 @@ def _learner(config: TrainConfig, parts: Parts) -> Learner:
 
 
 def _restored_log(config: TrainConfig, parts: Parts) -> RunLog:
-    """The run's records and the position in its data, as the checkpoint remembers them."""
+    """Open the run's records; rewind them and the data stream to the checkpoint."""
     resumed = parts.resumed
     step = 0 if resumed is None else checkpoint.step_of(resumed)
     settings = flatten(config.model_dump(mode="json"))

@@ -1,4 +1,4 @@
-"""What a run tells of itself while it trains, in the form that transformers and TRL have it."""
+"""Callback: methods called on the events of a run, as in transformers and TRL."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from agentgrpo.types import Metrics
 
 
 class Callback:
-    """Told of a run's events; override what you want to hear of.
+    """Base class; override the methods of the events that you need.
 
-    Each method gets the Trainer first: `trainer.stop()` ends the run after this step, with a
-    checkpoint. What a method raises ends the run. Under torchrun every rank calls its own.
+    The first argument is the Trainer: `trainer.stop()` ends the run after this step, with a
+    checkpoint. An exception in a method ends the run. Under torchrun every rank calls its own
+    callbacks.
     """
 
     def on_train_begin(self, trainer: Any) -> None:
@@ -22,16 +23,16 @@ class Callback:
         """After an optimizer step.
 
         Args:
-            trainer: of the run.
-            step: how many there were, from 1.
+            trainer: the Trainer.
+            step: number of optimizer steps so far; 1 after the first.
             metrics: the step's line of metrics.jsonl: rollout/reward, learner/loss, ...
         """
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Metrics) -> None:
-        """After an evaluation on held-out tasks; metrics are eval/solved, eval/reward, ..."""
+        """After an evaluation on the held-out tasks; metrics: eval/solved, eval/reward, ..."""
 
     def on_save(self, trainer: Any, step: int, folder: Path) -> None:
         """After a checkpoint was written."""
 
     def on_train_end(self, trainer: Any) -> None:
-        """After the last step, or the one that the run was asked to stop after."""
+        """After the last step, or after the step at which the run was stopped."""

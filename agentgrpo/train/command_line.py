@@ -1,4 +1,4 @@
-"""How every command that reads a config runs: parse, read, check or work, say what stops it."""
+"""Runs a command that reads a config: parse, load, check, work, report errors in one line."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from agentgrpo.support.user_calls import UserCodeError, describe_error, error_lo
 from agentgrpo.train.interrupt import die_with_parent, interruptible
 
 Begin = Callable[[], None]
-"""Told by a command that its work begins: what stops it from then on is no fault of the call."""
+"""A command calls it when its checks are done: errors after that are not usage errors."""
 
 
-class Stopped(Exception):
-    """A command that this one has started did not end well, and has said why itself."""
+class ChildFailed(Exception):
+    """A command started by this one failed. It has already printed the reason."""
 
     def __init__(self, name: str, status: int) -> None:
         super().__init__(f"{name} ended with status {status}")
@@ -38,9 +38,9 @@ class Outcome:
 
     status: int = 0
     begun: bool = False
-    """Whether the work has begun."""
-    then: Callable[[], str] = lambda: ""
-    """What the same command does next time."""
+    """Whether the checks are done and the work has begun."""
+    resume_hint: Callable[[], str] = lambda: ""
+    """What the same command would do if started again; printed after the error."""
 
     def begin(self) -> None:
         self.begun = True
@@ -48,52 +48,53 @@ class Outcome:
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[Outcome]:
-    """Say what stops a command, in one line on stderr and without a traceback.
+    """Print the error that stops a command as one line on stderr, and set the exit status.
 
-    Status 2: something that the user can change, before the work has begun, code of theirs that
-    fails included; 1: the same after it, numbers that are not finite, or no memory; 3: the machine,
-    the user's code or the agreement of sampler and learner is not to be trusted; 130: Ctrl-C; that
-    of a command which was started, if it stopped. A bug passes, with its traceback.
+    2: invalid input or failing user code, before the work has begun.
+    1: the same after it has begun; also non-finite numbers and out of memory.
+    3: machine failure, failing user code during the work, or sampler and learner disagree.
+    130: Ctrl-C. A child command that failed: its own status.
+    Any other exception is a bug of agentgrpo and propagates with its traceback.
     """
     outcome = Outcome()
     try:
         yield outcome
     except (Disagreement, InfrastructureError) as error:
-        outcome.status, said = 3, f"error: {error}"
+        outcome.status, message = 3, f"error: {error}"
     except UserCodeError as error:
-        outcome.status, said = 3, f"error: {error}"
+        outcome.status, message = 3, f"error: {error}"
         if not outcome.begun:
-            outcome.status, outcome.then = 2, lambda: ""
+            outcome.status, outcome.resume_hint = 2, lambda: ""
     except (FloatingPointError, MemoryError) as error:
-        outcome.status, said = 1, f"error: {str(error) or 'out of memory'}"
+        outcome.status, message = 1, f"error: {str(error) or 'out of memory'}"
     except (ValueError, OSError, SandboxUnavailable) as error:
         outcome.status = 1
-        said = f"error: {format_os_error(error) if isinstance(error, OSError) else error}"
+        message = f"error: {format_os_error(error) if isinstance(error, OSError) else error}"
         if not outcome.begun:
-            outcome.status, outcome.then = 2, lambda: ""
+            outcome.status, outcome.resume_hint = 2, lambda: ""
         if isinstance(error, parallel.RanksDiffer) and parallel.rank() > 0:
             return
     except KeyboardInterrupt:
-        outcome.status, said = 130, "interrupted"
-    except SystemExit as error:  # nothing of ours raises it: it must not end a run without a word
+        outcome.status, message = 130, "interrupted"
+    except SystemExit as error:  # user code called sys.exit(); without this a run ends silently
         where = error_location(error, None)
-        outcome.status, said = 3, f"error: code of yours {describe_error(error)} (at {where})"
-    except Stopped as error:
-        outcome.status, said = error.status, f"error: {error}"
+        outcome.status, message = 3, f"error: your code {describe_error(error)} (at {where})"
+    except ChildFailed as error:
+        outcome.status, message = error.status, f"error: {error}"
     else:
         return
-    tell(". ".join(filter(None, (said, outcome.then()))))
+    tell(". ".join(filter(None, (message, outcome.resume_hint()))))
 
 
-def next_time(out_dir: Path, saved: Sequence[str]) -> str:
-    """What the same command does next time."""
+def resume_hint(out_dir: Path, saved: Sequence[str]) -> str:
+    """A sentence that names what the same command would resume from."""
     newest = newest_saved(out_dir, saved)
     if newest is None:
         return "Nothing was saved: the same command starts from the beginning."
     return f"The same command continues from {newest}."
 
 
-def command(
+def run_command(
     name: str,
     description: str | None,
     arguments: Sequence[str],
@@ -103,25 +104,30 @@ def command(
     kind: type[Config],
     saved: Sequence[str] = (),
 ) -> int:
-    """Parse the command line, read the config, run; say in one line what stops it.
+    """Parse the command line, load the config and call `run`. Returns the exit status.
 
-    `run` is given the settings and the parsed arguments, and makes all checks. It prints the plan
-    and ends there if arguments.dry_run; else it makes what the work needs, calls `begin`, works,
-    and may return an exit status. `options` adds options of its own to the parser. `saved`:
-    patterns, below out_dir, of what the same command continues from. Returns the exit status.
+    Args:
+        name: of the command, for usage and error messages.
+        description: for --help.
+        arguments: the command line after the command's name.
+        run: makes all checks; with args.dry_run it prints the plan and returns. Otherwise it calls
+            `begin`, does the work and may return an exit status.
+        options: adds the command's own options to the parser.
+        kind: class of the config.
+        saved: glob patterns below out_dir of what the same command resumes from.
     """
     parser = config_parser(name, description)
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check config, data, template, sandbox, device and memory; print the plan; stop",
+        help="check config, data, template, sandbox, device and memory; print the plan; exit",
     )
-    # a part of a recipe is given all of the recipe's settings
+    # set by the recipe, which passes all of its settings to each of its commands
     parser.add_argument("--of-recipe", action="store_true", help=argparse.SUPPRESS)
     options(parser)
     args, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
-        parser.error(f"{unknown[0]}: settings are written without dashes, section.key=value")
+        parser.error(f"{unknown[0]}: expected section.key=value, without dashes")
     with interruptible(), report_errors() as outcome:
         prepare_environment()
         if args.of_recipe:
@@ -129,6 +135,6 @@ def command(
         reader = "" if args.of_recipe else name
         config = load_config_of(kind, args.config, args.overrides, reader)
         if not args.dry_run:
-            outcome.then = lambda: next_time(config.out_dir, saved)
+            outcome.resume_hint = lambda: resume_hint(config.out_dir, saved)
         outcome.status = run(config, args, outcome.begin) or 0
     return outcome.status

@@ -1,8 +1,7 @@
-"""The settings as text: docs/config.md, and configs that explain themselves.
+"""Formats the settings as text: docs/config.md, and commented config files.
 
-Sections are documented in config/, the options of agents and environments by their classes.
-`python -m agentgrpo.train.config_docs > docs/config.md` writes the page again; a test compares
-them.
+The descriptions come from config/ and from the docstrings of agents and environments.
+`python -m agentgrpo.train.config_docs > docs/config.md` regenerates the page; a test compares it.
 """
 
 from __future__ import annotations
@@ -44,34 +43,35 @@ number) is an error that names the nearest key. "none" unsets a key that takes i
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key."""
+    """One config key."""
 
     section: str
-    """Dotted; "" for the keys above all sections."""
+    """Dotted; "" for the top-level keys."""
     key: str
     kind: str
-    """What it takes, in words."""
+    """Type and bounds, in words."""
     default: Any
-    """None where it has no default but has to be given, see `required`."""
+    """None for a required key."""
     required: bool
     text: str
-    """What it means: the attribute's docstring."""
+    """Description: the attribute's docstring."""
 
 
 def settings(
     section: type[Section] = TrainConfig, prefix: str = "", kinds: Mapping[str, str] | None = None
 ) -> Iterator[Setting]:
-    """Every key, in the order of config/; a section's own keys before its inner sections.
+    """Yield every key in the order of config/, a section's own keys before its inner sections.
 
-    `kinds`: section to shipped kind, {"agent": "code"}: its options, instead of `options`.
+    `kinds` maps a section to a shipped kind, {"agent": "code"}: the kind's options then replace the
+    key `options`.
     """
-    inner, shown = [], (kinds or {}).get(prefix.rstrip("."))
+    inner, shipped_kind = [], (kinds or {}).get(prefix.rstrip("."))
     for key, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             inner.append((key, kind))
             continue
-        if shown and key == "options":
+        if shipped_kind and key == "options":
             continue
         yield Setting(
             section=prefix.rstrip("."),
@@ -81,14 +81,14 @@ def settings(
             required=field.is_required(),
             text=" ".join((field.description or "").split()),
         )
-    if shown:
-        yield from options(prefix.rstrip("."), shown)
+    if shipped_kind:
+        yield from options(prefix.rstrip("."), shipped_kind)
     for key, kind in inner:
         yield from settings(kind, f"{prefix}{key}.", kinds)
 
 
 def options(section: str, kind: str) -> Iterator[Setting]:
-    """The options of a shipped kind: what its class takes, as its docstring describes it."""
+    """Yield the options of a shipped kind."""
     for option in options_of(section, class_of(section, kind)):
         required = option.default is inspect.Parameter.empty
         yield Setting(
@@ -102,87 +102,86 @@ def options(section: str, kind: str) -> Iterator[Setting]:
 
 
 def sections(section: type[Section] = TrainConfig, prefix: str = "") -> dict[str, str]:
-    """What each section is about: its docstring."""
-    found = {prefix.rstrip("."): (section.__doc__ or "").strip()}
+    """The description of each section, by name."""
+    descriptions = {prefix.rstrip("."): (section.__doc__ or "").strip()}
     for key, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            found |= sections(kind, f"{prefix}{key}.")
-    return found
+            descriptions |= sections(kind, f"{prefix}{key}.")
+    return descriptions
 
 
 def as_markdown() -> str:
-    """The page docs/config.md."""
-    about = sections()
+    """The text of docs/config.md."""
+    descriptions = sections()
     lines = [PREFACE.strip()]
     endpoints = settings(EndpointConfig, "endpoints.NAME.")
-    about["endpoints.NAME"] = EndpointConfig.__doc__ or ""
-    whole = itertools.chain(settings(), endpoints)
-    for name, keys in itertools.groupby(whole, lambda setting: setting.section):
+    descriptions["endpoints.NAME"] = EndpointConfig.__doc__ or ""
+    rows = itertools.chain(settings(), endpoints)
+    for name, keys in itertools.groupby(rows, lambda setting: setting.section):
         title = f"[{name}]" if name else "The run"
-        lines += ["", f"## {title}", "", inspect.cleandoc(about[name]), "", *_table(keys)]
-        shown: dict[str, list[Setting]] = {}
+        lines += ["", f"## {title}", "", inspect.cleandoc(descriptions[name]), "", *_table(keys)]
+        listed: dict[str, list[Setting]] = {}
         for kind in KINDS.get(name, ()):
             if any(options(name, kind)):
                 lines += ["", f"### [{name}.options] of `{kind}`", ""]
-                lines += _kind_page(name, kind, shown)
+                lines += _kind_page(name, kind, listed)
     return "\n".join(lines) + "\n"
 
 
-def _kind_page(section: str, kind: str, shown: dict[str, list[Setting]]) -> list[str]:
-    """A kind's options: in words those that another has just so, by that one's name."""
+def _kind_page(section: str, kind: str, listed: dict[str, list[Setting]]) -> list[str]:
+    """A kind's options. An option equal to one of an earlier kind is only named."""
     factory = class_of(section, kind)
-    about = [inspect.cleandoc(sys.modules[factory.__module__].__doc__ or "").split("\n\n")[0]]
-    left = list(options(section, kind))
-    for other, theirs in shown.items():
-        if same := [f"`{row.key}`" for row in left if row in theirs]:
-            about.append(f"As of `{other}`: {', '.join(same)}.")
-            left = [row for row in left if row not in theirs]
-    shown[kind] = left
-
-    return [*textwrap.wrap(" ".join(about), 100), *(["", *_table(left)] if left else ())]
+    paragraphs = [inspect.cleandoc(sys.modules[factory.__module__].__doc__ or "").split("\n\n")[0]]
+    rows = list(options(section, kind))
+    for other, other_rows in listed.items():
+        if same := [f"`{row.key}`" for row in rows if row in other_rows]:
+            paragraphs.append(f"Same as for `{other}`: {', '.join(same)}.")
+            rows = [row for row in rows if row not in other_rows]
+    listed[kind] = rows
+    return [*textwrap.wrap(" ".join(paragraphs), 100), *(["", *_table(rows)] if rows else ())]
 
 
 def _table(rows: Iterable[Setting]) -> Iterator[str]:
-    yield from ("| key | takes | default | meaning |", "|---|---|---|---|")
+    yield from ("| key | type | default | description |", "|---|---|---|---|")
     for row in rows:
-        default = "must be given" if row.required else f"`{_cell(toml(row.default))}`"
+        default = "required" if row.required else f"`{_cell(toml(row.default))}`"
         yield f"| {' | '.join([f'`{row.key}`', _cell(row.kind), default, _cell(row.text)])} |"
 
 
 def as_toml(values: Mapping[str, Any], kinds: Mapping[str, str] | None = None) -> str:
-    """A config that sets `values` ("section.key") and shows all other keys, commented out.
+    """A config file that sets `values` ("section.key") and has all other keys as comments.
 
-    KeyError: a key that does not exist.
+    KeyError: unknown key.
     """
-    left, about, lines = dict(values), sections(), []
+    remaining, descriptions, lines = dict(values), sections(), []
     current = ""
     for setting in settings(kinds=kinds):
         if setting.section != current:
             current = setting.section
-            said = " ".join(about.get(current, "Those of the kind above.").split())
-            lines += ["", f"[{current}]", *(f"# {line}" for line in textwrap.wrap(said, 96))]
+            text = " ".join(descriptions.get(current, "Options of the kind above.").split())
+            lines += ["", f"[{current}]", *(f"# {line}" for line in textwrap.wrap(text, 96))]
         name = f"{current}.{setting.key}".lstrip(".")
         lines += ["", *(f"# {line}" for line in textwrap.wrap(setting.text, 96))]
-        if name in left:
-            lines.append(f"{setting.key} = {toml(left.pop(name))}")
+        if name in remaining:
+            lines.append(f"{setting.key} = {toml(remaining.pop(name))}")
         elif setting.default is None:
             lines.append(f"# {setting.key} = ({setting.kind}; not set)")
         else:
             lines.append(f"# {setting.key} = {toml(setting.default)}")
-    if left:
-        raise KeyError(f"no such settings: {sorted(left)}")
+    if remaining:
+        raise KeyError(f"unknown settings: {sorted(remaining)}")
     return "\n".join(lines).strip() + "\n"
 
 
 def toml(value: Any) -> str:
-    """A value as TOML writes it; None, which TOML has not, as the text "none" that means it."""
+    """Format a value as TOML. None, which TOML lacks, becomes the string "none"."""
     if value is None:
         return toml("none")
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | Path):
-        # JSON's escapes are TOML's, but that TOML has no bare DEL
+        # JSON strings are valid TOML except for DEL, which TOML requires to be escaped
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
         inner = ", ".join(f"{_key(key)} = {toml(item)}" for key, item in value.items())
@@ -199,7 +198,7 @@ def _key(name: str) -> str:
 
 
 def _kind(field: FieldInfo) -> str:
-    """What a field takes: its type and bounds, in words."""
+    """A field's type and bounds, in words."""
     bounds = _bounds(field.metadata)
     base = _named(field.annotation)
     return f"{base} {bounds}" if bounds else base
@@ -213,8 +212,8 @@ def _named(kind: Any) -> str:
     if origin is Literal:
         return " or ".join(map(toml, arguments))
     if origin in (UnionType, Union):
-        said = " or ".join(_named(part) for part in arguments if part is not NoneType)
-        return f"{said}, or {toml(None)}" if NoneType in arguments else said
+        text = " or ".join(_named(part) for part in arguments if part is not NoneType)
+        return f"{text}, or {toml(None)}" if NoneType in arguments else text
     if origin in (tuple, list, abc.Sequence):
         return f"list of: {_named(arguments[0])}"
     if origin in (dict, abc.Mapping) or is_typeddict(kind):
@@ -235,13 +234,13 @@ def _pieces(extra: Any) -> list[Any]:
 
 def _bounds(metadata: list[Any]) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    found = [
+    bounds = [
         f"{sign} {getattr(piece, name)}"
         for piece in metadata
         for name, sign in signs.items()
         if getattr(piece, name, None) is not None
     ]
-    return ", ".join(found)
+    return ", ".join(bounds)
 
 
 def _cell(text: str) -> str:

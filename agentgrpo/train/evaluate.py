@@ -1,4 +1,4 @@
-"""Held-out tasks, played greedily: the number that says whether the policy learned."""
+"""Evaluation on held-out tasks, and the metrics of played groups."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from agentgrpo.support import parallel
 from agentgrpo.types import Group, Metrics, Status, Task
 
 
-class ScoringCallback:
-    """Groups are scored while others play."""
+class ScoredPlay:
+    """Plays tasks and scores each finished group while the others still play."""
 
     def __init__(self, reward: Scoring, step: int | None = None) -> None:
         self._reward, self._step = reward, step
-        self._begun: dict[int, tuple[Group, Future[None]]] = {}
+        # by id(group); the group is held too, so that no id is reused
+        self._scoring: dict[int, tuple[Group, Future[None]]] = {}
 
     def play(
-        self, sampler: AnySampler, tasks: Sequence[Task], group_size: int, **how: Any
+        self, sampler: AnySampler, tasks: Sequence[Task], group_size: int, **options: Any
     ) -> tuple[list[Group], SamplerStats]:
-        """As AnySampler.play(), and score what was played."""
+        """Like AnySampler.play(); the returned groups are scored."""
         try:
-            played, stats = sampler.play(tasks, group_size, ended=self._ended, **how)
-            rest = [group for group in played if id(group) not in self._begun]
-            self._reward.score(rest, step=self._step)
+            played, stats = sampler.play(tasks, group_size, ended=self._start_scoring, **options)
+            rest = [group for group in played if id(group) not in self._scoring]
+            self._reward.score(rest, step=self._step)  # whose end the sampler did not report
             for group in played:
-                if id(group) in self._begun:
-                    self._begun[id(group)][1].result()
+                if id(group) in self._scoring:
+                    self._scoring[id(group)][1].result()
         finally:
-            for _, future in self._begun.values():
+            for _, future in self._scoring.values():
                 future.cancel()
         return played, stats
 
-    def _ended(self, group: Group) -> None:
-        """Begin to score it."""
-        self._begun[id(group)] = group, self._reward.begin(group, step=self._step)
+    def _start_scoring(self, group: Group) -> None:
+        self._scoring[id(group)] = group, self._reward.begin(group, step=self._step)
 
 
 def evaluate(
@@ -54,33 +54,34 @@ def evaluate(
     temperature: float = 0.0,
     filters: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[list[Group], Metrics]:
-    """Play each task, once and greedily if not told otherwise, and score it; every rank its share.
+    """Play and score each task, by default once and greedily. Each rank plays its share.
 
-    Returns the groups (of `attempts` rollouts each), and their metrics. `solved` is the share of
-    rollouts that were, left out where nobody says what that is; broken rollouts are counted apart.
+    Returns the groups (of `attempts` rollouts each) and their metrics. `solved` is the share of
+    solved rollouts, absent if nothing defines it. Broken rollouts are excluded from all means.
     """
-    own_seed = seed + parallel.RANK_SEED * parallel.rank()
-    played, _ = ScoringCallback(reward).play(
+    rank_seed = seed + parallel.RANK_SEED * parallel.rank()
+    played, _ = ScoredPlay(reward).play(
         sampler, parallel.mine(tasks), attempts,
-        seed=own_seed, temperature=temperature, filters=filters,
+        seed=rank_seed, temperature=temperature, filters=filters,
     )  # fmt: skip
     groups = parallel.interleave(parallel.gather(played))
-    return groups, summarize(groups) | logged(reward)
+    return groups, summarize(groups) | logged_means(reward)
 
 
-def logged(reward: Scoring) -> Metrics:
-    """What reward functions have logged since this was last asked: means over calls and ranks."""
-    gathered = parallel.gather(reward.take_logged())
-    every = [(name, value) for one in gathered for name, value in one.items()]
-    names = sorted({name for name, _ in every})
-    values = {name: [x for of, some in every if of == name for x in some] for name in names}
-    return {f"log/{name}": fmean(some) for name, some in values.items()}
+def logged_means(reward: Scoring) -> Metrics:
+    """Means, over calls and ranks, of what reward functions logged since the last call."""
+    values: dict[str, list[float]] = {}
+    for logged in parallel.gather(reward.take_logged()):
+        for name, numbers in logged.items():
+            values.setdefault(name, []).extend(numbers)
+    return {f"log/{name}": fmean(values[name]) for name in sorted(values)}
 
 
 def summarize(groups: Sequence[Group]) -> Metrics:
-    """Means over the rollouts of groups that the machine did not break.
+    """Means over the rollouts that did not end with an infrastructure error.
 
-    InfrastructureError: it, or code of the user's, broke more than half; such numbers mean nothing.
+    Raises:
+        InfrastructureError: more than half of them did: means over the rest would mislead.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     valid = [rollout for rollout in rollouts if rollout.status is not Status.INFRA_ERROR]
@@ -89,10 +90,10 @@ def summarize(groups: Sequence[Group]) -> Metrics:
         "infra_errors": float(len(rollouts) - len(valid)),
     }
     if 2 * len(valid) < len(rollouts):
-        said = next((rollout.error for rollout in rollouts if rollout.error), "nothing")
+        first_error = next((rollout.error for rollout in rollouts if rollout.error), "nothing")
         raise InfrastructureError(
-            f"not the policy, the machine or your code broke {len(rollouts) - len(valid)} of "
-            f"{len(rollouts)} rollouts; the first: {said}"
+            f"this machine or your code, not the policy, broke {len(rollouts) - len(valid)} of "
+            f"{len(rollouts)} rollouts; the first: {first_error}"
         )
     if not valid:
         return metrics

@@ -1,11 +1,11 @@
-"""Write a config for your model and your data, every setting in it with what it means.
+"""Write a config for your model and data, with every setting and its description.
 
-The data is one JSON object a line with a question and its answer, or Parquet, or a directory that
-datasets' save_to_disk wrote, or a dataset of the Hugging Face hub (owner/name; data.subset=NAME and
-data.split=NAME say which part). Some of its rows are held out, to see whether the policy learns.
-`env` instead of data: the tasks of an environment that has its own (env.kind); --repair: tasks made
-from packages (docs/environments.md); --harbor: task folders in Harbor's form
-(docs/environments.md). With --examples: copies of the examples, a folder each.
+The data is JSON lines (one object with a question and an answer per line), Parquet, a directory
+written by datasets' save_to_disk, or a dataset on the Hugging Face Hub (owner/name; select a part
+by data.subset=NAME and data.split=NAME). Some rows are held out for evaluation. Instead of data:
+`env` for an environment with tasks of its own (env.kind); --repair for tasks made from packages;
+--harbor for task folders in Harbor's format (docs/environments.md). --examples copies the examples,
+one folder each.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from agentgrpo.train.resolve import env_name, judges_by_class, runs_code
 from agentgrpo.types import Task
 
 HEAD = """\
-# Made by `agentgrpo init`. What is commented out is at its default; docs/config.md has it all.
+# Made by `agentgrpo init`. Settings that are commented out have their defaults; see docs/config.md.
 #   agentgrpo train {name} --dry-run    checks it
 #   agentgrpo train {name}              trains
 #   agentgrpo view {out_dir}            shows the result
 
 """
 
-BARE = """\
-# This machine makes no namespaces (`agentgrpo sandbox doctor` says why), so no code is run. To run
-# it with less isolation, as SECURITY.md says, set allow_degraded = true under [sandbox].
+NO_SANDBOX = """\
+# This machine cannot create namespaces (find out why: `agentgrpo sandbox doctor`), so it runs no
+# code. To run code with less isolation (SECURITY.md), set allow_degraded = true under [sandbox].
 
 """
 
@@ -53,8 +53,8 @@ def values_for(
     model: str, data: str, overrides: Sequence[str] = (), *, question: str = "question",
     answer: str = "answer", out_dir: Path = Path("runs/train"),
 ) -> dict[str, Any]:  # fmt: skip
-    """The settings that a model and its data decide."""
-    named = {"data.question": question, "data.answer": answer}
+    """The settings that follow from a model and its data."""
+    columns = {"data.question": question, "data.answer": answer}
     path = "" if data == "env" or is_from_hub(data) else str(Path(data).resolve())
     values = {
         "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
@@ -65,24 +65,24 @@ def values_for(
         "rollout.max_observation_tokens": 256,
         "engine.max_model_len": 2048,
         "learner.max_tokens": 4096,
-        **{key: column for key, column in named.items() if column != key.partition(".")[2]},
+        **{key: column for key, column in columns.items() if column != key.partition(".")[2]},
         "out_dir": str(out_dir),
     }
     if data != "env":
-        config = _chosen(values, overrides)
+        config = _config_from(values, overrides)
         may_judge = judges_by_class(config) is not False
-        answered = needs_answers(decide_reward(config.reward, judges=may_judge))
-        count = len(rows := rows_of(config.data, "train", None, answers=answered).rows)
+        with_answers = needs_answers(decide_reward(config.reward, judges=may_judge))
+        count = len(rows := rows_of(config.data, "train", None, answers=with_answers).rows)
         if count < 2 and config.data.heldout_source == "split":
-            raise ValueError(f"{data}: {count} row; at least 2 are needed, one to be held out")
+            raise ValueError(f"{data}: expected at least 2 rows, one of them held out, got {count}")
         values["data.num_heldout"] = min(64, max(1, count // 5))
-        kind = _reward_for(rows) if answered and config.reward.kind == "auto" else "numeric"
+        kind = _reward_for(rows) if with_answers and config.reward.kind == "auto" else "numeric"
         values |= {"reward.kind": kind} if kind != "numeric" else {}
     return values
 
 
 def _reward_for(tasks: Sequence[Task]) -> str:
-    """The first kind of reward that can read every expected answer."""
+    """The first kind of reward that can parse every expected answer."""
     latex = any("\\" in text for task in tasks for text in accepted_answers(task))
     for kind in ("choice", "numeric", "math" if latex else "text"):
         with contextlib.suppress(ValueError):
@@ -92,7 +92,7 @@ def _reward_for(tasks: Sequence[Task]) -> str:
     return "text"
 
 
-def _chosen(values: Mapping[str, Any], overrides: Sequence[str]) -> TrainConfig:
+def _config_from(values: Mapping[str, Any], overrides: Sequence[str]) -> TrainConfig:
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as draft:
         draft.write(as_toml(values))
         draft.flush()
@@ -100,29 +100,32 @@ def _chosen(values: Mapping[str, Any], overrides: Sequence[str]) -> TrainConfig:
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, name: Path) -> str:
-    """The text of a config that will be called `name`."""
-    chosen = _chosen(values, overrides)
-    shipped = _shipped_kinds(chosen)
+    """The text of a config file called `name`."""
+    config = _config_from(values, overrides)
+    shipped = _shipped_kinds(config)
     kinds = {section: kind.name for section, kind in shipped.items()}
-    wanted = {
+    active = {
         key: value
         for setting in settings(kinds=kinds)
         for key in [f"{setting.section}.{setting.key}".lstrip(".")]
-        if (value := value_of(chosen, key, setting.default)) != setting.default or key in values
+        if (value := value_of(config, key, setting.default)) != setting.default or key in values
     }
-    head = HEAD.format(name=name, out_dir=chosen.out_dir)
+    head = HEAD.format(name=name, out_dir=config.out_dir)
     agent, env = shipped.get("agent"), shipped.get("env")
-    # what is not written yet may run code
-    may_run = not (agent and env) or runs_code(agent, env)
-    if may_run and not chosen.sandbox.allow_degraded and examine()[1] is None:
-        head += BARE
-    return head + as_toml(wanted, kinds)
+    # a user's own class may not be written yet: assume that it runs code
+    may_run_code = not (agent and env) or runs_code(agent, env)
+    if may_run_code and not config.sandbox.allow_degraded and examine()[1] is None:
+        head += NO_SANDBOX
+    return head + as_toml(active, kinds)
 
 
 def _shipped_kinds(config: TrainConfig) -> dict[str, Kind]:
-    """Those that are shipped, their options checked; a user's own may not be written yet."""
-    own = ":" in config.agent.kind
-    kinds = {"agent": config.agent.kind, "env": config.env.kind if own else env_name(config)}
+    """The shipped agent and environment of a config, if they are shipped, by section.
+
+    A user's own class is skipped, since it may not be written yet.
+    """
+    is_own = ":" in config.agent.kind
+    kinds = {"agent": config.agent.kind, "env": config.env.kind if is_own else env_name(config)}
     return {
         section: kind_of(section, kind, getattr(config, section).options)
         for section, kind in kinds.items()
@@ -131,7 +134,7 @@ def _shipped_kinds(config: TrainConfig) -> dict[str, Kind]:
 
 
 def value_of(config: TrainConfig, name: str, default: Any = None) -> Any:
-    """The value of `section.key`; of `section.options.key` the default where it is not given."""
+    """The value of `section.key`, or of `section.options.key` with its default."""
     section, _, option = name.partition(".options.")
     if option:
         return value_of(config, f"{section}.options").get(option, default)
@@ -139,14 +142,14 @@ def value_of(config: TrainConfig, name: str, default: Any = None) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    """Parse the command line, write the config. Returns the exit status."""
+    """Entry point of `agentgrpo init`."""
     parser = parser_of("init", __doc__)
-    parser.add_argument("model", nargs="?", help="a model directory, hub name or package:NAME")
+    parser.add_argument("model", nargs="?", help="model directory, Hub name or package:NAME")
     parser.add_argument(
-        "data", nargs="?", help=".jsonl, .parquet, a saved dataset, a hub's owner/name, or env"
+        "data", nargs="?", help=".jsonl, .parquet, saved dataset, owner/name on the Hub, or env"
     )
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings of yours"
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="your settings"
     )
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("train.toml"), help="default: train.toml"
@@ -155,14 +158,22 @@ def main(arguments: list[str]) -> int:
         "--examples", nargs="?", type=Path, const=Path("examples"), metavar="FOLDER",
         help="copy the examples into a folder, one folder each (default: examples)",
     )  # fmt: skip
-    made = parser.add_mutually_exclusive_group()
-    made.add_argument("--repair", action="append", metavar="PACKAGE", help="or a folder")
-    made.add_argument(
-        "--harbor", action="append", metavar="FOLDER", help="task folders in Harbor's form"
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--repair", action="append", metavar="PACKAGE", help="make tasks from a package or a folder"
     )
-    parser.add_argument("--tasks", type=int, default=50, help="of each kind from each package")
-    parser.add_argument("--show", default="test", choices=repair_tasks.WANTED, help="of them")
-    parser.add_argument("--network", action="store_true", help="images are built with the network")
+    source.add_argument(
+        "--harbor", action="append", metavar="FOLDER", help="task folders in Harbor's format"
+    )
+    parser.add_argument(
+        "--tasks", type=int, default=50, help="with --repair: of each kind from each package"
+    )
+    parser.add_argument(
+        "--show", default="test", choices=repair_tasks.WANTED, help="with --repair: what to show"
+    )
+    parser.add_argument(
+        "--network", action="store_true", help="with --harbor: build images with network access"
+    )
     parser.add_argument("--question", default="question", help="column of the question")
     parser.add_argument("--answer", default="answer", help="column of the expected answer")
     args = parser.parse_intermixed_args(arguments)
@@ -178,17 +189,20 @@ def main(arguments: list[str]) -> int:
             return 0
         require_output(args.output)
         if args.output.exists():
-            raise ValueError(f"{args.output} exists; remove it, or choose another with --output")
+            raise ValueError(f"{args.output} exists; remove it, or set another --output")
         if not args.model.startswith("package:"):
             resolve_model(args.model)
         if args.repair:
             args.data, *more = repair_tasks.write(args.repair, args.output, args.tasks, args.show)
             args.overrides[:0] = more
         if args.harbor:
-            options = [one for one in args.overrides if one.startswith("env.options.")]
-            given = _chosen({"model": args.model, "out_dir": "runs"}, options).env.options
+            overrides = [text for text in args.overrides if text.startswith("env.options.")]
+            config = _config_from({"model": args.model, "out_dir": "runs"}, overrides)
             args.data, *more = harbor_tasks.write(
-                args.harbor, args.output, network=args.network, grant=given.get("grant", ())
+                args.harbor,
+                args.output,
+                network=args.network,
+                grant=config.env.options.get("grant", ()),
             )
             args.overrides[:0] = more
         values = values_for(

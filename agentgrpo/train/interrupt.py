@@ -1,8 +1,8 @@
-"""Ctrl-C, once: finish the step, save, stop. Twice: the process ends at once.
+"""Signal handling: the first Ctrl-C finishes the step, saves and stops; the second kills.
 
-After the first one the next is the kernel's to handle: it ends the process whatever runs in it, and
-the last checkpoint stands. Code that never gives up Python's lock keeps Python from hearing of the
-first: it needs `kill -9`.
+The first signal restores the kernel's default action, so a second one ends the process whatever it
+is doing; the last checkpoint stays. Native code that never releases the GIL blocks even the first:
+use `kill -9`.
 """
 
 from __future__ import annotations
@@ -21,91 +21,91 @@ from types import FrameType
 from agentgrpo.support import user_calls
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, what a scheduler sends before it takes the machine away, a terminal that is closed."""
+"""Ctrl-C; a scheduler's notice before it takes the machine; a closed terminal."""
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Within this the process is a command's: the first Ctrl-C raises KeyboardInterrupt, a second
-    ends it, and so does a call of the user's that takes too long.
+    """Mark the process as a command.
+
+    The first Ctrl-C raises KeyboardInterrupt. A second one ends the process, and so does a call of
+    user code that exceeds its time limit.
     """
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         raise KeyboardInterrupt
 
-    before = signal.getsignal(signal.SIGINT)
-    ours = _in_main_thread() and before is signal.default_int_handler
-    if ours:
+    previous_handler = signal.getsignal(signal.SIGINT)
+    installs = _in_main_thread() and previous_handler is signal.default_int_handler
+    if installs:
         signal.signal(signal.SIGINT, on_interrupt)
     user_calls.in_command = True
     try:
         yield
     finally:
         user_calls.in_command = False
-        if ours and signal.getsignal(signal.SIGINT) is on_interrupt:
-            signal.signal(signal.SIGINT, before)
+        if installs and signal.getsignal(signal.SIGINT) is on_interrupt:
+            signal.signal(signal.SIGINT, previous_handler)
 
 
 @contextlib.contextmanager
-def stop_after_step(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Yields whether somebody has asked to stop. A second Ctrl-C ends a command; elsewhere, as in a
-    notebook, it does what it always did.
+def stop_after_step(print_line: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether a signal has asked the run to stop.
 
-    `say` is called from a thread, since the signal may come in the middle of a line that is being
-    said, which would be said twice then.
+    A second Ctrl-C ends a command; elsewhere, as in a notebook, it has its previous handler.
     """
-    if not _in_main_thread():  # nothing else may handle signals
+    if not _in_main_thread():  # Python handles signals in the main thread only
         yield lambda: False
         return
-    asked = False
-    again = signal.SIG_DFL if user_calls.in_command else signal.getsignal(signal.SIGINT)
-    words: SimpleQueue[str] = SimpleQueue()
+    stop_requested = False
+    second_handler = signal.SIG_DFL if user_calls.in_command else signal.getsignal(signal.SIGINT)
+    # printed by a thread: the signal may arrive while the main thread is printing a line, and
+    # printing in the handler would then write that line twice
+    lines: SimpleQueue[str] = SimpleQueue()
 
-    def tell() -> None:
-        if line := words.get():
-            say(line)
+    def print_once() -> None:
+        if line := lines.get():
+            print_line(line)
 
     def on_signal(number: int) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGINT, again)
-        words.put("stopping after this step, then saving; Ctrl-C again: at once, unsaved")
+        nonlocal stop_requested
+        stop_requested = True
+        signal.signal(signal.SIGINT, second_handler)
+        lines.put("stopping after this step, then saving; Ctrl-C again stops at once, unsaved")
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    printer = threading.Thread(target=print_once, daemon=True)
+    printer.start()
     try:
-        with _handled(on_signal):
-            yield lambda: asked
+        with _handle_signals(on_signal):
+            yield lambda: stop_requested
     finally:
-        words.put("")  # nothing, if nobody has asked
-        teller.join()
+        lines.put("")  # ends the thread if there was no signal
+        printer.join()
 
 
 def run_child(command: Sequence[str], stdout: int | None = None) -> tuple[int, bool]:
-    """Run a command and wait for it; whoever asks this process to stop asks that one.
+    """Run a command and wait for it; a signal that stops this process stops the command.
 
-    Ctrl-C and the end of the terminal reach both; SIGTERM is passed on. Returns its status,
-    negative for a signal, and whether somebody has asked to stop.
+    Ctrl-C and SIGHUP reach both processes by themselves; SIGTERM is passed on. Returns the exit
+    status, negative for a signal, and whether a signal arrived.
     """
-    begun: list[subprocess.Popen[bytes]] = []
-    asked: list[int] = []
+    children: list[subprocess.Popen[bytes]] = []
+    signals: list[int] = []
 
     def on_signal(number: int) -> None:
-        asked.append(number)
-        if number == signal.SIGTERM and begun:
-            begun[0].terminate()
+        signals.append(number)
+        if number == signal.SIGTERM and children:
+            children[0].terminate()
 
-    with _handled(on_signal):
-        begun.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout))
-        return begun[0].wait(), bool(asked)
+    with _handle_signals(on_signal):
+        children.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout))
+        return children[0].wait(), bool(signals)
 
 
 def die_with_parent() -> None:
-    """From now on the end of the process that has started this one, by whatever, is a SIGTERM.
-
-    The kernel's own (PR_SET_PDEATHSIG) comes once for each thread that the other one had.
-    """
+    """Send SIGTERM to this process as soon as its parent has ended, for whatever reason."""
+    # not by PR_SET_PDEATHSIG: the kernel sends that once for each thread of the parent
     parent = os.getppid()
 
     def watch() -> None:
@@ -117,27 +117,27 @@ def die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _handled(on_signal: Callable[[int], None]) -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup: the run is to outlive its terminal
-        del before[signal.SIGHUP]
+def _handle_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
+    previous = {number: signal.getsignal(number) for number in SIGNALS}
+    if previous[signal.SIGHUP] is signal.SIG_IGN:  # nohup: the run outlives its terminal
+        del previous[signal.SIGHUP]
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            _let_go_of_terminal()
+            _detach_terminal()
         on_signal(number)
 
-    for number in before:
+    for number in previous:
         signal.signal(number, handle)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def _in_child() -> None:
-    """What the user's code forks, as the workers of a Pool, has none of this: signals end it."""
+    """Restore the default handlers in processes that user code forks, such as Pool workers."""
     for number in SIGNALS:
         if getattr(signal.getsignal(number), "__module__", None) == __name__:
             signal.signal(number, signal.SIG_DFL)
@@ -146,13 +146,13 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-def _let_go_of_terminal() -> None:
-    """What is still printed, but to a file, is lost: an error of print() would end the run."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def _detach_terminal() -> None:
+    """Send output that does not go to a file to /dev/null: print() would raise and end the run."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         if not stat.S_ISREG(os.fstat(stream).st_mode):
-            os.dup2(nowhere, stream)
-    os.close(nowhere)
+            os.dup2(devnull, stream)
+    os.close(devnull)
 
 
 def _in_main_thread() -> bool:

@@ -1,8 +1,8 @@
-"""Whether a run fits this machine's memory and disk, said before the model is loaded.
+"""Estimates whether a run fits this machine's memory and disk, before the model is loaded.
 
-Rough sums of what must be there, from the config and the model's shapes alone: of activations the
-layers' inputs and the logits, and nothing that kernels, allocators and CUDA graphs take beside. The
-preflight (learn/preflight.py) tries the real thing.
+A lower bound, from the config and the model's shapes alone. Of the activations it counts the
+layers' inputs and the logits; it does not count what kernels, allocators and CUDA graphs need. The
+preflight (learn/preflight.py) measures the rest by a real forward and backward pass.
 """
 
 from __future__ import annotations
@@ -23,49 +23,48 @@ from agentgrpo.support.checks import Check
 GIB = 2**30
 WIDTH = {"float32": 4, "bfloat16": 2}
 ALLOCATORS = 0.8
-"""Share of a card that the sums may fill; the rest is for what they leave out."""
+"""Share of a GPU's memory that the estimate may fill; the rest is for what it does not count."""
 LIBRARIES = int(1.4 * GIB)
-"""Of a process on a CPU: code, and what its libraries keep by shape once a run has settled, after
-some 50 steps: 1.3 GiB beside the counted parts in 200 steps of the quickstart (bench/LOG.md)."""
-SAID = 12
-"""Of a likely token in the place of a sampled one: its id, what a teacher and the learner give it;
-or on a GPU, where ids have 64 bits, without the last."""
+"""On a CPU: code, and caches that libraries keep by shape, which stop growing after about 50 steps:
+1.3 GiB beside the counted parts in 200 steps of the quickstart (bench/LOG.md)."""
+TOPK_BYTES = 12
+"""Per token of teacher.topk: its id, the teacher's and the learner's log-probability. On a GPU, ids
+have 64 bits and the learner's are not kept."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes of one process, by what they are for."""
+    """Memory of one process in bytes, by purpose. `parameters` and `trained` are counts."""
 
     parameters: int
-    """How many numbers the model has; and of those the learner changes:"""
     trained: int
     weights: int
     copies: int
-    """A replica of the learner's own, where weights are not shared, the KL's frozen one, and the
-    teacher: another model, or an average of what is trained; with teacher.topk what it said, of all
-    that a step samples, or on a GPU of one batch."""
+    """The learner's own replica (if weights are not shared), the KL reference, and the teacher:
+    another model, or an average of the trained weights. With teacher.topk also the teacher's
+    log-probabilities: of all tokens of a step, or on a GPU of one batch."""
     optimizer: int
-    """float32 masters (an adapter is its own) and moments; none here if offloaded on CUDA."""
+    """float32 masters (an adapter needs none) and moments; 0 if offloaded on CUDA."""
     gradients: int
-    """The float32 sums, and those of 16 bit that are not in them yet."""
+    """float32 sums, and 16-bit gradients not yet added to them."""
     activations: int
     kv_cache: int
     checkpoint: int
-    """On disk: the weights, unless an adapter is trained, and the optimizer's state."""
+    """On disk: optimizer state, and the weights unless an adapter is trained."""
     libraries: int
-    """On CUDA not counted: the host's memory."""
+    """0 on CUDA, where they use the host's memory."""
     cuda: bool
 
     @property
     def peak(self) -> int:
-        """The most that is held at once: on CUDA the KV cache is given back while learning."""
+        """The maximum at one time: on CUDA the KV cache is freed while the learner works."""
         learning = self.gradients + self.activations
-        together = (max if self.cuda else int.__add__)(learning, self.kv_cache)
-        return self.weights + self.copies + self.optimizer + self.libraries + together
+        work = (max if self.cuda else int.__add__)(learning, self.kv_cache)
+        return self.weights + self.copies + self.optimizer + self.libraries + work
 
-    def listed(self) -> str:
+    def format_sum(self) -> str:
         """The parts in GiB, as a sum."""
         names = (
             "weights",
@@ -77,78 +76,84 @@ class Footprint:
             "libraries",
         )
         parts = [(name.replace("kv_", "KV "), getattr(self, name)) for name in names]
-        shown = " + ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
-        given = ", the KV cache being given back while learning" * (self.cuda and self.kv_cache > 0)
-        return f"{shown} = {self.peak / GIB:.1f} GiB{given}"
+        terms = " + ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
+        note = ", with the KV cache freed while learning" * (self.cuda and self.kv_cache > 0)
+        return f"{terms} = {self.peak / GIB:.1f} GiB{note}"
 
 
 def footprint(
     config: TrainConfig, shapes: Shapes, *, cuda: bool | None = None, ranks: int | None = None,
     trained: bool = True, sampled: bool = True, teacher: Shapes | None = None,
 ) -> Footprint:  # fmt: skip
-    """Memory of one process of a run: of each rank, with a learner, or an engine, or both.
+    """Estimate the memory of one process (one rank).
 
-    `cuda`: a GPU, bfloat16 where the config says auto; else a CPU. None, as of `ranks`: what is
-    here. `teacher`: of another model.
+    Args:
+        config: of the run.
+        shapes: of the model's tensors.
+        cuda: estimate for a GPU, where dtype "auto" is bfloat16. None: this machine.
+        ranks: number of processes. None: of this run.
+        trained: there is a learner.
+        sampled: there is an engine.
+        teacher: shapes of a teacher that is another model.
     """
     cuda = hardware.has_nvidia_gpu() if cuda is None else cuda
     ranks, learner, rollout = ranks or parallel.world_size(), config.learner, config.rollout
     width = WIDTH[config.engine.dtype_on("cuda" if cuda else "cpu")]
     parameters, sizes = count(shapes), trained_sizes(shapes, learner)
     weights, changed = parameters * width, sum(sizes)
-    adapted = learner.lora.rank > 0
-    copied = sampled and (ranks > 1 or config.engine.weights == "copy")
-    exact = width == 4 or adapted  # adapters are float32
-    masters = 4 if adapted or not exact else 0
-    optimizer = changed * (masters + 8)
-    # on one process a gradient is added to its sum, and freed, as soon as it is there
-    waiting = 0 if exact else width * (max(sizes, default=0) if ranks == 1 else changed)
-    beside = (4 * changed if adapted else weights) * (config.loss.beta > 0)
+    is_lora = learner.lora.rank > 0
+    is_copied = sampled and (ranks > 1 or config.engine.weights == "copy")
+    is_float32 = width == 4 or is_lora  # adapters are float32
+    master_bytes = 4 if is_lora or not is_float32 else 0
+    optimizer = changed * (master_bytes + 8)
+    # one process adds each gradient to its sum, and frees it, during the backward pass
+    pending = 0 if is_float32 else width * (max(sizes, default=0) if ranks == 1 else changed)
+    extra = (4 * changed if is_lora else weights) * (config.loss.beta > 0)
     if trained and sampled and config.teacher.teaches:
-        beside += count(teacher or {}) * width
-        beside += 4 * changed * (config.teacher.average > 0)
+        extra += count(teacher or {}) * width
+        extra += 4 * changed * (config.teacher.average > 0)
         played = rollout.tasks_per_step * rollout.group_size * rollout.max_sampled_tokens
-        beside += SAID * config.teacher.topk * (learner.max_tokens if cuda else played)
+        extra += TOPK_BYTES * config.teacher.topk * (learner.max_tokens if cuda else played)
     return Footprint(
         parameters=parameters,
         trained=changed,
         weights=weights // config.engine.tensor_parallel_size,
-        copies=weights * copied // ranks + beside,
+        copies=weights * is_copied // ranks + extra,
         optimizer=0 if learner.offload_optimizer and cuda else optimizer // ranks,
-        gradients=(4 * changed + waiting) // ranks,
+        gradients=(4 * changed + pending) // ranks,
         activations=_activations(shapes, learner, width, cuda=cuda) if trained else 0,
         kv_cache=sampled * int(config.engine.kv_cache_gib * GIB),
-        checkpoint=optimizer + (0 if adapted else weights),
+        checkpoint=optimizer + (0 if is_lora else weights),
         libraries=0 if cuda else LIBRARIES,
         cuda=cuda,
     )
 
 
 def _activations(shapes: Shapes, learner: LearnerConfig, width: int, *, cuda: bool) -> int:
-    """At least: the layers' inputs, which checkpointed ones keep alone, and the logits."""
+    """Lower bound: the layers' inputs (all that gradient checkpointing keeps) and the logits."""
     layers = 1 + max(map(_layer, shapes))
     if learner.trained_layers is not None and not learner.lora.rank:
         layers = learner.trained_layers
     tables = (shape for name, shape in shapes.items() if len(shape) == 2 and _layer(name) < 0)
     vocab, hidden = max(tables, key=lambda shape: shape[0])
     logits = vocab * (4 if learner.cast_lm_head_to_fp32 else width)
-    # of more, linear_logp() makes them again in the backward pass
-    kept = min(learner.max_tokens * logits, (6 if cuda else 1) * GIB)
-    return kept + learner.max_tokens * hidden * width * layers
+    # above this size linear_logp() recomputes them in the backward pass
+    logits_kept = min(learner.max_tokens * logits, (6 if cuda else 1) * GIB)
+    return logits_kept + learner.max_tokens * hidden * width * layers
 
 
 def count(shapes: Shapes) -> int:
-    """How many numbers a model has."""
+    """Number of parameters."""
     return sum(map(math.prod, shapes.values()))
 
 
 def trained_sizes(shapes: Shapes, learner: LearnerConfig) -> list[int]:
-    """Numbers in each of the trained parameters; of an adapter, in each layer's two matrices."""
+    """Number of elements of each trained tensor. An adapter's two matrices count as one."""
     if learner.lora.rank:
         linear = [n for n, shape in shapes.items() if len(shape) == 2 and _layer(n) >= 0]
         targets = tuple(f".{target}.weight" for target in learner.lora.target_modules)
-        wanted = [n for n in linear if not targets or f".{n}".endswith(targets)]
-        return [learner.lora.rank * sum(shapes[n]) for n in wanted]
+        adapted = [n for n in linear if not targets or f".{n}".endswith(targets)]
+        return [learner.lora.rank * sum(shapes[n]) for n in adapted]
     first = -1
     if learner.trained_layers is not None:
         first = max(0, 1 + max(map(_layer, shapes)) - learner.trained_layers)
@@ -156,26 +161,26 @@ def trained_sizes(shapes: Shapes, learner: LearnerConfig) -> list[int]:
 
 
 def _layer(name: str) -> int:
-    found = re.search(r"\b(?:layers|h)\.(\d+)\.", name)
-    return int(found[1]) if found else -1
+    match = re.search(r"\b(?:layers|h)\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 def shapes_in(folder: Path) -> Shapes:
-    """Of each tensor of a model directory, from its safetensors headers; empty if it has none.
+    """Shapes in a model directory, from its safetensors headers; empty if it has none.
 
-    Of a language model with parts for images or sound beside it, its own.
+    Of a multimodal model, only those of the language model.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         shapes |= checkpoint.shapes_in(path)
     if not any("language_model." in name for name in shapes):
         return shapes
-    own = ("language_model.", "model.language_model.", "lm_head.")
-    return {name: shape for name, shape in shapes.items() if name.startswith(own)}
+    prefixes = ("language_model.", "model.language_model.", "lm_head.")
+    return {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
 
 
 def shapes_of(config: Any) -> Shapes:
-    """Of each tensor of a model, by its transformers config; the model is made without storage."""
+    """Shapes by a transformers config; the model is made without storage."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -185,9 +190,9 @@ def shapes_of(config: Any) -> Shapes:
 
 
 def shapes_at(model: str) -> Shapes:
-    """Of each tensor of a model, from its directory or hub name."""
+    """Shapes of a model by its directory or Hub name."""
     shapes = shapes_in(Path(model))
-    if not shapes:  # its weights are not here yet
+    if not shapes:  # the weights are not downloaded yet
         from transformers import AutoConfig
 
         shapes = shapes_of(AutoConfig.from_pretrained(model).get_text_config())
@@ -195,8 +200,10 @@ def shapes_at(model: str) -> Shapes:
 
 
 def kv_bytes_per_token(shapes: Shapes, model: str, width: int) -> int:
-    """Bytes of KV cache, by the outputs of the key and value layers; 0 where only vLLM knows: of
-    sliding windows, recurrent layers, compressed keys and fused projections.
+    """Bytes of KV cache per token, from the outputs of the key and value projections.
+
+    0 where only vLLM knows it: sliding windows, recurrent layers, compressed keys and fused
+    projections.
     """
     from transformers import AutoConfig
 
@@ -212,62 +219,62 @@ def room_checks(
     config: TrainConfig, model: str, *, trained: bool, sampled: bool = True,
     teacher: str | None = None,
 ) -> Iterator[Check]:  # fmt: skip
-    """What a run needs of this machine, beside what there is.
+    """Yield checks that compare the estimate with the memory and disk of this machine.
 
-    vLLM would say that it has no room in its own words, after loading the model, or be ended by
-    Linux, since a control group's limit is met only where memory is written to.
+    Without them vLLM fails after loading the model, or Linux kills it: a control group's memory
+    limit applies only when pages are written.
     """
     shapes = shapes_at(model)
-    held = footprint(
+    size = footprint(
         config, shapes, trained=trained, sampled=sampled,
         teacher=shapes_at(teacher) if teacher else None,
     )  # fmt: skip
-    card = hardware.gpu_memory_bytes() if held.cuda else None
-    known = card is not None or not held.cuda
-    total, free = card or hardware.memory_bytes()
-    there = f"free{' on the card' if card else ''}"
+    gpu = hardware.gpu_memory_bytes() if size.cuda else None
+    is_known = gpu is not None or not size.cuda
+    total, free = gpu or hardware.memory_bytes()
+    available = f"free{' on the GPU' if gpu else ''}"
     cache, longest = config.engine.kv_cache_gib, config.engine.max_model_len
-    width = WIDTH[config.engine.dtype_on("cuda" if held.cuda else "cpu")]
+    width = WIDTH[config.engine.dtype_on("cuda" if size.cuda else "cpu")]
     token = kv_bytes_per_token(shapes, model, width) // config.engine.tensor_parallel_size
-    if sampled and token * longest > held.kv_cache:
-        enough = math.ceil(100 * token * (longest + 64) / GIB) / 100  # and two blocks
+    if sampled and token * longest > size.kv_cache:
+        enough = math.ceil(100 * token * (longest + 64) / GIB) / 100  # 64: two blocks
         yield Check(
-            "engine.kv_cache_gib", False, f"engine.max_model_len = {longest} tokens take "
-            f"{token * longest / GIB:.3g} GiB, and it is {cache:g}",
+            "engine.kv_cache_gib", False, f"engine.max_model_len = {longest} tokens need "
+            f"{token * longest / GIB:.3g} GiB, got {cache:g}",
             f"engine.kv_cache_gib={enough:g}, or a lower engine.max_model_len", essential=True,
         )  # fmt: skip
-    if known and sampled:
-        need = held.weights + held.kv_cache
+    if is_known and sampled:
+        need = size.weights + size.kv_cache
         yield Check(
             "room for vLLM",
             need <= free,
-            f"weights {held.weights / GIB:.2f} + KV cache {held.kv_cache / GIB:.2f} = "
+            f"weights {size.weights / GIB:.2f} + KV cache {size.kv_cache / GIB:.2f} = "
             f"{need / GIB:.2f} GiB are needed to start it, and {free / GIB:.2f} of "
-            f"{total / GIB:.2f} GiB are {there}",
+            f"{total / GIB:.2f} GiB are {available}",
             f"a lower engine.kv_cache_gib (it is {cache:g}), or a smaller model",
             essential=True,
         )
     if not trained:
         return
-    room, where = float(free), f"the {free / GIB:.1f} GiB that are {there}"
-    if card and ALLOCATORS * total < free:
-        room, where = ALLOCATORS * total, f"{ALLOCATORS:.0%} of the card's {total / GIB:.0f} GiB"
-    fits = not known or held.peak <= room
+    room, where = float(free), f"the {free / GIB:.1f} GiB that are {available}"
+    if gpu and ALLOCATORS * total < free:
+        room, where = ALLOCATORS * total, f"{ALLOCATORS:.0%} of the GPU's {total / GIB:.0f} GiB"
+    fits = not is_known or size.peak <= room
     yield Check(
         "memory",
         fits,
-        held.listed() if fits else f"{held.listed()} are needed, more than {where}",
+        size.format_sum() if fits else f"{size.format_sum()} are needed, more than {where}",
         "fewer learner.trained_layers, learner.lora.rank, learner.gradient_checkpointing, a lower "
         f"learner.max_tokens{' or engine.kv_cache_gib' * sampled}, or a smaller model",
-        essential=known and held.peak - held.activations > total,
+        essential=is_known and size.peak - size.activations > total,
     )
-    disk = (config.keep_checkpoints + 1) * held.checkpoint
+    disk = (config.keep_checkpoints + 1) * size.checkpoint
     folder = next(p for p in (config.out_dir, *config.out_dir.resolve().parents) if p.exists())
-    left = shutil.disk_usage(folder).free
+    disk_free = shutil.disk_usage(folder).free
     yield Check(
         "disk",
-        disk <= left,
+        disk <= disk_free,
         f"{disk / GIB:.1f} GiB for {config.keep_checkpoints} checkpoint(s) and the next while it "
-        f"is written, {left / GIB:.0f} GiB free",
+        f"is written, {disk_free / GIB:.0f} GiB free",
         "a lower keep_checkpoints, or another out_dir",
     )

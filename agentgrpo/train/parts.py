@@ -1,4 +1,4 @@
-"""What a run is made of: one holder, filled in the order in which a run begins."""
+"""Parts: the objects that a run consists of, filled stage by stage as the run starts."""
 
 from __future__ import annotations
 
@@ -29,52 +29,51 @@ from agentgrpo.train.progress import Progress
 from agentgrpo.train.resolve import Resolved
 from agentgrpo.types import Task
 
-if TYPE_CHECKING:  # vLLM and torch: seconds, for after all that can fail quickly
+if TYPE_CHECKING:  # vLLM and torch take seconds to import; the cheap checks come first
     from agentgrpo.engine.engine import Engine
     from agentgrpo.learn.learner import Learner
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Parts:
-    """The parts of a run. A part without a value in `__init__` is absent before its stage.
+    """The parts of a run. A field with init=False does not exist before its stage has set it.
 
-    Each stage registers in `undo` how to close what it has opened.
+    Each stage registers in `undo` how to close what it opened.
     """
 
-    # prepare.prepare_run(): checked before a model is loaded
+    # set by prepare.prepare_run(), before a model is loaded
     undo: ExitStack
     resolved: Resolved
-    """What the names in the config mean."""
     model: str
-    """Its directory or hub name."""
+    """Directory or hub name."""
     adapter: SavedAdapter | None
-    """What the model is to be played with, or what training goes on from."""
+    """The adapter to play with, or to continue training."""
     played: str
-    """The directory or hub name of what plays: the model, or an adapter to it."""
+    """Directory or hub name of the model, or of the adapter if only that is played."""
     pool: SandboxPool | None
-    """None where the environment asks for none: such a run needs no machine that isolates code."""
+    """None if nothing runs code: such a run works on a machine that cannot isolate code."""
     env: Environment
     agent: Agent
     launcher: Launcher | None
-    """Of an agent that is a program: what starts it, if its environment does not."""
+    """Starts the program if the agent is one."""
     chat: ChatTemplate
     reward: Scoring
     heldout: list[Task]
     progress: Progress
     user_sampler: RolloutSampler | None
-    """config.rollout.sampler, if one is named."""
+    """From config.rollout.sampler."""
     models: Mapping[str, Model]
-    """Who may be asked to speak in a second role, or to judge."""
+    """Models that may speak in a second role or judge, by name."""
     teacher: str | None
-    """The directory or hub name of another model that teaches."""
-    # build.prepare(): what is trained on
+    """Directory or hub name of the teacher, if it is another model."""
+    # set by build.prepare()
     tasks: Tasks = field(init=False)
     resumed: Path | None = field(init=False)
     """The checkpoint that training continues from."""
-    # build.start_engine(): what plays
+    # set by build.start_engine()
     engine: Engine = field(init=False)
     sampler: AnySampler = field(init=False)
-    # build.build(): what learns
+    # set by build.build()
     learner: Learner = field(init=False)
     probes: Probes = field(init=False)
     agreement_threshold: float = field(init=False)
@@ -82,25 +81,24 @@ class Parts:
 
     @property
     def program(self) -> ProgramAgent | None:
-        """The agent, if it is a program, which plays its own turns."""
+        """The agent if it is a program, else None."""
         return self.agent if isinstance(self.agent, ProgramAgent) else None
 
     @property
     def jail(self) -> dict[str, Any] | None:
-        """What code is isolated by, for a run's records; None: nothing needs it."""
+        """How the sandbox isolates code, for run.json. None if nothing runs code."""
         return None if self.pool is None else self.pool.describe()
 
     def close(self) -> None:
-        """Close what was opened, the last first, each whatever the others raise. Hold nothing:
-        vLLM keeps a traceback of its own imports, whose frames hold those that called it, and these
-        hold this.
-        """
+        """Close what the stages opened, in reverse order, and drop every reference."""
         undo = self.undo
+        # vLLM keeps a traceback of its imports; its frames refer to this object, and through it
+        # to the engine and the learner, whose memory would never be freed
         vars(self).clear()
         undo.close()
 
     def save(self, config: TrainConfig) -> Path:
-        """Write a checkpoint of everything as it stands; returns where."""
+        """Write a checkpoint of the current state. Returns its folder."""
 
         def write(folder: Path) -> None:
             self.learner.policy.save(folder)
@@ -115,5 +113,6 @@ class Parts:
         step = self.learner.step_count
         if parallel.rank() == 0:
             return checkpoint.save(config.out_dir, step, write, keep=config.keep_checkpoints)
-        write(config.out_dir)  # its part in gathering what rank 0 writes; nothing is written here
+        # rank 0 alone writes files; the others take part in gathering the sharded tensors
+        write(config.out_dir)
         return checkpoint.folder_of(config.out_dir, step)

@@ -1,9 +1,9 @@
-"""From a name in a config to an agent, environment, reward or sampler: shipped or the user's own.
+"""Loads the agent, environment, reward or sampler that a config names.
 
-A shipped kind of agent or environment is a line in a table here; a user's is `module:Class`. Either
-is a class whose keyword arguments are `agent.options` and `env.options`, documented in its own
-docstring. What a run has, it is given if it asks for it by name (`GIVEN`). What is wrong is a
-ValueError that names its key.
+A shipped agent or environment is a line in a table of this module; a user's own is `module:Class`.
+Both are classes whose keyword arguments are `agent.options` and `env.options`, documented in the
+class's docstring. A constructor parameter with a name in PROVIDED receives that part of the run.
+Errors are ValueErrors that name the config key.
 """
 
 from __future__ import annotations
@@ -69,21 +69,21 @@ ENVIRONMENTS = {
     "verifiers": "agentgrpo.envs.adapters.verifiers:VerifiersEnv",
 }
 KINDS: Mapping[str, Mapping[str, str]] = {"agent": AGENTS, "env": ENVIRONMENTS}
-"""By section of a config."""
-GIVEN = {
+"""By config section."""
+PROVIDED = {
     "agent": ("env", "tools_script", "host_tools", "call_reader", "pool"),
     "env": (
         *("pool", "timeout_s", "stateless", "host_tools", "seed"),
         *("models", "retrievers", "load_encoder"),
     ),
 }
-"""What a class is given that asks for it by name; no options.
+"""Constructor parameters that the run fills in, if the class has them. They are no options.
 
-An agent: what it acts in; the source of sandbox.tools or None; the def lines and docstrings of
-sandbox.host_tools or None; the engine's readers of tool calls by the parser's name; the sandbox's
-pool. An environment: the pool, sandbox.timeout_s and stateless, the HostTools of sandbox.host_tools
-or None, seed, who may be asked to speak in a second role (actions.Model) by the name of the
-endpoint, the endpoints that find documents by theirs, what loads an encoder.
+env: the environment. tools_script: source of sandbox.tools, or None. host_tools: for an agent, the
+signatures and docstrings of sandbox.host_tools; for an environment, their HostTools; or None.
+call_reader: from a parser's name to the engine's tool call parser. pool: the SandboxPool.
+timeout_s, stateless: of [sandbox]. seed: of the run. models: actions.Model by name, for a second
+role. retrievers: by endpoint name. load_encoder: loads a text encoder.
 """
 REWARDS: dict[str, Callable[..., Reward]] = {
     "numeric": NumericReward,
@@ -102,48 +102,51 @@ class Option:
 
     name: str
     annotation: Any
-    """What it takes; Any where the class does not say."""
+    """Any if the class has none."""
     default: Any
-    """`inspect.Parameter.empty` where it has to be given."""
+    """`inspect.Parameter.empty` if the option is required."""
     text: str
-    """What the class's docstring says of it under `Args:`."""
+    """The option's description in the docstring's `Args:`."""
 
 
 def parameters_of(factory: Factory) -> dict[str, inspect.Parameter]:
-    """What a class or function takes by name; `**` with whatever else it takes.
+    """The named parameters of a class or function; the key `**` is present if it takes any others.
 
-    Where a class passes on what it does not know (`**options`), its parent's parameters are taken
-    too. None of these is required: the class may give it itself.
+    If a class passes on `**options`, its parents' parameters are included. A parent's parameter is
+    not required, since the class may pass it itself.
     """
-    above = [c for c in getattr(factory, "__mro__", ()) if not getattr(c, "_is_protocol", False)]
-    owners = [c for c in above if c is not object and {"__init__", "__new__"} & vars(c).keys()]
-    taken: dict[str, inspect.Parameter] = {}
+    mro = [c for c in getattr(factory, "__mro__", ()) if not getattr(c, "_is_protocol", False)]
+    owners = [c for c in mro if c is not object and {"__init__", "__new__"} & vars(c).keys()]
+    named: dict[str, inspect.Parameter] = {}
     for owner in owners or [factory]:
         parameters = list(inspect.signature(owner).parameters.values())
         for p in parameters:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                needed = owner in (factory, *owners[:1]) or p.default is not p.empty
-                taken.setdefault(p.name, p if needed else p.replace(default=None))
+                as_is = owner in (factory, *owners[:1]) or p.default is not p.empty
+                named.setdefault(p.name, p if as_is else p.replace(default=None))
         if all(p.kind is not p.VAR_KEYWORD for p in parameters):
-            return taken
-    return {**taken, "**": parameters[-1]}
+            return named
+    return {**named, "**": parameters[-1]}
 
 
 def options_of(section: str, factory: Factory) -> list[Option]:
-    """What `agent.options` or `env.options` may hold for a class."""
+    """The options that `agent.options` or `env.options` may set for a class."""
     hints: dict[str, Any] = {}
-    said: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for owner in reversed(getattr(factory, "__mro__", [factory])):
-        for part in (owner, vars(owner).get("__init__", owner)):  # of a dataclass, of another
-            names = vars(sys.modules[part.__module__]) if hasattr(part, "__module__") else {}
-            for name, hint in inspect.get_annotations(part).items():
-                with contextlib.suppress(NameError):  # that only type checkers know: unchecked
+        # a dataclass has its annotations on the class, others on __init__
+        for annotated in (owner, vars(owner).get("__init__", owner)):
+            module = getattr(annotated, "__module__", None)
+            names = vars(sys.modules[module]) if module else {}
+            for name, hint in inspect.get_annotations(annotated).items():
+                # NameError: imported under TYPE_CHECKING only; such an option is not checked
+                with contextlib.suppress(NameError):
                     hints[name] = eval(hint, names) if isinstance(hint, str) else hint
-        said |= describe(inspect.cleandoc(owner.__doc__ or ""))[1]
+        descriptions |= describe(inspect.cleandoc(owner.__doc__ or ""))[1]
     return [
-        Option(name, hints.get(name, Any), p.default, said.get(name, ""))
+        Option(name, hints.get(name, Any), p.default, descriptions.get(name, ""))
         for name, p in parameters_of(factory).items()
-        if name not in (*GIVEN[section], "**")
+        if name not in (*PROVIDED[section], "**")
     ]
 
 
@@ -155,21 +158,25 @@ def class_of(section: str, kind: str) -> Factory:
 
 
 def checked_option(key: str, annotation: Any, value: Any) -> Any:
-    """A value as an annotation reads it, which converts no types; "none" where None may be."""
+    """Validate a value against an annotation, without converting types.
+
+    The string "none" means None where the annotation allows that.
+    """
     if value == "none" and type(None) in get_args(annotation):
         return None
     settings = pydantic.ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
         reader: Any = pydantic.TypeAdapter(dict[str, annotation], config=settings)
         text = json.dumps({"": value}, default=str)
-    except (pydantic.PydanticUserError, TypeError):  # an annotation that says nothing to pydantic
+    except (pydantic.PydanticUserError, TypeError):  # pydantic cannot check this annotation
         return value
     try:
         return reader.validate_json(text, strict=True)[""]
     except pydantic.ValidationError as error:
-        found = by_key(error).items()
         raise ValueError(
-            "\n".join(format_error(f"{key}{where}", *some) for where, some in found)
+            "\n".join(
+                format_error(f"{key}{path}", *details) for path, details in by_key(error).items()
+            )
         ) from None
 
 
@@ -181,46 +188,49 @@ class Kind:
     name: str
     factory: Factory
     options: Mapping[str, Any]
-    """Each as the class's annotation reads it."""
+    """Validated against the class's annotations."""
 
-    def make(self, protocol: type, given: Mapping[str, Any]) -> Any:
-        """An instance, from the options and what the class asks for by name of what is given."""
+    def make(self, protocol: type, provided: Mapping[str, Any]) -> Any:
+        """Make an instance from the options and those of `provided` that the class takes.
+
+        ValueError: the instance lacks a method of the protocol, or the class refuses an option.
+        """
         factory, key = self.factory, f"{self.section}.kind"
-        asked, options = parameters_of(factory), f"{self.section}.options"
-        taken = {name: given[name] for name in given if name in asked}
+        parameters, options = parameters_of(factory), f"{self.section}.options"
+        arguments = {name: value for name, value in provided.items() if name in parameters}
         try:
             with user_call(factory, f"{key}: {factory.__name__}"):
-                made = factory(**taken, **self.options)
+                instance = factory(**arguments, **self.options)
         except UserCodeError as error:
             cause, (name, colon, _) = error.__cause__, str(error.__cause__).partition(":")
-            if isinstance(cause, ValueError) and colon and name.partition(".")[0] in asked:
+            if isinstance(cause, ValueError) and colon and name.partition(".")[0] in parameters:
                 raise ValueError(f"{options}.{cause} (at {error.where})") from error
             raise
-        except (ValueError, TypeError) as error:  # of a shipped one
+        except (ValueError, TypeError) as error:  # from a shipped class
             name, colon, _ = str(error).partition(":")
-            if name.startswith(f"{self.section}.") and colon:  # it names its key itself
+            if name.startswith(f"{self.section}.") and colon:  # the message names its key already
                 raise
-            known = name.partition(".")[0] in asked
-            where = f"{options}." if known else f"{options}: {factory.__name__}: "
-            raise ValueError(f"{where}{error}") from error
-        needed = [name for name in vars(protocol) if not name.startswith("_")]
-        with user_call(type(made), f"{key}: {type(made).__name__}"):  # some may be properties
-            missing = ", ".join(name for name in needed if not hasattr(made, name))
+            known = name.partition(".")[0] in parameters
+            prefix = f"{options}." if known else f"{options}: {factory.__name__}: "
+            raise ValueError(f"{prefix}{error}") from error
+        members = [name for name in vars(protocol) if not name.startswith("_")]
+        with user_call(type(instance), f"{key}: {type(instance).__name__}"):  # maybe properties
+            missing = ", ".join(name for name in members if not hasattr(instance, name))
         if missing:
             raise ValueError(f"{key}: {self.name!r} lacks {missing}; see agents/base.py, envs/")
-        return made
+        return instance
 
 
 def kind_of(section: str, kind: str, options: Mapping[str, Any]) -> Kind:
-    """What `agent.kind` or `env.kind` names, its options checked."""
+    """Load the class that `agent.kind` or `env.kind` names and check its options."""
     factory, key = class_of(section, kind), f"{section}.options"
     known = {option.name: option for option in options_of(section, factory)}
     takes_all = "**" in parameters_of(factory)
     for name in (name for name in options if name not in known):
-        if not takes_all or name in GIVEN[section]:
+        if not takes_all or name in PROVIDED[section]:
             raise ValueError(
-                f"{key}.{name}: {factory.__name__} does not take it{did_you_mean(name, known)}; "
-                f"it takes {', '.join(known) or 'none'}"
+                f"{key}.{name}: {factory.__name__} has no such option{did_you_mean(name, known)}; "
+                f"its options: {', '.join(known) or 'none'}"
             )
     checked = {
         name: checked_option(f"{key}.{name}", known[name].annotation, value)
@@ -230,31 +240,35 @@ def kind_of(section: str, kind: str, options: Mapping[str, Any]) -> Kind:
     }
     for name, option in known.items():
         if option.default is inspect.Parameter.empty and name not in options:
-            raise ValueError(f"{key}.{name}: {factory.__name__} needs it")
+            raise ValueError(f"{key}.{name}: {factory.__name__} requires it")
     return Kind(section, kind, factory, checked)
 
 
 def decide_reward(reward: RewardConfig, *, judges: bool) -> RewardConfig:
-    """What `auto` comes to: functions in TRL's form are the whole reward, as in TRL."""
+    """Replace reward.kind "auto" by a kind.
+
+    "none" if the environment judges, or if a function has TRL's signature: such functions are the
+    whole reward, as in TRL. Otherwise "numeric".
+    """
     if reward.kind != "auto":
         return reward
-    alone = any(is_trl_form(reward_function(name)) for name in reward.functions)
-    chosen: dict[str, Any] = {"kind": "none" if judges or alone else "numeric"}
-    if alone and not is_set(reward, "format"):
-        chosen["format"] = 0.0
-    return reward.model_copy(update=chosen)
+    is_trl = any(is_trl_form(reward_function(name)) for name in reward.functions)
+    update: dict[str, Any] = {"kind": "none" if judges or is_trl else "numeric"}
+    if is_trl and not is_set(reward, "format"):
+        update["format"] = 0.0
+    return reward.model_copy(update=update)
 
 
 def needs_answers(reward: RewardConfig) -> bool:
-    """Whether rows must have an expected answer; a reward of the user's own reads what it likes."""
+    """Whether rows must have an expected answer. A user's own reward does not require it."""
     return reward.kind in REWARDS.keys() - {"none"}
 
 
 def make_reward(reward: RewardConfig, *, judges: bool = False) -> Reward:
-    """What a rollout is worth besides what an environment that judges gives it."""
+    """Make the reward that reward.kind names, with its length and call costs."""
     reward = decide_reward(reward, judges=judges)
     if reward.strict and reward.kind != "numeric":
-        raise ValueError(f"reward.strict: only kind 'numeric' reads it, and it is {reward.kind!r}")
+        raise ValueError(f"reward.strict: expected reward.kind 'numeric', got {reward.kind!r}")
     if ":" in reward.kind:
         return with_costs(load_reward(reward.kind), reward)
     shipped = resolve_name(reward.kind, REWARDS, key="reward.kind", also=("auto",))
@@ -265,17 +279,17 @@ def make_reward(reward: RewardConfig, *, judges: bool = False) -> Reward:
 
 
 def load_reward(name: str) -> Reward:
-    """The user's own reward, from `module:function`."""
+    """Load a user's own reward, `module:function`."""
     function = load_callable(name, key="reward.kind")
     if is_trl_form(function):
         raise ValueError(
-            f"reward.kind: {name!r} is in TRL's form; name it in reward.functions = [{name!r}]"
+            f"reward.kind: {name!r} has TRL's signature; name it in reward.functions = [{name!r}]"
         )
     return cast(Reward, function)
 
 
 def load_sampler(config: RolloutConfig) -> Callable[[ChatTemplate], RolloutSampler]:
-    """What makes the sampler that `rollout.sampler` names."""
+    """Load the class that `rollout.sampler` names. Returns a function that makes an instance."""
     factory = load_callable(config.sampler, key="rollout.sampler")
 
     def make(chat: ChatTemplate) -> RolloutSampler:
@@ -289,7 +303,7 @@ def load_sampler(config: RolloutConfig) -> Callable[[ChatTemplate], RolloutSampl
 
 
 def host_tools_of(config: SandboxConfig) -> HostTools | None:
-    """What sandbox.host_tools names; None if there is nothing."""
+    """Load the functions of sandbox.host_tools; None if there are none."""
     if not config.host_tools:
         return None
     functions = [load_callable(name, key="sandbox.host_tools") for name in config.host_tools]
@@ -305,7 +319,7 @@ def host_tools_of(config: SandboxConfig) -> HostTools | None:
 
 
 def script_of(path: Path | None) -> str:
-    """The source of sandbox.tools."""
+    """The source of sandbox.tools, checked for syntax errors; "" for None."""
     if path is None:
         return ""
     try:

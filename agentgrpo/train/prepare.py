@@ -1,6 +1,6 @@
-"""Config -> all of a run but its engine and learner: what can be checked before a model is loaded.
+"""Makes and checks the parts of a run that need no loaded model: all but engine and learner.
 
-Cheapest first: the sandbox and the data, then the model's files and its chat template.
+The cheapest come first: the sandbox and the data, then the model's files and its chat template.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from agentgrpo.records.trackers import require as require_trackers
 from agentgrpo.rewards.answer_quality import require_answer
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rewards.shipped import Reward, try_reward
-from agentgrpo.rollout.observe import prompt_of, said_by
+from agentgrpo.rollout.observe import format_observation, prompt_of
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, find_template
 from agentgrpo.support import hardware, parallel
 from agentgrpo.support.optional_deps import require_installed
@@ -57,31 +57,31 @@ from agentgrpo.types import Task
 
 
 def training_stream(config: TrainConfig, parts: Parts) -> Tasks:
-    """The stream to train on, checked as far as it is a list."""
+    """The stream of training tasks. A stream with a fixed list of tasks is checked here."""
     answers = needs_answers(parts.resolved.reward)
     tasks = training_tasks(config.data, config.seed, parts.env, answers=answers)
-    _require_known(config, parts, tasks.rows if isinstance(tasks, RowTasks) else [])
+    _require_known_names(config, parts, tasks.rows if isinstance(tasks, RowTasks) else [])
     if not isinstance(tasks, RowTasks):
         return tasks
-    rows, say = _checked(config, parts, tasks.rows, "data.train"), parts.progress.say
-    kept = RowTasks(rows, source=tasks.source, seed=config.seed)
-    say(f"data: {len(kept)} training tasks, {len(parts.heldout)} held out")
+    rows, progress = _check_tasks(config, parts, tasks.rows, "data.train"), parts.progress
+    stream = RowTasks(rows, source=tasks.source, seed=config.seed)
+    progress.print(f"data: {len(stream)} training tasks, {len(parts.heldout)} held out")
     if tasks.left_out:
-        say(f"  {tasks.left_out} rows left out: they ask what is held out")
-    asked = {normalised_question(task) for task in parts.heldout}
-    if again := sum(normalised_question(task) in asked for task in kept.rows):
-        say(f"  {again} training tasks ask what a held-out one asks")
-    return kept
+        progress.print(f"  {tasks.left_out} rows left out: they repeat a held-out question")
+    questions = {normalised_question(task) for task in parts.heldout}
+    if num_repeated := sum(normalised_question(task) in questions for task in stream.rows):
+        progress.print(f"  {num_repeated} training tasks repeat a held-out question")
+    return stream
 
 
-def _require_known(config: TrainConfig, parts: Parts, tasks: Sequence[Task]) -> None:
-    """Check names in the settings that any task, to train on or held out, may bring."""
-    every, limits = [*tasks, *parts.heldout], config.rollout.max_calls_of
-    columns = {config.data.question, *(column for task in every for column in task.spec)}
-    if unseen := sorted({*(config.data.columns or ())} - columns):
-        raise ValueError(f"data.columns: no row has {unseen}")
+def _require_known_names(config: TrainConfig, parts: Parts, tasks: Sequence[Task]) -> None:
+    """Check data.columns and rollout.max_calls_of against the names that the tasks have."""
+    all_tasks, limits = [*tasks, *parts.heldout], config.rollout.max_calls_of
+    columns = {config.data.question, *(column for task in all_tasks for column in task.spec)}
+    if missing := sorted({*(config.data.columns or ())} - columns):
+        raise ValueError(f"data.columns: no row has {missing}")
     tools_of = getattr(parts.env, "tools", lambda task: ())
-    tools = {tool["function"]["name"] for task in every if limits for tool in tools_of(task)}
+    tools = {tool["function"]["name"] for task in all_tasks if limits for tool in tools_of(task)}
     known = sorted(tools | {"python", "bash", "node"})
     if unknown := sorted(limits.keys() - known):
         raise ValueError(
@@ -89,21 +89,22 @@ def _require_known(config: TrainConfig, parts: Parts, tasks: Sequence[Task]) -> 
         )
 
 
-def _checked(config: TrainConfig, parts: Parts, tasks: Sequence[Task], key: str) -> list[Task]:
-    """The tasks whose prompts fit; that each can be shown and scored."""
+def _check_tasks(config: TrainConfig, parts: Parts, tasks: Sequence[Task], key: str) -> list[Task]:
+    """Check that each task can be rendered and scored. Returns the tasks whose prompts fit."""
     shipped = REWARDS.get(parts.resolved.reward.kind)
-    expected = getattr(shipped, "expected", lambda task: None)
+    parse_expected = getattr(shipped, "expected", lambda task: None)
     quality = config.measures.quality if isinstance(config, RecipeConfig) else "answer"
     limit, longest = config.data.max_prompt_tokens, config.engine.max_model_len - 1
-    kept, forms = [], set[str]()
+    fitting, forms = [], set[str]()
     for task in tasks:
-        expected(task)
+        parse_expected(task)
         require_answer(quality, task)
         require_recordable(task)
         if isinstance(parts.env, DialogueEnv):
             parts.env.texts_of(task)
         users = functools.partial(user_call, task=task.id)
         prompt, _, messages, tools = prompt_of(parts.agent, parts.chat, task, users)
+        # rendering is slow: once for each sequence of roles and calls, not for each task
         form = str([(m["role"], len(m.get("tool_calls") or ())) for m in messages])
         if form not in forms:
             with users(parts.agent.messages):
@@ -114,25 +115,26 @@ def _checked(config: TrainConfig, parts: Parts, tasks: Sequence[Task], key: str)
             continue
         if length > longest:
             raise ValueError(
-                f"task {task.id!r}: its prompt has {length} tokens, engine.max_model_len is "
-                f"{config.engine.max_model_len}; data.max_prompt_tokens leaves such tasks out"
+                f"engine.max_model_len: expected more than the {length} tokens of the prompt of "
+                f"task {task.id!r}, got {config.engine.max_model_len}. Set data.max_prompt_tokens "
+                "to leave out such tasks"
             )
-        kept.append(task)
-    if len(kept) < len(tasks):
-        parts.progress.say(
-            f"{key}: {len(tasks) - len(kept)} of {len(tasks)} tasks left out: prompts longer "
+        fitting.append(task)
+    if len(fitting) < len(tasks):
+        parts.progress.print(
+            f"{key}: {len(tasks) - len(fitting)} of {len(tasks)} tasks left out: prompts longer "
             f"than data.max_prompt_tokens"
         )
-    if not kept:
+    if not fitting:
         raise ValueError(f"{key}: no prompt has at most {limit} tokens")
     inner = parts.env.inner if isinstance(parts.env, DialogueEnv) else parts.env
     if isinstance(inner, UnitTestEnv):
-        parts.progress.say(f"{key}: {inner.check_tasks(parallel.mine(kept))}")
-    return kept
+        parts.progress.print(f"{key}: {inner.check_tasks(parallel.mine(fitting))}")
+    return fitting
 
 
 def prompt_length(agent: Agent, chat: ChatTemplate, task: Task) -> int:
-    """Tokens of a task before the policy's first."""
+    """Number of tokens in a task's prompt."""
     return len(prompt_of(agent, chat, task, functools.partial(user_call, task=task.id))[0])
 
 
@@ -143,9 +145,9 @@ def prepare_run(
     trained: bool = True,
     progress: Progress | None = None,
 ) -> Parts:
-    """Make and check what it takes to play tasks, but the engine; errors as of build().
+    """Make and check all that playing tasks needs except the engine. Raises as build() does.
 
-    `model`: instead of config.model. `trained`: it, or an adapter to it, is to be trained.
+    `model` replaces config.model. `trained`: it will be trained, directly or by an adapter.
     """
     progress = progress or Progress(config.steps)
     resolved = resolve(config)
@@ -154,30 +156,37 @@ def prepare_run(
     require_trackers(config.trackers)
     if trained and config.learner.lora.rank:
         require_installed("peft", "learner.lora.rank")
-    begun = saved_adapter(config.model)
-    adapter = begun if model is None else saved_adapter(model)
+    # two adapters: config.model may be one, and so may a checkpoint that is resumed
+    initial_adapter = saved_adapter(config.model)
+    adapter = initial_adapter if model is None else saved_adapter(model)
     if trained and adapter is not None:
         require_lora_of(adapter, config.learner.lora)
     models = models_of(config, adapter, trained=trained)
     with contextlib.ExitStack() as undo:
         pool = None
         if resolved.runs_code:
-            pool = undo.enter_context(_sandbox_told_of(_sandbox_of(config), progress))
+            pool = undo.enter_context(_open_sandbox(_sandbox_config(config), progress))
         env = make_env(resolved, pool, models)
         undo.callback(close_env, env)
         resolved = resolved.with_env(env)
         heldout = heldout_tasks(config.data, env, answers=needs_answers(resolved.reward))
         if ":" in config.reward.kind and config.env.kind in ("auto", "python"):
             try_reward(resolved.score, heldout[0])
-        (progress.say if model is None else progress.say_path)(f"model: {model or config.model}")
+        print_model = progress.print if model is None else progress.print_path
+        print_model(f"model: {model or config.model}")
         if model is None or adapter is not None:  # an adapter's folder holds no model
-            model = base_of(begun) if begun else resolve_model(config.model, progress.say)
+            if initial_adapter is not None:
+                model = base_of(initial_adapter)
+            else:
+                model = resolve_model(config.model, progress.print)
         chat = chat_of(model, config.rollout.template_options)
         if unread := [name for name in config.rollout.template_options if not chat.reads(name)]:
-            told = f"the model's chat template does not read {unread}, which change nothing"
-            progress.say(f"rollout.template_options: {told}")
+            progress.print(
+                f"rollout.template_options: the model's chat template does not read {unread}; "
+                "they have no effect"
+            )
         if trained and config.learner.lora.rank and (stops := chat.unknown_stops):
-            progress.say(
+            progress.print(
                 f"adapter: turns end with {', '.join(stops)}, which the base model does not list "
                 "as eos_token_id; serve the adapter with vLLM's --generation-config CHECKPOINT"
             )
@@ -200,7 +209,7 @@ def prepare_run(
             progress=progress,
             user_sampler=make(chat) if (make := resolved.make_sampler) else None,
             models=models,
-            teacher=teacher_model(config, chat, progress.say) if trained else None,
+            teacher=teacher_model(config, chat, progress.print) if trained else None,
         )
         _check_fit(config, parts)
         if trained:
@@ -210,9 +219,12 @@ def prepare_run(
 
 
 def make_env(resolved: Resolved, pool: Any, models: Mapping[str, Model] = MODELS) -> Environment:
-    """The environment of a run; the pool is None where nothing runs code."""
+    """Make the environment, wrapped in a dialogue if env.user names a user.
+
+    `pool` is None if nothing runs code.
+    """
     config = resolved.config
-    given = {
+    provided = {
         "pool": pool,
         "timeout_s": config.sandbox.timeout_s,
         "stateless": config.sandbox.stateless,
@@ -226,22 +238,22 @@ def make_env(resolved: Resolved, pool: Any, models: Mapping[str, Model] = MODELS
         },
         "load_encoder": Encoder,
     }
-    env: Environment = resolved.env.make(Environment, given)
+    env: Environment = resolved.env.make(Environment, provided)
     users, user = users_of(config.env.user, models), config.env.user
     if users is None:
         return env
     if getattr(env, "has_user", False):
         raise ValueError(
-            f"env.user.mode: env.kind {config.env.kind!r} has somebody to talk with already, "
-            f"got {user.mode!r}; leave it at 'nobody'"
+            f"env.user.mode: expected 'nobody', since env.kind {config.env.kind!r} has a user of "
+            f"its own, got {user.mode!r}"
         )
-    made = DialogueEnv(env, users, user.mode, user.reads_column, user.max_replies)
-    return cast(Environment, made)
+    dialogue = DialogueEnv(env, users, user.mode, user.reads_column, user.max_replies)
+    return cast(Environment, dialogue)
 
 
 def no_reader(parser: str) -> ReadCalls:
-    """In place of the engine's readers of tool calls, where there is no engine."""
-    raise ValueError(f"parser: {parser!r} is one of the engine's, and there is no engine here")
+    """Stands in for the engine's tool call parsers where there is no engine."""
+    raise ValueError(f"parser: {parser!r} is a parser of the engine, and this call has no engine")
 
 
 def make_agent(
@@ -250,75 +262,77 @@ def make_agent(
     call_reader: Callable[[str], ReadCalls] = no_reader,
     pool: Any = None,
 ) -> Agent:
-    """The agent of a run, whose tools are those of `env`.
+    """Make the agent, which offers the tools of `env`.
 
-    `call_reader`: from a parser's name to the engine's reader of tool calls.
+    `call_reader` maps a parser's name to the engine's tool call parser.
     """
     require_fit(resolved.agent, resolved.env, env)
     script, host_tools = resolved.config.sandbox.tools, resolved.host_tools
-    given = {
+    provided = {
         "env": env,
         "tools_script": None if script is None else script_of(script),
         "host_tools": host_tools.shown if host_tools else None,
         "call_reader": call_reader,
         "pool": pool,
     }
-    agent: Agent = resolved.agent.make(Agent, given)
+    agent: Agent = resolved.agent.make(Agent, provided)
     return agent
 
 
 def _check_fit(config: TrainConfig, parts: Parts) -> None:
-    """That reward, agent, template and held-out tasks go together."""
-    first, alone = parts.heldout[0], config.engine.tensor_parallel_size == 1
+    """Check that reward, agent, chat template and held-out tasks fit together."""
+    first, is_single = parts.heldout[0], config.engine.tensor_parallel_size == 1
     inner = parts.env.inner if isinstance(parts.env, DialogueEnv) else parts.env
-    keeps = isinstance(inner, FactoryEnv) or getattr(inner, "plays", False)
-    parts.reward.require_columns(first, environments=keeps and alone)
-    _check_shown(parts.agent, parts.chat)
+    has_instances = isinstance(inner, FactoryEnv) or getattr(inner, "plays", False)
+    parts.reward.require_columns(first, environments=has_instances and is_single)
+    _check_observations(parts.agent, parts.chat)
     _check_prompt(parts.agent, parts.chat, first)
-    parts.heldout = _checked(config, parts, parts.heldout, "data.heldout")
+    parts.heldout = _check_tasks(config, parts, parts.heldout, "data.heldout")
 
 
 def _require_trainable(config: TrainConfig, model: str) -> None:
-    """Check the learner's layers on a model without storage: vLLM takes minutes to start."""
+    """Check the learner's layers on a model without storage, since vLLM takes minutes to start."""
     from agentgrpo.learn.forward_check import why_not_packed
     from agentgrpo.learn.lora import require_layers
     from agentgrpo.learn.policy import init_on_meta
 
-    made = init_on_meta(model, "bfloat16")
-    why_not_packed(made)
+    empty_model = init_on_meta(model, "bfloat16")
+    why_not_packed(empty_model)
     if config.learner.lora.rank:
-        require_layers(made, config.learner.lora.target_modules)
+        require_layers(empty_model, config.learner.lora.target_modules)
 
 
-def _sandbox_of(config: TrainConfig) -> SandboxConfig:
-    """The sandbox; a program's modules are imported with the variables that the program finds."""
+def _sandbox_config(config: TrainConfig) -> SandboxConfig:
     if config.agent.kind != "program":
         return config.sandbox
+    # a program's modules are preloaded in the sandbox: with the environment variables that the
+    # program itself will have, since clients read them on import
     from agentgrpo.programs.launch import QUIET, session_variables
 
     env = {**QUIET, **session_variables("of-the-rollout"), **config.sandbox.env}
     return config.sandbox.model_copy(update={"env": env})
 
 
-def _sandbox_told_of(config: SandboxConfig, progress: Progress) -> SandboxPool:
-    progress.say("sandbox: checking that this machine can isolate code")
-    with warnings.catch_warnings(record=True) as said:  # in a line of the run instead
+def _open_sandbox(config: SandboxConfig, progress: Progress) -> SandboxPool:
+    """open_sandbox(), with its warnings and its isolation printed."""
+    progress.print("sandbox: checking that this machine can isolate code")
+    with warnings.catch_warnings(record=True) as caught:
         pool = open_sandbox(config)
-    for warning in said:
-        progress.say(f"WARNING: {warning.message}")
+    for warning in caught:
+        progress.print(f"WARNING: {warning.message}")
     jail = pool.describe()
-    limit, _, _ = str(jail["memory_limit"]).partition(";")  # why no other: run.json, the doctor
-    progress.say(f"sandbox: {jail['rung']}, memory limit: {limit}")
-    progress.watch("sandbox", functools.partial(_busy, pool))
+    limit, _, _ = str(jail["memory_limit"]).partition(";")  # the reasons are in run.json
+    progress.print(f"sandbox: {jail['rung']}, memory limit: {limit}")
+    progress.watch("sandbox", lambda: f"{pool.metrics()['live']:.0f} of {pool.max_live} busy")
     return pool
 
 
 def models_of(
     config: TrainConfig, adapter: SavedAdapter | None, *, trained: bool
 ) -> dict[str, Model]:
-    """The models of a run, by the names that customers and judges are asked by.
+    """The models that may speak in a second role or judge, by name.
 
-    A model that is not to be trained is its own reference.
+    "reference" is the model without its adapter. A model that is not trained is its own reference.
     """
     models: dict[str, Model] = {"policy": "policy"}
     if adapter is not None or config.learner.lora.rank:
@@ -326,17 +340,12 @@ def models_of(
     for name, endpoint in config.endpoints.items():
         if endpoint.kind == "retriever":
             continue
-        own = endpoint.kind == "engine"
-        models[name] = "policy" if own else make_endpoint(endpoint, name)
+        models[name] = "policy" if endpoint.kind == "engine" else make_endpoint(endpoint, name)
     return models
 
 
-def _busy(pool: SandboxPool) -> str:
-    return f"{pool.metrics()['live']:.0f} of {pool.max_live} busy"
-
-
 def close_env(env: Environment) -> None:
-    """Let an environment that holds anything give it back."""
+    """Call the environment's close(), if it has one."""
     close = getattr(env, "close", None)
     if close is not None:
         with user_call(close):
@@ -349,40 +358,40 @@ def _call_reader(chat: ChatTemplate, parser: str) -> ReadCalls:
     return tool_call_reader(parser, chat.tokenizer)
 
 
-def _check_shown(agent: Agent, chat: ChatTemplate) -> None:
-    """Observations reach the policy."""
-    calls = "tools" in getattr(agent, "acts", ())
-    action = CallTools((ToolCall("x", {}),)) if calls else RunCode("")
+def _check_observations(agent: Agent, chat: ChatTemplate) -> None:
+    """Check that the chat template has the roles in which the agent puts observations."""
+    calls_tools = "tools" in getattr(agent, "acts", ())
+    action = CallTools((ToolCall("x", {}),)) if calls_tools else RunCode("")
     with user_call(agent.observe):
-        told = said_by(agent, action, Observation("x"))
-    if not isinstance(told, str):
-        chat.require_roles([message["role"] for message in told])
+        reply = format_observation(agent, action, Observation("x"))
+    if not isinstance(reply, str):
+        chat.require_roles([message["role"] for message in reply])
 
 
 def _check_prompt(agent: Agent, chat: ChatTemplate, task: Task) -> None:
-    """The policy is told what it must keep to, and of its tools."""
+    """Check that the rendered prompt contains the system message and the tools."""
     users = functools.partial(user_call, task=task.id)
-    prompt, _, messages, schemas = prompt_of(agent, chat, task, users)
-    shown = chat.tokenizer.decode(prompt)
+    prompt_ids, _, messages, schemas = prompt_of(agent, chat, task, users)
+    prompt = chat.tokenizer.decode(prompt_ids)
     for message in messages:
-        told = "".join(str(message.get("content")).split())
-        if message["role"] == "system" and told not in "".join(shown.split()):
+        content = "".join(str(message.get("content")).split())
+        if message["role"] == "system" and content not in "".join(prompt.split()):
             raise ValueError(
-                "agent.options.system_prompt: the model's chat template does not show the system "
-                f"message, {message.get('content')!r:.60}, as it is"
+                "agent.options.system_prompt: the model's chat template does not render the "
+                f"system message {message.get('content')!r:.60} unchanged"
             )
     with users(agent.tools):
         names = [str(schema["function"]["name"]) for schema in schemas]
     for name in names:
-        if name not in shown:
+        if name not in prompt:
             raise ValueError(
-                f"agent.kind: the model's chat template does not show tools ({name!r} is not in "
-                "the prompt): take a model made for tool calls, or the code or inline agent"
+                f"agent.kind: the model's chat template does not render tools ({name!r} is not in "
+                "the prompt). Use a model made for tool calls, or agent.kind 'code' or 'inline'"
             )
 
 
 def make_scoring(config: TrainConfig, score: Reward, tokenizer: Any) -> Scoring:
-    """What a rollout is worth besides what the environment gives it."""
+    """Scoring by `score` and reward.functions, in addition to the environment's own rewards."""
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -392,27 +401,28 @@ def make_scoring(config: TrainConfig, score: Reward, tokenizer: Any) -> Scoring:
 
 
 def _site_dirs(config: SandboxConfig) -> list[str]:
-    own = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    named = [own if path == "own" else [path] for path in config.site_dirs]
+    """sandbox.site_dirs without repeats; "own" is replaced by this Python's site-packages."""
+    own_dirs = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    named = [own_dirs if path == "own" else [path] for path in config.site_dirs]
     return [*dict.fromkeys(path for paths in named for path in paths)]
 
 
 def open_sandbox(config: SandboxConfig) -> SandboxPool:
-    """The pool that code runs in; the caller closes it."""
+    """Open the pool of sandbox sessions; the caller closes it."""
     try:
-        found = find_template(config.template)
+        base = find_template(config.template)
     except SandboxException as error:
         raise ValueError(f"sandbox.template: {error}") from None
     limits = dataclasses.replace(
-        found.limits or Limits(), timeout_s=config.timeout_s, memory_mib=config.memory_mib
+        base.limits or Limits(), timeout_s=config.timeout_s, memory_mib=config.memory_mib
     )
     try:
         template = dataclasses.replace(
-            found,
-            site_dirs=(*found.site_dirs, *_site_dirs(config)),
-            preload=(*found.preload, *config.preload),
-            env={**found.env, **config.env},
-            setup=f"{found.setup}\n{script_of(config.tools)}".strip(),
+            base,
+            site_dirs=(*base.site_dirs, *_site_dirs(config)),
+            preload=(*base.preload, *config.preload),
+            env={**base.env, **config.env},
+            setup=f"{base.setup}\n{script_of(config.tools)}".strip(),
         )
     except ValueError as error:
         raise ValueError(str(error).replace("template.", "sandbox.")) from None

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a line per event, and on a terminal what happens now."""
+"""Terminal output of a run: a line per event, and on a terminal a live display of the phase."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ REFRESH_HZ = 4
 
 
 class Stopwatch:
-    """Time of named parts since the last lap, in seconds.
+    """Seconds spent in named parts since the last lap.
 
-    A part inside another is its own and not the outer one's, so that nothing counts twice.
+    The time of a nested part is not counted for the outer one.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class Stopwatch:
 
 
 class Progress:
-    """Says what the run is doing, for how long it still will, and keeps the time.
+    """Prints what the run does and how long it will take, and measures the time of each phase.
 
-    Lines stay. On a terminal the last lines are live: the phase, and the numbers of the last step.
+    On a terminal, a live display below these lines shows the phase and the last step's numbers.
     """
 
     def __init__(
         self, total_steps: int, console: Console | None = None, *, names_folder: bool = True
     ) -> None:
         self._total = total_steps
-        self._names_folder = names_folder  # False: it is temporary
+        self._names_folder = names_folder  # False for a temporary folder
         self._console = console or Console(
             highlight=False, soft_wrap=True, quiet=parallel.rank() > 0
         )
@@ -86,24 +86,24 @@ class Progress:
         self._gauges: dict[str, Callable[[], str]] = {"memory": _memory}
 
     def watch(self, name: str, read: Callable[[], str]) -> None:
-        """Show a number on the live display; read() is called from another thread."""
+        """Show a value on the live display; read() is called from the display's thread."""
         self._gauges[name] = read
 
-    def say(self, line: str) -> None:
-        """Print a line, with the seconds since the start before it."""
+    def print(self, line: str) -> None:
+        """Print a line, prefixed with the seconds since the start."""
         self._console.print(f"{time.monotonic() - self._started:5.0f}s  {line}", markup=False)
 
-    def say_path(self, line: str) -> None:
-        """Print a line that names the run's folder or something in it."""
+    def print_path(self, line: str) -> None:
+        """Print a line that names the run's folder, unless that is temporary."""
         if self._names_folder:
-            self.say(line)
+            self.print(line)
 
     def remember(self, solved: Mapping[int, float]) -> None:
-        """Evaluations of before the run was resumed, by step: the end compares with the first."""
+        """Add the evaluations that were made before the run was resumed, by step."""
         self._solved.update(solved)
 
     def begin_step(self) -> None:
-        """Note when a step starts: what the time left is computed from."""
+        """Record the start of a step, from which the remaining time is estimated."""
         self._step_started.append(time.monotonic())
 
     def lap(self) -> Metrics:
@@ -111,64 +111,65 @@ class Progress:
         return self._stopwatch.lap()
 
     def step_done(
-        self, step: int, rollout: Metrics, learner: Metrics, engine: Metrics, spent: Metrics
+        self, step: int, rollout: Metrics, learner: Metrics, engine: Metrics, times: Metrics
     ) -> None:
-        """The line of a finished step; `spent` is its lap()."""
+        """Print the line of a finished step. `times` is what lap() returned."""
         agreement = max(engine["max_dlogp"], learner.get("sampler_gap_max", 0.0))
-        left = self.time_left(step + 1)
-        self._numbers = _numbers(rollout, learner, agreement, left)
-        playing, learning = (spent.get(f"{part}_s", 0.0) for part in ("playing", "learning"))
-        self.say(
+        time_left = self.time_left(step + 1)
+        self._numbers = _numbers(rollout, learner, agreement, time_left)
+        playing, learning = (times.get(f"{part}_s", 0.0) for part in ("playing", "learning"))
+        self.print(
             f"step {step + 1}/{self._total}  reward {rollout['reward']:.2f}  {_solved(rollout)}"
-            f"play {playing:.0f}s  learn {learning:.0f}s  left {left}"
+            f"play {playing:.0f}s  learn {learning:.0f}s  left {time_left}"
         )
-        self._machine_failed(rollout)
-        longest = max(spent, key=lambda name: spent[name] * (name != "total_s"))
+        self._print_infra_errors(rollout)
+        longest = max(times, key=lambda name: times[name] * (name != "total_s"))
         if longest not in ("playing_s", "learning_s"):
-            of = f"{spent[longest]:.0f} of {spent['total_s']:.0f} s"
-            self.say(f"  most of it was {longest.removesuffix('_s')}: {of}")
-        told, self._gradientless = self._gradientless, rollout["live_groups"] == 0
-        if not self._gradientless or told:
+            share = f"{times[longest]:.0f} of {times['total_s']:.0f} s"
+            self.print(f"  most of it was {longest.removesuffix('_s')}: {share}")
+        was_gradientless, self._gradientless = self._gradientless, rollout["live_groups"] == 0
+        if not self._gradientless or was_gradientless:  # once, not after every such step
             return
         if rollout.get("dead_broken", 0.0) == rollout["groups"]:
-            late = rollout.get("status_timed_out", 0.0)
-            more = f" ({late:.0%} timed out)" if late else ""
-            self.say(f"  it taught nothing: no group kept two rollouts that count{more}")
+            timed_out = rollout.get("status_timed_out", 0.0)
+            more = f" ({timed_out:.0%} timed out)" if timed_out else ""
+            self.print(f"  no gradient: no group has two rollouts that count{more}")
         else:
-            self.say("  it taught nothing: in each group all rewards were equal")
-            self.say("  (tasks that are sometimes solved teach: docs/debug.md)")
+            self.print("  no gradient: in each group all rewards were equal")
+            self.print("  (use tasks that are solved sometimes: docs/debug.md)")
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
-        told = "solved" if "solved" in metrics else "reward"  # where nobody says what is solved
-        if told == "solved":
+        """Print the line of an evaluation."""
+        name = "solved" if "solved" in metrics else "reward"
+        if name == "solved":
             self._solved[step] = metrics["solved"]
-        self.say(
-            f"held-out after {step} steps: {told} {metrics[told]:.3f} of "
+        self.print(
+            f"held-out after {step} steps: {name} {metrics[name]:.3f} of "
             f"{metrics['rollouts']:.0f} tasks ({metrics['answered']:.0%} answered)"
         )
-        self._machine_failed(metrics)
+        self._print_infra_errors(metrics)
 
     def finished(self, out_dir: Path) -> None:
-        """What the run was for, and where everything is."""
+        """Print the first and the last evaluation, and the files of the run."""
         if len(self._solved) > 1:
             (first, before), *_, (last, after) = self._solved.items()
-            self.say(f"held-out solved: {before:.3f} after {first} steps, {after:.3f} after {last}")
+            self.print(
+                f"held-out solved: {before:.3f} after {first} steps, {after:.3f} after {last}"
+            )
             if after <= before:
-                self.say_path(
-                    f"it did not rise; what the records say of that: {command()} doctor {out_dir}"
-                )
-        self.say_path(f"done. Everything is in {out_dir.resolve()}:")
-        for name, what in {
-            "run.json": "resolved config, what was chosen, versions",
-            "metrics.jsonl": "one line a step",
+                self.print_path(f"it did not rise; find out why: {command_name()} doctor {out_dir}")
+        self.print_path(f"done. Everything is in {out_dir.resolve()}:")
+        for name, content in {
+            "run.json": "resolved config, automatic choices, versions",
+            "metrics.jsonl": "one line per step",
             "rollouts.jsonl": "every rollout, token by token",
             "checkpoints/": "Hugging Face models, for transformers and vLLM",
         }.items():
-            self.say_path(f"  {name:16s} {what}")
-        self.say_path(f"look at it: {command()} view {out_dir}")
+            self.print_path(f"  {name:16s} {content}")
+        self.print_path(f"look at it: {command_name()} view {out_dir}")
 
     def time_left(self, next_step: int) -> str:
-        """Estimate from the mean of the steps so far; "?" before the first has ended."""
+        """Estimate from the mean time of the steps so far; "?" before the first has ended."""
         steps = len(self._step_started)
         if steps == 0:
             return "?"
@@ -178,19 +179,19 @@ class Progress:
         return f"{hours}h{rest:02d}m" if hours else f"{minutes}m{seconds:02d}s"
 
     @contextlib.contextmanager
-    def phase(self, what: str) -> Iterator[None]:
-        """Show what is being done now (on a terminal); its time goes by the first word."""
-        self._phases.append((what, time.monotonic()))
+    def phase(self, description: str) -> Iterator[None]:
+        """Show the phase on a terminal and time it under the first word of its description."""
+        self._phases.append((description, time.monotonic()))
         try:
-            with self._stopwatch.part(what.split()[0].strip(":,")), self._live():
+            with self._stopwatch.part(description.split()[0].strip(":,")), self._live():
                 yield
         finally:
             self._phases.pop()
 
-    def _machine_failed(self, metrics: Metrics) -> None:
-        if broken := metrics["infra_errors"]:
-            self.say(
-                f"  {broken:.0f} rollouts lost: not the policy, this machine or your code failed"
+    def _print_infra_errors(self, metrics: Metrics) -> None:
+        if num_lost := metrics["infra_errors"]:
+            self.print(
+                f"  {num_lost:.0f} rollouts lost: this machine or your code failed, not the policy"
             )
 
     @contextlib.contextmanager
@@ -208,28 +209,30 @@ class Progress:
 
     def _now(self) -> RenderableType:
         """The live lines: the phase, then the last step's numbers and the gauges."""
-        what, since = self._phases[-1] if self._phases else ("", time.monotonic())
+        description, since = self._phases[-1] if self._phases else ("", time.monotonic())
         step = f"step {len(self._step_started)}/{self._total}, " if self._step_started else ""
-        self._spinner.update(text=f"{step}{what}, {time.monotonic() - since:.0f} s")
-        shown = {**self._numbers, **{name: read() for name, read in self._gauges.items()}}
+        self._spinner.update(text=f"{step}{description}, {time.monotonic() - since:.0f} s")
+        values = {**self._numbers, **{name: read() for name, read in self._gauges.items()}}
         table = Table.grid(padding=(0, 3))
-        names = list(shown)
+        names = list(values)
         for start in range(0, len(names), 5):
             row = names[start : start + 5]
-            table.add_row(*(f"[dim]{name}[/dim] {shown[name]}" for name in row))
+            table.add_row(*(f"[dim]{name}[/dim] {values[name]}" for name in row))
         return Group(self._spinner, table)
 
 
-def command() -> str:
-    """How this installation's `agentgrpo` is called from here."""
-    mine = Path(sys.executable).parent / "agentgrpo"
-    found = shutil.which("agentgrpo")
-    if not mine.exists() or (found and Path(found).samefile(mine)):
+def command_name() -> str:
+    """What the user has to type to start this installation's `agentgrpo`."""
+    script = Path(sys.executable).parent / "agentgrpo"
+    on_path = shutil.which("agentgrpo")
+    if not script.exists() or (on_path and Path(on_path).samefile(script)):
         return "agentgrpo"
-    return os.path.relpath(mine) if mine.is_relative_to(Path.cwd()) else str(mine)
+    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 
-def _numbers(rollout: Metrics, learner: Metrics, agreement: float, left: str) -> dict[str, str]:
+def _numbers(
+    rollout: Metrics, learner: Metrics, agreement: float, time_left: str
+) -> dict[str, str]:
     sampling_s = rollout["decode_s"] + rollout["idle_s"]
     return {
         "reward": f"{rollout['reward']:.3f}",
@@ -238,7 +241,7 @@ def _numbers(rollout: Metrics, learner: Metrics, agreement: float, left: str) ->
         "learning": _rate(learner["packed_tokens"], learner["seconds"]),
         "engine idle": f"{rollout['idle_s'] / sampling_s:.0%}" if sampling_s else "-",
         "agreement": f"{agreement:.1e}",
-        "left": left,
+        "left": time_left,
     }
 
 
@@ -247,15 +250,15 @@ def _rate(tokens: float, seconds: float) -> str:
 
 
 def _memory() -> str:
-    """Resident memory of this process, and what torch holds on a GPU."""
+    """Resident memory of this process, and memory in use on the GPU."""
     lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     resident = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
-    shown = f"{resident / 2**20:.1f} GiB"
+    text = f"{resident / 2**20:.1f} GiB"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        shown += f", GPU {(total - free) / 2**30:.1f} of {total / 2**30:.0f}"
-    return shown
+        text += f", GPU {(total - free) / 2**30:.1f} of {total / 2**30:.0f}"
+    return text
 
 
 def _solved(metrics: Metrics) -> str:

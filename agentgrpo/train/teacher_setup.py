@@ -1,4 +1,4 @@
-"""The teacher of a config (learn/teacher.py): which model it is, or what it is told, and how."""
+"""Sets up the teacher (learn/teacher.py) that a config names: another model, or feedback."""
 
 from __future__ import annotations
 
@@ -17,44 +17,48 @@ from agentgrpo.types import Int32, Rollout, Task
 SOLUTION = "\nCorrect solution:\n\n{}\n\n"
 FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{}\n\n"
 REQUEST = "\n\nCorrectly solve the original question.\n"
-"""TRL's, of its SDPOConfig."""
+"""These texts are the defaults of TRL's SDPOConfig."""
 FORMS = {"errors": FEEDBACK + REQUEST, "solutions": SOLUTION + REQUEST}
 
 
 def teacher_of(config: TrainConfig, parts: Parts) -> dict[str, Any] | None:
-    """What a learn.teacher.Teacher is made with besides the policy; None: there is none."""
-    c = config.teacher
-    if not c.teaches:
+    """Arguments of learn.teacher.Teacher besides the policy. None: the config has no teacher."""
+    teacher = config.teacher
+    if not teacher.teaches:
         return None
-    if c.model:
-        return {"config": c, "source": _served(config, parts) if c.endpoint else parts.teacher}
+    if teacher.model:
+        source = _remote_scores(config, parts) if teacher.endpoint else parts.teacher
+        return {"config": teacher, "source": source}
     if parts.program or parts.user_sampler is not None:
         raise ValueError(
-            f"teacher.feedback: {c.feedback!r} needs an agent whose prompts are rendered here: "
-            "no program, and no rollout.sampler; teacher.model works with both"
+            f"teacher.feedback: {teacher.feedback!r} needs an agent whose prompts agentgrpo "
+            "renders: no agent.kind 'program' and no rollout.sampler. teacher.model works with both"
         )
-    tell = None if c.feedback == "errors" else _tell(c.feedback, parts)
-    prompt = partial(_prompt, parts, c.max_feedback_tokens, c.feedback)
-    return {"config": c, "prompt": prompt, "tell": tell}
+    feedback_of = None if teacher.feedback == "errors" else _feedback(teacher.feedback, parts)
+    prompt = partial(_prompt, parts, teacher.max_feedback_tokens, teacher.feedback)
+    return {"config": teacher, "prompt": prompt, "tell": feedback_of}
 
 
-def _served(config: TrainConfig, parts: Parts) -> Callable[[list[int], int], Scores]:
-    """What asks the teacher's server, once it has shown that it has the policy's tokenizer."""
-    c, temperature = config.teacher, config.rollout.temperature
-    server, known = parts.models.get(c.endpoint or ""), parts.chat.tokenizer
+def _remote_scores(config: TrainConfig, parts: Parts) -> Callable[[list[int], int], Scores]:
+    """The score() of the teacher's server, after checking that it has the policy's tokenizer."""
+    teacher, temperature = config.teacher, config.rollout.temperature
+    server, tokenizer = parts.models.get(teacher.endpoint or ""), parts.chat.tokenizer
     if not isinstance(server, HttpEndpoint):
-        raise ValueError(f"teacher.model {c.model!r}: no endpoint of kind 'http' has this name")
+        raise ValueError(
+            f"teacher.model: expected the name of an endpoint of kind 'http', got {teacher.model!r}"
+        )
     if temperature != 1:
         raise ValueError(
-            f"rollout.temperature: {temperature:g}, but a teacher behind an endpoint says its "
-            "log-probabilities at temperature 1"
+            f"rollout.temperature: expected 1, got {temperature:g}: a teacher behind an endpoint "
+            "returns log-probabilities at temperature 1"
         )
-    every = [*range(len(known))]
-    if server.decode(every) != known.decode(every):
+    all_ids = [*range(len(tokenizer))]
+    if server.decode(all_ids) != tokenizer.decode(all_ids):
         raise ValueError(
-            f"teacher.model {c.model!r}: its tokenizer must be the policy's, and has other tokens"
+            f"teacher.model: {teacher.model!r} must have the policy's tokenizer, but its tokens "
+            "differ"
         )
-    server.score(every[:2], c.topk)  # it may allow fewer
+    server.score(all_ids[:2], teacher.topk)  # fails here if the server allows fewer logprobs
     return server.score
 
 
@@ -63,17 +67,17 @@ def _prompt(parts: Parts, limit: int, feedback: str, task: Task, text: str) -> I
     return prompt_of(parts.agent, parts.chat, task, partial(user_call, task=task.id), more)[0]
 
 
-def _tell(feedback: str, parts: Parts) -> Callable[[Rollout, Sequence[Rollout]], str]:
-    """What is told of a rollout: the first other of its group that is right, or a function's."""
+def _feedback(feedback: str, parts: Parts) -> Callable[[Rollout, Sequence[Rollout]], str]:
+    """What the teacher reads about a rollout: a solved one of its group, or a function's text."""
     view = parts.reward.view
     if feedback == "solutions":
-        return lambda own, group: next(
-            (view(other).text for other in group if other is not own and other.solved), ""
+        return lambda rollout, group: next(
+            (view(other).text for other in group if other is not rollout and other.solved), ""
         )
     function = load_callable(feedback, key="teacher.feedback, if not errors or solutions")
 
-    def tell(own: Rollout, group: Sequence[Rollout]) -> str:
-        with user_call(function, task=own.task.id):
-            return str(function(view(own)) or "")
+    def call_function(rollout: Rollout, group: Sequence[Rollout]) -> str:
+        with user_call(function, task=rollout.task.id):
+            return str(function(view(rollout)) or "")
 
-    return tell
+    return call_function

@@ -1,4 +1,4 @@
-"""A training run from Python: Trainer. loop.py has what becomes of a step."""
+"""Trainer: a training run from Python. loop.py runs the steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentgrpo.support.runtime import prepare_environment
 from agentgrpo.train.build import build
 from agentgrpo.train.callbacks import Callback
 from agentgrpo.train.interrupt import stop_after_step
-from agentgrpo.train.loop import engine_awake, play_heldout, train
+from agentgrpo.train.loop import engine_awake, evaluate_heldout, train
 from agentgrpo.train.parts import Parts
 from agentgrpo.types import Metrics, Task
 
@@ -25,28 +25,28 @@ RewardFunction = Callable[..., Any] | str
 
 
 class Trainer:
-    """A run, from Python: what `agentgrpo train` does is written with it.
+    """A training run from Python. `agentgrpo train` uses it too.
 
         with Trainer("quickstart", steps=8, rollout={"group_size": 4}) as trainer:
             trainer.train()
             print(trainer.evaluate()["solved"])
 
-    Everything is checked, and the model loaded, when it is made. A Trainer of the same settings and
-    out_dir continues what an earlier one has saved, as the same command does.
+    The constructor makes all checks and loads the model. A Trainer with the settings and out_dir of
+    an earlier one resumes from its last checkpoint.
 
     Args:
-        config: a file, the name of a shipped config, or a TrainConfig; None: settings are all.
-        callbacks: one Callback or several, told of every step.
-        reward_funcs: functions in TRL's form or ours (docs/agents.md), instead of
-            `reward.functions`: one or several, each with a name in a module or the notebook, or
-            named as there ("module:function").
-        reward_weights: of these; None: 1 each.
-        make: instead of build(), what makes the parts.
-        settings: what is to differ from the config, by section: `loss={"beta": 0.0}`.
+        config: path of a file, name of a shipped config, or a TrainConfig. None: the defaults.
+        callbacks: one Callback or several.
+        reward_funcs: replaces `reward.functions`: one reward function or several, in TRL's
+            signature or agentgrpo's (docs/agents.md). Each is a module-level or notebook function,
+            or its name as "module:function".
+        reward_weights: one per function. None: 1 each.
+        make: replaces build().
+        settings: overrides of the config, by section: `loss={"beta": 0.0}`.
 
     Raises:
-        As build(); ValueError: there is not one weight for each function, two functions have one
-        name, or a callback is no Callback.
+        ValueError: a setting is invalid, as in build(); the number of weights is not that of the
+            functions, two functions have the same name, or a callback is no Callback.
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class Trainer:
         **settings: Any,
     ) -> None:
         prepare_environment()
-        names = [_name(function) for function in _several(reward_funcs)]
-        given = [1.0] * len(names) if reward_weights is None else _several(reward_weights)
-        weights = [float(weight) for weight in given]
+        names = [_name(function) for function in _as_list(reward_funcs)]
+        weights = [1.0] * len(names)
+        if reward_weights is not None:
+            weights = [float(weight) for weight in _as_list(reward_weights)]
         if len(weights) != len(names):
             raise ValueError(
                 f"reward_weights: expected {len(names)}, as many as reward_funcs, "
@@ -73,12 +74,12 @@ class Trainer:
         if names:
             functions = dict(zip(names, weights, strict=True))
             settings["reward"] = {**settings.get("reward", {}), "functions": functions}
-        self._callbacks = _several(callbacks)
+        self._callbacks = _as_list(callbacks)
         for callback in self._callbacks:
             if not isinstance(callback, Callback):
                 raise ValueError(f"callbacks: expected agentgrpo.Callback, got {callback!r}")
         self.config = config_of(config, settings)
-        self._asked = self._finished = False
+        self._stop_requested = self._finished = False
         self._parts: Parts | None = None
         parallel.start()
         try:
@@ -89,11 +90,11 @@ class Trainer:
 
     @property
     def parts(self) -> Parts:
-        """Engine, learner, tasks and all else that the run is made of."""
+        """Engine, learner, tasks and the other parts of the run."""
         if self._parts is None:
             raise RuntimeError(
-                "this Trainer is closed, or its train() was ended by an error or Ctrl-C; make "
-                "another, which continues from the last checkpoint in out_dir"
+                "this Trainer is closed, or an error or Ctrl-C ended its train(). Make a new "
+                "Trainer: it continues from the last checkpoint in out_dir"
             )
         return self._parts
 
@@ -104,71 +105,81 @@ class Trainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, of steps and evaluations, also of before it was resumed."""
+        """The lines of metrics.jsonl, including those written before the run was resumed."""
         return read_lines(self.config.out_dir / "metrics.jsonl")
 
     def train(self) -> None:
-        """Train up to config.steps, or until stop(), Ctrl-C or a callback ends it after a step.
+        """Train up to config.steps, or until stop() or Ctrl-C ends it after a step.
 
-        Called again after that, it goes on. What is raised in it closes the Trainer: the memory is
-        free, and another one continues from the last checkpoint.
+        Called again after that, it continues. An exception closes the Trainer and frees its memory;
+        a new Trainer continues from the last checkpoint.
 
         Raises:
-            RuntimeError: it is closed.
-            UserCodeError, InfrastructureError, Disagreement: what it has learnt from is not to be
-                trusted; besides, whatever a callback raises.
+            RuntimeError: the Trainer is closed.
+            UserCodeError: user code failed.
+            InfrastructureError: this machine failed.
+            Disagreement: the engine and the learner compute different log-probabilities.
         """
-        say = self.parts.progress.say
+        print_line = self.parts.progress.print
         if self._finished:
             return
-        self._asked = False
+        self._stop_requested = False
         try:
-            with stop_after_step(say) as stopping:
-                self._tell("on_train_begin")
-                train(self.config, self.parts, lambda: self._asked or stopping(), self._tell)
+            with stop_after_step(print_line) as interrupted:
+                self._notify("on_train_begin")
+                train(
+                    self.config,
+                    self.parts,
+                    lambda: self._stop_requested or interrupted(),
+                    self._notify,
+                )
             self._finished = self.step == self.config.steps
-            self._tell("on_train_end")
+            self._notify("on_train_end")
         except BaseException as error:
+            # the traceback's frames hold tensors: without this close() frees no GPU memory
             release_frames(error)
             self.close()
             raise
 
     def stop(self) -> None:
-        """End train() after the step that it is in, with a checkpoint."""
-        self._asked = True
+        """End train() after the current step, with a checkpoint."""
+        self._stop_requested = True
 
     def evaluate(self) -> Metrics:
-        """Play the held-out tasks with the policy as it is; `solved`, ... Not recorded."""
-        return play_heldout(self.config, self.parts)[1]
+        """Play the held-out tasks with the current policy. Returns `solved`, `reward`, ...
+
+        Not recorded.
+        """
+        return evaluate_heldout(self.config, self.parts)[1]
 
     def generate(
         self, tasks: Task | str | Iterable[Task | str], n: int = 1, *, temperature: float = 0.0,
         seed: int = 0,
     ) -> list[list[RolloutView]]:  # fmt: skip
-        """Play tasks with the policy as it is, in the run's environment; neither scored nor learnt.
+        """Play tasks with the current policy in the run's environment, without scoring or training.
 
         Args:
-            tasks: one or several; a text becomes a task of one user message.
-            n: rollouts of each; more than one need a temperature.
-            temperature: 0: greedy.
-            seed: of what is sampled.
+            tasks: one or several; a string becomes a task with one user message.
+            n: rollouts per task; more than one require a temperature.
+            temperature: 0 is greedy.
+            seed: of sampling.
 
         Returns:
             The n rollouts of each task, with `text`, `answer`, `turns`, `observations`, `stats`.
         """
         if n > 1 and not temperature:
             raise ValueError(
-                f"n {n} with temperature 0 is the same attempt {n} times: set a temperature, 1.0 "
-                "for what training samples"
+                f"temperature: expected above 0 for n = {n}, got 0, which samples the same "
+                "rollout each time. Training samples at 1.0"
             )
         parts = self.parts
-        made = [as_task(task, str(place)) for place, task in enumerate(_several(tasks))]
-        with engine_awake(parts), parts.progress.phase(f"playing {len(made)} tasks x {n}"):
-            groups, _ = parts.sampler.play(made, n, seed=seed, temperature=temperature)
+        task_list = [as_task(task, str(index)) for index, task in enumerate(_as_list(tasks))]
+        with engine_awake(parts), parts.progress.phase(f"playing {len(task_list)} tasks x {n}"):
+            groups, _ = parts.sampler.play(task_list, n, seed=seed, temperature=temperature)
         return [[parts.reward.view(rollout) for rollout in group.rollouts] for group in groups]
 
     def close(self) -> None:
-        """Stop the engine and free its memory and the learner's; another Trainer can be made."""
+        """Stop the engine and free its memory and the learner's, so that a new Trainer fits."""
         parts, self._parts = self._parts, None
         if parts is None:
             return
@@ -179,7 +190,7 @@ class Trainer:
             del parts
             release()
 
-    def _tell(self, event: str, *values: Any) -> None:
+    def _notify(self, event: str, *values: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, event)(self, *values)
 
@@ -190,11 +201,11 @@ class Trainer:
         self.close()
 
 
-def _several(given: Any) -> list[Any]:
-    """What may be given alone, or as several: a list, an array, a column of a data set."""
-    alone = isinstance(given, str | Mapping) or not isinstance(given, Iterable)
-    alone = alone or getattr(given, "ndim", 1) == 0
-    return [given] if alone else list(given)
+def _as_list(value: Any) -> list[Any]:
+    """Wrap a single value; copy a list, an array or a dataset's column."""
+    is_single = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
+    is_single = is_single or getattr(value, "ndim", 1) == 0
+    return [value] if is_single else list(value)
 
 
 def _name(function: RewardFunction) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.actions import DEEPEST, Malformed, ToolCall
+from agentgrpo.actions import MAX_DEPTH, Malformed, ToolCall
 from agentgrpo.agents.inline import InlineAgent, read_json, read_python
 from agentgrpo.envs.tools import ToolEnv
 from tests.given import TASK
@@ -103,7 +103,7 @@ def test_S1_7_arguments_are_what_json_carries() -> None:
     assert read.arguments == {"city": [1, "?"], "days": {"1": None}}
     body = '{"name": "weather", "arguments": {"city": "\\ud800"}}'
     assert read_json(body, {}).arguments == {"city": "?"}
-    deep = f"{'[' * DEEPEST}{']' * DEEPEST}"
+    deep = f"{'[' * MAX_DEPTH}{']' * MAX_DEPTH}"
     with pytest.raises(ValueError, match="nested more than 100 deep"):
         read_json(f'{{"name": "weather", "arguments": {{"city": {deep}}}}}', {})
     with pytest.raises(ValueError, match="a literal, of JSON's types"):

@@ -250,14 +250,14 @@ def test_references_are_inlined(given: Any, expected: Any) -> None:
 
 
 BAD = [
-    (of(a={"$ref": "#/$defs/P"}), r"tool f: nothing in its schema is at \$ref '#/\$defs/P'"),
+    (of(a={"$ref": "#/$defs/P"}), r"tool f: its schema has nothing at \$ref '#/\$defs/P'"),
     (of(a={"$ref": "https://x.org/s.json"}), "at .ref 'https://x.org/s.json'"),
     (of(a={"$ref": "#/type/0"}), "at .ref '#/type/0'"),
     (
         {**of(a={"$ref": "#/$defs/0"}),
          "$defs": {"40": P} | {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 9}
                                for i in range(40)}},
-        "tool f: its schema has over 10000 parts",
+        "tool f: its schema has over 10000 nodes",
     ),
 ]  # fmt: skip
 

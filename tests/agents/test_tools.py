@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from agentgrpo.actions import (
-    DEEPEST,
+    MAX_DEPTH,
     CallTools,
     Finish,
     InfrastructureError,
@@ -131,8 +131,11 @@ TABLE = [
         (f'<tool_call>{{"name": "add", "arguments": {text}}}</tool_call>', NO_OBJECT)
         for text in ("[1]", '"x"', "null")
     ),
-    (call("add", a=nested(DEEPEST - 1)), CallTools((ToolCall("add", {"a": nested(DEEPEST - 1)}),))),
-    (call("add", a=nested(DEEPEST)), DEEP),
+    (
+        call("add", a=nested(MAX_DEPTH - 1)),
+        CallTools((ToolCall("add", {"a": nested(MAX_DEPTH - 1)}),)),
+    ),
+    (call("add", a=nested(MAX_DEPTH)), DEEP),
     (call("nowhere", x=1), CallTools((ToolCall("nowhere", {"x": 1}),))),
     (call("add"), CallTools((ToolCall("add", {}),))),
     ('{"name": "add", "arguments": {"a": 1}}', Finish('{"name": "add", "arguments": {"a": 1}}')),
@@ -246,7 +249,9 @@ def test_the_rule_of_one_call_is_in_the_prompt(hermes: ReadCalls) -> None:
     assert told[0] == {"role": "system", "content": f"{ONE_CALL_RULE}\n\nS"}
     assert "one function or none" in ONE_CALL_RULE
     assert "Never say that something was done before" in ONE_CALL_RULE
-    with pytest.raises(ValueError, match=r"one_call_rule and parallel_calls exclude each other"):
+    with pytest.raises(
+        ValueError, match=r"one_call_rule: expected false with parallel_calls, got true"
+    ):
         agent(hermes, one_call_rule=True, parallel_calls=True)
     shipped = load_config("tau_bench").agent.options
     assert shipped == {"parser": "hermes", "one_call_rule": True}

@@ -31,7 +31,7 @@ from agentgrpo.recipe.recipe import parts_of
 from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.support.atomic_files import write_lines
 from agentgrpo.support.user_calls import event_loop
-from agentgrpo.train.dry_run import _options, of_playing
+from agentgrpo.train.dry_run import _options_column, playing_lines
 from agentgrpo.train.prepare import prepare_run, prompt_length, training_stream
 from agentgrpo.train.progress import Progress
 from agentgrpo.types import Status, Task
@@ -391,11 +391,11 @@ def test_each_order_of_roles_is_shown_and_given_answers_are_counted(
                 training_stream(config, stage)
             return
         tasks: Any = training_stream(config, stage)
-        (check,) = [c for c in of_playing(config, stage, tasks.rows) if c.name == "answers"]
+        (check,) = [c for c in playing_lines(config, stage, tasks.rows) if c.name == "answers"]
         assert (check.ok, check.found) == (
-            True, "6 of 13 questions hold their expected answer word for word",
+            True, "6 of 13 questions contain their expected answer literally",
         )  # fmt: skip
-        (check,) = [c for c in of_playing(config, stage, tasks.rows[:1]) if c.name == "answers"]
+        (check,) = [c for c in playing_lines(config, stage, tasks.rows[:1]) if c.name == "answers"]
         assert not check.ok
     finally:
         stage.close()
@@ -408,4 +408,4 @@ def test_answers_that_are_indices_of_options_are_found(answers: list[Any], colum
     """MMLU's: the policy is shown no options, and the number is no number of anything."""
     specs = [{"q": "x", "choices": [*"abcd"], "answer": answer} for answer in answers]
     tasks = [Task(id=str(i), messages=(), spec=spec) for i, spec in enumerate(specs)]
-    assert _options(tasks) == column
+    assert _options_column(tasks) == column

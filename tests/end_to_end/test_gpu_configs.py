@@ -19,7 +19,7 @@ from agentgrpo.config.read import load_config
 from agentgrpo.envs import harbor_tasks
 from agentgrpo.examples import FOLDER
 from agentgrpo.support import hardware
-from agentgrpo.train.dry_run import of_playing, plan
+from agentgrpo.train.dry_run import format_plan, playing_lines
 from agentgrpo.train.memory_estimate import ALLOCATORS, GIB, footprint, shapes_of
 from agentgrpo.train.prepare import prepare_run
 from agentgrpo.train.progress import Progress
@@ -96,18 +96,20 @@ def test_its_stage_is_set_and_its_plan_made(
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
     try:
-        said = plan(config, stage, of_playing(config, stage, stage.heldout), trained=True)
+        said = format_plan(config, stage, playing_lines(config, stage, stage.heldout), trained=True)
         monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (int(need * 1.01 * GIB),) * 2)
-        small = plan(config, stage, of_playing(config, stage, stage.heldout), trained=True)
+        small = format_plan(
+            config, stage, playing_lines(config, stage, stage.heldout), trained=True
+        )
     finally:
         stage.close()
     assert f"{card} GiB NVIDIA GPU" in said
     assert "never run on a GPU: torch 2.13.0+cpu instead of 2.11.0" in said
     assert f"{qwen3.PARAMETERS[size]:,} parameters" in said
-    assert f"= {need} GiB, the KV cache" in said
+    assert f"= {need} GiB, with the KV cache" in said
     assert "WARNING    memory" not in said
     assert re.search(
-        r"WARNING +memory: .* are needed, more than 80% of the card's \d+ GiB; remedy: fewer", small
+        r"WARNING +memory: .* are needed, more than 80% of the GPU's \d+ GiB; remedy: fewer", small
     )
 
 
@@ -137,7 +139,9 @@ def test_harbor_folders_are_planned_with_the_settings_for_4b_and_8b(
         with monkeypatch.context() as patch, contextlib.closing(stage):
             patch.setattr(hardware, "has_nvidia_gpu", lambda: True)
             patch.setattr(hardware, "gpu_memory_bytes", lambda c=card: (c * GIB, c * GIB))
-            text = plan(config, stage, of_playing(config, stage, stage.heldout), trained=True)
+            text = format_plan(
+                config, stage, playing_lines(config, stage, stage.heldout), trained=True
+            )
         assert f"{qwen3.PARAMETERS[size]:,} parameters" in text
         assert "tasks.train.jsonl; 1 held-out tasks" in text
         assert "agent tools, up to 10 turns" in text

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from agentgrpo.actions import DEEPEST, CallTools, InfrastructureError, RunCode, Say, ToolCall
+from agentgrpo.actions import MAX_DEPTH, CallTools, InfrastructureError, RunCode, Say, ToolCall
 from agentgrpo.config import DataConfig
 from agentgrpo.data.sources import heldout_tasks, training_tasks
 from agentgrpo.envs.adapters.gymnasium import GymnasiumEnv
@@ -727,7 +727,7 @@ def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> Non
     assert "Error executing tool fail" in told.outputs[0]
     assert told.counts == {"tool_exception": 1.0, "unknown_tool": 1.0}
     deep: Any = "d"
-    for _ in range(DEEPEST - 1):  # of lists in an object
+    for _ in range(MAX_DEPTH - 1):  # of lists in an object
         deep = [deep]
     said = runner.step(two, call("remember", word=deep)).result(60)
     assert "Input should be a valid string" in said.text

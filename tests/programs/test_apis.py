@@ -300,10 +300,10 @@ def test_errors_have_the_form_of_their_protocol_and_end_nothing() -> None:
 
 def test_what_the_engine_gives_up_is_told_in_a_stream() -> None:
     async def use(c: Any) -> str:
-        with pytest.raises(openai.APIError, match="gave a request up"):
+        with pytest.raises(openai.APIError, match="gave up a request"):
             async for _ in await c.openai.responses.create(**GOOD[RESPONSES], stream=True):
                 pass
-        with pytest.raises(anthropic.APIError, match="gave a request up"):
+        with pytest.raises(anthropic.APIError, match="gave up a request"):
             async for _ in await c.anthropic.messages.create(**GOOD[BLOCKS], stream=True):
                 pass
         return "told"

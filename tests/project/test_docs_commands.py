@@ -147,7 +147,7 @@ kv_cache_gib = 0.0625
 """
 ONCE = "model: unpacked to PATH"
 """What a run says only where the cache is empty."""
-OF_LUCK = ("it taught nothing", "(tasks that are", "most of it was", "it did not rise")
+OF_LUCK = ("no gradient:", "(use tasks that", "most of it was", "it did not rise")
 """What a run says only if its model is as bad, or its steps as short, as those here."""
 
 

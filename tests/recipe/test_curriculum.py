@@ -60,7 +60,7 @@ class FakeParts:
     def __init__(self) -> None:
         self.played = "the policy"
         progress = Progress(1)
-        progress.say = lambda line: None  # type: ignore[method-assign]
+        progress.print = lambda line: None  # type: ignore[method-assign]
         self.calls: list[tuple[list[str], int]] = []
         self.sampler = self
         self.reward = scored_by(lambda r: {"answer": float(r.answer == "True"), "format": 0.0})
@@ -303,7 +303,7 @@ def test_a_stage_is_finished_when_its_training_is(
     checkpoint(folder / "rl", 5)
     about = {"model": "m", "candidates": 10, "mixed": 6, "quality": 0.5, "selected": []}
     (folder / "select.json").write_text(json.dumps(about))
-    monkeypatch.setattr("agentgrpo.train.__main__.work", lambda *_: status)
+    monkeypatch.setattr("agentgrpo.train.__main__.train", lambda *_: status)
     assert do(recipe, "0.train") == status
     assert (folder / "stage.json").exists() == (status == 0)
 
@@ -365,7 +365,7 @@ def test_a_stage_is_built_on_what_it_selected(
         built.append(make(config))
         return 130
 
-    monkeypatch.setattr("agentgrpo.train.__main__.work", work)
+    monkeypatch.setattr("agentgrpo.train.__main__.train", work)
     do(recipe, "0.train")
     assert [task.id for task in built[0].rows] == summary["selected"]
     assert "stage 0: trains on the 4 that were selected" in capsys.readouterr().out

@@ -94,7 +94,7 @@ class World:
             reward=scored_by(correct),
             progress=Progress(1),
         )
-        self.setup.progress.say = self.said.append
+        self.setup.progress.print = self.said.append
         scripts = {
             name: {"kind": "script", "function": f"scripts_of_the_test:{name}"}
             for name in ("critic", "reflector")

@@ -22,7 +22,7 @@ from agentgrpo.recipe import evaluate as evaluation
 from agentgrpo.recipe import processes
 from agentgrpo.recipe import recipe as recipes
 from agentgrpo.recipe.report import report
-from agentgrpo.train.command_line import Stopped
+from agentgrpo.train.command_line import ChildFailed
 from agentgrpo.train.prepare import models_of
 from agentgrpo.types import Group
 from tests.given import TASK, a_rollout
@@ -174,7 +174,7 @@ def test_a_failed_part_is_where_it_goes_on(
     recipe = make_recipe(tmp_path)
     with monkeypatch.context() as patch:
         before = fake_parts(recipe, patch, fails_at)
-        with pytest.raises(Stopped, match=f"{fails_at} ended with status 2"):
+        with pytest.raises(ChildFailed, match=f"{fails_at} ended with status 2"):
             run(recipe, ["r.toml"])
         assert list(before)[-1] == fails_at
     after = fake_parts(recipe, monkeypatch)

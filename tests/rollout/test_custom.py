@@ -126,7 +126,7 @@ def nan(r: Rollout) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: setattr(r, "task", tasks(9)[8]), "is of task 't8'"),
+        (lambda r: setattr(r, "task", tasks(9)[8]), "its task is 't8'"),
         (lambda r: r.segments.pop(0), "must begin with a prompt"),
         (nan, "log-probability is nan or infinite"),
         (lambda r: r.closed_rows.append([]), "must begin with a prompt"),
@@ -174,7 +174,7 @@ def ask(engine: Any) -> None:
         (lambda engine, _: ask(engine), "1 requests are still in flight"),
         (
             lambda _, played: played[0].__setitem__(1, played[0][0]),
-            "task 't0', rollout 1: is returned twice",
+            "task 't0', rollout 1: the same object is returned twice",
         ),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from agentgrpo.actions import Action, CallTools, Malformed, RunCode, Say, ToolCall
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import RolloutConfig
-from agentgrpo.rollout.limits import TREATMENTS, RolloutBudget, called, treatment_of
+from agentgrpo.rollout.limits import TREATMENTS, RolloutBudget, called_tools, treatment_of
 from agentgrpo.types import Rollout, Status, Task, Treatment
 from tests.playing import CHAT, EOT, TOKENIZER, sampled, says
 from tests.rollout.stubs import StubEnv, Turn
@@ -96,7 +96,7 @@ def test_the_calls_of_one_turn_are_made_all_or_none() -> None:
     ],
 )
 def test_talk_is_not_a_call(action: Action, names: tuple[str, ...]) -> None:
-    assert called(action) == names
+    assert called_tools(action) == names
     if not names:
         assert RolloutBudget(RolloutConfig(max_tool_calls=0), 0, 99).refuse(action) is None
 
@@ -284,7 +284,7 @@ def test_any_end_may_be_played_again() -> None:
 def test_a_request_that_the_engine_gave_up_is_the_machines_failure(reason: str) -> None:
     played = play(Turn(DONE, finish_reason=reason))
     assert played.status is Status.INFRA_ERROR
-    assert played.error == f"the engine gave a request up: finish_reason {reason!r}"
+    assert played.error == f"the engine gave up a request: finish_reason {reason!r}"
     assert not any(s.sampled for s in played.segments)
     assert play(Turn(DONE, finish_reason=reason), DONE, max_retries=1).status is Status.COMPLETED
 

@@ -276,7 +276,10 @@ def test_an_id_beyond_the_tokenizer_is_no_end_of_the_run() -> None:
 
 def test_a_prompt_without_room_is_named() -> None:
     engine = Decoding(TOKENIZER, lambda _: "ab", max_model_len=3)
-    with pytest.raises(UserCodeError, match=r"task 't0': its prompt has \d+ tokens, engine.max_mo"):
+    with pytest.raises(
+        UserCodeError,
+        match=r"engine.max_model_len: expected more than the \d+ tokens of the prompt of task 't0'",
+    ):
         play(Mine(lambda stream, token: None), engine)
 
 

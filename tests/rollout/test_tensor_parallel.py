@@ -161,7 +161,7 @@ def test_a_rank_that_sampled_something_else_stops(odd: str) -> None:
     _, fine, apart = play_through([Recorder(), Recorder(), Recorder(odd=odd)])
     assert fine is None or isinstance(fine, threading.BrokenBarrierError)
     assert isinstance(apart, Disagreement)
-    assert "rank 2 of its engine sampled other tokens than the first" in str(apart)
+    assert "rank 2 of its engine sampled different tokens than the first" in str(apart)
 
 
 def test_vllm_itself_is_out_of_reach() -> None:
@@ -176,7 +176,7 @@ def test_nobody_can_look_on_at_tokens() -> None:
     engine: Any = Recorder()
     team: Any = Member(Board(), 0)
     leader = Leader(engine, team)
-    with pytest.raises(ValueError, match=r"on_token: needs engine\.tensor_parallel_size = 1"):
+    with pytest.raises(ValueError, match=r"on_token: requires engine\.tensor_parallel_size = 1"):
         leader.add_request("a", prompt(1), max_tokens=1, on_token=lambda token: True)
     assert leader._calls == []
 

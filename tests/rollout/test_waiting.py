@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.rollout.observe import _shorten
+from agentgrpo.rollout.observe import _shorten_spans
 from agentgrpo.types import Rollout, Segment, SpanReward, Status, Task
 
 
@@ -21,5 +21,5 @@ def test_what_a_turn_earned_is_credited_to_what_is_left_of_it(kept: int, end: in
     rollout = Rollout(task=task, segments=row, status=Status.COMPLETED, closed_rows=closed)
     rollout.span_rewards = [SpanReward(2, 4, "a", 1.0), SpanReward(10, 15, "b", 1.0)]
     live: Any = SimpleNamespace(rollout=rollout, transcript=SimpleNamespace(turn_start=3))
-    _shorten(live, kept)
+    _shorten_spans(live, kept)
     assert [(span.start, span.end) for span in rollout.span_rewards] == [(2, 4), (10, end)]

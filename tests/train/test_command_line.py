@@ -20,7 +20,7 @@ from agentgrpo.records.run_folder import lock_run_dir
 from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.support.memory import OutOfMemory
 from agentgrpo.support.user_calls import UserCodeError
-from agentgrpo.train.command_line import Begin, Stopped
+from agentgrpo.train.command_line import Begin, ChildFailed
 
 ANEW = "Nothing was saved: the same command starts from the beginning."
 
@@ -37,9 +37,9 @@ ANEW = "Nothing was saved: the same command starts from the beginning."
         (FloatingPointError("nan"), (1, f"error: nan. {ANEW}"), None),
         (MemoryError(), (1, f"error: out of memory. {ANEW}"), None),
         (KeyboardInterrupt(), (130, f"interrupted. {ANEW}"), None),
-        (Stopped("sft", 3), (3, f"error: sft ended with status 3. {ANEW}"), None),
-        (Stopped("sft", 2), (2, f"error: sft ended with status 2. {ANEW}"), None),
-        (Stopped("sft", -9), (137, f"error: sft ended with status -9. {ANEW}"), None),
+        (ChildFailed("sft", 3), (3, f"error: sft ended with status 3. {ANEW}"), None),
+        (ChildFailed("sft", 2), (2, f"error: sft ended with status 2. {ANEW}"), None),
+        (ChildFailed("sft", -9), (137, f"error: sft ended with status -9. {ANEW}"), None),
     ],
 )
 def test_what_stops_a_command_is_one_line_and_a_status(
@@ -72,7 +72,7 @@ def test_work_that_calls_sys_exit_has_not_ended_well(
     assert command("sft", None, ["quickstart", f"out_dir={tmp_path}"], leaves) == 3
     said = capsys.readouterr().err
     assert re.match(
-        r"error: code of yours called sys\.exit\(0\) \(at \S*test_command_line\.py:\d+\)\. Noth",
+        r"error: your code called sys\.exit\(0\) \(at \S*test_command_line\.py:\d+\)\. Noth",
         said,
     )
 
@@ -186,8 +186,11 @@ def test_one_process_alone_works_in_a_folder(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--steps", "3"], "--steps: settings are written without dashes, section.key=value"),
-        (["--learner.learning-rate=1e-5"], "--learner.learning-rate=1e-5: settings are written"),
+        (["--steps", "3"], "--steps: expected section.key=value, without dashes"),
+        (
+            ["--learner.learning-rate=1e-5"],
+            "--learner.learning-rate=1e-5: expected",
+        ),
     ],
 )
 def test_options_of_other_trainers_are_told_how_settings_are_written(

@@ -189,7 +189,7 @@ def test_the_cache_of_a_token_is_known_of_layers_with_full_attention(
 
 
 @pytest.mark.parametrize(
-    ("free", "where"), [(80, "80% of the card's 40"), (3, "the 3.0 GiB that are free on the card")]
+    ("free", "where"), [(80, "80% of the GPU's 40"), (3, "the 3.0 GiB that are free on the GPU")]
 )
 def test_what_others_hold_of_a_card_is_not_free(
     free: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -117,7 +117,7 @@ def test_a_dry_run_says_what_is_left_of_a_run(
     assert f"out_dir    {tmp_path / 'run'}: continues from checkpoints/step_000003" in out
     _, out, _ = dry_run("steps=3")
     assert "3 steps" in out
-    assert "all are done: with a larger steps it goes on" in out
+    assert "all are done: set a larger `steps` to continue" in out
 
 
 def test_a_run_that_would_be_killed_for_its_memory_is_warned(
@@ -173,7 +173,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_vllm_is_started(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("engine.max_model_len=128", "tokens, engine.max_model_len is"),
+        ("engine.max_model_len=128", "engine.max_model_len: expected more than the"),
         ("rollout.groupsize=3", "unknown config key"),
         ('trackers=["wandb"]', "is not installed; remedy: pip install 'agentgrpo["),
         ("reward.kind=nosuchmodule:f", "reward.kind: no module"),
@@ -198,7 +198,7 @@ def test_data_that_cannot_be(dry_run: DryRun, tmp_path: Path, row: str, message:
 def test_a_context_too_short_for_the_budget_is_pointed_out(dry_run: DryRun) -> None:
     status, out, _ = dry_run("engine.max_model_len=256", "rollout.max_turn_tokens=100")
     assert status == 0
-    cut = r"= 256 leaves \d+ tokens .*long rollouts are cut; remedy: \d+ would hold all"
+    cut = r"= 256 leaves \d+ tokens .*long rollouts are cut; remedy: set it to \d+"
     assert re.search(rf"WARNING    context: .* {cut}", out)
     assert "WARNING    context" in PAGE
 
@@ -223,7 +223,7 @@ def test_a_template_that_hides_the_system_message_is_refused(
         f"{{% else %}}{shows}{{% endif %}}"
     )  # fmt: skip
     tiny.make_tokenizer(mute).save_pretrained(model)
-    refused(dry_run(f"model={model}"), "does not show the system message")
+    refused(dry_run(f"model={model}"), "does not render the system message")
 
 
 def test_a_chat_template_without_tools(
@@ -242,7 +242,7 @@ def test_a_chat_template_without_tools(
             "env.kind=tools",
             'env.options={tools=["newcomers_tools:add"]}',
         ),
-        "does not show tools",
+        "does not render tools",
     )
 
 

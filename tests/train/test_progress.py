@@ -128,7 +128,7 @@ def test_nothing_is_live_where_there_is_no_terminal() -> None:
     progress, out = silent()
     progress.watch("sandbox", lambda: pytest.fail("nobody is shown this"))
     with progress.phase("playing 12 tasks x 8"):
-        progress.say("a line")
+        progress.print("a line")
     assert out.getvalue().split() == ["0s", "a", "line"]
 
 
@@ -156,9 +156,9 @@ class Interrupted(io.StringIO):
 def test_a_signal_in_the_midst_of_a_line_is_told_of_once_and_the_line_too() -> None:
     terminal = Interrupted()
     progress = Progress(1, Console(file=terminal, soft_wrap=True))
-    with stop_after_step(progress.say) as stopping:
+    with stop_after_step(progress.print) as stopping:
         assert not stopping()
-        progress.say("one")
+        progress.print("one")
         assert stopping()
     told, one = sorted(line.split("s  ")[1] for line in terminal.getvalue().splitlines())[::-1]
     assert told.startswith("stopping after this step, then saving;")
@@ -169,7 +169,7 @@ def test_a_step_without_any_gradient_says_what_to_change() -> None:
     progress, out = silent()
     for step in range(3):
         progress.step_done(step, {**STEP[0], "live_groups": 0}, *STEP[1:])
-    assert out.getvalue().count("it taught nothing: in each group") == 1, "once in a row of them"
+    assert out.getvalue().count("no gradient: in each group") == 1, "once in a row of them"
     assert "docs/debug.md" in out.getvalue()
 
 
@@ -178,7 +178,7 @@ def test_a_step_of_which_no_rollout_counts_does_not_blame_the_tasks() -> None:
         progress, out = silent()
         dead = {"live_groups": 0, "dead_broken": 4, "status_timed_out": late}
         progress.step_done(0, {**STEP[0], **dead}, *STEP[1:])
-        assert f"it taught nothing: no group kept two rollouts that count{more}" in out.getvalue()
+        assert f"no gradient: no group has two rollouts that count{more}" in out.getvalue()
         assert "rewards were equal" not in out.getvalue()
         assert "debug.md" not in out.getvalue()
 
@@ -195,7 +195,7 @@ def test_a_step_says_where_its_time_went() -> None:
 def test_what_the_machine_broke_is_told() -> None:
     progress, out = silent()
     progress.step_done(0, {**STEP[0], "infra_errors": 2}, *STEP[1:])
-    said = "2 rollouts lost: not the policy, this machine or your code failed"
+    said = "2 rollouts lost: this machine or your code failed, not the policy"
     assert said in out.getvalue()
 
 
@@ -204,13 +204,13 @@ import sys, time
 from agentgrpo.train.interrupt import stop_after_step
 from agentgrpo.train.progress import Progress
 progress = Progress(3)
-with stop_after_step(progress.say) as stopping:
-    progress.say("begun")
+with stop_after_step(progress.print) as stopping:
+    progress.print("begun")
     with progress.phase("playing"):  # live lines
         while not stopping():
             time.sleep(0.01)
         for step in range(3):
-            progress.say("a line for nobody")
+            progress.print("a line for nobody")
     for stream in (sys.stdout, sys.stderr):
         print("a line of the user's code", file=stream, flush=True)
 open(sys.argv[1], "w").write("saved")

@@ -217,12 +217,12 @@ def test_a_server_shows_that_it_has_the_policys_tokenizer(monkeypatch: pytest.Mo
 
     assert served("one", "teacher.topk=3") is not None
     assert asked == [(2, 3)]
-    with pytest.raises(ValueError, match="tokenizer must be the policy's, and has other tokens"):
+    with pytest.raises(ValueError, match="must have the policy's tokenizer, but its tokens differ"):
         served("one", other=1)
     for name in ("two", "policy"):
-        with pytest.raises(ValueError, match="no endpoint of kind 'http' has this name"):
+        with pytest.raises(ValueError, match="expected the name of an endpoint of kind 'http'"):
             served(name)
-    with pytest.raises(ValueError, match=r"rollout\.temperature: 0\.7, but a teacher"):
+    with pytest.raises(ValueError, match=r"rollout\.temperature: expected 1, got 0\.7: a teacher"):
         served("one", "rollout.temperature=0.7")
 
 

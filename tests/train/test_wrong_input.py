@@ -129,7 +129,7 @@ def test_every_command_has_a_dry_run_that_writes_nothing(
     status = cli.main([*command.split(), "--dry-run"])
     told = capsys.readouterr()
     assert (status, told.err) == (0, ""), told.err
-    assert "the plan, nothing was " in told.out
+    assert "dry run, nothing was " in told.out
     assert not (place / "run").exists()
 
 
@@ -283,7 +283,7 @@ LATE = {
     f'sft recipe.toml {LORA}["q_proj",".*attn.*"]': "no linear layer has this name: '.*attn.*'",
     f'train c.toml {LORA}["lm_head"]': "the head cannot have an adapter: 'lm_head'",
     "train c.toml engine.kv_cache_gib=0.0005": "engine.kv_cache_gib: engine.max_model_len = 1024 "
-    "tokens take 0.000977 GiB, and it is 0.0005; remedy: engine.kv_cache_gib=0.01, or "
+    "tokens need 0.000977 GiB, got 0.0005; remedy: engine.kv_cache_gib=0.01, or "
     "a lower engine.max_model_len",
     "evaluate recipe.toml engine.kv_cache_gib=0.0009": "remedy: engine.kv_cache_gib=0.01",
     "train c.toml engine.async_scheduling=true": "engine.async_scheduling must not be true on cpu",
@@ -294,8 +294,8 @@ LATE = {
     'agent.options.files=["p.py"]': "p.py: no such file or directory in {here}",
     'train c.toml agent.kind=program agent.options.command=["python","p.py"] '
     'agent.options.files=["/x/p.py"]': "files: /x/p.py: no such file or directory\n",
-    'train c.toml agent.kind=program agent.options.call=a:b agent.options.command=["x"]': "either "
-    "it or call must be given, got ['x'] and 'a:b'. Remedy where an extended config has a command: "
+    'train c.toml agent.kind=program agent.options.call=a:b agent.options.command=["x"]': "exp"
+    "ected either command or call, got ['x'] and 'a:b'. If an extended config sets a command, set "
     "command = [] and files = []",
     'train c.toml data.heldout=levels.jsonl data.columns=["level","levl"]': "no row has ['levl']",
     "train c.toml rollout.max_calls_of.pyton=3": "expected tools (bash, node, python), got 'pyton'",

@@ -9,7 +9,7 @@ from __future__ import annotations
 if __name__ == "__main__":  # before the imports: a package may be missing
     from agentgrpo import cli
 
-    cli.run("view")
+    cli.exit_with("view")
 
 import sys
 from pathlib import Path
