@@ -1,4 +1,4 @@
-"""Every setting of a run, with its default and its reason. config/read.py fills it from TOML."""
+"""Every setting of a run with its default and description. config/read.py fills it from TOML."""
 
 from agentgrpo.config.learning import LORA_RANKS as LORA_RANKS
 from agentgrpo.config.learning import LearnerConfig as LearnerConfig

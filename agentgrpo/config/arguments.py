@@ -1,4 +1,4 @@
-"""What the commands' command lines have in common, so that all `--help`s read alike."""
+"""Command-line parsers shared by the commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from agentgrpo.config.read import shipped_configs
 
 
 def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
-    """An empty parser of `agentgrpo COMMAND`, whose help shows the description as it is written."""
+    """An empty parser for `agentgrpo COMMAND`; --help keeps the description's line breaks."""
     return argparse.ArgumentParser(
         prog=f"agentgrpo {command}",
         description=description,
@@ -17,17 +17,19 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def config_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """The same of a command that reads a config, with `config` and `overrides`."""
+    """A parser for a command that reads a config: `config` and `overrides`."""
     parser = parser_of(command, description)
-    parser.add_argument("config", help="a TOML file, or the name of one of those below")
-    firsts = {name: path.read_text().partition("\n")[0] for name, path in shipped_configs().items()}
-    about = (f"  {name:18} {first.lstrip('# ')}" for name, first in firsts.items())
-    parser.epilog = "\n".join(["examples that come with the package:", *about])
+    parser.add_argument("config", help="a TOML file, or the name of an example below")
+    examples = [
+        f"  {name:18} {path.read_text().partition(chr(10))[0].lstrip('# ')}"
+        for name, path in shipped_configs().items()
+    ]
+    parser.epilog = "\n".join(["examples that come with the package:", *examples])
     parser.add_argument(
         "overrides",
         nargs="*",
-        default=[],  # else argparse says that settings are required too
+        default=[],  # without it argparse lists the settings as required too
         metavar="section.key=value",
-        help="settings that replace the file's; docs/config.md has them all",
+        help="settings that replace the file's; docs/config.md lists them all",
     )
     return parser

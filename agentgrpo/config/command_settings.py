@@ -1,15 +1,15 @@
-"""Which command uses which settings: on its command line another is refused, by name."""
+"""Which command uses which settings. Others are an error on its command line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 RECIPE_SECTIONS = ("flywheel", "sft", "curriculum", "measures")
-"""What config/recipe.py has besides the sections of a run."""
+"""Sections that config/recipe.py adds to those of a run."""
 _ALL = {"model", "seed", "out_dir", "agent", "env", "sandbox", "data", "endpoints"}
 _PLAYS = {
     *(_ALL | {"engine", "rollout", "reward", "learner.trained_layers", "learner.max_tokens"}),
-    "learner.lora.rank",  # without it there is no model `reference`
+    "learner.lora.rank",  # the model `reference` exists only with an adapter
 }
 _TRAINS = {
     *(_ALL | {"engine", "rollout", "reward", "learner", "loss", "teacher", "evaluation"}),
@@ -32,23 +32,22 @@ INSTEAD = {
     ("evaluate", "rollout.temperature"): "measures.temperature",
     ("flywheel", "rollout.temperature"): "flywheel.temperature",
 }
-"""Keys of sections that a command uses, of which it has its own."""
+"""(command, key): the command's own key that replaces it."""
 
 
 def uses(command: str, key: str) -> bool:
-    """Whether a command uses a setting, `section.key`, or any of a section."""
+    """Whether a command uses the setting `section.key`, or any setting of a section."""
     if (command, key) in INSTEAD:
         return False
     return any(f"{key}.".startswith(f"{u}.") or u.startswith(f"{key}.") for u in USES[command])
 
 
 def require_used(command: str, keys: Iterable[str]) -> None:
-    """Refuse settings of a command line that the command does not use; names what does."""
+    """Raise ValueError for a setting that the command does not use; it names commands that do."""
     for key in keys:
         if not uses(command, key):
             others = ", ".join(f"`{o}`" for o in USES if o != "recipe" and uses(o, key))
-            by = f"; used by {others}" if others else ""
-            own = INSTEAD.get((command, key))
-            raise ValueError(
-                f"{key}: `agentgrpo {command}` does not use it{f', but {own}' if own else by}"
-            )
+            hint = f"; used by {others}" if others else ""
+            if replacement := INSTEAD.get((command, key)):
+                hint = f", but {replacement}"
+            raise ValueError(f"{key}: `agentgrpo {command}` does not use it{hint}")

@@ -1,4 +1,4 @@
-"""What is learned from: reward, optimizer, adapter, objective."""
+"""Settings of learning: reward, optimizer, adapter, loss, teacher."""
 
 from __future__ import annotations
 
@@ -23,47 +23,45 @@ from agentgrpo.kernels.objective import Objective
 
 
 class RewardConfig(Section):
-    """What a rollout is worth besides what its environment gives it, in parts (rewards/)."""
+    """The reward, in parts, in addition to the environment's own rewards (rewards/)."""
 
     kind: str = "auto"
     """numeric (the answer's last number), math (equality of formulas, math-verify), choice (the
     letter of an option), text (exact match and token F1), none, or your own `module:function`.
-    auto: numeric, or none where the environment judges by itself or `functions` has one in TRL's
-    form (then without `format`, if it is not set)."""
+    auto: numeric, or none if the environment judges by itself or `functions` has one with TRL's
+    signature (then also without `format`, unless it is set)."""
     answer: PositiveNumber = 1.0
-    """Weight of a right final answer."""
+    """Weight of a correct final answer."""
     format: NotNegativeNumber = 0.1
-    """Weight of having acted without an error and then answered in the asked form."""
+    """Weight of having acted without errors and then answered in the expected form."""
     strict: bool = False
-    """numeric: accept only an answer that is a number and nothing else, so that reciting numbers
-    and ending with the right one does not pay."""
+    """numeric: accept only an answer that is a single number, so that listing numbers and ending
+    with the correct one earns nothing."""
     solved_at: Number | None = None
-    """Reward, all parts but those of sigma_tool and sigma_length, from which on a rollout counts as
-    solved. None: where its part `solved` (of an environment that judges), else its part `answer`,
-    is above 0. Where it has neither, as with a class's get_reward or a rubric of verifiers, no
-    share of solved is shown."""
+    """Reward from which a rollout counts as solved, without the parts of sigma_tool and
+    sigma_length. None: solved if the part `solved` (of an environment that judges), else the part
+    `answer`, is above 0. Without either, as with a class's get_reward or a rubric of verifiers, no
+    share of solved rollouts is reported."""
     tool_cost: NotNegativeNumber = 0.0
-    """Taken off for every call of a tool, every run of code and every call of sandbox.host_tools by
-    that code."""
+    """Cost of each tool call, each code step and each call of sandbox.host_tools by that code."""
     cost_per_wall_s: NotNegativeNumber = 0.0
-    """Taken off for every second that the rollout's code ran in the sandbox, by the clock."""
+    """Cost of each second of wall-clock time that the rollout's code ran in the sandbox."""
     cost_per_cpu_s: NotNegativeNumber = 0.0
-    """Taken off for every second of CPU time of all processes of its code."""
+    """Cost of each second of CPU time of all processes of its code."""
     cost_per_mib: NotNegativeNumber = 0.0
-    """Taken off for every MiB that its code printed or exchanged with sandbox.host_tools."""
+    """Cost of each MiB that its code printed or exchanged with sandbox.host_tools."""
     sigma_tool: NotNegativeNumber = 0.0
-    """With this or sigma_length above 0 a rollout is also compared with its group by what it spent
-    (rewards/efficiency.py). This one: how much a tool call above the group's mean costs. Both fall
-    linearly to 0 at the run's last step."""
+    """Cost of a tool call above the group's mean (rewards/efficiency.py). Falls linearly to 0 at
+    the run's last step, like sigma_length."""
     sigma_length: NotNegativeNumber = 0.0
-    """How much a standard deviation of sampled tokens above the group's mean costs."""
+    """Cost of one standard deviation of sampled tokens above the group's mean."""
 
     functions: dict[str, Number] = {}
-    """More parts, as `module:function` (yours) or a built-in name = weight, or a list of these,
-    each of weight 1 (rewards/scoring.py). Functions in TRL's form, which take `completions`, work
-    as they are (rewards/trl_functions.py)."""
+    """More parts: `module:function` (yours) or a built-in name = weight, or a list of names, each
+    with weight 1 (rewards/scoring.py). Functions with TRL's signature, which take `completions`,
+    work unchanged (rewards/trl_functions.py)."""
     on_error: Literal["drop", "raise"] = "drop"
-    """A function that fails takes its rollout out of the group, and says so; or stops the run."""
+    """If a function fails: drop the rollout from its group and print the error, or stop the run."""
 
     @pydantic.field_validator("functions", mode="before")
     @classmethod
@@ -78,22 +76,22 @@ class RewardConfig(Section):
 
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Of the adapters that vLLM can be started for."""
+"""Values of vLLM's max_lora_rank."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters instead of the weights (peft); rank 0 trains the weights themselves.
+    """Train low-rank adapters (peft) instead of the weights.
 
-    vLLM is handed the adapter alone, in memory; the model below it is one replica for both.
+    vLLM receives only the adapter, in memory; both sides share one replica of the base model.
     """
 
     rank: NotNegative = 0
-    """Of the adapters; 0: none."""
+    """Rank of the adapters; 0: train the weights themselves."""
     alpha: PositiveNumber = 32.0
     """The update is alpha / rank * B A."""
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get one; empty: all but the head, or those of the adapter
-    that training goes on from."""
+    """Names of the linear layers with an adapter. Empty: all but the head, or those of the adapter
+    whose training continues."""
 
     @pydantic.model_validator(mode="after")
     def _can_be_served(self) -> LoraConfig:
@@ -102,102 +100,103 @@ class LoraConfig(Section):
 
 
 def room_for_adapters(rank: int) -> int:
-    """The rank that the sampler has room for; 0: it has none."""
+    """The max_lora_rank with which vLLM must be started; 0: no adapters."""
     if rank > LORA_RANKS[-1]:
         raise ValueError(
-            f"learner.lora.rank: vLLM serves adapters up to rank {LORA_RANKS[-1]}, got {rank}"
+            f"learner.lora.rank: expected at most {LORA_RANKS[-1]}, vLLM's limit, got {rank}"
         )
     return next(size for size in (0, *LORA_RANKS) if size >= rank)
 
 
 class LearnerConfig(Section):
-    """The optimizer and what it may change (learn/learner.py)."""
+    """The optimizer and the trained parameters (learn/learner.py)."""
 
     learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-6
-    """At its highest."""
+    """Peak learning rate."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """From learning_rate after the warm-up to 0 after the last step."""
+    """Schedule from learning_rate after the warm-up to 0 after the last step."""
     warmup_steps: NotNegative = 0
-    """Steps in which the learning rate rises linearly, the first one at 1 / warmup_steps of it."""
+    """Steps of linear warm-up; the first uses learning_rate / warmup_steps."""
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Decoupled, as AdamW has it."""
+    """Decoupled, as in AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1e11)] = 1.0
-    """Longer gradients are scaled down to this norm."""
+    """Gradients are clipped to this norm."""
     trained_layers: Positive | None = None
-    """Train the last so many transformer layers and nothing else; None trains everything."""
+    """Train only this many of the last transformer layers; None trains everything."""
     lora: LoraConfig = LoraConfig()
     max_tokens: Positive = 2048
     """Packed tokens of one forward and backward pass, at least engine.max_model_len. With
-    rollout.history "render" and an objective that reads a rollout's tokens together (GSPO, those
+    rollout.history "render" and an objective that reads a rollout's tokens together (GSPO, the
     losses of docs/losses.md that read whole sequences, one of your own, sequence and geometric
-    corrections, the off-policy mask) all rows of a rollout must fit; one that does not is named,
-    and the run stops before the update."""
+    corrections, the off-policy mask), all rows of a rollout must fit; otherwise the run stops
+    before the update with an error that names the rollout."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Keep the layers' inputs only and compute the rest again in the backward pass. auto: on CUDA
-    where the preflight's largest pass does not fit without it, and always on several ranks;
-    run.json says what was chosen."""
+    """Keep only the layers' inputs and recompute the rest in the backward pass. auto: on CUDA if
+    the preflight's largest pass does not fit without it, and always on several ranks; run.json
+    records the choice."""
     use_liger_kernel: bool | Literal["auto"] = "auto"
-    """RMSNorm, RoPE and SwiGLU of the layers as one kernel each, of liger-kernel (not a dependency
-    of ours; its losses are not used). auto: on CUDA where it is installed and the model's layers
-    were compared with it; the dry run and run.json say what was taken."""
+    """Use liger-kernel's fused RMSNorm, RoPE and SwiGLU in the layers (an optional dependency; its
+    losses are not used). auto: on CUDA if it is installed and the model's layers were compared with
+    it; the dry run and run.json show the choice."""
     cast_lm_head_to_fp32: bool = False
-    """Logits in float32 where the weights have 16 bit, and not rounded to these: that moves a
-    log-probability by about 0.01 nats. They take twice the memory, of as much as they are given
-    (6 GiB on CUDA): with more rows they are computed again in the backward pass."""
+    """Compute logits in float32 if the weights have 16 bits, without rounding: this changes a
+    log-probability by about 0.01 nats. They take twice the memory, within the limit for logits
+    (6 GiB on CUDA); beyond it they are recomputed in the backward pass."""
     offload_optimizer: bool = False
-    """CUDA: the optimizer's state, masters and moments, waits in page-locked host memory, and
-    passes through the card at each update, a parameter at a time."""
+    """CUDA: keep the optimizer's state (masters and moments) in page-locked host memory, and copy
+    it to the GPU at each update, one parameter at a time."""
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
-        """The learning rate of a step, counted from 0, of total_steps."""
+        """The learning rate of a step (from 0)."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.decay == "constant":
             return self.learning_rate
         done = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-        left = max(0.0, 1 - done)
+        factor = max(0.0, 1 - done)
         if self.decay == "cosine":
-            left = 0.5 * (1 - math.cos(math.pi * left))
-        return self.learning_rate * left
+            factor = 0.5 * (1 - math.cos(math.pi * factor))
+        return self.learning_rate * factor
 
 
-class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, says pydantic alone
-    """The objective, under TRL's names (docs/losses.md has formulas and papers)."""
+class LossConfig(Section, Objective):  # type: ignore[misc]  # mypy does not know pydantic's frozen
+    """The objective, with TRL's names (docs/losses.md has formulas and papers)."""
 
     loss_type: str = "dapo"
-    """A name of the table in docs/losses.md, or `module:function`: a token loss of your own. Also
-    chooses the normaliser."""
+    """A name in the table of docs/losses.md, or `module:function`, a token loss of your own. It
+    also determines the normaliser."""
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Train on this share of the step's tokens only, those of highest entropy; rollouts without an
-    advantage count. The threshold is found before the step's first update, and so is how many of an
-    update's tokens are above it, which the entropy bonus is divided by."""
+    """Train only on this share of the step's tokens, those with the highest entropy; tokens of
+    rollouts without an advantage count too. The threshold, and the number of tokens above it in
+    each update, by which the entropy bonus is divided, are computed before the first update."""
     num_iterations: Positive = 1
     """Passes over the rollouts of a step."""
     num_mini_batches: Positive = 1
-    """Optimizer updates per pass, each on its share of the groups. With more than one update in all
-    the ratio leaves 1 and clipping begins."""
+    """Optimizer updates per pass, each on its share of the groups. With more than one update in a
+    step the ratio leaves 1 and clipping begins."""
     old_logps: Literal["recomputed", "sampler"] = "recomputed"
-    """What the ratio is taken to. recomputed: the policy before the step, on the learner's own path
-    (of the first forward pass if there is one update, else of an extra one); the difference to the
-    sampler is corrected for below. sampler: as recorded, with no extra pass (but for
-    top_entropy_quantile); the difference is then a part of the ratio and clipped with it."""
+    """Denominator of the ratio. recomputed: the policy before the step as the learner computes it
+    (in the first forward pass if there is one update, else in an extra one); the difference to the
+    sampler is corrected for below. sampler: the recorded log-probabilities, without an extra pass
+    (except for top_entropy_quantile); the difference is then part of the ratio and clipped with it.
+    """
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide centred rewards by the standard deviation of the group, of the whole step, or not
-    (Dr. GRPO). true and false are group and none, as in TRL."""
+    """Divide centred rewards by the standard deviation of the group, of the whole step, or not at
+    all (Dr. GRPO). true and false mean group and none, as in TRL."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What a reward is compared with: the mean of its group, or of the others in it (RLOO)."""
+    """Baseline of a reward: the mean of its group, or of the others in the group (RLOO)."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
         "sum_then_normalize"
     )
-    """normalize_then_sum: GDPO, each part of the reward is normalised in its group by itself, then
-    times its weight (of a cost: its rate)."""
+    """normalize_then_sum: GDPO, which normalises each part of the reward in its group, then
+    multiplies it by its weight (for a cost: its rate)."""
     span_credit: Literal["auto", "rollout", "return_to_go", "turn"] = "auto"
-    """What rewards of single turns or lines (Rollout.span_rewards) count for. rollout: all of it;
-    return_to_go: what was sampled before they were given; turn: their own turn or line alone
-    (learn/advantages.py has the estimators). auto: turn at a console, else rollout."""
+    """Tokens that rewards of single turns or lines (Rollout.span_rewards) are credited to. rollout:
+    all; return_to_go: those sampled before the reward; turn: only their own turn or line
+    (estimators: learn/advantages.py). auto: turn at a console, else rollout."""
     branch_credit: Literal["soft", "hard"] = "soft"
-    """What ARPO's branches share counts in each of them, with its advantage (soft), or once, with
-    the mean of their advantages (hard)."""
+    """Tokens shared by ARPO's branches count in each branch with its advantage (soft), or once with
+    the mean of the advantages (hard)."""
 
     @pydantic.field_validator("scale_rewards", mode="before")
     @classmethod
@@ -213,7 +212,7 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # both are frozen, 
             ):
                 if value not in (needed, "auto"):
                     raise ValueError(
-                        f"{key} must be {needed!r} with multi_objective_aggregation = "
+                        f"loss.{key}: expected {needed!r} with multi_objective_aggregation = "
                         f"'normalize_then_sum', got {value!r}"
                     )
         return self
@@ -231,45 +230,45 @@ describe(LossConfig, Objective)
 
 
 class TeacherConfig(Section):
-    """A second opinion on each sampled token: on-policy distillation (learn/teacher.py)."""
+    """On-policy distillation: a teacher scores each sampled token (learn/teacher.py)."""
 
     model: PathOrName | None = None
-    """Another model with the same tokenizer, named as `model` is: held beside the policy. Or
-    `endpoint:NAME` (kind http): it is behind vLLM's server, which gives log-probabilities of given
-    tokens, at temperature 1."""
+    """Another model with the same tokenizer, named like `model`, loaded next to the policy. Or
+    `endpoint:NAME` (kind http): a model behind vLLM's server, which returns log-probabilities of
+    given tokens at temperature 1."""
     feedback: str = ""
-    """The teacher is the policy itself, which has read more of the task: `errors`, what the
-    environment said that was wrong with this attempt; `solutions`, another rollout of the group
-    that solved it; or your own `module:function`, called with the rollout as a reward function is,
-    returning a text, which is read as it is. A rollout without a text has no such part."""
+    """The teacher is the policy itself with additional text in its prompt: `errors`, the
+    environment's error messages for this attempt; `solutions`, another rollout of the group that
+    solved the task; or your own `module:function`, called with the rollout like a reward function,
+    whose returned text is used unchanged. A rollout without a text has no teacher's part."""
     weight: Annotated[float, Field(ge=0, le=1)] = 1.0
     """A token's advantage is weight * the teacher's + (1 - weight) * its group's. 0: no teacher."""
     topk: Annotated[int, Field(ge=0, le=1000)] = 0
-    """0: the teacher is compared with the policy at the sampled token alone. Otherwise over its so
-    many likeliest tokens and all others together, and their divergence, times weight, is a loss
-    beside the group's advantages (TRL's topk_logits, with a tail)."""
+    """0: compare teacher and policy at the sampled token only. Otherwise over this many of the
+    teacher's most likely tokens, with all others as one; their divergence, times weight, is a loss
+    in addition to the group's advantages (TRL's topk_logits, with a tail)."""
     clip: PositiveNumber = 20.0
-    """The teacher's advantage is at most this, and at least minus this, in nats."""
+    """Limit of the teacher's advantage in nats, in both directions."""
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """feedback: the teacher's weights are an average of the policy's past ones, which keeps this
-    share of itself at each optimizer update. 0: they are the policy's, which takes no memory, and
-    nothing holds the teacher where it was."""
+    """feedback: the teacher's weights are an exponential average of the policy's, which keeps this
+    share at each optimizer update. 0: the policy's current weights, which needs no memory; the
+    teacher then changes with the policy."""
     max_feedback_tokens: Positive = 2048
-    """Of a text that it reads; the middle of longer ones is left out."""
+    """Limit of a feedback text; the middle of longer ones is left out."""
 
     @property
     def teaches(self) -> bool:
-        """Whether there is one."""
+        """Whether there is a teacher."""
         return self.weight > 0 and bool(self.model or self.feedback)
 
     @property
     def average(self) -> float:
-        """`decay`, where there is an average."""
+        """`decay` if the teacher is an average of the policy's weights, else 0."""
         return self.decay if self.teaches and self.feedback else 0.0
 
     @property
     def endpoint(self) -> str | None:
-        """The name of the one that it is behind."""
+        """Name of the teacher's endpoint, if it has one."""
         kind, _, name = (self.model or "").partition(":")
         return name if kind == "endpoint" else None
 
@@ -277,9 +276,10 @@ class TeacherConfig(Section):
     def _is_one(self) -> TeacherConfig:
         if self.model and self.feedback:
             raise ValueError(
-                f"teacher.model {self.model!r} and teacher.feedback {self.feedback!r}: only one"
+                f"teacher.model: expected either model or feedback, got {self.model!r} and "
+                f"{self.feedback!r}"
             )
-        need = "decay", "teacher.feedback", lambda c: c.feedback or not c.decay
-        alone = "clip", "teacher.topk = 0", lambda c: not c.topk
-        forbid_unused(self, [need, alone], "teacher.")
+        decay_need = "decay", "teacher.feedback", lambda c: c.feedback or not c.decay
+        clip_need = "clip", "teacher.topk = 0", lambda c: not c.topk
+        forbid_unused(self, [decay_need, clip_need], "teacher.")
         return self

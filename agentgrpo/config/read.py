@@ -1,8 +1,7 @@
-"""TOML and command-line overrides -> a checked config; every error names its key.
+"""Loads a config from TOML and command-line overrides, and validates it. Errors name the key.
 
-A config file holds only what differs from the defaults, or from another file that it `extends`.
-Values on the command line are `section.key=value`; a value is read as TOML where it is TOML and as
-a plain string otherwise.
+A config file contains what differs from the defaults, or from the file that it `extends`. An
+override is `section.key=value`; the value is parsed as TOML, or taken as a string if it is none.
 """
 
 from __future__ import annotations
@@ -33,41 +32,43 @@ MOVED = {
     "agentgrpo.examples.worlds:Walk": "agentgrpo.examples.walk.env:Walk",
     "agentgrpo.examples.worlds:Guess": "agentgrpo.examples.guess.env:Guess",
 }
-"""Names that run.json of older runs has, and the names of today."""
+"""Module names in run.json of older runs, and their current names."""
 Config = TypeVar("Config", bound=TrainConfig)
 T = TypeVar("T")
 
 
 def load_config(name_or_path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The settings of a run: load_config_of(TrainConfig, ...)."""
+    """Load the config of a training run: load_config_of(TrainConfig, ...)."""
     return load_config_of(TrainConfig, name_or_path, overrides)
 
 
 def load_config_of(
     kind: type[Config], name_or_path: str | Path, overrides: Sequence[str] = (), command: str = ""
 ) -> Config:
-    """Read a TOML file (or a shipped config by its name), then apply `section.key=value` overrides.
+    """Read a TOML file, or a shipped config by its name, and apply `section.key=value` overrides.
 
-    There may be the sections of `kind`, and of overrides what `command` reads ("": anything). Else
-    a ValueError names the key and the nearest that there is.
+    ValueError: a key is unknown (the message suggests the nearest), a value is invalid, or an
+    override sets a key that `command` does not use ("": not checked).
     """
     path = _find(name_or_path, Path())
     table, keys = _read(path), list[str]()
-    # kinds first: what an override says of options is of the kind that an override names
+    # kinds first: options on the command line belong to the kind on the command line
     for override in sorted(overrides, key=lambda o: not o.partition("=")[0].endswith(".kind")):
         dotted, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"override {override!r}: expected section.key=value")
         *parents, leaf = names = dotted.strip().split(".")
         if not all(names):
-            raise ValueError(f"override {override!r}: a name is empty; expected section.key=value")
+            raise ValueError(
+                f"override {override!r}: expected section.key=value, got an empty name"
+            )
         section, name = table, ""
         for name in parents:
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
                 raise ValueError(f"override {override!r}: {name} is not a section")
         value = _value(text)
-        if leaf == "kind" and _is_another(name, section, value):
+        if leaf == "kind" and _is_another_kind(name, section, value):
             section.pop("options", None)
         section[leaf] = value
         keys += _leaves(dotted.strip(), value)
@@ -77,109 +78,115 @@ def load_config_of(
     return config
 
 
-def validate(kind: type[Config], table: Mapping[str, Any], of: str) -> Config:
-    """The settings that a table of the file `of` holds, each of the type that it is written in: 1
-    is not true. ValueError has a line for each wrong key.
+def validate(kind: type[Config], table: Mapping[str, Any], source: str) -> Config:
+    """Make a config from a table, without converting types: 1 is not true.
+
+    `source` names the file in messages. ValueError has a line for each wrong key.
     """
-    text = json.dumps(unset(table, kind), default=str)  # lists are tuples in JSON, texts paths
+    # by way of JSON: pydantic's strict mode accepts lists for tuples and strings for paths there
+    text = json.dumps(unset(table, kind), default=str)
     for old, new in MOVED.items():
         text = text.replace(f'"{old}', f'"{new}')
     try:
         return kind.model_validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        raise ValueError("\n".join(_explained(error, kind, of))) from None
+        raise ValueError("\n".join(_error_lines(error, kind, source))) from None
 
 
 def unset(table: Any, kind: Any) -> Any:
-    """TOML has no None: where None may be, the text "none" means it."""
+    """Replace the string "none" by None where the type allows None, which TOML lacks."""
     if not (isinstance(table, Mapping) and isinstance(kind, type) and issubclass(kind, Section)):
         return table
-    made = dict(table)
+    result = dict(table)
     for key, field in kind.model_fields.items():
-        if made.get(key) == "none" and type(None) in get_args(field.annotation):
-            made[key] = None
-        elif key in made:
-            made[key] = unset(made[key], field.annotation)
-    return made
+        if result.get(key) == "none" and type(None) in get_args(field.annotation):
+            result[key] = None
+        elif key in result:
+            result[key] = unset(result[key], field.annotation)
+    return result
 
 
-def config_of(given: str | Path | TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
-    """The settings of a run, from Python: a file, a shipped config's name or a whole config (None:
-    nothing), with settings by section in its place: {"steps": 8, "rollout": {"group_size": 4}}.
+def config_of(base: str | Path | TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
+    """Make a config in Python: a base with changed settings.
+
+    `base`: a file, the name of a shipped config, a config, or None for the defaults. `settings`: by
+    section, {"steps": 8, "rollout": {"group_size": 4}}.
     """
-    table, of = {}, "the call"
-    if isinstance(given, TrainConfig):
+    table, source = {}, "the call"
+    if isinstance(base, TrainConfig):
         if not settings:
-            return given
-        table = given.model_dump(exclude_unset=True)
-    elif given is not None:
-        path = _find(given, Path())
-        table, of = _read(path), str(path)
-    return validate(TrainConfig, _merged(table, settings), of)
+            return base
+        table = base.model_dump(exclude_unset=True)
+    elif base is not None:
+        path = _find(base, Path())
+        table, source = _read(path), str(path)
+    return validate(TrainConfig, _merged(table, settings), source)
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The configs of the examples that come with the package, by name."""
+    """The configs of the package's examples, by name."""
     folder = Path(str(resources.files("agentgrpo"))) / "examples"
     return {path.parent.name: path for path in sorted(folder.glob("*/config.toml"))}
 
 
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file's table, merged into that of the file that it `extends`."""
-    table: dict[str, Any] = _placed(read_toml(path), path)
+def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a file's table and merge it into that of the file that it `extends`."""
+    table: dict[str, Any] = _replace_here(read_toml(path), path)
     base = table.pop("extends", None)
     if base is None:
         return table
-    seen = (*seen, path.resolve())
+    extending = (*extending, path.resolve())
     try:
         if not isinstance(base, str):
             raise ValueError(f"expected the name of a shipped config or a path, got {base!r}")
-        above = _find(base, path.parent)
-        if above.resolve() in seen:
-            raise ValueError(f"{base!r} is a circle: {' -> '.join(map(str, (*seen, above)))}")
+        base_path = _find(base, path.parent)
+        if base_path.resolve() in extending:
+            cycle = " -> ".join(map(str, (*extending, base_path)))
+            raise ValueError(f"{base!r} is a circle: {cycle}")
     except ValueError as error:
         raise ValueError(f"{path}: extends: {error}") from None
-    return _merged(_read(above, seen), table)
+    return _merged(_read(base_path, extending), table)
 
 
-def _placed(value: Any, path: Path) -> Any:
-    """A value of a config file; "{here}/" at the start of a path is replaced by its folder."""
+def _replace_here(value: Any, path: Path) -> Any:
+    """Replace "{here}/" at the start of strings by the folder of the config file."""
     if isinstance(value, dict):
-        return {key: _placed(item, path) for key, item in value.items()}
+        return {key: _replace_here(item, path) for key, item in value.items()}
     if isinstance(value, list):
-        return [_placed(item, path) for item in value]
+        return [_replace_here(item, path) for item in value]
     if isinstance(value, str) and value.startswith(HERE):
         return str(path.absolute().parent / value.removeprefix(HERE))
     return value
 
 
 def _merged(base: Mapping[str, Any], table: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """`table` in `base`, table by table; the options of a kind go where another kind is named."""
-    other = "kind" in table and _is_another(name, base, table["kind"])
-    made = {key: value for key, value in base.items() if not (other and key == "options")}
+    """Merge `table` into `base`, table by table; another kind discards the base's options."""
+    drops_options = "kind" in table and _is_another_kind(name, base, table["kind"])
+    merged = {key: value for key, value in base.items() if not (drops_options and key == "options")}
     for key, value in table.items():
-        below = made.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict)
-        made[key] = _merged(cast(dict[str, Any], below), value, key) if both else value
-    return made
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = _merged(old, value, key)
+        merged[key] = value
+    return merged
 
 
-def _is_another(section: str, table: Mapping[str, Any], kind: Any) -> bool:
-    """Whether a section's table is of another kind; of auto, whose options may fit, it is not."""
+def _is_another_kind(section: str, table: Mapping[str, Any], kind: Any) -> bool:
+    """Whether a section's table has another kind. Not for "auto", since its options may fit."""
     field = TrainConfig.model_fields.get(section)
     default = getattr(field.default, "kind", kind) if field else kind
     return table.get("kind", default) not in ("auto", kind)
 
 
 def _leaves(key: str, value: Any) -> list[str]:
-    """The settings that are made by a key and its value, which may be a table."""
+    """The dotted keys that a key and its value set; the value may be a table."""
     if not isinstance(value, Mapping) or not value:
         return [key]
     return [leaf for name, inner in value.items() for leaf in _leaves(f"{key}.{name}", inner)]
 
 
 def _find(name_or_path: str | Path, folder: Path) -> Path:
-    """The file of that path, from the folder, or the shipped config of that name."""
+    """The file with that path relative to the folder, else the shipped config of that name."""
     path = folder / expanded(str(name_or_path))
     shipped = shipped_configs()
     if path.exists():
@@ -187,7 +194,7 @@ def _find(name_or_path: str | Path, folder: Path) -> Path:
     if str(name_or_path) not in shipped:
         raise ValueError(
             f"config {str(name_or_path)!r} is neither a file nor the name of a shipped config"
-            f"{did_you_mean(path.stem, shipped) or '; `agentgrpo train --help` lists these'}"
+            f"{did_you_mean(path.stem, shipped) or '; see `agentgrpo train --help`'}"
         )
     return shipped[str(name_or_path)]
 
@@ -195,24 +202,24 @@ def _find(name_or_path: str | Path, folder: Path) -> Path:
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except ValueError:  # no TOML, or a number of thousands of digits
+    except ValueError:  # not TOML, or a number with thousands of digits
         return text.strip()
 
 
 _ALTERNATIVE = re.compile(r"bool|int|float|str|(literal|list|tuple|dict)\[.*")
-"""How pydantic names, behind the key, which type of several a value was held against."""
+"""Parts of pydantic's error locations that name a member of a union, not a key."""
 
 
 def by_key(error: pydantic.ValidationError) -> dict[str, list[Any]]:
-    """The errors by the dotted key that they are of."""
-    found: dict[str, list[Any]] = {}
-    for one in error.errors():
-        parts = [str(p) for p in one["loc"] if not _ALTERNATIVE.fullmatch(str(p))]
-        found.setdefault(".".join(parts), []).append(one)
-    return found
+    """The errors by dotted key."""
+    errors: dict[str, list[Any]] = {}
+    for details in error.errors():
+        parts = [str(p) for p in details["loc"] if not _ALTERNATIVE.fullmatch(str(p))]
+        errors.setdefault(".".join(parts), []).append(details)
+    return errors
 
 
-TRLS = {
+TRL_KEYS = {
     "num_generations": "rollout.group_size", "max_completion_length": "rollout.max_response_tokens",
     "temperature": "rollout.temperature", "max_tool_calling_iterations": "rollout.max_turns",
     "per_device_train_batch_size": "learner.max_tokens", "max_steps": "steps",
@@ -221,57 +228,59 @@ TRLS = {
     "vllm_gpu_memory_utilization": "engine.kv_cache_gib", "eval_steps": "eval_every",
     "reward_funcs": "reward.functions", "report_to": "trackers", "lr": "learner.learning_rate",
 }  # fmt: skip
-"""What settings are called here that people bring from GRPOConfig; docs/coming-from.md has all."""
+"""Keys of TRL's GRPOConfig and their names here; docs/coming-from.md has all of them."""
 
 
-def _explained(error: pydantic.ValidationError, kind: type[Section], of: str) -> Iterable[str]:
-    """A line for each key."""
-    for where, several in by_key(error).items():
-        kinds = {one["type"] for one in several}
-        section, _, leaf = where.rpartition(".")
+def _error_lines(
+    error: pydantic.ValidationError, kind: type[Section], source: str
+) -> Iterable[str]:
+    """One line for each key."""
+    for key, errors in by_key(error).items():
+        types = {details["type"] for details in errors}
+        section, _, leaf = key.rpartition(".")
         if section == "rollout" and leaf in FILTERS:
             yield (
-                f"rollout.{leaf} is no setting: the sampler would renormalise over the tokens that "
-                "are left, the learner does not, and every importance ratio would be biased; only "
-                f"temperature is exact (evaluation.top_p and top_k are allowed)"
+                f"rollout.{leaf} does not exist: the sampler would renormalise over the remaining "
+                "tokens, the learner would not, and every importance ratio would be biased. Only "
+                "temperature is exact (evaluation.top_p and top_k are allowed)"
             )
-        elif "extra_forbidden" in kinds and where in RECIPE_SECTIONS:
-            yield f"[{where}] is a section of a recipe, which is run by `agentgrpo recipe`"
-        elif "extra_forbidden" in kinds:
-            for key in _leaves(where, several[0]["input"]):
-                yield f"unknown config key {key}{_hint(key, all_keys(kind))}"
-        elif "missing" in kinds:
-            yield f"config key {where} is required, and {of} does not set it"
-        elif "value_error" in kinds:  # one of ours: it names its keys
-            yield str(several[0]["msg"]).removeprefix("Value error, ")
+        elif "extra_forbidden" in types and key in RECIPE_SECTIONS:
+            yield f"[{key}] is a section of a recipe; run it with `agentgrpo recipe`"
+        elif "extra_forbidden" in types:
+            for leaf_key in _leaves(key, errors[0]["input"]):
+                yield f"unknown config key {leaf_key}{_suggest_key(leaf_key, all_keys(kind))}"
+        elif "missing" in types:
+            yield f"config key {key} is required, and {source} does not set it"
+        elif "value_error" in types:  # raised by a validator of config/, which names its keys
+            yield str(errors[0]["msg"]).removeprefix("Value error, ")
         else:
-            yield format_error(f"config key {where}", *several)
+            yield format_error(f"config key {key}", *errors)
 
 
-def _hint(wrong: str, keys: Sequence[str]) -> str:
-    """The key that was meant: TRL's, so called in another section, or nearly so."""
-    section, _, leaf = wrong.rpartition(".")
-    same = [key for key in keys if key.rpartition(".")[2] == leaf]
-    near = [*same, *difflib.get_close_matches(wrong, keys, 1, 0.75)]
-    if f"{section}.options" in keys:  # one of the kind's own
-        near.append(f"{section}.options.{leaf}")
-    if there := TRLS.get(leaf) or next(iter(near), ""):
-        return f"; did you mean {there}?"
-    return "; docs/coming-from.md has the names of TRL's and verl's settings"
+def _suggest_key(unknown: str, keys: Sequence[str]) -> str:
+    """Suggest a key: the translation of TRL's, one with this name elsewhere, or a similar one."""
+    section, _, leaf = unknown.rpartition(".")
+    same_name = [key for key in keys if key.rpartition(".")[2] == leaf]
+    candidates = [*same_name, *difflib.get_close_matches(unknown, keys, 1, 0.75)]
+    if f"{section}.options" in keys:  # perhaps an option of the kind
+        candidates.append(f"{section}.options.{leaf}")
+    if suggestion := TRL_KEYS.get(leaf) or next(iter(candidates), ""):
+        return f"; did you mean {suggestion}?"
+    return "; docs/coming-from.md translates the settings of TRL and verl"
 
 
 def format_error(key: str, *errors: Mapping[str, Any]) -> str:
-    """What is wrong with the value of a key: errors of ValidationError.errors(), of one value."""
+    """A message for errors of ValidationError.errors() that concern the same value."""
     first, *more = dict.fromkeys(str(error["msg"]) for error in reversed(errors))
-    said = " or ".join([first, *(text.removeprefix("Input should be ") for text in more)])
+    expected = " or ".join([first, *(text.removeprefix("Input should be ") for text in more)])
     got = repr(errors[0]["input"])
     got = got if len(got) < 1000 else f"{got[:100]}... ({len(got)} characters)"
-    near = did_you_mean(str(errors[0]["input"]), re.findall(r"'([^']*)'", said))
-    return f"{key}: {said}, got {got}{near}"
+    hint = did_you_mean(str(errors[0]["input"]), re.findall(r"'([^']*)'", expected))
+    return f"{key}: {expected}, got {got}{hint}"
 
 
 def all_keys(section: type[Section], prefix: str = "") -> list[str]:
-    """The dotted keys of a section and of those in it."""
+    """The dotted keys of a section and its inner sections."""
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
@@ -282,9 +291,9 @@ def all_keys(section: type[Section], prefix: str = "") -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error's message that names the nearest of those that there are, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    """The end of an error message that suggests the nearest known name, or ""."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def resolve_name(
@@ -295,9 +304,10 @@ def resolve_name(
     own: str = "module:function",
     also: tuple[str, ...] = (),
 ) -> T | Callable[..., Any]:
-    """What the setting `key` names: one that is shipped, or the user's own, of the form `own`.
+    """Look up a name among the shipped ones, or load the user's own `module:function`.
 
-    ValueError: there is none; names what there is (`also`, too) and the nearest of it.
+    `key`, `own` (the form of a user's own name) and `also` (other valid names) are for the message
+    of the ValueError.
     """
     if name in shipped:
         return shipped[name]
@@ -310,25 +320,25 @@ def resolve_name(
 
 
 def name_of(function: Callable[..., Any], *, key: str) -> str:
-    """By what name load_callable() finds it: that of its module, or of the notebook or script.
+    """The `module:name` by which load_callable() finds a function.
 
-    ValueError: it has none there, as a lambda.
+    ValueError: it is not a global of its module, the notebook or the script, such as a lambda.
     """
     for module in (getattr(function, "__module__", None), "__main__"):
-        there = vars(sys.modules[module]) if module in sys.modules else {}
-        for name, value in there.items():
+        names = vars(sys.modules[module]) if module in sys.modules else {}
+        for name, value in names.items():
             if value is function:
                 return f"{module}:{name}"
     raise ValueError(
-        f"{key}: {function!r} has no name in a module, the notebook or the script, by which "
-        "run.json could name it: assign it to one"
+        f"{key}: expected a function with a global name in its module, the notebook or the script, "
+        f"for run.json, got {function!r}. Assign it to a name"
     )
 
 
 def load_callable(name: str, *, key: str) -> Callable[..., Any]:
-    """What `module:attribute` names; `key` is the setting it came from, for the error message.
+    """Import `module:attribute`. `key` is the setting that names it, for error messages.
 
-    ValueError: there is none, or it cannot be called. UserCodeError: the module fails.
+    ValueError: it does not exist or is not callable. UserCodeError: the import fails.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute.isidentifier()) or module_name.endswith(".py"):
@@ -341,12 +351,12 @@ def load_callable(name: str, *, key: str) -> Callable[..., Any]:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # the module is there, something that it imports is not
+                raise  # the module exists, but something that it imports does not
             raise ValueError(f"{key}: no module {error.name!r} (from {name!r})") from None
-        found = getattr(module, attribute, None)
-    if not callable(found):
-        what = "no" if found is None else "no callable"
-        there = (name for name, value in vars(module).items() if callable(value))
-        said = did_you_mean(attribute, there)
-        raise ValueError(f"{key}: module {module_name!r} has {what} {attribute!r}{said}")
-    return cast(Callable[..., Any], found)
+        value = getattr(module, attribute, None)
+    if not callable(value):
+        what = "no" if value is None else "no callable"
+        callables = (name for name, value in vars(module).items() if callable(value))
+        hint = did_you_mean(attribute, callables)
+        raise ValueError(f"{key}: module {module_name!r} has {what} {attribute!r}{hint}")
+    return cast(Callable[..., Any], value)

@@ -1,7 +1,7 @@
-"""The sections that a recipe has besides those of a training run (config/).
+"""The config sections of a recipe, in addition to those of a training run.
 
-One file holds a whole recipe: data flywheel -> fine-tuning -> curriculum -> measures. What they
-share (model, agent, environment, engine, learner) is said once, in the sections of a run.
+One file contains a whole recipe: data flywheel -> fine-tuning -> curriculum -> measures. The
+sections of a run (model, agent, environment, engine, learner) apply to all of them.
 """
 
 from __future__ import annotations
@@ -27,41 +27,43 @@ CURRICULUM_NEEDS: tuple[Need, ...] = (
 
 
 class FlywheelConfig(Section):
-    """How trajectories are made, repaired and kept (recipe/flywheel.py).
+    """Generates, repairs and selects trajectories (recipe/flywheel.py).
 
-    The generator, which plays and continues, is the run's own model: its tokens are trained on.
+    The generator, which plays and continues rollouts, is the run's own model: its tokens are
+    trained on.
     """
 
     tasks: Positive = 64
-    """Training tasks that are worked on, from the start of the stream."""
+    """Number of training tasks, from the start of the stream."""
     reflector: str = "policy"
     """Endpoint that analyses a flawed step and writes a new one."""
     critic: str = "policy"
     """Endpoint that finds redundant and flawed steps and rewrites thoughts."""
     rounds: NotNegative = 3
-    """How often a trajectory is chosen from a question's buffer and worked on."""
+    """How often a trajectory of a question's buffer is selected and changed."""
     operators: tuple[
         Literal["fresh", "redundant", "refinement", "reflection", "step_hint", "trajectory_hint"],
         ...,
     ] = ("fresh", "redundant", "refinement", "reflection", "step_hint", "trajectory_hint")
-    """What is done: the first three to a right trajectory, the last three to a wrong one."""
+    """Changes that are made: the first three to a correct trajectory, the last three to a wrong
+    one."""
     step_hints: tuple[str, ...] = ("Wait, I should check this step with a tool. ",)
-    """One is chosen at random and begins the turn after the flawed step."""
+    """One of them, chosen at random, starts the turn after the flawed step."""
     trajectory_hints: tuple[str, ...] = ("Wait, I should check this answer with a tool. ",)
-    """One is chosen at random and takes the place of a wrong answer."""
+    """One of them, chosen at random, replaces a wrong answer."""
     marks: Annotated[tuple[str, ...], Field(min_length=1)] = ("<code>", "Answer:")
-    """What a turn does begins with the first of these; the thought is what comes before."""
+    """A turn's action starts with the first of these; the text before it is the thought."""
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     critic_temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     max_reply_tokens: Positive = 512
     """Of the reflector and the critic."""
     concurrency: Positive = 16
-    """Questions worked on at once."""
+    """Questions in work at once."""
     extra_turns: NotNegative = 2
     """Turns that a repaired trajectory may have beyond rollout.max_turns."""
     keep: Positive = 2
-    """Trajectories of a question that go into the fine-tuning set: right, well formed, all
-    different; those with the fewest tool calls, then the fewest tokens."""
+    """Trajectories of a question for the fine-tuning set: correct, well formed, all different;
+    those with the fewest tool calls, then the fewest tokens."""
 
 
 class SftConfig(Section):
@@ -69,64 +71,64 @@ class SftConfig(Section):
 
     data: PathOrName | None = None
     """A .jsonl file of rollouts (a run's rollouts.jsonl, the flywheel's sft.jsonl), or of
-    conversations: {"messages": [...]}. Left out: sft.jsonl in out_dir/flywheel."""
+    conversations: {"messages": [...]}. None: sft.jsonl in out_dir/flywheel."""
     keep: Literal["all", "solved"] = "all"
-    """Of rollouts: all, or those that are solved (reward.solved_at, else a part `solved`, else
+    """Of rollouts: all, or the solved ones (reward.solved_at, else the part `solved`, else the part
     `answer` above 0)."""
     epochs: Positive = 3
     batch_size: Positive = 16
-    """Examples of one optimizer step."""
+    """Examples per optimizer step."""
     learning_rate: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Left out: learner.learning_rate."""
+    """None: learner.learning_rate."""
 
 
 class CurriculumConfig(Section):
-    """Stages of rollout -> selection -> training from the last one (recipe/curriculum.py)."""
+    """Stages of rollout -> selection -> training (recipe/curriculum.py)."""
 
     start: Literal["model", "sft"] = "model"
-    """What the first stage starts from: config.model, or the last checkpoint in out_dir/sft."""
+    """Start of the first stage: config.model, or the last checkpoint in out_dir/sft."""
     stages: Positive = 3
     candidates: Positive = 256
-    """Training tasks that a stage's first policy plays, other ones in each stage."""
+    """Training tasks that a stage plays before it trains, different ones in each stage."""
     group_size: Annotated[int, Field(ge=2, le=10**6)] = 8
     """Rollouts of each candidate."""
     select: Positive = 64
-    """Candidates that are trained on; all that `selection` leaves if fewer."""
+    """Candidates to train on; fewer if `selection` leaves fewer."""
     selection: Literal["pareto", "random"] = "pareto"
-    """pareto: of those with both right and wrong rollouts the ones that teach most
-    (recipe/pareto.py). random: any, which is what the other is to be compared with."""
+    """pareto: the most useful ones of those with both correct and wrong rollouts
+    (recipe/pareto.py). random: any, as a baseline."""
     chunk: Positive = 32
-    """Candidates played between two records on disk: what a kill costs at most."""
+    """Candidates played between two writes to disk, which a kill can lose."""
     steps: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)
-    """Optimizer steps of each stage; the last number stands for all further ones."""
+    """Optimizer steps of each stage; the last number applies to all further stages."""
     epochs: Positive | None = None
-    """In place of steps: how often a stage goes through what it selected, rollout.tasks_per_step of
-    them a step, the last step rounded up."""
+    """Instead of steps: passes of a stage over its selection, with rollout.tasks_per_step tasks per
+    step, rounded up."""
     by_kind: bool = False
-    """Kinds of tasks (spec["kind"]) are selected apart, so that graded ones do not lose to those
-    that are right or wrong, whose correctness varies more."""
+    """Select separately for each kind of task (spec["kind"]), so that tasks with graded rewards do
+    not lose to those that are right or wrong, whose rewards vary more."""
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> CurriculumConfig:
         forbid_unused(self, CURRICULUM_NEEDS)
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError(
-                f"curriculum.steps {list(self.steps)} and curriculum.epochs {self.epochs} exclude "
-                "each other"
+                f"curriculum.epochs: expected none with curriculum.steps = {list(self.steps)}, got "
+                f"{self.epochs}"
             )
         return self
 
 
 class MeasuresConfig(Section):
-    """What `agentgrpo evaluate` reports (recipe/measures.py)."""
+    """Measures of `agentgrpo evaluate` (recipe/measures.py)."""
 
     quality: Literal["answer", "f1", "exact", "math", "judge"] = "answer"
-    """answer: the reward's part of that name; f1, exact, math: the answer against
-    spec["answer"]; judge: by the model `judge`."""
+    """answer: the reward's part of that name; f1, exact, math: the answer compared with
+    spec["answer"]; judge: as the model `judge` decides."""
     judge: str = ""
     """Endpoint for quality = "judge"."""
     conciseness_judge: str = ""
-    """Endpoint that votes on redundant tool calls; empty: conciseness is not measured."""
+    """Endpoint that identifies redundant tool calls; "": conciseness is not measured."""
     attempts: Positive = 1
     """Rollouts of each held-out task."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
@@ -138,18 +140,24 @@ class MeasuresConfig(Section):
     def _fits(self) -> MeasuresConfig:
         if self.pass_k and max(self.pass_k) > self.attempts:
             raise ValueError(
-                f"measures.pass_k must be at most measures.attempts {self.attempts}, "
+                f"measures.pass_k: expected at most measures.attempts = {self.attempts}, "
                 f"got {max(self.pass_k)}"
             )
         if self.attempts > 1 and self.temperature == 0:
-            raise ValueError("measures.attempts above 1 need measures.temperature above 0")
+            raise ValueError(
+                f"measures.temperature: expected above 0 with measures.attempts = {self.attempts}, "
+                "got 0"
+            )
         if (self.quality == "judge") != bool(self.judge):
-            raise ValueError("measures.judge: the endpoint of quality = 'judge', and of no other")
+            raise ValueError(
+                "measures.judge: expected an endpoint if and only if measures.quality = 'judge', "
+                f"got {self.judge!r} with quality {self.quality!r}"
+            )
         return self
 
 
 class RecipeConfig(TrainConfig):
-    """A whole recipe."""
+    """Settings of a recipe."""
 
     flywheel: FlywheelConfig = FlywheelConfig()
     sft: SftConfig = SftConfig()
@@ -171,34 +179,35 @@ class RecipeConfig(TrainConfig):
         for key, name in used.items():
             if name and name not in (*OWN_MODELS, *self.endpoints):
                 known = ", ".join([*OWN_MODELS, *self.endpoints])
-                raise ValueError(f"{key}: no endpoint {name!r}; there are: {known}")
+                raise ValueError(f"{key}: expected an endpoint ({known}), got {name!r}")
             if name in self.endpoints and self.endpoints[name].kind == "retriever":
-                raise ValueError(f"{key}: {name!r} finds documents, and writes no text")
+                raise ValueError(f"{key}: expected a model, got the retriever {name!r}")
             if name == "reference" and not self.learner.lora.rank:
                 raise ValueError(f"{key}: {NO_REFERENCE}")
-            own = name in OWN_MODELS or (name and self.endpoints[name].kind == "engine")
-            divided = self.engine.tensor_parallel_size > 1
-            if own and divided and key.startswith("measures."):
+            is_engine = name in OWN_MODELS or (name and self.endpoints[name].kind == "engine")
+            is_divided = self.engine.tensor_parallel_size > 1
+            if is_engine and is_divided and key.startswith("measures."):
                 raise ValueError(
-                    f"{key}: {name!r} is asked on one rank alone, and engine.tensor_parallel_size "
-                    f"is {self.engine.tensor_parallel_size}: name an endpoint"
+                    f"{key}: {name!r} would run on one rank only, but engine.tensor_parallel_size "
+                    f"is {self.engine.tensor_parallel_size}. Name an endpoint of another kind"
                 )
         if "flywheel" in self.model_fields_set:
             self.require_sessions()
         return self
 
     def require_sessions(self) -> None:
-        """The flywheel has sandbox sessions enough; settings that it never reads are not judged."""
+        """Check that there are enough sandbox sessions for the flywheel."""
         if 3 * self.flywheel.concurrency > self.sandbox.max_live:
             raise ValueError(
-                f"flywheel.concurrency: {self.flywheel.concurrency} questions play up to three "
-                f"trajectories each at once, sandbox.max_live is {self.sandbox.max_live}"
+                "flywheel.concurrency: expected at most a third of sandbox.max_live = "
+                f"{self.sandbox.max_live}, since each question plays up to three trajectories at "
+                f"once, got {self.flywheel.concurrency}"
             )
 
     def of_run(self, **changes: Any) -> TrainConfig:
-        """The settings of one training run of the recipe, `section.key` changed as given."""
+        """The config of one training run of the recipe, with changed settings."""
         table = self.model_dump(include=set(TrainConfig.model_fields), exclude_unset=True)
-        if not self.evaluation.temperature:  # `agentgrpo evaluate` alone reads these
+        if not self.evaluation.temperature:  # then only `agentgrpo evaluate` uses these
             for key in ("top_p", "top_k"):
                 table.get("evaluation", {}).pop(key, None)
         for dotted, value in changes.items():

@@ -1,4 +1,4 @@
-"""A whole run, and what its sections must agree on."""
+"""The config of a training run, and the checks across its sections."""
 
 from __future__ import annotations
 
@@ -63,41 +63,42 @@ NEEDS: tuple[Need, ...] = (
      "evaluation.temperature above 0 (measures.temperature, of `agentgrpo evaluate`)",
      lambda c: c.draws_heldout),
 )  # fmt: skip
-"""What does nothing alone."""
+"""Settings that have no effect without another one."""
 
 
 class TrainConfig(Section):
-    """A whole run."""
+    """Top-level settings of a training run."""
 
     model: PathOrName
-    """Model directory, hub name, or package:NAME for a model inside an installed package. Or the
-    folder of a LoRA adapter to one, which training goes on from: learner.lora must be as it was."""
+    """Model directory, Hub name, or package:NAME for a model inside an installed package. Or the
+    folder of a LoRA adapter, whose training continues; learner.lora must be the adapter's."""
     out_dir: UserPath
-    """Where checkpoints/, metrics.jsonl and rollouts.jsonl go. Created if missing."""
+    """Folder for checkpoints/, metrics.jsonl and rollouts.jsonl. Created if missing."""
     steps: Positive = 200
     """Optimizer steps."""
     seed: Seed = 0
-    """Of the data's order and of what is sampled."""
+    """Seed of the data's order and of sampling."""
     save_every: Positive = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Positive = 2
-    """Older ones are removed."""
+    """Number of checkpoints to keep; older ones are deleted."""
     eval_every: NotNegative = 25
-    """Steps between held-out evaluations besides the first and the last; 0: only those two."""
+    """Steps between held-out evaluations, in addition to the first and the last; 0: only those two.
+    """
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Where the numbers of metrics.jsonl go too, each by its own library (records/trackers.py)."""
+    """Trackers that receive the metrics too (records/trackers.py). Each needs its library."""
 
     preflight: Literal["auto", "always", "never"] = "auto"
-    """Before the first step, play through the largest forward and backward pass and one sleep, to
-    learn at once what does not fit. auto: on CUDA; a CPU would swap rather than say so."""
+    """Before the first step, run the largest forward and backward pass and one sleep, to find out
+    at once whether they fit in memory. auto: on CUDA; a CPU would swap instead of failing."""
 
     engine: EngineConfig = EngineConfig()
     agent: AgentConfig = AgentConfig()
     env: EnvConfig = EnvConfig()
     endpoints: dict[str, EndpointConfig] = {}
-    """Models by name, which play customers (env.options.mode), sum up (env.options.summary) and
-    judge, and searches. Two need no section: `policy`, the run's own model, and `reference`, the
-    same without its LoRA adapter."""
+    """By name: models that play users, summarise (env.options.summary) or judge, and search
+    servers. Two names need no section: `policy`, the run's own model, and `reference`, the same
+    without its LoRA adapter."""
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -108,42 +109,43 @@ class TrainConfig(Section):
     teacher: TeacherConfig = TeacherConfig()
 
     def on(self, device: str) -> TrainConfig:
-        """What the device decides, decided: rollout.deterministic, engine.async_scheduling."""
-        waits = self.rollout.deterministic in (True, device)
-        ahead = self.engine.async_scheduling
-        if ahead is None:
-            ahead = device == "cuda" and not waits
+        """Resolve the settings that depend on the device: deterministic and async_scheduling."""
+        deterministic = self.rollout.deterministic in (True, device)
+        async_scheduling = self.engine.async_scheduling
+        if async_scheduling is None:
+            async_scheduling = device == "cuda" and not deterministic
         return self.model_copy(
             update={
-                "rollout": self.rollout.model_copy(update={"deterministic": waits}),
-                "engine": self.engine.model_copy(update={"async_scheduling": ahead}),
+                "rollout": self.rollout.model_copy(update={"deterministic": deterministic}),
+                "engine": self.engine.model_copy(update={"async_scheduling": async_scheduling}),
             }
         )
 
     def seed_of(self, step: int, refill: int) -> int:
-        """The seed of what is sampled in a step: another in each, the same in every repetition."""
+        """The sampling seed of a step's round, different for each."""
         return (self.seed * 1_000_003 + step) * 101 + refill
 
     @property
     def credited(self) -> LossConfig:
-        """The loss, with who earns a reward of a line decided by who plays."""
+        """The loss with span_credit "auto" resolved: "turn" at a console, else "rollout"."""
         if self.loss.span_credit != "auto":
             return self.loss
-        summed = self.loss.multi_objective_aggregation == "sum_then_normalize"
-        console = summed and (self.agent.kind == "repl" or self.env.kind == "console")
-        return self.loss.model_copy(update={"span_credit": "turn" if console else "rollout"})
+        is_sum = self.loss.multi_objective_aggregation == "sum_then_normalize"
+        is_console = self.agent.kind == "repl" or self.env.kind == "console"
+        credit = "turn" if is_sum and is_console else "rollout"
+        return self.loss.model_copy(update={"span_credit": credit})
 
     @pydantic.field_validator("endpoints")
     @classmethod
     def _new_names(cls, endpoints: dict[str, EndpointConfig]) -> dict[str, EndpointConfig]:
         for name in OWN_MODELS:
             if name in endpoints:
-                raise ValueError(f"endpoints.{name}: the name is that of one of the run's own")
+                raise ValueError(f"endpoints.{name}: the name is reserved for the run's own model")
         return endpoints
 
     @property
     def draws_heldout(self) -> bool:
-        """Whether held-out tasks are sampled from a distribution, and not greedily."""
+        """Whether held-out tasks are sampled, not decoded greedily."""
         return self.evaluation.temperature > 0
 
     @pydantic.model_validator(mode="after")
@@ -156,39 +158,39 @@ class TrainConfig(Section):
         limit = self.rollout.call_timeout_s
         if limit is not None and limit <= self.sandbox.timeout_s:
             raise ValueError(
-                f"rollout.call_timeout_s must be above sandbox.timeout_s "
+                f"rollout.call_timeout_s: expected above sandbox.timeout_s = "
                 f"{self.sandbox.timeout_s:g}, got {limit:g}"
             )
         if self.rollout.max_turn_tokens >= self.engine.max_model_len:
             raise ValueError(
-                f"rollout.max_turn_tokens must be below engine.max_model_len "
+                f"rollout.max_turn_tokens: expected below engine.max_model_len = "
                 f"{self.engine.max_model_len}, got {self.rollout.max_turn_tokens}"
             )
         for key in ("cost_per_wall_s", "cost_per_cpu_s"):
             if getattr(self.reward, key) and self.rollout.deterministic is not False:
                 raise ValueError(
-                    f"reward.{key} {getattr(self.reward, key)} and rollout.deterministic "
-                    f"{self.rollout.deterministic!r} exclude each other: a reward of measured time "
-                    "does not repeat"
+                    f"reward.{key}: expected 0 with rollout.deterministic = "
+                    f"{self.rollout.deterministic!r}, got {getattr(self.reward, key)}: measured "
+                    "time differs from run to run"
                 )
         if self.loss.num_mini_batches > self.rollout.tasks_per_step:
             raise ValueError(
-                f"loss.num_mini_batches must be at most rollout.tasks_per_step "
+                f"loss.num_mini_batches: expected at most rollout.tasks_per_step = "
                 f"{self.rollout.tasks_per_step}, got {self.loss.num_mini_batches}"
             )
         if self.learner.lora.rank and self.learner.trained_layers is not None:
             raise ValueError(
-                f"learner.trained_layers {self.learner.trained_layers} and learner.lora.rank "
-                "exclude each other; learner.trained_layers=none unsets it"
+                "learner.trained_layers: expected none with learner.lora.rank, got "
+                f"{self.learner.trained_layers}. learner.trained_layers=none unsets it"
             )
         if self.learner.lora.rank and self.engine.sleep_level == 2:
             raise ValueError(
-                "engine.sleep_level 2 drops weights that an adapter does not hold: use 1 with "
-                f"learner.lora.rank {self.learner.lora.rank}"
+                "engine.sleep_level: expected 1 with learner.lora.rank, got 2, which drops weights "
+                "that the adapter does not contain"
             )
         if self.learner.max_tokens < self.engine.max_model_len:
             raise ValueError(
-                f"learner.max_tokens must hold the longest rollout, engine.max_model_len "
-                f"{self.engine.max_model_len}, got {self.learner.max_tokens}"
+                f"learner.max_tokens: expected at least engine.max_model_len = "
+                f"{self.engine.max_model_len}, the longest rollout, got {self.learner.max_tokens}"
             )
         return self

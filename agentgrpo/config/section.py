@@ -1,4 +1,4 @@
-"""What all sections of a config have in common."""
+"""The base class and number types of config sections; checks of unused keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentgrpo.support.files import expanded
 
 
 def _not_empty(value: Any) -> Any:
-    if isinstance(value, str) and not value.strip():  # of a path it would be where one is
+    if isinstance(value, str) and not value.strip():  # Path("") is the current directory
         raise PydanticCustomError("empty_path", "expected a path")
     return value
 
@@ -32,11 +32,11 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
 PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
 NotNegativeNumber = Annotated[float, Field(ge=0, le=1e6)]
-"""Every number has bounds, beyond which only a slip of the hand lies."""
+"""All numbers have bounds, so that typing errors are found."""
 
 
 class Section(pydantic.BaseModel):
-    """A frozen group of settings that knows no other keys; numbers are finite."""
+    """A frozen group of settings. Unknown keys and non-finite numbers are errors."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -44,7 +44,7 @@ class Section(pydantic.BaseModel):
 
 
 def describe(section: type[Section], base: type) -> None:
-    """Give the keys that a section inherits from a dataclass the texts below its fields."""
+    """Set the descriptions of keys that a section inherits from a dataclass."""
     (kind,) = ast.parse(inspect.getsource(base)).body
     assert isinstance(kind, ast.ClassDef)
     for field, text in itertools.pairwise(kind.body):
@@ -54,11 +54,14 @@ def describe(section: type[Section], base: type) -> None:
 
 
 Need = tuple[str, str, Callable[[Any], object]]
-"""Keys with spaces between, what they need in words, and whether a config has it."""
+"""(keys separated by spaces, their requirement in words, whether a config meets it)."""
 
 
 def forbid_unused(config: Any, needs: Iterable[Need], section: str = "") -> None:
-    """Refuse keys that are set and lack what they need; `section`, with a dot, is the config's."""
+    """Raise ValueError for a key that is set although its requirement is not met.
+
+    `section`: prefix of the keys in the message, ending with a dot.
+    """
     for keys, need, holds in needs:
         for key in keys.split():
             if is_set(config, key) and not holds(config):
@@ -67,7 +70,7 @@ def forbid_unused(config: Any, needs: Iterable[Need], section: str = "") -> None
 
 
 def is_set(config: Any, key: str) -> bool:
-    """Whether a dotted key has another value than its default."""
+    """Whether the value of a dotted key differs from its default."""
     path, _, name = key.rpartition(".")
     section = attrgetter(path)(config) if path else config
     return bool(getattr(section, name) != type(section).model_fields[name].default)

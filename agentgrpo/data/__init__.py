@@ -1,1 +1,1 @@
-"""Where tasks and models come from."""
+"""Tasks: streams, files, Hub datasets, generated word problems."""

@@ -1,11 +1,11 @@
-"""Tasks from rows: of JSON lines, Parquet, datasets that `save_to_disk` wrote, and a hub's.
+"""Reads tasks from JSON lines, Parquet, saved datasets and the Hugging Face Hub.
 
-Of a hub's dataset Hugging Face's own variables hold: HF_HOME and HF_DATASETS_CACHE (where the cache
-is), HF_HUB_OFFLINE (ask no hub), HF_ENDPOINT and HF_TOKEN. No code of a dataset is run.
+For the Hub, Hugging Face's environment variables apply: HF_HOME and HF_DATASETS_CACHE (location of
+the cache), HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN. A dataset's own code is never run.
 
-A row's question becomes the user's message, or is a list of chat messages; the whole row but the
-question becomes the spec, with the answer under "answer" (data/cells.py). Whatever is wrong with a
-row is said with its file and its line (a row's number, from 1, in files without lines).
+A row's question becomes the user message, or is a list of chat messages. The rest of the row
+becomes the spec, with the answer under "answer" (data/cells.py). Errors name the file and the line
+(or the row's number, from 1, in files without lines).
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ def read_tasks(
     split: str = "train",
     seed: int = 0,
 ) -> RowTasks:
-    """The tasks of a file, of a dataset's directory or of a hub's dataset.
+    """Read the tasks of a file, a saved dataset's directory or a Hub dataset.
 
-    The options are those of DataConfig, `drop_last` its drop_last_message. `answered`: every row
-    must have an answer; else the environment knows what is right, or a reward that reads other
-    columns.
+    The options are those of DataConfig; `drop_last` is drop_last_message. `answered`: every row
+    must have an answer. Otherwise the environment, or a reward that uses other columns, judges.
     """
-    needed = [question, *([answer] if answered else []), *([] if id is None else [id])]
-    read = {name for path in [*needed, answer] for name in [path, *re.findall(r"[^{}.]+", path)]}
-    kept = None if columns is None else {*read, *columns}
+    required = [question, *([answer] if answered else []), *([] if id is None else [id])]
+    used = {name for path in [*required, answer] for name in [path, *re.findall(r"[^{}.]+", path)]}
+    kept_columns = None if columns is None else {*used, *columns}
     if is_from_hub(str(path)):
         name = source = f"{path} {split}"
-        rows = _numbered(name, hub_rows(str(path), subset=subset, split=split, columns=kept))
+        rows = _numbered(
+            name, hub_rows(str(path), subset=subset, split=split, columns=kept_columns)
+        )
     else:
         path = Path(path)
         name, rows = path.name, _reader(path)(path)
@@ -57,29 +58,29 @@ def read_tasks(
     tasks: dict[str, Task] = {}
     for place, number, value in rows:
         try:
-            row = _row(value, kept)
-            asked, *others = [require_cell(row, column) for column in needed]
-            own = f"{name}:{number}" if id is None else str(others[-1])
-            if own in tasks:
-                raise ValueError(f"the id {own!r} appears twice")
-            messages = [m.shown() for m in messages_of(asked, question, drop_last=drop_last)]
+            row = _row(value, kept_columns)
+            raw_question, *others = [require_cell(row, column) for column in required]
+            task_id = f"{name}:{number}" if id is None else str(others[-1])
+            if task_id in tasks:
+                raise ValueError(f"the id {task_id!r} appears twice")
+            messages = [m.shown() for m in messages_of(raw_question, question, drop_last=drop_last)]
             if answered:
                 require_plain(others[0], answer)
-            tasks[own] = Task(
-                id=own,
+            tasks[task_id] = Task(
+                id=task_id,
                 messages=tuple(messages),
                 spec=_spec(row, question, answer),
-                is_text=messages == [{"role": "user", "content": asked}],
+                is_text=messages == [{"role": "user", "content": raw_question}],
             )
         except ValueError as error:
             raise ValueError(f"{place}:{number}: {error}") from None
     if not tasks:
-        raise ValueError(f"{path}: no rows; expected one JSON object a line")
+        raise ValueError(f"{path}: no rows; expected one JSON object per line")
     return RowTasks(list(tasks.values()), source=source, seed=seed)
 
 
 Rows = Iterator[tuple[Path | str, int, Any]]
-"""The file or dataset a row lies in, its number there from 1, and the row."""
+"""(file or dataset, the row's number in it from 1, the row)."""
 
 
 def _numbered(name: str, rows: Iterable[Any]) -> Rows:
@@ -117,51 +118,51 @@ def _saved_dataset(path: Path) -> Rows:
     state = path / "state.json"
     if not state.is_file():
         splits = sorted(entry.parent.name for entry in path.glob("*/state.json"))
-        hint = f"; it holds the splits {', '.join(splits)}: name one of them" if splits else ""
-        raise ValueError(f"{path}: not a dataset that save_to_disk wrote{hint}")
+        hint = f"; use one of its splits: {', '.join(splits)}" if splits else ""
+        raise ValueError(f"{path}: not a dataset written by save_to_disk{hint}")
     datasets = import_optional("datasets", str(path))
     try:
-        found = datasets.load_from_disk(path)
+        dataset = datasets.load_from_disk(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a dataset that save_to_disk wrote: {error!r}") from error
-    yield from ((path, number, row) for number, row in enumerate(found, start=1))
+        raise ValueError(f"{path}: not a dataset written by save_to_disk: {error!r}") from error
+    yield from ((path, number, row) for number, row in enumerate(dataset, start=1))
 
 
 def is_from_hub(name: str) -> bool:
-    """Whether it is `owner/name`, nothing that looks like a path, and nothing that is here."""
+    """Whether the name is `owner/name`, does not look like a path, and does not exist as one."""
     return name.count("/") == 1 and not looks_like_path(name) and not Path(name).exists()
 
 
 def hub_rows(
     name: str, *, subset: str | None, split: str, columns: Collection[str] | None
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a dataset, `owner/name`; what of `columns` it lacks is missing in all rows.
+    """The rows of the Hub dataset `owner/name`, limited to those of `columns` that it has.
 
-    `split` is as `datasets` reads it: "train", "train[:1000]", "train+validation".
+    `split` has the syntax of `datasets`: "train", "train[:1000]", "train+validation".
     """
     datasets = import_optional(
-        "datasets", f"{name!r} is no file here, and of a hub it is read by datasets"
+        "datasets", f"{name!r} is not a local file, and reading it from the Hub requires datasets"
     )
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise ValueError(
-            f"{name!r} is no file here, and the package 'datasets' {datasets.__version__} would "
-            "run a dataset's own code; remedy: pip install 'datasets>=4'"
+            f"{name!r} is not a local file, and the package 'datasets' {datasets.__version__} "
+            "would run a Hub dataset's own code. Run: pip install 'datasets>=4'"
         )
     try:
-        found = datasets.load_dataset(name, subset, split=split)
+        dataset = datasets.load_dataset(name, subset, split=split)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(
-            f"dataset {name!r}, subset {subset!r}, split {split!r}: no file or directory here has "
-            f"that name, and from the hub and its cache: {type(error).__name__}: {error}"
+            f"dataset {name!r}, subset {subset!r}, split {split!r}: there is no local file or "
+            f"directory of that name, and the Hub failed: {type(error).__name__}: {error}"
         ) from error
     if columns is not None:
-        found = found.select_columns([c for c in found.column_names if c in columns])
-    yield from found
+        dataset = dataset.select_columns([c for c in dataset.column_names if c in columns])
+    yield from dataset
 
 
 def named(path: Path) -> str:
-    """A file's or saved dataset's name, with the SHA-256 of what it holds."""
+    """The name of a file or saved dataset with the SHA-256 of its content."""
     files = [path] if path.is_file() else sorted(path.glob("*.arrow"))
     digest = hashlib.sha256()
     for file in files:
@@ -169,15 +170,18 @@ def named(path: Path) -> str:
     return f"{path.name} (SHA-256 {digest.hexdigest()})"
 
 
-def _row(value: Any, kept: Collection[str] | None) -> dict[str, Any]:
+def _row(value: Any, columns: Collection[str] | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-    chosen = value if kept is None else {name: value[name] for name in value if name in kept}
-    return {column: _as_json(column, value) for column, value in chosen.items()}
+    return {
+        column: _as_json(column, cell)
+        for column, cell in value.items()
+        if columns is None or column in columns
+    }
 
 
 def _as_json(column: str, value: Any) -> Any:
-    """What a cell of Arrow's types is in a record of a rollout: times and decimals are text."""
+    """Convert a cell of Arrow's types to JSON, for records: times and decimals become text."""
 
     def text(value: Any) -> str:
         if isinstance(value, bytes):

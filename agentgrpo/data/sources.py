@@ -1,4 +1,4 @@
-"""From data.train and data.heldout to tasks."""
+"""Makes the training stream and the held-out tasks from [data]."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NAMES = ("word_problems", "env", "split")
 def training_tasks(
     config: DataConfig, seed: int, env: Environment | None = None, *, answers: bool = True
 ) -> Tasks:
-    """The stream that a run trains on, without what data.heldout = "split" sets aside."""
-    require_read(config)
+    """The stream of training tasks, without the rows that data.heldout = "split" holds out."""
+    require_used(config)
     if config.train == "word_problems":
         return WordProblemTasks(seed)
     rows = rows_of(config, "train", env, answers=answers, seed=seed)
@@ -36,8 +36,8 @@ def training_tasks(
 def heldout_tasks(
     config: DataConfig, env: Environment | None = None, *, answers: bool = True
 ) -> list[Task]:
-    """The tasks of every evaluation, in order; arguments and errors as of training_tasks()."""
-    require_read(config)
+    """The held-out tasks in order; arguments and errors as in training_tasks()."""
+    require_used(config)
     if config.heldout_source == "word_problems":
         return list(islice(word_problems.generate("heldout"), config.num_heldout))
     if config.heldout_source == "split":
@@ -46,12 +46,12 @@ def heldout_tasks(
     return rows_of(config, "heldout", env, answers=answers).rows[: config.num_heldout]
 
 
-def require_read(config: DataConfig) -> None:
-    """That all settings are read by one of the two sources."""
+def require_used(config: DataConfig) -> None:
+    """Raise ValueError for settings of Hub datasets if no Hub dataset is named."""
     train, heldout = (
         name not in NAMES and is_from_hub(name) for name in (config.train, config.heldout_source)
     )
-    hub = "with a hub's owner/name"
+    hub = "with a Hub dataset (owner/name)"
     forbid_unused(
         config,
         (
@@ -71,17 +71,18 @@ def rows_of(
     answers: bool,
     seed: int = 0,
 ) -> RowTasks:
-    """All rows of a source that is not made up as it goes; errors as of training_tasks()."""
+    """All rows of a finite source."""
     name = config.train if key == "train" else config.heldout_source
     if name == "env":
-        return RowTasks(_of_env(env, key), source=f"{type(env).__name__}, {key}", seed=seed)
+        return RowTasks(_env_tasks(env, key), source=f"{type(env).__name__}, {key}", seed=seed)
     if not Path(name).exists() and not Path(name).suffix and "/" not in name:
         raise ValueError(
-            f"data.{key}: expected word_problems, env, a .jsonl or .parquet file, a directory that "
-            f"save_to_disk wrote or a hub's owner/name, got {name!r}{did_you_mean(name, NAMES)}"
+            f"data.{key}: expected word_problems, env, a .jsonl or .parquet file, a directory "
+            "written by save_to_disk or owner/name on the Hub, got "
+            f"{name!r}{did_you_mean(name, NAMES)}"
         )
     try:
-        read = read_tasks(
+        rows = read_tasks(
             name, question=config.question, answer=config.answer, answered=answers, id=config.id,
             drop_last=config.drop_last_message, columns=config.columns, subset=config.subset,
             seed=seed, split=config.split if key == "train" else config.heldout_split,
@@ -90,30 +91,30 @@ def rows_of(
         raise type(error)(f"data.{key}: {error}") from None
     begin = getattr(env, "begin", None)
     if begin is not None:
-        read.rows = [_begun(begin, task) for task in read.rows]
-    return read
+        rows.rows = [_begin_task(begin, task) for task in rows.rows]
+    return rows
 
 
-def _begun(begin: Callable[[Task], Any], task: Task) -> Task:
+def _begin_task(begin: Callable[[Task], Any], task: Task) -> Task:
     with user_call(begin, task=task.id):
-        made = begin(task)
-        if not isinstance(made, Task):
-            raise WrongResult(f"expected a Task, got {made!r:.80}")
-    return made
+        result = begin(task)
+        if not isinstance(result, Task):
+            raise WrongResult(f"expected a Task, got {result!r:.80}")
+    return result
 
 
-def _of_env(env: Environment | None, split: str) -> Sequence[Task]:
-    give = getattr(env, "tasks", None)
-    if give is None:
+def _env_tasks(env: Environment | None, split: str) -> Sequence[Task]:
+    tasks_of = getattr(env, "tasks", None)
+    if tasks_of is None:
         raise ValueError(
-            f"data.{split}: 'env', but the environment ({type(env).__name__}) has no tasks of its "
-            "own; name a file"
+            f"data.{split}: expected a file, since the environment ({type(env).__name__}) has no "
+            "tasks of its own, got 'env'"
         )
-    with user_call(give):
-        given = give(split)
-        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-            raise WrongResult(f"expected tasks, got {given!r:.80}")
-        tasks = [*given]
+    with user_call(tasks_of):
+        result = tasks_of(split)
+        if isinstance(result, str | bytes) or not isinstance(result, Iterable):
+            raise WrongResult(f"expected tasks, got {result!r:.80}")
+        tasks = [*result]
         wrong = [task for task in tasks if not isinstance(task, Task)]
         if wrong or not tasks:
             got = f"{wrong[0]!r:.80} among them" if wrong else "none"

@@ -1,10 +1,10 @@
-"""The stream of tasks a run trains on: endless, seeded, and resumable from a few numbers.
+"""The stream of training tasks: endless, seeded and resumable.
 
     tasks = WordProblemTasks(seed=0)
     batch = tasks.next(12)          # 12 tasks
-    state = tasks.state_dict()      # plain JSON; a run that loads it gets the same tasks as before
+    state = tasks.state_dict()      # plain JSON; load_state_dict(state) continues from here
 
-What comes next depends on the rows, the seed and how many were drawn.
+The next tasks depend on the rows, the seed and the number drawn so far.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from agentgrpo.types import Task
 
 
 class Tasks(ABC):
-    """A stream of tasks: one after another, from a few numbers."""
+    """A stream of tasks whose position is a number."""
 
     _drawn = 0
-    """Tasks given so far."""
     steps_before = 0
-    """Optimizer steps of the stages before this one: what is sampled has seeds behind theirs."""
+    """Optimizer steps of earlier curriculum stages: sampling seeds continue after theirs."""
 
     @abstractmethod
     def _draw(self) -> Task:
@@ -36,28 +35,28 @@ class Tasks(ABC):
 
     @abstractmethod
     def _source(self) -> str:
-        """What a saved position belongs to."""
+        """Description of the data, to which a saved position belongs."""
 
     def next(self, count: int) -> list[Task]:
         """The next `count` tasks."""
         return [self._draw() for _ in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides about the tasks to come, as plain JSON values."""
+        """The position, as plain JSON values."""
         return {"source": self._source(), "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, exactly."""
+        """Continue at a saved position."""
         if state["source"] != self._source():
             raise ValueError(
-                f"the saved data position is of: {state['source']}; "
+                f"the data position was saved for: {state['source']}; "
                 f"this run reads: {self._source()}"
             )
         self._drawn = state["drawn"]
 
 
 class WordProblemTasks(Tasks):
-    """Training word problems; another seed, other problems."""
+    """Generated word problems, which depend on the seed."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -71,81 +70,81 @@ class WordProblemTasks(Tasks):
 
 
 def normalised_question(task: Task) -> str:
-    """What a task asks, but for white space and capital letters."""
-    said = [
+    """A task's messages without differences in white space and case."""
+    messages = [
         (m.get("role"), f"{m.get('content')} {m.get('tool_calls', '')}".casefold().split())
         for m in task.messages
     ]
-    return "\n".join(f"{role}: {' '.join(words)}" for role, words in said)
+    return "\n".join(f"{role}: {' '.join(words)}" for role, words in messages)
 
 
-def repr_of(task: Task) -> str:
-    """What a task asks, and all that its row has besides."""
-    said = json.dumps(plain(dict(task.spec)), default=str)  # keys may be numbers beside texts
-    return normalised_question(task) + json.dumps(json.loads(said), sort_keys=True)
+def question_and_spec(task: Task) -> str:
+    """A task's normalised messages and the rest of its row."""
+    # twice through JSON: sort_keys fails for numbers next to strings as keys
+    spec = json.dumps(plain(dict(task.spec)), default=str)
+    return normalised_question(task) + json.dumps(json.loads(spec), sort_keys=True)
 
 
 def digest_of(tasks: Iterable[Task]) -> str:
-    """How many tasks they are, and the SHA-256 of all that they say."""
-    said = [*map(repr_of, tasks)]
-    return f"{len(said)} tasks (SHA-256 {hashlib.sha256(''.join(said).encode()).hexdigest()})"
+    """The number of tasks and the SHA-256 of their content."""
+    texts = [*map(question_and_spec, tasks)]
+    return f"{len(texts)} tasks (SHA-256 {hashlib.sha256(''.join(texts).encode()).hexdigest()})"
 
 
 class RowTasks(Tasks):
-    """A list of tasks, shuffled again each time round."""
+    """A list of tasks, shuffled anew in each round."""
 
     def __init__(self, tasks: Sequence[Task], *, source: str, seed: int = 0) -> None:
         if not tasks:
             raise ValueError(f"{source}: no tasks")
-        twice = [id for id, times in Counter(task.id for task in tasks).items() if times > 1]
-        if twice:
-            raise ValueError(f"{source}: the id {twice[0]!r} appears twice")
+        repeated = [id for id, count in Counter(task.id for task in tasks).items() if count > 1]
+        if repeated:
+            raise ValueError(f"{source}: the id {repeated[0]!r} appears twice")
         self.rows = list(tasks)
         self.source = source
         self.seed = seed
         self.left_out = 0
-        """Rows that ask what is held out."""
-        self._order: tuple[int, list[int]] = (-1, [])  # of the round it was last computed for
+        """Number of rows left out because they repeat a held-out question."""
+        self._order: tuple[int, list[int]] = (-1, [])  # (round, its order)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def only(self, keep: Callable[[Task], bool]) -> RowTasks:
-        """The tasks that `keep` is true of, in the same order."""
-        kept = [task for task in self.rows if keep(task)]
-        return RowTasks(kept, source=self.source, seed=self.seed)
+        """The tasks for which `keep` returns true, in the same order."""
+        tasks = [task for task in self.rows if keep(task)]
+        return RowTasks(tasks, source=self.source, seed=self.seed)
 
     def split(self, count: int, seed: int = 0) -> tuple[list[Task], RowTasks]:
-        """`count` tasks set aside, a function of the rows and the seed alone, and the others.
+        """Split off `count` held-out tasks, which depend on the rows and the seed only.
 
-        No task of the others asks what one set aside does: repetitions of those are left out. Where
-        too few questions differ (a game that is always begun with the same words) tasks are told
-        apart by all that their rows say.
+        Rows that repeat a held-out question are left out of the others. If too few questions differ
+        (a game that always starts with the same words), whole rows are compared instead.
         """
-        for told in (normalised_question, repr_of):
-            firsts = {told(task): task for task in reversed(self.rows)}
-            if count < len(firsts):
+        for key in (normalised_question, question_and_spec):
+            first_with = {key(task): task for task in reversed(self.rows)}
+            if count < len(first_with):
                 break
         else:
             raise ValueError(
-                f"{self.source}: {len(firsts)} tasks that differ, of which {count} cannot be held "
-                "out; lower data.num_heldout"
+                f"data.num_heldout: expected below {len(first_with)}, the number of different "
+                f"tasks in {self.source}, got {count}"
             )
-        order = [task for task in self.rows if firsts[told(task)] is task]
-        aside = set(random.Random(f"{seed}/split").sample(range(len(order)), count))
-        held = [task for i, task in enumerate(order) if i in aside]
-        asked = {told(task) for task in held}
-        others = self.only(lambda task: told(task) not in asked)
-        others.left_out = len(self) - len(held) - len(others)
-        return held, others
+        distinct = [task for task in self.rows if first_with[key(task)] is task]
+        chosen = set(random.Random(f"{seed}/split").sample(range(len(distinct)), count))
+        heldout = [task for i, task in enumerate(distinct) if i in chosen]
+        heldout_keys = {key(task) for task in heldout}
+        others = self.only(lambda task: key(task) not in heldout_keys)
+        others.left_out = len(self) - len(heldout) - len(others)
+        return heldout, others
 
     def _draw(self) -> Task:
-        turn, place = divmod(self._drawn, len(self.rows))
+        round_index, place = divmod(self._drawn, len(self.rows))
         self._drawn += 1
-        if self._order[0] != turn:
+        if self._order[0] != round_index:
             order = list(range(len(self.rows)))
-            random.Random(f"{self.seed}/round {turn}").shuffle(order)
-            self._order = (turn, order)
+            random.Random(f"{self.seed}/round {round_index}").shuffle(order)
+            self._order = (round_index, order)
         return self.rows[self._order[1][place]]
 
     def _source(self) -> str:

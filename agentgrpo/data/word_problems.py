@@ -1,8 +1,8 @@
-"""Word problems that need computing, made on the spot and without end.
+"""Word problems that require computation, generated without end.
 
 Problem `index` is a pure function of (split, seed, index), so a position in the stream is one
-integer. Training and held-out problems share the kinds of computation and nothing
-else: wordings, names and things are disjoint (word_problems.toml).
+integer. Training and held-out problems share only the kinds of computation: wordings, names and
+things are disjoint (word_problems.toml).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Split = Literal["train", "heldout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One computation and the ways to ask for it; see word_problems.toml for the fields."""
+    """One computation and its wordings; word_problems.toml explains the fields."""
 
     name: str
     expr: str
@@ -49,15 +49,14 @@ def _frozen(value: Any) -> Any:
 
 
 WORDS, KINDS = _read(Path(__file__).with_name("word_problems.toml"))
-"""By split, the `names` and `things`; and all kinds."""
+"""WORDS: by split, the `names` and `things`."""
 
 
 def task(split: Split, index: int, seed: int = 0) -> Task:
-    """Problem number `index`, counted from 0.
+    """Problem number `index`, from 0.
 
-    Every len(wordings(split)) consecutive problems, from a multiple of that number on, use each
-    wording once. `spec` holds the integer `answer`, the `expression` it is the value of, and the
-    `kind`; nothing of it may be shown to the agent.
+    Each cycle of len(wordings(split)) problems uses each wording once. `spec` has the integer
+    `answer`, its `expression` and the `kind`; the agent must not see them.
     """
     if index < 0:
         raise ValueError(f"index: expected at least 0, got {index}")
@@ -80,19 +79,19 @@ def task(split: Split, index: int, seed: int = 0) -> Task:
 
 
 def generate(split: Split, seed: int = 0) -> Iterator[Task]:
-    """Problems without end."""
+    """All problems from the first on, without end."""
     return (task(split, index, seed) for index in itertools.count())
 
 
 def fingerprint() -> str:
-    """Changes when the templates do, and with them what an address means."""
+    """A hash of the templates: if they change, a saved position means other problems."""
     tables = (KINDS, *(words for lists in WORDS.values() for words in lists.values()))
     return hashlib.sha256(repr(tables).encode()).hexdigest()[:16]
 
 
 @cache
 def wordings(split: Split) -> tuple[tuple[Kind, str], ...]:
-    """All ways in which problems are put, each with its kind."""
+    """All wordings of a split, each with its kind."""
     if split not in ("train", "heldout"):
         raise ValueError(f"split: expected 'train' or 'heldout', got {split!r}")
     return tuple(
@@ -110,5 +109,5 @@ def _draw_numbers(kind: Kind, rng: random.Random) -> dict[str, int]:
 
 
 def _value(expression: str) -> Any:
-    # only ever the expressions of word_problems.toml with integers put in
+    # evaluates only the expressions of word_problems.toml, filled with integers
     return eval(expression, {"__builtins__": {}})

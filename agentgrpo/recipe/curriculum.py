@@ -29,7 +29,7 @@ from typing import Any
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.recipe import RecipeConfig
-from agentgrpo.data.tasks import RowTasks, Tasks, digest_of, repr_of
+from agentgrpo.data.tasks import RowTasks, Tasks, digest_of, question_and_spec
 from agentgrpo.recipe.measures import kind_of
 from agentgrpo.recipe.pareto import contrast, select_groups
 from agentgrpo.recipe.processes import Part, command, require_same_work, run_parts
@@ -181,7 +181,7 @@ def selected_tasks(recipe: RecipeConfig, stage: int, stream: Tasks) -> RowTasks:
     for task in stream.rows if isinstance(stream, RowTasks) else ():
         if task.id in played:  # in the words that were played: an environment says them anew
             task = replace(task, messages=played[task.id].messages)
-            if repr_of(task) != repr_of(played[task.id]):
+            if question_and_spec(task) != question_and_spec(played[task.id]):
                 raise ValueError(f"task {task.id!r} is another one than was played for {pool}")
             played[task.id] = task
     rows = [played[name] for name in read_table(folder / "select.json")["selected"]]

@@ -81,7 +81,7 @@ def test_bounds_that_belong_to_one_setting(override: str, said: str | None) -> N
     if said is None:
         load_config_of(RecipeConfig, LEAST, [override])
         together = [override, "rollout.group_size=100"]
-        with pytest.raises(ValueError, match="may have 1,000,000 rollouts at most"):
+        with pytest.raises(ValueError, match="expected at most 1,000,000 rollouts per step"):
             load_config_of(RecipeConfig, LEAST, together)
     else:
         assert said in refused(override)

@@ -85,9 +85,9 @@ def test_columns_keep_what_paths_read(tmp_path: Path) -> None:
     [
         (VERL, {"question": "prompt", "answer": "reward_model"},
          "data.answer = 'reward_model': expected text, a number, true or false, or a list of "
-         "these, got {'ground_truth': '4', 'style': 'rule', 'level': 5}. Remedy: name one of "
+         "these, got {'ground_truth': '4', 'style': 'rule', 'level': 5}. Use one of "
          "['reward_model.ground_truth', 'reward_model.style', 'reward_model.level']"),
-        (KILT, {"question": "q", "answer": "output"}, "name one of ['output.answer']"),
+        (KILT, {"question": "q", "answer": "output"}, "Use one of ['output.answer']"),
         (KILT, {"question": "q", "answer": "output.none"}, "no column 'output.none'"),
         (SQUAD, {"question": "q", "answer": "answers.none"},
          "no column 'answers.none'; the row has ['answers.answer_start', 'answers.text', 'q']"),
@@ -98,7 +98,7 @@ def test_columns_keep_what_paths_read(tmp_path: Path) -> None:
         ({"question": ["2+2?"], "answer": "4"}, {}, "message 1: expected {'role': text"),
         ({"question": "2+2?", "answer": float("nan")}, {}, "null in column 'answer'"),
         (MMLU, {"question": "{question} {choices}"},
-         "column 'choices': expected text, got ['red', 'blue']; name 'choices.0'"),
+         "column 'choices': expected text, got ['red', 'blue']. Use 'choices.0'"),
         (VERL, {"question": "{reward_model}"}, "name 'reward_model.ground_truth'"),
     ],
 )  # fmt: skip

@@ -57,7 +57,7 @@ def test_a_state_of_another_stream_is_refused(rows: Path, tmp_path: Path) -> Non
     for one in streams:
         for another in streams:
             if one is not another:
-                with pytest.raises(ValueError, match="the saved data position is of: "):
+                with pytest.raises(ValueError, match="the data position was saved for: "):
                     one.load_state_dict(another.state_dict())
 
 
@@ -69,7 +69,7 @@ def test_a_state_from_before_the_templates_changed_is_refused(
     first, *others = word_problems.KINDS
     changed = dataclasses.replace(first, train=("What is {a} x {b}?",))
     monkeypatch.setattr(word_problems, "KINDS", (changed, *others))
-    with pytest.raises(ValueError, match="the saved data position is of: word problems"):
+    with pytest.raises(ValueError, match="the data position was saved for: word problems"):
         WordProblemTasks().load_state_dict(state)
 
 
@@ -107,7 +107,7 @@ GOOD = b'{"question": "q", "answer": 1, "id": "x"}\n'
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", r"rows.jsonl: no rows; expected one JSON object a line"),
+        (b"", r"rows.jsonl: no rows; expected one JSON object per line"),
         (b"\n \n", r"rows.jsonl: no rows"),
         (GOOD + b"{'a': 1}\n", r"rows.jsonl:2: not JSON: Expecting property name"),
         (GOOD + b"\n\xff\n", r"rows.jsonl:3: not JSON: "),

@@ -43,7 +43,7 @@ def test_a_card_schedules_ahead(device: str, asked: bool | None, expected: bool)
 
 
 def test_on_cpu_it_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ValueError, match=r"engine\.async_scheduling must not be true on cpu"):
+    with pytest.raises(ValueError, match=r"engine\.async_scheduling: expected false on cpu"):
         Engine("no model", EngineConfig(async_scheduling=True))
 
 

@@ -247,8 +247,8 @@ def test_they_are_not_shown_where_nothing_is() -> None:
          "sandbox.tools: .* does nothing without an env.kind that runs code"),
         (["sandbox.host_cache=run"], "sandbox.host_cache: 'run' does nothing without sandbox.host"),
         (["sandbox.host_budget.calls=3"], "sandbox.host_budget: .* does nothing without"),
-        (["reward.cost_per_cpu_s=1"], "reward.cost_per_cpu_s 1.0 and rollout.deterministic 'cpu'"),
-        (["reward.cost_per_wall_s=1", "rollout.deterministic=true"], "does not repeat"),
+        (["reward.cost_per_cpu_s=1"], "reward.cost_per_cpu_s: expected 0 with .* 'cpu'"),
+        (["reward.cost_per_wall_s=1", "rollout.deterministic=true"], "differs from run to run"),
     ],
 )  # fmt: skip
 def test_a_config_that_cannot_be_meant_is_refused(config: list[str], message: str) -> None:

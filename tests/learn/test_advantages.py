@@ -142,8 +142,8 @@ def test_gdpo_keeps_what_a_sum_would_cancel() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scale_rewards": "batch"}, "scale_rewards must be 'group'"),
-        ({"span_credit": "return_to_go"}, "span_credit must be 'rollout'"),
+        ({"scale_rewards": "batch"}, "scale_rewards: expected 'group'"),
+        ({"span_credit": "return_to_go"}, "span_credit: expected 'rollout'"),
     ],
 )
 def test_gdpo_has_a_normaliser_of_its_own(options: dict[str, Any], message: str) -> None:

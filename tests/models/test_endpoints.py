@@ -281,10 +281,10 @@ def test_configs_make_endpoints() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"kind": "http", "model": "m"}, "of kind 'http' needs url"),
-        ({"kind": "http", "url": "u"}, "of kind 'http' needs model"),
-        ({"kind": "script"}, "of kind 'script' needs function"),
-        ({"kind": "engine", "url": "u"}, "url: an endpoint of kind 'engine' does not read it"),
+        ({"kind": "http", "model": "m"}, "of kind 'http' requires url"),
+        ({"kind": "http", "url": "u"}, "of kind 'http' requires model"),
+        ({"kind": "script"}, "of kind 'script' requires function"),
+        ({"kind": "engine", "url": "u"}, "url: an endpoint of kind 'engine' does not use it"),
         (
             {"kind": "script", "function": "a:b", "model": "m"},
             "model: an endpoint of",

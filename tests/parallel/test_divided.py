@@ -91,7 +91,7 @@ def test_as_many_ranks_as_the_engine_is_divided_among(monkeypatch: pytest.Monkey
 
 
 def test_shared_weights_are_whole() -> None:
-    with pytest.raises(ValueError, match=r"engine.weights 'shared' needs whole weights"):
+    with pytest.raises(ValueError, match=r"engine.weights: expected 'copy' .* got 'shared'"):
         EngineConfig(tensor_parallel_size=2, weights="shared")
     assert EngineConfig(tensor_parallel_size=2, weights="auto").tensor_parallel_size == 2
     with pytest.raises(ValueError, match=r"engine.tensor_parallel_size"):

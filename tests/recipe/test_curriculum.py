@@ -330,7 +330,7 @@ def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path) -> None:
     selected_tasks(recipe, 0, other).load_state_dict(state)  # a reset said it in other words
     pool = folder_of(recipe, 0) / "pool.jsonl"
     pool.write_text(pool.read_text().replace("[[1, 2]]", "[[1, 3]]").replace("[[1,2]]", "[[1,3]]"))
-    with pytest.raises(ValueError, match=r"data position is of: .*stage 0, "):
+    with pytest.raises(ValueError, match=r"data position was saved for: .*stage 0, "):
         selected_tasks(recipe, 0, WordProblemTasks()).load_state_dict(state)
     with pytest.raises(ValueError, match=r"task 't/0' is another one than was played for .*pool"):
         selected_tasks(recipe, 0, stream)
@@ -387,7 +387,7 @@ def test_kinds_are_selected_apart_if_asked_for(tmp_path: Path, by_kind: bool) ->
 
 
 def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:
-    said = r"curriculum\.steps \[5, 7\] and curriculum\.epochs 2 exclude each other"
+    said = r"curriculum\.epochs: expected none with curriculum\.steps = \[5, 7\], got 2"
     with pytest.raises(ValueError, match=said):
         make_recipe(tmp_path, epochs=2)
 

@@ -194,7 +194,7 @@ def test_wrong_names_and_options_are_refused_by_their_key(
     [
         (["agent.language=bash"], "key agent.language; did you mean agent.options.language?"),
         (["env.corpus=x"], "unknown config key env.corpus; did you mean env.options.corpus?"),
-        (["data.heldout=split"], "data.heldout: 'word_problems' has no end"),
+        (["data.heldout=split"], "data.heldout: 'word_problems' is endless"),
     ],
 )
 def test_keys_that_would_be_ignored_are_refused(

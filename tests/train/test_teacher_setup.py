@@ -147,7 +147,7 @@ def test_what_grading_hides_is_not_told(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["teacher.model=m", "teacher.feedback=errors"], "only one"),
+        (["teacher.model=m", "teacher.feedback=errors"], "expected either model or feedback"),
         (["teacher.model=m", "teacher.topk=2", "teacher.clip=1"], "clip: 1.0 does nothing without"),
         (["teacher.decay=0.5"], r"teacher\.decay: 0\.5 does nothing without teacher\.feedback"),
     ],
