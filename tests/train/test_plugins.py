@@ -143,15 +143,15 @@ CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
         ([OWN, "env.options.times=0"], r"^env\.options\.times: expected at least 1, got 0"),
         ([OWN, "env.options.times=true"], r"^env\.options\.times: .*valid integer, got True"),
         ([f"env.kind={__name__}:config"], "env.kind: .* lacks reset"),
-        (["agent.kind=tools"], "'tools' acts by tools, and env.kind 'python' does not answer"),
-        (["agent.kind=tools", OWN, "env.options.times=1"], "Echo' does not answer tools"),
+        (["agent.kind=tools"], "'tools', which acts by tools, got 'python', which lacks tools"),
+        (["agent.kind=tools", OWN, "env.options.times=1"], "Echo', which lacks tools"),
         (
             ["agent.kind=tags", "env.kind=python"],
-            "answer search; env.kind tagged would",
+            "env.kind: expected tagged for .*, which lacks search",
         ),
         (
             ["env.kind=tools", CALCULATOR],
-            "'tools' does not answer code; env.kind python, .* would",
+            "env.kind: expected python, .*got 'tools', which lacks code",
         ),
         (
             [f"agent.kind={__name__}:Shouting", "agent.options.marc='?'"],
@@ -265,7 +265,7 @@ def test_a_shipped_agent_has_a_home_that_answers_it(kind: str) -> None:
     [
         ("agent.kind=cod", "agent.kind: .*; did you mean code"),
         ("agent.options.banner=x", "agent.options.banner: "),
-        ("env.kind=console", "agent.kind 'code' acts by code"),
+        ("env.kind=console", "agent.kind 'code', which acts by code"),
         ("reward.kind=numerik", "reward.kind: expected auto, .*; did you mean numeric"),
         ("reward.kind=nosuch:f", "reward.kind: no module"),
         ("reward.functions={lenght = 1.0}", "reward.functions: .*; did you mean length"),

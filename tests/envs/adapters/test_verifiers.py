@@ -231,7 +231,7 @@ def test_a_config_names_it(tmp_path: Path) -> None:
     assert len(heldout_tasks(made.data, env, answers=False)) == 2
     make_agent(resolve(made), env, call_reader=lambda name: read_calls)
     for agent, message in (
-        ({"kind": "tools"}, "env.kind 'verifiers' does not answer tools"),
+        ({"kind": "tools"}, "got 'verifiers', which lacks tools"),
         ({"kind": "program", "options": {"call": "m:f"}}, "neither it nor call, as the environm"),
     ):
         wrong = config(tmp_path, agent)
