@@ -66,7 +66,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "one function or none, said in the prompt": (
         "test_the_rule_of_one_call_is_in_the_prompt",
-        "test_a_template_that_hides_the_system_message_is_refused",
+        "test_chat_template_without_the_system_message_is_an_error",
     ),
     "customers and judges that training does not move": (
         "test_who_plays_the_customer_is_who_is_asked",

@@ -21,7 +21,7 @@ from agentgrpo.train import init
 from tests import tiny
 
 
-def test_help_names_every_command_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["-h"], []):
         assert cli.main(arguments) == 0
         said = capsys.readouterr().out
@@ -32,7 +32,7 @@ def test_help_names_every_command_that_is_there(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("word", sorted(cli.COMMANDS))
-def test_every_command_has_a_main_and_a_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_main_and_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(cli.COMMANDS[word][0])
     assert callable(module.main)
     with pytest.raises(SystemExit) as ended:
@@ -42,7 +42,7 @@ def test_every_command_has_a_main_and_a_help(word: str, capsys: pytest.CaptureFi
     assert said.startswith("usage: ")
 
 
-def test_train_names_every_shipped_config_with_what_it_is(
+def test_train_help_describes_every_shipped_config(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -53,7 +53,7 @@ def test_train_names_every_shipped_config_with_what_it_is(
         assert 30 < len(line) < 130, f"{name}: its first line says in one line what it is"
 
 
-def test_a_slip_is_told_the_nearest_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
     said = "error: unknown command 'trian'; did you mean train?"
     assert capsys.readouterr().err.startswith(said)
@@ -71,7 +71,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_init_writes_a_config_that_says_what_it_may_hold(data: Path, tmp_path: Path) -> None:
+def test_init_writes_a_commented_config(data: Path, tmp_path: Path) -> None:
     columns = ["--question", "q", "--answer", "a"]
     assert init.main(["some/model", "rows.jsonl", *columns, "-o", "my.toml", "steps=7"]) == 0
     text = (tmp_path / "my.toml").read_text()
@@ -94,7 +94,7 @@ def test_init_writes_a_config_that_says_what_it_may_hold(data: Path, tmp_path: P
         ("Who?", "Ada Lovelace", "text"),
     ],
 )
-def test_init_chooses_a_reward_that_reads_the_answers(
+def test_init_chooses_a_reward_by_the_answers(
     data: Path, question: str, answer: str, kind: str
 ) -> None:
     data.write_text((json.dumps({"question": question, "answer": answer}) + "\n") * 3)
@@ -115,7 +115,7 @@ def test_init_chooses_a_reward_that_reads_the_answers(
         ),
     ],
 )
-def test_init_refuses_in_one_line(
+def test_init_prints_errors_in_one_line(
     data: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     Path("taken.toml").write_text("")
@@ -148,7 +148,7 @@ class Mute:
         ("agent.kind=not_written:Yet", False),
     ],
 )
-def test_init_asks_for_answers_that_somebody_reads(
+def test_init_requires_answers_only_if_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str, asked: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -156,7 +156,7 @@ def test_init_asks_for_answers_that_somebody_reads(
     assert init.main(["m/m", "rows.jsonl", *overrides.split()]) == (2 if asked else 0)
 
 
-def test_the_doctor_ends_with_1_if_something_essential_is_missing(
+def test_doctor_returns_1_if_something_essential_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sandbox_doctor, "report", lambda: ("isolated", True))
@@ -174,7 +174,7 @@ def test_the_doctor_ends_with_1_if_something_essential_is_missing(
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "."]])
-def test_a_reader_that_ends_early_is_no_error(arguments: list[str], tmp_path: Path) -> None:
+def test_closed_pipe_is_no_error(arguments: list[str], tmp_path: Path) -> None:
     """`agentgrpo --help | head -0`."""
     (tmp_path / "run.json").write_text("{}")
     reader, writer = os.pipe()
@@ -197,13 +197,13 @@ def test_verify_sets_the_environment_before_torch_is_imported() -> None:
     assert (ran.stdout, ran.stderr) == ("PASSIVE\n", "")
 
 
-def test_doctor_help_names_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_help_mentions_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["doctor", "--help"])
     assert "usage: agentgrpo doctor [-h] [RUN]" in capsys.readouterr().out
 
 
-def test_ctrl_c_while_it_is_imported_is_one_line(
+def test_ctrl_c_during_imports_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(name: str) -> None:

@@ -23,18 +23,18 @@ IDS = np.array([1, 2, 3], np.int32)
         (IDS, np.zeros((3, 1), np.float32), r"\(3, 1\)"),
     ],
 )
-def test_a_segment_refuses_arrays_that_do_not_fit(ids: Any, logprobs: Any, message: str) -> None:
+def test_segment_with_invalid_arrays_raises(ids: Any, logprobs: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Segment(ids, logprobs)
 
 
-def test_sampled_means_that_there_are_logprobs() -> None:
+def test_sampled_means_having_logprobs() -> None:
     assert Segment(IDS, np.zeros(3, np.float32)).sampled
     assert not Segment(IDS).sampled
     assert Segment(IDS[:0], np.zeros(0, np.float32)).sampled
 
 
-def test_a_rollout_counts_sampled_tokens_only_and_sums_its_rewards() -> None:
+def test_rollout_counts_sampled_tokens_and_sums_rewards() -> None:
     played = a_rollout([[-1.0, -2.0], [-3.0]], rewards={"answer": 1.0, "format": 0.25})
     played.segments.insert(2, Segment(np.array([7, 8, 9], np.int32)))
     assert played.num_sampled == 3

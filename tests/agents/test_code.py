@@ -40,11 +40,11 @@ AGENT = CodeAgent()
         ("", Finish(None)),
     ],
 )
-def test_what_a_turn_means(text: str, action: Action) -> None:
+def test_parse_of_a_turn(text: str, action: Action) -> None:
     assert AGENT.parse(text, TASK) == action
 
 
-def test_tags_and_answer_are_the_users() -> None:
+def test_tags_and_answer_prefix_are_options() -> None:
     agent = CodeAgent(open_tag="```python", close_tag="```", answer_prefix="####")
     assert agent.stop == ("```",)
     assert agent.parse("```python\n1+1\n```", TASK) == RunCode("1+1")
@@ -70,7 +70,7 @@ def test_the_conversation_starts_with_prompt_and_shots_then_the_task() -> None:
 
 
 @pytest.mark.parametrize("output", ["42", "", "{output}", "{x} %s \\1"])
-def test_an_observation_is_shown_literally(output: str) -> None:
+def test_observation_is_formatted_literally(output: str) -> None:
     agent = CodeAgent(observation="Output:\n{output}\nGo on.", observation_role="tool")
     told = agent.observe(RunCode(""), Observation(output))
     assert told == [{"role": "tool", "content": f"Output:\n{output}\nGo on."}]

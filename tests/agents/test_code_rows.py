@@ -67,7 +67,7 @@ def test_S0_1_groups_keep_their_order_whatever_ends_first() -> None:
     assert [[r.answer for r in group] for group in groups] == [[f"Q{i}"] * 16 for i in range(4)]
 
 
-def test_S0_2_tags_are_the_users_and_the_inner_text_is_run_and_nothing_else() -> None:
+def test_S0_2_only_text_between_the_chosen_tags_runs() -> None:
     agent = CodeAgent(open_tag="<execute_code>", close_tag="</execute_code>")
     env = StubEnv()
     turns = ["so <execute_code>x = 1</execute_code>", "<execute_code>y = '<execute_code>'"]
@@ -80,14 +80,14 @@ def test_S0_2_tags_are_the_users_and_the_inner_text_is_run_and_nothing_else() ->
     )
 
 
-def test_S0_2_the_output_may_go_into_the_policys_own_message() -> None:
+def test_S0_2_output_may_continue_the_policys_message() -> None:
     agent = CodeAgent(observation="<output>{output}</output>", observation_role="assistant")
     played = play(agent, StubEnv(), "<code>1</code>", DONE)
     assert shown(played).endswith(f"<code>1</code><output>out of 1</output>{DONE}")
     assert [sampled for sampled, _ in given_and_sampled(played)] == [False, True, False, True]
 
 
-def test_S0_3_a_close_tag_alone_never_runs_what_the_prompt_says() -> None:
+def test_S0_3_close_tag_alone_never_runs_the_prompt() -> None:
     agent = CodeAgent(system_prompt="Like this: <code>import os; os.remove('x')</code>")
     env = StubEnv()
     played = play(agent, env, "oh</code>", DONE)
@@ -178,7 +178,7 @@ def test_S0_6_sessions_remember_and_stateless_steps_do_not(
 
 
 @pytest.mark.nsjail
-def test_S0_7_what_one_rollout_breaks_its_neighbours_do_not_notice(pool: SandboxPool) -> None:
+def test_S0_7_broken_session_does_not_affect_others(pool: SandboxPool) -> None:
     env = PythonEnv(pool, 20.0)
     evil = [
         "import socket\nsocket.create_connection(('1.1.1.1', 80), 1)",
@@ -264,9 +264,7 @@ def test_S0_9_ten_megabytes_are_cut_to_head_and_tail(
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("place", ["/var/tmp", "/tmp"])  # sessions have a /tmp of their own
-def test_S0_10_packages_of_a_directory_are_there_and_otherwise_not(
-    env: PythonEnv, place: str
-) -> None:
+def test_S0_10_packages_need_their_directory(env: PythonEnv, place: str) -> None:
     from agentgrpo.train.prepare import open_sandbox
 
     with tempfile.TemporaryDirectory(dir=place) as folder:
@@ -294,14 +292,14 @@ def _import_handy(folder: Path, env: PythonEnv, open_sandbox: Any) -> None:
         ({"tools": "nowhere.py"}, "sandbox.tools: nowhere.py: no such file"),
     ],
 )
-def test_S0_10_a_wrong_profile_is_refused_by_its_key(config: Any, message: str) -> None:
+def test_S0_10_invalid_template_names_its_key(config: Any, message: str) -> None:
     from agentgrpo.train.prepare import open_sandbox
 
     with pytest.raises(ValueError, match=message):
         open_sandbox(SandboxConfig(**config))
 
 
-def test_S0_11_every_call_costs_what_the_config_says() -> None:
+def test_S0_11_calls_cost_what_the_config_sets() -> None:
     reward = make_reward(RewardConfig(tool_cost=0.05))
     once = play(AGENT, StubEnv(), "<code>1</code>", DONE, given=task(answer=1))
     thrice = play(AGENT, StubEnv(), *["<code>1</code>"] * 3, DONE, given=task(answer=1))
@@ -310,7 +308,7 @@ def test_S0_11_every_call_costs_what_the_config_says() -> None:
     assert once.rewards == {"answer": 1.0, "format": 0.1, "tool_cost": -0.05}
 
 
-def test_S0_12_what_is_trained_is_what_the_engine_sampled() -> None:
+def test_S0_12_trained_tokens_are_the_sampled_tokens() -> None:
     engine = scripted(lambda n, _: Turn(["hm <code>1</code>", f"<code>2{EOT}", DONE][n]))
     played = play(AGENT, StubEnv(), engine=engine)
     sampled = np.concatenate([s.token_ids for s in played.segments if s.sampled])
@@ -348,7 +346,7 @@ def test_S0_15_files_go_up_a_shell_works_on_them_and_the_result_comes_back(
 
 
 @pytest.mark.nsjail
-def test_S0_15_javascript_remembers_too() -> None:
+def test_S0_15_javascript_sessions_keep_state() -> None:
     agent = CodeAgent(language="node")
     with SandboxPool(limits=Limits(memory_mib=1024)) as pool:  # without control groups it asks that
         env = PythonEnv(pool, 5.0)

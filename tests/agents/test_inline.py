@@ -121,12 +121,12 @@ def test_S1_6_a_result_that_the_policy_writes_itself_is_its_own_text() -> None:
     assert CALLS[-1] == ("Oslo", 1)
 
 
-def test_half_a_call_is_told_as_such() -> None:
+def test_incomplete_call_is_malformed() -> None:
     assert AGENT.parse("<fn>weather(", TASK) == Malformed("SyntaxError: <fn> without </fn>")
     assert AGENT.parse("weather()</fn>", TASK) == Malformed("SyntaxError: </fn> without <fn>")
 
 
-def test_the_calling_convention_is_the_users() -> None:
+def test_call_tags_are_options() -> None:
     agent = InlineAgent(
         env=ENV,
         open_tag="[[",
@@ -143,7 +143,7 @@ def test_the_calling_convention_is_the_users() -> None:
 
 
 @given(st.text(max_size=60))
-def test_no_text_between_the_tags_breaks_the_reader(body: str) -> None:
+def test_no_text_between_the_tags_raises(body: str) -> None:
     for read in (read_python, read_json):
         try:
             call = read(body, {})

@@ -58,7 +58,7 @@ def patient() -> Iterator[SandboxPool]:
 
 
 @pytest.mark.parametrize("lines", SNIPPETS, ids=lambda lines: lines[0])
-def test_S1_1_the_transcript_is_cpythons(pool: SandboxPool, lines: list[str]) -> None:
+def test_S1_1_transcript_equals_that_of_cpython(pool: SandboxPool, lines: list[str]) -> None:
     typed = play(AGENT, ConsoleEnv(pool, 5.0), *(f" {line}\n" for line in lines), f"{EOT}")
     assert shown(typed) == START.removesuffix(">>>") + typed_into_python(lines) + EOT
     assert [text for sampled, text in given_and_sampled(typed) if sampled][:-1] == [
@@ -112,9 +112,7 @@ def test_S1_2_a_block_asks_for_more_and_an_empty_line_ends_it(pool: SandboxPool)
     assert given == ["...", "...", ">>>", "7\n>>>"]
 
 
-def test_an_answer_that_the_machine_lost_is_not_graded(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_answer_is_an_infra_error(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Session.step
 
     def failing(session: Session, code: str, *rest: Any) -> StepResult:
@@ -174,7 +172,7 @@ NOT_RUN = "Error: not run. 0 {}calls left, 1 asked for. Answer with what you hav
 @pytest.mark.parametrize(
     ("limit", "which"), [({"max_tool_calls": 1}, ""), ({"max_calls_of": {"python": 1}}, "python ")]
 )
-def test_who_has_no_line_left_is_shown_a_prompt_and_can_submit(
+def test_submission_after_the_last_line_is_accepted(
     pool: SandboxPool, limit: Any, which: str
 ) -> None:
     lines = [" x = 6\n", " x = 7\n", " submit_final_answer(x)\n"]
@@ -183,7 +181,7 @@ def test_who_has_no_line_left_is_shown_a_prompt_and_can_submit(
     assert (False, NOT_RUN.format(which)) in given_and_sampled(typed)
 
 
-def test_a_submission_that_fails_buys_no_further_line(pool: SandboxPool) -> None:
+def test_failed_submission_gives_no_further_line(pool: SandboxPool) -> None:
     lines = [" x = 6\n", " submit_final_answer(y)\n", " submit_final_answer(x + y)\n", " never\n"]
     typed = play(AGENT, ConsoleEnv(pool, 5.0), *lines, max_tool_calls=1)
     assert (typed.status, typed.stats["turns"]) == (Status.TRUNCATED_CALLS, 3)
@@ -193,7 +191,7 @@ def test_a_submission_that_fails_buys_no_further_line(pool: SandboxPool) -> None
 
 
 @pytest.mark.parametrize("keep", ["head", "ends", "tail"])
-def test_what_is_cut_ends_with_a_prompt_on_a_line_of_its_own(pool: SandboxPool, keep: str) -> None:
+def test_cut_output_ends_with_a_prompt(pool: SandboxPool, keep: str) -> None:
     lines = [" print('y' * 300)\n", f"{SUBMIT}\n"]
     cut: dict[str, Any] = {"max_observation_tokens": 60, "keep_observation": keep}
     typed = play(AGENT, ConsoleEnv(pool, 5.0), *lines, **cut)
@@ -252,7 +250,7 @@ def test_S1_10_lines_share_variables_and_rollouts_do_not(pool: SandboxPool) -> N
     assert sorted(r.answer or "" for r in group) == ["0", "1", "2", "3"]
 
 
-def test_a_dead_interpreter_is_replaced_and_the_policy_is_told(pool: SandboxPool) -> None:
+def test_dead_interpreter_is_replaced_with_a_message(pool: SandboxPool) -> None:
     typed = play(AGENT, ConsoleEnv(pool, 5.0), " import os; os._exit(1)\n", " 2\n", f"{SUBMIT}\n")
     assert "(the interpreter was restarted: its variables are gone)\n>>> 2\n2\n>>> submit" in shown(
         typed

@@ -183,7 +183,7 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-def test_a_right_call_is_made_whatever_its_type(parser: str, tokenizer: Any) -> None:
+def test_valid_call_of_any_type_is_made(parser: str, tokenizer: Any) -> None:
     read = tool_call_reader(parser, tokenizer)
     for function, value, shown in CASES:
         env = ToolEnv([*{function, text}])
@@ -263,7 +263,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("parameters", "message"), BAD)
-def test_a_schema_that_cannot_be_inlined_is_refused_by_name(parameters: Any, message: str) -> None:
+def test_invalid_schema_names_its_tool(parameters: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tool_schema("f", "", parameters)
     body = {"model": "policy", "messages": [{"role": "user", "content": "Q"}]}

@@ -50,7 +50,7 @@ def corpus(tmp_path: Path) -> Path:
         ("<python>a</think><python>b</python>", RunCode("b")),
     ],
 )
-def test_S3_1_a_turn_means_what_its_tags_ask_for(text: str, action: Any) -> None:
+def test_S3_1_parse_of_tags(text: str, action: Any) -> None:
     assert AGENT.parse(text, TASK) == action
 
 
@@ -94,7 +94,7 @@ def test_S3_1_results_are_given_within_the_message_and_never_trained(
         ({"max_tool_calls": 1}, "0 calls left"),
     ],
 )
-def test_S3_1_a_limit_is_told_and_nothing_is_made_up(
+def test_S3_1_exceeded_limit_is_reported(
     pool: SandboxPool, corpus: Path, limits: dict[str, Any], said: str
 ) -> None:
     call = "<python>1</python>" if "python" in said else "<search>engine</search>"
@@ -153,7 +153,7 @@ def test_S3_3_python_shows_its_last_value_and_its_errors(pool: SandboxPool) -> N
 
 
 @pytest.mark.nsjail
-def test_S3_17_a_document_is_not_taken_for_the_policy(pool: SandboxPool, corpus: Path) -> None:
+def test_S3_17_tags_in_documents_are_broken_up(pool: SandboxPool, corpus: Path) -> None:
     """Tags, boxes and words of failure in a result change no count, no answer and no mask."""
     turns = ["<search>spam</search>", "<think>Odd.</think><search>engine</search>", END]
     played = play(
@@ -181,7 +181,7 @@ def test_S3_17_a_document_is_not_taken_for_the_policy(pool: SandboxPool, corpus:
         assert well_formed(rollout)
 
 
-def test_boxes_are_balanced() -> None:
+def test_boxed_balances_braces() -> None:
     assert boxed(r"\boxed{1} and \boxed{\frac{a}{b}} end") == r"\frac{a}{b}"
     assert boxed(r"\boxed{ {x} }") == "{x}"
     assert boxed(r"\boxed{1") is None

@@ -104,12 +104,12 @@ TABLE: list[tuple[Any, str, Action]] = [
 
 
 @pytest.mark.parametrize(("agent", "text", "action"), TABLE)
-def test_a_thought_is_not_acted_on(agent: Any, text: str, action: Action) -> None:
+def test_thoughts_are_not_acted_on(agent: Any, text: str, action: Action) -> None:
     assert agent.parse(text, TASK) == action
 
 
 @pytest.mark.parametrize("opener", THOUGHTS)
-def test_every_family_s_thoughts_are_known(opener: str) -> None:
+def test_thoughts_of_every_model_family(opener: str) -> None:
     thought = f"{opener}Answer: 2{THOUGHTS[opener]}"
     assert CODE.parse(f"{thought}\nAnswer: 1", TASK) == Finish("1")
     assert CODE.parse(f"{opener}Answer: 2", TASK) == Finish(None)
@@ -185,7 +185,7 @@ CLOSED = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think
     ],
 )
 @pytest.mark.parametrize("history", ["append", "render"])
-def test_a_template_may_begin_the_thought(
+def test_template_may_start_the_thought(
     template: str, turns: list[str], answer: str | None, counts: tuple[float, float], history: str
 ) -> None:
     class Typed(CodeAgent):

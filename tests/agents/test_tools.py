@@ -146,7 +146,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("text", "action"), TABLE, ids=[text[:40] for text, _ in TABLE])
-def test_S2_6_what_a_turn_means(hermes: ReadCalls, text: str, action: Any) -> None:
+def test_S2_6_parse_of_tool_calls(hermes: ReadCalls, text: str, action: Any) -> None:
     assert agent(hermes).parse(text, TASK) == action
 
 
@@ -174,7 +174,7 @@ def test_S2_6_errors_go_back_to_the_policy_and_are_counted(hermes: ReadCalls) ->
     }
 
 
-def test_S2_6_what_no_tokenizer_takes_stops_nothing(hermes: ReadCalls) -> None:
+def test_S2_6_unencodable_text_is_handled(hermes: ReadCalls) -> None:
     """Half of a surrogate pair, in what the policy gives and in what a tool answers."""
 
     def half(name: str) -> str:
@@ -207,7 +207,7 @@ def test_S2_5_a_call_that_the_budget_cut_is_not_made(hermes: ReadCalls) -> None:
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_S2_7_one_call_a_turn_or_all_of_them(hermes: ReadCalls, parallel: bool) -> None:
+def test_S2_7_one_call_per_turn_or_all(hermes: ReadCalls, parallel: bool) -> None:
     turn = f"{call('add', a=1)}{call('add', a=5)}{EOT}"
     played = play(agent(hermes, parallel_calls=parallel), ENV, turn, f"ok{EOT}")
     second = "6" if parallel else "Error: one call per turn; this one was not carried out"
@@ -223,13 +223,13 @@ def test_an_environment_that_answers_too_few_calls_is_named(hermes: ReadCalls) -
         played.observe(calls, Observation("both"))
 
 
-def test_where_somebody_listens_a_reply_is_said_to_them(hermes: ReadCalls) -> None:
+def test_turn_without_a_call_is_a_message_to_the_user(hermes: ReadCalls) -> None:
     talker = agent(hermes, has_user=True)
     assert talker.parse("<think>Who?</think>Hello?", TASK) == Say("Hello?", "Hello?")
     assert talker.parse(call("add", a=1), TASK) == ADD
 
 
-def test_what_a_model_thinks_is_no_part_of_its_answer(hermes: ReadCalls) -> None:
+def test_thoughts_are_no_part_of_the_answer(hermes: ReadCalls) -> None:
     """Nor is an answer that it thinks of an answer."""
     thought = "<think>Al? I say Answer: Al.</think>\n\n"
     for prefix, said in (("", "Bo"), ("Answer:", "Answer: Bo")):
@@ -344,7 +344,7 @@ def test_a_turn_of_thousands_of_marks_is_malformed(parser: str, text: str) -> No
     assert read(prose, ENV.tools(TASK)) == Reading(prose, (), attempted=False)
 
 
-def test_tools_that_nobody_could_call_are_no_fault_of_the_policys() -> None:
+def test_broken_tool_schema_is_not_the_policys_fault() -> None:
     from agentgrpo.engine.tool_parsers import tool_call_reader
 
     read = tool_call_reader("hermes", TOKENIZER)
@@ -353,7 +353,7 @@ def test_tools_that_nobody_could_call_are_no_fault_of_the_policys() -> None:
             read("plain words", [{"type": "function", "function": {"name": "f", **wrong}}])
 
 
-def test_a_parser_that_vllm_has_not_is_refused() -> None:
+def test_unknown_parser_is_an_error() -> None:
     from agentgrpo.engine.tool_parsers import tool_call_reader
 
     with pytest.raises(ValueError, match=r"parser: expected one of .*hermes.*got 'herms'"):
@@ -361,7 +361,7 @@ def test_a_parser_that_vllm_has_not_is_refused() -> None:
     assert logging.getLogger("vllm").level != logging.CRITICAL
 
 
-def test_what_the_policy_gets_wrong_is_not_logged_even_after_an_engine_has_started(
+def test_malformed_calls_are_not_logged_by_vllm(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("vllm")
@@ -377,7 +377,7 @@ def test_what_the_policy_gets_wrong_is_not_logged_even_after_an_engine_has_start
     assert (said.out, said.err) == ("", "")
 
 
-def test_a_function_becomes_the_schema_of_what_it_takes() -> None:
+def test_schema_of_a_function() -> None:
     function = Tool(rich).schema["function"]
     properties = function["parameters"]["properties"]
     assert (function["name"], function["description"]) == ("rich", "Everything at once.")

@@ -53,7 +53,7 @@ ABSURD = ("1000000000000", "-1000000000000", "1e30", "-1e30", "nan", "inf", "-in
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-def test_no_number_is_taken_that_nobody_can_mean(key: str) -> None:
+def test_numbers_out_of_bounds_are_errors(key: str) -> None:
     kind = KEYS[key]
     holder = {get_origin(part) for part in parts(kind)}
     form = "[{}]" if tuple in holder else "{{ a = {} }}" if dict in holder else "{}"
@@ -77,7 +77,7 @@ def test_no_number_is_taken_that_nobody_can_mean(key: str) -> None:
         ),
     ],
 )
-def test_bounds_that_belong_to_one_setting(override: str, said: str | None) -> None:
+def test_bounds_of_single_settings(override: str, said: str | None) -> None:
     if said is None:
         load_config_of(RecipeConfig, LEAST, [override])
         together = [override, "rollout.group_size=100"]
@@ -90,7 +90,7 @@ def test_bounds_that_belong_to_one_setting(override: str, said: str | None) -> N
 NULLABLE = [key for key, kind in KEYS.items() if type(None) in get_args(kind)]
 
 
-def test_a_key_that_may_be_none_is_unset_by_that_word(tmp_path: Path) -> None:
+def test_none_unsets_an_optional_key(tmp_path: Path) -> None:
     """In a file over the one that sets it, on the command line, and among options."""
     assert {"rollout.call_timeout_s", "learner.trained_layers", "sft.data"} < {*NULLABLE}
     assert len(NULLABLE) > 25
@@ -110,7 +110,7 @@ def test_a_key_that_may_be_none_is_unset_by_that_word(tmp_path: Path) -> None:
     assert (config.loss.scale_rewards, config.reward.kind) == ("none", "none")
 
 
-def test_an_option_that_may_be_none_is_unset_by_that_word() -> None:
+def test_none_unsets_an_optional_option() -> None:
     nullable = [
         option
         for section, kinds in KINDS.items()
@@ -124,14 +124,14 @@ def test_an_option_that_may_be_none_is_unset_by_that_word() -> None:
     ] == []
 
 
-def test_a_shipped_config_that_trains_layers_can_train_an_adapter_instead() -> None:
+def test_adapter_can_replace_trained_layers_of_a_shipped_config() -> None:
     rank = "learner.lora.rank=8"
     with pytest.raises(ValueError, match=r"learner\.trained_layers=none unsets it"):
         load_config("quickstart", [rank])
     assert load_config("quickstart", [rank, "learner.trained_layers=none"]).learner.lora.rank == 8
 
 
-def test_the_objective_alone_has_bounds_too() -> None:
+def test_objective_has_bounds() -> None:
     for name, value in vars(Objective()).items():
         if isinstance(value, float):
             for wrong in (math.nan, math.inf, -math.inf, 1e30, -1e30):
@@ -165,7 +165,7 @@ def misspelt(word: str) -> str:
 
 
 @pytest.mark.parametrize("key", NAMED)
-def test_every_choice_that_is_misspelt_gets_the_nearest(key: str) -> None:
+def test_misspelt_choice_suggests_the_nearest(key: str) -> None:
     def check(override: str) -> None:
         config = load_config_of(RecipeConfig, LEAST, [override])
         objective_of(config.loss)
@@ -192,7 +192,7 @@ def test_every_choice_that_is_misspelt_gets_the_nearest(key: str) -> None:
         ("rollout.sampler=json:laods", "did you mean loads?"),
     ],
 )
-def test_names_of_ones_own_get_the_nearest(override: str, said: str) -> None:
+def test_misspelt_own_name_suggests_the_nearest(override: str, said: str) -> None:
     config = load_config_of(RecipeConfig, LEAST, [override])
     with pytest.raises(ValueError, match=re.escape(said)):
         resolve(config)

@@ -28,7 +28,7 @@ def toml(tmp_path: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_trls_names_are_trls_and_lead_to_keys_of_ours() -> None:
+def test_trl_keys_exist_in_trl_and_map_to_our_keys() -> None:
     assert {*TRL_KEYS.values()} <= {*all_keys(TrainConfig)}
     trl = pytest.importorskip("trl", reason="trl is in requirements-dev.txt")
     known = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
@@ -49,7 +49,7 @@ def test_trls_names_are_trls_and_lead_to_keys_of_ours() -> None:
         ("agent.kind=", "agent", "kind", ""),
     ],
 )
-def test_an_override_is_read_as_toml_or_else_as_text(
+def test_override_is_parsed_as_toml_or_text(
     override: str, section: str | None, key: str, value: Any
 ) -> None:
     config = a_config(override)
@@ -90,7 +90,7 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
         ("data.heldout=1000", "key data.heldout: Input should be a valid string, got 1000"),
     ],
 )
-def test_a_wrong_override_is_refused_by_its_name(override: str, message: str) -> None:
+def test_invalid_override_names_its_key(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         a_config("steps=3", override)
 
@@ -107,9 +107,7 @@ def test_a_wrong_override_is_refused_by_its_name(override: str, message: str) ->
         ("true or false", "yes", "boolean"),
     ],
 )
-def test_a_value_of_another_type_is_refused_and_not_converted(
-    kind: str, value: str, expected: str
-) -> None:
+def test_value_of_another_type_is_an_error(kind: str, value: str, expected: str) -> None:
     keys = [f"{s.section}.{s.key}".lstrip(".") for s in settings() if s.kind.startswith(kind)]
     assert len(keys) > 9
     with pytest.raises(ValueError, match="config key") as caught:
@@ -119,14 +117,14 @@ def test_a_value_of_another_type_is_refused_and_not_converted(
     assert all(f"a valid {expected}, got " in line for line in lines)
 
 
-def test_every_mistake_is_named_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match="steps") as caught:
         a_config("steps=0", "seed=-1", "nosuch.key=2", "sandbox.preload=[1]")
     assert len(str(caught.value).splitlines()) == 4
 
 
 @pytest.mark.parametrize("missing", ["model", "out_dir"])
-def test_what_has_no_default_is_required(tmp_path: Path, missing: str) -> None:
+def test_key_without_default_is_required(tmp_path: Path, missing: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text("".join(line for line in LEAST.splitlines(True) if missing not in line))
     with pytest.raises(ValueError, match=f"config key {missing} is required"):
@@ -141,14 +139,14 @@ def test_what_has_no_default_is_required(tmp_path: Path, missing: str) -> None:
         ("runs/quickstart.toml", "did you mean quickstart?"),
     ],
 )
-def test_a_missing_config_names_the_nearest_shipped_one(name: str, hint: str) -> None:
+def test_missing_config_suggests_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match=r"is neither a file nor the name of a") as caught:
         load_config(name)
     assert str(caught.value).startswith(f"config {name!r} ")
     assert str(caught.value).endswith(f"; {hint}")
 
 
-def test_a_file_may_extend_a_file_beside_it_or_a_shipped_config(tmp_path: Path) -> None:
+def test_config_may_extend_a_file_or_a_shipped_config(tmp_path: Path) -> None:
     for name, text in {
         "a.toml": LEAST + "[loss]\nbeta = 0.1\n[env]\nkind = 'x:Y'\noptions = { a = 1, b = 2 }\n",
         "b.toml": "extends = 'a.toml'\nsteps = 3\nloss.epsilon_high = 0.4\nenv.options.b = 3\n",
@@ -166,7 +164,7 @@ def test_a_file_may_extend_a_file_beside_it_or_a_shipped_config(tmp_path: Path) 
     assert load_config(tmp_path / "d.toml") == load_config("quickstart", changes)
 
 
-def test_an_override_of_a_kind_leaves_the_files_options_behind_too(tmp_path: Path) -> None:
+def test_override_of_kind_discards_the_files_options(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(LEAST + "[env]\nkind = 'x:Y'\noptions = { a = 1 }\n")
     for overrides, options in (
         (["env.kind=z:Z"], {}),
@@ -195,7 +193,7 @@ def test_an_override_of_a_kind_leaves_the_files_options_behind_too(tmp_path: Pat
         ("'e.toml'", r"e\.toml: not valid TOML"),
     ],
 )
-def test_what_cannot_be_extended_is_named(toml: Path, base: str, message: str) -> None:
+def test_invalid_extends_is_an_error(toml: Path, base: str, message: str) -> None:
     toml.with_name("d.toml").write_text("extends = 'c.toml'\n")
     toml.with_name("e.toml").write_text("x = \n")
     toml.with_name("f.toml").write_bytes(b"x = '\xff'\n")
@@ -237,7 +235,7 @@ def test_seeds_of_steps_refills_and_runs_all_differ() -> None:
     assert configs[1].seed_of(4, 1) == configs[1].seed_of(4, 1)
 
 
-def test_a_rollout_may_sample_all_its_turns() -> None:
+def test_max_sampled_tokens_covers_all_turns() -> None:
     assert RolloutConfig(max_turns=3, max_turn_tokens=10).max_sampled_tokens == 30
 
 
@@ -248,7 +246,7 @@ def test_a_rollout_may_sample_all_its_turns() -> None:
         "top_k=5",
     ],
 )
-def test_what_bends_the_distribution_is_for_evaluation_only(override: str) -> None:
+def test_sampling_filters_are_for_evaluation_only(override: str) -> None:
     name, _, value = override.partition("=")
     with pytest.raises(ValueError, match=rf"rollout\.{name} does not exist.*would be biased.*eval"):
         a_config(f"rollout.{override}")
@@ -258,19 +256,19 @@ def test_what_bends_the_distribution_is_for_evaluation_only(override: str) -> No
 
 @pytest.mark.parametrize("value", ["3", '["top_p"]', '"top_p"'])
 @pytest.mark.parametrize("section", ["rollout", "engine", "learner", "evaluation"])
-def test_a_section_that_is_no_table_is_named(section: str, value: str) -> None:
+def test_section_that_is_no_table_is_an_error(section: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"config key {section}: Input should be an object"):
         a_config(f"{section}={value}")
 
 
 @pytest.mark.parametrize("treatment", ["train", "mask"])
-def test_a_broken_machine_can_neither_teach_nor_be_compared_with(treatment: str) -> None:
+def test_infra_errors_cannot_be_trained_on(treatment: str) -> None:
     with pytest.raises(ValueError, match=r"infra_error: expected 'drop' or 'retry'.*the machine"):
         a_config(f'rollout.treatment={{infra_error="{treatment}"}}')
     a_config('rollout.treatment={infra_error="drop", timed_out="mask"}')
 
 
-def test_a_group_cannot_begin_with_all_its_rollouts_and_branch() -> None:
+def test_branching_initial_must_be_below_group_size() -> None:
     with pytest.raises(
         ValueError, match=r"branching\.initial: expected below .*group_size = 8, got 8"
     ):
@@ -278,7 +276,7 @@ def test_a_group_cannot_begin_with_all_its_rollouts_and_branch() -> None:
     assert a_config("rollout.branching.initial=7").rollout.branching.initial == 7
 
 
-def test_weights_that_are_shared_or_adapted_cannot_be_dropped() -> None:
+def test_sleep_level_2_requires_copied_weights_without_adapter() -> None:
     with pytest.raises(
         ValueError, match=r"engine\.weights: expected 'copy' with .*sleep_level = 2"
     ):
@@ -291,7 +289,7 @@ def test_weights_that_are_shared_or_adapted_cannot_be_dropped() -> None:
         a_config(*copied, "learner.lora.rank=4")
 
 
-def test_a_recipes_sections_are_known_for_what_they_are() -> None:
+def test_recipe_section_in_a_run_names_the_recipe_command() -> None:
     assert (
         set(RECIPE_SECTIONS) == RecipeConfig.model_fields.keys() - TrainConfig.model_fields.keys()
     )

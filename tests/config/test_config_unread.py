@@ -53,7 +53,7 @@ BRANCH = "rollout.branching."
         ),
     ],
 )
-def test_what_does_nothing_is_refused_until_it_does(override: str, need: str, then: str) -> None:
+def test_setting_without_effect_is_an_error(override: str, need: str, then: str) -> None:
     key = override.partition("=")[0]
     with pytest.raises(ValueError, match=rf"^{key}: .* does nothing without {need}"):
         a_config(*override.split())

@@ -20,14 +20,14 @@ def make(**sections: Any) -> RecipeConfig:
     return RecipeConfig.model_validate({"model": "m", "out_dir": "o", **sections})
 
 
-def test_the_documents_example_is_a_recipe() -> None:
+def test_recipe_of_the_docs_is_valid() -> None:
     (text,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/recipe.md").read_text(), re.M | re.S)
     recipe = RecipeConfig.model_validate(tomllib.loads(text))
     assert recipe.endpoints["critic"].kind == "http"
     assert recipe.of_run().reward.sigma_length == 0.5
 
 
-def test_a_run_of_a_recipe_has_its_settings_but_for_the_changes() -> None:
+def test_of_run_changes_only_the_given_settings() -> None:
     recipe = make(rollout={"group_size": 5}, learner={"learning_rate": 1e-3}, seed=4)
     run = recipe.of_run(out_dir="elsewhere", **{"rollout.max_turns": 9})
     assert type(run) is TrainConfig
@@ -82,12 +82,12 @@ def test_a_run_of_a_recipe_has_its_settings_but_for_the_changes() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(sections: dict[str, Any], said: str) -> None:
+def test_invalid_recipe_settings_name_their_key(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make(**sections)
 
 
-def test_what_evaluate_alone_samples_from_is_left_out_of_a_recipes_runs() -> None:
+def test_of_run_omits_filters_used_only_by_evaluate() -> None:
     whole = make(measures={"temperature": 0.6}, evaluation={"top_p": 0.9, "top_k": 5})
     assert whole.evaluation.filters == {"top_p": 0.9, "top_k": 5}
     assert whole.of_run().evaluation.filters == {}
@@ -100,9 +100,7 @@ def test_what_evaluate_alone_samples_from_is_left_out_of_a_recipes_runs() -> Non
         ("evaluate", ["measures.quality=judge", "measures.judge=reference"]),
     ],
 )
-def test_what_a_reference_needs_may_be_said_to_the_command_that_asks_it(
-    command: str, asked: list[str]
-) -> None:
+def test_commands_that_use_the_reference_accept_lora_rank(command: str, asked: list[str]) -> None:
     lora = ["learner.lora.rank=8", "learner.trained_layers=none"]
     recipe = load_config_of(RecipeConfig, "recipe", [*asked, *lora], command)
     assert recipe.learner.lora.rank == 8

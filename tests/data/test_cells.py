@@ -67,14 +67,14 @@ def read(
         ({"my q": "x", "a": "1"}, 'Q: {my q} as {"x": 1}', "{a}", 'Q: x as {"x": 1}', "1"),
     ],
 )  # fmt: skip
-def test_fields_are_read_by_a_dotted_path(
+def test_cell_reads_dotted_paths(
     tmp_path: Path, parquet: bool, row: Any, question: str, answer: str, asked: str, expected: Any
 ) -> None:
     (task,) = read(tmp_path, row, parquet=parquet, question=question, answer=answer)
     assert (task.messages[0]["content"], task.spec["answer"]) == (asked, expected)
 
 
-def test_columns_keep_what_paths_read(tmp_path: Path) -> None:
+def test_columns_keep_the_columns_of_paths(tmp_path: Path) -> None:
     paths: dict[str, Any] = {"answer": "reward_model.ground_truth", "id": "extra_info.index"}
     (task,) = read(tmp_path, VERL, question="prompt", columns=[], **paths)
     assert (task.id, task.spec["answer"]) == ("7", "4")
@@ -102,7 +102,7 @@ def test_columns_keep_what_paths_read(tmp_path: Path) -> None:
         (VERL, {"question": "{reward_model}"}, "name 'reward_model.ground_truth'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_named(
+def test_unreadable_cell_is_named(
     tmp_path: Path, row: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*" + re.escape(message)):
@@ -127,7 +127,7 @@ def test_what_cannot_be_read_is_named(
          {"role": "user", "content": "x"}),
     ],
 )  # fmt: skip
-def test_messages_are_read_as_people_write_them(
+def test_common_message_formats_are_read(
     tmp_path: Path, parquet: bool, said: Any, read_as: Any
 ) -> None:
     last = {"from": "human", "value": "y"} if "from" in said else USER
@@ -137,7 +137,7 @@ def test_messages_are_read_as_people_write_them(
     assert task.messages[0] == read_as
 
 
-def test_histories_that_differ_in_a_call_are_different_questions(tmp_path: Path) -> None:
+def test_tool_calls_in_the_history_distinguish_questions(tmp_path: Path) -> None:
     other = {**CALL, "function": {"name": "add", "arguments": {"a": 2}}}
     logs = [[LOG[0], {**LOG[1], "tool_calls": [call]}, *LOG[2:]] for call in (CALL, other)]
     first, second = read(tmp_path, *({"question": log, "answer": "6"} for log in logs))
@@ -175,7 +175,7 @@ def test_calls_in_the_history_keep_their_arguments(tmp_path: Path) -> None:
          "message 2: tool_calls.0.function: Field required"),
     ],
 )  # fmt: skip
-def test_messages_that_would_lose_something_are_refused(
+def test_message_with_unsupported_content_is_an_error(
     tmp_path: Path, said: Any, message: str
 ) -> None:
     fine, row = {"question": "2+2?", "answer": "4"}, {"question": [USER, said, USER], "answer": "4"}
@@ -185,7 +185,7 @@ def test_messages_that_would_lose_something_are_refused(
         read(tmp_path, fine, row)
 
 
-def test_an_answer_as_the_last_message_is_refused_or_dropped(tmp_path: Path) -> None:
+def test_last_assistant_message_is_an_error_or_dropped(tmp_path: Path) -> None:
     row = {"messages": [USER, ASSISTANT, USER, {**ASSISTANT, "content": "It is 4."}]}
     options: dict[str, Any] = {"question": "messages", "answer": "messages.-1.content"}
     remedy = r"data\.drop_last_message = true .* data\.answer = \"messages\.-1\.content\""

@@ -41,7 +41,7 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def test_the_same_rows_come_from_every_kind_of_file(rows: Path) -> None:
+def test_all_file_formats_give_the_same_rows(rows: Path) -> None:
     tasks = read_tasks(rows, **COLUMNS)
     assert [t.id for t in tasks.rows] == [f"k{i}" for i in range(20)]
     assert tasks.rows[3] == Task(
@@ -61,13 +61,13 @@ def test_the_same_rows_come_from_every_kind_of_file(rows: Path) -> None:
     assert first[:20] != [t.id for t in tasks.rows]
 
 
-def test_bad_rows_are_named_by_file_and_number(rows: Path) -> None:
+def test_invalid_row_names_file_and_number(rows: Path) -> None:
     with pytest.raises(ValueError, match=rf"{rows.name}:1: no column 'nope'; the row has \['ext"):
         read_tasks(rows, question="nope")
     assert read_tasks(rows, question="q", answered=False).rows[0].id == f"{rows.name}:1"
 
 
-def test_arrows_other_types_are_what_a_record_can_hold(tmp_path: Path) -> None:
+def test_arrow_types_become_json(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
@@ -101,13 +101,13 @@ def nested(depth: int) -> Any:
         ([{"a": {1: 2}}], "the key 1 is no text"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_before_it_is_played(value: Any, said: str) -> None:
+def test_unrecordable_spec_is_an_error(value: Any, said: str) -> None:
     given = Task(id="t", messages=(), spec={"fine": np.zeros(2), "odd": value})
     with pytest.raises(ValueError, match=rf"task 't': spec\['odd'\] cannot be recorded: {said}"):
         require_recordable(given)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_unsupported_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x")
     (tmp_path / "bad.parquet").write_text("x")
     (tmp_path / "dir" / "train").mkdir(parents=True)
@@ -130,7 +130,7 @@ def jsonl(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_what_is_held_out_is_of_the_training_source_unless_said(jsonl: str) -> None:
+def test_heldout_auto_uses_the_training_source(jsonl: str) -> None:
     file = DataConfig(train=jsonl, num_heldout=6)
     held = [task.id for task in heldout_tasks(file)]
     said = file.model_copy(update={"heldout": "split"})
@@ -141,7 +141,7 @@ def test_what_is_held_out_is_of_the_training_source_unless_said(jsonl: str) -> N
     assert DataConfig(train=jsonl, heldout="word_problems").heldout_source == "word_problems"
 
 
-def test_a_split_is_the_same_for_all_and_nothing_is_in_both(jsonl: str) -> None:
+def test_split_is_reproducible_and_disjoint(jsonl: str) -> None:
     config = DataConfig(train=jsonl, heldout="split", num_heldout=6)
     held = {t.id for t in heldout_tasks(config)}
     train = training_tasks(config, seed=1)
@@ -159,7 +159,7 @@ def rows_of(path: Path, *rows: dict[str, Any]) -> DataConfig:
     return DataConfig(train=str(path), heldout="split", num_heldout=4)
 
 
-def test_no_question_that_is_held_out_is_trained_on(tmp_path: Path) -> None:
+def test_heldout_questions_are_not_trained_on(tmp_path: Path) -> None:
     """Of 60 rows with 12 questions, some written with other space and capital letters."""
     said = [f"What is {i}+{i}?" for i in range(12)]
     rows = [{"question": q, "answer": i} for i, q in enumerate(said)] * 3
@@ -173,7 +173,7 @@ def test_no_question_that_is_held_out_is_trained_on(tmp_path: Path) -> None:
     assert (len(train), train.left_out) == (40, 16)
 
 
-def test_games_that_begin_alike_are_told_apart_by_their_rows(tmp_path: Path) -> None:
+def test_tasks_with_equal_questions_are_split_by_their_rows(tmp_path: Path) -> None:
     rows = [{"question": "Play.", "answer": 1, "board": i // 2} for i in range(20)]
     config = rows_of(tmp_path / "rows.jsonl", *rows)
     held, train = heldout_tasks(config), training_tasks(config, seed=1)
@@ -184,7 +184,7 @@ def test_games_that_begin_alike_are_told_apart_by_their_rows(tmp_path: Path) -> 
     assert (len(train), train.left_out) == (12, 4)
 
 
-def test_boards_with_keys_of_two_kinds_in_any_order_are_told_apart() -> None:
+def test_rows_with_mixed_key_types_are_compared() -> None:
     play = ({"role": "user", "content": "Play."},)
     boards = [{1: i // 2, "turn": 0} if i % 2 else {"turn": 0, 1: i // 2} for i in range(20)]
     tasks = [Task(id=str(i), messages=play, spec={"board": b}) for i, b in enumerate(boards)]
@@ -193,7 +193,7 @@ def test_boards_with_keys_of_two_kinds_in_any_order_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("key", ["train", "heldout"])
-def test_a_mistyped_source_names_its_key_and_the_nearest(key: str) -> None:
+def test_unknown_source_suggests_the_nearest(key: str) -> None:
     given: Any = {key: "word_problem"}
     config = DataConfig(**given)
     give: Any = (
@@ -205,7 +205,7 @@ def test_a_mistyped_source_names_its_key_and_the_nearest(key: str) -> None:
         give()
 
 
-def test_answers_that_nobody_reads_may_be_missing(tmp_path: Path) -> None:
+def test_unused_answers_may_be_missing(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "a", "gold": 7}\n{"question": "b"}\n')
     config = DataConfig(train=str(path), heldout="word_problems", answer="gold")
@@ -216,17 +216,17 @@ def test_answers_that_nobody_reads_may_be_missing(tmp_path: Path) -> None:
     assert {"gold": 7, "answer": 7} in specs
 
 
-def test_a_missing_file_names_its_key(tmp_path: Path) -> None:
+def test_missing_file_names_its_key(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"data\.train: .*nowhere\.jsonl"):
         training_tasks(DataConfig(train=str(tmp_path / "nowhere.jsonl")), 0)
 
 
-def test_an_environment_without_tasks_says_so() -> None:
+def test_environment_without_tasks_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"data\.train: expected a file, .*no tasks.*got 'env'"):
         training_tasks(DataConfig(train="env"), 0, env=None)
 
 
-def test_only_keeps_the_order_and_says_when_nothing_is_left(jsonl: str) -> None:
+def test_only_keeps_the_order_and_raises_if_empty(jsonl: str) -> None:
     rows = read_tasks(jsonl)
     assert [t.spec["answer"] for t in rows.only(lambda t: t.spec["answer"] % 7 == 0).rows] == [
         0, 7, 14,
@@ -249,7 +249,7 @@ def hub(**settings: Any) -> DataConfig:
 
 
 @pytest.mark.slow
-def test_a_dataset_of_the_hub_is_read_by_its_name(at_hub: None, tmp_path: Path) -> None:
+def test_hub_dataset_is_read_by_its_name(at_hub: None, tmp_path: Path) -> None:
     config = hub(split="train[:10]", subset="main", heldout="org/rows", columns=["key"])
     first, *_ = trained = training_tasks(config, 0).rows  # type: ignore[attr-defined]
     assert (len(trained), first.spec) == (10, {"gold": 0, "key": "k0", "answer": 0})
@@ -265,7 +265,7 @@ def test_a_dataset_of_the_hub_is_read_by_its_name(at_hub: None, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_init_writes_a_config_that_reads_a_dataset_of_the_hub(at_hub: None) -> None:
+def test_init_writes_a_config_for_a_hub_dataset(at_hub: None) -> None:
     """What the overrides say of the data is read too: ids, columns, subset, split."""
     part = ["data.split=train[:10]", "data.subset=main", "data.id=key", 'data.columns=["extra"]']
     assert init.main(["m/m", "org/rows", "--question", "q", "--answer", "gold", *part]) == 0
@@ -295,7 +295,7 @@ def test_init_writes_a_config_that_reads_a_dataset_of_the_hub(at_hub: None) -> N
         ({"train": "rows.jsonl", "subset": "dev"}, "data.subset: 'dev' does nothing without"),
     ],
 )
-def test_what_the_hub_does_not_have_is_said_by_its_key(
+def test_missing_hub_dataset_names_its_key(
     at_hub: None, settings: dict[str, Any], said: str
 ) -> None:
     config = hub(**settings)

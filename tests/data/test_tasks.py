@@ -22,7 +22,7 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def test_no_word_problem_repeats_and_none_is_left_out() -> None:
+def test_word_problems_neither_repeat_nor_skip() -> None:
     tasks = WordProblemTasks()
     drawn = [task.id for task in tasks.next(10) + tasks.next(60)]
     assert drawn == [f"word/train/seed0/{i}" for i in range(70)]
@@ -33,9 +33,7 @@ def run(tasks: Tasks, steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 4, 9])
-def test_a_resumed_stream_gives_what_an_uninterrupted_one_gives(
-    stop_after: int, rows: Path
-) -> None:
+def test_resumed_stream_equals_an_uninterrupted_one(stop_after: int, rows: Path) -> None:
     def streams() -> list[Tasks]:
         return [WordProblemTasks(seed=4), read_tasks(rows, seed=4)]
 
@@ -47,7 +45,7 @@ def test_a_resumed_stream_gives_what_an_uninterrupted_one_gives(
         assert start + run(resumed, 12 - stop_after) == want
 
 
-def test_a_state_of_another_stream_is_refused(rows: Path, tmp_path: Path) -> None:
+def test_state_of_another_stream_is_an_error(rows: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text(rows.read_text().replace("q3", "Q3"))
     streams: list[Tasks] = [
@@ -61,7 +59,7 @@ def test_a_state_of_another_stream_is_refused(rows: Path, tmp_path: Path) -> Non
                     one.load_state_dict(another.state_dict())
 
 
-def test_a_state_from_before_the_templates_changed_is_refused(
+def test_state_of_other_templates_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = WordProblemTasks().state_dict()
@@ -84,7 +82,7 @@ def test_rows_become_tasks(rows: Path) -> None:
     )
 
 
-def test_columns_can_have_other_names_and_questions_can_be_chats(tmp_path: Path) -> None:
+def test_columns_may_be_renamed_and_questions_may_be_chats(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     path.write_text("\n" + json.dumps({"prompt": chat, "gold": "7", "key": 12}) + "\n\n")
@@ -92,7 +90,7 @@ def test_columns_can_have_other_names_and_questions_can_be_chats(tmp_path: Path)
     assert task == Task(id="12", messages=tuple(chat), spec={"gold": "7", "key": 12, "answer": "7"})
 
 
-def test_every_round_has_every_row_in_another_order(rows: Path) -> None:
+def test_each_round_shuffles_all_rows(rows: Path) -> None:
     tasks = read_tasks(rows)
     rounds = [tuple(task.id for task in tasks.next(5)) for _ in range(8)]
     assert {frozenset(ids) for ids in rounds} == {frozenset(rounds[0])}
@@ -123,7 +121,7 @@ GOOD = b'{"question": "q", "answer": 1, "id": "x"}\n'
         (GOOD + GOOD, r"rows.jsonl:2: the id 'x' appears twice"),
     ],
 )
-def test_a_bad_row_is_named_by_file_and_line(content: bytes, message: str, tmp_path: Path) -> None:
+def test_invalid_row_names_file_and_line(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):

@@ -47,7 +47,7 @@ def numbers_of(kind: Kind, wording: str, question: str) -> dict[str, int]:
 
 
 @EVERYWHERE
-def test_the_answer_is_what_the_visible_numbers_demand(split: Split) -> None:
+def test_answer_follows_from_the_visible_numbers(split: Split) -> None:
     wording_of = dict(_by_wording(split))
     for index in range(6 * len(wordings(split))):
         made = task(split, index, seed=3)
@@ -76,12 +76,12 @@ def _by_wording(split: Split) -> list[tuple[str, tuple[Kind, str]]]:
     return pairs
 
 
-def test_no_two_wordings_are_alike_across_both_splits() -> None:
+def test_all_wordings_differ_across_splits() -> None:
     skeletons = [s for split in SPLITS for s, _ in _by_wording(split)]
     assert len(skeletons) == len(set(skeletons))
 
 
-def test_heldout_words_are_never_seen_in_training() -> None:
+def test_heldout_words_do_not_occur_in_training() -> None:
     train, heldout = ({*WORDS[split]["names"], *WORDS[split]["things"]} for split in SPLITS)
     assert not train & heldout
     for problem in itertools.islice(generate("heldout"), 400):
@@ -91,7 +91,7 @@ def test_heldout_words_are_never_seen_in_training() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_every_kind_is_asked_in_both_splits_with_all_its_numbers(kind: Kind) -> None:
+def test_every_kind_occurs_in_both_splits_with_all_its_numbers(kind: Kind) -> None:
     assert kind.train
     assert kind.heldout
     said_by_expr = set(re.findall(r"\{(\w)\}", kind.expr))
@@ -103,7 +103,7 @@ def test_every_kind_is_asked_in_both_splits_with_all_its_numbers(kind: Kind) -> 
 
 
 @EVERYWHERE
-def test_a_cycle_uses_every_wording_once(split: Split) -> None:
+def test_cycle_uses_each_wording_once(split: Split) -> None:
     choices = wordings(split)
     for cycle in range(3):
         indices = range(cycle * len(choices), (cycle + 1) * len(choices))
@@ -111,7 +111,7 @@ def test_a_cycle_uses_every_wording_once(split: Split) -> None:
         assert sorted(made) == sorted(skeleton for skeleton, _ in _by_wording(split))
 
 
-def test_a_problem_depends_on_its_address_alone() -> None:
+def test_problem_depends_only_on_its_address() -> None:
     later_first = {i: task("train", i, seed=5) for i in reversed(range(40))}
     assert later_first == {i: task("train", i, seed=5) for i in range(40)}
     texts = {
@@ -121,7 +121,7 @@ def test_a_problem_depends_on_its_address_alone() -> None:
     assert len(texts) > 230  # of 240: "What is {a} - {b}?" may repeat
 
 
-def test_problems_are_the_same_on_every_machine_and_python() -> None:
+def test_problems_are_the_same_on_every_machine() -> None:
     """Pinned: only a change of the templates may change these."""
     assert word_problems.fingerprint() == "aef742cc703c188b"
     first = task("train", 0)
@@ -143,7 +143,7 @@ def test_the_reference_expression_gives_the_answer() -> None:
 
 
 @EVERYWHERE
-def test_the_agent_sees_the_question_and_nothing_that_is_graded(split: Split) -> None:
+def test_agent_sees_only_the_question(split: Split) -> None:
     for index in range(30):
         made = task(split, index)
         (message,) = made.messages
@@ -153,7 +153,7 @@ def test_the_agent_sees_the_question_and_nothing_that_is_graded(split: Split) ->
         assert made.spec.keys() == {"answer", "expression", "kind"}
 
 
-def test_generate_begins_at_the_first() -> None:
+def test_generate_starts_at_index_0() -> None:
     found = list(itertools.islice(generate("heldout", seed=2), 9))
     assert found == [task("heldout", i, seed=2) for i in range(9)]
 
@@ -165,6 +165,6 @@ def test_generate_begins_at_the_first() -> None:
         (("train", -1), "index: expected at least 0, got -1"),
     ],
 )
-def test_an_address_that_does_not_exist_is_refused(arguments: Any, message: str) -> None:
+def test_invalid_address_raises(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         word_problems.task(*arguments)

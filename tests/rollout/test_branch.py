@@ -79,7 +79,7 @@ def test_S3_5_entropy_of_all_tokens_is_the_entropy() -> None:
     assert found.dtype == np.float32
 
 
-def test_what_is_not_among_the_likeliest_counts_as_one() -> None:
+def test_tokens_outside_the_top_count_as_one() -> None:
     logprobs = [math.log(p) for p in (0.1, 0.5, 0.2)]  # sampled token 9; 0.2 of mass unseen
     (found,) = token_entropies(np.array([[9, 1, 2]], np.int32), np.array([logprobs]))
     expected = -sum(p * math.log(p) for p in (0.1, 0.5, 0.2, 0.2))
@@ -330,7 +330,7 @@ class Forgetful(StubEnv):
         return Observation(f"answer {self.answered}")
 
 
-def test_a_branch_whose_world_answers_otherwise_is_given_up_and_its_place_filled() -> None:
+def test_diverged_branch_is_restarted_from_the_prompt() -> None:
     env = Forgetful()
     env.answer = lambda code: env.observe()
     groups, stats = play(conversation(1), env, group_size=4, branching={**ALWAYS, "initial": 2})
@@ -341,7 +341,7 @@ def test_a_branch_whose_world_answers_otherwise_is_given_up_and_its_place_filled
 
 
 @pytest.mark.parametrize("max_live", [1, 256])
-def test_what_branched_off_a_rollout_that_is_played_again_has_no_parent(max_live: int) -> None:
+def test_branches_of_a_retried_rollout_lose_their_parent(max_live: int) -> None:
     """Rollout 0 calls, is told, branches, and then its machine breaks; a branch may yet wait."""
     turns = ["<code>0</code>", "<code>broken machine</code>"]
     engine = StubEngine(TOKENIZER, lambda n, _: Turn(turns[n] if n < 2 else f"Answer: {n}{EOT}"))
@@ -358,7 +358,7 @@ def test_what_branched_off_a_rollout_that_is_played_again_has_no_parent(max_live
     env.assert_all_closed_once()
 
 
-def test_aepo_decides_when_the_first_of_a_group_has_seen_a_tools_answer() -> None:
+def test_aepo_decides_after_the_first_tool_result() -> None:
     high = math.log(len(TOKENIZER))
     config = {**ALWAYS, "initial": 1, "budget": "aepo", "aepo_beta": 2.0}
     # 8 * sigmoid(2 * (1 - 0)) = 7.05: the policy is unsure at once, so 7 begin alone and 1 branches
@@ -369,7 +369,7 @@ def test_aepo_decides_when_the_first_of_a_group_has_seen_a_tools_answer() -> Non
     assert sum(r.parent is None for r in checked(groups, 8)) == 1
 
 
-def test_a_turn_after_a_complaint_about_form_is_none_after_a_tool() -> None:
+def test_turn_after_a_malformed_action_is_not_after_a_tool() -> None:
     """Call, malformed turn, answer: only the turn right behind the tool's answer may branch."""
 
     def policy(number: int, prompt: str) -> Turn:
@@ -438,7 +438,7 @@ def test_a_branch_has_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r.status for r in checked(groups, 2)] == [Status.COMPLETED] * 2
 
 
-def test_what_a_branch_earns_is_its_own() -> None:
+def test_branch_has_its_own_rewards() -> None:
     env = StubEnv(answer=lambda code: Observation("ok", rewards={"step": 1.0}))
     groups, stats = play(conversation(2), env, group_size=2, branching={**ALWAYS, "initial": 1})
     assert stats.branches == 1
@@ -566,7 +566,7 @@ def test_a_copy_is_made_before_the_parents_next_step() -> None:
     env.assert_nothing_is_left()
 
 
-def test_a_machine_that_cannot_copy_breaks_the_parent_alone() -> None:
+def test_failed_copy_breaks_only_the_parent() -> None:
     env = CopyingEnv(["broken"])
     groups, stats = play(
         conversation(1), env, group_size=2, branching={**ALWAYS, "initial": 1}, max_retries=0

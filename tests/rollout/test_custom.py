@@ -64,7 +64,7 @@ def sampler(user: Any, served: Any = None, **config: Any) -> CustomSampler:
     return CustomSampler(user, cast(Any, served or engine()), RolloutConfig(**config), (2,))
 
 
-def test_a_users_sampler_gets_the_run_and_gives_its_groups() -> None:
+def test_user_sampler_plays_the_groups() -> None:
     user, served = Mine(), engine()
     custom = sampler(user, served, temperature=0.5, max_turns=4, max_response_tokens=99)
     questions = tasks(2)
@@ -85,7 +85,7 @@ def test_a_users_sampler_gets_the_run_and_gives_its_groups() -> None:
     )
 
 
-def test_an_evaluation_tells_it_so() -> None:
+def test_evaluation_passes_its_params() -> None:
     user = Mine()
     sampler(user).play(tasks(1), 1, seed=0, temperature=0.0, filters={"top_p": 0.9})
     params = user.got[0][3]
@@ -93,7 +93,7 @@ def test_an_evaluation_tells_it_so() -> None:
     assert params.max_response_tokens == 10_000  # the engine's context
 
 
-def test_its_ends_are_treated_as_ours() -> None:
+def test_statuses_get_the_default_treatments() -> None:
     def cut(last: Rollout) -> None:
         last.status = Status.TRUNCATED_LENGTH
 
@@ -102,7 +102,7 @@ def test_its_ends_are_treated_as_ours() -> None:
     assert [r.treatment for r in groups[0].rollouts] == [Treatment.TRAIN, Treatment.MASK]
 
 
-def test_what_it_does_not_count_is_counted_for_it() -> None:
+def test_missing_stats_are_filled_in() -> None:
     """Reports, efficiency and rewards read these counts of every rollout."""
 
     def counts(last: Rollout) -> None:
@@ -147,9 +147,7 @@ def nan(r: Rollout) -> None:
         (span(3, 6, float("inf")), "is not finite"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_by_name(
-    change: Callable[[Rollout], Any], message: str
-) -> None:
+def test_untrainable_rollout_is_an_error(change: Callable[[Rollout], Any], message: str) -> None:
     with pytest.raises(UserCodeError, match=rf"wrong result: task 't1', rollout 1: .*{message}"):
         sampler(Mine(change)).play(tasks(2), 2, seed=0)
 
@@ -178,9 +176,7 @@ def ask(engine: Any) -> None:
         ),
     ],
 )
-def test_groups_that_are_not_whole_or_not_done_are_refused(
-    spoil: Callable[[Any, Any], None], message: str
-) -> None:
+def test_incomplete_groups_are_errors(spoil: Callable[[Any, Any], None], message: str) -> None:
     class Spoilt(Mine):
         def rollout(self, engine: Any, *args: Any) -> list[list[Rollout]]:
             played = super().rollout(engine, *args)
@@ -191,7 +187,7 @@ def test_groups_that_are_not_whole_or_not_done_are_refused(
         sampler(Spoilt()).play(tasks(2), 2, seed=0)
 
 
-def test_a_bug_in_it_leaves_nothing_in_flight() -> None:
+def test_error_aborts_requests_in_flight() -> None:
     class Buggy(Mine):
         def rollout(self, engine: Any, *args: Any) -> list[list[Rollout]]:
             ask(engine)
@@ -242,7 +238,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> str:
     return "users_own"
 
 
-def test_the_config_names_it(module: str) -> None:
+def test_config_names_the_sampler(module: str) -> None:
     made = load_sampler(RolloutConfig(sampler=f"{module}:Mine"))(CHAT)
     assert isinstance(made, Mine)
 
@@ -255,6 +251,6 @@ def test_the_config_names_it(module: str) -> None:
         ("no_such_module:X", "no_such_module"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_refused(module: str, name: str, message: str) -> None:
+def test_unknown_sampler_is_an_error(module: str, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=rf"rollout\.sampler.*{message}"):
         load_sampler(RolloutConfig(sampler=name))(CHAT)

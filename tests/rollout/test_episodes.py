@@ -112,7 +112,7 @@ def test_a_text_has_nowhere_to_go_once_the_policy_closed_its_message() -> None:
     assert world.closed == 1
 
 
-def test_messages_may_be_many() -> None:
+def test_observation_may_be_several_messages() -> None:
     def told(observation: Observation) -> list[Message]:
         return [{"role": "tool", "content": output} for output in observation.outputs]
 
@@ -334,15 +334,13 @@ class Acting(EchoAgent):
         ),
     ],
 )
-def test_what_a_users_class_returns_wrongly_is_said_with_its_name(
-    world: World, agent: EchoAgent, message: str
-) -> None:
+def test_invalid_result_names_the_users_class(world: World, agent: EchoAgent, message: str) -> None:
     with pytest.raises(UserCodeError, match=message):
         play(world, "x\n", "!done", agent=agent)
     assert world.closed == 1
 
 
-def test_what_an_environment_raises_says_in_which_task() -> None:
+def test_error_of_an_environment_names_the_task() -> None:
     said = (
         r"^World\.step raised ZeroDivisionError \(task 't', rollout 0, at .*test_episodes.py:\d+\)$"
     )

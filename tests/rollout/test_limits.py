@@ -95,7 +95,7 @@ def test_the_calls_of_one_turn_are_made_all_or_none() -> None:
         (Malformed("x"), ()),
     ],
 )
-def test_talk_is_not_a_call(action: Action, names: tuple[str, ...]) -> None:
+def test_message_to_the_user_is_no_call(action: Action, names: tuple[str, ...]) -> None:
     assert called_tools(action) == names
     if not names:
         assert RolloutBudget(RolloutConfig(max_tool_calls=0), 0, 99).refuse(action) is None
@@ -258,7 +258,7 @@ def test_S2_4_every_end_is_a_status_of_its_own_treated_as_the_page_says(status: 
     assert (played.in_baseline, played.trained) == (kept, kept)
 
 
-def test_what_the_machine_broke_is_played_again_and_then_left_out() -> None:
+def test_broken_rollout_is_retried_then_dropped() -> None:
     env = StubEnv()
     played = play(BROKEN, CALL, DONE, env=env, max_retries=1)
     assert (played.status, played.stats["turns"], played.error) == (Status.COMPLETED, 2, None)
@@ -289,7 +289,7 @@ def test_a_request_that_the_engine_gave_up_is_the_machines_failure(reason: str) 
     assert play(Turn(DONE, finish_reason=reason), DONE, max_retries=1).status is Status.COMPLETED
 
 
-def test_another_try_draws_anew() -> None:
+def test_retry_has_another_seed() -> None:
     engine = says(BROKEN, DONE)
     sampled(engine, AGENT, StubEnv(), [TASK], max_retries=1)
     first, second = engine.requests

@@ -24,11 +24,11 @@ NONE = [
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=repr)
-def test_a_number_is_a_number(number: Any) -> None:
+def test_valid_numbers_are_accepted(number: Any) -> None:
     assert as_number(number) == 0.5
     assert type(as_number(number)) is float
 
 
 @pytest.mark.parametrize("value", NONE, ids=repr)
-def test_what_is_none_is_not(value: Any) -> None:
+def test_invalid_numbers_are_errors(value: Any) -> None:
     assert as_number(value) is None

@@ -308,7 +308,7 @@ def test_no_more_rollouts_live_than_there_are_sessions() -> None:
     env.assert_all_closed_once()
 
 
-def test_a_slow_tool_holds_nobody_else_up() -> None:
+def test_slow_tool_does_not_block_other_rollouts() -> None:
     """Rollout 0's tool answers only after rollout 1 has called its own and ended."""
     others_done = threading.Event()
     turns = ["<code>slow</code>", "<code>fast</code>", f"Answer: 1{EOT}", f"Answer: 0{EOT}"]
@@ -442,7 +442,7 @@ def test_a_template_that_numbers_messages_is_told_how_many_there_were() -> None:
 
 @pytest.mark.parametrize("threshold", [1024, 5], ids=["realign", "fork"])
 @pytest.mark.parametrize("max_turns", [1, 3])
-def test_what_a_turn_earned_stays_with_what_is_left_of_it(
+def test_span_reward_stays_with_the_rest_of_its_turn(
     threshold: int, max_turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not with the turns that come in place of the thoughts it loses, nor beyond the last token."""

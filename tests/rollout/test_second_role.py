@@ -81,7 +81,7 @@ def speak(number: int, prompt: str) -> Turn:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_what_the_second_role_says_is_shown_and_is_not_the_policys(deterministic: bool) -> None:
+def test_second_roles_text_is_not_trained_on(deterministic: bool) -> None:
     engine, shop = scripted(speak), Shop()
     (rollouts,) = play_all(AGENT, shop, engine, [task("Hello.")], 3, deterministic=deterministic)
     for rollout in rollouts:
@@ -110,7 +110,7 @@ def test_a_steps_reward_is_credited_to_the_policys_turn() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "seeded"), [(0.0, False), (0.7, True)])
-def test_it_is_asked_as_the_episode_says(temperature: float, seeded: bool) -> None:
+def test_second_role_request_uses_the_episodes_settings(temperature: float, seeded: bool) -> None:
     engine = scripted(speak)
     play(AGENT, Shop(temperature=temperature, max_tokens=11), engine=engine, temperature=0.9)
     mine, theirs = engine.requests[0::2], engine.requests[1::2]
@@ -146,7 +146,7 @@ def test_an_engine_that_gives_the_second_role_up_breaks_the_rollout() -> None:
     assert rollout.rewards == {}
 
 
-def test_branches_repeat_what_was_heard_and_ask_nothing_again() -> None:
+def test_branches_replay_replies_of_the_second_role() -> None:
     """Whatever the second role would say now: a branch goes on from what it did say."""
 
     def policy(number: int, prompt: str) -> Turn:
@@ -214,7 +214,7 @@ def test_the_engine_is_asked_for_the_weights_that_are_meant(model: Any) -> None:
     ] * 3  # fmt: skip
 
 
-def test_thoughts_of_a_customer_are_not_said() -> None:
+def test_thoughts_of_the_user_are_removed() -> None:
     user = ModelUser("S", "Hi.", max_tokens=5)
     asked = user.reply("Your name?", satisfied=False)
     assert isinstance(asked, ModelRequest)

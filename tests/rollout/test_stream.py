@@ -140,7 +140,7 @@ def test_every_token_is_seen_as_it_is_decoded() -> None:
     assert (rollout.status, rollout.answer) == (Status.COMPLETED, None)
 
 
-def test_what_was_put_in_completes_no_tag() -> None:
+def test_inserted_text_completes_no_tag() -> None:
     """Nor does what was sampled before it begin one."""
     seen: list[tuple[str, str]] = []
 

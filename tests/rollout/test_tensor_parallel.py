@@ -164,14 +164,14 @@ def test_a_rank_that_sampled_something_else_stops(odd: str) -> None:
     assert "rank 2 of its engine sampled different tokens than the first" in str(apart)
 
 
-def test_vllm_itself_is_out_of_reach() -> None:
+def test_llm_is_an_error() -> None:
     engine: Any = Recorder()
     team: Any = Member(Board(), 0)
     with pytest.raises(RuntimeError, match=r"engine.llm cannot be used with engine.tensor_par"):
         _ = Leader(engine, team).llm
 
 
-def test_nobody_can_look_on_at_tokens() -> None:
+def test_on_token_is_an_error() -> None:
     """The others would not stop where the first does: refused before anybody is told of it."""
     engine: Any = Recorder()
     team: Any = Member(Board(), 0)
@@ -226,7 +226,7 @@ def play_tasks(shares: Sequence[Sequence[str]]) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("shares", [("ab", "cd", "e"), ("a", "", ""), ("", "", "")])
-def test_one_plays_the_tasks_of_all_and_each_gets_its_own(shares: tuple[str, ...]) -> None:
+def test_leader_plays_all_tasks_and_ranks_get_their_groups(shares: tuple[str, ...]) -> None:
     results, samplers = play_tasks([list(share) for share in shares])
     assert [names for names, _, _ in results] == [list(share) for share in shares]
     every = list("".join(shares))
@@ -236,7 +236,7 @@ def test_one_plays_the_tasks_of_all_and_each_gets_its_own(shares: tuple[str, ...
     assert results[0][2] == results[1][2] == results[2][2]
 
 
-def test_what_breaks_in_the_leader_leaves_no_one_waiting() -> None:
+def test_error_in_the_leader_ends_the_followers() -> None:
     (leader, *others), _ = play_tasks([["a", "broken"], ["b"], []])
     assert isinstance(leader, OSError)
     assert all(isinstance(other, threading.BrokenBarrierError) for other in others)

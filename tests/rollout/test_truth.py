@@ -54,7 +54,7 @@ class Chatter(TextAgent):
 
 @pytest.mark.parametrize("history", ["append", "render"])
 @pytest.mark.parametrize("name", ["smollm2", "qwen2_5", "llama3_1", "gptoss", "mistral_tekken"])
-def test_three_turns_of_which_every_token_is_spelled_otherwise(
+def test_tokens_are_kept_over_three_turns_with_other_spellings(
     name: str, history: Literal["append", "render"]
 ) -> None:
     judge = judge_of(name)

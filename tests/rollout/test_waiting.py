@@ -13,7 +13,7 @@ from agentgrpo.types import Rollout, Segment, SpanReward, Status, Task
 
 
 @pytest.mark.parametrize(("kept", "end"), [(2, 12), (1, 11), (0, 11)])
-def test_what_a_turn_earned_is_credited_to_what_is_left_of_it(kept: int, end: int) -> None:
+def test_span_reward_ends_with_the_rest_of_its_turn(kept: int, end: int) -> None:
     """Positions count the rows before; where nothing is left, to the token in its place."""
     task = Task(id="t", messages=(), spec={})
     closed = [[Segment(np.array([0] * 6, np.int32))], [Segment(np.array([0], np.int32))]]

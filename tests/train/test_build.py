@@ -31,7 +31,7 @@ def config(model: Path, **sections: Any) -> TrainConfig:
         ("engine", "max_model_len", 1024, r"max_model_len must be at most 1024, .* got 1025"),
     ],
 )
-def test_what_the_model_has_not_is_refused(
+def test_settings_beyond_the_model_are_errors(
     tiny_model: Path, section: str, key: str, most: int, message: str
 ) -> None:
     """More layers than there are to train, a longer context; as much as it has is not too much."""
@@ -40,7 +40,7 @@ def test_what_the_model_has_not_is_refused(
         check_model(config(tiny_model, **{section: {key: most + 1}}), str(tiny_model))
 
 
-def test_a_loss_and_a_checkpoint_that_will_not_do_are_found_first(tmp_path: Path) -> None:
+def test_invalid_loss_and_checkpoint_are_found_before_other_checks(tmp_path: Path) -> None:
     """Before the sandbox is looked at."""
     asked = config(Path("m"), loss={"loss_type": "no_such_module:loss"})
     with pytest.raises(ValueError, match=r"loss\.loss_type: .*no_such_module"):
@@ -58,7 +58,7 @@ def test_a_loss_and_a_checkpoint_that_will_not_do_are_found_first(tmp_path: Path
         ({"reward": {"kind": "math"}}, "math_verify", "'math': the package math-verify"),
     ],
 )
-def test_what_a_setting_needs_is_looked_for_before_the_model_is_loaded(
+def test_missing_packages_are_found_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], package: str, said: str
 ) -> None:
     find = importlib.util.find_spec
@@ -71,7 +71,7 @@ def test_what_a_setting_needs_is_looked_for_before_the_model_is_loaded(
         prepare(config(Path("m"), **sections))
 
 
-def test_a_run_is_described_before_anything_of_it_is_recorded(
+def test_run_json_is_written_before_any_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in between it would be taken for somebody else's records, and never go on."""
@@ -120,7 +120,7 @@ LESS: dict[str, Any] = {
 }
 
 
-def test_a_run_goes_on_with_what_it_is_told_to_lower_and_with_nothing_else(tmp_path: Path) -> None:
+def test_resume_allows_only_settings_that_errors_ask_to_lower(tmp_path: Path) -> None:
     def asked(**sections: Any) -> TrainConfig:
         return config(Path("m"), **{"out_dir": str(tmp_path), **sections})
 
@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_what_it_is_told_to_lower_and_with_nothing_else(tmp_p
             require_same_run(asked(**sections))
 
 
-def test_a_folder_is_a_runs_until_its_file_is_closed(tmp_path: Path) -> None:
+def test_out_dir_stays_locked_until_the_log_is_closed(tmp_path: Path) -> None:
     """Also when all else that was to be undone, had build() failed, is let go of."""
     with contextlib.ExitStack() as undo:
         lock = undo.enter_context(lock_run_dir(tmp_path))
@@ -153,7 +153,7 @@ def test_a_folder_is_a_runs_until_its_file_is_closed(tmp_path: Path) -> None:
     lock_run_dir(tmp_path).close()
 
 
-def test_ranks_share_the_lock_of_work_that_is_divided_among_them_alone(
+def test_ranks_share_the_lock_only_for_divided_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")

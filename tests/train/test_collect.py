@@ -118,7 +118,7 @@ def result(groups: Sequence[Group]) -> list[Any]:
     return [of(r) for group in groups for r in group.rollouts]
 
 
-def test_no_count_may_have_the_name_of_another_number() -> None:
+def test_environment_count_with_a_reserved_metric_name_is_an_error() -> None:
     groups, metrics, *_ = collected(live_for("t1"))
     counted = {name for group in groups for rollout in group.rollouts for name in rollout.stats}
     assert "dead_all_equal" in metrics
@@ -126,7 +126,7 @@ def test_no_count_may_have_the_name_of_another_number() -> None:
     assert others - OWN_NUMBERS == set()
 
 
-def test_who_plays_decides_what_a_lines_reward_counts_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_span_credit_auto_depends_on_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(
         "agentgrpo.train.collect.assign_advantages",
@@ -153,7 +153,7 @@ def test_groups_are_scored_while_others_play() -> None:
     assert {thread for _, thread in RAN} == {"rewards"}
 
 
-def test_what_a_call_costs_falls_from_step_to_step() -> None:
+def test_efficiency_cost_decreases_with_the_step() -> None:
     """One of two siblings calls a tool once, both are right: 2 / (1 + exp(half of the sigma))."""
 
     def right(r: Rollout) -> dict[str, float]:
@@ -166,7 +166,7 @@ def test_what_a_call_costs_falls_from_step_to_step() -> None:
         assert least == pytest.approx(2 / (1 + math.exp(sigma / 2)) - 1)
 
 
-def test_an_error_of_a_reward_is_said_as_ever() -> None:
+def test_reward_error_in_the_background_is_raised_unchanged() -> None:
     """The first in the groups' order, whichever group ended first."""
 
     def base(rollout: Rollout) -> dict[str, float]:
@@ -185,7 +185,7 @@ def test_an_error_of_a_reward_is_said_as_ever() -> None:
 REFILL = ("rollout.refill_below=3", "rollout.max_refills=2")
 
 
-def test_with_a_teacher_all_that_was_sampled_has_a_gradient() -> None:
+def test_with_a_teacher_every_sampled_group_is_live() -> None:
     _, metrics, _, stream = collected(live_for(), *REFILL, "teacher.feedback=errors")
     assert (stream.drawn, metrics["live_groups"]) == (3, 3)
 
@@ -193,7 +193,7 @@ def test_with_a_teacher_all_that_was_sampled_has_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("live", "rounds"), [("t0 t1 t2", 1), ("t1 t2", 3), ("", 3), ("t0 t3 t4", 2), ("t7 t8", 3)]
 )
-def test_more_is_played_while_too_few_groups_have_a_gradient(live: str, rounds: int) -> None:
+def test_refill_while_too_few_groups_have_a_gradient(live: str, rounds: int) -> None:
     groups, metrics, engine, stream = collected(live_for(*live.split()), *REFILL)
     assert (stream.drawn, metrics["groups"]) == (3 * rounds, 3 * rounds)
     assert [group.task.id for group in groups] == [f"t{i}" for i in range(3 * rounds)]

@@ -42,7 +42,7 @@ ANEW = "Nothing was saved: the same command starts from the beginning."
         (ChildFailed("sft", -9), (137, f"error: sft ended with status -9. {ANEW}"), None),
     ],
 )
-def test_what_stops_a_command_is_one_line_and_a_status(
+def test_error_sets_exit_status_and_prints_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
@@ -60,7 +60,7 @@ def test_what_stops_a_command_is_one_line_and_a_status(
         assert capsys.readouterr().err == f"{expected[1]}\n"
 
 
-def test_work_that_calls_sys_exit_has_not_ended_well(
+def test_sys_exit_in_user_code_exits_with_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A reward or an environment that exits with 0 looked like a run that was done."""
@@ -77,7 +77,7 @@ def test_work_that_calls_sys_exit_has_not_ended_well(
     )
 
 
-def test_the_status_is_that_of_the_work() -> None:
+def test_exit_status_is_that_of_the_work() -> None:
     assert command("sft", None, ["quickstart"], lambda *_: 7) == 7
     assert command("sft", None, ["quickstart"], lambda *_: None) == 0
 
@@ -115,7 +115,7 @@ COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)
-def test_every_command_knows_whether_its_work_has_begun_and_from_what_it_continues(
+def test_exit_status_and_resume_hint_of_every_command(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -165,7 +165,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("arguments", ALONE)
-def test_one_process_alone_works_in_a_folder(
+def test_second_process_in_the_same_folder_is_an_error(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -193,7 +193,7 @@ def test_one_process_alone_works_in_a_folder(
         ),
     ],
 )
-def test_options_of_other_trainers_are_told_how_settings_are_written(
+def test_dashed_option_names_the_syntax_of_settings(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

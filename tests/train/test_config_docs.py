@@ -17,12 +17,12 @@ NAMES = [f"{setting.section}.{setting.key}".lstrip(".") for setting in settings(
 
 
 @pytest.mark.parametrize("setting", list(settings()), ids=NAMES)
-def test_every_key_says_what_it_means_and_takes(setting: Setting) -> None:
+def test_every_key_has_a_description_and_a_type(setting: Setting) -> None:
     assert setting.text, f"{setting.section}.{setting.key} has no docstring in agentgrpo/config"
     assert setting.kind
 
 
-def test_every_key_of_the_config_is_there() -> None:
+def test_settings_lists_every_key_of_the_config() -> None:
     def keys(table: dict[str, Any], prefix: str = "") -> set[str]:
         return {
             name
@@ -37,12 +37,12 @@ def test_every_key_of_the_config_is_there() -> None:
     assert set(NAMES) == keys(TrainConfig(model="m", out_dir=Path("o")).model_dump())
 
 
-def test_the_page_is_the_codes() -> None:
+def test_docs_config_md_is_up_to_date() -> None:
     """After a change: `python -m agentgrpo.train.config_docs > docs/config.md`."""
     assert (ROOT / "docs" / "config.md").read_text() == as_markdown()
 
 
-def test_a_commented_config_holds_what_was_set_and_nothing_else(tmp_path: Path) -> None:
+def test_commented_config_sets_only_the_given_values(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     values = {"model": 'a "quoted" name', "out_dir": tmp_path, "rollout.group_size": 4}
     path.write_text(as_toml(values))
@@ -55,7 +55,7 @@ def test_a_commented_config_holds_what_was_set_and_nothing_else(tmp_path: Path) 
         assert f"{name.rpartition('.')[2]} = " in path.read_text()
 
 
-def test_a_commented_config_refuses_a_key_that_does_not_exist() -> None:
+def test_commented_config_with_unknown_key_raises() -> None:
     with pytest.raises(KeyError, match="nosuch"):
         as_toml({"model": "m", "out_dir": "o", "rollout.nosuch": 1})
 
@@ -67,5 +67,5 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_values_are_written_as_toml_reads_them(value: Any) -> None:
+def test_toml_values_round_trip(value: Any) -> None:
     assert tomllib.loads(f"x = {toml(value)}")["x"] == value

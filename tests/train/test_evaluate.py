@@ -12,7 +12,7 @@ from tests.given import a_rollout
 TASK = Task(id="t", messages=(), spec={})
 
 
-def test_shares_are_of_valid_rollouts() -> None:
+def test_summary_means_exclude_broken_rollouts() -> None:
     groups = [
         Group(
             task=TASK,
@@ -52,7 +52,7 @@ def test_shares_are_of_valid_rollouts() -> None:
     )
 
 
-def test_solved_is_what_somebody_says_and_absent_where_nobody_does() -> None:
+def test_solved_is_absent_without_a_definition() -> None:
     """reward.solved_at, else the environment, else the reward; a reward alone says nothing."""
     said = {
         (): None,
@@ -71,7 +71,7 @@ def test_solved_is_what_somebody_says_and_absent_where_nobody_does() -> None:
     assert summarize([one])["solved"] == 0.5
 
 
-def test_of_broken_rollouts_only_their_number_is_known() -> None:
+def test_summary_of_broken_rollouts_has_only_counts() -> None:
     broken = Group(task=TASK, rollouts=[a_rollout(status=Status.INFRA_ERROR)])
     with pytest.raises(InfrastructureError, match="broke 1 of 1 rollouts"):
         summarize([broken])

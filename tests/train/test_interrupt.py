@@ -132,7 +132,7 @@ def line_of(how: str) -> int:
         ("parse", "swallows", "Agent.parse"),
     ],
 )
-def test_what_does_not_come_back_ends_the_run_with_its_name_and_place(
+def test_hanging_user_call_ends_the_run_with_its_name_and_line(
     start: Callable[..., Run], place: str, how: str, named: str
 ) -> None:
     status, err = start(place, how, "rollout.call_timeout_s=5.5").ended()
@@ -149,7 +149,7 @@ def test_what_does_not_come_back_ends_the_run_with_its_name_and_place(
     ("place", "how"),
     [("parse", "swallows"), ("async.step", "sleeps")],
 )
-def test_ctrl_c_twice_ends_everything_whatever_hangs(
+def test_second_ctrl_c_ends_every_hanging_run(
     start: Callable[..., Run], place: str, how: str
 ) -> None:
     run = start(place, how)
@@ -183,7 +183,7 @@ with interruptible(), stop_after_step(print) as stopping:
 """
 
 
-def test_processes_that_users_code_forks_are_not_taken_for_the_run() -> None:
+def test_processes_forked_by_user_code_have_default_signal_handlers() -> None:
     """What ends them ends them, and asks nobody else to stop."""
     run = subprocess.Popen(
         [sys.executable, "-c", FORKS], env=environment(PYTHONPATH=str(ROOT)), text=True,

@@ -198,7 +198,7 @@ def step_calls(step: int, *more: str) -> list[str]:
     ]
 
 
-def test_the_order_of_everything() -> None:
+def test_order_of_all_calls_in_a_run() -> None:
     fake = FakeRun()
     train(config(), fake.parts())
     assert fake.calls == [
@@ -215,7 +215,7 @@ def test_the_order_of_everything() -> None:
     ]
 
 
-def test_saves_and_evaluations_come_when_they_are_due() -> None:
+def test_saves_and_evaluations_follow_their_intervals() -> None:
     fake = FakeRun()
     train(config("steps=5", "save_every=2", "eval_every=3"), fake.parts())
     assert [call for call in fake.calls if call.startswith("save")] == [
@@ -230,7 +230,7 @@ def test_saves_and_evaluations_come_when_they_are_due() -> None:
     ]
 
 
-def test_evaluations_are_played_as_the_config_says() -> None:
+def test_evaluations_use_the_configured_temperature() -> None:
     fake = FakeRun()
     fake.evaluated_at = 0.5
     train(config("evaluation.temperature=0.5"), fake.parts())
@@ -251,7 +251,7 @@ def test_rollouts_of_a_refused_step_are_recorded(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("resumed_at", range(7))
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(resumed_at: int) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(resumed_at: int) -> None:
     settings = config("steps=6", "save_every=1", "eval_every=2")
     whole, rest = FakeRun(), FakeRun(resumed_at=resumed_at)
     train(settings, whole.parts())
@@ -262,7 +262,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(resumed_at: int) -> None
     assert rest.rows == whole.rows[len(whole.rows) - len(rest.rows) :]
 
 
-def test_only_sampled_tokens_are_trained_with_the_weights_of_the_whole_step() -> None:
+def test_batch_has_only_sampled_tokens_with_weights_of_the_whole_step() -> None:
     fake = FakeRun([[LIVE, DEAD]])
     train(config("steps=1"), fake.parts())
     (batch,) = fake.updates[0][0].batches
@@ -282,7 +282,7 @@ def test_only_sampled_tokens_are_trained_with_the_weights_of_the_whole_step() ->
         ([1, 2, 0, 0], 2, 3, 2),
     ],
 )
-def test_S2_13_refilling_while_too_few_groups_carry_a_gradient(
+def test_S2_13_refill_while_too_few_groups_carry_a_gradient(
     live_per_round: list[int],
     refill_below: int,
     max_refills: int,
@@ -307,7 +307,7 @@ def test_S2_13_refilling_while_too_few_groups_carry_a_gradient(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_after_the_step_and_returns_130(
+def test_signal_stops_after_the_step_and_returns_130(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     fake, step = FakeRun(), FakeRun.step
@@ -322,7 +322,7 @@ def test_a_signal_stops_after_the_step_and_returns_130(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_ctrl_c_is_the_kernels_in_a_command_and_a_keyboard_interrupt_elsewhere(
+def test_second_ctrl_c_has_default_handler_in_a_command_and_previous_one_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake, handlers = FakeRun(), list[Any]()
@@ -358,13 +358,13 @@ def run_main(
     return main([str(LEAST), *SMALL, *(overrides or ["steps=1"])])
 
 
-def test_a_run_that_ends_well_returns_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_run_returns_0(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeRun()
     assert run_main(monkeypatch, fake) == 0
     assert fake.calls[-1] == "close"
 
 
-def test_the_parts_are_closed_after_a_bug_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_closed_after_an_unexpected_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     class Bug(Exception):
         pass
 
@@ -378,7 +378,7 @@ def test_the_parts_are_closed_after_a_bug_too(monkeypatch: pytest.MonkeyPatch) -
     assert fake.calls[-1] == "close"
 
 
-def test_a_wrong_config_stops_with_one_line_before_any_model_is_loaded() -> None:
+def test_invalid_config_prints_one_line_before_torch_is_imported() -> None:
     program = (
         "import sys\nfrom agentgrpo.train.__main__ import main\nstatus = main(sys.argv[1:])\n"
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)\nsys.exit(status)"
@@ -407,7 +407,7 @@ def test_a_wrong_config_stops_with_one_line_before_any_model_is_loaded() -> None
         ({"reward_funcs": len, "reward_weights": np.array(2.0)}, {"builtins:len": 2.0}),
     ],
 )  # fmt: skip
-def test_reward_functions_and_callbacks_may_be_one_or_several(
+def test_trainer_accepts_one_or_several_reward_functions_and_callbacks(
     given: dict[str, Any], functions: dict[str, float]
 ) -> None:
     trainer = Trainer(config(), make=lambda _: FakeRun().parts(), callbacks=Callback(), **given)
@@ -426,14 +426,14 @@ def test_reward_functions_and_callbacks_may_be_one_or_several(
         ({"reward_funcs": [len, len]}, "reward_funcs: expected different names, got .*len, "),
     ],
 )
-def test_functions_weights_and_callbacks_that_do_not_fit_are_named(
+def test_invalid_reward_functions_weights_and_callbacks_raise(
     given: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{said}"):
         Trainer(config(), make=lambda _: FakeRun().parts(), **given)
 
 
-def test_generate_takes_one_text_or_any_collection_and_refuses_to_repeat_itself() -> None:
+def test_generate_accepts_one_text_or_a_collection_and_requires_a_temperature_for_n() -> None:
     trainer = Trainer(config(), make=lambda _: FakeRun().parts())
     asked = ["What is 1 + 2?", "What is 2 + 2?"]
     datasets = pytest.importorskip("datasets")
@@ -446,7 +446,7 @@ def test_generate_takes_one_text_or_any_collection_and_refuses_to_repeat_itself(
         trainer.generate("What is 1 + 2?", 4)
 
 
-def test_callbacks_are_told_of_all_in_order_and_may_stop_the_run() -> None:
+def test_callbacks_are_called_in_order_and_can_stop_the_run() -> None:
     class Told(Callback):
         def __init__(self) -> None:
             self.said: list[Any] = []

@@ -41,14 +41,14 @@ def make_config(**sections: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize("size", qwen3.SIZES)
-def test_shapes_are_those_of_the_real_model(size: str) -> None:
+def test_shapes_equal_those_of_the_model(size: str) -> None:
     shapes = shapes_of(qwen3.config(size))
     assert count(shapes) == qwen3.PARAMETERS[size]
     assert shapes["model.layers.0.self_attn.k_proj.weight"][0] == 8 * 128
     assert ("lm_head.weight" in shapes) == (size == "8b"), "a tied head is no tensor of its own"
 
 
-def test_tables_and_layers_are_found_whatever_they_are_called() -> None:
+def test_activations_find_embeddings_and_layers_under_any_name() -> None:
     """GPT-2's: the positions' table is its second, and its layers are `h`."""
     sizes: dict[str, Any] = {"vocab_size": 50, "n_positions": 20, "n_embd": 8, "n_head": 2}
     shapes = shapes_of(GPT2Config(n_layer=3, **sizes))
@@ -56,7 +56,7 @@ def test_tables_and_layers_are_found_whatever_they_are_called() -> None:
     assert held.trained == held.parameters == count(shapes)
 
 
-def test_a_model_directory_tells_its_shapes(tmp_path: Path) -> None:
+def test_shapes_in_reads_a_model_directory(tmp_path: Path) -> None:
     model = tiny.make_model()
     folder = tiny.make_model_dir(tmp_path / "model")
     assert shapes_in(folder) == {n: tuple(p.shape) for n, p in model.named_parameters()}
@@ -64,7 +64,7 @@ def test_a_model_directory_tells_its_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [None, 1, 5, 28])
-def test_trained_parameters_are_those_the_learner_leaves_unfrozen(layers: int | None) -> None:
+def test_trained_sizes_equal_the_learners_parameters(layers: int | None) -> None:
     config = qwen3.config("0.6b")
     want = sum(p.numel() for p in freeze_all_but(on_meta(config), layers))
     assert sum(trained_sizes(shapes_of(config), LearnerConfig(trained_layers=layers))) == want
@@ -73,7 +73,7 @@ def test_trained_parameters_are_those_the_learner_leaves_unfrozen(layers: int | 
 @pytest.mark.parametrize(
     "targets", [(), ("q_proj", "v_proj"), ("self_attn.o_proj", "1.mlp.up_proj")]
 )
-def test_an_adapters_parameters_are_pefts(targets: tuple[str, ...]) -> None:
+def test_adapter_sizes_equal_those_of_peft(targets: tuple[str, ...]) -> None:
     peft = pytest.importorskip("peft")
     config = qwen3.config("0.6b")
     wanted = peft.LoraConfig(
@@ -85,7 +85,7 @@ def test_an_adapters_parameters_are_pefts(targets: tuple[str, ...]) -> None:
     assert sum(trained_sizes(shapes_of(config), learner)) == want
 
 
-def test_bytes_of_a_parameter_by_hand() -> None:
+def test_bytes_per_parameter_computed_by_hand() -> None:
     """bfloat16: 2 of weight, 12 of optimizer, 4 of gradients and 2 of one at a time; float32: 4,
     8, 4.
     """
@@ -120,13 +120,13 @@ def test_the_sum_for_eight_ranks_is_that_of_footprint() -> None:
         ({"learner": {"offload_optimizer": True}}, "optimizer", 0),
     ],
 )
-def test_what_settings_add(sections: dict[str, Any], name: str, factor: int) -> None:
+def test_footprint_of_each_setting(sections: dict[str, Any], name: str, factor: int) -> None:
     shapes = shapes_of(qwen3.config("0.6b"))
     held = footprint(make_config(**sections), shapes, cuda=True)
     assert getattr(held, name) == factor * count(shapes)
 
 
-def test_an_adapter_is_held_beside_one_copy_of_the_weights() -> None:
+def test_adapter_needs_one_copy_of_the_weights() -> None:
     shapes = shapes_of(qwen3.config("0.6b"))
     n = count(shapes)
     held = footprint(
@@ -138,7 +138,7 @@ def test_an_adapter_is_held_beside_one_copy_of_the_weights() -> None:
     assert (held.optimizer, held.gradients, held.checkpoint) == (12 * a, 4 * a, 12 * a)
 
 
-def test_a_rank_of_several_holds_its_part_of_the_learner() -> None:
+def test_each_rank_holds_its_share_of_the_learner() -> None:
     """As documented: P b of the engine, P b / W of weights and gradients, 12 P / W of moments."""
     shapes = shapes_of(qwen3.config("8b"))
     n = count(shapes)
@@ -150,7 +150,7 @@ def test_a_rank_of_several_holds_its_part_of_the_learner() -> None:
     assert held.checkpoint == 14 * n
 
 
-def test_the_tables_of_the_gpu_page() -> None:
+def test_tables_of_the_gpu_page_equal_the_footprint() -> None:
     """docs/gpu.md: each model's weights, and what training all or a quarter of it holds."""
     page = (ROOT / "docs" / "gpu.md").read_text()
     for size in qwen3.SIZES:
@@ -177,7 +177,7 @@ def test_the_tables_of_the_gpu_page() -> None:
           "use_sliding_window": True, "max_window_layers": 1}, 0),
     ],
 )  # fmt: skip
-def test_the_cache_of_a_token_is_known_of_layers_with_full_attention(
+def test_kv_bytes_are_known_only_for_full_attention(
     shape: dict[str, Any], kv_bytes: int, tmp_path: Path
 ) -> None:
     """Two layers of two heads of 32 for keys, as many for values, in float32."""
@@ -191,7 +191,7 @@ def test_the_cache_of_a_token_is_known_of_layers_with_full_attention(
 @pytest.mark.parametrize(
     ("free", "where"), [(80, "80% of the GPU's 40"), (3, "the 3.0 GiB that are free on the GPU")]
 )
-def test_what_others_hold_of_a_card_is_not_free(
+def test_memory_used_by_other_processes_is_not_free(
     free: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)

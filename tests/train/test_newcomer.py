@@ -63,7 +63,7 @@ def refused(answer: tuple[int, str, str], message: str) -> None:
     assert message in PAGE, f"docs/debug.md does not have {message!r}"
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(dry_run: DryRun, tmp_path: Path) -> None:
+def test_dry_run_prints_the_plan_and_writes_nothing(dry_run: DryRun, tmp_path: Path) -> None:
     status, out, err = dry_run("rollout.max_turns=2")
     assert (status, err) == (0, "")
     assert not (tmp_path / "run").exists()
@@ -81,7 +81,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(dry_run: DryRun, tmp_path:
     assert "WARNING" not in out
 
 
-def test_a_dry_run_refuses_rows_whose_tests_judge_nothing(dry_run: DryRun, tmp_path: Path) -> None:
+def test_dry_run_rejects_rows_with_tests_that_always_pass(dry_run: DryRun, tmp_path: Path) -> None:
     """HumanEval's columns; of all rows, held out or not, those that are wrong are named."""
     form = "def check(candidate):\n    assert candidate(1) == {}\n"
     rows = [
@@ -106,7 +106,7 @@ def test_a_dry_run_refuses_rows_whose_tests_judge_nothing(dry_run: DryRun, tmp_p
     assert len(re.findall(r"task tested.jsonl:\d: .*: No module named 'absent'", err)) == 4, err
 
 
-def test_a_dry_run_says_what_is_left_of_a_run(
+def test_dry_run_prints_the_remaining_steps(
     dry_run: DryRun, tmp_path: Path, tiny_model: Path
 ) -> None:
     saved = tmp_path / "run" / "checkpoints" / "step_000003"
@@ -120,7 +120,7 @@ def test_a_dry_run_says_what_is_left_of_a_run(
     assert "all are done: set a larger `steps` to continue" in out
 
 
-def test_a_run_that_would_be_killed_for_its_memory_is_warned(
+def test_dry_run_warns_of_too_little_memory(
     dry_run: DryRun, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long_rows = "learner.max_tokens=10000000"
@@ -139,7 +139,7 @@ def test_a_run_that_would_be_killed_for_its_memory_is_warned(
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_a_model_that_cannot_be_trained_is_told_before_vllm_is_started(
+def test_untrainable_model_is_found_before_vllm_starts(
     dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, dry: bool
 ) -> None:
     def why_not_packed(model: Any) -> None:
@@ -153,7 +153,7 @@ def test_a_model_that_cannot_be_trained_is_told_before_vllm_is_started(
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_a_cache_that_does_not_fit_is_refused_before_vllm_is_started(
+def test_too_large_kv_cache_is_found_before_vllm_starts(
     dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, dry: bool
 ) -> None:
     """Weights of 0.0004 GiB and the cache, where 3 of 8 GiB are free: in a container, say."""
@@ -179,7 +179,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_vllm_is_started(
         ("reward.kind=nosuchmodule:f", "reward.kind: no module"),
     ],
 )
-def test_a_setting_that_cannot_be(
+def test_invalid_setting_is_documented(
     dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, setting: str, message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -190,12 +190,14 @@ def test_a_setting_that_cannot_be(
 @pytest.mark.parametrize(
     ("row", "message"), [("", "no rows"), ('{"prompt": "1+1", "target": "2"}', "no column")]
 )
-def test_data_that_cannot_be(dry_run: DryRun, tmp_path: Path, row: str, message: str) -> None:
+def test_invalid_data_is_documented(
+    dry_run: DryRun, tmp_path: Path, row: str, message: str
+) -> None:
     (tmp_path / "rows.jsonl").write_text(f"{row}\n")
     refused(dry_run(), message)
 
 
-def test_a_context_too_short_for_the_budget_is_pointed_out(dry_run: DryRun) -> None:
+def test_dry_run_warns_of_a_too_short_context(dry_run: DryRun) -> None:
     status, out, _ = dry_run("engine.max_model_len=256", "rollout.max_turn_tokens=100")
     assert status == 0
     cut = r"= 256 leaves \d+ tokens .*long rollouts are cut; remedy: set it to \d+"
@@ -203,7 +205,7 @@ def test_a_context_too_short_for_the_budget_is_pointed_out(dry_run: DryRun) -> N
     assert "WARNING    context" in PAGE
 
 
-def test_a_tokenizer_without_a_chat_template(dry_run: DryRun, tmp_path: Path) -> None:
+def test_tokenizer_without_a_chat_template_is_an_error(dry_run: DryRun, tmp_path: Path) -> None:
     model = tiny.make_model_dir(tmp_path / "model")
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         path = model / name
@@ -214,7 +216,7 @@ def test_a_tokenizer_without_a_chat_template(dry_run: DryRun, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("shows", ["", "{{ m['content'][:9] }}"])
-def test_a_template_that_hides_the_system_message_is_refused(
+def test_chat_template_without_the_system_message_is_an_error(
     dry_run: DryRun, tmp_path: Path, shows: str
 ) -> None:
     model = tiny.make_model_dir(tmp_path / "model")
@@ -226,7 +228,7 @@ def test_a_template_that_hides_the_system_message_is_refused(
     refused(dry_run(f"model={model}"), "does not render the system message")
 
 
-def test_a_chat_template_without_tools(
+def test_chat_template_without_tools_is_an_error(
     dry_run: DryRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny.make_model_dir(tmp_path / "model")
@@ -253,7 +255,7 @@ def test_a_chat_template_without_tools(
         ("/bin/false", "the jail did not start"),
     ],
 )
-def test_no_nsjail(
+def test_missing_nsjail_is_an_error(
     dry_run: DryRun, monkeypatch: pytest.MonkeyPatch, nsjail: str, message: str
 ) -> None:
     monkeypatch.setenv("NSJAIL", nsjail)
@@ -262,7 +264,7 @@ def test_no_nsjail(
     assert message in answer[2]
 
 
-def test_the_cuda_build_without_a_gpu(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_build_without_a_gpu_raises(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.11.0", "vllm": "0.22.0"})
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: False)
     refused(dry_run(), "is the CUDA build, and this machine shows no NVIDIA GPU")

@@ -107,7 +107,7 @@ def length(rollout: Any) -> dict[str, float]:
     return {"length": float(len(rollout.answer))}
 
 
-def test_S1_8_a_users_agent_environment_and_reward_play_together() -> None:
+def test_S1_8_user_agent_environment_and_reward_play_together() -> None:
     c = config(
         {"kind": f"{__name__}:Shouting", "options": {"mark": "?"}},
         {"kind": f"{__name__}:Echo", "options": {"times": 2}},
@@ -181,9 +181,7 @@ CALCULATOR = 'env.options.tools=["agentgrpo.envs.calculator:calculate"]'
         (SEARCH, r"agent\.options\.parser: 'hermes' is a parser of the engine"),
     ],
 )
-def test_wrong_names_and_options_are_refused_by_their_key(
-    overrides: list[str], message: str
-) -> None:
+def test_invalid_kinds_and_options_name_their_key(overrides: list[str], message: str) -> None:
     c = a_config(*overrides)
     with pytest.raises(ValueError, match=message):
         make_agent(resolve(c), make_env(resolve(c), pool=Pool()))
@@ -197,7 +195,7 @@ def test_wrong_names_and_options_are_refused_by_their_key(
         (["data.heldout=split"], "data.heldout: 'word_problems' is endless"),
     ],
 )
-def test_keys_that_would_be_ignored_are_refused(
+def test_unused_keys_are_errors(
     overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -210,7 +208,7 @@ class Pool:
     template, limits = Template(), Limits()
 
 
-def test_code_that_cannot_run_is_refused_before_the_run(
+def test_invalid_sandbox_tools_are_found_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.path.exists", lambda path: False)
@@ -232,9 +230,7 @@ def test_code_that_cannot_run_is_refused_before_the_run(
 @pytest.mark.parametrize(
     ("section", "kind"), [(section, kind) for section in KINDS for kind in KINDS[section]]
 )
-def test_a_shipped_kind_says_what_it_does_and_documents_its_options(
-    section: str, kind: str
-) -> None:
+def test_shipped_kinds_and_their_options_are_documented(section: str, kind: str) -> None:
     made: Any = class_of(section, kind)
     words = made.acts if section == "agent" else made.answers
     assert set(words) <= {"code", "lines", "tools", "search"}
@@ -245,16 +241,14 @@ def test_a_shipped_kind_says_what_it_does_and_documents_its_options(
 
 
 @pytest.mark.parametrize(("section", "title"), [("agent", "Agents"), ("env", "Environments")])
-def test_the_pages_table_has_a_row_for_every_shipped_kind_and_no_other(
-    section: str, title: str
-) -> None:
+def test_docs_table_lists_exactly_the_shipped_kinds(section: str, title: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
     (table,) = re.findall(rf"\n## {title}\n.*?\n(\| kind .*?)\n\n", page, re.DOTALL)
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == KINDS[section].keys()
 
 
 @pytest.mark.parametrize("kind", AGENTS)
-def test_a_shipped_agent_has_a_home_that_answers_it(kind: str) -> None:
+def test_home_environment_of_each_agent_fits(kind: str) -> None:
     made: Any = class_of("agent", kind)
     if made.acts != ("tools",):  # those need tools of somebody's choice
         resolve(config({"kind": kind}))
@@ -265,7 +259,7 @@ def test_a_shipped_agent_has_a_home_that_answers_it(kind: str) -> None:
     [
         ("agent.kind=cod", "agent.kind: .*; did you mean code"),
         ("agent.options.banner=x", "agent.options.banner: "),
-        ("env.kind=console", "agent.kind 'code', which acts by code"),
+        ("env.kind=console", "env.kind: expected .* for agent.kind 'code'"),
         ("reward.kind=numerik", "reward.kind: expected auto, .*; did you mean numeric"),
         ("reward.kind=nosuch:f", "reward.kind: no module"),
         ("reward.functions={lenght = 1.0}", "reward.functions: .*; did you mean length"),
@@ -273,7 +267,7 @@ def test_a_shipped_agent_has_a_home_that_answers_it(kind: str) -> None:
         ("rollout.sampler=nosuch:F", "rollout.sampler: no module"),
     ],
 )
-def test_names_and_options_are_read_before_anything_is_opened_or_written(
+def test_names_and_options_are_checked_before_the_sandbox_opens(
     monkeypatch: pytest.MonkeyPatch, override: str, said: str
 ) -> None:
     def opened(*_: Any) -> None:
@@ -293,14 +287,14 @@ def test_names_and_options_are_read_before_anything_is_opened_or_written(
         ([], object(), False, "reference"),
     ],
 )
-def test_the_engine_has_a_reference_beside_an_adapter(
+def test_reference_model_exists_with_an_adapter(
     overrides: list[str], adapter: Any, trained: bool, reference: str | None
 ) -> None:
     models = models_of(a_config(*overrides), adapter, trained=trained)
     assert models == {"policy": "policy"} | ({"reference": reference} if reference else {})
 
 
-def test_endpoints_are_made_before_anything_else() -> None:
+def test_endpoints_are_made_first() -> None:
     kinds = '{a={kind="script",function="json:dumps"},b={kind="engine"}}'
     models = models_of(a_config(f"endpoints={kinds}"), None, trained=True)
     assert (models["a"], models["b"]) == (ScriptedEndpoint(json.dumps), "policy")
@@ -309,7 +303,7 @@ def test_endpoints_are_made_before_anything_else() -> None:
         prepare_run(wrong)
 
 
-def test_a_written_config_explains_the_options_of_its_kinds(tmp_path: Path) -> None:
+def test_generated_config_explains_the_options_of_its_kinds(tmp_path: Path) -> None:
     least = {"model": "m", "out_dir": "o"}
     for wrong in ("agent.kind=cod", "agent.options.banner=x", "env.options.style=x"):
         with pytest.raises(ValueError, match=r"^(agent|env)\."):
@@ -330,7 +324,7 @@ class Loose:
         self.given = (one, others)
 
 
-def test_a_users_class_may_take_any_options_and_have_any_annotations() -> None:
+def test_user_class_may_take_any_options_and_annotations() -> None:
     c = config({"kind": f"{__name__}:Loose", "options": {"one": "x", "more": [2]}})
     assert kind_of("agent", c.agent.kind, c.agent.options).options == {"one": "x", "more": [2]}
     with pytest.raises(ValueError, match=r"agent\.options\.env: Loose has no such option"):
@@ -345,7 +339,7 @@ class Terse(CodeAgent):
         self.most = most
 
 
-def test_what_a_users_class_passes_on_is_checked_as_its_parents() -> None:
+def test_options_passed_to_a_parent_class_are_checked() -> None:
     kind = f"{__name__}:Terse"
     agent: Any = make_agent(
         resolve(config({"kind": kind, "options": {"open_tag": "<c>"}})), cast(Any, None)
@@ -364,12 +358,12 @@ def test_what_a_users_class_passes_on_is_checked_as_its_parents() -> None:
             make_agent(resolve(config({"kind": kind, "options": options})), cast(Any, None))
 
 
-def test_a_parents_required_argument_may_be_given_by_the_users_class() -> None:
+def test_user_class_may_set_a_required_argument_of_its_parent() -> None:
     env: Any = make_env(resolve(config({}, {"kind": f"{__name__}:Twice"}, seed=5)), pool=None)
     assert (env.times, env.seed) == (2, 5)
 
 
-def test_a_task_that_both_judge_needs_different_names() -> None:
+def test_environment_and_reward_parts_need_different_names() -> None:
     env: Any = make_env(
         resolve(config({}, {"kind": f"{__name__}:Echo", "options": {"times": 1}})), None
     )
@@ -385,7 +379,7 @@ def asks_for_pool(env: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", [*ENVIRONMENTS, "auto"])
-def test_the_sandbox_is_opened_for_environments_that_run_code_and_for_no_other(kind: str) -> None:
+def test_sandbox_opens_only_for_environments_that_run_code(kind: str) -> None:
     """An environment that held on to a pool it does not ask for would find none."""
     with_code = {
         *("python", "console", "unit_tests", "repair", "harbor", "tagged", "reasoning_gym", "auto"),
@@ -401,6 +395,6 @@ class Cautious(PythonEnv):
         self.retries = retries
 
 
-def test_the_sandbox_is_opened_for_a_class_whose_parent_asks_for_it() -> None:
+def test_sandbox_opens_for_a_class_whose_parent_needs_it() -> None:
     assert asks_for_pool(f"{__name__}:Cautious")
     assert not asks_for_pool(f"{__name__}:Twice")

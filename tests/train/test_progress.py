@@ -37,18 +37,18 @@ def lines_of(
     return out.getvalue()
 
 
-def test_the_end_compares_the_first_and_the_last_evaluation() -> None:
+def test_last_lines_compare_first_and_last_evaluation() -> None:
     said = lines_of((0, 0.422), (6, 0.688), (12, 0.844))
     assert "held-out solved: 0.422 after 0 steps, 0.844 after 12" in said
 
 
-def test_where_nobody_says_what_is_solved_the_reward_is_told() -> None:
+def test_evaluation_without_solved_prints_the_reward() -> None:
     said = lines_of((0, 0.5), (6, 0.5), told="reward")
     assert "held-out after 6 steps: reward 0.500 of 64 tasks (100% answered)" in said
     assert "held-out solved" not in said
 
 
-def test_a_resumed_run_compares_with_its_first_evaluation(tmp_path: Path) -> None:
+def test_resumed_run_compares_with_its_first_evaluation(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.write(0, eval={"solved": 0.25})
     log.write(0, rollout={"reward": 1.0})
@@ -58,7 +58,7 @@ def test_a_resumed_run_compares_with_its_first_evaluation(tmp_path: Path) -> Non
     assert "held-out solved: 0.250 after 0 steps, 0.500 after 12" in said
 
 
-def test_the_end_names_every_file_a_run_leaves() -> None:
+def test_last_lines_name_every_file_of_a_run() -> None:
     said = lines_of()
     assert str(Path("run").resolve()) in said
     for name in ("run.json", "metrics.jsonl", "rollouts.jsonl", "checkpoints/"):
@@ -66,7 +66,7 @@ def test_the_end_names_every_file_a_run_leaves() -> None:
 
 
 @pytest.mark.parametrize("where", ["in PATH", "below", "elsewhere"])
-def test_the_last_line_is_a_command_that_works_here(
+def test_last_line_is_a_working_command(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = tmp_path / ".venv" / "bin"
@@ -102,7 +102,7 @@ def terminal(*, height: int = 40) -> tuple[Progress, io.StringIO]:
     return Progress(12, console), out
 
 
-def test_the_live_lines_show_the_phase_and_the_last_steps_numbers() -> None:
+def test_live_lines_show_the_phase_and_the_last_step() -> None:
     progress, out = terminal()
     progress.watch("sandbox", lambda: "7 of 128 sessions")
     progress.begin_step()
@@ -124,7 +124,7 @@ def test_the_live_lines_show_the_phase_and_the_last_steps_numbers() -> None:
     assert " GiB" in shown
 
 
-def test_nothing_is_live_where_there_is_no_terminal() -> None:
+def test_no_live_lines_without_a_terminal() -> None:
     progress, out = silent()
     progress.watch("sandbox", lambda: pytest.fail("nobody is shown this"))
     with progress.phase("playing 12 tasks x 8"):
@@ -132,7 +132,7 @@ def test_nothing_is_live_where_there_is_no_terminal() -> None:
     assert out.getvalue().split() == ["0s", "a", "line"]
 
 
-def test_the_time_of_a_phase_goes_by_its_first_word() -> None:
+def test_phase_is_timed_under_its_first_word() -> None:
     progress, _ = silent()
     with progress.phase("playing 12 tasks x 8"), progress.phase("preflight: the largest pass"):
         pass
@@ -153,7 +153,7 @@ class Interrupted(io.StringIO):
         return super().write(text)
 
 
-def test_a_signal_in_the_midst_of_a_line_is_told_of_once_and_the_line_too() -> None:
+def test_signal_during_print_prints_each_line_once() -> None:
     terminal = Interrupted()
     progress = Progress(1, Console(file=terminal, soft_wrap=True))
     with stop_after_step(progress.print) as stopping:
@@ -165,7 +165,7 @@ def test_a_signal_in_the_midst_of_a_line_is_told_of_once_and_the_line_too() -> N
     assert one == "one"
 
 
-def test_a_step_without_any_gradient_says_what_to_change() -> None:
+def test_step_without_gradient_prints_a_hint() -> None:
     progress, out = silent()
     for step in range(3):
         progress.step_done(step, {**STEP[0], "live_groups": 0}, *STEP[1:])
@@ -173,7 +173,7 @@ def test_a_step_without_any_gradient_says_what_to_change() -> None:
     assert "docs/debug.md" in out.getvalue()
 
 
-def test_a_step_of_which_no_rollout_counts_does_not_blame_the_tasks() -> None:
+def test_step_without_valid_rollouts_prints_no_hint_about_tasks() -> None:
     for late, more in ((0.75, " (75% timed out)\n"), (0.0, "\n")):
         progress, out = silent()
         dead = {"live_groups": 0, "dead_broken": 4, "status_timed_out": late}
@@ -183,7 +183,7 @@ def test_a_step_of_which_no_rollout_counts_does_not_blame_the_tasks() -> None:
         assert "debug.md" not in out.getvalue()
 
 
-def test_a_step_says_where_its_time_went() -> None:
+def test_step_prints_the_longest_phase() -> None:
     progress, out = silent()
     progress.step_done(0, *STEP)
     assert "play 4s  learn 2s" in out.getvalue()
@@ -192,7 +192,7 @@ def test_a_step_says_where_its_time_went() -> None:
     assert "most of it was scoring: 40 of 46 s" in out.getvalue()
 
 
-def test_what_the_machine_broke_is_told() -> None:
+def test_step_prints_the_number_of_lost_rollouts() -> None:
     progress, out = silent()
     progress.step_done(0, {**STEP[0], "infra_errors": 2}, *STEP[1:])
     said = "2 rollouts lost: this machine or your code failed, not the policy"
@@ -217,7 +217,7 @@ open(sys.argv[1], "w").write("saved")
 """
 
 
-def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path) -> None:
+def test_run_whose_terminal_closes_saves_and_ends(tmp_path: Path) -> None:
     """The terminal of an ssh session: SIGHUP, and every line that is written fails from then on."""
     child, terminal = pty.fork()
     if child == 0:
@@ -232,7 +232,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path) -> None:
     assert (tmp_path / "state").read_text() == "saved"
 
 
-def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+def test_sighup_is_ignored_under_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_after_step(lambda line: None) as stopping:

@@ -19,7 +19,7 @@ class Clock:
         self.now += seconds
 
 
-def test_parts_and_the_rest_add_up_over_laps() -> None:
+def test_parts_and_rest_add_up_to_the_total() -> None:
     clock = Clock()
     watch = Stopwatch(clock, rest="starting")
     clock.wait(5)
@@ -38,7 +38,7 @@ def test_parts_and_the_rest_add_up_over_laps() -> None:
     assert clock.now == 100 + 11 + 6
 
 
-def test_a_lap_inside_a_part_takes_what_has_passed_of_it() -> None:
+def test_lap_inside_a_part_counts_its_elapsed_time() -> None:
     clock = Clock()
     watch = Stopwatch(clock)
     with watch.part("learning"):
@@ -48,7 +48,7 @@ def test_a_lap_inside_a_part_takes_what_has_passed_of_it() -> None:
     assert watch.lap() == {"learning_s": 3, "other_s": 0, "total_s": 3}
 
 
-def test_a_part_that_raises_is_counted_and_closed() -> None:
+def test_part_that_raises_is_counted() -> None:
     clock = Clock()
     watch = Stopwatch(clock)
 

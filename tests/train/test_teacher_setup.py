@@ -73,7 +73,7 @@ class World:
     def close(self) -> None: ...
 
 
-def test_each_turn_is_told_what_was_wrong_with_it_and_later() -> None:
+def test_teacher_reads_the_errors_of_each_turn_and_later_ones() -> None:
     env: Any = World()
     agent: Any = CodeAgent(env=env, answer_prefix="")
     turns = ("<code>bad 1</code>", "<code>fine</code>", "<code>bad 2</code>", f"41{EOT}")
@@ -98,7 +98,7 @@ def own(view: Any) -> str | None:
     return f"it is {view.task.spec['answer']}" if view.answer != "42" else None
 
 
-def test_a_solution_is_shown_to_the_others_and_a_function_says_what_it_likes() -> None:
+def test_teacher_reads_a_solution_or_a_functions_text() -> None:
     env: Any = World()
     agent: Any = CodeAgent(env=env, answer_prefix="")
     one = task(answer=SECRET)
@@ -130,7 +130,7 @@ def test_a_solution_is_shown_to_the_others_and_a_function_says_what_it_likes() -
         ({"tests": f"assert f() == '{SECRET}'"}, "", "there is no answer"),
     ],
 )
-def test_what_grading_hides_is_not_told(
+def test_teacher_does_not_read_hidden_tests(
     pool: SandboxPool, spec: Any, answer: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentgrpo.envs.graded.TESTS_TIMEOUT_S", 0.5)
@@ -152,12 +152,12 @@ def test_what_grading_hides_is_not_told(
         (["teacher.decay=0.5"], r"teacher\.decay: 0\.5 does nothing without teacher\.feedback"),
     ],
 )
-def test_settings_that_do_not_go_together(settings: list[str], message: str) -> None:
+def test_incompatible_teacher_settings_are_errors(settings: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         a_config(*settings)
 
 
-def test_a_teacher_has_the_policys_tokenizer_or_is_not_there(tmp_path: Path) -> None:
+def test_teacher_must_have_the_policys_tokenizer(tmp_path: Path) -> None:
     say: Callable[[str], None] = lambda line: None  # noqa: E731
     make_tokenizer(merges=[("a", "b")]).save_pretrained(tmp_path)
     for name in ("config.json", "model.safetensors"):
@@ -190,7 +190,7 @@ def test_a_teacher_has_the_policys_tokenizer_or_is_not_there(tmp_path: Path) -> 
         assert teacher_of(nobody, at(None)) is None
 
 
-def test_a_program_has_no_prompt_to_read() -> None:
+def test_feedback_teacher_with_a_program_is_an_error() -> None:
     program = object.__new__(ProgramAgent)
     with pytest.raises(ValueError, match=r"teacher\.feedback: 'errors' needs an agent"):
         teacher_of(a_config("teacher.feedback=errors"), at(program))
@@ -199,7 +199,7 @@ def test_a_program_has_no_prompt_to_read() -> None:
         teacher_of(a_config("teacher.feedback=error"), at(None))
 
 
-def test_a_server_shows_that_it_has_the_policys_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_teacher_server_must_have_the_policys_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
     where = EndpointConfig(kind="http", url="http://localhost:1/v1", model="m")
 
@@ -237,7 +237,7 @@ def test_a_server_shows_that_it_has_the_policys_tokenizer(monkeypatch: pytest.Mo
         (True, "feedback=errors topk=5 decay=0", {}, 12 * 5 * 2048),
     ],
 )
-def test_what_it_holds_is_counted(
+def test_footprint_counts_the_teacher(
     cuda: bool, given: str, other: dict[str, tuple[int, int]], held: int
 ) -> None:
     shapes = {"model.layers.0.a.weight": (10, 10), "head.weight": (100, 10)}

@@ -112,9 +112,7 @@ ALL = ("train c.toml", "sft recipe.toml", "flywheel recipe.toml", "curriculum re
         ("call=json:nosuch", "agent.options.call: "),
     ],
 )
-def test_a_program_that_cannot_be_started_is_known_to_a_dry_run(
-    said: Said, option: str, wanted: str
-) -> None:
+def test_dry_run_finds_programs_that_cannot_start(said: Said, option: str, wanted: str) -> None:
     sandbox = " agent.options.sandbox=none" if "command" in option else ""
     line = f"train c.toml agent.kind=program agent.options.{option}{sandbox} --dry-run"
     status, told = said(line)
@@ -123,7 +121,7 @@ def test_a_program_that_cannot_be_started_is_known_to_a_dry_run(
 
 
 @pytest.mark.parametrize("command", ALL)
-def test_every_command_has_a_dry_run_that_writes_nothing(
+def test_dry_run_of_every_command_writes_nothing(
     place: Path, command: str, capsys: pytest.CaptureFixture[str], said: Said
 ) -> None:
     status = cli.main([*command.split(), "--dry-run"])
@@ -133,7 +131,7 @@ def test_every_command_has_a_dry_run_that_writes_nothing(
     assert not (place / "run").exists()
 
 
-def test_what_does_nothing_or_is_of_one_file_alone_ends_nothing(
+def test_unused_options_of_extended_configs_are_no_errors(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = "rollout.template_options.enable_thinking=false data.heldout=levels.jsonl"
@@ -170,7 +168,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("line", PATHS)
-def test_a_path_that_does_not_exist_is_said_to_be_one(place: Path, said: Said, line: str) -> None:
+def test_missing_path_is_reported_as_a_path(place: Path, said: Said, line: str) -> None:
     given = line.replace("{c}", "c.toml").replace("{r}", "recipe.toml")
     status, told = said(given)
     assert status in (1, 2), told
@@ -262,7 +260,7 @@ def wrong(place: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("spoil", [gone, folder, empty, latin, cut])
 @pytest.mark.parametrize("name", FILES)
-def test_every_file_that_cannot_be_read_is_named(
+def test_unreadable_file_is_named(
     wrong: Path, said: Said, name: str, spoil: Callable[[Path], None]
 ) -> None:
     if (name, spoil.__name__) in HARMLESS:
@@ -303,15 +301,13 @@ LATE = {
 
 
 @pytest.mark.parametrize("line", LATE)
-def test_a_mistake_that_only_vllm_or_the_learner_noticed_is_found_by_the_dry_run(
-    place: Path, said: Said, line: str
-) -> None:
+def test_dry_run_finds_errors_of_vllm_and_the_learner(place: Path, said: Said, line: str) -> None:
     status, told = said(f"{line} --dry-run")
     assert (status, told.count("\n")) == (2, 1), told
     assert LATE[line].format(here=place) in told
 
 
-def test_sft_starts_no_engine_and_needs_no_cache(place: Path, said: Said) -> None:
+def test_sft_needs_no_engine(place: Path, said: Said) -> None:
     text = (place / "recipe.toml").read_text() + "[engine]\nkv_cache_gib = 0.0005\n"
     (place / "small.toml").write_text(text)
     assert said("sft small.toml --dry-run") == (0, "")
@@ -329,7 +325,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("line", UNREAD)
-def test_a_setting_that_the_command_does_not_read_is_refused(
+def test_setting_that_the_command_does_not_use_is_an_error(
     place: Path, said: Said, line: str
 ) -> None:
     status, told = said(f"{line} --dry-run")
@@ -337,7 +333,7 @@ def test_a_setting_that_the_command_does_not_read_is_refused(
     assert UNREAD[line] in told
 
 
-def test_what_is_set_for_a_whole_recipe_is_given_to_all_of_its_parts(place: Path) -> None:
+def test_recipe_passes_its_settings_to_all_parts(place: Path) -> None:
     parts = ["sft", "recipe.toml", "measures.quality=exact", "--of-recipe", "--dry-run"]
     assert cli.main(parts) == 0
 
@@ -360,7 +356,7 @@ UNSCORED = [
 
 
 @pytest.mark.parametrize(("asked", "answer", "wanted"), UNSCORED)
-def test_a_task_that_cannot_be_scored_is_refused_before_the_run(
+def test_unscorable_task_is_found_before_the_run(
     place: Path, said: Said, asked: str, answer: Any, wanted: str
 ) -> None:
     command, *settings = asked.split()
@@ -387,7 +383,7 @@ ABSURD = {
 
 
 @pytest.mark.parametrize("line", ABSURD)
-def test_sizes_that_cannot_be_are_refused(said: Said, line: str) -> None:
+def test_impossible_sizes_are_errors(said: Said, line: str) -> None:
     status, told = said(f"{line} --dry-run")
     assert status == 2
     assert ABSURD[line] in told
