@@ -24,11 +24,11 @@ from tests import tiny
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["-h"], []):
         assert cli.main(arguments) == 0
-        said = capsys.readouterr().out
-        assert "usage: agentgrpo COMMAND" in said
+        output = capsys.readouterr().out
+        assert "usage: agentgrpo COMMAND" in output
         for word in ("init", "train", "evaluate", "view", "sandbox", "doctor"):
-            assert f"\n  {word}" in said
-        assert max(map(len, said.splitlines())) <= 100
+            assert f"\n  {word}" in output
+        assert max(map(len, output.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("word", sorted(cli.COMMANDS))
@@ -38,8 +38,8 @@ def test_every_command_has_main_and_help(word: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as ended:
         cli.main([word, "--help"])
     assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert said.startswith("usage: ")
+    output = capsys.readouterr().out
+    assert output.startswith("usage: ")
 
 
 def test_train_help_describes_every_shipped_config(
@@ -47,9 +47,9 @@ def test_train_help_describes_every_shipped_config(
 ) -> None:
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in shipped_configs():
-        line = next(line for line in said.splitlines() if line.split()[:1] == [name])
+        line = next(line for line in output.splitlines() if line.split()[:1] == [name])
         assert 30 < len(line) < 130, f"{name}: its first line says in one line what it is"
 
 
@@ -165,9 +165,9 @@ def test_doctor_returns_1_if_something_essential_is_missing(
     broken = Check("torch", False, "not installed", "install it", essential=True)
     monkeypatch.setattr(packages, "package_checks", lambda *_, **__: [broken])
     assert machine_doctor.main([]) == 1
-    said = capsys.readouterr().out
-    assert "MISS torch            not installed\n     remedy           install it" in said
-    assert said.endswith("can be trained here before this is mended: torch.\n")
+    output = capsys.readouterr().out
+    assert "MISS torch            not installed\n     remedy           install it" in output
+    assert output.endswith("can be trained here before this is mended: torch.\n")
     monkeypatch.setattr(sandbox_doctor, "report", lambda: ("bare", False))
     assert machine_doctor.main([]) == 1
     assert "mended: torch, a way to isolate code." in capsys.readouterr().out

@@ -373,8 +373,8 @@ def test_malformed_calls_are_not_logged_by_vllm(
     read = tool_call_reader("hermes", TOKENIZER)
     configure_logging(LoggingConfig())  # as an engine does when it starts
     assert read("<tool_call>{</tool_call>", []).attempted
-    said = capfd.readouterr()
-    assert (said.out, said.err) == ("", "")
+    output = capfd.readouterr()
+    assert (output.out, output.err) == ("", "")
 
 
 def test_schema_of_a_function() -> None:

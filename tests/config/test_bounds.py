@@ -182,7 +182,7 @@ def test_misspelt_choice_suggests_the_nearest(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         (
             "agent.kind=agentgrpo.agents.code:CodeAgnet",
@@ -192,7 +192,7 @@ def test_misspelt_choice_suggests_the_nearest(key: str) -> None:
         ("rollout.sampler=json:laods", "did you mean loads?"),
     ],
 )
-def test_misspelt_own_name_suggests_the_nearest(override: str, said: str) -> None:
+def test_misspelt_own_name_suggests_the_nearest(override: str, message: str) -> None:
     config = load_config_of(RecipeConfig, LEAST, [override])
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         resolve(config)

@@ -39,7 +39,7 @@ def test_of_run_changes_only_the_given_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "message"),
     [
         (
             {"flywheel": {"critic": "big"}},
@@ -82,8 +82,8 @@ def test_of_run_changes_only_the_given_settings() -> None:
         ),
     ],
 )
-def test_invalid_recipe_settings_name_their_key(sections: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_recipe_settings_name_their_key(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make(**sections)
 
 

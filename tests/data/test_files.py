@@ -80,8 +80,8 @@ def test_arrow_types_become_json(tmp_path: Path) -> None:
     assert given.spec == {"gold": 1, "answer": 1, **expected}
     require_recordable(given)
     pyarrow.parquet.write_table(pa.Table.from_pylist([{**row, "image": {"b": b"x"}}]), path)
-    said = r"rows\.parquet:1: column 'image': bytes cannot be in a task"
-    with pytest.raises(ValueError, match=said):
+    message = r"rows\.parquet:1: column 'image': bytes cannot be in a task"
+    with pytest.raises(ValueError, match=message):
         read_tasks(path, question="q", answer="gold")
 
 
@@ -93,7 +93,7 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (datetime.date(2020, 1, 2), ".* date"),
         (nested(100_000), ".* recursion"),
@@ -101,9 +101,9 @@ def nested(depth: int) -> Any:
         ([{"a": {1: 2}}], "the key 1 is no text"),
     ],
 )
-def test_unrecordable_spec_is_an_error(value: Any, said: str) -> None:
+def test_unrecordable_spec_is_an_error(value: Any, message: str) -> None:
     given = Task(id="t", messages=(), spec={"fine": np.zeros(2), "odd": value})
-    with pytest.raises(ValueError, match=rf"task 't': spec\['odd'\] cannot be recorded: {said}"):
+    with pytest.raises(ValueError, match=rf"task 't': spec\['odd'\] cannot be recorded: {message}"):
         require_recordable(given)
 
 
@@ -278,7 +278,7 @@ def test_init_writes_a_config_for_a_hub_dataset(at_hub: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             {"train": "org/absent"},
@@ -296,8 +296,8 @@ def test_init_writes_a_config_for_a_hub_dataset(at_hub: None) -> None:
     ],
 )
 def test_missing_hub_dataset_names_its_key(
-    at_hub: None, settings: dict[str, Any], said: str
+    at_hub: None, settings: dict[str, Any], message: str
 ) -> None:
     config = hub(**settings)
-    with pytest.raises((ValueError, OSError), match=said):
+    with pytest.raises((ValueError, OSError), match=message):
         [heldout_tasks(config), training_tasks(config, 0)]

@@ -341,10 +341,10 @@ def test_invalid_result_names_the_users_class(world: World, agent: EchoAgent, me
 
 
 def test_error_of_an_environment_names_the_task() -> None:
-    said = (
+    message = (
         r"^World\.step raised ZeroDivisionError \(task 't', rollout 0, at .*test_episodes.py:\d+\)$"
     )
-    with pytest.raises(UserCodeError, match=said):
+    with pytest.raises(UserCodeError, match=message):
         play(World([ZeroDivisionError()]), "x\n")
 
 

@@ -52,14 +52,14 @@ def test_invalid_loss_and_checkpoint_are_found_before_other_checks(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("sections", "package", "said"),
+    ("sections", "package", "message"),
     [
         ({"learner": {"lora": {"rank": 4}}}, "peft", "learner.lora.rank: the package peft is not"),
         ({"reward": {"kind": "math"}}, "math_verify", "'math': the package math-verify"),
     ],
 )
 def test_missing_packages_are_found_before_the_model_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], package: str, said: str
+    monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], package: str, message: str
 ) -> None:
     find = importlib.util.find_spec
 
@@ -67,7 +67,7 @@ def test_missing_packages_are_found_before_the_model_is_loaded(
         return None if name == package else find("json")
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         prepare(config(Path("m"), **sections))
 
 

@@ -70,10 +70,10 @@ def test_sys_exit_in_user_code_exits_with_3(
         sys.exit(0)
 
     assert command("sft", None, ["quickstart", f"out_dir={tmp_path}"], leaves) == 3
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert re.match(
         r"error: your code called sys\.exit\(0\) \(at \S*test_command_line\.py:\d+\)\. Noth",
-        said,
+        output,
     )
 
 

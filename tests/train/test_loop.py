@@ -416,7 +416,7 @@ def test_trainer_accepts_one_or_several_reward_functions_and_callbacks(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"reward_funcs": {"json:loads": 1.0}}, "reward_funcs: expected a function or 'module:fun"),
         ({"callbacks": Callback}, "callbacks: expected agentgrpo.Callback, got <class"),
@@ -427,9 +427,9 @@ def test_trainer_accepts_one_or_several_reward_functions_and_callbacks(
     ],
 )
 def test_invalid_reward_functions_weights_and_callbacks_raise(
-    given: dict[str, Any], said: str
+    given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"^{said}"):
+    with pytest.raises(ValueError, match=f"^{message}"):
         Trainer(config(), make=lambda _: FakeRun().parts(), **given)
 
 

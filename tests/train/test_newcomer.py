@@ -48,8 +48,8 @@ def dry_run(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 
     def run(*overrides: str, dry: bool = True) -> tuple[int, str, str]:
         status = main([str(path), *["--dry-run"][: int(dry)], *overrides])
-        said = capsys.readouterr()
-        return status, said.out, said.err
+        output = capsys.readouterr()
+        return status, output.out, output.err
 
     return run
 

@@ -255,7 +255,7 @@ def test_home_environment_of_each_agent_fits(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("agent.kind=cod", "agent.kind: .*; did you mean code"),
         ("agent.options.banner=x", "agent.options.banner: "),
@@ -268,13 +268,13 @@ def test_home_environment_of_each_agent_fits(kind: str) -> None:
     ],
 )
 def test_names_and_options_are_checked_before_the_sandbox_opens(
-    monkeypatch: pytest.MonkeyPatch, override: str, said: str
+    monkeypatch: pytest.MonkeyPatch, override: str, message: str
 ) -> None:
     def opened(*_: Any) -> None:
         raise AssertionError("the sandbox was opened")
 
     monkeypatch.setattr("agentgrpo.train.prepare.open_sandbox", opened)
-    with pytest.raises(ValueError, match=f"^{said}"):
+    with pytest.raises(ValueError, match=f"^{message}"):
         prepare_run(a_config(override))
 
 
@@ -345,7 +345,7 @@ def test_options_passed_to_a_parent_class_are_checked() -> None:
         resolve(config({"kind": kind, "options": {"open_tag": "<c>"}})), cast(Any, None)
     )
     assert (agent.most, agent.open_tag, agent.show_tools) == (3, "<c>", "no")
-    for options, said in (
+    for options, message in (
         ({"open_tag": ""}, r"^agent\.options\.open_tag: .*at least 1 character"),
         ({"opentag": "x"}, r"agent\.options\.opentag: Terse has no such option; .* open_tag\?"),
         ({"tools_script": "x"}, r"agent\.options\.tools_script: Terse has no such option"),
@@ -354,7 +354,7 @@ def test_options_passed_to_a_parent_class_are_checked() -> None:
             "Terse raised TypeError: .*multiple values for .*'show_tools' \\(at",
         ),
     ):
-        with pytest.raises((ValueError, UserCodeError), match=said):
+        with pytest.raises((ValueError, UserCodeError), match=message):
             make_agent(resolve(config({"kind": kind, "options": options})), cast(Any, None))
 
 

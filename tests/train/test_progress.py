@@ -160,8 +160,8 @@ def test_signal_during_print_prints_each_line_once() -> None:
         assert not stopping()
         progress.print("one")
         assert stopping()
-    told, one = sorted(line.split("s  ")[1] for line in terminal.getvalue().splitlines())[::-1]
-    assert told.startswith("stopping after this step, then saving;")
+    output, one = sorted(line.split("s  ")[1] for line in terminal.getvalue().splitlines())[::-1]
+    assert output.startswith("stopping after this step, then saving;")
     assert one == "one"
 
 

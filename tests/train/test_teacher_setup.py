@@ -178,12 +178,12 @@ def test_teacher_must_have_the_policys_tokenizer(tmp_path: Path) -> None:
         for name in ("config.json", "model.safetensors"):
             shutil.copy(tmp_path / name, folder)
     assert teacher_model(a_config(f"teacher.model={base}"), CHAT, say) == str(base)
-    for wrong, said in (
+    for wrong, message in (
         (tmp_path / "gone", "no such file or directory"),
         (adapter, "the directory holds an adapter, not"),
         (broken, "its tokenizer cannot be read"),
     ):
-        with pytest.raises(ValueError, match=rf"teacher\.model: model '{wrong}': {said}"):
+        with pytest.raises(ValueError, match=rf"teacher\.model: model '{wrong}': {message}"):
             teacher_model(a_config(f"teacher.model={wrong}"), CHAT, say)
     for nobody in (a_config(), a_config("teacher.model=gone", "teacher.weight=0")):
         assert teacher_model(nobody, CHAT, say) is None

@@ -125,9 +125,9 @@ def test_dry_run_of_every_command_writes_nothing(
     place: Path, command: str, capsys: pytest.CaptureFixture[str], said: Said
 ) -> None:
     status = cli.main([*command.split(), "--dry-run"])
-    told = capsys.readouterr()
-    assert (status, told.err) == (0, ""), told.err
-    assert "dry run, nothing was " in told.out
+    output = capsys.readouterr()
+    assert (status, output.err) == (0, ""), output.err
+    assert "dry run, nothing was " in output.out
     assert not (place / "run").exists()
 
 
@@ -136,8 +136,8 @@ def test_unused_options_of_extended_configs_are_no_errors(
 ) -> None:
     own = "rollout.template_options.enable_thinking=false data.heldout=levels.jsonl"
     assert cli.main([*f'train c.toml {own} data.columns=["level"] --dry-run'.split()]) == 0
-    told = capsys.readouterr().out
-    assert "the model's chat template does not read ['enable_thinking']" in told
+    output = capsys.readouterr().out
+    assert "the model's chat template does not read ['enable_thinking']" in output
 
 
 PATHS = {
