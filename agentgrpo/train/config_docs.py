@@ -37,7 +37,7 @@ relative to its own folder. Tables are merged, except `options` where another `k
 path that begins with `{here}/` is relative to the folder of the file. On the command line write
 `section.key=value`. An unknown key or a value of another type (true is no number, 200.0 no whole
 number) is an error that names the nearest key. "none" unsets a key that takes it, as in
-`learner.trained_layers=none`; "None" in the last column says what that means.
+`learner.trained_layers=none`; the descriptions call this value None.
 """
 
 
