@@ -99,7 +99,7 @@ def test_columns_keep_the_columns_of_paths(tmp_path: Path) -> None:
         ({"question": "2+2?", "answer": float("nan")}, {}, "null in column 'answer'"),
         (MMLU, {"question": "{question} {choices}"},
          "column 'choices': expected text, got ['red', 'blue']. Use 'choices.0'"),
-        (VERL, {"question": "{reward_model}"}, "name 'reward_model.ground_truth'"),
+        (VERL, {"question": "{reward_model}"}, "Use 'reward_model.ground_truth'"),
     ],
 )  # fmt: skip
 def test_unreadable_cell_is_named(
