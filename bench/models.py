@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from agentgrpo.config import EngineConfig, LearnerConfig, LoraConfig, LossConfig
-from agentgrpo.models.architectures import kinds_of, unsupported
+from agentgrpo.models.architectures import read_architecture, unsupported
 from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.support.runtime import prepare_environment
 from bench.harness import RESULTS, traced_row
@@ -210,7 +210,7 @@ def write_model(name: str, folder: Path) -> None:
 def measured(name: str, folder: Path) -> dict[str, Any]:
     """What a row says of a family."""
     write_model(name, folder)
-    kinds = kinds_of(str(folder))
+    kinds = read_architecture(str(folder))
     dtype = FAMILIES[name].dtype
     row: dict[str, Any] = {"model_type": kinds.model_type, "dtype": dtype}
     for key, adapters in (("refused", False), ("served_refused", True)):

@@ -1,22 +1,22 @@
-"""A packed batch made on the device, from token deltas that travelled there once, as they are.
+"""Expand a packed batch on the device from token deltas that were uploaded once.
 
-The deltas of a step lie one behind the other: ids_D of all its segments, and logp_L of those that
-the policy sampled. A batch says in runs what it is made of, each an int32 column of
+The deltas of a step are concatenated: ids_D of all its segments, and logp_L of the segments that
+the policy sampled. A batch is described by runs, each an int32 column of
 
     tokens, [4, R]   start, source, position, tout
     terms, [8, Q]    start, source, source in logp_L, row, sample, turn, and the bits of the
                      float32 advantage and weight
 
-runs ascending by start, the first of which is 0. Token (or term) t of run r is its i-th, with
+with runs ascending by start, the first start being 0. Token (or term) t of run r is its i-th, with
 i = t - start[r], up to the next run's start:
 
     input_ids[t] = ids[source[r] + i]     positions[t] = position[r] + i     tout[t] = tout[r]
     target[n] = ids[source[r] + i]        old_logp[n] = logp[source in logp_L[r] + i]
     row[n] = row[r] + i                   sample, advantage and weight are the run's
 
-What the fields mean, and why a tree is made of such runs: agentgrpo/learn/packing.py.
+For the meaning of the fields and how trees become runs see agentgrpo/learn/packing.py.
 
-Shape suffixes: D delta tokens, L of them sampled, R and Q runs, T packed tokens, N loss terms.
+Shape suffixes: D delta tokens, L sampled delta tokens, R and Q runs, T packed tokens, N loss terms.
 """
 
 from __future__ import annotations
@@ -35,40 +35,38 @@ _BLOCK = 256
 
 
 class Tokens(NamedTuple):
-    """All [T]."""
+    """Tokens of a batch, [T] each."""
 
-    input_ids_T: Tensor
-    """int64."""
-    positions_T: Tensor
-    """int64."""
-    tout_T: Tensor
-    """int32."""
+    input_ids_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    tout_T: Tensor  # int32
 
 
 class Terms(NamedTuple):
-    """All [N]."""
+    """Loss terms of a batch, [N] each."""
 
-    row_N: Tensor
-    """int64."""
-    target_N: Tensor
-    """int64."""
-    sample_N: Tensor
-    """int64."""
-    old_logp_N: Tensor
-    """fp32."""
-    advantage_N: Tensor
-    """fp32."""
-    weight_N: Tensor
-    """fp32."""
+    row_N: Tensor  # int64
+    target_N: Tensor  # int64
+    sample_N: Tensor  # int64
+    old_logp_N: Tensor  # fp32, nats
+    advantage_N: Tensor  # fp32
+    weight_N: Tensor  # fp32
 
 
 def pack_tokens(
     ids_D: Tensor, runs_4R: Tensor, num_tokens: int, *, backend: Backend = "auto"
 ) -> Tokens:
-    """The tokens of a batch from its runs, contiguous int32; `backend` is as of checks.backend_for.
+    """Expand token runs into the tokens of a batch.
 
-    ValueError: dtypes, shapes or devices disagree. Values are not checked: that would wait for the
-    device.
+    Args:
+        ids_D: [D] int32, the token ids of the step.
+        runs_4R: [4, R] int32, contiguous, see the module.
+        num_tokens: T, the number of tokens that the runs describe.
+        backend: See checks.backend_for.
+
+    Raises:
+        ValueError: Dtypes, shapes or devices disagree. Values are not checked, because that would
+            wait for the device.
     """
     check_tensor("ids_D", ids_D, (len(ids_D),), (torch.int32,), runs_4R)
     use_triton = _check_runs("runs_4R", runs_4R, TOKEN_COLUMNS, num_tokens, backend)
@@ -84,7 +82,18 @@ def pack_tokens(
 def pack_terms(
     ids_D: Tensor, logp_L: Tensor, runs_8Q: Tensor, num_terms: int, *, backend: Backend = "auto"
 ) -> Terms:
-    """The loss terms of a batch from their runs; as pack_tokens(), logp_L being fp32 nats."""
+    """Expand term runs into the loss terms of a batch.
+
+    Args:
+        ids_D: [D] int32, the token ids of the step.
+        logp_L: [L] fp32, the sampler's log-probabilities in nats.
+        runs_8Q: [8, Q] int32, contiguous, see the module.
+        num_terms: N, the number of terms that the runs describe.
+        backend: See checks.backend_for.
+
+    Raises:
+        ValueError: As in pack_tokens().
+    """
     check_tensor("ids_D", ids_D, (len(ids_D),), (torch.int32,), runs_8Q)
     check_tensor("logp_L", logp_L, (len(logp_L),), (torch.float32,), runs_8Q)
     use_triton = _check_runs("runs_8Q", runs_8Q, TERM_COLUMNS, num_terms, backend)
@@ -103,7 +112,6 @@ def pack_terms(
 
 
 def _check_runs(name: str, runs: Tensor, columns: int, count: int, backend: Backend) -> bool:
-    """Whether Triton is to make `count` elements of them."""
     num_runs = runs.shape[-1] if runs.ndim else 0
     check_tensor(name, runs, (columns, num_runs), (torch.int32,), runs)
     if not runs.is_contiguous():
@@ -114,7 +122,7 @@ def _check_runs(name: str, runs: Tensor, columns: int, count: int, backend: Back
 
 
 def _places(starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of each of `count` elements its run and its place there."""
+    """(run, index within the run) of each of `count` elements."""
     sizes = torch.diff(starts, append=starts.new_tensor([count]))
     run = torch.repeat_interleave(sizes, output_size=count)
     return run, torch.arange(count, device=starts.device) - starts[run]
@@ -136,7 +144,7 @@ def _launch(kernel: Any, count: int, runs: Tensor, *pointers: Tensor) -> None:
 
 @triton.jit
 def _run_of(starts, t, num_runs, steps):
-    """The last run that starts at t or before it."""
+    """The last run that starts at or before t, by binary search."""
     low = tl.zeros_like(t)
     high = low + num_runs
     for _ in range(steps):
@@ -151,7 +159,7 @@ def _run_of(starts, t, num_runs, steps):
 def _tokens_kernel(
     runs, ids, input_ids, positions, tout, T, R, steps, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program per BLOCK packed tokens, whatever the runs' lengths."""
+    """One program per BLOCK packed tokens, for runs of any length."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = t < T
     r = _run_of(runs, t, R, steps)

@@ -1,7 +1,7 @@
-"""The formulas of grpo_loss.py in PyTorch: the CPU path, and what the Triton kernel is held to.
+"""The formulas of grpo_loss.py in PyTorch: the CPU path, and the reference for the Triton kernel.
 
-Any device, fp32 or fp64, differentiable by autograd. Also what both paths share: the batch with its
-masked terms made harmless, the factors that carry no gradient, and the metrics.
+Any device, fp32 or fp64, differentiable by autograd. Also the parts that both paths share: the
+batch with its masked terms zeroed, the factors without gradient, and the metrics.
 
 Shape suffixes: N terms, S sequences.
 """
@@ -23,21 +23,21 @@ _LOG_1E_8 = -18.420680743952367
 
 
 class Factors(NamedTuple):
-    """What a term's policy loss is multiplied by, free of gradient; None: 1."""
+    """Factors of a term's policy loss, without gradient; None: 1."""
 
     high_entropy: Tensor | None = None
     on_policy: Tensor | None = None
     correction: Tensor | None = None
 
     def product(self, objective: Objective, dtype: torch.dtype) -> Tensor | None:
-        """Of those that multiply, which are all but what the loss's own rule takes in."""
+        """The product of all factors that the loss's own rule does not contain."""
         folds, pairs = objective.row.folds, zip(self._fields, self, strict=True)
         present = [x.to(dtype) for name, x in pairs if x is not None and name not in folds]
         return math.prod(present[1:], start=present[0]) if present else None
 
 
 class Batch(NamedTuple):
-    """The terms of a call, [N] each; masked terms hold harmless zeros from here on."""
+    """The terms of a call, [N] each; masked terms hold zeros."""
 
     logp: Tensor
     old_logp: Tensor
@@ -53,11 +53,11 @@ class Batch(NamedTuple):
 
     @property
     def log_ratio(self) -> Tensor:
-        """To the old policy, clamped so that its exp is finite."""
+        """Log-ratio to the old policy, clamped so that its exp is finite."""
         return (self.logp - self.old_logp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_sum(self, x: Tensor) -> Tensor:
-        """Each term gets the sum of x over the terms of its sequence."""
+        """[N]: for each term the sum of x over the terms of its sequence."""
         if self.sequence is None:
             raise ValueError(
                 "loss_type: a loss that reads whole sequences needs whole_sequence=True in its "
@@ -67,7 +67,7 @@ class Batch(NamedTuple):
         return zeros.index_add(0, self.sequence, torch.where(self.mask, x, 0.0))[self.sequence]
 
     def sequence_mean(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
-        """The same for the mean, over the terms where keep is True."""
+        """[N]: the same for the mean, over the terms where keep is True."""
         count = torch.ones_like(x) if keep is None else keep.to(x.dtype)
         return self.sequence_sum(x * count) / self.sequence_sum(count).clamp(min=1.0)
 
@@ -76,7 +76,7 @@ class Batch(NamedTuple):
 
 
 def importance(batch: Batch, objective: Objective) -> Tensor:
-    """The ratio r, at the level the objective asks for."""
+    """The ratio r at the objective's level."""
     if objective.importance_sampling_level == "token":
         return batch.log_ratio.exp()
     mean = batch.sequence_mean(batch.log_ratio)
@@ -86,20 +86,20 @@ def importance(batch: Batch, objective: Objective) -> Tensor:
 
 
 def term(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
-    """What the loss's own function says of each term: its loss, or its weight.
+    """Evaluate the loss's own function: per term its loss or, for "weighted" losses, its weight.
 
     Raises:
-        ValueError: it is not one number per term.
+        ValueError: The result is not one number per term.
     """
-    named = objective.row.term
-    if isinstance(named, str) and named not in TERMS:
-        raise ValueError(f"loss_type: {named!r} is no function of the kernels, nor loaded")
-    made = (TERMS[named] if isinstance(named, str) else named)(batch, objective, ratio)
-    if not isinstance(made, Tensor) or (made.shape, made.dtype) != (ratio.shape, ratio.dtype):
-        got = (made.dtype, tuple(made.shape)) if isinstance(made, Tensor) else made
-        wanted = (ratio.dtype, tuple(ratio.shape))
-        raise ValueError(f"loss_type: expected a loss per term, {wanted}, got {got}")
-    return made
+    function = objective.row.term
+    if isinstance(function, str) and function not in TERMS:
+        raise ValueError(f"loss_type: {function!r} is neither a function of kernels/ nor loaded")
+    result = (TERMS[function] if isinstance(function, str) else function)(batch, objective, ratio)
+    if not isinstance(result, Tensor) or (result.shape, result.dtype) != (ratio.shape, ratio.dtype):
+        got = (result.dtype, tuple(result.shape)) if isinstance(result, Tensor) else result
+        expected = (ratio.dtype, tuple(ratio.shape))
+        raise ValueError(f"loss_type: expected a loss per term, {expected}, got {got}")
+    return result
 
 
 def _policy(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _sapo(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
 
 
 def _log_product(batch: Batch, objective: Objective) -> Tensor:
-    """The log of the product of the sequence's ratios and its corrections, or its one."""
+    """The log of the product of a sequence's ratios and corrections (or its one correction)."""
     log_w = batch.sequence_sum(batch.log_ratio.detach())
     if batch.factors.correction is not None:
         logs = batch.factors.correction.log().clamp(_LOG_1E_8, MAX_LOG_RATIO)
@@ -144,7 +144,7 @@ def _dppo(batch: Batch, objective: Objective, ratio: Tensor) -> Tensor:
 
 
 def _topr(batch: Batch, objective: Objective, _: Tensor) -> Tensor:
-    log_w = _log_product(batch, objective)  # 0 times it, so that nan stays
+    log_w = _log_product(batch, objective)  # 0 * log_w below keeps NaN
     return torch.where(batch.advantage >= 0, 0 * log_w, log_w.clamp(max=0)).exp()
 
 
@@ -169,11 +169,11 @@ TERMS: dict[str, Callable[[Batch, Objective, Tensor], Tensor]] = {
     "clipped": _clipped, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo, "gmpo": _gmpo,
     "topr": _topr, "dppo": _dppo,
 }  # fmt: skip
-"""The functions that LossType.term names."""
+"""By LossType.term."""
 
 
 def _by_sign(positive: Tensor, pos: float, neg: float, like: Tensor) -> Tensor:
-    """Pos or neg, in like's dtype; where() of two Python floats would round them to fp32."""
+    """Select pos or neg in like's dtype; where() of two Python floats would round them to fp32."""
     return torch.where(positive, like.new_tensor(pos), like.new_tensor(neg))
 
 
@@ -208,8 +208,8 @@ def _correction(batch: Batch, objective: Objective) -> Tensor:
 
 
 def _on_policy(batch: Batch, threshold: float) -> Tensor:
-    behind = batch.old_logp if batch.sampler_logp is None else batch.sampler_logp
-    gap = behind - batch.logp
+    sampled_logp = batch.old_logp if batch.sampler_logp is None else batch.sampler_logp
+    gap = sampled_logp - batch.logp
     drift = batch.sequence_mean(torch.where(gap.isfinite(), gap, 0.0))
     return (batch.advantage >= 0) | (drift <= threshold)
 
@@ -231,7 +231,7 @@ def find_factors(
 
 
 def torch_loss(batch: Batch, objective: Objective) -> tuple[Tensor, Metrics]:
-    """The weighted sum but for the entropy bonus, and the metrics that depend on the loss type."""
+    """The weighted sum without the entropy bonus, and the metrics that depend on the loss type."""
     ratio = importance(batch, objective)
     loss = _policy(batch, objective, ratio)
     factor = batch.factors.product(objective, ratio.dtype)
@@ -253,17 +253,17 @@ def _mean(batch: Batch, x: Tensor) -> Tensor:
 
 
 def _largest(batch: Batch, x: Tensor) -> Tensor:
-    """The largest of values >= 0; 0 if there are none."""
+    """The maximum of values >= 0; 0 if there are none."""
     return torch.where(batch.mask, x, 0.0).max() if len(x) else x.new_zeros(())
 
 
 def clipped_terms(batch: Batch, objective: Objective, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """(below, above): the terms that the clip bounds hold back, where their advantage pushes on."""
+    """(below, above): terms outside the clip bounds whose advantage pushes further outside."""
     low, high = objective.clip_bounds
-    held = ratio
+    compared = ratio
     if objective.row.bounds_probability:
-        held = batch.logp.exp() - batch.old_logp.exp()
-    return (held < low) & (batch.advantage < 0), (held > high) & (batch.advantage > 0)
+        compared = batch.logp.exp() - batch.old_logp.exp()
+    return (compared < low) & (batch.advantage < 0), (compared > high) & (batch.advantage > 0)
 
 
 @torch.no_grad()
@@ -281,7 +281,7 @@ def _ratio_metrics(batch: Batch, objective: Objective, ratio: Tensor) -> Metrics
 
 @torch.no_grad()
 def batch_metrics(batch: Batch) -> Metrics:
-    """What does not depend on the loss type."""
+    """The metrics that do not depend on the loss type."""
     factors = batch.factors
     metrics = {"num_tokens": batch.mask.sum()}
     if batch.entropy is not None:

@@ -1,19 +1,19 @@
-"""The LM head over the rows that matter only: log-probabilities and entropies from hidden states.
+"""The LM head for selected rows only: log-probabilities and entropies from hidden states.
 
-    logits  = hidden[rows] @ weight.T + bias        (then capped and tempered: see rows.py)
+    logits  = hidden[rows] @ weight.T + bias        (then soft cap and temperature: see rows.py)
     logp[n] = log softmax(logits of rows[n])[targets[n]]
 
 A term n is one sampled token: the row whose hidden state predicts it, and its id. Prompts, tool
 results and padding have no terms and cost nothing here. Terms may share a row (a packed tree
 branches after it): each distinct row is projected once.
 
-While the logits of all distinct rows fit max_logits_bytes they are kept, and the backward turns
-them into their own gradient in place: three matrix products in all, where recomputing takes four.
-Beyond it rows go in chunks, the backward computes the logits again, and the gradient of the weight
-accumulates in fp32. A frozen weight skips its product.
+If the logits of all distinct rows fit in max_logits_bytes, they are kept, and the backward turns
+them into their own gradient in place: three matrix products in all, four with recomputation.
+Otherwise rows are processed in chunks, the backward recomputes the logits, and the gradient of the
+weight accumulates in fp32. A frozen weight skips its product.
 
-Shape suffixes: T packed tokens, H hidden, V vocabulary, N terms, S the terms
-sorted, U distinct rows.
+Shape suffixes: T packed tokens, H hidden, V vocabulary, N terms, S the terms sorted, U distinct
+rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ROW_ALIGNMENT = 16  # elements; rows of 151 643 would otherwise be loaded 2 byt
 
 
 class _Terms(NamedTuple):
-    """The terms sorted by row and target, which rows to project, and which of these each reads."""
+    """The terms sorted by row and target, the distinct rows, and each term's index into them."""
 
     rows_U: Tensor
     """Ascending."""
@@ -62,13 +62,13 @@ class _Terms(NamedTuple):
     """[N] of the sorted terms: index into rows_U, ascending."""
     target_S: Tensor
     fresh_S: Tensor
-    """[N] False for those that are equal to the one before."""
+    """[N] False if the term equals the one before."""
     order_S: Tensor
-    """[N] which term is the sorted one."""
+    """[N] the original index of each sorted term."""
 
     @classmethod
     def of(cls, rows_N: Tensor, targets_N: Tensor, vocab: int, num_rows: int) -> _Terms:
-        """Nothing here waits for a device: sizes are known."""
+        """Sort the terms. Never waits for the device, because all sizes are known."""
         keys, order_S = torch.sort(rows_N * vocab + targets_N)
         row_S = keys // vocab
         index_S = _rank(_fresh(row_S))
@@ -81,29 +81,27 @@ class _Terms(NamedTuple):
         return x_N
 
     def per_pair(self, of_sorted: Tensor) -> Tensor:
-        """To each sorted term the sum over those that are equal to it."""
+        """For each sorted term the sum over the terms that are equal to it."""
         pair_S = _rank(self.fresh_S)
         return torch.zeros_like(of_sorted).index_add_(0, pair_S, of_sorted)[pair_S]
 
     def per_row(self, of_sorted: Tensor) -> Tensor:
-        """Sums over the terms of each row."""
         return of_sorted.new_zeros(len(self.rows_U)).index_add_(0, self.row_S, of_sorted)
 
 
 def _fresh(ascending: Tensor) -> Tensor:
-    """Whether each differs from the one before."""
     fresh = torch.ones_like(ascending, dtype=torch.bool)
     torch.ne(ascending[1:], ascending[:-1], out=fresh[1:])
     return fresh
 
 
 def _rank(fresh: Tensor) -> Tensor:
-    """0 for the first and those that equal it, 1 for the next, and so on."""
+    """Dense rank: 0 for the first value, 1 for the next distinct value, and so on."""
     return fresh.cumsum(0) - 1
 
 
 class _Chunk(NamedTuple):
-    """A run of distinct rows and the run of sorted terms that read them."""
+    """A range of distinct rows and the range of sorted terms that read them."""
 
     rows: slice
     terms: slice
@@ -121,19 +119,19 @@ def _chunks(uses_U: Tensor, rows_per_chunk: int) -> list[_Chunk]:
 
 
 class _Head(NamedTuple):
-    """The projection: how the logits of a run of rows are made, and become their gradient."""
+    """The projection: computes the logits of a range of rows, and their gradient in place."""
 
     weight: Tensor
     bias: Tensor | None
     inv_temperature: float
     softcap: float | None
     logits_dtype: torch.dtype
-    """What the matrix product is rounded to."""
+    """The dtype that the matrix product is rounded to."""
     use_triton: bool
 
     @property
     def buffer_dtype(self) -> torch.dtype:
-        """What logits are stored in: the torch passes work in place, so in fp32."""
+        """The dtype that logits are stored in; fp32 for the torch passes, which work in place."""
         return self.logits_dtype if self.use_triton else working_dtype(self.logits_dtype)
 
     @property
@@ -143,14 +141,15 @@ class _Head(NamedTuple):
     def buffer(self, num_rows: int) -> Tensor:
         shape = (num_rows, self.padded_vocab)
         out = torch.empty(shape, dtype=self.buffer_dtype, device=self.weight.device)
-        out[:, self.weight.shape[0] :] = 0  # oneDNN's bfloat16 product reads past an odd last one
+        # oneDNN's bfloat16 product reads past an odd last element
+        out[:, self.weight.shape[0] :] = 0
         return out
 
     def project_(self, buffer: Tensor, hidden: Tensor) -> Tensor:
-        """The logits, in buffer: one product, rounded once to logits_dtype."""
+        """Write the logits to the buffer: one product, rounded once to logits_dtype."""
         out = buffer[:, : self.weight.shape[0]]
         if out.dtype == hidden.dtype == torch.float32 and not out.is_cuda and by_onednn():
-            # it makes a tensor of its own: a part of the rows at a time, which the caches hold
+            # matmul allocates its result: done in parts of the rows that fit the CPU's caches
             for rows, part in zip(out.split(_PART), hidden.split(_PART), strict=True):
                 rows.copy_(matmul(part, self.weight.T))
         elif out.dtype == hidden.dtype:
@@ -168,7 +167,7 @@ class _Head(NamedTuple):
     def forward_(
         self, buffer: Tensor, hidden: Tensor, row_S: Tensor, target_S: Tensor, fresh_S: Tensor
     ) -> tuple[Tensor, RowStats]:
-        """(logp of the terms, statistics of the rows); leaves in buffer what backward_ needs."""
+        """(logp of the terms, statistics of the rows); leaves backward_ its input in the buffer."""
         x = self.project_(buffer, hidden)
         if not self.use_triton:
             capped = cap_(x, self.softcap)
@@ -180,7 +179,7 @@ class _Head(NamedTuple):
     def backward_(
         self, buffer: Tensor, stats: RowStats, grad_U: Tensor, grad_entropy_U: Tensor | None
     ) -> Tensor:
-        """The gradient of the logits, in buffer, the targets' share missing."""
+        """The gradient of the logits, in the buffer, without the share of the targets."""
         vocab = self.weight.shape[0]
         x, options = buffer[:, :vocab], (self.inv_temperature, self.softcap)
         if not self.use_triton:
@@ -196,20 +195,20 @@ def _logits_grads(
     head: _Head, kept: Tensor | None, hidden_UH: Tensor, terms: _Terms, chunks: list[_Chunk],
     logp_S: Tensor, stats: RowStats, grad_S: Tensor, grad_entropy_U: Tensor | None,
 ) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
-    """(rows, d loss / d logits of these rows), chunk by chunk; each is valid until the next."""
+    """Yield (rows, d loss / d logits of these rows) per chunk; valid until the next one."""
     buffer = kept if kept is not None else head.buffer(max(chunk.num_rows for chunk in chunks))
     grad_U, grad_pair_S = terms.per_row(grad_S), terms.per_pair(grad_S)
     for chunk in chunks:
-        rows, own = chunk
-        here = buffer[: chunk.num_rows]
-        row_S, target_S = terms.row_S[own], terms.target_S[own]
+        rows, span = chunk
+        buf = buffer[: chunk.num_rows]
+        row_S, target_S = terms.row_S[span], terms.target_S[span]
         if kept is None:
-            head.forward_(here, hidden_UH[rows], row_S - rows.start, target_S, terms.fresh_S[own])
+            head.forward_(buf, hidden_UH[rows], row_S - rows.start, target_S, terms.fresh_S[span])
         grad_entropy = None if grad_entropy_U is None else grad_entropy_U[rows]
-        d = head.backward_(here, RowStats(*(x[rows] for x in stats)), grad_U[rows], grad_entropy)
+        d = head.backward_(buf, RowStats(*(x[rows] for x in stats)), grad_U[rows], grad_entropy)
         # equal terms write equal values
         d[row_S - rows.start, target_S] = target_grad(
-            logp_S[own], RowStats(*(x[row_S] for x in stats)), grad_pair_S[own], grad_U[row_S],
+            logp_S[span], RowStats(*(x[row_S] for x in stats)), grad_pair_S[span], grad_U[row_S],
             None if grad_entropy_U is None else grad_entropy_U[row_S],
             head.inv_temperature, head.softcap,
         ).to(d.dtype)  # fmt: skip
@@ -217,14 +216,14 @@ def _logits_grads(
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Total + a @ b in dtype (a's or fp32), total overwritten; None is zero."""
+    """In place total + a @ b in dtype (a's or fp32); None counts as zero."""
     if total is None:
         if dtype == a.dtype:
             return matmul(a, b)
         total = torch.zeros(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
     if dtype == a.dtype:
         return torch.addmm(total, a, b, out=total)
-    if total.is_cuda:  # torch from 2.10 on adds to a float32 `total`, where it lies
+    if total.is_cuda:  # torch >= 2.10 adds in place to a float32 `total`
         return torch.addmm(total, a, b, out_dtype=dtype, out=total)
     return total.add_(a @ b)
 
@@ -247,7 +246,7 @@ class _LinearLogp(torch.autograd.Function):
         ]  # fmt: skip
         logp_S = torch.cat([logp for logp, _ in done])
         stats = RowStats(*(torch.cat(x) for x in zip(*(stats for _, stats in done), strict=True)))
-        # saved as all else is, so that a checkpoint around the call holds no logits
+        # saved via ctx, so that gradient checkpointing around the call keeps no logits
         kept = buffer if keep and len(chunks) == 1 else None
         ctx.save_for_backward(hidden_UH, weight, bias, *terms, logp_S, *stats, kept)
         ctx.options, ctx.chunks, ctx.shape = head[2:], chunks, hidden_TH.shape
@@ -267,7 +266,7 @@ class _LinearLogp(torch.autograd.Function):
             grad_S = grad.to(logp_S.dtype)[terms.order_S]
         if grad_entropy is not None:
             grad_entropy_U = terms.per_row(grad_entropy.to(logp_S.dtype)[terms.order_S])
-        # it is written over (.data: unseen by autograd); a second backward computes it again
+        # overwritten in place (.data: unseen by autograd); a second backward recomputes it
         kept = None if kept is None or ctx.spent else kept.data
         ctx.spent = True
 
@@ -311,27 +310,29 @@ def linear_logp(
 
     Args:
         hidden_TH: [T, H] fp32/bf16/fp16 (fp64 with the torch backend), after the final norm. Rows
-            that no term names may hold anything, nan included; their gradient is exactly zero.
+            without a term may hold anything, NaN included; their gradient is exactly zero.
         weight_VH: [V, H], hidden's dtype. requires_grad=False skips its product.
-        rows_N: [N] int64 in [0, T), in any order, repeats allowed: the row that predicts term n
-            (a token at position p is predicted by row p - 1).
-        targets_N: [N] int64 in [0, V), where rows_N is. Both may be on the host.
-        uses_U: int64 on the host, how many terms each row has that has any, rows ascending: so that
-            nothing waits for a device. rows_N and targets_N are not checked then. None: counted.
+        rows_N: [N] int64 in [0, T), in any order, with repeats: the row that predicts term n (a
+            token at position p is predicted by row p - 1).
+        targets_N: [N] int64 in [0, V), on the device of rows_N. Both may be on the host.
+        uses_U: int64 on the host: the number of terms of each row that has any, rows ascending.
+            Avoids waiting for the device; rows_N and targets_N are then not checked. None: counted.
         bias_V: [V], hidden's dtype.
-        temperature: > 0, what the sampler divided its logits by.
-        softcap: logits become softcap * tanh(logits / softcap) first (Gemma 2).
-        logits_dtype: what the product is rounded to: hidden's dtype (default) or float32. bf16
-            logits put 1e-2 nats of noise (rms, H=1024) on every log-probability.
-        max_logits_bytes: above this the logits are computed again in the backward instead of
-            kept. None: 6 GiB on CUDA, 1 GiB elsewhere.
-        backend: see checks.backend_for.
+        temperature: > 0, by which the sampler divided its logits.
+        softcap: Logits become softcap * tanh(logits / softcap) first (Gemma 2).
+        logits_dtype: The dtype that the product is rounded to: hidden's (default) or float32. bf16
+            logits add 1e-2 nats of noise (rms, H=1024) to every log-probability.
+        max_logits_bytes: Above this size the backward recomputes the logits instead of keeping
+            them. None: 6 GiB on CUDA, 1 GiB elsewhere.
+        backend: See checks.backend_for.
 
     Returns:
-        (logp_N, entropy_N), nats, fp32 (fp64 for fp64 inputs).
+        logp_N: [N], nats, fp32 (fp64 for fp64 inputs).
+        entropy_N: [N], the same.
 
     Raises:
-        ValueError: naming the argument, if shapes, dtypes, devices or values are not as above.
+        ValueError: Shapes, dtypes, devices or values are not as above; the message names the
+            argument.
     """
     use_triton = backend_for(hidden_TH.device, backend) == "triton"
     _check(hidden_TH, weight_VH, rows_N, targets_N, bias_V, use_triton)

@@ -1,14 +1,14 @@
 """Log-probability of one token and entropy of its distribution, per row of given logits.
 
-With x = logits[row] (capped: softcap * tanh(x / softcap) where a softcap is given):
+With x = logits[row] (capped: softcap * tanh(x / softcap) if a softcap is given):
 
     p       = softmax(x / temperature)
     logp    = log p[target]                       entropy = -sum_v p[v] log p[v]
     d logp / d x[v]    = ([v == target] - p[v]) / temperature
     d entropy / d x[v] = -p[v] (log p[v] + entropy) / temperature
 
-Rows outside the mask are never read, and their gradient is exactly zero. Logits of hidden states
-are better never made for such rows at all: linear_logp.py. The arithmetic is in rows.py.
+Rows outside the mask are never read, and their gradient is exactly zero. With hidden states it is
+better never to compute the logits of such rows: linear_logp.py. The arithmetic is in rows.py.
 
 Shape suffixes: T rows (all of B and L), V vocabulary.
 """
@@ -43,7 +43,7 @@ from .rows import (
 
 
 def _at(logits: Tensor, rows: Tensor, *column: Tensor) -> tuple[Tensor, ...]:
-    """The index of rows (numbered as by Layout), or of one column in each."""
+    """The index of rows (numbered as in Layout), or of one column in each."""
     if logits.ndim == 2:
         return (rows, *column)
     return (rows // logits.shape[1], rows % logits.shape[1], *column)
@@ -56,12 +56,12 @@ def _torch_forward(
     logp = torch.zeros_like(target_T, dtype=dtype)
     stats = RowStats(*(torch.zeros_like(logp) for _ in RowStats._fields))
     for tile in tiles(len(rows), logits.shape[-1]):
-        at = rows[tile]
-        x = cap_(logits[_at(logits, at)].to(dtype), softcap)
-        own = torch.arange(len(at), device=at.device)
-        logp[at], tile_stats = torch_stats_(x, own, target_T[at], inv_temperature)
-        for whole, part in zip(stats, tile_stats, strict=True):
-            whole[at] = part
+        indices = rows[tile]
+        x = cap_(logits[_at(logits, indices)].to(dtype), softcap)
+        local_rows = torch.arange(len(indices), device=indices.device)
+        logp[indices], tile_stats = torch_stats_(x, local_rows, target_T[indices], inv_temperature)
+        for values, part in zip(stats, tile_stats, strict=True):
+            values[indices] = part
     return logp, stats
 
 
@@ -70,17 +70,17 @@ def _torch_backward(
     grad_entropy_T: Tensor | None, inv_temperature: float, softcap: float | None,
 ) -> None:  # fmt: skip
     for tile in tiles(len(rows), logits.shape[-1]):
-        at = rows[tile]
-        here = RowStats(*(x[at] for x in stats))
-        x = cap_(logits[_at(logits, at)].to(grad_T.dtype), softcap)
-        e = x.sub_(here.peak[:, None]).mul_(inv_temperature).exp_()
-        grad_entropy = None if grad_entropy_T is None else grad_entropy_T[at]
-        torch_grad_(e, here, grad_T[at], grad_entropy, inv_temperature, softcap)
-        out[_at(out, at)] = e.to(out.dtype)
+        indices = rows[tile]
+        tile_stats = RowStats(*(x[indices] for x in stats))
+        x = cap_(logits[_at(logits, indices)].to(grad_T.dtype), softcap)
+        e = x.sub_(tile_stats.peak[:, None]).mul_(inv_temperature).exp_()
+        grad_entropy = None if grad_entropy_T is None else grad_entropy_T[indices]
+        torch_grad_(e, tile_stats, grad_T[indices], grad_entropy, inv_temperature, softcap)
+        out[_at(out, indices)] = e.to(out.dtype)
 
 
 class _Logp(torch.autograd.Function):
-    """rows: numbers of the unmasked rows; mask_T: the same as a mask, None if all are."""
+    """rows: indices of the unmasked rows; mask_T: the same as a mask, None if all are unmasked."""
 
     @staticmethod
     def forward(
@@ -116,9 +116,9 @@ class _Logp(torch.autograd.Function):
             _torch_backward(out, logits, rows, stats, grad, grad_entropy, *ctx.options)
             if mask_T is not None:
                 out[_at(out, (~mask_T).nonzero().squeeze(1))] = 0
-        here = RowStats(*(x[rows] for x in stats))
+        row_stats = RowStats(*(x[rows] for x in stats))
         at_target = target_grad(
-            logp[rows], here, grad[rows], grad[rows],
+            logp[rows], row_stats, grad[rows], grad[rows],
             None if grad_entropy is None else grad_entropy[rows], *ctx.options,
         )  # fmt: skip
         out[_at(out, rows, target_T[rows])] = at_target.to(out.dtype)
@@ -139,20 +139,23 @@ def logp(
 
     Args:
         logits: [T, V] or [B, L, V], any strides (a dense last dimension is the fast case),
-            fp32/bf16/fp16; the torch backend takes fp64 too. The gradient comes in this dtype.
+            fp32/bf16/fp16; the torch backend supports fp64 too. The gradient has this dtype.
         targets: int64, logits' shape without V; row t predicts targets[t], in [0, V).
-        mask: bool, like targets: the rows to compute. The others' logits, targets and upstream
-            gradients may be anything, nan included; they give 0 and get zero gradients.
-        temperature: > 0, what the sampler divided its logits by.
+        mask: bool, like targets: the rows to compute. Logits, targets and upstream gradients of
+            other rows may hold anything, NaN included; these rows return 0 and get zero gradients.
+        temperature: > 0, by which the sampler divided its logits.
         softcap: x becomes softcap * tanh(x / softcap) first (Gemma 2's final_logit_softcapping).
-        inplace_backward: write the gradient over logits, which saves their size. Only where nothing
+        backend: See checks.backend_for.
+        inplace_backward: Write the gradient over logits, which saves their size. Only if nothing
             else reads them afterwards, and backward runs once.
 
     Returns:
-        (logp, entropy), like targets, nats, fp32 (fp64 for fp64 logits). Both are differentiable.
+        logp: Like targets, nats, fp32 (fp64 for fp64 logits), differentiable.
+        entropy: The same.
 
     Raises:
-        ValueError: naming the argument, if shapes, dtypes, devices or values are not as above.
+        ValueError: Shapes, dtypes, devices or values are not as above; the message names the
+            argument.
     """
     if logits.ndim not in (2, 3) or not logits.is_floating_point():
         raise ValueError(f"logits: expected floats, 2-d or 3-d, got {logits.dtype} {logits.ndim}-d")

@@ -1,8 +1,8 @@
-"""From a model's output to the loss, in one call, for trainers that are not ours.
+"""From a model's output to the loss in one call, for other trainers.
 
-Padded batches ([B, L], one sample a row) or packed ones ([T] with sequence ids); hidden states and
-the LM head, or logits. Only the positions of the mask are projected, read and averaged over.
-docs/kernels.md shows it inside TRL, verl and a plain loop.
+Padded batches ([B, L], one sample per row) or packed ones ([T] with sequence ids); hidden states
+and the LM head, or logits. Only the positions of the mask are projected, read and averaged over.
+docs/kernels.md shows its use in TRL, verl and a plain loop.
 
 Shape suffixes: B samples, L positions, T packed positions, N trained positions.
 """
@@ -53,31 +53,39 @@ def masked_grpo_loss(
     (hidden[:, :-1] with ids[:, 1:]).
 
     Args:
-        hidden_or_logits: with a head, hidden states after the final norm, [B, L, H] or [T, H];
-            without, logits, [B, L, V] or [T, V]. fp32/bf16/fp16; the torch backend takes fp64 too,
-            and computes the loss in it.
+        hidden_or_logits: With a head, hidden states after the final norm, [B, L, H] or [T, H];
+            without, logits, [B, L, V] or [T, V]. fp32/bf16/fp16; the torch backend supports fp64
+            too, and computes the loss in it.
         head: [V, H], or None if logits are given.
         targets: int64, [B, L] or [T].
-        mask: bool, like targets: True where the policy sampled the target. Elsewhere everything may
-            be anything, nan included.
-        advantages: like targets, or [B].
-        old_logp, ref_logp, sampler_logp: floats, like targets; old_logp None: the policy's own,
-            detached (one update a batch). See grpo_loss.
-        weights: floats, like targets: each position's share in the update's loss (term_weights over
-            the whole update). None: this batch is the whole update.
-        sequence: int64, like targets, in [0, num_sequences): whose sample a position is. None: its
+        mask: bool, like targets: True where the policy sampled the target. Elsewhere all inputs may
+            hold anything, NaN included.
+        advantages: Float, like targets, or [B].
+        objective: The loss and its options.
+        bias: [V], the head's bias.
+        old_logp: Float, like targets, nats; see grpo_loss. None: the policy's own, detached (one
+            update per batch).
+        ref_logp: Float, like targets, nats; see grpo_loss.
+        sampler_logp: Float, like targets, nats; see grpo_loss.
+        weights: Float, like targets: each position's share in the loss of the update (term_weights
+            over the whole update). None: this batch is the whole update.
+        sequence: int64, like targets, in [0, num_sequences): the sample of each position. None: its
             row of [B, L].
-        num_sequences: samples of the step; needed with sequence.
-        max_completion_length: for dr_grpo's weights.
-        entropy_tokens: see grpo_loss; needed with weights if the objective has an entropy_coef.
-        entropy_threshold, temperature, softcap, logits_dtype, backend: see grpo_loss, linear_logp.
-        inplace_backward: for given logits, see logp.
+        num_sequences: Samples of the step; needed with sequence.
+        max_completion_length: Token budget, for dr_grpo's weights.
+        entropy_tokens: See grpo_loss; needed with weights if the objective has an entropy_coef.
+        entropy_threshold: See grpo_loss.
+        temperature: See linear_logp.
+        softcap: See linear_logp.
+        logits_dtype: See linear_logp.
+        backend: See checks.backend_for.
+        inplace_backward: For given logits, see logp.
 
     Returns:
         (loss, metrics) of grpo_loss.
 
     Raises:
-        ValueError: naming the argument that is not as above.
+        ValueError: An argument is not as above; the message names it.
     """
     if targets.ndim not in (1, 2) or hidden_or_logits.shape[:-1] != targets.shape:
         raise ValueError(

@@ -1,11 +1,12 @@
-"""What each loss is, and which objective grpo_loss computes: every option, checked before a tensor.
+"""Options of grpo_loss and the table of losses; every option is checked before a tensor is touched.
 
-LOSSES is the one list of losses. The kernels, the reference, the weights, the config and
-docs/losses.md read it; the proof of a run has its own, which a test holds against it.
-`python -m agentgrpo.kernels.objective` prints that page's table.
+LOSSES is the only list of losses. The kernels, the reference, the weights, the config and
+docs/losses.md read it. `agentgrpo verify` has its own list, which a test compares with this one.
+`python -m agentgrpo.kernels.objective` prints the page's table.
 
-Names and defaults are TRL 1.16's (GRPOConfig; GMPOConfig for gmpo) where TRL has the option, verl
-0.9.1's otherwise, said at the option. What differs is in docs/coming-from.md, with the reason.
+Names and defaults are those of TRL 1.16 (GRPOConfig; GMPOConfig for gmpo) where TRL has the option,
+and of verl 0.9.1 otherwise, as noted at the option. Differences and their reasons are in
+docs/coming-from.md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Normaliser = Literal["sequence_mean", "token_mean", "step_token_mean", "budget",
 LEVELS, KL_ESTIMATORS, CORRECTIONS = get_args(Level), get_args(Estimator), get_args(Correction)
 
 LARGEST = 1e6
-"""What a setting may be; beyond it lies only a slip of the hand."""
+"""Upper limit of every numeric setting, to catch typing errors."""
 NORMALISERS: dict[str, Callable[[Any, int, Any, Any, int], Any]] = {
     "sequence_mean": lambda length, samples, tokens, share, budget: 1 / (length * samples),
     "token_mean": lambda length, samples, tokens, share, budget: 1 / tokens,
@@ -36,45 +37,43 @@ NORMALISERS: dict[str, Callable[[Any, int, Any, Any, int], Any]] = {
     "budget": lambda length, samples, tokens, share, budget: 1 / (samples * budget),
     "sequence_sum": lambda length, samples, tokens, share, budget: 1 / samples,
 }
-"""What a trained token weighs in the loss of an update, from its sample's trained tokens, the
-samples of the update B, the trained tokens of the update, those of the step divided by its updates,
-and the largest number of tokens of a sample; numbers or tensors, at least 1.
+"""The weight of a trained token in the loss of an update, as a function of its sample's trained
+tokens, the update's samples B, the update's trained tokens, the step's trained tokens divided by
+its updates, and the token budget of a sample; numbers or tensors, at least 1.
 
-B is TRL's: every sample of the update, those without a trained token too (masked ones, say), so
-that masking a sample does not make the others count for more. The token means, which have no B, do
-that.
+B is TRL's: every sample of the update, including those without a trained token (such as masked
+ones), so that masking a sample does not increase the weight of the others. The token means, which
+have no B, do increase it.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossType:
-    """What tells a loss from the others: a row of LOSSES, or a loss of your own."""
+    """Definition of a loss: a row of LOSSES, or your own loss."""
 
     term: str | Callable[..., Any]
-    """Its token loss: the name of a function of grpo_reference.TERMS, or a function
-    term(batch, objective, ratio) -> [N]; see docs/losses.md."""
+    """A name in grpo_reference.TERMS, or term(batch, objective, ratio) -> [N] (docs/losses.md)."""
     normaliser: Normaliser = "token_mean"
     kernel: str | None = None
-    """The branch of the Triton kernel that computes it; None: PyTorch does, everywhere. "weighted":
-    its term is not the loss but the weight w of -sg(w) A logp, with the gradient of logp alone."""
+    """The branch of the Triton kernel; None: PyTorch on every device. "weighted": the term is not
+    the loss but the weight w of -sg(w) A logp, with the gradient of logp alone."""
     whole_sequence: bool = False
-    """Its terms read the other terms of their sequence."""
+    """A term's loss depends on other terms of its sequence."""
     reads: tuple[str, ...] = ()
-    """The settings of Objective that it reads, of those that not every loss reads."""
+    """Settings of Objective that this loss reads, among those that not every loss reads."""
     needs: tuple[str, ...] = ()
-    """Those that have no default for it."""
+    """Settings without a default for this loss."""
     epsilon: float = 0.2
-    """The default of the setting."""
+    """Default of Objective.epsilon."""
     corrected: bool = True
-    """The default of vllm_importance_sampling_correction and of use_bias_correction_kl."""
+    """Default of vllm_importance_sampling_correction and use_bias_correction_kl."""
     largest_epsilon: float = 1.0
     bounds: Callable[[float, float], tuple[float, float]] | None = None
-    """From epsilon and epsilon_high to what the ratio is clipped at; None: it never is."""
+    """Maps epsilon and epsilon_high to the bounds of the ratio; None: it is not clipped."""
     bounds_probability: bool = False
-    """The bounds are on p - p_old of the sampled token, and not on the ratio."""
+    """The bounds apply to p - p_old of the sampled token instead of the ratio."""
     folds: tuple[str, ...] = ()
-    """The factors of a term (grpo_reference.Factors) that its own rule takes in, so that they do
-    not multiply it as well."""
+    """Factors (grpo_reference.Factors) that the loss's own rule contains already."""
     formula: str = ""
     paper: str = ""
 
@@ -83,7 +82,7 @@ _CLIP = ("epsilon", "epsilon_high")
 
 
 def _clipped(normaliser: Normaliser, paper: str) -> LossType:
-    """The clipped surrogate; these losses differ in their normaliser alone."""
+    """The clipped surrogate; these losses differ only in their normaliser."""
     return LossType(
         term="clipped", kernel="clipped", normaliser=normaliser, paper=paper,
         reads=(*_CLIP, "delta", "clip_ratio_c"), bounds=lambda low, high: (1 - low, 1 + high),
@@ -141,13 +140,13 @@ LOSSES: dict[str, LossType] = {
 
 
 SPECIAL = tuple(dict.fromkeys(setting for loss in LOSSES.values() for setting in loss.reads))
-"""The settings that only some losses read."""
+"""Settings that only some losses read."""
 
 
 def loss_of(loss_type: str | LossType) -> LossType:
-    """The row of a name, ValueError if there is none; a loss of your own is its own.
+    """The row of a name; ValueError if there is none. A LossType is returned unchanged.
 
-    "module:function" is one too. It stays a name until learn/token_weights.py loads it.
+    "module:function" is a valid name too; learn/token_weights.py loads it.
     """
     if isinstance(loss_type, LossType):
         return loss_type
@@ -159,95 +158,98 @@ def loss_of(loss_type: str | LossType) -> LossType:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Options of grpo_loss, whose module has the formulas. config.LossConfig has them as keys.
+    """Options of grpo_loss, whose module has the formulas. config.LossConfig has the same keys.
 
     Raises:
-        ValueError: naming the option, what it must be and what it was.
+        ValueError: An invalid option; the message has its name, the expected values and the value.
     """
 
     loss_type: str | LossType = "dapo"
-    """A name of LOSSES, or a loss of your own."""
+    """A name of LOSSES, or your own loss."""
     normaliser: Normaliser | None = None
-    """What a token weighs, however an update is split: sequence_mean, the mean over the update's
-    rollouts of their token means; token_mean, over its tokens; step_token_mean, the same with the
-    step's tokens divided by its updates; budget, a constant per rollout; sequence_sum, per rollout
-    (verl's loss_agg_mode). None: the loss type's own; token_mean for a loss of your own."""
+    """How token losses are averaged, for any split of an update: sequence_mean, the mean over the
+    update's rollouts of their token means; token_mean, over its tokens; step_token_mean, the same
+    with the step's tokens divided by its updates; budget, a constant per rollout; sequence_sum, a
+    sum per rollout (verl's loss_agg_mode). None: the loss type's default; token_mean for your own
+    loss."""
     importance_sampling_level: Level = "token"
-    """sequence: GSPO (arXiv:2507.18071), the geometric mean of a sequence's ratios stands for each;
-    sequence_token: GSPO-token, the same value with each token's own gradient (TRL experimental;
-    verl's gspo)."""
+    """sequence: GSPO (arXiv:2507.18071), every token gets the geometric mean of its sequence's
+    ratios; sequence_token: GSPO-token, the same value with each token's own gradient (TRL
+    experimental; verl's gspo)."""
     epsilon: float | None = None
     """Lower clip range. None: 0.2; 0.4, in log space, for gmpo."""
     epsilon_high: float | None = None
     """Upper clip range; None: epsilon. For cispo the bound itself, not its distance from 1, and
     required there (ScaleRL: 5.0)."""
     delta: float | None = None
-    """Two-sided clipping (INTELLECT-2): the unclipped ratio is bounded by delta too. None: off."""
+    """Two-sided clipping (INTELLECT-2): delta is an upper bound of the unclipped ratio. None:
+    off."""
     clip_ratio_c: float | None = None
-    """Dual clip (verl; arXiv:1912.09729): where A < 0 the loss is at most -clip_ratio_c A. Above 1;
-    verl's default is 3.0. None: off."""
+    """Dual clip (verl; arXiv:1912.09729): where A < 0 the loss is at most -clip_ratio_c A. Must be
+    above 1; verl's default is 3.0. None: off."""
     sapo_temperature_pos: float = 1.0
-    """Of the soft gate for tokens of positive advantage (sapo)."""
+    """Temperature of the soft gate for tokens of positive advantage (sapo)."""
     sapo_temperature_neg: float = 1.05
-    """The same for negative advantage."""
+    """Temperature for negative advantage (sapo)."""
     vespo_k_pos: float = 2.0
     """Exponent of the weight for sequences of positive advantage (vespo)."""
     vespo_lambda_pos: float = 3.0
-    """Decay of that weight."""
+    """Decay of that weight (vespo)."""
     vespo_k_neg: float = 3.0
-    """Exponent for negative advantage."""
+    """Exponent for negative advantage (vespo)."""
     vespo_lambda_neg: float = 2.0
-    """Decay for negative advantage."""
+    """Decay for negative advantage (vespo)."""
     beta: float = 0.0
-    """Weight of the KL penalty against the reference model, in training the policy that it began
-    with: a frozen copy, or with lora the adapter as it was. 0: none, and no copy."""
+    """Weight of the KL penalty against the reference model. In training this is the initial policy:
+    a frozen copy, or with lora the initial adapter. 0: no penalty and no copy."""
     kl_estimator: Estimator = "k3"
-    """Of the penalty: k1 logp - ref; k2 half its square; k3 exp(ref - logp) - (ref - logp) - 1,
-    unbiased and never below 0 (TRL's only one; verl's kl_loss_type names kl, mse, low_var_kl)."""
+    """Estimator of the KL penalty: k1 is logp - ref; k2 half its square; k3 exp(ref - logp) -
+    (ref - logp) - 1, unbiased and never below 0 (TRL's only one; verl's kl_loss_type: kl, mse,
+    low_var_kl)."""
     use_bias_correction_kl: bool | None = None
-    """Weight the penalty by the unclipped ratio (DeepSeek-V3.2): its gradient is the KL's. None:
-    true; false for gmpo."""
+    """Weight the penalty by the unclipped ratio (DeepSeek-V3.2), so that its gradient is that of
+    the KL. None: true; false for gmpo."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus: the mean entropy of the update's trained tokens, in nats,
-    whatever the loss type."""
+    """Weight of the entropy bonus: the mean entropy of the update's trained tokens, in nats, for
+    every loss type."""
     vllm_importance_sampling_correction: bool | None = None
     """Weight a token's loss by the bounded ratio exp(old - sampler). None: true; false for gmpo."""
     vllm_importance_sampling_mode: Correction = "token_truncate"
-    """A ratio per token, the product of a sequence's, or their geometric mean (Unsloth); bounded,
-    or left out where it is outside the bounds."""
+    """Ratio per token, product over the sequence, or geometric mean (Unsloth); truncate: clipped to
+    the bounds, mask: the token is left out if the ratio is outside the bounds."""
     vllm_importance_sampling_clip_max: float | None = 2.0
     """Upper bound of the weight."""
     vllm_importance_sampling_clip_min: float | None = None
     """Lower bound of the weight."""
     off_policy_mask_threshold: float | None = None
-    """Leave out sequences of negative advantage that are further than this, in mean nats a token,
-    from the policy that sampled them (DeepSeek-V3.2). None: none are."""
+    """Leave out sequences of negative advantage whose log-probability differs from the sampler's by
+    more than this, in mean nats per token (DeepSeek-V3.2). None: none are left out."""
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Raises ValueError, see above."""
+        """Raise ValueError for an invalid option."""
         loss = self.row
         _one_of("normaliser", loss.normaliser, tuple(NORMALISERS))
         _one_of("importance_sampling_level", self.importance_sampling_level, LEVELS)
         _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         _one_of("vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, CORRECTIONS)
-        kinds = {field.name: str(field.type) for field in fields(Objective)}
-        for name, value in vars(self).items():  # of a section of a config: it has more
-            kind = kinds.get(name, type(value).__name__)
-            absent = value is None and kind != "float"
+        types = {field.name: str(field.type) for field in fields(Objective)}
+        for name, value in vars(self).items():  # a config section has more fields
+            type_name = types.get(name, type(value).__name__)
+            is_default = value is None and type_name != "float"
             size = float(abs(value)) if isinstance(value, Real) else math.nan
-            if kind.startswith("float") and not absent and not size <= LARGEST:
+            if type_name.startswith("float") and not is_default and not size <= LARGEST:
                 raise ValueError(f"{name}: expected a number up to {LARGEST:g}, got {value!r}")
         _check_clipping(self)
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             _above(name, getattr(self, name), 0.0)
         if self.beta < 0:
             raise ValueError(f"beta: expected >= 0, got {self.beta}")
-        own_rule = loss.whole_sequence and self.loss_type in LOSSES
-        unread = own_rule and not (self.beta and self.corrects_kl)
-        if self.importance_sampling_level != "token" and unread:
+        is_shipped_rule = loss.whole_sequence and self.loss_type in LOSSES
+        has_no_effect = is_shipped_rule and not (self.beta and self.corrects_kl)
+        if self.importance_sampling_level != "token" and has_no_effect:
             raise ValueError(
                 f"importance_sampling_level: {self.loss_type} weighs sequences by its own rule: "
                 f"{self.importance_sampling_level!r} does nothing without beta and "
@@ -256,7 +258,7 @@ class Objective:
 
     @property
     def row(self) -> LossType:
-        """What loss_type says, and normaliser."""
+        """The loss type's row, with the normaliser of this objective."""
         loss = loss_of(self.loss_type)
         return loss if self.normaliser is None else replace(loss, normaliser=self.normaliser)
 
@@ -270,25 +272,25 @@ class Objective:
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """Beyond which a term counts as clipped; (0, inf) where nothing is."""
+        """Bounds outside which a term counts as clipped; (0, inf) without clipping."""
         bounds = self.row.bounds
         return (0.0, math.inf) if bounds is None else bounds(self.clip_low, self.clip_high)
 
     @property
     def corrects(self) -> bool:
         """vllm_importance_sampling_correction, or the loss's default."""
-        said = self.vllm_importance_sampling_correction
-        return self.row.corrected if said is None else said
+        setting = self.vllm_importance_sampling_correction
+        return self.row.corrected if setting is None else setting
 
     @property
     def corrects_kl(self) -> bool:
         """use_bias_correction_kl, or the loss's default."""
-        said = self.use_bias_correction_kl
-        return self.row.corrected if said is None else said
+        setting = self.use_bias_correction_kl
+        return self.row.corrected if setting is None else setting
 
     @property
     def correction_level(self) -> str:
-        """token, sequence or geometric."""
+        """One of token, sequence and geometric."""
         return self.vllm_importance_sampling_mode.split("_")[0]
 
     @property
@@ -297,11 +299,12 @@ class Objective:
 
 
 def needs_sequences(objective: Objective, has_sampler_logp: bool) -> bool:
-    """Whether a term's loss depends on the other terms of its sequence: grpo_loss reads sequence_N.
+    """Whether a term's loss depends on other terms of its sequence, so that grpo_loss reads
+    sequence_N.
 
     Args:
-        objective: the options.
-        has_sampler_logp: grpo_loss is given sampler_logp_N.
+        objective: The options.
+        has_sampler_logp: Whether grpo_loss gets sampler_logp_N.
     """
     corrects = has_sampler_logp and objective.corrects
     return (
@@ -360,7 +363,7 @@ def readers(setting: str) -> list[str]:
 
 
 def table() -> str:
-    """LOSSES in Markdown, for docs/losses.md: each formula once, then a row for each loss."""
+    """LOSSES in Markdown, for docs/losses.md: each formula once, then one row per loss."""
     names: dict[tuple[str, bool], list[str]] = {}
     for name, loss in LOSSES.items():
         names.setdefault((loss.formula, loss.whole_sequence), []).append(name)

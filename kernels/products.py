@@ -1,11 +1,11 @@
-"""float32 matrix products on a CPU for which MKL has none of its own.
+"""float32 matrix products by oneDNN on CPUs where MKL does not use AVX-512.
 
-PyTorch multiplies float32 matrices by MKL, which takes AVX2 kernels on CPUs that are not Intel's,
-whatever they can do. oneDNN, which comes with PyTorch too, takes AVX-512 wherever it is there: on a
-core of an EPYC 9005 190 to 210 GFLOP/s instead of 80 to 95 (bench/LOG.md). Both sum in float32.
+PyTorch multiplies float32 matrices with MKL, which uses AVX2 kernels on all CPUs not made by Intel.
+oneDNN, which PyTorch also contains, uses AVX-512 wherever it exists: on a core of an EPYC 9005 190
+to 210 GFLOP/s instead of 80 to 95 (bench/LOG.md). Both sum in float32.
 
-What is chosen depends on the CPU and on shapes only, never on a measurement: the same products in
-the same order give the same bits in every run.
+The choice depends on the CPU and on shapes only, never on a measurement: the same products in the
+same order give the same bits in every run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from .checks import once_differentiable
 
 _WORTH = 1 << 22
-"""Multiply-adds; below that finding oneDNN's kernel for a shape costs what it saves."""
+"""Multiply-adds, below which finding oneDNN's kernel for a shape costs as much as it saves."""
 
 
 @functools.cache
 def by_onednn() -> bool:
-    """Whether this CPU has AVX-512 that MKL does not use, and PyTorch what it takes to use it."""
+    """Whether this CPU has AVX-512 that MKL does not use, and PyTorch supports oneDNN."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:  # not Linux
@@ -40,7 +40,7 @@ def by_onednn() -> bool:
 
 
 def _better(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN should have a @ b."""
+    """Whether oneDNN should compute a @ b."""
     return (
         a.dtype == b.dtype == torch.float32
         and a.device.type == "cpu"
@@ -54,7 +54,7 @@ def _better(a: Tensor, b: Tensor) -> bool:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-"""Others (sharded tensors) have products of their own."""
+"""Other tensor types (sharded tensors) have their own products."""
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -100,13 +100,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def multiply_by_onednn(model: nn.Module) -> str:
-    """Have a model's linear layers multiply by linear(), where that is better on this CPU; says
-    whose products they are, for the record.
+    """Let the model's float32 linear layers use linear() where it is faster on this CPU.
+
+    Returns whose products they are, for the record.
     """
-    linear_ones = (
+    linears = (
         m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype == torch.float32
     )
-    layers = list(linear_ones) if by_onednn() else []
+    layers = list(linears) if by_onednn() else []
     if not layers:
         return "PyTorch's"
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Around grpo_loss: the weights that make a step's loss a mean, and its metrics as numbers."""
+"""Weights that turn the loss of a step into a mean, and metrics of several calls combined."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def term_weights(
     max_completion_length: int | None = None,
     share_of_tokens: Tensor | float | None = None,
 ) -> Tensor:
-    """weight_N of grpo_loss for all terms of an optimizer update, whatever the micro-batches.
+    """weight_N of grpo_loss for all terms of an optimizer update, independent of micro-batches.
 
-    By the loss's normaliser (objective.NORMALISERS), with m a sequence's trained tokens and B =
-    num_sequences:
+    By the loss's normaliser (objective.NORMALISERS), with m the trained tokens of a sequence and B
+    = num_sequences:
 
         sequence_mean    1 / (m B)    the mean over sequences of their token means
         token_mean       1 / sum m    the mean over tokens
@@ -36,16 +36,21 @@ def term_weights(
     TRL's bnpo takes sum m over the local micro-batch only; here it is the update's.
 
     Args:
+        loss_type: A name of objective.LOSSES, or a LossType.
         sequence_N: [N] int64 in [0, num_sequences).
-        num_sequences: B, samples of the update (all ranks), those without a trained token included.
-        mask_N: [N] bool; the other terms get weight 0 and count nowhere.
-        share_of_tokens: trained tokens of all that was sampled together, divided by the updates
-            that are made of it (TRL's num_items_in_batch, for dapo, cispo and vespo). None: there
-            is this update alone.
+        num_sequences: B, samples of the update (all ranks), including those without a trained
+            token.
+        mask_N: [N] bool; terms where it is False get weight 0 and are not counted.
+        max_completion_length: Token budget of a sample; needed by the normaliser "budget".
+        share_of_tokens: Trained tokens of all samples of the step divided by its number of updates
+            (TRL's num_items_in_batch, for dapo, cispo and vespo). None: there is one update.
+
+    Returns:
+        [N] fp32.
 
     Raises:
-        ValueError: unknown loss_type, a budget without max_completion_length or, on a CPU, a
-            sequence_N out of its range.
+        ValueError: Unknown loss_type, a budget without max_completion_length or, on CPU, a
+            sequence_N out of range.
     """
     if mask_N is None:
         mask_N = torch.ones_like(sequence_N, dtype=torch.bool)
@@ -69,23 +74,24 @@ def term_weights(
 
 
 def combine_metrics(parts: Sequence[Metrics]) -> dict[str, float]:
-    """Metrics of several calls as those of one: largest of *_max, token-weighted mean of the rest.
+    """Combine the metrics of several calls: the maximum of *_max, the token-weighted mean of the
+    others.
 
     One transfer from the device. Empty if no call had a token.
     """
     keys = sorted({key for part in parts for key in part})
     counted = [part for part in _floats(parts, keys) if part["num_tokens"]]
     total = sum(part["num_tokens"] for part in counted)
-    out = {}
+    combined = {}
     for key in keys if counted else []:
         values = [part[key] for part in counted]
         if key == "num_tokens":
-            out[key] = total
+            combined[key] = total
         elif key.endswith("_max"):
-            out[key] = max(values)
+            combined[key] = max(values)
         else:
-            out[key] = sum(part[key] * part["num_tokens"] for part in counted) / total
-    return out
+            combined[key] = sum(part[key] * part["num_tokens"] for part in counted) / total
+    return combined
 
 
 def _floats(parts: Sequence[Metrics], keys: Iterable[str]) -> list[dict[str, float]]:

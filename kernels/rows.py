@@ -1,20 +1,21 @@
-"""What a row of logits is worth, and the gradient that comes back: the passes over the vocabulary.
+"""Passes over the vocabulary: statistics of a row of logits, and its gradient.
 
-Shared by logp.py (logits given) and linear_logp.py (logits made from hidden states). With x a row
-of logits (capped: softcap * tanh(x / softcap) where a softcap is given) and T the temperature:
+Shared by logp.py (given logits) and linear_logp.py (logits from hidden states). With x a row of
+logits (capped: softcap * tanh(x / softcap) if a softcap is given) and T the temperature:
 
     peak = max x     log_mass = log sum exp((x - peak) / T)     mean_gap = sum p (peak - x) / T
     log p[v] = (x[v] - peak) / T - log_mass                     entropy  = log_mass + mean_gap
 
-A row is read once forward, and read and written once backward, all in fp32 whatever the logits are
-stored in. The peak's own term exp(0) = 1 is kept out of the sum: log_mass = log1p(the others). A
-model that is sure of a token has others of 1e-9, which 1 + 1e-9 would lose in fp32, and with it
-log p and the gradient 1 - p. (Liger 0.8.5, TRL 1.16 and verl 0.9.1 lose it.)
+A row is read once forward, and read and written once backward, all in fp32 for any storage dtype of
+the logits. The peak's own term exp(0) = 1 is left out of the sum: log_mass = log1p(the others). For
+a token of near certainty the others are 1e-9, which 1 + 1e-9 would lose in fp32, and with it log p
+and the gradient 1 - p. (Liger 0.8.5, TRL 1.16 and verl 0.9.1 lose it.)
 
 The backward pass writes -p (g + h (log p + entropy)) / T, with g and h the gradients of the row's
-log-probabilities (summed) and of its entropy; target_grad then gives the elements that are targets.
+log-probabilities (summed) and of its entropy; target_grad then computes the target elements.
 
-Shape suffixes: R rows, V vocabulary, N wanted (row, target) pairs, T rows of the caller's tensor.
+Shape suffixes: R rows, V vocabulary, N requested (row, target) pairs, T rows of the caller's
+tensor.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ TILE_ELEMENTS = 1 << 21  # 8 MB of fp32: the torch passes over a tile stay in a 
 
 
 class RowStats(NamedTuple):
-    """What the forward pass remembers of a row, [R] fp32 each (fp64 for fp64 logits)."""
+    """Per-row results of the forward pass, [R] fp32 each (fp64 for fp64 logits)."""
 
     peak: Tensor
-    """Largest logit, capped, before the temperature."""
+    """Largest logit, after the cap and before the temperature."""
     log_mass: Tensor
     """log sum exp((x - peak) / temperature), >= 0."""
     mean_gap: Tensor
@@ -67,14 +68,14 @@ def torch_stats_(
 ) -> tuple[Tensor, RowStats]:
     """Log-probabilities of (row, target) pairs of capped logits, and the rows' statistics.
 
-    Of equal pairs fresh_N is True for one. x_RV is left holding exp((x - peak) / temperature), and
-    0 at wanted peaks.
+    fresh_N is True for exactly one of several equal pairs. Leaves exp((x - peak) / temperature) in
+    x_RV, and 0 at requested peaks.
     """
     peak = x_RV.amax(-1)
-    wanted_N = x_RV[row_N, target_N]
-    # a wanted peak stays out of the sum: 1 + 1e-9 is 1 in fp32
-    is_peak_N = wanted_N == peak[row_N]
-    x_RV[row_N, target_N] = torch.where(is_peak_N, float("-inf"), wanted_N)
+    logit_N = x_RV[row_N, target_N]
+    # a requested peak is left out of the sum: 1 + 1e-9 is 1 in fp32
+    is_peak_N = logit_N == peak[row_N]
+    x_RV[row_N, target_N] = torch.where(is_peak_N, float("-inf"), logit_N)
     rest, weighted = torch.empty_like(peak), torch.empty_like(peak)
     scratch = torch.empty_like(x_RV[tiles(*x_RV.shape)[0]])
     for tile in tiles(*x_RV.shape):
@@ -87,14 +88,14 @@ def torch_stats_(
         torch.sum(y.clamp_(min=-750.0).mul_(e), -1, out=weighted[tile])
     rest += torch.zeros_like(rest).index_add_(0, row_N, (is_peak_N & fresh_N).to(rest.dtype)) - 1
     stats = RowStats(peak, rest.log1p(), -weighted / (1 + rest))
-    return token_logp(wanted_N, stats, row_N, inv_temperature), stats
+    return token_logp(logit_N, stats, row_N, inv_temperature), stats
 
 
 def torch_grad_(
     e_RV: Tensor, stats: RowStats, grad_R: Tensor, grad_entropy_R: Tensor | None,
     inv_temperature: float, softcap: float | None,
 ) -> None:  # fmt: skip
-    """What torch_stats_ left becomes d loss / d logits, in place, the targets' share missing."""
+    """Turn torch_stats_'s result into d loss / d logits in place, without the targets' share."""
     scale_R = -inv_temperature * torch.exp(-stats.log_mass)
     if grad_entropy_R is None and softcap is None:
         e_RV.mul_((scale_R * grad_R)[:, None])
@@ -124,14 +125,15 @@ def _capped(x, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _absorb(x, lanes, peak, num_peaks, others, weighted, scale):
-    """Add a tile of logits to a row's sums, of which a lane has its own, joined at the end.
+    """Add a tile of logits to a row's sums; each lane has its own sums, which are joined at the
+    end.
 
     Of e = exp2(y), y = (x - peak) * scale: weighted = sum e * y, others = sum e without the first
-    num_peaks elements at the peak, all in one tile. x is [D, L], and a lane's D elements are one
-    thread's: so a sum over axis 0 needs no other thread, and D elements share one search.
+    num_peaks elements at the peak, all in one tile. x is [D, L], and the D elements of a lane
+    belong to one thread: a sum over axis 0 needs no other thread, and D elements share one search.
     """
     top = tl.max(x)
-    if top > peak:  # rare after the first tiles; what was the peak is below it now
+    if top > peak:  # rare after the first tiles; the old peak is now below the new one
         shift = (peak - top) * scale
         decay = tl.exp2(shift)
         others += tl.where(lanes == 0, num_peaks, 0.0)
@@ -139,7 +141,7 @@ def _absorb(x, lanes, peak, num_peaks, others, weighted, scale):
         others *= decay
         peak = top
         num_peaks = tl.sum(tl.where(x == peak, 1.0, 0.0))
-        # the same sums stand twice: if y and e lived across the branch, 168 registers and not 80
+        # the sums are written twice: y and e alive across the branch cost 168 registers, not 80
         y = _gap(x, peak, scale)
         e = tl.where(x == peak, 0.0, tl.exp2(y))
         others += tl.sum(e, 0)
@@ -165,7 +167,7 @@ def stats_kernel(
     HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STAGES: tl.constexpr, BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: its peak, the mass beside the peak, and the mean gap times the mass."""
+    """One program per row: its peak, the mass without the peak, and the mean gap times the mass."""
     # int64: rows * V passes 2**31 at 14k rows of a 152k vocabulary
     t = tl.program_id(0).to(tl.int64)
     if HAS_MASK:  # noqa: SIM102 - Triton loads before it looks at an `and`
@@ -175,7 +177,7 @@ def stats_kernel(
     scale = inv_temperature * 1.4426950408889634
     lanes = tl.arange(0, LANES)
     tile = tl.arange(0, BLOCK_V // LANES)[:, None] * LANES + lanes[None, :]
-    peak = -1e30  # finite, so that a first tile of nothing but -inf leaves no nan behind
+    peak = -1e30  # finite, so that a first tile of only -inf produces no NaN
     num_peaks = 0.0
     others = tl.zeros((LANES,), tl.float32)
     weighted = others
@@ -203,7 +205,7 @@ def pick_kernel(
     out, logits, rows, targets, num_cols, stride_b, stride_l, stride_v, softcap,
     HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One program per wanted token: its capped logit, bit for bit what stats_kernel saw."""
+    """One program per requested token: its capped logit, bit for bit as in stats_kernel."""
     n = tl.program_id(0)
     t = tl.load(rows + n)
     at = (t // num_cols) * stride_b + (t % num_cols) * stride_l + tl.load(targets + n) * stride_v
@@ -232,9 +234,9 @@ def grad_kernel(
     HAS_MASK: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     NARROWS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: d loss / d logits but for the target's share; out may be logits itself.
+    """One program per row: d loss / d logits without the target's share; out may be logits itself.
 
-    NARROWS: out lies over logits with a smaller element, so a block must be read by all threads
+    NARROWS: out overlays logits with a smaller element type, so all threads must read a block
     before any of them writes: its bytes are other threads' logits.
     """
     t = tl.program_id(0).to(tl.int64)
@@ -276,7 +278,7 @@ def grad_kernel(
 
 
 class Layout(NamedTuple):
-    """[T, V] or [B, L, V] logits as rows: row t lies at (t // num_cols, t % num_cols)."""
+    """Rows of [T, V] or [B, L, V] logits: row t is at (t // num_cols, t % num_cols)."""
 
     num_rows: int
     num_cols: int
@@ -296,9 +298,9 @@ def _block(vocab: int, largest: int) -> int:
 def triton_stats(
     logits: Tensor, mask_T: Tensor | None, inv_temperature: float, softcap: float | None
 ) -> RowStats:
-    """RowStats of every unmasked row, in one read; the other rows' entries are 0."""
+    """RowStats of every unmasked row, in one read; entries of other rows are 0."""
     layout = Layout.of(logits)
-    # each of its own, aligned as all are: rows of one tensor would compile three kernels
+    # separate tensors, equally aligned: rows of one tensor would compile three kernels
     peak, rest, gap = (torch.zeros(layout.num_rows, device=logits.device) for _ in range(3))
     if layout.num_rows:
         vocab = logits.shape[-1]
@@ -320,26 +322,26 @@ def triton_logp(
 ) -> Tensor:  # fmt: skip
     """Log-probabilities of (row, target) pairs, given their rows' statistics."""
     layout = Layout.of(logits)
-    wanted = torch.empty(len(rows), device=logits.device)
+    logits_N = torch.empty(len(rows), device=logits.device)
     if len(rows):
         with torch.cuda.device_of(logits):
             pick_kernel[(len(rows),)](
-                wanted, logits, rows, targets, layout.num_cols, *layout.strides, softcap or 0.0,
+                logits_N, logits, rows, targets, layout.num_cols, *layout.strides, softcap or 0.0,
                 HAS_SOFTCAP=softcap is not None, num_warps=1,
             )  # fmt: skip
-    return token_logp(wanted, stats, rows, inv_temperature)
+    return token_logp(logits_N, stats, rows, inv_temperature)
 
 
 def triton_grad(
     out: Tensor, logits: Tensor, mask_T: Tensor | None, stats: RowStats, grad_T: Tensor,
     grad_entropy_T: Tensor | None, inv_temperature: float, softcap: float | None,
 ) -> None:  # fmt: skip
-    """Write d loss / d logits into out (which may share memory with logits), targets missing."""
+    """Write d loss / d logits into out (which may share memory with logits), without targets."""
     layout, out_layout = Layout.of(logits), Layout.of(out)
     if not layout.num_rows:
         return
     vocab = logits.shape[-1]
-    with torch.cuda.device_of(logits):  # where Triton would not look: it takes the current one
+    with torch.cuda.device_of(logits):  # Triton uses the current device otherwise
         grad_kernel[(layout.num_rows,)](
             out, logits, grad_T if mask_T is None else mask_T, *stats, grad_T,
             grad_T if grad_entropy_T is None else grad_entropy_T,
@@ -363,16 +365,16 @@ def target_grad(
     logp: Tensor, stats: RowStats, grad: Tensor, row_grad: Tensor, grad_entropy: Tensor | None,
     inv_temperature: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """The gradient at a target, d loss / d logits: the element that the row pass leaves wrong.
+    """The gradient d loss / d logits at targets, the elements that the row pass leaves wrong.
 
-    All of one entry per (row, target): stats of that row, grad = d loss / d logp summed over the
-    terms that want this token, row_grad = the same summed over all terms of the row.
+    One entry per (row, target): the row's stats, grad = d loss / d logp summed over the terms with
+    this target, row_grad = the same summed over all terms of the row.
     """
     p = logp.exp()
     gap = logp + stats.log_mass
     out = grad * -torch.expm1(logp) - (row_grad - grad) * p
     if grad_entropy is not None:
-        # a logit of -inf has no share: 0 * inf is nan
+        # a logit of -inf must have no share: 0 * inf is NaN
         out = out - grad_entropy * p * (gap.clamp(min=-750.0) + stats.mean_gap)
     if softcap is not None:
         out = out * (1 - ((stats.peak + gap / inv_temperature) / softcap).square())
@@ -380,11 +382,11 @@ def target_grad(
 
 
 def tiles(num_rows: int, vocab: int) -> list[slice]:
-    """Row ranges that the torch passes handle one after another; at least one."""
+    """Row ranges that the torch passes process one after another; at least one."""
     step = max(1, TILE_ELEMENTS // max(vocab, 1))
     return [slice(start, min(start + step, num_rows)) for start in range(0, max(num_rows, 1), step)]
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least fp32."""
+    """The dtype, at least fp32."""
     return torch.promote_types(dtype, torch.float32)

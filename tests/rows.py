@@ -18,11 +18,11 @@ ROW = re.compile(r"test_(S\d_\d+)_")
 ROWS = [f"S{system}_{1 + row}" for system, n in enumerate((15, 10, 14, 17)) for row in range(n)]
 """Of code as action, REPL and sampler, tau-bench, ET-Agent and ARPO."""
 PROMISES: dict[str, tuple[str, ...]] = {
-    "delta packing by a kernel, where training reads": ("test_a_kernel_makes_the_same_batches",),
+    "delta packing by a kernel, where training reads": ("test_triton_expands_the_same_batches",),
     "sleep mode, in order, on both devices": (
-        "test_a_step_wakes_publishes_forgets_plays_and_sleeps",
-        "test_dropped_weights_come_back_before_the_cache",
-        "test_a_card_is_started_so_that_it_can_sleep",
+        "test_step_wakes_publishes_resets_samples_and_sleeps",
+        "test_dropped_weights_are_loaded_before_the_cache_wakes",
+        "test_cuda_engine_starts_with_sleep_mode",
     ),
     "the kernels alone: a copied folder, a package": (
         "test_a_copied_folder_computes_the_loss_without_the_project",
@@ -40,7 +40,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_a_step_ends_within_its_limit_and_the_grace",
         "test_a_step_of_an_environment_ends_at_its_own_limit",
     ),
-    "a line's reward is its own": ("test_who_plays_decides_what_a_lines_reward_counts_for",),
+    "a line's reward is its own": ("test_default_span_credit_depends_on_the_agent",),
     "stream tokens, match, inject": (
         "test_every_token_is_seen_as_it_is_decoded",
         "test_the_example_answers_calls_within_a_thought",
@@ -71,7 +71,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "customers and judges that training does not move": (
         "test_who_plays_the_customer_is_who_is_asked",
         "test_another_model_speaks_in_the_second_role",
-        "test_the_reference_is_the_model_without_its_adapter",
+        "test_reference_is_the_model_without_adapter",
         "test_a_judge_may_be_a_model_of_the_engine",
     ),
     "each shipped config does what it says": ("test_a_shipped_config_does_what_it_says",),

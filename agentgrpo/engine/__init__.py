@@ -1,1 +1,1 @@
-"""The engine: vLLM in this process, the weights it shares, the proof that both sides agree."""
+"""The engine: vLLM in this process, weights shared with the learner, and the agreement check."""

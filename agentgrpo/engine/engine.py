@@ -1,8 +1,8 @@
-"""vLLM inside this process, driven step by step on token ids.
+"""vLLM in this process, driven step by step with token ids.
 
-Written against vLLM 0.24 to 0.33, which only this folder imports.
-VLLM reads LoRA adapters from folders only. Here one is put into its manager under an id that the
-requests name, so that nothing is written or read.
+Written against vLLM 0.24 to 0.33; only this folder imports vLLM. vLLM loads LoRA adapters only from
+folders. Here the adapter is put into vLLM's manager under an id that requests name, so that nothing
+is written to disk or read.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ from agentgrpo.engine.start import (
     use_plain_weight,
 )
 from agentgrpo.support import parallel
-from agentgrpo.support.memory import explained, memory
+from agentgrpo.support.memory import explain_out_of_memory, memory
 from agentgrpo.types import Completion, Int32, Metrics
 
 _ADAPTER = LoRARequest("policy", 1, "in memory")
 
 
-def device_of_engines() -> Literal["cpu", "cuda"]:
-    """Where they run in this process."""
+def engine_device() -> Literal["cpu", "cuda"]:
+    """The device of the engines in this process."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class State(Enum):
-    """What the engine can be asked for."""
+    """Which calls the engine accepts."""
 
     AWAKE = "awake"
     WEIGHTS_DISCARDED = "weights discarded"
-    """Awake but for its weights, which level 2 dropped: load_weights() comes first."""
+    """Awake without weights, which level 2 dropped; load_weights() must come next."""
     ASLEEP = "asleep"
 
 
 class Engine:
-    """One vLLM engine holding one model, awake or asleep.
+    """One vLLM engine with one model, awake or asleep.
 
-    `seed` seeds vLLM (and, through it, python, numpy and torch in this process). `lora_rank`: of
-    the adapters that set_adapter() will be given; 0: none. EngineStartError: vLLM refused.
+    `seed` seeds vLLM (and thereby python, numpy and torch in this process). `lora_rank`: rank of
+    the adapters for set_adapter(); 0: none. EngineStartError: vLLM did not start.
     """
 
     _running: ClassVar[set[int]] = set()
-    """The engines of this process."""
+    """The engines of this process, by id()."""
 
     def __init__(
         self, model: str | Path, config: EngineConfig, *, seed: int = 0, lora_rank: int = 0
     ) -> None:
         parallel.require_teams_of(config.tensor_parallel_size)
-        self.device = device_of_engines()
+        self.device = engine_device()
         if self.device == "cpu" and config.tensor_parallel_size > 2:
             raise ValueError(
                 "engine.tensor_parallel_size must be at most 2 on CPU, got "
@@ -83,26 +83,26 @@ class Engine:
         self._adapter: LoRARequest | None = None
         self._config = config
         self._in_flight: dict[str, Request] = {}
-        self._running_as: dict[str, Request] = {}
-        """Those that vLLM works on, by its own ids."""
+        self._unfinished: dict[str, Request] = {}
+        """Unfinished requests by vLLM's own ids."""
         self._ended: list[Request] = []
-        """What step() has still to return: they ended as the engine was drained."""
+        """Finished while the engine was drained; the next step() returns them."""
         self._memory: Metrics = {}
-        learning = torch.get_num_threads()
+        learner_threads = torch.get_num_threads()
         self._llm = start(
             model, config, device=self.device, dtype=self.dtype, seed=seed, lora_rank=lora_rank
         )
         self._engine = self._llm.llm_engine
-        self._threads = {State.ASLEEP: learning, State.AWAKE: torch.get_num_threads()}
-        """Torch's on the CPU; vLLM serves a GPU on one, the learner may have all."""
+        self._threads = {State.ASLEEP: learner_threads, State.AWAKE: torch.get_num_threads()}
+        """CPU threads of torch: with a GPU vLLM uses one, and the learner may use all."""
         self._running.add(id(self))
 
     @property
     def llm(self) -> LLM:
-        """VLLM's own object, for those who want `llm.chat(messages, tools=...)`.
+        """The vLLM object, for direct use such as `llm.chat(messages, tools=...)`.
 
-        Ask it for logprobs=0 to get what the policy's tokens were sampled with, and where an
-        adapter is trained for lora_request=engine.adapter: it is the policy.
+        Pass logprobs=0 to get the log-probabilities of the sampled tokens and, where an adapter is
+        trained, lora_request=engine.adapter: the policy is base plus adapter.
         """
         self._require_awake()
         if self._in_flight:
@@ -111,12 +111,10 @@ class Engine:
 
     @property
     def asleep(self) -> bool:
-        """Whether the KV cache's memory is given back."""
         return self.state is State.ASLEEP
 
     @property
     def _core(self) -> Any:
-        """VLLM's inner loop, which is in this process."""
         return vars(self._engine.engine_core)["engine_core"]
 
     @property
@@ -125,43 +123,43 @@ class Engine:
 
     @property
     def model(self) -> torch.nn.Module:
-        """VLLM's own module, whose tensors the learner shares or writes to."""
+        """The module in vLLM whose tensors the learner shares or writes."""
         return self._runner.get_model()  # type: ignore[no-any-return]
 
     @property
     def adapter(self) -> LoRARequest | None:
-        """What requests name to be answered by the adapter; None before set_adapter()."""
+        """The request field that selects the adapter; None before set_adapter()."""
         return self._adapter
 
     def set_adapter(self, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-        """Answer every request from now on through this LoRA adapter, instead of the last one.
+        """Use this LoRA adapter for all requests from now on, in place of the previous one.
 
-        `tensors` are under peft's names, B is scaled in place; `config` is peft's
-        adapter_config.json. ValueError: vLLM has no adapters of this kind, or for one of the
+        `tensors` have peft's names, and B is scaled in place; `config` is peft's
+        adapter_config.json. ValueError: vLLM does not support this kind of adapter, or one of its
         layers.
         """
         if not self.lora_rank:
-            raise ValueError("the engine was started without lora_rank: it has no adapters")
+            raise ValueError("the engine was started without lora_rank: it accepts no adapter")
         manager = self._runner.lora_manager._adapter_manager
         names: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
-        if hasattr(names, "get_rename_mapper"):  # newer ones also say what is fused
+        if hasattr(names, "get_rename_mapper"):  # newer vLLM: the mapper also describes fusions
             names = names.get_rename_mapper()
-        described = PEFTHelper.from_dict(dict(config))
-        described.validate_legal(manager.lora_config)
+        peft_helper = PEFTHelper.from_dict(dict(config))
+        peft_helper.validate_legal(manager.lora_config)
         adapter = LoRAModel.from_lora_tensors(
             lora_model_id=_ADAPTER.lora_int_id,
             tensors=dict(tensors),
-            peft_helper=described,
+            peft_helper=peft_helper,
             device=self.device,
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=names,
         )
         parts = {part for fused in manager.packed_modules_mapping.values() for part in fused}
-        known = {*manager.supported_lora_modules, *parts}
-        if missed := sorted(n for n in adapter.loras if n.rpartition(".")[2] not in known):
+        supported = {*manager.supported_lora_modules, *parts}
+        if unsupported := sorted(n for n in adapter.loras if n.rpartition(".")[2] not in supported):
             raise ValueError(
-                f"vLLM has no adapters for {', '.join(missed[:3])}: learner.lora.target_modules "
-                "must leave such layers out"
+                f"learner.lora.target_modules: vLLM supports no adapters for "
+                f"{', '.join(unsupported[:3])}. Leave these layers out"
             )
         manager.remove_adapter(adapter.id)
         manager.add_adapter(adapter)
@@ -169,27 +167,27 @@ class Engine:
         self._adapter = _ADAPTER
 
     def prepack_frozen_linears(self, trained: Iterable[torch.Tensor]) -> int:
-        """On CPU, let oneDNN pack the linear weights that no trained tensor shares memory with.
+        """On CPU, let oneDNN pack the linear weights that share no memory with a trained tensor.
 
-        Small batches decode up to four times faster on packed weights. A packed weight is a copy,
-        so only what never changes may be packed; the plain tensors stay where they are. Returns how
-        many were.
+        Small batches decode up to four times faster with packed weights. A packed weight is a copy,
+        so only constant weights may be packed; the plain tensors remain. Returns the number of
+        packed layers.
         """
         if self.device != "cpu":
             return 0
-        # an embedding looks rows up and multiplies by nothing, unless it is the head too
+        # an embedding only looks up rows, unless it is also the head
         named = self.model.named_modules(remove_duplicate=False)
         heads = {id(module) for name, module in named if name.rpartition(".")[2] == "lm_head"}
-        changing = {tensor.untyped_storage().data_ptr() for tensor in trained}
+        trained_storages = {tensor.untyped_storage().data_ptr() for tensor in trained}
         packed = 0
         for module in self.model.modules():
             weight = getattr(module, "weight", None)
-            # vars: a layer wrapped for adapters passes on what the one inside it has
+            # vars(): a layer wrapped for adapters forwards attribute access to the inner layer
             if "cpu_linear" not in vars(module) or not isinstance(weight, torch.Tensor):
                 continue
             if isinstance(module, VocabParallelEmbedding) and id(module) not in heads:
                 continue
-            if weight.untyped_storage().data_ptr() in changing:
+            if weight.untyped_storage().data_ptr() in trained_storages:
                 use_plain_weight(module)
             else:
                 pack_weight(module, remove_weight=False)
@@ -197,7 +195,7 @@ class Engine:
         return packed
 
     def unpack(self) -> None:
-        """Use the plain tensors everywhere: every weight may change from here on."""
+        """Use the plain tensors everywhere, because every weight may change from now on."""
         self.prepack_frozen_linears(self.model.parameters())
 
     def add_request(
@@ -215,24 +213,25 @@ class Engine:
         on_token: Callable[[int], bool] | None = None,
         reference: bool = False,
     ) -> None:
-        """Queue one continuation of prompt_ids; step() will return it when it is finished.
+        """Queue one completion of prompt_ids; step() returns it when it has finished.
 
-        ValueError: request_id is in flight already; prompt and max_tokens exceed max_model_len
-        (vLLM would cut max_tokens silently); or vLLM refuses the temperature or the filters.
+        `seed` starts the request's own random stream: its samples depend on its seed and its
+        logits, not on which other requests run (None: one stream shared by all such requests).
+        `top_logprobs`: number of likeliest tokens from which entropies are computed; 0: none.
+        `filters`: vLLM's parameters that truncate or reshape the distribution, for evaluations only
+        (EvaluationConfig explains why). `on_token` is called with each sampled token within step();
+        true ends the turn with that token. `reference`: sample without the adapter, from the
+        unchanged base weights.
 
-        `seed` is of this request's own random stream: what it samples depends on its seed and its
-        logits, not on which other requests run; None: a stream shared by all such. `top_logprobs`:
-        from how many of the likeliest tokens entropies are computed; 0: none. `filters`: vLLM's
-        names of what cuts or bends the distribution, for evaluations alone (EvaluationConfig says
-        why). `on_token` is told of each sampled token within step(); true ends the turn with it.
-        `reference`: answered without the adapter, by the weights that nothing changes.
+        ValueError: request_id is in flight; prompt and max_tokens exceed max_model_len (vLLM would
+        reduce max_tokens silently); or vLLM rejects the temperature or the filters.
         """
         self._require_room(request_id, len(prompt_ids), max_tokens)
         if reference and not self.lora_rank:
             raise ValueError(f"request {request_id!r}: {NO_REFERENCE}")
         engine, inputs = self._engine, self._engine.input_processor
-        with _filters_fault(filters):
-            asked = inputs.process_inputs(
+        with _rejections_as_value_errors(filters):
+            core_request = inputs.process_inputs(
                 request_id,
                 tokens_input(prompt_ids.tolist()),
                 SamplingParams(
@@ -243,20 +242,22 @@ class Engine:
                     seed=seed,
                     logprobs=top_logprobs,
                     detokenize=bool(stop),
-                    skip_special_tokens=False,  # a stop string may be the name of one
+                    skip_special_tokens=False,  # a stop string may be a special token's text
                     **dict[str, Any](filters),
                 ),
                 supported_tasks=engine.get_supported_tasks(),
                 lora_request=None if reference else self._adapter,
             )
-        inputs.assign_request_id(asked)
-        make_text = IncrementalDetokenizer.from_new_request
-        text = make_text(engine.renderer.tokenizer, asked) if stop else None
-        ids = asked.prompt_token_ids
+        inputs.assign_request_id(core_request)
+        new_detokenizer = IncrementalDetokenizer.from_new_request
+        detokenizer = new_detokenizer(engine.renderer.tokenizer, core_request) if stop else None
+        ids = core_request.prompt_token_ids
         assert ids is not None, "vLLM was given ids"
-        request = Request(request_id, asked.request_id, ids, text, top_logprobs, on_token)
-        engine.engine_core.add_request(asked)
-        self._in_flight[request_id] = self._running_as[asked.request_id] = request
+        request = Request(
+            request_id, core_request.request_id, ids, detokenizer, top_logprobs, on_token
+        )
+        engine.engine_core.add_request(core_request)
+        self._in_flight[request_id] = self._unfinished[core_request.request_id] = request
 
     def _require_room(self, request_id: str, prompt: int, max_tokens: int) -> None:
         self._require_awake()
@@ -269,14 +270,14 @@ class Engine:
             )
 
     def step(self) -> list[Completion]:
-        """Decode one token for every running request; return those that finished.
+        """Decode one token for every running request; returns the finished ones.
 
-        With async_scheduling the next step is on the device by then: who is asked for now joins
-        the one after it. FloatingPointError: a sampled token's log-probability is nan or infinite.
+        With async_scheduling the next step is already on the device: a request added now joins the
+        one after it. FloatingPointError: a sampled token's log-probability is NaN or infinite.
         """
         self._require_awake()
         self._advance()
-        if not self._running_as:
+        if not self._unfinished:
             self._drain()
         ended, self._ended = self._ended, []
         for request in ended:
@@ -284,24 +285,23 @@ class Engine:
         return [request.completion() for request in ended]
 
     def _advance(self) -> None:
-        """Let vLLM take a step, and sort out what it gave."""
-        stopped = []
-        with explained("generating", self._needs_less):
+        ended_here = []
+        with explain_out_of_memory("generating", self._oom_hint):
             outputs = self._engine.engine_core.get_output().outputs
         for output in outputs:
-            request = self._running_as.get(output.request_id)
-            if request is None or not request.take(output):
-                continue  # aborted since it was scheduled, or it goes on
-            del self._running_as[request.core_id]
+            request = self._unfinished.get(output.request_id)
+            if request is None or not request.append(output):
+                continue  # aborted after it was scheduled, or not finished
+            del self._unfinished[request.core_id]
             self._ended.append(request)
-            if output.finish_reason is None:  # by a string, of which vLLM's core knows nothing
-                stopped.append(request.core_id)
-        self._engine.engine_core.abort_requests(stopped)
+            if output.finish_reason is None:  # ended here (stop string), unknown to vLLM's core
+                ended_here.append(request.core_id)
+        self._engine.engine_core.abort_requests(ended_here)
 
     def _drain(self) -> None:
-        """Wait for what vLLM has scheduled ahead, so that nothing is under way on the device.
+        """Wait for the steps that vLLM has scheduled ahead, so that nothing runs on the device.
 
-        It is before its memory or its weights change, and whenever no request is left.
+        Needed before its memory or weights change, and whenever no request is left.
         """
         core = self._core
         if not core.batch_queue:
@@ -314,12 +314,11 @@ class Engine:
             core.resume_scheduler()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests; step() will not return them."""
-        gone = [self._in_flight.pop(name) for name in request_ids if name in self._in_flight]
-        self._ended = [request for request in self._ended if request not in gone]
-        running = [r.core_id for r in gone if self._running_as.pop(r.core_id, None) is not None]
+        aborted = [self._in_flight.pop(name) for name in request_ids if name in self._in_flight]
+        self._ended = [request for request in self._ended if request not in aborted]
+        running = [r.core_id for r in aborted if self._unfinished.pop(r.core_id, None) is not None]
         self._engine.engine_core.abort_requests(running)
-        if not self._running_as and not self.asleep:
+        if not self._unfinished and not self.asleep:
             self._drain()
 
     def abort_all(self) -> None:
@@ -330,10 +329,11 @@ class Engine:
         return len(self._in_flight)
 
     def sleep(self) -> None:
-        """Give the KV cache's memory back; with copied weights, theirs too (EngineConfig).
+        """Release the memory of the KV cache and, with copied weights, of the weights
+        (EngineConfig).
 
-        On CPU vLLM has no memory to give back: its scheduler pauses, its prefix cache is reset and
-        the states are the same.
+        On CPU vLLM cannot release memory: its scheduler pauses, its prefix cache is reset, and the
+        states are the same.
         """
         if self.asleep:
             return
@@ -351,7 +351,7 @@ class Engine:
         self._use_threads(State.ASLEEP)
 
     def wake(self) -> Metrics:
-        """Make the engine usable again after sleep(); after level 2, once it has weights again.
+        """Make the engine usable after sleep(); after level 2, it still needs weights.
 
         Returns memory in GiB before and after the last sleep and now; empty if it was awake.
         """
@@ -360,7 +360,7 @@ class Engine:
         if self.device == "cuda":
             torch.cuda.empty_cache()
         discarded = self._config.sleep_level == 2
-        with explained("waking the engine", self._needs_less):
+        with explain_out_of_memory("waking the engine", self._oom_hint):
             self._engine.wake_up(["weights"] if discarded else None)
         self.state = State.WEIGHTS_DISCARDED if discarded else State.AWAKE
         self._use_threads(State.AWAKE)
@@ -368,7 +368,7 @@ class Engine:
         return self._memory | awake
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached key and value: they belong to the weights before an update."""
+        """Drop all cached keys and values, which belong to the weights before an update."""
         self._drain()
         if not self._engine.reset_prefix_cache():
             raise RuntimeError(
@@ -377,19 +377,19 @@ class Engine:
             )
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy Hugging Face named tensors into vLLM's, in place, by vLLM's own loader."""
+        """Copy tensors with Hugging Face names into vLLM's tensors in place, with vLLM's loader."""
         self._drain()
         self.model.load_weights(named)  # type: ignore[operator]
 
     def weights_loaded(self) -> None:
-        """Say that the weights are all there again: the cache wakes too."""
+        """Mark the weights as complete; after level 2 this also wakes the KV cache."""
         if self.state is State.WEIGHTS_DISCARDED:
-            with explained("waking the engine", self._needs_less):
+            with explain_out_of_memory("waking the engine", self._oom_hint):
                 self._engine.wake_up(["kv_cache"])
             self.state = State.AWAKE
 
     def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Completion]:
-        """Sample num_tokens greedily after each prompt, through the same path as rollouts."""
+        """Sample num_tokens greedily after each prompt, on the same path as rollouts."""
         if self._in_flight:
             raise RuntimeError(
                 f"{len(self._in_flight)} requests in flight: a probe would lose them"
@@ -399,22 +399,24 @@ class Engine:
             self.add_request(
                 f"probe.{started}.{index}", prompt, max_tokens=num_tokens, temperature=0.0
             )
-        done: list[Completion] = []
+        completions: list[Completion] = []
         try:
             while self._in_flight:
-                done += self.step()
+                completions += self.step()
         finally:
             self.abort_all()
-        return sorted(done, key=lambda completion: int(completion.request_id.rsplit(".", 1)[1]))
+        return sorted(
+            completions, key=lambda completion: int(completion.request_id.rsplit(".", 1)[1])
+        )
 
     def shutdown(self) -> None:
-        """Free vLLM's resources; the engine cannot be used afterwards. Others here can be."""
+        """Free vLLM's resources; this engine cannot be used afterwards, others can."""
         self._running.discard(id(self))
         with keep_process_groups() if self._running else contextlib.nullcontext():
             self._engine.engine_core.shutdown()
 
     def describe(self) -> dict[str, Any]:
-        """What vLLM chose, in its own words, for the record: it says so at a level that is off."""
+        """The choices that vLLM made, for the record (it logs them at a level that is off)."""
         config, runner = self._engine.vllm_config, type(self._runner)
         compilation = config.compilation_config
         backends = {
@@ -443,7 +445,7 @@ class Engine:
         if len(set(self._threads.values())) > 1:
             torch.set_num_threads(self._threads[state])
 
-    def _needs_less(self) -> str:
+    def _oom_hint(self) -> str:
         return oom_hint_engine(self._config)
 
     def _require_awake(self) -> None:
@@ -454,8 +456,8 @@ class Engine:
 
 
 @contextlib.contextmanager
-def _filters_fault(filters: Mapping[str, Any]) -> Iterator[None]:
-    """What vLLM refuses of a request is a ValueError; its own errors are none."""
+def _rejections_as_value_errors(filters: Mapping[str, Any]) -> Iterator[None]:
+    """Raise ValueError for a request that vLLM rejects; its other errors pass through."""
     try:
         yield
     except VLLMValidationError as error:

@@ -1,4 +1,4 @@
-"""Let many threads share the engine in this process: all that they ask is decoded together."""
+"""Share the engine of this process among threads: their requests are decoded in one batch."""
 
 from __future__ import annotations
 
@@ -18,52 +18,51 @@ from agentgrpo.models.endpoints import Endpoint, Message, T
 
 
 class EngineLoop:
-    """Lets many threads share one engine: all that they ask is decoded together.
+    """Shares one engine among threads: all their requests are decoded together.
 
-    The thread that owns the engine calls serve(); any other calls ask() and waits for the future.
+    The thread that owns the engine calls serve(); the others call submit() and wait for the future.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._asked: SimpleQueue[tuple[dict[str, Any], Future[Completion]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[dict[str, Any], Future[Completion]] | None] = SimpleQueue()
         self._count = 0
         self._failed: BaseException | None = None
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and reply together."""
         return self._engine.max_model_len
 
-    def ask(self, prompt_ids: Int32, **options: Any) -> Future[Completion]:
-        """Queue one continuation; the arguments are Engine.add_request's but the id.
+    def submit(self, prompt_ids: Int32, **options: Any) -> Future[Completion]:
+        """Queue one completion; the arguments are those of Engine.add_request without the id.
 
-        The future raises ValueError as add_request does, and whatever ended serve().
+        The future raises ValueError as add_request does, or the error that ended serve().
         """
         future: Future[Completion] = Future()
-        self._asked.put(({"prompt_ids": prompt_ids, **options}, future))
+        self._queue.put(({"prompt_ids": prompt_ids, **options}, future))
         if self._failed is not None:
             self._refuse_all()
         return future
 
     def stop(self) -> None:
-        """Make serve() return once nothing is in flight. From any thread."""
-        self._asked.put(None)
+        """Make serve() return once no request is in flight. May be called from any thread."""
+        self._queue.put(None)
 
     def serve_while(self, work: Callable[[], T]) -> T:
-        """Serve what work(), on a thread of its own, asks; returns what it does."""
-        with ThreadPoolExecutor(1, "asks the engine") as side:
-            result = side.submit(work)
+        """Run work() on another thread and serve its requests; returns its result."""
+        with ThreadPoolExecutor(1, "engine requests") as pool:
+            result = pool.submit(work)
             result.add_done_callback(lambda _: self.stop())
             self.serve()
             return result.result()
 
     def serve(self) -> None:
-        """Decode what is asked until stop(). Whoever waits when an error ends it gets the error."""
+        """Decode requests until stop(). An error that ends it is also set on waiting futures."""
         waiting: dict[str, Future[Completion]] = {}
         stopping = False
         try:
             while waiting or not stopping:
-                stopping |= self._take(waiting, block=not waiting)
+                stopping |= self._submit_queued(waiting, block=not waiting)
                 if waiting:
                     for completion in self._engine.step():
                         waiting.pop(completion.request_id).set_result(completion)
@@ -75,21 +74,21 @@ class EngineLoop:
             self._refuse_all()
             raise
 
-    def _take(self, waiting: dict[str, Future[Completion]], *, block: bool) -> bool:
-        """Submit what was asked; returns whether stop() was among it."""
+    def _submit_queued(self, waiting: dict[str, Future[Completion]], *, block: bool) -> bool:
+        """Submit the queued requests to the engine; returns whether stop() was among them."""
         stopping = False
-        while block or not self._asked.empty():
-            asked = self._asked.get()
+        while block or not self._queue.empty():
+            item = self._queue.get()
             block = False
-            if asked is None:
+            if item is None:
                 stopping = True
                 continue
-            options, future = asked
-            request_id = f"asked.{self._count}"
+            options, future = item
+            request_id = f"loop.{self._count}"
             self._count += 1
             try:
                 self._engine.add_request(request_id, **options)
-            except ValueError as error:  # of this request alone
+            except ValueError as error:  # concerns this request only
                 future.set_exception(error)
             except BaseException as error:
                 future.set_exception(error)
@@ -99,23 +98,23 @@ class EngineLoop:
         return stopping
 
     def _refuse_all(self) -> None:
-        while not self._asked.empty():
+        while not self._queue.empty():
             try:
-                asked = self._asked.get_nowait()
+                item = self._queue.get_nowait()
             except Empty:
                 return
-            if asked is not None:
-                asked[1].set_exception(self._failed)
+            if item is not None:
+                item[1].set_exception(self._failed)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEndpoint(Endpoint):
-    """The model of an engine in this process."""
+    """A chat endpoint on the engine of this process."""
 
     loop: EngineLoop
     chat: ChatTemplate
     reference: bool = False
-    """Without the adapter."""
+    """Sample without the adapter."""
 
     def complete(
         self, messages: Sequence[Message], *, n: int = 1, temperature: float = 1.0,
@@ -128,8 +127,8 @@ class EngineEndpoint(Endpoint):
                 f"a prompt of {len(prompt)} tokens leaves no room for a reply in "
                 f"engine.max_model_len {self.loop.max_model_len}"
             )
-        asked = [
-            self.loop.ask(
+        futures = [
+            self.loop.submit(
                 prompt,
                 max_tokens=min(max_tokens, room),
                 temperature=temperature,
@@ -138,11 +137,11 @@ class EngineEndpoint(Endpoint):
             )
             for _ in range(n)
         ]
-        return [self.chat.decode(one.result().token_ids) for one in asked]
+        return [self.chat.decode(future.result().token_ids) for future in futures]
 
 
 def endpoint_of(model: Model, loop: EngineLoop, chat: ChatTemplate) -> Endpoint:
-    """The endpoint of one of a run's models; the engine's own are asked through `loop`."""
+    """The endpoint of one of a run's models; the engine's own models are reached through `loop`."""
     if isinstance(model, str):
         return EngineEndpoint(loop, chat, reference=model == "reference")
     return cast(Endpoint, model)

@@ -1,7 +1,7 @@
-"""What vLLM's core says of a request, step by step, until it is a Completion.
+"""A request's tokens and log-probabilities, accumulated from vLLM's core outputs until it finishes.
 
-vLLM's own processing of outputs builds for each token of each request what a server would send: a
-rank, text, a probability by name. Here a token is its id and one float, kept until the turn ends.
+vLLM's own output processing builds for each token of each request what a server would send: a rank,
+text, a probability by name. Here a token is its id and one float until the turn ends.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from agentgrpo.types import Completion, Float32, Turn
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One that is in flight.
+    """A request in flight.
 
-    `core_id` is vLLM's, another each time the caller uses one again: what was scheduled ahead for a
-    request that has ended is never taken for that of the next. `text` is vLLM's detokenizer, which
-    finds stop strings.
+    `core_id` is vLLM's id, a new one each time the caller reuses a request_id: outputs scheduled
+    ahead for a finished request are never taken for those of the next. `text` is vLLM's
+    detokenizer, which finds stop strings.
     """
 
     request_id: str
@@ -37,21 +37,21 @@ class Request:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     num_cached_tokens: int | None = None
     finish_reason: str = ""
-    """Once it has ended, and why."""
+    """Empty until the request has ended."""
     stop_reason: int | str | None = None
     _top: list[tuple[NDArray[np.int32], Float32]] = field(default_factory=list)
 
-    def take(self, output: Any) -> bool:
-        """Add what one step gave, an EngineCoreOutput of vLLM; returns whether it has ended."""
+    def append(self, output: Any) -> bool:
+        """Add an EngineCoreOutput of vLLM; returns whether the request has ended."""
         self.token_ids += output.new_token_ids
-        said = output.new_logprobs
-        if said is not None:
-            for row in said.logprobs:
+        new = output.new_logprobs
+        if new is not None:
+            for row in new.logprobs:
                 self.logprobs.append(row[0])
             if self.top_logprobs:
                 width = 1 + self.top_logprobs
                 self._top.append(
-                    (said.logprob_token_ids[:, :width].copy(), said.logprobs[:, :width].copy())
+                    (new.logprob_token_ids[:, :width].copy(), new.logprobs[:, :width].copy())
                 )
         if self.num_cached_tokens is None and output.prefill_stats is not None:
             self.num_cached_tokens = output.prefill_stats.num_cached_tokens
@@ -59,21 +59,20 @@ class Request:
         if reason is not None:
             self.finish_reason, self.stop_reason = str(reason), output.stop_reason
         if self.text is not None:
-            found = self.text.update(output.new_token_ids, self.finish_reason == "stop")
-            if found is not None:
-                self.finish_reason, self.stop_reason = "stop", found
+            stop_string = self.text.update(output.new_token_ids, self.finish_reason == "stop")
+            if stop_string is not None:
+                self.finish_reason, self.stop_reason = "stop", stop_string
         if self.on_token is not None and any(map(self.on_token, output.new_token_ids)):
             self.finish_reason, self.stop_reason = "stop", None
         return bool(self.finish_reason)
 
     def completion(self) -> Completion:
-        """What it came to."""
         logprobs = np.frombuffer(self.logprobs, np.float32)
         if not np.isfinite(logprobs).all():
-            at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+            index = int(np.flatnonzero(~np.isfinite(logprobs))[0])
             raise FloatingPointError(
-                f"request {self.request_id!r}: the sampler gave its token {at} the log-probability "
-                f"{logprobs[at]}; the weights or an activation are no longer finite"
+                f"request {self.request_id!r}: the sampler gave its token {index} the "
+                f"log-probability {logprobs[index]}; the weights or an activation are not finite"
             )
         token_ids = ids_from_list(self.token_ids)
         ids, top = zip(*self._top, strict=True) if self._top else ((), ())
@@ -92,19 +91,18 @@ class Request:
 
 
 def token_entropies(token_ids: NDArray[np.int32], logprobs: Float32) -> Float32:
-    """[T]: entropy in nats of each position's distribution, from the log-probabilities of the
-    likeliest.
+    """Entropy in nats of each position [T]: a lower bound from the likeliest log-probabilities.
 
-    Whatever they leave of the probability counts as one further outcome, so the value is a lower
-    bound, exact if all tokens are given. Both are [T, K]: the sampled one and then the likeliest,
-    among which it may stand again.
+    The remaining probability counts as one further outcome, so the bound is exact if all tokens are
+    given. Both arguments are [T, K]: the sampled token, then the likeliest, which may include it
+    again.
     """
     logp = logprobs.astype(np.float64)
     p = np.exp(logp)
     p[:, 1:][token_ids[:, 1:] == token_ids[:, :1]] = 0.0
-    # rounding may take the sum past 1; p log p is 0 where p is, and not 0 * -inf
+    # rounding may push the sum above 1; p log p is 0 where p is 0, not 0 * -inf
     rest = np.maximum(0.0, 1.0 - p.sum(-1))
-    known = p * np.where(p > 0, logp, 0.0)
-    left = rest * np.log(np.where(rest > 0, rest, 1.0))
-    entropies: Float32 = (-known.sum(-1) - left).astype(np.float32)
+    listed = p * np.where(p > 0, logp, 0.0)
+    unlisted = rest * np.log(np.where(rest > 0, rest, 1.0))
+    entropies: Float32 = (-listed.sum(-1) - unlisted).astype(np.float32)
     return entropies

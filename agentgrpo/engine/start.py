@@ -1,27 +1,28 @@
-"""How vLLM is started here: with which settings, and what of it is changed first, by measurement.
+"""Start vLLM with the settings and patches that this project needs, each with its reason.
 
-* vLLM's CPU backend packs every linear weight away and leaves an empty parameter behind. Here the
-  plain weight stays, so that the learner's parameters can be views of it (engine/weights.py).
-* A convolution's plain weight stays too, and gated delta nets are told that it is not packed.
-* The rank of a sampled token is computed by a function that torch.compile builds in C++ on first
-  use: 20 s on CPU for a number that nobody reads.
+* vLLM's CPU backend packs every linear weight and leaves an empty parameter. Here the plain weight
+  remains, so that the learner's parameters can be views of it (engine/weights.py).
+* A convolution's plain weight remains too, and gated delta nets are told that it is not packed.
+* vLLM computes the rank of a sampled token with a function that torch.compile builds in C++ on
+  first use: 20 s on CPU for a number that nobody reads. It is replaced.
 * vLLM's CPU worker lowers the thread count by one and then replaces torch.set_num_threads by a
-  no-op, for the whole process: the learner too would work on half of two cores. On CUDA it serves
-  on one thread, which stays so while the engine is awake.
-* A request's own seed crashes vLLM on CPU when its prompt is computed in chunks (CPU generators
-  have no offset to wind back). Here prompts are computed whole on CPU.
-* Under torchrun vLLM's own launcher would put every rank's engine on the first GPU; as an external
-  launcher's it takes the rank's own, and ranks may hold one engine together
+  no-op for the whole process: the learner would use half of two cores too. On CUDA vLLM uses one
+  thread, which stays so while the engine is awake.
+* On CPU a request with its own seed crashes vLLM if its prompt is computed in chunks (CPU
+  generators have no offset to rewind). So prompts are computed whole on CPU.
+* Under torchrun vLLM's default launcher would put every rank's engine on the first GPU; with the
+  external launcher it uses the rank's own, and several ranks may form one engine
   (rollout/tensor_parallel.py).
-* On CPU those ranks' shared memory has the same name in every run (_shared_memory_of_this_run).
-* vLLM's cache of what it compiled goes by the model's folder too, so that every checkpoint would be
-  compiled anew. Here it goes by what is in config.json.
+* On CPU the shared memory of those ranks has the same name in every run
+  (_shared_memory_of_this_run).
+* vLLM's compilation cache depends on the model's folder, so every checkpoint would be compiled
+  again. Here it depends on the content of config.json.
 * CUDA graphs are captured for every number of rollouts that may decode at once. vLLM stops at 512,
-  and captures more sizes for few.
-* On CPU a request without an adapter got that of the last slot, index -1, where another request of
-  the batch had one. Here its share of every adapter is zero (_without_adapter_none).
-* Shared weights stay out of vLLM's sleeping memory pool on CUDA: the learner works on them while
-  the engine sleeps, so only the KV cache may be unmapped.
+  and captures more sizes for small numbers.
+* On CPU a request without an adapter used the adapter of the last slot, index -1, if another
+  request of the batch had one. Here it gets zero from every adapter (_zero_missing_adapters).
+* Shared weights stay outside vLLM's sleeping memory pool on CUDA: the learner uses them while the
+  engine sleeps, so only the KV cache may be unmapped.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from vllm.config import ModelConfig
 
 from agentgrpo.config import EngineConfig, room_for_adapters
 from agentgrpo.kernels.products import linear
-from agentgrpo.models.architectures import kinds_of
+from agentgrpo.models.architectures import read_architecture
 from agentgrpo.models.multimodal_text import TEXT_PARTS, language_model, only_text
 from agentgrpo.support import parallel
 from agentgrpo.support.hardware import memory_bytes
-from agentgrpo.support.memory import OutOfMemory, explained
+from agentgrpo.support.memory import OutOfMemory, explain_out_of_memory
 
 pack_weight = vllm_layers.dispatch_cpu_unquantized_gemm
-"""vLLM's own way with a linear layer on CPU; with remove_weight=False the plain weight stays."""
+"""vLLM's CPU setup of a linear layer; with remove_weight=False the plain weight remains."""
 
 
 class EngineStartError(ValueError):
@@ -65,39 +66,39 @@ def start(
     """Start vLLM in this process; the arguments are Engine's."""
     settings = _settings(config, device, dtype) | _lora_settings(lora_rank)
     if device == "cpu" and lora_rank:
-        _without_adapter_none()
+        _zero_missing_adapters()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    # vLLM collects garbage four times as it starts, at 0.4 s each while the million objects that
-    # the imports made are looked at; frozen they are not. At exit they must be looked at again, or
-    # what Triton binds is said to leak; vLLM unfreezes as it shuts down, a failed start does not.
+    # vLLM runs the garbage collector four times as it starts, 0.4 s each for the million objects
+    # of the imports; frozen objects are skipped. They must be unfrozen at exit, or Triton's
+    # bindings are reported as leaks; vLLM does so in its shutdown, but not after a failed start.
     atexit.register(gc.unfreeze)
     gc.collect()
     gc.freeze()
     try:
-        kinds = kinds_of(str(model))
-        of_text = bool(kinds.wrapped) and kinds.model_type in TEXT_PARTS
-        if of_text:
+        architecture = read_architecture(str(model))
+        text_only = bool(architecture.wrapped) and architecture.model_type in TEXT_PARTS
+        if text_only:
             settings["hf_overrides"] = language_model
-        if device == "cpu" and kinds.recurrent:
-            # vLLM keeps states at the ends of blocks only, for which it computes prompts in chunks
+        if device == "cpu" and architecture.recurrent:
+            # vLLM caches recurrent states at block ends only, and computes prompts in chunks for it
             settings["enable_prefix_caching"] = False
             use_plain_convolutions()
         with (
-            explained("starting vLLM", lambda: oom_hint_engine(config)),
+            explain_out_of_memory("starting vLLM", lambda: oom_hint_engine(config)),
             plain_cpu_weights(),
             _weights_outside_sleep_pool(config.weights != "copy"),
             _shared_memory_of_this_run(),
             _compiled_for_any_folder(),
             _keep_transformers_init(),
             _flatten_rope_heads(),
-            _weights_of_text(of_text),
+            _weights_of_text(text_only),
         ):
             llm = LLM(str(model), seed=seed, **settings)
-        if device != "cpu":  # one, which it serves with: see Engine.sleep()
+        if device != "cpu":  # vLLM has set one thread; Engine.sleep() restores the learner's
             num_threads = torch.get_num_threads()
     except OutOfMemory:
         raise
-    except Exception as error:  # vLLM, the model's code and what both import: of any kind
+    except Exception as error:  # any type: from vLLM, the model's code and their imports
         raise EngineStartError(_explain_start(error, model, config)) from error
     finally:
         torch.set_num_threads = set_num_threads
@@ -115,7 +116,7 @@ def _settings(config: EngineConfig, device: str, dtype: str) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "enforce_eager": on_cpu or config.enforce_eager,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-        "config_format": "hf",  # Mistral's have files of another format beside
+        "config_format": "hf",  # Mistral's checkpoints also contain files in their own format
         "load_format": "hf",
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
@@ -126,8 +127,8 @@ def _settings(config: EngineConfig, device: str, dtype: str) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if not on_cpu:
-        # vLLM refuses to start unless this share of the card is free, also where the cache's size
-        # is given and the share read for nothing else (vllm/v1/worker/utils.py, request_memory)
+        # vLLM refuses to start unless this share of the GPU is free, even with a given cache size,
+        # where it is used for nothing else (vllm/v1/worker/utils.py, request_memory)
         settings["gpu_memory_utilization"] = 0.01
         if not config.enforce_eager:
             settings["cudagraph_capture_sizes"] = graph_sizes(config.max_num_seqs)
@@ -146,18 +147,19 @@ def _settings(config: EngineConfig, device: str, dtype: str) -> dict[str, Any]:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes, in tokens, for which CUDA graphs are captured; others are padded to the next.
+    """Batch sizes, in tokens, for which CUDA graphs are captured; vLLM pads others to the next
+    size.
 
-    All that decoding alone comes to, and as much as vLLM would capture for the tokens of prompts
-    beside it. By eights up to 128 and then eight to an octave: above 64 at most one token in
-    nine is padding, and 1,024 rollouts take 43 sizes where one in 16 would be 83.
+    Up to the largest decode-only batch, and up to vLLM's own limit for decode tokens plus prompt
+    tokens. Steps of 8 up to 128, then eight sizes per octave: above 64 at most one token in nine is
+    padding, and 1,024 rollouts need 43 sizes instead of the 83 of steps of 16.
     """
-    most = max(max_num_seqs, min(2 * max_num_seqs, 512))
-    sizes, size = {1, 2, 4, max_num_seqs, most}, 8
-    while size < most:
+    largest = max(max_num_seqs, min(2 * max_num_seqs, 512))
+    sizes, size = {1, 2, 4, max_num_seqs, largest}, 8
+    while size < largest:
         sizes.add(size)
         size += max(8, 1 << size.bit_length() - 4)
-    return sorted(size for size in sizes if size <= most)
+    return sorted(size for size in sizes if size <= largest)
 
 
 def _lora_settings(rank: int) -> dict[str, Any]:
@@ -167,8 +169,8 @@ def _lora_settings(rank: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _without_adapter_none() -> None:
-    """Have vLLM's adapters on CPU add nothing to rows that have none. CUDA's are not tried."""
+def _zero_missing_adapters() -> None:
+    """On CPU, let vLLM's adapters add nothing to rows without one. Not tried on CUDA."""
     shrink = lora_ops.bgmv_shrink
 
     def bgmv_shrink(
@@ -182,18 +184,18 @@ def _without_adapter_none() -> None:
 
 
 def _explain_start(error: Exception, model: str | Path, config: EngineConfig) -> str:
-    """What vLLM said, with our name for its only setting that is not one here, and the values."""
-    said = " ".join(str(error).replace("gpu_memory_utilization", "engine.kv_cache_gib").split())
+    """The error of vLLM with the settings' values and their names here."""
+    message = " ".join(str(error).replace("gpu_memory_utilization", "engine.kv_cache_gib").split())
     return (
         f"vLLM cannot start on {str(model)!r} with engine.max_model_len {config.max_model_len}, "
         f"engine.max_num_seqs {config.max_num_seqs}, engine.kv_cache_gib {config.kv_cache_gib:g}, "
         f"engine.dtype {config.dtype!r}, engine.tensor_parallel_size "
-        f"{config.tensor_parallel_size}: {type(error).__name__}: {said[:600] or '?'}"
+        f"{config.tensor_parallel_size}: {type(error).__name__}: {message[:600] or '?'}"
     )
 
 
 def oom_hint_engine(config: EngineConfig) -> str:
-    """What to set lower when memory ran out for vLLM."""
+    """Which settings to lower when vLLM ran out of memory."""
     total, free = (size / 2**30 for size in memory_bytes())
     return (
         f"a lower engine.kv_cache_gib (it is {config.kv_cache_gib:g}) or engine.max_num_seqs "
@@ -203,23 +205,22 @@ def oom_hint_engine(config: EngineConfig) -> str:
 
 
 def use_plain_weight(layer: torch.nn.Module) -> None:
-    """Let a linear layer multiply by its own tensor, which may change."""
+    """Let a linear layer multiply by its plain tensor, which may change."""
     layer.cpu_linear = linear  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value for an attribute, until the context ends."""
-    before = getattr(owner, name)
+    original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, original)
 
 
 def plain_cpu_weights() -> contextlib.AbstractContextManager[None]:
-    """Keep vLLM's CPU linear layers on their plain weight tensors while a model is loaded."""
+    """Keep the plain weights of vLLM's CPU linear layers while a model is loaded."""
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         use_plain_weight(layer)
@@ -228,30 +229,37 @@ def plain_cpu_weights() -> contextlib.AbstractContextManager[None]:
 
 
 def use_plain_convolutions() -> None:
-    """Let gated delta nets on CPU multiply by plain convolution weights.
+    """Let gated delta nets on CPU use plain convolution weights.
 
-    Where the CPU has AVX-512 BF16, vLLM's take them for packed, and 4 nats go by. Its fallback in
-    torch reads plain ones, and takes prompts of one token too, which that kernel refuses.
+    On CPUs with AVX-512 BF16 vLLM assumes packed weights, and log-probabilities are off by 4 nats.
+    Its torch fallback reads plain ones, and also accepts prompts of one token, which the kernel
+    rejects.
     """
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
-    def plain(convolve: Any, state: str) -> Any:
-        def call(*, weight: Any, conv_states: Any, silu_activation: bool, **more: Any) -> Any:
-            del more["is_weight_packed"]
+    def with_plain_weight(convolve: Any, state: str) -> Any:
+        def call(*, weight: Any, conv_states: Any, silu_activation: bool, **kwargs: Any) -> Any:
+            del kwargs["is_weight_packed"]
             activation = "silu" if silu_activation else None
-            more |= {"weight": weight.flatten(1), "activation": activation, state: conv_states}
-            return convolve(**more)
+            kwargs |= {"weight": weight.flatten(1), "activation": activation, state: conv_states}
+            return convolve(**kwargs)
 
         return call
 
-    ours = vars(gdn_attention)
-    ours["_causal_conv1d_fwd_cpu"] = plain(ours["causal_conv1d_torch"], "conv_states")
-    ours["_causal_conv1d_update_cpu"] = plain(ours["causal_conv1d_update_cpu"], "conv_state")
+    module_vars = vars(gdn_attention)
+    module_vars["_causal_conv1d_fwd_cpu"] = with_plain_weight(
+        module_vars["causal_conv1d_torch"], "conv_states"
+    )
+    module_vars["_causal_conv1d_update_cpu"] = with_plain_weight(
+        module_vars["causal_conv1d_update_cpu"], "conv_state"
+    )
 
 
 def _shared_memory_of_this_run() -> contextlib.AbstractContextManager[None]:
-    """Name what ranks on CPU share after this run. VLLM has one name for all runs of a machine, so
-    that two of them meet there, and what a killed one leaves behind stops the next.
+    """Name the ranks' shared memory on CPU after this run.
+
+    vLLM uses one name per machine: two runs would share memory, and the leftover of a killed run
+    would stop the next.
     """
     if parallel.world_size() == 1 or torch.cuda.is_available():
         return contextlib.nullcontext()
@@ -261,13 +269,13 @@ def _shared_memory_of_this_run() -> contextlib.AbstractContextManager[None]:
 
     def named(self: Any) -> tuple[str, int, int]:
         method, rank, local_rank = arguments(self)
-        return f"{method}:{name}", rank, local_rank  # what is after the last colon is the name
+        return f"{method}:{name}", rank, local_rank  # the name follows the last colon
 
     return _replaced(Launcher, "_distributed_args", named)
 
 
 def _compiled_for_any_folder() -> contextlib.AbstractContextManager[None]:
-    """Let vLLM find what it has compiled for this architecture, wherever the weights lie."""
+    """Let vLLM reuse compiled code of the same architecture from any model folder."""
     by_folder = ModelConfig.compute_hash
 
     def by_content(self: Any) -> str:
@@ -281,57 +289,61 @@ def _compiled_for_any_folder() -> contextlib.AbstractContextManager[None]:
 
 
 def keep_process_groups() -> contextlib.AbstractContextManager[None]:
-    """VLLM's engines tear down the process groups of all of a process when they end."""
+    """Keep the process groups of other engines: vLLM's shutdown destroys all of a process."""
     from vllm.v1.engine import core
 
     return _replaced(core, "cleanup_dist_env_and_memory", lambda: None)
 
 
 def _flatten_rope_heads() -> contextlib.AbstractContextManager[None]:
-    """On CPU vLLM's rotary kernel reads [tokens, heads, size], which LFM2 hands it, as one head."""
+    """On CPU, pass 2-d tensors to vLLM's rotary kernel.
+
+    It treats the [tokens, heads, size] of LFM2 as one head.
+    """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    turn = RotaryEmbedding.forward_cpu
+    forward = RotaryEmbedding.forward_cpu
 
-    def turn_flat(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+    def forward_flat(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
         flat: Any = (None if x is None else x.flatten(1) for x in (query, key))
-        turned = zip(turn(self, positions, *flat), (query, key), strict=True)
-        return tuple(None if x is None else x.view(like.shape) for x, like in turned)
+        rotated = zip(forward(self, positions, *flat), (query, key), strict=True)
+        return tuple(None if x is None else x.view(like.shape) for x, like in rotated)
 
-    return _replaced(RotaryEmbedding, "forward_cpu", turn_flat)
+    return _replaced(RotaryEmbedding, "forward_cpu", forward_flat)
 
 
-def _weights_of_text(wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Read of a checkpoint with parts for images or sound the language model's tensors only."""
-    if not wanted:
+def _weights_of_text(text_only: bool) -> contextlib.AbstractContextManager[None]:
+    """Load only the language model's tensors of a multimodal checkpoint."""
+    if not text_only:
         return contextlib.nullcontext()
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader as Loader
 
     read = Loader.get_all_weights
-    return _replaced(Loader, "get_all_weights", lambda *given: only_text(read(*given)))
+    return _replaced(Loader, "get_all_weights", lambda *args: only_text(read(*args)))
 
 
 def _keep_transformers_init() -> contextlib.AbstractContextManager[None]:
-    """Let the learner make models of the classes that vLLM has changed for itself.
+    """Keep transformers' classes usable by the learner after vLLM has decorated them.
 
-    What vLLM has no code of its own for (SmolLM3, OLMo 3) it runs as transformers' model, whose
-    class it decorates: from then on it can be made inside of vLLM only, and is compiled by it.
+    vLLM runs models without an implementation of its own (SmolLM3, OLMo 3) as transformers' model
+    and decorates its class, which afterwards can only be instantiated within vLLM and is compiled
+    by it.
     """
     from vllm.compilation import decorators
     from vllm.config import get_current_vllm_config_or_none
 
     decorate = decorators._support_torch_compile
 
-    def decorated(cls: Any, *options: Any, **more: Any) -> Any:
-        plain = cls.__init__
-        decorate(cls, *options, **more)
-        theirs = cls.__init__
-        if cls.__module__.startswith("transformers.") and theirs is not plain:
+    def decorated(cls: Any, *options: Any, **kwargs: Any) -> Any:
+        original = cls.__init__
+        decorate(cls, *options, **kwargs)
+        decorated_init = cls.__init__
+        if cls.__module__.startswith("transformers.") and decorated_init is not original:
 
             def make(self: Any, *args: Any, **kwargs: Any) -> None:
-                inside = get_current_vllm_config_or_none() is not None
-                (theirs if inside else plain)(self, *args, **kwargs)
-                if not inside:
+                in_vllm = get_current_vllm_config_or_none() is not None
+                (decorated_init if in_vllm else original)(self, *args, **kwargs)
+                if not in_vllm:
                     self.do_not_compile = True
 
             cls.__init__ = make

@@ -26,12 +26,12 @@ from agentgrpo.support.user_calls import (
     CallTimeout,
     UserCodeError,
     WrongResult,
+    await_within,
     describe_error,
     event_loop,
     name_of,
     run_sync,
     user_call,
-    within,
 )
 
 LOOP = "episodes"
@@ -188,7 +188,7 @@ class _Work:
         error = result = None
         try:
             with self._named(limit_s=self._limit_s and 2 * self._limit_s):
-                result = self._read(await within(self._limit_s, function(*args)))
+                result = self._read(await await_within(self._limit_s, function(*args)))
         except BaseException as raised:
             error = raised
         if self._is_left(self._end(result, error), error) and function != _finish_async:

@@ -1,1 +1,1 @@
-"""The trained side: what a step learns from its rollouts."""
+"""The learner: advantages, packing, the training step, weight sync."""

@@ -1,17 +1,17 @@
-"""Attention over packed trees, registered with transformers for models that know nothing of it.
+"""Attention over packed trees, registered with transformers, so that models need no changes.
 
-A batch is one row of tokens in depth-first order; token q sees token k if and only if
-k <= q < tout[k]. What runs:
+A batch is one row of tokens in depth-first order; token q attends to token k if and only if k <= q
+< tout[k]. Implementations:
 
-* CPU: scaled_dot_product_attention's kernels per run of tokens without a branch, for the queries
-  that see it: no T x T mask, and no work on what a token does not see. Layers with a sliding
-  window or a soft cap: for the queries of each run, over the keys on its path from the root.
+* CPU: the kernels of scaled_dot_product_attention, per unbranched run of keys, for the queries
+  that attend to it: no T x T mask, and no work for masked pairs. Layers with a sliding window or a
+  soft cap: per run of queries, over the keys on its path from the root.
 * CUDA: FlexAttention (flex.py) with a BlockMask made from the intervals (flex_blocks of
-  packing.py); where nothing is shared, FlashAttention's variable-length kernel, which takes 16-bit
-  numbers, and heads of at most 256 whose values are as wide.
+  packing.py). Without shared tokens, FlashAttention's variable-length kernel, which supports 16-bit
+  dtypes, and head widths of at most 256 that are equal for keys and values.
 
-Sliding windows, soft caps and grouped queries are the layer's own arguments and are honoured.
-Layers that carry a state are in recurrent.py; which models cannot share prefixes is in rows.py.
+Sliding windows, soft caps and grouped queries come from the layer's own arguments. Recurrent layers
+are in recurrent.py; forward_check.py decides which models cannot share prefixes.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ TREE = "agentgrpo_tree"
 """The name under which transformers finds tree_attention()."""
 
 FLASH = (torch.bfloat16, torch.float16)
-"""What FlashAttention can compute with."""
+"""Dtypes that FlashAttention supports."""
 
 
 class Run(NamedTuple):
-    """Tokens [start, end) without a branch, and the stretches of tokens before them on the path."""
+    """Tokens [start, end) without a branch, and the token ranges before them on the path."""
 
     start: int
     end: int
     path: tuple[tuple[int, int], ...]
-    """Ascending, disjoint, not touching each other; the last one may touch start."""
+    """Ascending, disjoint, not adjacent; the last one may end at start."""
 
     @property
     def depth(self) -> int:
@@ -55,11 +55,11 @@ class Run(NamedTuple):
 
 
 def runs_of(tout_T: Int32) -> list[Run]:
-    """The tree as runs, in packed order."""
+    """The runs of the tree, in packed order."""
     starts = np.flatnonzero(np.diff(tout_T, prepend=-1)).tolist()
     runs: list[Run] = []
     above: list[tuple[int, int]] = []
-    """The open runs: where they start and end."""
+    """(start, end) of the runs whose subtrees are not finished."""
     for start, end in zip(starts, [*starts[1:], len(tout_T)], strict=True):
         while above and tout_T[above[-1][0]] <= start:
             above.pop()
@@ -75,21 +75,21 @@ def runs_of(tout_T: Int32) -> list[Run]:
 
 
 class _Block(NamedTuple):
-    """Keys of one run, and queries that see them."""
+    """The keys of one run, and queries that attend to them."""
 
     queries: slice
     keys: slice
     causal: bool
-    """The queries are the run itself; otherwise what is below it, which sees all of it."""
+    """The queries are the run itself; otherwise its descendants, which attend to all of it."""
     first: bool
-    """Nothing was seen by the queries before."""
+    """These queries have attended to nothing before."""
 
 
 class Tree:
-    """What the attention layers of one forward pass must know of a batch, see PackedBatch.
+    """A batch's tree, for the attention layers of one forward pass (see PackedBatch).
 
-    `positions_T`: depth of each token. `there`: tout_T in the device's memory; None: to be
-    uploaded.
+    `positions_T`: depth of each token. `device_tokens`: the batch's tokens in the device's memory;
+    None: upload tout_T and positions_T when needed.
     """
 
     def __init__(
@@ -98,17 +98,17 @@ class Tree:
         positions_T: Int32,
         device: torch.device | str,
         *,
-        there: Tokens | None = None,
+        device_tokens: Tokens | None = None,
     ) -> None:
         self.tout_T, self.positions_T, self.device = tout_T, positions_T, torch.device(device)
-        self._there = there
+        self._device_tokens = device_tokens
         self.runs = runs_of(tout_T)
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
     @functools.cached_property
     def blocks(self) -> list[_Block]:
-        """Which queries see which keys, in products that need no mask; ancestors first."""
+        """Products of queries and keys that need no mask, ancestors first."""
         blocks = []
         for run in self.runs:
             keys, end = slice(run.start, run.end), int(self.tout_T[run.start])
@@ -119,11 +119,12 @@ class Tree:
 
     @property
     def shared(self) -> bool:
-        """Whether any token is on the path of two runs; otherwise runs are whole sequences."""
+        """Whether any token is on the path of two runs; otherwise each run is a whole sequence."""
         return any(run.path for run in self.runs)
 
     def run_mask(self, run: Run, window: int | None) -> Tensor | None:
-        """[tokens of the run, tokens on its path and in it], True where seen; None: plain causal.
+        """[tokens of the run, tokens on its path and in it], True where visible; None: plain
+        causal.
 
         The index along the path is the position, so a window is a band.
         """
@@ -135,20 +136,21 @@ class Tree:
         key = (length, total, window)
         if key not in self._masks:
             query = torch.arange(run.depth, total, device=self.device)[:, None]
-            at = torch.arange(total, device=self.device)[None, :]
-            seen = at <= query
-            self._masks[key] = seen if window is None else seen & (query - at < window)
+            key_positions = torch.arange(total, device=self.device)[None, :]
+            visible = key_positions <= query
+            self._masks[key] = (
+                visible if window is None else visible & (query - key_positions < window)
+            )
         return self._masks[key]
 
-    def cutting(self, window: int | None) -> int | None:
-        """A layer's window; None where it leaves nothing out."""
+    def effective_window(self, window: int | None) -> int | None:
+        """The window of a layer; None if it masks nothing in this batch."""
         if window is not None and window > int(self.positions_T.max()):
             return None
         return window
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """The mask for FlexAttention."""
-        window = self.cutting(window)
+        window = self.effective_window(window)
         if window not in self._block_masks:
             blocks = flex_blocks(
                 self.tout_T, flex.BLOCK, positions_T=self.positions_T, window=window
@@ -167,28 +169,32 @@ class Tree:
 
     @functools.cached_property
     def bounds(self) -> Tensor:
-        """[runs + 1] int32: where unshared rows begin, and the last one ends; for all layers."""
+        """[runs + 1] int32: starts of the unshared rows and the end of the last, for all layers."""
         return self._upload(np.array([0, *(run.end for run in self.runs)], np.int32))
 
     def _upload(self, array: np.ndarray[Any, Any]) -> Tensor:
         return upload(torch.from_numpy(array.copy()), self.device)
 
     def _mask_mod(self, window: int | None) -> Callable[..., Tensor]:
-        tout = self._there.tout_T if self._there else self._upload(self.tout_T)
+        tout = self._device_tokens.tout_T if self._device_tokens else self._upload(self.tout_T)
 
-        def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < tout[key])
 
         if window is None:
-            return sees
-        position = self._there.positions_T if self._there else self._upload(self.positions_T)
-        # a tensor: Dynamo would compile for each number
-        too_far = position - window
+            return is_visible
+        position = (
+            self._device_tokens.positions_T
+            if self._device_tokens
+            else self._upload(self.positions_T)
+        )
+        # a tensor, because Dynamo compiles a kernel for each number
+        threshold = position - window
 
-        def sees_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return sees(batch, head, query, key) & (position[key] > too_far[query])
+        def is_visible_and_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return is_visible(batch, head, query, key) & (position[key] > threshold[query])
 
-        return sees_near
+        return is_visible_and_near
 
 
 def tree_attention(
@@ -203,30 +209,28 @@ def tree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     tree: Tree | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """[1, T, Hq, D], as transformers calls it: query [1, Hq, T, D]; key, value [1, Hkv, T, D]."""
     if tree is None:
         raise ValueError(f"{type(module).__name__} does not pass keyword arguments to attention")
     for name in ("s_aux", "position_bias", "cache"):
-        if more.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} gives attention a {name}: not supported")
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__}: attention argument {name} is not supported")
     if dropout:
-        raise ValueError(f"attention dropout must be 0, got {dropout}")
+        raise ValueError(f"attention dropout: expected 0, got {dropout}")
     if query.is_cuda:
-        return _on_cuda(query, key, value, scaling, sliding_window, softcap, tree), None
-    whole = tree.cutting(sliding_window) is None and softcap is None
-    if whole and key.shape[-1] == value.shape[-1]:
+        return _attend_cuda(query, key, value, scaling, sliding_window, softcap, tree), None
+    unmasked = tree.effective_window(sliding_window) is None and softcap is None
+    if unmasked and key.shape[-1] == value.shape[-1]:
         attended = _TreeAttention.apply(query, key, value, tree.blocks, scaling)  # type: ignore[no-untyped-call]
         return attended, None
-    key, value = _expanded(query, key, value)
+    key, value = _repeat_kv(query, key, value)
     outputs = []
-    # a run at a time: a T x T mask of a packed step would outgrow the activations
+    # one run at a time: a T x T mask of a packed step would outgrow the activations
     for run in tree.runs:
-        stretches = [*run.path, (run.start, run.end)]
-        keys, values = (
-            torch.cat([x[:, :, a:b] for a, b in stretches], dim=2) for x in (key, value)
-        )
+        ranges = [*run.path, (run.start, run.end)]
+        keys, values = (torch.cat([x[:, :, a:b] for a, b in ranges], dim=2) for x in (key, value))
         mask = tree.run_mask(run, sliding_window)
         part = query[:, :, run.start : run.end]
         outputs.append(_attend(part, keys, values, mask, scaling, softcap))
@@ -234,13 +238,13 @@ def tree_attention(
 
 
 class _TreeAttention(torch.autograd.Function):
-    """Attention without windows and soft caps on a CPU, by runs of keys and not of queries.
+    """Attention without windows and soft caps on CPU, by runs of keys instead of queries.
 
-    The tokens of a run are seen by those of its subtree, which lie behind it: two products of
-    slices, one causal and one full, without a mask, a copy or a path put together. Softmaxes of a
-    token's runs are merged by their sums. The backward pass takes each product with the whole
-    softmax's sum (as ring attention does, arXiv:2310.01889), and writes each gradient in its place:
-    autograd would fill a whole tensor with zeros for each slice.
+    The descendants of a run follow it directly, so a run needs two products of slices, one causal
+    and one full, without masks, copies or concatenated paths. The partial softmaxes of a token are
+    merged by their log-sum-exp. The backward pass uses the log-sum-exp of the full softmax in each
+    product (as ring attention does, arXiv:2310.01889) and writes each gradient in place: autograd
+    would fill a full tensor with zeros for each slice.
     """
 
     @staticmethod
@@ -250,7 +254,7 @@ class _TreeAttention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         query, key, value = map(_last_stride_1, (query, key, value))
         q, k, v = _by_group(query, key, value)
-        # [1, T, Hq, D] as is returned, and the groups' view of it; merging in 16 bit would round
+        # the result [1, T, Hq, D] and its view by groups; float32, because merging in 16 bit rounds
         wide = torch.promote_types(q.dtype, torch.float32)
         out = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3], dtype=wide)
         o = out[0].unflatten(1, q.shape[:2]).permute(1, 2, 0, 3)
@@ -262,9 +266,9 @@ class _TreeAttention(torch.autograd.Function):
             if first:
                 o[:, :, queries], lse[:, :, queries] = part, sums
                 continue
-            here, so_far = o[:, :, queries], lse[:, :, queries]
-            here.lerp_(part.to(wide), torch.sigmoid(sums - so_far)[..., None])
-            torch.logaddexp(so_far, sums, out=so_far)
+            merged, merged_lse = o[:, :, queries], lse[:, :, queries]
+            merged.lerp_(part.to(wide), torch.sigmoid(sums - merged_lse)[..., None])
+            torch.logaddexp(merged_lse, sums, out=merged_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.blocks, ctx.scaling = blocks, scaling
@@ -298,7 +302,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _last_stride_1(x: Tensor) -> Tensor:
-    """The kernels take it as given; only the dispatcher, which is not asked, would look."""
+    """The aten kernels assume a last stride of 1; only the dispatcher, bypassed here, checks it."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -322,27 +326,27 @@ def _attend(
     scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
-    # after the cap, which would make a finite score of -inf
+    # after the cap, which would turn -inf into a finite score
     scores = scores.masked_fill(~mask, float("-inf"))
-    # exponents summed in float32 at least: in 16 bit a long row's sum stops growing
+    # summed in float32 at least: in 16 bit the sum of a long row stops growing
     wide = torch.promote_types(scores.dtype, torch.float32)
     return torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype) @ value
 
 
-def _on_cuda(
+def _attend_cuda(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
     window: int | None, softcap: float | None, tree: Tree,
 ) -> Tensor:  # fmt: skip
-    if tree.shared or softcap is not None or not _flash_takes(query, value):
+    if tree.shared or softcap is not None or not _supports_flash(query, value):
         mask = tree.block_mask(window)
         return flex.attend(query, key, value, mask, scaling, softcap).transpose(1, 2).contiguous()
     from torch.nn.attention.varlen import varlen_attn
 
     bounds = tree.bounds
     longest = max(run.end - run.start for run in tree.runs)
-    groups: dict[str, Any] = {"enable_gqa": True} if _takes_groups(varlen_attn) else {}
+    groups: dict[str, Any] = {"enable_gqa": True} if _supports_gqa(varlen_attn) else {}
     if not groups:
-        key, value = _expanded(query, key, value)
+        key, value = _repeat_kv(query, key, value)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     packed = varlen_attn(
         q, k, v, bounds, bounds, longest, longest, scale=scaling, **groups,
@@ -352,19 +356,18 @@ def _on_cuda(
     return packed[None]
 
 
-def _flash_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's FlashAttention (flash_api.cpp) has heads of such a width and numbers."""
+def _supports_flash(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's FlashAttention (flash_api.cpp) supports this dtype and head width."""
     width = query.shape[-1]
     return query.dtype in FLASH and width == value.shape[-1] <= 256 and width % 8 == 0
 
 
-def _takes_groups(kernel: Callable[..., Any]) -> bool:
-    """Whether it computes grouped queries itself: torch 2.13's can be told to, 2.11's cannot."""
+def _supports_gqa(kernel: Callable[..., Any]) -> bool:
+    """Whether the kernel supports grouped queries: torch 2.13's does, 2.11's does not."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
-def _expanded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value with a head for each of the query's."""
+def _repeat_kv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     groups = query.shape[1] // key.shape[1]
     if groups == 1:
         return key, value

@@ -1,4 +1,4 @@
-"""A batch of the learner's: runs over the step's tokens, expanded where it is computed with."""
+"""Packed batches as runs over the tokens of a step, expanded on the device that computes them."""
 
 from __future__ import annotations
 
@@ -18,53 +18,54 @@ if TYPE_CHECKING:
 
 Int64 = NDArray[np.int64]
 PADDING = 256
-"""Tokens that a batch may be padded with."""
+"""Maximum number of padding tokens of a batch."""
 
 
 class Deltas:
-    """The tokens of a step one behind the other, a segment's once however many rollouts have it.
+    """The tokens of a step, concatenated. A segment that several rollouts share is stored once.
 
-    They travel to a device once, when the first batch is made there. PADDING zeros are behind them.
+    They are uploaded to a device once, for the first batch that is expanded there. PADDING zeros
+    follow the last token.
     """
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         distinct = {id(segment): segment for segment in segments}.values()
-        logp = [s.logprobs for s in distinct if s.logprobs is not None]
+        logp = [segment.logprobs for segment in distinct if segment.logprobs is not None]
         padding = np.zeros(PADDING, np.int32)
-        self.ids_D: Int32 = np.concatenate([*(s.token_ids for s in distinct), padding])
+        self.ids_D: Int32 = np.concatenate([*(segment.token_ids for segment in distinct), padding])
         self.logp_L: Float32 = np.concatenate([np.zeros(0, np.float32), *logp])
         self._places: dict[int, tuple[int, int, int]] = {}
         start = logp_start = 0
-        for s in distinct:
-            size = len(s.token_ids)
-            self._places[id(s)] = start, size, logp_start if s.sampled else -1
+        for segment in distinct:
+            size = len(segment.token_ids)
+            self._places[id(segment)] = start, size, logp_start if segment.sampled else -1
             start += size
-            logp_start += size if s.sampled else 0
+            logp_start += size if segment.sampled else 0
         self.largest = int(self.ids_D.max())
         self._on: dict[str, tuple[Tensor, Tensor]] = {}
 
     def places(self, segments: Iterable[Segment]) -> Int32:
-        """[3, segments]: where each begins, its size, where its log-probabilities do or -1."""
+        """[3, segments]: start, size, and start in logp_L (-1 if not sampled)."""
         places = [self._places[id(segment)] for segment in segments]
         return np.array(places, np.int32).reshape(-1, 3).T.copy()
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(ids_D, logp_L) in a device's memory, for as long as this lives."""
+        """(ids_D, logp_L) in the device's memory, cached."""
         if str(device) not in self._on:
-            self._on[str(device)] = _on(self.ids_D, device), _on(self.logp_L, device)
+            self._on[str(device)] = _upload(self.ids_D, device), _upload(self.logp_L, device)
         return self._on[str(device)]
 
 
 class PackedBatch:
-    """Rollouts as one prefix tree, in depth-first order: T tokens, N loss terms.
+    """Rollouts as one prefix tree in depth-first order: T tokens, N loss terms.
 
-    A token that several rollouts share is laid out once. Token q attends to token k if and only
-    if k <= q < tout_T[k]. Shared tokens keep one loss term per rollout that sampled them, so every
-    sum over terms is a sum over samples.
+    A token that several rollouts share is laid out once. Token q attends to token k if and only if
+    k <= q < tout_T[k]. A shared token has one loss term per rollout that sampled it, so every sum
+    over terms is a sum over samples.
 
-    It is held as runs over the step's deltas, of which kernels/delta_pack.py makes tokens and terms
-    where they are asked for, on a card by a kernel. The arrays below are those of the host.
-    `runs_4R` and `runs_8Q` ascend.
+    The batch is stored as runs over the step's tokens, both tables ascending by start.
+    kernels/delta_pack.py expands them into tokens and terms on first use, on CUDA by a Triton
+    kernel. The array properties below are in host memory.
     """
 
     def __init__(
@@ -76,26 +77,26 @@ class PackedBatch:
         self._terms: dict[str, Terms] = {}
 
     def tokens(self, device: torch.device) -> Tokens:
-        """In a device's memory, made when they are first asked for."""
         from agentgrpo.kernels.delta_pack import pack_tokens
 
         if str(device) not in self._tokens:
             ids_D, _ = self.deltas.on(device)
-            made = pack_tokens(ids_D, _on(self.runs_4R, device), self.num_tokens)
-            self._tokens[str(device)] = made
+            tokens = pack_tokens(ids_D, _upload(self.runs_4R, device), self.num_tokens)
+            self._tokens[str(device)] = tokens
         return self._tokens[str(device)]
 
     def terms(self, device: torch.device) -> Terms:
-        """In a device's memory, made when they are first asked for."""
         from agentgrpo.kernels.delta_pack import pack_terms
 
         if str(device) not in self._terms:
-            made = pack_terms(*self.deltas.on(device), _on(self.runs_8Q, device), self.num_terms)
-            self._terms[str(device)] = made
+            terms = pack_terms(
+                *self.deltas.on(device), _upload(self.runs_8Q, device), self.num_terms
+            )
+            self._terms[str(device)] = terms
         return self._terms[str(device)]
 
     def padded(self, missing: int) -> PackedBatch:
-        """With a run of at most PADDING tokens behind it, which no term reads and no token sees."""
+        """A copy with up to PADDING more tokens, which no term reads and no token attends to."""
         total = self.num_tokens + missing
         run = [self.num_tokens, len(self.deltas.ids_D) - PADDING, 0, total]
         runs_4R = np.column_stack([self.runs_4R, np.array(run, np.int32)])
@@ -109,47 +110,46 @@ class PackedBatch:
 
     @property
     def positions_T(self) -> Int32:
-        """Depth in the tree, which is the position in the rollout: what RoPE reads."""
+        """Depth in the tree, which is the position in the rollout (for RoPE)."""
         start_R, _, position_R, _ = self.runs_4R
         return self._spread(position_R - start_R) + np.arange(self.num_tokens, dtype=np.int32)
 
     @property
     def tout_T(self) -> Int32:
-        """Packed index just after the last token that sees this one: the end of its subtree."""
+        """Packed index one past the last token that attends to this one: the end of its subtree."""
         return self._spread(self.runs_4R[3])
 
-    def _spread(self, of_run: Int32) -> Int32:
-        return np.repeat(of_run, np.diff(self.runs_4R[0], append=self.num_tokens))
+    def _spread(self, values_R: Int32) -> Int32:
+        return np.repeat(values_R, np.diff(self.runs_4R[0], append=self.num_tokens))
 
     @property
     def row_N(self) -> Int64:
-        """Packed index of the token whose hidden state predicts the target: the one before it."""
+        """Packed index of the token whose hidden state predicts the target: the previous token."""
         return self._host_terms.row_N.numpy()
 
     @property
     def target_N(self) -> Int64:
-        """The sampled token."""
         return self._host_terms.target_N.numpy()
 
     @property
     def sample_N(self) -> Int64:
-        """Which rollout of the step it belongs to, counted in group and rollout order."""
+        """Index of the rollout, in group and rollout order over the step."""
         return self._host_terms.sample_N.numpy()
 
     @property
     def turn_N(self) -> Int32:
-        """Which of the rollout's sampled segments it lies in, from 0."""
+        """Index among the rollout's sampled segments, from 0."""
         return self.labels[1]
 
     @property
     def labels(self) -> tuple[Int32, Int32]:
-        """sample_N and turn_N, from the runs alone."""
+        """(sample_N, turn_N), computed from the runs without expanding the terms."""
         sizes = np.diff(self.runs_8Q[0], append=self.num_terms)
         return np.repeat(self.runs_8Q[4], sizes), np.repeat(self.runs_8Q[5], sizes)
 
     @property
     def old_logp_N(self) -> Float32:
-        """Log-probability in nats when it was sampled."""
+        """The sampler's log-probability in nats."""
         return self._host_terms.old_logp_N.numpy()
 
     @property
@@ -158,12 +158,12 @@ class PackedBatch:
 
     @property
     def weight_N(self) -> Float32:
-        """What a term's loss is multiplied by before summing: the normaliser of the whole step."""
+        """The factor of a term's loss in the sum; contains the normaliser of the whole step."""
         return self._host_terms.weight_N.numpy()
 
     @property
     def uses_U(self) -> Int64:
-        """How many terms each token predicts that predicts any, in order; from the runs alone."""
+        """Number of terms that each predicting token has, in token order; from the runs alone."""
         first_Q = self.runs_8Q[3]
         end_Q = first_Q + np.diff(self.runs_8Q[0], append=self.num_terms)
         begin_T, end_T = (np.bincount(x, minlength=self.num_tokens + 1) for x in (first_Q, end_Q))
@@ -177,8 +177,8 @@ class PackedBatch:
         return self.terms(torch.device("cpu"))
 
 
-def _on(array: NDArray[Any], device: torch.device) -> Tensor:
-    import torch  # not above: what plans a step needs none of it
+def _upload(array: NDArray[Any], device: torch.device) -> Tensor:
+    import torch  # not at the top: planning a step does not need torch
 
     from agentgrpo.kernels.checks import upload
 

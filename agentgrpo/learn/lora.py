@@ -1,6 +1,6 @@
-"""Low-rank adapters (peft): what is trained, saved and published instead of the weights.
+"""LoRA adapters (peft), which are trained, saved and published instead of the weights.
 
-The base model never changes and is one replica with the sampler's, which is handed the adapter
+The base model never changes and shares its tensors with the sampler, which receives the adapter
 alone, in memory.
 """
 
@@ -22,8 +22,8 @@ from agentgrpo.support.optional_deps import import_optional
 class Adapter:
     """A LoRA adapter injected into a transformers model, whose own parameters are frozen.
 
-    `saved`: a folder that save() wrote, to go on from; None: B = 0, the model as it was. ValueError
-    where peft is missing, or no layer has such a name or only the head has.
+    `saved`: a folder that save() wrote; None: a new adapter with B = 0, which changes nothing.
+    ValueError: peft is missing, no layer has one of the names, or only the head has.
     """
 
     def __init__(self, model: Any, config: LoraConfig, saved: Path | None = None) -> None:
@@ -33,14 +33,14 @@ class Adapter:
         if saved is not None:
             self._peft: Any = peft.PeftModel.from_pretrained(model, saved, is_trainable=True)
         else:
-            wanted: Any = list(config.target_modules) or "all-linear"
-            alpha: Any = config.alpha  # a float is as good as the int that peft declares
+            targets: Any = list(config.target_modules) or "all-linear"
+            alpha: Any = config.alpha  # peft declares an int, but a float works
             options = peft.LoraConfig(
-                r=config.rank, lora_alpha=alpha, target_modules=wanted, task_type="CAUSAL_LM"
+                r=config.rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM"
             )
             try:
                 with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(0)  # A is random: the same on every rank, of any number
+                    torch.manual_seed(0)  # the random A must be equal on all ranks
                     self._peft = peft.get_peft_model(model, options)
             except ValueError as error:
                 raise ValueError(f"learner.lora.target_modules: {error}") from error
@@ -51,18 +51,18 @@ class Adapter:
 
     @property
     def config(self) -> dict[str, Any]:
-        described: dict[str, Any] = self._peft.peft_config["default"].to_dict()
-        return described
+        config: dict[str, Any] = self._peft.peft_config["default"].to_dict()
+        return config
 
     def tensors(self) -> dict[str, Tensor]:
-        """The adapter under peft's names (`base_model.model.<layer>.lora_A.weight`), cloned."""
+        """Clones of the tensors by peft's names (`base_model.model.<layer>.lora_A.weight`)."""
         from peft import get_peft_model_state_dict
 
         state = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
-        return {name: parallel.whole(tensor).clone() for name, tensor in state.items()}
+        return {name: parallel.full_tensor(tensor).clone() for name, tensor in state.items()}
 
     def save(self, folder: Path) -> None:
-        """Write the adapter, and nothing else, as peft does; on several ranks, all must call it."""
+        """Write the adapter alone, as peft does; on several ranks all must call it."""
         from safetensors.torch import save_file
 
         tensors = {name: t.cpu().contiguous() for name, t in self.tensors().items()}
@@ -72,9 +72,10 @@ class Adapter:
 
 
 def require_layers(model: Any, targets: Sequence[str]) -> None:
-    """Each of `targets` names linear layers below the head; peft passes over one that names none.
+    """Raise ValueError unless each of `targets` names linear layers below the head.
 
-    The head is read by its weight alone (linear_logp): an adapter of its own would not be seen.
+    peft itself ignores a name that matches nothing. linear_logp reads the head's weight alone, so
+    an adapter of the head would have no effect.
     """
     head = model.get_output_embeddings()
     linear = {
@@ -83,9 +84,11 @@ def require_layers(model: Any, targets: Sequence[str]) -> None:
         if isinstance(module, torch.nn.Linear)
     }
     for target in targets:
-        found = [module for name, module in linear.items() if name.endswith(f".{target}")]
-        if not found or head in found:
-            what = "the head cannot have an adapter" if found else "no linear layer has this name"
+        layers = [module for name, module in linear.items() if name.endswith(f".{target}")]
+        if not layers or head in layers:
+            why = "the head cannot have an adapter" if layers else "no linear layer has this name"
             names = sorted({name.rpartition(".")[2] for name in linear if linear[name] != head})
-            said = f"{what}: {target!r}; linear layers of this model: {', '.join(names)}"
-            raise ValueError(f"learner.lora.target_modules: {said}")
+            raise ValueError(
+                f"learner.lora.target_modules: {why}: {target!r}; linear layers of this model: "
+                f"{', '.join(names)}"
+            )

@@ -1,4 +1,4 @@
-"""Groups of a step -> what each optimizer update trains on: mini-batches, packed and weighted."""
+"""Split the groups of a step into optimizer updates, each packed and weighted."""
 
 from __future__ import annotations
 
@@ -23,68 +23,70 @@ from agentgrpo.types import Group, Int32, Rollout, Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Update:
-    """One optimizer update. Its batches' weights are the normaliser of all of them together."""
+    """One optimizer update. The loss weights are normalised over all of its batches together."""
 
     batches: Sequence[PackedBatch]
     num_samples: int
-    """Rollouts that sample_N of the batches counts."""
+    """Number of rollouts that sample_N of the batches indexes."""
     rollouts: Sequence[Rollout] = ()
-    """These as they were packed, where what the learner makes of them is to be recorded."""
+    """The packed rollouts, where the learner's per-token results are to be recorded."""
     played: Sequence[Rollout] = ()
-    """The same as they were played: what is told and recorded."""
+    """The same rollouts as they were sampled; the results are stored in these."""
 
-    def take(self, sample_N: Int32, turn_N: Int32, **fields: NDArray[Any]) -> None:
-        """Write what was made of a batch's terms to these fields of the rollouts they belong to;
-        where it is all nan, or of no tokens, there is nothing.
+    def store_fields(self, sample_N: Int32, turn_N: Int32, **fields: NDArray[Any]) -> None:
+        """Store per-term arrays as per-segment fields of the rollouts.
+
+        A segment without terms, or whose values are all NaN, keeps None.
         """
-        for rollout, segment, own in self.by_segment(sample_N, turn_N):
+        for rollout, segment, terms in self.terms_by_segment(sample_N, turn_N):
             for name, values_N in fields.items():
-                if np.isnan(values_N[own]).all():
+                if np.isnan(values_N[terms]).all():
                     continue
                 if getattr(rollout, name) is None:
                     setattr(rollout, name, [None] * len(rollout.all_segments))
-                getattr(rollout, name)[segment] = values_N[own].ravel()
+                getattr(rollout, name)[segment] = values_N[terms].ravel()
 
-    def by_segment(
+    def terms_by_segment(
         self, sample_N: Int32, turn_N: Int32
     ) -> Iterator[tuple[Rollout, int, NDArray[np.int64]]]:
-        """As they were played: rollout, segment, and which of the terms are its tokens, in order.
+        """Yield (sampled rollout, segment index, indices of the segment's terms in token order).
 
-        The order of terms is the tree's, in which a later row may come first or be elsewhere.
+        The tree orders the terms: a later row may come first or be in another batch, hence the
+        sort.
         """
         if not self.rollouts:
             return
         order = np.lexsort((turn_N, sample_N))
         labels = np.stack([sample_N[order], turn_N[order]])
         cuts = np.flatnonzero((labels[:, 1:] != labels[:, :-1]).any(0)) + 1
-        for own in np.split(order, cuts) if len(order) else ():
-            sample, turn = sample_N[own[0]], turn_N[own[0]]
+        for terms in np.split(order, cuts) if len(order) else ():
+            sample, turn = sample_N[terms[0]], turn_N[terms[0]]
             segments = self.rollouts[sample].all_segments
             segment = [i for i, s in enumerate(segments) if s.sampled][turn]
-            yield self.played[sample], segment, own
+            yield self.played[sample], segment, terms
 
 
 def plan_updates(
     groups: Sequence[Group], config: TrainConfig, *, step: int, share_prefixes: bool = True
 ) -> list[Update]:
-    """Divide a step's groups among config.loss.num_mini_batches updates and pack each.
+    """Divide the groups of a step among config.loss.num_mini_batches updates and pack each.
 
-    Whole groups stay together, so that their prompt is computed once. Which go together is a
-    function of config.seed and step (from 0). Rollouts without an advantage are left out where
-    nothing of theirs moves the loss: always, unless there is a KL or an entropy term, a quantile
-    of all entropies, or a teacher.
+    Groups are never split, so that each prompt is computed once. The assignment depends only on
+    config.seed and step (from 0). Rollouts without an advantage are left out where they cannot
+    change the loss: always, unless there is a KL or entropy term, an entropy quantile, or a
+    teacher.
     """
     parts = mini_batches(groups, config, step=step)
-    trained = [as_packed(part, config) for part in parts]
-    tokens = sum(r.num_sampled for part in trained for group in part for r in group.rollouts)
+    trained_parts = [trained_groups(part, config) for part in parts]
+    tokens = sum(r.num_sampled for part in trained_parts for group in part for r in group.rollouts)
     return [
         _update(samples, packed, tokens / len(parts), config, share_prefixes)
-        for samples, packed in zip(parts, trained, strict=True)
+        for samples, packed in zip(parts, trained_parts, strict=True)
     ]
 
 
 def mini_batches(groups: Sequence[Group], config: TrainConfig, *, step: int) -> list[list[Group]]:
-    """The samples of each update of a step: all that are scored, masked ones too."""
+    """The rollouts of each update of a step: all scored ones, including masked ones."""
     order = np.arange(len(groups))
     if config.loss.num_mini_batches > 1:
         np.random.default_rng((config.seed, step)).shuffle(order)
@@ -97,27 +99,31 @@ def mini_batches(groups: Sequence[Group], config: TrainConfig, *, step: int) -> 
     ]
 
 
-def as_packed(groups: Sequence[Group], config: TrainConfig) -> list[Group]:
-    """What is trained on of an update's samples: with hard credit, each of its turns once."""
+def trained_groups(groups: Sequence[Group], config: TrainConfig) -> list[Group]:
+    """The rollouts to pack; with hard branch credit a shared turn is trained on once."""
     trained = [Group(task=g.task, rollouts=list(filter(is_trained, g.rollouts))) for g in groups]
     if config.loss.branch_credit != "hard":
         return trained
-    return [Group(task=group.task, rollouts=shared_once(group.rollouts)) for group in trained]
+    return [
+        Group(task=group.task, rollouts=train_shared_turns_once(group.rollouts))
+        for group in trained
+    ]
 
 
-def shared_once(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    """The rollouts, a turn that branches share being the policy's in the first of them only.
+def train_shared_turns_once(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Keep a turn that branches share as sampled in the first branch only.
 
-    With hard credit such a turn has one advantage, the branches' mean: so each of its tokens enters
-    the loss, and the normaliser, once. Where it is not sampled it is context, computed once anyway.
+    With hard credit such a turn has one advantage, the mean of the branches, so each of its tokens
+    enters the loss and the normaliser once. In the other branches it is context, which the tree
+    computes once anyway.
     """
-    seen: set[int] = set()
-    out = []
+    trained: set[int] = set()
+    result = []
     for rollout in rollouts:
-        segments = [Segment(s.token_ids) if id(s) in seen else s for s in rollout.segments]
-        seen |= {id(segment) for segment in rollout.segments if segment.sampled}
-        out.append(replace(rollout, segments=segments))
-    return out
+        segments = [Segment(s.token_ids) if id(s) in trained else s for s in rollout.segments]
+        trained |= {id(segment) for segment in rollout.segments if segment.sampled}
+        result.append(replace(rollout, segments=segments))
+    return result
 
 
 def _update(

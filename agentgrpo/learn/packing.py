@@ -1,8 +1,8 @@
-"""Rollouts become prefix trees under a token budget: what one forward pass computes once.
+"""Pack the rollouts of a step into prefix trees under a token budget.
 
-The tree spans the whole step: a system prompt that all groups share is laid out once per batch, a
-group's prompt once, a forked rollout's common turns once. The work is in csrc/tree.c and runs
-without the GIL, so it can overlap generation.
+A tree spans the whole step: a system prompt that all groups share is laid out once per batch, a
+group's prompt once, the common turns of a forked rollout once. csrc/tree.c does the work without
+the GIL, so it can overlap generation.
 """
 
 from __future__ import annotations
@@ -28,31 +28,39 @@ def pack_tree(
     share_prefixes: bool = True,
     whole_rollouts: bool = False,
 ) -> Batches:
-    """Plan how the rollouts of a step lie in prefix trees of at most `max_tokens` tokens.
+    """Lay out the rollouts of a step as prefix trees of at most `max_tokens` tokens each.
 
-    Subtrees stay whole where they fit (first fit decreasing) and are otherwise cut at branch
-    points, the path above repeated. A row of a rollout lies in one batch, so each sampled token is
-    one loss term of one batch; the rows of a rollout that a template forked may lie in several.
-    Tokens that no term needs (what follows the last sampled token of a row, and that token itself)
-    are not laid out.
+    Subtrees stay whole where they fit (first fit decreasing). Others are cut at branch points, and
+    the path above the cut is repeated. A row of a rollout lies in one batch, so each sampled token
+    is one loss term of one batch; the rows of a rollout that a template forked may lie in several.
+    Tokens that no term needs (the last sampled token of a row and everything after it) are not laid
+    out.
 
-    The batches are laid out as they are read. ValueError: a rollout has a negative id, a nan or
-    infinite logprob, advantage or weight, starts with a sampled token, or a row of it exceeds
-    `max_tokens` (with whole_rollouts: its rows together); the message says which rollout and field.
+    Args:
+        groups: The groups of the step.
+        max_tokens: Token budget of a batch.
+        weights: One per rollout, in group and rollout order, copied to its terms; 1.0 if None. So
+            the caller chooses the loss normaliser, over all rollouts including dropped ones.
+        drop_zero_advantage: Leave out rows whose advantages are all exactly 0, and tokens that only
+            they need. Exact for losses without a KL or entropy term.
+        share_prefixes: If false, every rollout is laid out alone, one after the other, for models
+            whose layers take no attention mask.
+        whole_rollouts: Keep all rows of a rollout in one batch, or drop them all: for losses that
+            read the terms of a rollout together, such as sequence-level ratios.
 
-    `weights`: one per rollout, in group and rollout order, copied to its terms; 1.0 if None. The
-    caller thereby chooses the loss normaliser, over all rollouts, dropped ones included.
-    `drop_zero_advantage`: leave out rows whose advantages are all exactly 0, and tokens that only
-    they need; exact for losses without a KL or entropy term. Not `share_prefixes`: every rollout
-    alone, one behind the other, for models whose layers take no attention mask. `whole_rollouts`:
-    keep all rows of a rollout in one batch, or leave them all out: for losses that read a rollout's
-    terms together, as ratios of sequences do.
+    Returns:
+        The batches, each laid out when it is indexed.
+
+    Raises:
+        ValueError: A rollout has a negative id; a NaN or infinite logprob, advantage or weight;
+            starts with a sampled token; or a row (with whole_rollouts: all of its rows together)
+            exceeds `max_tokens`. The message names the rollout and the field.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if weights is None:
         weights = [1.0] * len(rollouts)
     if len(weights) != len(rollouts):
-        raise ValueError(f"{len(rollouts)} rollouts, but {len(weights)} weights")
+        raise ValueError(f"weights: expected {len(rollouts)}, one per rollout, got {len(weights)}")
     rows = [(index, row) for index, rollout in enumerate(rollouts) for row in rollout.rows]
     segments = [segment for _, row in rows for segment in row]
     samples = [index for index, _ in rows]
@@ -71,12 +79,12 @@ def pack_tree(
 
 
 class Batches(Sequence[PackedBatch]):
-    """The batches of a step, in order; each is laid out again whenever it is asked for."""
+    """The batches of a step, in order. Each access lays the batch out again."""
 
     def __init__(self, plan: _C.TreePlan, deltas: Deltas) -> None:
         self._plan, self._deltas = plan, deltas
         self.sizes = plan.sizes()
-        """(T, N) of each."""
+        """(T, N) of each batch."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -95,7 +103,7 @@ class Batches(Sequence[PackedBatch]):
 
 
 def _ascending(runs: bytearray, columns: int) -> Int32:
-    """The runs that TreePlan.lay_out wrote, by their starts, which come first."""
+    """The runs that TreePlan.lay_out wrote, sorted by start (the first row)."""
     table: Int32 = np.frombuffer(runs, np.int32).reshape(columns, -1)
     ascending: Int32 = np.take(table, table[0].argsort(), axis=1)
     return ascending
@@ -103,19 +111,20 @@ def _ascending(runs: bytearray, columns: int) -> Int32:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlexBlocks:
-    """What `torch.nn.attention.flex_attention.BlockMask` is made of, n blocks a side, int32.
+    """The arguments of `torch.nn.attention.flex_attention.BlockMask` for n x n blocks, int32.
 
-    Its arguments are these fields with two leading dimensions of 1 (batch, head) added. Each row
-    of `*_indices` lists the blocks of its kind in order, `*_num_blocks` of them, then the others.
+    BlockMask takes these fields with two leading dimensions of 1 (batch, head). Each row of
+    `*_indices` lists the blocks of its kind in order, `*_num_blocks` of them, then the other
+    blocks.
     """
 
     kv_num_blocks: Int32
-    """[n] partly visible blocks per block of queries; `kv_indices` is [n, n]."""
+    """[n] number of partially visible key blocks per query block; `kv_indices` is [n, n]."""
     kv_indices: Int32
     full_kv_num_blocks: Int32
     full_kv_indices: Int32
     q_num_blocks: Int32
-    """[n] the same by block of keys, for the backward pass."""
+    """[n] the transpose, per key block, for the backward pass."""
     q_indices: Int32
     full_q_num_blocks: Int32
     full_q_indices: Int32
@@ -128,11 +137,11 @@ def flex_blocks(
     positions_T: Int32 | None = None,
     window: int | None = None,
 ) -> FlexBlocks:
-    """The block mask of `k <= q < tout_T[k]`, from the intervals instead of from T * T values.
+    """The block mask of `k <= q < tout_T[k]`, from the intervals instead of T * T comparisons.
 
-    Equal, bit for bit, to what `create_block_mask` of torch 2.13 computes; with a window, as a
-    sliding layer's `positions_T[q] - positions_T[k] < window`, a block may count as partly visible
-    of which no pair is.
+    Equal bit for bit to `create_block_mask` of torch 2.13. With a window (`positions_T[q] -
+    positions_T[k] < window`, a sliding-window layer) a block without any visible pair may count as
+    partially visible.
     """
     if tout_T.ndim != 1 or tout_T.dtype != np.int32:
         raise ValueError(
@@ -143,46 +152,45 @@ def flex_blocks(
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     num_tokens, token = len(tout_T), np.arange(len(tout_T))
-    bad = np.flatnonzero((tout_T <= token) | (tout_T > num_tokens))
-    if len(bad):
-        t = bad[0]
+    invalid = np.flatnonzero((tout_T <= token) | (tout_T > num_tokens))
+    if len(invalid):
+        t = invalid[0]
         raise ValueError(f"tout[{t}] is {tout_T[t]}, expected {t} < tout <= {num_tokens}")
-    # a block of keys is seen by the blocks of queries from its own up to the largest tout in it,
-    # and seen whole by those between its own and the smallest tout in it
+    # a key block is visible to the query blocks from its own to the largest tout in it, and fully
+    # visible to those between its own and the smallest tout in it
     starts = token[::block_size]
-    whole_end = np.minimum.reduceat(tout_T, starts) // block_size
+    full_end = np.minimum.reduceat(tout_T, starts) // block_size
     end = -(-np.maximum.reduceat(tout_T, starts) // block_size)
     n = len(starts)
     kind: Any = np.int16 if n < 2**14 else np.int32  # the short one sorts faster
     block: NDArray[Any] = np.arange(n, dtype=kind)
     query, key = block[:, None], block
-    whole = (query > key) & (query < whole_end.astype(kind))
-    if block_size == 1:  # a token sees itself but nothing after it
-        whole |= query == key
-    touched = (query >= key) & (query < end.astype(kind))
+    full = (query > key) & (query < full_end.astype(kind))
+    if block_size == 1:  # a token attends to itself, so the diagonal is full
+        full |= query == key
+    visible = (query >= key) & (query < end.astype(kind))
     if window is not None:
         assert positions_T is not None
         lowest = np.minimum.reduceat(positions_T, starts)
         highest = np.maximum.reduceat(positions_T, starts)
-        whole &= highest[:, None] - lowest < window
-        touched &= lowest[:, None] - highest < window  # no pair of the others is near enough
-    partial = touched ^ whole
-    seen = np.stack([partial, whole, partial.T, whole.T])
-    rows = np.where(seen, block, block + kind(n))  # those that are not seen go last
+        full &= highest[:, None] - lowest < window
+        visible &= lowest[:, None] - highest < window  # all pairs of the others are too far apart
+    partial = visible ^ full
+    kinds = np.stack([partial, full, partial.T, full.T])
+    rows = np.where(kinds, block, block + kind(n))  # invisible blocks sort last
     rows.sort(axis=-1)
     rows -= kind(n) * (rows >= n)
-    tables = zip(seen.sum(-1, dtype=np.int32), rows.astype(np.int32), strict=True)
+    tables = zip(kinds.sum(-1, dtype=np.int32), rows.astype(np.int32), strict=True)
     return FlexBlocks(*(array for table in tables for array in table))
 
 
 def _advantages(rollout: Rollout) -> list[float]:
-    """One for each of the segments of all rows."""
     count = len(rollout.all_segments)
     if rollout.segment_advantages is None:
         return [rollout.advantage] * count
     if len(rollout.segment_advantages) != count:
         raise ValueError(
-            f"task {rollout.task.id}: {count} segments need as many segment_advantages, got "
+            f"task {rollout.task.id}: expected {count} segment_advantages, one per segment, got "
             f"{len(rollout.segment_advantages)}"
         )
     return rollout.segment_advantages

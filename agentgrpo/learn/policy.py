@@ -1,6 +1,4 @@
-"""The policy as a transformers model: what of it is trained, how a packed batch goes through it,
-what of it is published and saved.
-"""
+"""The policy as a transformers model: trained parameters, forward on packed batches, saving."""
 
 from __future__ import annotations
 
@@ -22,49 +20,50 @@ from agentgrpo.kernels.products import multiply_by_onednn
 from agentgrpo.learn import recurrent
 from agentgrpo.learn.attention import TREE, Tree
 from agentgrpo.learn.batch import PackedBatch
-from agentgrpo.learn.flex import whole_blocks
+from agentgrpo.learn.flex import pad_to_blocks
 from agentgrpo.learn.forward_check import ForwardCheck, decoder_of, layers_of, why_not_packed
 from agentgrpo.learn.lora import Adapter
-from agentgrpo.models.liger import fuse, why_plain
-from agentgrpo.models.multimodal_text import NAMES, TEXT_PARTS, Whole, language_model
+from agentgrpo.models.liger import fuse_layers, why_not_fused
+from agentgrpo.models.multimodal_text import NAMES, TEXT_PARTS, MultimodalCheckpoint, language_model
 from agentgrpo.support import parallel
 from agentgrpo.types import Int32
 
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""How configs name the cap of a soft-capped head."""
+"""Config keys of the logit soft cap."""
 SCALES = {
     "logits_scaling": True, "logits_mup_width_multiplier": True, "logit_scale": False,
     "lm_head_multiplier": False,
 }  # fmt: skip
-"""How they name what logits are divided by, or (False) multiplied; forward_check.py sees if so."""
+"""Config keys of a logit scale: True if logits are divided by it, False if multiplied.
 
-
-LIKELIEST_ROWS = 512
-"""Whose logits are held at once."""
-NEAR = 3 / 4
-"""How long the rows of one pass are in units of its longest: padding is at most a third more."""
+forward_check.py compares the result with the model's own forward pass.
+"""
+TOPK_CHUNK_ROWS = 512
+"""Rows whose full logits are in memory at once."""
+MIN_LENGTH_RATIO = 3 / 4
+"""Shortest to longest row of a padded pass: padding adds at most a third."""
 
 
 class PolicyOutput(NamedTuple):
-    """Nats, fp32 (fp64 for fp64 models), one per term."""
+    """Log-probabilities and entropies in nats, fp32 (fp64 for fp64 models), one per term."""
 
     logp_N: Tensor
     entropy_N: Tensor
-    beside_NK: Tensor
-    """Log-probabilities of other tokens in its place."""
-    ids_NK: Tensor
-    """These tokens."""
+    candidate_logp_NK: Tensor
+    """Log-probabilities of other tokens at the term's position."""
+    candidate_ids_NK: Tensor
+    """int64."""
 
 
 class Scorer(nn.Module):
-    """A causal language model that scores the terms of packed batches, and nothing else.
+    """A causal language model that returns the log-probabilities of a packed batch's terms.
 
     One module from token ids to log-probabilities, so that FSDP gathers and shards the head with
-    the rest. Models that cannot share prefixes see every rollout as a padded row of its own;
-    `unpacked_reason` says why (None: they can). `exact`: logits are not rounded to the weights' 16
-    bit. `sharded`: its weights lie on all ranks.
+    the rest. Models that cannot share prefixes process every rollout as a padded row;
+    `unpacked_reason` is the reason (None: they can). `exact`: logits are not rounded to the
+    weights' 16 bits. `sharded`: the weights are distributed over all ranks.
 
-    On several ranks all must make one, of a model that is not sharded yet.
+    On several ranks all must construct one, before the model is sharded.
     """
 
     sharded = False
@@ -72,69 +71,69 @@ class Scorer(nn.Module):
     def __init__(self, model: Any, *, exact: bool = False) -> None:
         super().__init__()
         self.exact = exact
-        check = ForwardCheck(model)
+        check = ForwardCheck(model)  # before attention is replaced below
         self.model = model
         config = model.config.get_text_config()
         caps = (getattr(config, name, None) for name in CAPS)
         self._softcap: float | None = next(filter(None, caps), None)
-        self._tempering = 1.0
-        """What logits are divided by."""
+        self._logit_divisor = 1.0
         for name, divides in SCALES.items():
             scale = getattr(config, name, None) or 1.0
-            # HyperCLOVA X has Granite's name for it, and multiplies
+            # HyperCLOVA X uses Granite's key but multiplies
             divides = divides and config.model_type != "hyperclovax"
-            self._tempering *= scale if divides else 1 / scale
+            self._logit_divisor *= scale if divides else 1 / scale
         kinds = {"full_attention", *(getattr(config, "layer_types", None) or ())}
-        self._kinds = kinds if kinds & recurrent.KINDS else set()
-        """Of a model with recurrent layers, which take the tree where the others take no mask."""
+        self._kinds = kinds if kinds & recurrent.LAYER_TYPES else set()
+        """Layer types of a hybrid model, whose recurrent layers take the tree as their mask."""
         self.unpacked_reason = why_not_packed(model)
         if self.unpacked_reason is None:
             model.set_attn_implementation(TREE)
             for layer in layers_of(model) if self._kinds else ():
                 for mixer in recurrent.mixers_in(layer):
                     recurrent.take_trees(mixer)
-            self.unpacked_reason = check.why_not(self)
+            self.unpacked_reason = check.failure(self)
             if self.unpacked_reason is not None:
-                check.undo(model)
-        if self.unpacked_reason is not None and (why := check.why_not(self)):
+                check.restore_attention(model)
+        if self.unpacked_reason is not None and (reason := check.failure(self)):
             raise ValueError(
-                f"a model of type {config.model_type!r} cannot be trained, since here {why}"
+                f"a model of type {config.model_type!r} cannot be trained, since here {reason}"
             )
 
     def forward(
-        self, batch: PackedBatch, temperature: float, beside: Tensor | int = 0
+        self, batch: PackedBatch, temperature: float, candidates: Tensor | int = 0
     ) -> PolicyOutput:
-        """Log-probability and entropy of each term under the tempered distribution.
+        """Log-probability and entropy of each term at the given temperature.
 
-        `beside`: int64 [N, K], tokens whose log-probabilities in its place are wanted too; or K, of
-        those that are likeliest there.
+        `candidates`: int64 [N, K], further tokens to score at each term's position; or K, to score
+        the K likeliest tokens there.
         """
         head = self.model.get_output_embeddings()
-        if batch.deltas.largest >= head.weight.shape[0]:  # on a card nobody else would look
+        # checked here because CUDA embedding lookups do not check ids
+        if batch.deltas.largest >= head.weight.shape[0]:
             raise ValueError(
                 f"token id {batch.deltas.largest}: the model has {head.weight.shape[0]}"
             )
         hidden = self._hidden(batch)
         terms = batch.terms(self.device)
         row_N, target_N1 = terms.row_N, terms.target_N[:, None]
-        if isinstance(beside, int):  # what caps and tempers logits keeps their order
-            parts = row_N.split(LIKELIEST_ROWS) if beside else ()
-            found = [head(hidden[rows]).topk(beside).indices for rows in parts]
-            beside = torch.cat(found) if found else target_N1[:, :0]
-        each = 1 + beside.shape[1]  # terms of the same row, which is projected once
+        if isinstance(candidates, int):  # soft cap and temperature are monotonic: plain logits do
+            chunks = row_N.split(TOPK_CHUNK_ROWS) if candidates else ()
+            topk = [head(hidden[rows]).topk(candidates).indices for rows in chunks]
+            candidates = torch.cat(topk) if topk else target_N1[:, :0]
+        per_term = 1 + candidates.shape[1]  # targets of the same row, which is projected once
         logp_N, entropy_N = linear_logp(
             hidden,
             head.weight,
-            row_N.repeat_interleave(each),
-            torch.cat([target_N1, beside], 1).flatten(),
-            uses_U=torch.from_numpy(batch.uses_U) * each,
+            row_N.repeat_interleave(per_term),
+            torch.cat([target_N1, candidates], 1).flatten(),
+            uses_U=torch.from_numpy(batch.uses_U) * per_term,
             bias_V=getattr(head, "bias", None),
-            temperature=temperature * self._tempering,
+            temperature=temperature * self._logit_divisor,
             softcap=self._softcap,
             logits_dtype=torch.promote_types(hidden.dtype, torch.float32) if self.exact else None,
         )
-        logp_NK, entropy_NK = logp_N.view(-1, each), entropy_N.view(-1, each)
-        return PolicyOutput(logp_NK[:, 0], entropy_NK[:, 0], logp_NK[:, 1:], beside)
+        logp_NK, entropy_NK = logp_N.view(-1, per_term), entropy_N.view(-1, per_term)
+        return PolicyOutput(logp_NK[:, 0], entropy_NK[:, 0], logp_NK[:, 1:], candidates)
 
     @property
     def device(self) -> torch.device:
@@ -142,14 +141,14 @@ class Scorer(nn.Module):
         return device
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
-        """[T, H] after the final norm; on CUDA a tree has rows of padding behind."""
+        """[T, H] after the final norm; on CUDA with extra padding rows for a tree."""
         if self.unpacked_reason is None and self.device.type == "cuda":
-            batch = whole_blocks(batch)
+            batch = pad_to_blocks(batch)
         tokens = batch.tokens(self.device)
         if self.unpacked_reason is not None:
             return self._hidden_by_row(tokens.input_ids_T, batch.tout_T)
-        tree = Tree(batch.tout_T, batch.positions_T, self.device, there=tokens)
-        masks = {kind: tree if kind in recurrent.KINDS else None for kind in self._kinds}
+        tree = Tree(batch.tout_T, batch.positions_T, self.device, device_tokens=tokens)
+        masks = {kind: tree if kind in recurrent.LAYER_TYPES else None for kind in self._kinds}
         decoded: Tensor = self._decoded(
             input_ids=tokens.input_ids_T[None],
             attention_mask=masks or None,
@@ -162,54 +161,56 @@ class Scorer(nn.Module):
         return decoder_of(self.model)(use_cache=False, **inputs).last_hidden_state
 
     def _hidden_by_row(self, ids: Tensor, tout_T: Int32) -> Tensor:
-        """Right-padded rows: padding comes after the tokens, so that even a state cannot see it.
+        """Process right-padded rows. Padding follows the tokens, so recurrent states do not see it
+        either.
 
-        Rows of unlike lengths go one after another: padding would outgrow the tokens.
+        Rows of similar length share a pass: padding all rows to the longest could outgrow the
+        tokens.
         """
         starts = np.flatnonzero(np.diff(tout_T, prepend=-1))
         lengths = np.diff(starts, append=len(tout_T))
         if (tout_T[starts] != [*starts[1:], len(tout_T)]).any():
-            raise ValueError("prefixes are shared, but the model cannot: pack unshared rows")
+            raise ValueError("share_prefixes: expected False for this model, got a tree")
         parts, passes = ids.split(lengths.tolist()), _passes(lengths)
-        # sharded weights are gathered by all ranks together: a last row again, which nobody reads
-        more = int(parallel.largest(len(passes))) - len(passes) if self.sharded else 0
-        outs, insides = [], []
-        for rows in passes + more * [passes[-1][-1:]]:
+        # all ranks gather sharded weights together, so all need the same number of passes: this
+        # rank repeats its last row, whose output is not used
+        extra = int(parallel.largest(len(passes))) - len(passes) if self.sharded else 0
+        outs, masks = [], []
+        for rows in passes + extra * [passes[-1][-1:]]:
             padded = nn.utils.rnn.pad_sequence([parts[row] for row in rows], batch_first=True)
             sizes = torch.from_numpy(lengths[rows]).to(ids.device)
-            insides.append(torch.arange(padded.shape[1], device=ids.device) < sizes[:, None])
-            outs.append(self._decoded(input_ids=padded, attention_mask=insides[-1].long()))
-        pairs = zip(outs, insides, strict=True)
-        hidden = torch.cat([out[inside] for out, inside in pairs])
+            masks.append(torch.arange(padded.shape[1], device=ids.device) < sizes[:, None])
+            outs.append(self._decoded(input_ids=padded, attention_mask=masks[-1].long()))
+        hidden = torch.cat([out[mask] for out, mask in zip(outs, masks, strict=True)])
         order = [np.arange(lengths[row]) + starts[row] for rows in passes for row in rows]
         places = torch.from_numpy(np.argsort(np.concatenate(order))).to(ids.device)
         return hidden.index_select(0, places)
 
 
 def _passes(lengths: NDArray[np.int64]) -> list[list[int]]:
-    """Rows by length, the longest first; those of a pass at least NEAR as long as its first."""
+    """Group rows into passes by descending length, within MIN_LENGTH_RATIO of the longest."""
     passes: list[list[int]] = []
     for row in np.argsort(-lengths, kind="stable").tolist():
-        if not passes or lengths[row] < NEAR * lengths[passes[-1][0]]:
+        if not passes or lengths[row] < MIN_LENGTH_RATIO * lengths[passes[-1][0]]:
             passes.append([])
         passes[-1].append(row)
     return passes
 
 
 class Policy:
-    """What is trained: a transformers model, its last layers, or a LoRA adapter to it.
+    """The trained model: all of a transformers model, its last layers, or a LoRA adapter.
 
-    The model's own parameters are frozen, but for those that are trained; its attention is
-    replaced, adapted layers are put in place (`adapter`: a checkpoint's folder to take them from),
-    and on several ranks it is sharded. `weights`: where its parameters lie, for the record.
-    ValueError: more trained_layers than the model has, or as Adapter's and Scorer's.
+    All other parameters are frozen, attention is replaced, the adapter is injected (`adapter`: a
+    checkpoint's folder to load it from), and on several ranks the model is sharded. `weights`:
+    where its parameters are stored, for the record. ValueError: more trained_layers than the model
+    has, or as in Adapter and Scorer.
     """
 
     def __init__(
         self, model: Any, config: LearnerConfig, *, weights: str, adapter: Path | None = None
     ) -> None:
         self.model, self.weights = model, weights
-        self._whole = whole_of(model)
+        self._checkpoint = multimodal_checkpoint_of(model)
         self.device: str = model.device.type
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.adapter = Adapter(model, config.lora, adapter) if config.lora.rank else None
@@ -219,13 +220,13 @@ class Policy:
             else freeze_all_but(model, config.trained_layers)
         )
         self._num_trained = sum(p.numel() for p in self.trained)
-        plain = why_plain(config.use_liger_kernel, model.config, self.device)
-        self._layers = f"plain ({plain})" if plain else fuse(model)
+        reason = why_not_fused(config.use_liger_kernel, model.config, self.device)
+        self._layers = f"plain ({reason})" if reason else fuse_layers(model)
         self._products = multiply_by_onednn(model) if self.device == "cpu" else "PyTorch's"
-        asked, several = config.gradient_checkpointing, parallel.world_size() > 1
+        setting, several = config.gradient_checkpointing, parallel.world_size() > 1
         self.checkpointed = False
-        # "auto" is the preflight's, which cannot try on several ranks: the others would wait
-        if asked is True or (asked == "auto" and several and self.device == "cuda"):
+        # "auto" is decided by the preflight, which cannot try on several ranks: others would wait
+        if setting is True or (setting == "auto" and several and self.device == "cuda"):
             self.checkpoint_layers()
         self.scorer = Scorer(model, exact=config.cast_lm_head_to_fp32)
         if several:
@@ -235,18 +236,15 @@ class Policy:
             self.trained = [p for p in model.parameters() if p.requires_grad]
 
     def checkpoint_layers(self) -> None:
-        """Compute what is between the layers' inputs again in the backward pass."""
         self.checkpointed = True
         checkpoint_layers(self.model)
 
     @property
     def vocab_size(self) -> int:
-        """Ids the model knows."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def describe(self) -> dict[str, Any]:
-        """What it is, for the record."""
-        rows = self.scorer.unpacked_reason
+        reason = self.scorer.unpacked_reason
         return {
             "weights": self.weights,
             "device": self.device,
@@ -254,46 +252,44 @@ class Policy:
             "layers": self._layers,
             "products": self._products,
             "gradient_checkpointing": self.checkpointed,
-            "prefixes": "shared" if rows is None else f"not shared ({rows})",
+            "prefixes": "shared" if reason is None else f"not shared ({reason})",
             "trained_parameters": self._num_trained,
             "all_parameters": sum(p.numel() for p in self.model.parameters()),
         }
 
-    def to_publish(self) -> Iterable[tuple[str, Tensor]]:
-        """Whole tensors under the names of the checkpoint, one after the other: on several ranks
-        each is whole only while it is looked at.
-        """
-        return ((name, parallel.whole(p)) for name, p in self.model.named_parameters())
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield (checkpoint name, full tensor), gathered one at a time."""
+        return ((name, parallel.full_tensor(p)) for name, p in self.model.named_parameters())
 
     def save(self, folder: Path) -> None:
-        """Write it as a Hugging Face model directory, or its adapter as a peft one, without the
-        files that ChatTemplate.save() writes.
+        """Write a Hugging Face model directory, or a peft adapter, without the files that
+        ChatTemplate.save() writes.
 
         On several ranks all must call it; the first one writes.
         """
         if self.adapter is not None:
             self.adapter.save(folder)
             return
-        # cloned: fused q/k/v are slices of one tensor, which safetensors refuses to write
+        # cloned: fused q/k/v are slices of one tensor, and safetensors refuses to write slices
         named = [*self.model.named_parameters(), *saved_buffers(self.model).items()]
         state: dict[str, Any] = {name: parallel.on_first_host(p, copy=True) for name, p in named}
         if parallel.rank() != 0:
             return
-        if self._whole is None:
-            # transformers refuses to write what some models come with (temperature, not do_sample)
+        if self._checkpoint is None:
+            # transformers refuses to write some models' own (a temperature without do_sample)
             self.model.generation_config = GenerationConfig()
             self.model.save_pretrained(folder, state_dict=state)
             return
-        # a head of its own in the files is one with the embedding here, where the two are tied
-        firsts = {id(p): name for name, p in self.model.named_parameters()}
+        # a head tied to the embedding is one parameter here but may be two tensors in the files
+        first_names = {id(p): name for name, p in self.model.named_parameters()}
         for name, p in self.model.named_parameters(remove_duplicate=False):
-            if name != firsts[id(p)] and self._whole.holds(name):
-                state[name] = state[firsts[id(p)]].clone()
-        self._whole.save(folder, state)
+            if name != first_names[id(p)] and self._checkpoint.holds(name):
+                state[name] = state[first_names[id(p)]].clone()
+        self._checkpoint.save(folder, state)
 
 
 def freeze_all_but(model: Any, trained_layers: int | None) -> list[Tensor]:
-    """Require gradients of the last layers only (None: of everything); returns those parameters."""
+    """Freeze all but the last layers (None: freeze nothing); returns the trained parameters."""
     if trained_layers is None:
         trained = list(model.parameters())
     else:
@@ -310,38 +306,38 @@ def freeze_all_but(model: Any, trained_layers: int | None) -> list[Tensor]:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Keep only the layers' inputs for the backward pass and compute the rest again."""
+    """Enable gradient checkpointing: keep the inputs of the layers, recompute the rest."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # the layer only asks itself; dropout, in its parts, stays off
+            module.training = True  # only this module: dropout, in submodules, stays off
 
 
 def load_model(model: str | Path, *, device: str, dtype: str) -> Any:
-    """A model in tensors of its own, without gradients."""
-    whole = AutoConfig.from_pretrained(model)
-    read: Any = AutoModelForCausalLM.from_pretrained
-    loaded, found = read(
+    """Load a model into new tensors, without gradients."""
+    config = AutoConfig.from_pretrained(model)
+    from_pretrained: Any = AutoModelForCausalLM.from_pretrained
+    loaded, info = from_pretrained(
         model,
-        config=language_model(whole),
+        config=language_model(config),
         dtype=getattr(torch, dtype),
-        key_mapping=NAMES if whole.model_type in TEXT_PARTS else None,
+        key_mapping=NAMES if config.model_type in TEXT_PARTS else None,
         output_loading_info=True,
     )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(f"model {str(model)!r}: its files hold no {', '.join(missing[:3])}")
     return loaded.to(device).eval().requires_grad_(False)
 
 
 def init_on_meta(model: str | Path, dtype: str) -> Any:
-    """A model whose parameters have shapes and no storage."""
+    """A model on the meta device: parameters have shapes but no storage."""
     config = language_model(AutoConfig.from_pretrained(model))
     with parameters_on_meta():
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
 
-def whole_of(model: Any) -> Whole | None:
-    """The checkpoint that a model is the language model of; None: it is all of it."""
+def multimodal_checkpoint_of(model: Any) -> MultimodalCheckpoint | None:
+    """The multimodal checkpoint whose language model this is; None: it is a text model."""
     name = model.config.name_or_path
     is_part = name and AutoConfig.from_pretrained(name).model_type in TEXT_PARTS
-    return Whole(name) if is_part else None
+    return MultimodalCheckpoint(name) if is_part else None

@@ -1,8 +1,8 @@
-"""The worst that a run will ask of the memory, asked before its first step.
+"""Check before the first step that the largest pass of the config fits in memory.
 
-Out of memory at step 300, on the first batch that fills its row, costs a night. So the largest row
-of the config goes through forward and backward while the engine sleeps, and the engine wakes again,
-once, before anything is sampled; what does not fit is told then, with the number that does.
+Running out of memory at step 300, on the first batch that fills its token budget, costs a night. So
+the largest batch of the config goes through forward and backward while the engine sleeps, and the
+engine wakes once, before anything is sampled. If it does not fit, the error names a size that does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentgrpo.learn.batch import Deltas, PackedBatch
 from agentgrpo.learn.optimizer import MasterAdamW
-from agentgrpo.learn.policy import NEAR, Policy
+from agentgrpo.learn.policy import MIN_LENGTH_RATIO, Policy
 from agentgrpo.support import parallel
 from agentgrpo.support.memory import OutOfMemory, memory, out_of_memory, release
 from agentgrpo.types import Int32, Metrics, Segment
@@ -26,9 +26,9 @@ from agentgrpo.types import Int32, Metrics, Segment
 if TYPE_CHECKING:  # it imports vLLM
     from agentgrpo.engine.engine import Engine
 
-GRAIN = 128
-"""Tokens between two sizes that are told apart."""
-LESS_TO_TRAIN = (
+TOKEN_STEP = 128
+"""Resolution in tokens of the search for the largest size that fits."""
+REDUCE_MEMORY_HINT = (
     "fewer learner.trained_layers, learner.gradient_checkpointing = true or learner.lora.rank "
     "need less"
 )
@@ -36,11 +36,11 @@ Places = Sequence[tuple[int, ...]]
 
 
 class DoesNotFit(ValueError):
-    """The config asks for more memory than there is; the message has what fits."""
+    """The config needs more memory than there is; the message has a size that fits."""
 
 
 class DryLearner(Protocol):
-    """The part of the learner that is tried."""
+    """The part of Learner that preflight() uses."""
 
     @property
     def device(self) -> str: ...
@@ -50,10 +50,11 @@ class DryLearner(Protocol):
 
 
 def preflight(engine: Engine, learner: DryLearner, *, max_tokens: int) -> Metrics:
-    """Sleep, learn on a row of max_tokens, wake, publish: all as in a step, but nothing changes.
+    """Sleep, learn on max_tokens tokens, wake, publish: as in a step, but without changing
+    anything.
 
-    The engine is awake, with no request in flight; it is left asleep, as between steps. Returns
-    seconds, and memory in GiB after it. DoesNotFit: memory ran out.
+    The engine must be awake without requests in flight, and is left asleep, as between steps.
+    Returns seconds and memory in GiB. DoesNotFit: memory ran out.
     """
     started = time.perf_counter()
     engine.sleep()
@@ -66,15 +67,15 @@ def preflight(engine: Engine, learner: DryLearner, *, max_tokens: int) -> Metric
         if not out_of_memory(error):
             raise
         raise DoesNotFit(
-            "engine.kv_cache_gib does not fit in memory beside what the learner has kept: lower "
-            f"it, or learner.max_tokens ({error})"
+            "engine.kv_cache_gib does not fit in memory with the learner's tensors: lower it, or "
+            f"learner.max_tokens ({error})"
         ) from error
     engine.sleep()
     return {"seconds": time.perf_counter() - started, **memory(learner.device)}
 
 
 def require_fit(learner: DryLearner, max_tokens: int) -> None:
-    """Try the largest pass; with its layers checkpointed if it does not fit and they may be."""
+    """Try the largest pass; if it fails, again with gradient checkpointing where that is "auto"."""
     if _fits(learner, max_tokens):
         return
     if parallel.world_size() == 1 and learner.checkpoint_if_auto() and _fits(learner, max_tokens):
@@ -93,75 +94,79 @@ def _fits(learner: DryLearner, num_tokens: int) -> bool:
             raise
     else:
         return True
-    release()  # here and not above: the error's frames hold what they had allocated
+    release()  # not in the except block: the error's frames keep their allocations alive
     return False
 
 
 def largest_that_fits(learner: DryLearner, max_tokens: int) -> str:
-    """How many packed tokens below max_tokens one pass can have, found by trying, in words.
+    """How many packed tokens below max_tokens fit in one pass, found by trying, as a clause.
 
-    On several ranks nothing is tried: the others wait in the pass that failed on this one.
+    On several ranks nothing is tried: the other ranks wait in the pass that failed on this one.
     """
     if parallel.world_size() > 1:
-        return "fewer may (on several ranks it is not tried how many)"
-    fits, fails = 0, -(-max_tokens // GRAIN)
+        return "fewer may (not tried on several ranks)"
+    fits, fails = 0, -(-max_tokens // TOKEN_STEP)
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        fits, fails = (middle, fails) if _fits(learner, middle * GRAIN) else (fits, middle)
+        fits, fails = (middle, fails) if _fits(learner, middle * TOKEN_STEP) else (fits, middle)
     if fits == 0:
-        return f"not even {GRAIN} tokens do; train fewer layers, or a smaller model"
-    return f"{fits * GRAIN} tokens do"
+        return f"not even {TOKEN_STEP} tokens do; train fewer layers, or a smaller model"
+    return f"{fits * TOKEN_STEP} tokens do"
 
 
 def oom_hint_learner(learner: DryLearner, max_tokens: int) -> str:
-    """What to set lower when memory ran out while learning, with the number that fits now."""
+    """Which settings to lower when memory ran out while learning, with a size that fits now."""
     fits = largest_that_fits(learner, max_tokens)
-    return f"learner.max_tokens is {max_tokens}, and {fits}; {LESS_TO_TRAIN}"
+    return f"learner.max_tokens is {max_tokens}, and {fits}; {REDUCE_MEMORY_HINT}"
 
 
 def dry_pass(policy: Policy, optimizer: MasterAdamW, num_tokens: int, temperature: float) -> None:
-    """A step's largest forward and backward passes, on made-up tokens; changes nothing.
+    """Run the largest forward and backward passes of a step on dummy tokens; changes nothing.
 
-    What the optimizer has yet to allocate on this rank is held meanwhile, as is what earlier
-    batches of an update would have left.
+    Memory that the optimizer has yet to allocate on this rank is reserved meanwhile, as are the
+    gradient sums of earlier batches.
     """
-    # a run's first batch is not its worst: a later one finds moments and float32 sums there
-    to_come = optimizer.bytes_to_come
-    held: list[Tensor] = []
+    # the first batch is not the worst: later ones share memory with moments and float32 sums
+    num_bytes = optimizer.bytes_to_allocate
+    reserved: list[Tensor] = []
     trees, cuda = policy.scorer.unpacked_reason is None, policy.device == "cuda"
     try:
-        held.append(torch.empty(to_come, dtype=torch.uint8, device=policy.device))
-        optimizer.start_sums()
-        for batch in _largest(num_tokens, trees=trees, cuda=cuda):
+        reserved.append(torch.empty(num_bytes, dtype=torch.uint8, device=policy.device))
+        optimizer.allocate_sums()
+        for batch in _largest_batches(num_tokens, trees=trees, cuda=cuda):
             scored = policy.scorer(batch, temperature)
             (scored.logp_N.sum() + scored.entropy_N.sum()).backward()
             del scored
             optimizer.collect()
-        held.append(torch.empty(optimizer.bytes_passing, dtype=torch.uint8, device=policy.device))
+        reserved.append(
+            torch.empty(optimizer.offload_peak_bytes, dtype=torch.uint8, device=policy.device)
+        )
     finally:
-        held.clear()
+        reserved.clear()
         optimizer.zero_grad()
 
 
-def _largest(num_tokens: int, *, trees: bool, cuda: bool) -> Iterator[PackedBatch]:
-    """A forked tree, and on CUDA, where another kernel computes unshared rows, one row.
+def _largest_batches(num_tokens: int, *, trees: bool, cuda: bool) -> Iterator[PackedBatch]:
+    """A forked tree; on CUDA also a single row, which another kernel computes.
 
-    Where batches may not be trees: a row as long as rows are with the most padding there may be.
+    Without trees: a row of the length that padded rows can reach.
     """
     if trees:
         yield _forked(num_tokens)
     if cuda or not trees:
-        yield one_row(np.zeros(num_tokens if trees else math.ceil(num_tokens / NEAR), np.int32))
+        yield one_row(
+            np.zeros(num_tokens if trees else math.ceil(num_tokens / MIN_LENGTH_RATIO), np.int32)
+        )
 
 
 def one_row(token_ids: Int32) -> PackedBatch:
-    """One sequence, every token but the first a term."""
+    """One sequence; every token but the first is a loss term."""
     terms = [(0, 1, 0)] if len(token_ids) > 1 else []
     return _batch(token_ids, [(0, 0, 0, len(token_ids))], terms)
 
 
 def _forked(num_tokens: int) -> PackedBatch:
-    """A prompt of half the tokens and two rollouts behind it; every token but the first a term."""
+    """A prompt of half the tokens and two rollouts; all tokens but the first are terms."""
     fork, second = num_tokens // 2, num_tokens * 3 // 4
     return _batch(
         np.zeros(num_tokens, np.int32),
@@ -171,11 +176,11 @@ def _forked(num_tokens: int) -> PackedBatch:
 
 
 def _batch(token_ids: Int32, runs: Places, terms: Places) -> PackedBatch:
-    """Of runs (start, source, position, tout) and of terms at (start, source, row)."""
+    """A batch from runs (start, source, position, tout) and terms (start, source, row)."""
     count = len(token_ids)
     runs_8Q = np.zeros((8, len(terms)), np.int32)
     if terms:
         runs_8Q[[0, 1, 3]] = np.transpose(terms)
     deltas = Deltas([Segment(token_ids, np.zeros(count, np.float32))])
-    roots = sum(position == 0 for _, _, position, _ in runs)  # which nothing predicts
+    roots = sum(position == 0 for _, _, position, _ in runs)  # no token predicts them
     return PackedBatch(deltas, np.array(runs, np.int32).T.copy(), runs_8Q, count, count - roots)

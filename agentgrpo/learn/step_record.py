@@ -1,10 +1,10 @@
-"""What the updates of a learner step add up to: losses, norms, how far the sampler was off."""
+"""Accumulates the results of a learner step: losses, gradient norms, per-token scores, mismatch."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,66 +19,69 @@ from agentgrpo.learn.token_weights import mismatch_metrics
 from agentgrpo.support import parallel
 from agentgrpo.types import Float32, Int32, Metrics
 
+if TYPE_CHECKING:  # it imports transformers
+    from agentgrpo.learn.policy import PolicyOutput
+
 
 class OldLogps(NamedTuple):
-    """What is known of a batch's terms before the first update of a step, [N] each."""
+    """Log-probabilities of a batch's terms before the first update of a step, [N] each."""
 
     old_logp: Tensor | None
-    """None: that of the update's own forward pass, which is the same."""
+    """None: those of the update's own forward pass, which are the same."""
     ref_logp: Tensor | None
 
 
 class ScoredBatch(NamedTuple):
-    """What the learner made of a batch's terms, still where it was computed."""
+    """The learner's scores of a batch's terms, on the device that computed them."""
 
     update: int
     sample_N: Int32
     turn_N: Int32
-    seen_3N: Tensor
-    """Log-probabilities, entropies, and how far the former are from the sampler's; fp32."""
+    scores_3N: Tensor
+    """fp32: log-probabilities, entropies, log-probabilities minus the sampler's."""
 
     @classmethod
-    def at(cls, update: int, batch: PackedBatch, logp_N: Tensor, entropy_N: Tensor) -> ScoredBatch:
-        logp = logp_N.detach().float()
+    def of(cls, update: int, batch: PackedBatch, out: PolicyOutput) -> ScoredBatch:
+        logp = out.logp_N.detach().float()
         gap = logp - batch.terms(logp.device).old_logp_N
-        seen = torch.stack([logp, entropy_N.detach().float(), gap])
-        return cls(update, *batch.labels, seen)
+        scores = torch.stack([logp, out.entropy_N.detach().float(), gap])
+        return cls(update, *batch.labels, scores)
 
 
-Made = tuple[int, Int32, Int32, dict[str, NDArray[Any]]]
-"""An update, sample_N and turn_N of terms, and what was made of them: [N] or [N, K] of each field
-of a rollout."""
+TermFields = tuple[int, Int32, Int32, dict[str, NDArray[Any]]]
+"""Update index, sample_N and turn_N of terms, and arrays [N] or [N, K] by rollout field."""
 
 
 class StepRecord:
-    """What the updates of one step add up to, on this rank."""
+    """The results of the updates of one step, on this rank."""
 
     def __init__(self) -> None:
-        self.before: dict[tuple[int, int], OldLogps] = {}
-        self.looked = False
+        self.old_logps: dict[tuple[int, int], OldLogps] = {}
+        """By update and batch number."""
+        self.scored_ahead = False
         """Whether every batch was scored before the first update."""
         self.entropy_threshold: float | None = None
         self.above_threshold: Counter[int] = Counter()
-        """Terms of each update, on all ranks."""
+        """Terms of each update with at least that entropy, on all ranks."""
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.parts: list[TermMetrics] = []
+        self.kernel_metrics: list[TermMetrics] = []
         self.gaps: list[Float32] = []
-        self.made: list[Made] = []
-        """What the rollouts are told, of this rank's batches."""
+        self.fields: list[TermFields] = []
+        """To be stored in the rollouts, of this rank's batches."""
         self._labels: list[tuple[int, Int32]] = []
 
-    def saw(self, batch: ScoredBatch) -> None:
-        """Remember what the learner made of the terms of an update's batch; waits for it."""
-        logp, entropy, gap = batch.seen_3N.cpu().numpy()
+    def add_scores(self, batch: ScoredBatch) -> None:
+        """Copy the scores of a batch to the host, which waits for the device."""
+        logp, entropy, gap = batch.scores_3N.cpu().numpy()
         self.gaps.append(gap)
         self._labels.append((batch.update, batch.sample_N))
         fields = {"learner_logprobs": logp, "entropies": entropy}
-        self.made.append((batch.update, batch.sample_N, batch.turn_N, fields))
+        self.fields.append((batch.update, batch.sample_N, batch.turn_N, fields))
 
-    def told(self) -> list[Made]:
-        """What all ranks made."""
-        return [made for part in parallel.gather(self.made) for made in part]
+    def gather_fields(self) -> list[TermFields]:
+        """The fields of all ranks. A collective: every rank must call it."""
+        return [fields for part in parallel.gather(self.fields) for fields in part]
 
     def metrics(self, objective: Objective) -> Metrics:
         metrics = {
@@ -89,16 +92,16 @@ class StepRecord:
             metrics["grad_norm_max"] = max(self.norms)
         metrics |= combine_metrics(
             [
-                {name: torch.tensor(value) for name, value in part.items()}
-                for parts in parallel.gather(_as_floats(self.parts))
-                for part in parts
+                {name: torch.tensor(value) for name, value in metrics_of_batch.items()}
+                for part in parallel.gather(_as_floats(self.kernel_metrics))
+                for metrics_of_batch in part
             ]
         )
-        ours = parallel.gather(list(zip(self.gaps, self._labels, strict=True)))
+        gathered = parallel.gather(list(zip(self.gaps, self._labels, strict=True)))
         gaps, samples = [], []
-        for gap, (update, sample) in (item for part in ours for item in part):
+        for gap, (update, sample) in (item for part in gathered for item in part):
             gaps.append(gap)
-            # rows of one rollout may lie in several batches, but in those of one update
+            # rows of one rollout may be in several batches, but only of one update
             samples.append(np.stack([np.full_like(sample, update), sample]))
         if gaps:
             _, sample_N = np.unique(np.concatenate(samples, 1), axis=1, return_inverse=True)
@@ -107,9 +110,9 @@ class StepRecord:
 
 
 def _as_floats(parts: Sequence[TermMetrics]) -> list[dict[str, float]]:
-    """One transfer from the device."""
+    """With one transfer from the device instead of one per number."""
     if not parts:
         return []
     names = sorted(parts[0])
-    rows = torch.stack([torch.stack([p[name].double() for name in names]) for p in parts])
+    rows = torch.stack([torch.stack([part[name].double() for name in names]) for part in parts])
     return [dict(zip(names, row, strict=True)) for row in rows.tolist()]

@@ -1,8 +1,8 @@
-"""What the objective needs to know of a whole update: its options, its normaliser, its mismatch.
+"""Loss weights, the objective's options, and the mismatch metrics of an update.
 
-The loss of an update is sum(weight * token loss). Weights are taken over all samples of the update,
-also those that are masked or have no advantage, so that neither dropping dead groups nor splitting
-into batches changes a gradient.
+The loss of an update is sum(weight * token loss). Weights are computed over all samples of the
+update, including masked ones and those without an advantage, so that neither dropping dead groups
+nor splitting into batches changes a gradient.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from agentgrpo.types import Float32, Group, Int32, Metrics, Rollout
 
 
 def objective_of(config: LossConfig) -> Objective:
-    """The kernels' options of a config, a loss of the user's own loaded and tried.
+    """The kernel's options of a config. A user-defined loss is loaded and tried on three tokens.
 
-    ValueError: there is no such function, it fails on three tokens, or gives no finite loss per
-    token with a gradient; names the key.
+    ValueError: the function does not exist, fails on three tokens, or returns no finite per-token
+    loss with a gradient. The message names the key.
     """
     if ":" not in config.loss_type:
         return config
@@ -32,25 +32,25 @@ def objective_of(config: LossConfig) -> Objective:
     options: dict[str, Any] = {
         field.name: getattr(config, field.name) for field in fields(Objective)
     }
-    made = Objective(**{**options, "loss_type": replace(config.row, term=function)})
+    objective = Objective(**{**options, "loss_type": replace(config.row, term=function)})
     try:
-        _try(made)
+        _check_custom_loss(objective)
     except Exception as error:
         raise ValueError(
             f"loss.loss_type: {config.loss_type!r} fails on three tokens: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return made
+    return objective
 
 
-def _try(objective: Objective) -> None:
-    """Compute a small loss and its gradient, so that a wrong function ends no run later."""
-    import torch  # which nothing needs before the model, but this
+def _check_custom_loss(objective: Objective) -> None:
+    """Compute a small loss and its gradient, so that a wrong function fails before the run."""
+    import torch  # not at the top: without a custom loss, no torch is needed before the model
 
     from agentgrpo.kernels.grpo_loss import prepare
     from agentgrpo.kernels.grpo_reference import importance, term
 
-    # two at a ratio of 1, as all are in the first update of a step: often its only one
+    # two ratios are exactly 1, as all are in the first (often the only) update of a step
     logp = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
     old, sequence = logp.detach() - torch.tensor([0.0, 0.1, 0.0]), torch.tensor([0, 0, 1])
     batch = prepare(
@@ -69,7 +69,7 @@ def _try(objective: Objective) -> None:
 
 
 def reads_whole_rollouts(config: LossConfig) -> bool:
-    """Whether a token's loss depends on the other tokens of its rollout, in whichever row."""
+    """Whether a token's loss depends on other tokens of its rollout, in any row."""
     return needs_sequences(config, has_sampler_logp=True)
 
 
@@ -80,7 +80,7 @@ def reads_all_tokens(config: TrainConfig) -> bool:
 
 
 def is_trained(rollout: Rollout) -> bool:
-    """Whether the rollout's tokens enter the loss."""
+    """Whether tokens of the rollout enter the loss."""
     return rollout.trained and rollout.num_sampled > 0
 
 
@@ -93,11 +93,12 @@ def token_weights(
     share_of_tokens: float | None = None,
 ) -> list[float]:
     """One weight per rollout, in group and rollout order, for each of its sampled tokens; 0.0 for
-    those that are not trained on.
+    rollouts that are not trained on.
 
-    `num_samples`: B of kernels.objective.NORMALISERS; None: the rollouts of the groups, masked ones
-    and those that sampled nothing too, as in TRL, not what the machine broke or treatment drops.
-    `share_of_tokens`: trained tokens of the step, divided by its updates; None: there is one.
+    `num_samples`: B of kernels.objective.NORMALISERS. None: the rollouts of the groups, including
+    masked ones and those that sampled nothing, as in TRL; excluding rollouts that failed for
+    infrastructure reasons or that rollout treatment drops. `share_of_tokens`: trained tokens of the
+    step divided by its number of updates; None: there is one update.
     """
     weight = NORMALISERS[loss_of(loss_type).normaliser]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -111,11 +112,12 @@ def token_weights(
 
 
 def mismatch_metrics(gap_N: Float32, sample_N: Int32, objective: Objective) -> Metrics:
-    """How far the sampler's policy was from the learner's on the sampled tokens, before any bound.
+    """Mismatch between the sampler's and the learner's policy on the sampled tokens, before
+    clipping.
 
-    `gap_N` is the learner's log-probability less the sampler's, in nats; not finite where the
-    sampler gave none, which counts as 0. `mismatch_modified`: the share of tokens whose ratio is
-    bounded or zeroed; `mismatch_kl`: mean k3 estimate of KL(sampler || learner) in nats. Empty
+    `gap_N` is the learner's log-probability minus the sampler's, in nats; not finite where the
+    sampler returned none, which counts as 0. `mismatch_modified`: the share of tokens whose ratio
+    is clipped or zeroed. `mismatch_kl`: mean k3 estimate of KL(sampler || learner) in nats. Empty
     without tokens.
     """
     if not len(gap_N):

@@ -1,7 +1,7 @@
-"""How the policy that samples becomes the one that is trained, after each update.
+"""Weight sync: after each update the sampler gets the trained weights.
 
-Where the two are one set of tensors there is nothing to do; an adapter is handed over in memory;
-all else is copied in place. Never through disk, HTTP or a second process.
+With shared tensors there is nothing to copy; an adapter is passed in memory; all else is copied in
+place. Never through disk, HTTP or a second process.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:  # it imports vLLM, which fine-tuning does without
 
 
 class Publisher:
-    """What a Learner's policy is published by; this one, of fine-tuning, has nobody who samples."""
+    """Makes the sampler's weights the policy's. The base class has no sampler (fine-tuning)."""
 
     about: Mapping[str, Any] = {}
-    """How, for the record."""
+    """Details for the run's record."""
 
     def publish(self) -> Metrics:
-        """Make the sampler's policy the learner's, then forget its cached keys."""
+        """Make the sampler's weights the policy's, then drop its cached keys and values."""
         return {}
 
 
 class SharedWeights(Publisher):
-    """To an engine whose tensors the policy's parameters are views of: an update is there already.
+    """For an engine whose tensors the policy's parameters are views of: an update needs no copy.
 
-    Also what the other ways of publishing to an engine have in common.
+    Also the base of the other ways to publish to an engine.
     """
 
     def __init__(self, engine: Engine, policy: Policy) -> None:
@@ -46,32 +46,32 @@ class SharedWeights(Publisher):
 
     def publish(self) -> Metrics:
         started = time.perf_counter()
-        metrics = self._hand_over()
-        # cached keys and values are of the weights before: a rollout would mix two policies
+        metrics = self._transfer()
+        # cached keys and values come from the old weights: a rollout would mix two policies
         self._engine.reset_prefix_cache()
         return metrics | {"publish_s": time.perf_counter() - started}
 
     def _prepare(self) -> dict[str, Any]:
         return {"prepacked_layers": self._engine.prepack_frozen_linears(self._policy.trained)}
 
-    def _hand_over(self) -> Metrics:
+    def _transfer(self) -> Metrics:
         return {}
 
 
 class CopiedWeights(SharedWeights):
-    """The policy has tensors of its own, which are copied into the engine's, a bucket at a time."""
+    """The policy has its own tensors, which are copied into the engine's, a bucket at a time."""
 
     def _prepare(self) -> dict[str, Any]:
-        self._engine.unpack()  # every weight is written to at each step
+        self._engine.unpack()  # every step writes every weight
         self._copy = InPlaceCopy(self._engine.model, self._engine.load_weights)
         return {"prepacked_layers": 0}
 
-    def _hand_over(self) -> Metrics:
+    def _transfer(self) -> Metrics:
         started = time.perf_counter()
-        copied = self._copy(self._policy.to_publish())
+        copied = self._copy(self._policy.named_weights())
         self._engine.weights_loaded()
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copies are queued, and not done, before
+            torch.cuda.synchronize()  # the copies are only queued until here
         return {"publish_gb_per_s": copied / 1e9 / (time.perf_counter() - started)}
 
 
@@ -82,7 +82,7 @@ class ServedLora(SharedWeights):
         packed = self._engine.prepack_frozen_linears(())
         return {"prepacked_layers": packed, "adapter": "served as it is"}
 
-    def _hand_over(self) -> Metrics:
+    def _transfer(self) -> Metrics:
         assert self._policy.adapter is not None
         self._engine.set_adapter(self._policy.adapter.tensors(), self._policy.adapter.config)
         return {}
@@ -96,21 +96,23 @@ def policy_on(
     weights: str = "auto",
     adapter: Path | None = None,
 ) -> tuple[Policy, Publisher]:
-    """The policy, on the engine's own tensors where the two can share them, and its publisher.
+    """The policy, on the engine's own tensors where possible, and its publisher.
 
-    ValueError: weights="shared" where that is impossible, with the reason; or as Policy's.
+    ValueError: weights="shared" where that is impossible, with the reason; or as in Policy.
     """
     if parallel.world_size() > 1:
         if weights == "shared":
             raise ValueError("engine.weights = 'shared' is impossible on several ranks")
         weights = "copy"
-    lies, module = _placed(engine, model, weights)
-    policy = Policy(module, config, weights=lies, adapter=adapter)
-    kind = ServedLora if policy.adapter else SharedWeights if lies == "shared" else CopiedWeights
-    return policy, kind(engine, policy)
+    placement, module = _place_weights(engine, model, weights)
+    policy = Policy(module, config, weights=placement, adapter=adapter)
+    if policy.adapter:
+        return policy, ServedLora(engine, policy)
+    publisher = SharedWeights if placement == "shared" else CopiedWeights
+    return policy, publisher(engine, policy)
 
 
-def _placed(engine: Engine, model: str | Path, weights: str) -> tuple[str, Any]:
+def _place_weights(engine: Engine, model: str | Path, weights: str) -> tuple[str, Any]:
     """("shared" or "copy (why)", the transformers model)."""
     if weights == "copy":
         return "copy", load_model(model, device=engine.device, dtype=engine.dtype)

@@ -1,6 +1,6 @@
-"""What a model is made of, read from its config.json alone, and what of that does not work here.
+"""What kind of layers and weights a model has, from its config.json, and what is unsupported.
 
-So that a dry run says it by name, before anything is loaded.
+A dry run reports unsupported models by name, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -13,102 +13,109 @@ from typing import Any
 from agentgrpo.models.multimodal_text import TEXT_PARTS, language_model
 
 RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
-"""Kinds of layers that carry a state from token to token, in transformers' layer_types."""
+"""Entries of transformers' layer_types whose layers carry a state from token to token."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""How configs of mixtures of experts name how many there are; 0 and None: dense."""
+"""Config keys of the number of experts; 0 and None: dense."""
 NEEDS_TORCHVISION = {"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
-"""Model types whose code in vLLM imports torchvision, even where no image is ever seen."""
+"""Model types whose code in vLLM imports torchvision, even for text only."""
 
 GATED_DELTA_NETS = {*NEEDS_TORCHVISION, "qwen3_next"}
-"""Model types whose kernels for CPU in vLLM take bfloat16 only, and no adapters beside them."""
+"""Model types whose CPU kernels in vLLM support bfloat16 only, and no adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kinds:
-    """What a causal language model is made of."""
+class Architecture:
+    """Architecture of a causal language model, as far as support depends on it."""
 
     model_type: str
     layers: tuple[str, ...]
-    """Of each layer, as transformers names it."""
+    """The type of each layer, by transformers' names."""
     experts: int
-    """Per layer; 0: dense."""
+    """Experts per layer; 0: dense."""
     quantized: str
-    """How its weights are stored, if not plain: "mxfp4", "fp8", ...; "": plain."""
+    """The weights' storage format ("mxfp4", "fp8", ...); "": not quantised."""
     wrapped: str = ""
-    """The model type of its language model, if it has parts for images or sound beside it."""
+    """The model type of the language model of a multimodal checkpoint; "": a text model."""
 
     @property
     def recurrent(self) -> bool:
         return bool(RECURRENT & {*self.layers})
 
 
-def kinds_of(model: str) -> Kinds:
-    """Of a model directory or hub name."""
+def read_architecture(model: str) -> Architecture:
+    """Read the architecture of a model directory or hub name."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES,
+    )
 
     try:
-        whole = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"model {model!r}: its config.json is not understood: {error}") from error
-    if language_model(whole).model_type not in KNOWN:
+        raise ValueError(f"model {model!r}: config.json cannot be read: {error}") from error
+    if language_model(config).model_type not in ARCHITECTURES:
         raise ValueError(
             f"model {model!r}: transformers has no causal language model of type "
-            f"{whole.model_type!r}"
+            f"{config.model_type!r}"
         )
-    return kinds_in(whole)
+    return architecture_of(config)
 
 
-def kinds_in(config: Any) -> Kinds:
-    """Of a transformers config, that of the whole model."""
+def architecture_of(config: Any) -> Architecture:
+    """The architecture of a transformers config (of the full model)."""
     text: Any = config.get_text_config()
     layers = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    stored = getattr(config, "quantization_config", None) or {}
+    quantization = getattr(config, "quantization_config", None) or {}
     experts = next((n for name in EXPERTS if (n := getattr(text, name, None))), 0)
-    return Kinds(
+    return Architecture(
         model_type=config.model_type,
         layers=tuple(layers),
         experts=experts,
-        quantized=str(stored.get("quant_method", "unknown")) if stored else "",
+        quantized=str(quantization.get("quant_method", "unknown")) if quantization else "",
         wrapped="" if text is config else text.model_type,
     )
 
 
 def unsupported(
-    kinds: Kinds, *, device: str, trained: bool, dtype: str = "bfloat16", adapters: bool = False
+    architecture: Architecture,
+    *,
+    device: str,
+    trained: bool,
+    dtype: str = "bfloat16",
+    adapters: bool = False,
 ) -> str | None:
-    """Why such a model cannot be used here; None: it can."""
-    if kinds.model_type in GATED_DELTA_NETS and device == "cpu":
+    """Why such a model cannot be used; None: it can."""
+    if architecture.model_type in GATED_DELTA_NETS and device == "cpu":
         if dtype != "bfloat16":
             return (
-                "vLLM's gated delta net for CPU takes bfloat16 only: set engine.dtype to "
+                "vLLM's gated delta net for CPU supports bfloat16 only: set engine.dtype to "
                 f"'bfloat16', it is {dtype!r}"
             )
         if adapters:
-            return "vLLM's gated delta net for CPU has no adapters beside it: train it whole"
-    if kinds.model_type in NEEDS_TORCHVISION and not _installed("torchvision"):
+            return "vLLM's gated delta net for CPU supports no adapters: set learner.lora.rank = 0"
+    if architecture.model_type in NEEDS_TORCHVISION and not _installed("torchvision"):
         return (
-            f"vLLM's code for {kinds.model_type} imports torchvision, which is not installed: "
-            "install the one that was built for this torch"
+            f"vLLM's code for {architecture.model_type} imports torchvision, which is not "
+            "installed: install the build for this torch"
         )
     if not trained:
         return None
-    if kinds.wrapped and kinds.model_type not in TEXT_PARTS:
+    if architecture.wrapped and architecture.model_type not in TEXT_PARTS:
         return (
-            f"{kinds.model_type} has parts for images or sound beside its language model "
-            f"{kinds.wrapped}: only that can be trained, from such checkpoints of "
-            f"{', '.join(sorted(TEXT_PARTS))}; save it as a model of its own, "
+            f"{architecture.model_type} is multimodal: only its language model "
+            f"{architecture.wrapped} can be trained, and directly only from checkpoints of "
+            f"{', '.join(sorted(TEXT_PARTS))}. Save it as a separate model: "
             "AutoModelForImageTextToText.from_pretrained(...).language_model"
         )
-    if kinds.quantized:
+    if architecture.quantized:
         return (
-            f"its weights are stored as {kinds.quantized}, and what is trained must be plain: "
-            "take a bfloat16 version of it"
+            f"its weights are stored as {architecture.quantized}, and trained weights must not be "
+            "quantised: use a bfloat16 version"
         )
-    if kinds.experts and device == "cpu":
+    if architecture.experts and device == "cpu":
         return (
-            f"its layers have {kinds.experts} experts, whose weights vLLM packs on CPU, so that "
-            "an update would be misread, and it has no adapters beside them there"
+            f"its layers have {architecture.experts} experts, whose weights vLLM packs on CPU, so "
+            "that it would misread an update, and it supports no adapters for them there"
         )
     return None
 

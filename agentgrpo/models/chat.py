@@ -1,21 +1,22 @@
-"""How messages become tokens: the prompt once, then only what each turn adds.
+"""Convert messages to tokens: the prompt once, then only what each turn adds.
 
-A conversation is never rendered twice. The prompt is rendered once; what the policy samples stays
-as it was sampled; an environment's messages become exactly the tokens that the model's chat
-template puts between the end of an assistant turn and the start of the next, encoded alone and
-appended. So the engine, the learner and the records all hold the same ids, whatever the tokenizer
-would make of their text. What a message says is always text: it cannot end a turn or begin one.
+A conversation is never rendered twice. The prompt is rendered once; sampled tokens stay as they
+were sampled; an environment's messages become exactly the tokens that the model's chat template
+writes between the end of an assistant turn and the start of the next, encoded alone and appended.
+So the engine, the learner and the records hold the same ids, however the tokenizer would encode
+their text. Message text is always plain text: it can neither end a turn nor begin one.
 
-Templates rewrite history (they drop thoughts, move system prompts, add default ones), so nothing
-is learned from the history: messages are rendered behind a stand-in for the sampled turn. Some
-write a message by what was before it (Command R7B numbers all calls of a conversation): there, the
-history's roles and calls, without its words, are before that stand-in too.
+Templates rewrite history (they drop thoughts, move system prompts, add default ones), so the
+history is not used to find these tokens: messages are rendered after a placeholder for the sampled
+turn. Some templates render a message depending on earlier ones (Command R7B numbers all calls of a
+conversation): for these, the history's roles and calls, without their text, precede the
+placeholder.
 
-What ends a turn is learned from the template too, for turns of text and of calls apart. Most close
-a turn: its closer is the last control token of what they put behind it both at the end of a
-conversation and before another message. Some close none: the policy samples the token that opens
-the environment's message (`<|observation|>` of GLM, `<|tool_response>` of Gemma 4), of which only
-the rest is appended.
+The tokens that end a turn are also derived from the template, separately for turns of text and of
+calls. Most templates close a turn: the closer is the last control token of what they write after it
+both at the end of a conversation and before another message. Some do not: the policy samples the
+token that opens the environment's message (`<|observation|>` of GLM, `<|tool_response>` of Gemma
+4), and only the rest of it is appended.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from agentgrpo.models.encoding import TextEncoder
 from agentgrpo.types import Int32
 
 Message = Mapping[str, Any]
-_MARK = "\u241fassistant-turn\u241f"  # stands for a sampled turn; no template has it
+_MARK = "\u241fassistant-turn\u241f"  # placeholder of a sampled turn; in no template
 _USER = {"role": "user", "content": "x"}
-CHARACTERS = 16
-"""Of either end of a text that are encoded, for each token that may be kept of it."""
+CHARS_PER_TOKEN = 16
+"""Characters encoded from either end of a text, per token that may be kept of it."""
 _LATER = (["user"], ["tool"], ["tool", "tool"])
 _PASTS = (["system", "user"], ["user", "assistant", "tool", "tool"], ["user", "assistant", "user"])
 
@@ -49,22 +50,23 @@ Form = Literal["object", "string", "text"]
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """The control tokens that end turns of one form; "" where there is none."""
+    """The control tokens that end turns of one form; "" if there is none."""
 
     final: str
-    """The last one of a conversation that ends with the turn, if `closer` does not end that."""
+    """The last control token of a conversation that ends with the turn, if not `closer`."""
     closer: str = ""
-    """What the template puts behind the turn before another message; "": what opens that."""
+    """What the template writes after the turn before a message; "": the next opener."""
 
 
 class ChatTemplate:
-    """The model's chat template, as the operations a rollout needs.
+    """The model's chat template, as the operations that a rollout needs.
 
-    `tokenizer` is a fast one of transformers; `options` is what the template is given besides
-    messages and tools; `generation_config` is the model's, whose `eos_token_id` ends a turn too.
+    `tokenizer` is a fast tokenizer of transformers; `options` are passed to the template in
+    addition to messages and tools; `generation_config` is the model's, whose `eos_token_id` ends a
+    turn too.
 
-    ValueError: there is no chat template, or it does not end an assistant turn with a control token
-    right after its content, so that a turn's tokens could not be appended.
+    ValueError: there is no chat template, or it does not write a control token directly after an
+    assistant turn's content, so that the tokens after a turn cannot be determined.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class ChatTemplate:
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 f"the tokenizer of {self._name!r} has no chat template; put a "
-                "chat_template.jinja beside its tokenizer.json"
+                "chat_template.jinja next to its tokenizer.json"
             )
         self.tokenizer = tokenizer
         self._options = dict(options or {})
@@ -85,30 +87,30 @@ class ChatTemplate:
         eos_ids = generation_config.get("eos_token_id")
         eos_token_ids = [eos_ids] if isinstance(eos_ids, int) else eos_ids or []
         self._eos_ids = {*eos_token_ids, tokenizer.eos_token_id}
-        plain = self._ending("text", _turn(_MARK))
-        self._inner = self._within_turns() - {plain.final or plain.closer}
+        text_ending = self._ending("text", _turn(_MARK))
+        self._inner = self._within_turns() - {text_ending.final or text_ending.closer}
         self._endings = {
             form: self._ending(form, turn)
             for form, turn in _turns_before(_numbered([{"role": "tool"}]), _MARK)
         }
-        plain, eos = self._endings["text"], tokenizer.eos_token_id
-        ends = self._ids(plain.closer, plain.final) + ([] if eos is None else [eos])
+        text_ending, eos = self._endings["text"], tokenizer.eos_token_id
+        ends = self._ids(text_ending.closer, text_ending.final) + ([] if eos is None else [eos])
         for ending in self._endings.values():
             ends += self._ids(ending.closer, ending.final)
         openers = self._openers()
         ends += openers
         self.end_of_turn_id = ends[0]
-        """The token that ends a turn of text that nothing follows."""
+        """The token that ends a turn of text at the end of a conversation."""
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*ends, *eos_token_ids]))
         """Ids that end an assistant turn when sampled."""
         self._opening_ids = frozenset(openers)
 
-        self._shown_roles: set[tuple[str, ...]] = set()
+        self._checked_roles: set[tuple[str, ...]] = set()
         self.require_roles(["user"])
-        self._looks_back = any(self._depends_on(roles, past) for roles in _LATER for past in _PASTS)
+        self._uses_past = any(self._depends_on(roles, past) for roles in _LATER for past in _PASTS)
 
     def reads(self, option: str) -> bool:
-        """Whether the template has an option of this name; another changes nothing."""
+        """Whether the template uses an option of this name; other options have no effect."""
         return bool(re.search(rf"\b{re.escape(option)}\b", str(self.tokenizer.chat_template)))
 
     @property
@@ -118,8 +120,10 @@ class ChatTemplate:
         return tuple(self.tokenizer.convert_ids_to_tokens(ids))
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer, and stop_token_ids where vLLM, SGLang, TGI and transformers read
-        them: the model's own generation_config.json, which may name only the end of a document.
+        """Write the tokenizer, and stop_token_ids to generation_config.json.
+
+        vLLM, SGLang, TGI and transformers read them there; the model's own file may contain only
+        the end of a document.
         """
         self.tokenizer.save_pretrained(folder)
         table = {**self._generation_config, "eos_token_id": list(self.stop_token_ids)}
@@ -130,14 +134,14 @@ class ChatTemplate:
         """Check that messages of these roles, in this order, can follow an assistant turn."""
         contents = [f"message-{index}" for index in range(len(roles))]
         probes = _numbered(
-            [{"role": role, "content": said} for role, said in zip(roles, contents, strict=True)]
+            [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
         )
-        shown = re.findall(r"message-\d+", self._after_turn(probes, None)[2])
-        if shown != contents:
+        contents_in_text = re.findall(r"message-\d+", self._after_turn(probes, None)[2])
+        if contents_in_text != contents:
             raise ValueError(
                 self._refusal(probes, "follow an assistant turn", "it does not show each once")
             )
-        self._shown_roles.add(tuple(roles))
+        self._checked_roles.add(tuple(roles))
 
     def require_shown(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -145,31 +149,31 @@ class ChatTemplate:
         """Check that a prompt changes with the text, the calls and the role of each message."""
         messages = _numbered(messages)
         prompt = self._render(messages, tools, prompt=True)
-        for at, message in enumerate(messages):
+        for index, message in enumerate(messages):
             role = str(message["role"])
             other: dict[str, Any] = {"content": f"{message.get('content')}x", "tool_calls": []}
             if role not in ("system", "user", "assistant", "tool"):
-                other["role"] = "stand-in"  # some templates write any name
+                other["role"] = "stand-in"  # some templates write any role name
             for key in filter(message.get, other):
-                changed = [*messages[:at], {**message, key: other[key]}, *messages[at + 1 :]]
-                text = self._tried(changed, tools, prompt=True).replace("stand-in", role)
+                changed = [*messages[:index], {**message, key: other[key]}, *messages[index + 1 :]]
+                text = self._render_or_empty(changed, tools, prompt=True).replace("stand-in", role)
                 if text == prompt:
-                    reason = f"the {key} of message {at + 1} ({role!r}) changes nothing"
+                    reason = f"the {key} of message {index + 1} ({role!r}) changes nothing"
                     raise ValueError(self._refusal(messages, "begin a conversation", reason))
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Int32:
-        """The whole conversation so far, up to where the assistant's next turn begins.
+        """The tokens of the conversation so far, up to the start of the assistant's next turn.
 
-        ValueError: the template refuses the messages; the message has its reason.
+        ValueError: the template rejects the messages; the message contains its reason.
         """
         pairs = zip(messages, _numbered(messages), strict=True)
-        messages = [dict(one) if one.get("tool_call_id") else made for one, made in pairs]
-        own = [*_own(messages), False]
-        (*said, schemas), mark = self._encoder.shield(*messages, list(tools), own=own)
+        messages = [dict(m) if m.get("tool_call_id") else numbered for m, numbered in pairs]
+        own = [*_is_own(messages), False]
+        (*shielded, schemas), mark = self._encoder.shield(*messages, list(tools), own=own)
         try:
-            text = self._render(said, schemas, prompt=True)
+            text = self._render(shielded, schemas, prompt=True)
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(self._refusal(messages, "begin a conversation", error)) from error
         return self._encoder.encode(text, mark)
@@ -178,65 +182,66 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, last_id: int | None, tools: bool = False,
         roles: Sequence[str] = (),
     ) -> Int32:  # fmt: skip
-        """The tokens between a sampled turn and the next one: messages, and the generation prompt.
+        """The tokens between a sampled turn and the next one: messages and the generation prompt.
 
-        Tool messages follow a turn that called tools, one call for each, with the message's `name`
-        and `tool_call_id` (made up where they are missing), if the template knows such turns.
-        `roles` are those of all messages before the turn, for templates that look at them.
+        Tool messages follow a turn that called tools, one call each, with the message's `name` and
+        `tool_call_id` (generated if missing), if the template knows such turns. `roles` are those
+        of all messages before the turn, for templates that read them.
 
-        `last_id` is the sampled turn's last token. What the template writes behind it there is
-        returned. If it does not write it there: what follows the closing token, where the turn
-        ended with another of stop_token_ids; with the closing token, unsampled, where a budget or a
-        stop string ended it, or a token that opens another role's message. None: of the last kind.
+        `last_id` is the last token of the sampled turn. If the template writes it there, the result
+        starts after it. Otherwise, if the turn ended with another of stop_token_ids, the result
+        starts after the closing token. If a budget, a stop string, or a token that opens another
+        role's message ended the turn (None: the same), the result includes the closing token,
+        unsampled.
         """
-        told = [message["role"] for message in messages]
-        if tuple(told) not in self._shown_roles:
-            self.require_roles(told)
-        (said,), mark = self._encoder.shield(_numbered(messages))
-        past = roles if self._looks_back else ()
-        _, before, text = self._after_turn(said, last_id, tools=tools, roles=past)
-        return self._encoder.encode_behind(text, mark, before)
+        message_roles = [message["role"] for message in messages]
+        if tuple(message_roles) not in self._checked_roles:
+            self.require_roles(message_roles)
+        (shielded,), mark = self._encoder.shield(_numbered(messages))
+        past = roles if self._uses_past else ()
+        _, before, text = self._after_turn(shielded, last_id, tools=tools, roles=past)
+        return self._encoder.encode_after(text, mark, before)
 
     def closing_id(self, messages: Sequence[Message]) -> int:
-        """The token that ends a turn which these messages follow; none of them: nothing does."""
+        """The token that ends a turn followed by these messages; without messages, a final turn."""
         ends = self._ids(self._after_turn(_numbered(messages), None)[0]) if messages else []
         return (ends or [self.end_of_turn_id])[0]
 
     def text_ids(self, text: str, *, own: bool = False) -> Int32:
-        """The tokens of text put into an assistant's turn as it is, encoded alone.
+        """The tokens of text inserted verbatim into an assistant's turn, encoded alone.
 
-        `own`: it is the policy's or its author's, who may write the tokens that a turn is written
-        with, such as `<think>`; else it is the environment's, and no control token.
+        `own`: written by the policy or its author, who may use the tokens within a turn, such as
+        `<think>`; otherwise by the environment, without control tokens.
         """
         (plain,), mark = self._encoder.shield(text, own=[own])
-        return self._encoder.encode_behind(plain, mark)
+        return self._encoder.encode_after(plain, mark)
 
     def clip(self, text: str, max_tokens: int, keep: Keep = "ends") -> str:
-        """Text of at most max_tokens: its head and tail, or the one of them; the cut is marked.
+        """Shorten text to max_tokens: head and tail, or one of them, with a note at the cut.
 
-        Where the mark would take more than half of it, there is none, and of both ends the head.
-        Of a text that is longer than so many tokens can be, no more is encoded than its ends, and
-        the mark counts what is cut in characters.
+        If the note would take more than half of the tokens, it is omitted, and "ends" keeps the
+        head. Of a text that exceeds max_tokens by its length alone only the ends are encoded, and
+        the note counts characters.
         """
-        whole, near = not self.exceeds(text, max_tokens), CHARACTERS * max_tokens
-        total = len(self.text_ids(text)) if whole else len(text)
-        if whole and total <= max_tokens:
+        exact, end_chars = not self.exceeds(text, max_tokens), CHARS_PER_TOKEN * max_tokens
+        total = len(self.text_ids(text)) if exact else len(text)
+        if exact and total <= max_tokens:
             return text
-        head_text, tail_text = (text, text) if whole else (text[:near], text[-near:])
-        ends = [end for _, end in self._encoder.offsets(head_text)]
-        starts = [start - len(tail_text) for start, _ in self._encoder.offsets(tail_text)]
+        head_text, tail_text = (text, text) if exact else (text[:end_chars], text[-end_chars:])
+        token_ends = [end for _, end in self._encoder.offsets(head_text)]
+        token_starts = [start - len(tail_text) for start, _ in self._encoder.offsets(tail_text)]
 
         def joined(room: int, tail: int, *, marked: bool) -> str:
-            head = text[: ends[room - tail - 1]] if room > tail else ""
-            last = text[starts[-tail] :] if tail else ""
-            left, unit = (room, "tokens") if whole else (len(head) + len(last), "characters")
-            note = f" ... [{total - left} {unit} cut] ... " if marked else ""
-            return head + note + last
+            head = text[: token_ends[room - tail - 1]] if room > tail else ""
+            tail_part = text[token_starts[-tail] :] if tail else ""
+            size, unit = (room, "tokens") if exact else (len(head) + len(tail_part), "characters")
+            note = f" ... [{total - size} {unit} cut] ... " if marked else ""
+            return head + note + tail_part
 
         note = f" ... [{total - max_tokens} tokens cut] ... "
-        room = max_tokens - len(self.text_ids(note if whole else joined(0, 0, marked=True)))
+        room = max_tokens - len(self.text_ids(note if exact else joined(0, 0, marked=True)))
         marked = 2 * room >= max_tokens
-        room = min(room if marked else max_tokens, len(ends), len(starts))
+        room = min(room if marked else max_tokens, len(token_ends), len(token_starts))
         while room > 0:
             tail = room if keep == "tail" else room // 2 if keep == "ends" and marked else 0
             clipped = joined(room, tail, marked=marked)
@@ -247,8 +252,8 @@ class ChatTemplate:
         return ""
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
-        """Whether a text is longer than so many tokens by its characters alone."""
-        return len(text) > 2 * CHARACTERS * max_tokens + 512
+        """Whether the text is longer than max_tokens by its number of characters alone."""
+        return len(text) > 2 * CHARS_PER_TOKEN * max_tokens + 512
 
     def decode(self, token_ids: Int32) -> str:
         """The text of a sampled turn, without the tokens that end it."""
@@ -257,62 +262,62 @@ class ChatTemplate:
             ids.pop()
         return str(self.tokenizer.decode(ids))
 
-    # --- behind a stand-in for the sampled turn ---
+    # --- after a placeholder for the sampled turn ---
 
     def _after_turn(
         self, messages: list[dict[str, Any]], last_id: int | None, *, tools: bool = False,
         roles: Sequence[str] = (),
     ) -> tuple[str, str, str]:  # fmt: skip
-        """The token that ends a turn that these messages follow; behind what, and what is appended.
+        """(token that ends the turn, control token before the appended text or "", appended text).
 
-        The latter is a control token that the template writes there, or "".
+        The turn is a placeholder, followed by these messages.
         """
-        mark, word, said = _MARK, "stand-in-word", repr(messages) + str(messages)
-        while mark in said or word in said:
+        mark, word, message_text = _MARK, "stand-in-word", repr(messages) + str(messages)
+        while mark in message_text or word in message_text:
             mark, word = mark + _MARK[0], word + "s"
-        refused: list[str] = []
+        reasons: list[str] = []
         for form, turn in _turns_before(messages, mark):
-            tried = [(p, t) for p in ([_past(roles, form, word)] if roles else []) + [[_USER]]
+            candidates = [(p, t) for p in ([_past(roles, form, word)] if roles else []) + [[_USER]]
                      for t in ([_schemas(word)] if tools else []) + [[]]]  # fmt: skip
-            for past, shown in tried:  # the first in which nothing of the stand-ins is shown again
+            for past, schemas in candidates:  # the first that repeats no placeholder after the turn
                 try:
-                    text = self._render([*past, turn, *messages], shown, prompt=True)
+                    text = self._render([*past, turn, *messages], schemas, prompt=True)
                 except (jinja2.TemplateError, TypeError) as error:
                     reason = str(error)
                     continue
                 if word not in text.partition(mark)[2]:
                     break
             else:
-                refused.append(reason)
+                reasons.append(reason)
                 continue
             after, closer = text.partition(mark)[2], self._endings[form].closer
             ends = [m for m in self._controls(after, inner=True) if m[0] == closer]
             end = next(iter(ends if closer else self._controls(after)), None)
             if end is None:
-                refused.append("it does not show that turn and its end")
+                reasons.append("it does not show that turn and its end")
                 continue
             start = self._start(after, end, form, last_id)
             before = [m[0] for m in self._controls(after, inner=True) if m.end() == start]
             return end[0], "".join(before), after[start:]
-        raise ValueError(self._refusal(messages, "follow an assistant turn", refused[0]))
+        raise ValueError(self._refusal(messages, "follow an assistant turn", reasons[0]))
 
     def _depends_on(self, roles: Sequence[str], past: Sequence[str]) -> bool:
-        """Whether the template writes messages of these roles otherwise behind such a history."""
-        said = _numbered([{"role": role, "content": "x"} for role in roles])
+        """Whether the template renders these roles differently after such a history."""
+        messages = _numbered([{"role": role, "content": "x"} for role in roles])
         try:
-            alone, behind = (self._after_turn(said, None, roles=r)[2] for r in ((), past))
-        except ValueError:  # it does not show them at all
+            alone, with_past = (self._after_turn(messages, None, roles=r)[2] for r in ((), past))
+        except ValueError:  # it does not render them at all
             return False
-        return alone != behind
+        return alone != with_past
 
     def _start(self, after: str, end: re.Match[str], form: Form, last_id: int | None) -> int:
-        """Where in `after`, what follows a turn that `end` ends, begins what is appended to it."""
+        """The offset in `after` (the text after the turn, ended by `end`) of the text to append."""
 
-        def bare(text: str) -> bool:
+        def has_only_controls(text: str) -> bool:
             return not self._encoder.control.sub("", text).strip()
 
         for control in reversed(self._controls(after[: end.end()], inner=True)):
-            if not bare(after[control.end() : end.start()]):
+            if not has_only_controls(after[control.end() : end.start()]):
                 break
             if self._encoder.control_ids[control[0]] == last_id:
                 return control.end()
@@ -322,83 +327,82 @@ class ChatTemplate:
         return end.end() if self._endings[form].closer else len(head.rstrip())
 
     def _ending(self, form: Form, turn: dict[str, Any]) -> _Ending:
-        """How the template ends turns of this form; of text, with a control token at once."""
+        """How the template ends turns of this form; a turn of text needs a control token."""
         if form == "text":
-            ended = self._shown([_USER, turn], prompt=False)
-            after = self._shown([_USER, turn, _USER], prompt=True)
+            ended = self._after_placeholder([_USER, turn], prompt=False)
+            after = self._after_placeholder([_USER, turn, _USER], prompt=True)
             if not self._encoder.control.match(after.lstrip()):
                 raise ValueError(
                     f"the chat template of {self._name!r} must end an assistant turn with a "
                     f"special token, but after the turn's text comes {after[:40]!r}; put a "
-                    "chat_template.jinja that does beside its tokenizer.json"
+                    "chat_template.jinja that does next to its tokenizer.json"
                 )
         else:
-            ended = self._tried([_USER, turn], prompt=False).partition(_MARK)[2]
+            ended = self._render_or_empty([_USER, turn], prompt=False).partition(_MARK)[2]
             result = _numbered([{"role": "tool", "content": "x"}])
-            after = self._tried([_USER, turn, *result], prompt=True).partition(_MARK)[2]
-        final, shared = self._last(ended), _shared(ended, after)
+            after = self._render_or_empty([_USER, turn, *result], prompt=True).partition(_MARK)[2]
+        final, shared = self._last(ended), _common_prefix(ended, after)
         closing = [m for m in self._controls(after) if m.end() <= shared]
-        if closing:  # else both go on with what opens a message
-            known = [m for m in closing if self._encoder.control_ids[m[0]] in self._eos_ids]
-            found = closing[-1] if shared >= len(ended.rstrip()) else (closing[:1] + known)[-1]
+        if closing:  # otherwise both continue with the opener of a message
+            eos = [m for m in closing if self._encoder.control_ids[m[0]] in self._eos_ids]
+            closer = closing[-1] if shared >= len(ended.rstrip()) else (closing[:1] + eos)[-1]
             final = ""
         elif controls := self._controls(after, inner=bool(final)):
-            found = controls[0]
+            closer = controls[0]
         else:
             return _Ending(final)
-        rest = after[found.end() :].lstrip()
-        closes = self._tried([_USER], prompt=False).rstrip().endswith(found[0])  # a user's, too
+        rest = after[closer.end() :].lstrip()
+        # the closer of a user turn too
+        closes = self._render_or_empty([_USER], prompt=False).rstrip().endswith(closer[0])
         opens = rest and not closes and not self._encoder.framing.match(rest)
-        return _Ending(final, "" if opens else found[0])
+        return _Ending(final, "" if opens else closer[0])
 
     def _openers(self) -> list[int]:
         """The tokens that open the environment's messages where the template closes no turn."""
-        found, closers = [], {ending.closer for ending in self._endings.values()}
+        openers, closers = [], {ending.closer for ending in self._endings.values()}
         for role in ("user", "tool"):
             try:
                 end, *_ = self._after_turn(_numbered([{"role": role, "content": "x"}]), None)
             except ValueError:
                 continue
-            found += self._ids(*{end} - closers)
-        return found
+            openers += self._ids(*{end} - closers)
+        return openers
 
     def _within_turns(self) -> frozenset[str]:
         """Control tokens that the template writes within a turn: around thoughts and calls."""
-        prompt, found = self._tried([_USER], prompt=True), set()
+        prompt, tokens = self._render_or_empty([_USER], prompt=True), set()
         thought = dict.fromkeys(("thinking", "reasoning", "reasoning_content"), "y")
         for count in (1, 2):
             for _, turn in _turns_before(_numbered([{"role": "tool"}] * count), _MARK):
-                text = self._tried([_USER, turn | thought], prompt=False)
-                start, end = _shared(prompt, text), text.rfind(_MARK)
-                found |= {
+                text = self._render_or_empty([_USER, turn | thought], prompt=False)
+                start, end = _common_prefix(prompt, text), text.rfind(_MARK)
+                tokens |= {
                     m[0] for m in self._encoder.control.finditer(text) if start < m.end() <= end
                 }
-        return frozenset(found)
+        return frozenset(tokens)
 
     def _controls(self, text: str, *, inner: bool = False) -> list[re.Match[str]]:
-        """The control tokens in text, also those that turns have within."""
-        found = self._encoder.control.finditer(text)
-        return [m for m in found if inner or m[0] not in self._inner]
+        """The control tokens in text; `inner`: including those within turns."""
+        matches = self._encoder.control.finditer(text)
+        return [m for m in matches if inner or m[0] not in self._inner]
 
     def _last(self, text: str) -> str:
-        """The last control token in text that is not within a turn, or ""."""
         return ([""] + [m[0] for m in self._controls(text)])[-1]
 
     def _ids(self, *tokens: str) -> list[int]:
-        """The ids of tokens that can end a turn: not "", not those that turns have within."""
+        """The ids of tokens that can end a turn: neither "" nor inner tokens."""
         return [self._encoder.control_ids[t] for t in tokens if t and t not in self._inner]
 
-    def _tried(
+    def _render_or_empty(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, prompt: bool
     ) -> str:
-        """The rendering, or "" if the template refuses the messages."""
         try:
             return self._render(messages, tools, prompt=prompt)
         except (jinja2.TemplateError, TypeError):
             return ""
 
-    def _shown(self, messages: list[Message], *, prompt: bool) -> str:
-        """What follows the mark when these are rendered; the mark must be shown once."""
+    def _after_placeholder(self, messages: list[Message], *, prompt: bool) -> str:
+        """The text after the placeholder, which must be rendered exactly once."""
         try:
             text = self._render(messages, (), prompt=prompt)
         except (jinja2.TemplateError, TypeError) as error:
@@ -407,7 +411,7 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template of {self._name!r} does not show an assistant turn exactly once "
                 f"in {[message['role'] for message in messages]}; put a chat_template.jinja that "
-                "does beside its tokenizer.json"
+                "does next to its tokenizer.json"
             )
         return text.partition(_MARK)[2]
 
@@ -424,24 +428,23 @@ class ChatTemplate:
             )
         )
 
-    def _refusal(self, messages: Sequence[Message], what: str, reason: object) -> str:
+    def _refusal(self, messages: Sequence[Message], action: str, reason: object) -> str:
         return (
             f"with the chat template of {self._name!r}, messages of the roles "
-            f"{[message.get('role') for message in messages]} cannot {what}: {reason}; use roles "
-            "that it knows, or put another chat_template.jinja beside its tokenizer.json"
+            f"{[message.get('role') for message in messages]} cannot {action}: {reason}; use roles "
+            "that it knows, or put another chat_template.jinja next to its tokenizer.json"
         )
 
 
-def _own(messages: Sequence[Message]) -> Iterator[bool]:
-    """Which messages are not the environment's: the policy's, and the author's before its first."""
-    played = False
+def _is_own(messages: Sequence[Message]) -> Iterator[bool]:
+    """Whether each message is the policy's, or the author's before the policy's first turn."""
+    assistant_seen = False
     for message in messages:
-        played |= message.get("role") == "assistant"
-        yield message.get("role") in (("assistant",) if played else ("system", "developer"))
+        assistant_seen |= message.get("role") == "assistant"
+        yield message.get("role") in (("assistant",) if assistant_seen else ("system", "developer"))
 
 
-def _shared(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
+def _common_prefix(a: str, b: str) -> int:
     return len(os.path.commonprefix([a, b]))  # noqa: RUF071 - texts, not paths
 
 
@@ -456,7 +459,7 @@ def _turn(content: str) -> dict[str, Any]:
 
 
 def _numbered(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages, tool results with the name and the id of the call they answer."""
+    """The messages; tool results get a name and a call id if they have none."""
     return [
         {"name": "tool", "tool_call_id": f"call{index:05d}", **message}
         if message.get("role") == "tool"
@@ -466,27 +469,27 @@ def _numbered(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _past(roles: Sequence[str], form: Form, word: str) -> list[Message]:
-    """A conversation of these roles that says only a word, in which calls have a turn's form."""
+    """A conversation of these roles whose only text is a word; its calls have the given form."""
     messages: list[Message] = []
     for index, role in enumerate(roles):
-        said: dict[str, Any] = {"role": role, "content": word}
+        message: dict[str, Any] = {"role": role, "content": word}
         if role == "tool":
-            said |= {"name": word, "tool_call_id": f"past{index:05d}"}
+            message |= {"name": word, "tool_call_id": f"past{index:05d}"}
         elif role == "assistant":
             results = list(takewhile(lambda role: role == "tool", roles[index + 1 :]))
             ids = [f"past{index + 1 + call:05d}" for call in range(len(results))]
-            called = [{"role": "tool", "name": word, "tool_call_id": i} for i in ids]
-            forms: dict[Form, dict[str, Any]] = dict(_turns_before(called, word))
-            said = forms[form] if form in forms else forms["text"]
-        messages.append(said)
+            results_before = [{"role": "tool", "name": word, "tool_call_id": i} for i in ids]
+            forms: dict[Form, dict[str, Any]] = dict(_turns_before(results_before, word))
+            message = forms[form] if form in forms else forms["text"]
+        messages.append(message)
     return messages
 
 
 def _turns_before(messages: Sequence[Message], mark: str) -> Iterator[tuple[Form, dict[str, Any]]]:
-    """Assistant turns that messages can follow, by their form, the likeliest first.
+    """Assistant turns that messages can follow, by form, the most likely first.
 
     Tool messages answer calls. Templates differ in whether a call's arguments are an object or a
-    string, and some know no calls at all.
+    string; some support no calls.
     """
     results = [message for message in messages if message.get("role") == "tool"]
     forms: tuple[tuple[Form, Any], ...] = (("object", {"x": mark}), ("string", mark))

@@ -1,16 +1,16 @@
-"""Text to token ids, with whatever a message says kept plain text.
+"""Encode rendered chats such that message text can never become a control token.
 
-A tokenizer turns `<|im_end|>` into the token that ends a turn wherever it stands, also in what a
-program printed. Splitting the text before encoding would change how bytes merge around the cut. So
-the text stays whole and only names change: where a message spells a control token, a mark is put
-inside the spelling before the template sees it; in the rendering the template's own control tokens
-are then renamed to what no text can contain, and a second tokenizer, equal but for these names,
-encodes it. Every id, and every merge across the edge of a message, is what the first tokenizer
-would give if control tokens had no spelling.
+A tokenizer turns `<|im_end|>` into the token that ends a turn wherever it stands, for example in a
+program's output. Splitting the text before encoding would change how bytes merge at the cut. So the
+text is encoded as a whole and only names change: where a message spells a control token, a mark is
+inserted into the spelling before the template is rendered; in the rendering the template's own
+control tokens are renamed to strings that no text can contain, and a second tokenizer, equal except
+for these names, encodes it. Every id, and every merge across the edge of a message, is what the
+first tokenizer would give if control tokens had no spelling.
 
-Tokens that frame a turn (`<|im_end|>`) cannot be spelled by anybody. Tokens that a turn is written
-with (`<think>`, `<tool_call>`, `<tool_response>`) are spelled by those whose words they are: the
-policy, and the author of prompts. In what the environment says they are text too.
+Tokens that frame a turn (`<|im_end|>`) cannot be written by anybody. Tokens within a turn
+(`<think>`, `<tool_call>`, `<tool_response>`) can be written by the policy and by the author of
+prompts. In the environment's text they are plain text too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from tokenizers import Tokenizer
 
 from agentgrpo.types import Int32
 
-_MARKS = range(0xF0000, 0xFFFFE)  # private characters: no template and no vocabulary has them
+_MARKS = range(0xF0000, 0xFFFFE)  # private characters: in no template and no vocabulary
 _ALIAS = "\U0010fffd"
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-_NO_WORD = re.compile(r"[^\w\s\u2581]")  # what words and runs of spaces do not have
-_CONTROL_SPELLING = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)  # ASCII's bar or the wide one
+_NO_WORD = re.compile(r"[^\w\s\u2581]")  # not in words or runs of spaces
+_CONTROL_SPELLING = re.compile(
+    "<[|\uff5c].*[|\uff5c]>", re.DOTALL
+)  # the ASCII bar or the full-width one
 
 
 class TextEncoder:
@@ -45,11 +47,11 @@ class TextEncoder:
                 "without a tokenizer.json; save it once with a fast tokenizer class"
             )
         self._tokenizer = tokenizer
-        self._ids = lru_cache(128)(tokenizer.encode)  # rollouts of a group begin alike
-        framing, written = _control_ids(tokenizer)
-        self.control_ids = framing | written
-        """Control tokens, spelling to id: the special ones, those spelled `<|...|>`, and the added
-        ones that the chat template writes."""
+        self._ids = lru_cache(128)(tokenizer.encode)  # rollouts of a group share their prompt
+        framing, inner = _control_ids(tokenizer)
+        self.control_ids = framing | inner
+        """Control tokens, spelling to id: special ones, those spelled `<|...|>`, and added tokens
+        that occur in the chat template."""
         short = [spelling for spelling in self.control_ids if len(spelling) < 2]
         if short:
             raise ValueError(f"control tokens of one character cannot be kept apart: {short}")
@@ -61,26 +63,30 @@ class TextEncoder:
     def shield(self, *values: Any, own: Sequence[bool] = ()) -> tuple[list[Any], str]:
         """Mark the control spellings in all strings of nested values of JSON types.
 
-        Half of a surrogate pair, which no tokenizer takes, becomes U+FFFD. `own`: which values are
-        the policy's or its author's, who may write all control tokens but the special ones and
-        those spelled `<|...|>`. Returns the values, and the mark that is in them: "" if nothing had
-        to be marked.
+        Half of a surrogate pair, which no tokenizer accepts, becomes U+FFFD. `own`: which values
+        were written by the policy or the author, who may write all control tokens except special
+        ones and those spelled `<|...|>`. Returns the values and the inserted mark: "" if nothing
+        had to be marked.
         """
-        kinds = [self.framing if mine else self.control for mine in own or [False] * len(values)]
-        said = [_mapped(value, _whole) for value in values]
-        strings = [list(_strings(value)) for value in said]
-        pairs = list(zip(kinds, strings, strict=True))
-        if not any(kind.search(string) for kind, spoken in pairs for string in spoken):
-            return said, ""
-        used = set().union(*(string for spoken in strings for string in spoken))
+        patterns = [
+            self.framing if is_own else self.control for is_own in own or [False] * len(values)
+        ]
+        cleaned = [_mapped(value, _without_surrogates) for value in values]
+        strings = [list(_strings(value)) for value in cleaned]
+        pairs = list(zip(patterns, strings, strict=True))
+        if not any(pattern.search(string) for pattern, texts in pairs for string in texts):
+            return cleaned, ""
+        used = set().union(*(string for texts in strings for string in texts))
         mark = next((chr(code) for code in _MARKS if chr(code) not in used), "")
         if not mark:
-            raise ValueError("a message has every private character of plane 15; none is left")
+            raise ValueError("a message uses every private character of plane 15; none is left")
 
-        def marked(kind: re.Pattern[str], value: Any) -> Any:
-            return _mapped(value, lambda s: kind.sub(lambda m: m[0][0] + mark + m[0][1:], s))
+        def insert_mark(pattern: re.Pattern[str], value: Any) -> Any:
+            return _mapped(value, lambda s: pattern.sub(lambda m: m[0][0] + mark + m[0][1:], s))
 
-        return [marked(kind, value) for kind, value in zip(kinds, said, strict=True)], mark
+        return [
+            insert_mark(pattern, value) for pattern, value in zip(patterns, cleaned, strict=True)
+        ], mark
 
     def encode(self, text: str, mark: str = "") -> Int32:
         """The ids of a rendering whose messages were marked with `mark`."""
@@ -90,23 +96,24 @@ class TextEncoder:
         text = self.control.sub(lambda m: aliases[m[0]], text).replace(mark, "")
         return ids_from_list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def encode_behind(self, text: str, mark: str, before: str = "") -> Int32:
-        """The ids of text that stands behind a control token; "": behind text.
+    def encode_after(self, text: str, mark: str, before: str = "") -> Int32:
+        """The ids of text that follows the control token `before`; "": that follows text.
 
-        Some control tokens take the white space behind them.
+        Some control tokens absorb the white space after them, so text cannot be encoded without
+        context.
         """
         return self.encode((before or self._plain) + text, mark)[1:]
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        """The characters [start, end) of each token of text, all of it plain."""
-        text = _whole(text)
+        """Character range [start, end) of each token of plain text."""
+        text = _without_surrogates(text)
         spelled = self.control.search(text) is not None
         tokenizer = self._renamed[1] if spelled else self._tokenizer.backend_tokenizer
         return list(tokenizer.encode(text, add_special_tokens=False).offsets)
 
     @cached_property
     def _renamed(self) -> tuple[dict[str, str], Tokenizer]:
-        """Names that nobody can guess for the control tokens, and a tokenizer that knows these."""
+        """Unguessable names of the control tokens, and a tokenizer with these names."""
         key = secrets.token_hex(16)
         aliases = {s: f"{_ALIAS}{key}.{i}." for i, s in enumerate(self.control_ids)}
         spec = json.loads(self._tokenizer.backend_tokenizer.to_str())
@@ -122,30 +129,29 @@ class TextEncoder:
 
 
 def _control_ids(tokenizer: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Spellings and ids of the tokens that frame a turn, and of those that it is written with."""
+    """Spelling -> id of the tokens that frame a turn, and of those used within a turn."""
     templates = tokenizer.chat_template or ""
     source = templates if isinstance(templates, str) else "".join(templates.values())
-    framing, written = {}, {}
+    framing, inner = {}, {}
     for index, token in sorted(tokenizer.added_tokens_decoder.items()):
         if token.special or _CONTROL_SPELLING.fullmatch(token.content):
             framing[token.content] = index
         elif token.content in source and _NO_WORD.search(token.content):
-            written[token.content] = index
-    return framing, written
+            inner[token.content] = index
+    return framing, inner
 
 
 def _any_of(spellings: Mapping[str, int]) -> re.Pattern[str]:
-    """Matches any of them, the longest that begins at a place; nothing if there are none."""
+    """Matches any of the spellings, the longest first; matches nothing if there are none."""
     ordered = sorted(spellings, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 
 
-def _whole(text: str) -> str:
+def _without_surrogates(text: str) -> str:
     return _HALF_PAIR.sub("\ufffd", text)
 
 
 def _strings(value: Any) -> Any:
-    """All strings in a nested value, keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -158,7 +164,6 @@ def _strings(value: Any) -> Any:
 
 
 def _mapped(value: Any, fn: Any) -> Any:
-    """The nested value with fn applied to all its strings."""
     if isinstance(value, str):
         return fn(value)
     if isinstance(value, Mapping):
@@ -169,7 +174,7 @@ def _mapped(value: Any, fn: Any) -> Any:
 
 
 def _rename(spec: dict[str, Any], aliases: Mapping[str, str]) -> None:
-    """Rename tokens in a tokenizer.json, in place; merges that made one of them are dropped."""
+    """Rename tokens in a tokenizer.json in place; merges that produce one of them are dropped."""
     for token in spec["added_tokens"]:
         token["content"] = aliases.get(token["content"], token["content"])
     model = spec["model"]
@@ -188,8 +193,8 @@ def _joined(pair: Sequence[str] | str) -> str:
 
 
 def ids_from_list(ids: list[int]) -> Int32:
-    """The token ids an engine returned, as an int32 array."""
-    found = np.frombuffer(array("I", ids), np.int32)  # unsigned: no id is negative
-    if found.size and found.min() < 0:
-        raise OverflowError(f"an id is at most {2**31 - 1}, got {max(ids)}")
-    return found
+    """Token ids of the engine as an int32 array."""
+    result = np.frombuffer(array("I", ids), np.int32)  # unsigned: array() rejects negative ids
+    if result.size and result.min() < 0:
+        raise OverflowError(f"token id: expected at most {2**31 - 1}, got {max(ids)}")
+    return result

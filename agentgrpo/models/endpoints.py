@@ -1,7 +1,7 @@
-"""What is asked by name: models for text, over HTTP, in this process, or a script; searches.
+"""Named endpoints: chat models (HTTP, scripted; engine/in_process.py) and retrievers.
 
-An endpoint may be asked by many threads at once; a call blocks its own thread only. What fails,
-after the client's own tries, is an InfrastructureError, never text.
+An endpoint may be called from many threads at once; a call blocks its own thread only. A failure,
+after the client's retries, is an InfrastructureError, never text.
 """
 
 from __future__ import annotations
@@ -33,35 +33,34 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 T = TypeVar("T")
 Scores = tuple[Float32, Float32, Int32]
+"""Log-probabilities [T], those of the k likeliest tokens [T, K], and their ids [T, K]."""
 
 
 class Endpoint(ABC):
-    """Something that continues a conversation."""
+    """A chat model: continues a conversation."""
 
     @abstractmethod
     def complete(
         self, messages: Sequence[Message], *, n: int = 1, temperature: float = 1.0,
         max_tokens: int = 1024,
     ) -> list[str]:  # fmt: skip
-        """N replies."""
+        ...
 
-    def __call__(self, ask: ModelRequest) -> str:
-        """What an episode asks for."""
-        (said,) = self.complete(
-            ask.messages, temperature=ask.temperature, max_tokens=ask.max_tokens
+    def __call__(self, request: ModelRequest) -> str:
+        (reply,) = self.complete(
+            request.messages, temperature=request.temperature, max_tokens=request.max_tokens
         )
-        return said
+        return reply
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedEndpoint(Endpoint):
-    """A function instead of a model: `reply(messages)` is every reply; TypeError: it is no text."""
+    """`reply(messages)` in place of a model. TypeError: it does not return text."""
 
     reply: Callable[[Sequence[Message]], str]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The function, by its name."""
         return {"function": f"{self.reply.__module__}:{self.reply.__qualname__}"}
 
     def complete(
@@ -76,49 +75,48 @@ class ScriptedEndpoint(Endpoint):
 
 @dataclass(frozen=True)
 class Server:
-    """A server, asked by the openai client.
+    """A server, called with the openai client.
 
-    The client tries again, after about twice as long each time or after what the server asks for:
-    failures of the network, 408, 409, 429 and 5xx. Other refusals are final, and answers of another
-    form; redirections too: nobody else is told what is asked. Of the environment only the key and
-    the proxies (HTTP_PROXY, NO_PROXY, ...) count.
+    The client retries network failures, 408, 409, 429 and 5xx, waiting about twice as long each
+    time or as long as the server says. Other error statuses are final, as are malformed answers and
+    redirects: no other server receives the request. Of the environment only the key and the proxies
+    (HTTP_PROXY, NO_PROXY, ...) are used.
     """
 
     config: EndpointConfig
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What its answers depend on besides what is asked."""
+        """What the answers depend on in addition to the request."""
         return self.config.model_dump(include={"kind", "url", "model", "extra"})
 
-    def _ask(
+    def _request(
         self, url: str, read: Callable[[httpx2.Response], T], body: Any = None, **options: Any
     ) -> T:
-        """What the server answers."""
         import httpx2
         import openai
 
-        key, where = self._key(), f"endpoint {self.config.url}"
+        key, prefix = self._key(), f"endpoint {self.config.url}"
         options.setdefault("headers", {"Authorization": f"Bearer {key}" if key else openai.omit})
-        asked: Any = {"cast_to": httpx2.Response, "options": options}
+        kwargs: Any = {"cast_to": httpx2.Response, "options": options}
         try:
             if body is None:
-                return read(self._client.get(url, **asked))
-            return read(self._client.post(url, body=body, **asked))
+                return read(self._client.get(url, **kwargs))
+            return read(self._client.post(url, body=body, **kwargs))
         except openai.APIStatusError as error:
-            said = f"HTTP {error.status_code}: {error.response.text[:200]}"
-            raise Refused(f"{where}: {said}", error.status_code) from error
-        except Exception as error:  # whatever it is, it is no fault of the policy's
-            raise InfrastructureError(f"{where}: {error.__cause__ or error}") from error
+            message = f"HTTP {error.status_code}: {error.response.text[:200]}"
+            raise ErrorStatus(f"{prefix}: {message}", error.status_code) from error
+        except Exception as error:  # of any type: never counted as the policy's failure
+            raise InfrastructureError(f"{prefix}: {error.__cause__ or error}") from error
 
     def _key(self) -> str:
         name = self.config.api_key_env
         key = os.environ.get(name, "").strip() if name else ""
         if name and not key:
             raise InfrastructureError(
-                f"endpoint {self.config.url}: the environment has no {name}, or an empty one"
+                f"endpoint {self.config.url}: the environment has no {name}, or it is empty"
             )
-        if not (key.isascii() and key.isprintable()):  # and httpx's own words would show it
+        if not (key.isascii() and key.isprintable()):  # httpx's own message would show the key
             raise InfrastructureError(
                 f"endpoint {self.config.url}: expected printable ASCII characters in {name}"
             )
@@ -133,14 +131,14 @@ class Server:
             max_retries=self.config.retries,
             http_client=openai.DefaultHttpxClient(follow_redirects=False),
         )  # fmt: skip
-        # of OPENAI_ORG_ID, OPENAI_PROJECT_ID, OPENAI_CUSTOM_HEADERS, which are for another server
+        # drop OPENAI_ORG_ID, OPENAI_PROJECT_ID, OPENAI_CUSTOM_HEADERS: they are for another server
         client.organization = client.project = None
         client._custom_headers = {}
         return client
 
 
 class HttpEndpoint(Server, Endpoint):
-    """An OpenAI-compatible server (vLLM, llama.cpp, a hosted API): of kind "http"."""
+    """An OpenAI-compatible server (vLLM, llama.cpp, a hosted API), kind "http"."""
 
     def complete(
         self, messages: Sequence[Message], *, n: int = 1, **sampling: float
@@ -149,45 +147,48 @@ class HttpEndpoint(Server, Endpoint):
             "model": self.config.model, "messages": messages, "n": n, "temperature": 1.0,
             "max_tokens": 1024, **sampling, **self.config.extra,
         }  # fmt: skip
-        replies = self._ask("/chat/completions", _texts, body)
+        replies = self._request("/chat/completions", _texts, body)
         if len(replies) != n:
             raise InfrastructureError(
-                f"endpoint {self.config.url}: {len(replies)} of {n} replies came"
+                f"endpoint {self.config.url}: expected {n} replies, got {len(replies)}"
             )
         return replies
 
     def score(self, ids: Sequence[int], topk: int = 0) -> Scores:
-        """What a model behind vLLM's server makes of tokens, at temperature 1, but for the first:
-        nats, [T]; those of the likeliest in each place, the likeliest first, and their ids, [T, K].
+        """Log-probabilities of ids[1:] by a model behind vLLM's server, at temperature 1, in nats
+        [T].
+
+        Also those of the k likeliest tokens at each position, likeliest first, and their ids, [T,
+        K] each.
         """
         body = {
             "model": self.config.model, "prompt": ids, "prompt_logprobs": topk, "max_tokens": 1,
             **self.config.extra,
         }  # fmt: skip
-        return self._ask("/completions", partial(_scored, ids, topk), body)
+        return self._request("/completions", partial(_scored, ids, topk), body)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Their text, as vLLM's server has it."""
         url = urljoin(f"{self.config.url.rstrip('/')}/", "../detokenize")
-        return self._ask(url, _prompt, {"model": self.config.model, "tokens": ids})
+        return self._request(url, _prompt, {"model": self.config.model, "tokens": ids})
 
 
 class Retriever(Server):
-    """A server that finds documents, in the form of ET-Agent's, ARPO's and FlashRAG's: "retriever".
+    """A document retriever with the HTTP interface of ET-Agent, ARPO and FlashRAG, kind
+    "retriever".
 
-    It is posted {"query": ..., "top_n": ...} and answers a JSON list of objects with the text
-    `contents` (its first line is the title) or `text`, and perhaps `title` and `url`.
+    It receives POST {"query": ..., "top_n": ...} and returns a JSON list of objects with the text
+    in `contents` (whose first line is the title) or `text`, and optionally `title` and `url`.
     """
 
     def retrieve(self, query: str, top_n: int) -> list[dict[str, str]]:
-        """The documents that fit best, best first: title, text and url of each."""
+        """The best documents, best first: title, text and url of each."""
         body = {"query": query, "top_n": top_n, **self.config.extra}
-        return self._ask(self.config.url, _documents, body)[:top_n]
+        return self._request(self.config.url, _documents, body)[:top_n]
 
     def page(self, url: str) -> str:
-        """The text of a page that a document names; where the page is none, that, and why.
+        """The text of a web page; if there is none, a parenthesised note with the reason.
 
-        Redirections are followed, and no key is sent.
+        Redirects are followed, and no key is sent.
         """
         import openai
 
@@ -195,62 +196,67 @@ class Retriever(Server):
             return "(not a web page)"
         headers = {"Authorization": openai.omit, "Accept": "text/html, text/plain;q=0.9"}
         try:
-            return self._ask(url, _page, headers=headers, follow_redirects=True)
-        except Refused as error:
+            return self._request(url, _page, headers=headers, follow_redirects=True)
+        except ErrorStatus as error:
             if error.status == 429 or error.status >= 500:
                 raise
-            return f"(the page cannot be had: HTTP {error.status})"
+            return f"(the page is not available: HTTP {error.status})"
 
 
 def _page(response: httpx2.Response) -> str:
     kind = response.headers.get("content-type", "text/html").partition(";")[0].strip().lower()
     if kind in ("text/html", "application/xhtml+xml"):
         return text_of(response.text)
-    return response.text if kind.startswith("text/") else f"(the page is {kind})"
+    return response.text if kind.startswith("text/") else f"(the page has type {kind})"
 
 
 def _texts(response: httpx2.Response) -> list[str]:
-    """The replies in a server's answer."""
-    with _of_form("choices with messages of text", response.content) as answer:
+    with _parsed_as("choices with messages of text", response.content) as answer:
         return [_text(choice["message"]["content"]) for choice in answer["choices"]]
 
 
 def _prompt(response: httpx2.Response) -> str:
-    with _of_form("a prompt", response.content) as answer:
+    with _parsed_as("a prompt", response.content) as answer:
         return _text(answer["prompt"])
 
 
 def _scored(ids: Sequence[int], topk: int, response: httpx2.Response) -> Scores:
-    """The answer has, in each place but the first, the likeliest tokens and the prompt's own."""
-    with _of_form("a choice with vLLM's prompt_logprobs", response.content) as answer:
-        (_, *places) = answer["choices"][0]["prompt_logprobs"]
-        own = [at[str(i)]["logprob"] for i, at in zip(ids[1:], places, strict=True)]
-        ranked = [sorted((s["rank"], int(i), s["logprob"]) for i, s in at.items()) for at in places]
-        most = np.array([at[:topk] for at in ranked], np.float64).reshape(len(own), topk, 3)
-        logp_T, (_, ids_TK, logp_TK) = np.array(own, np.float32), np.moveaxis(most, -1, 0)
+    """Parse prompt_logprobs: per position after the first the likeliest tokens and the prompt's."""
+    with _parsed_as("a choice with vLLM's prompt_logprobs", response.content) as answer:
+        (_, *positions) = answer["choices"][0]["prompt_logprobs"]
+        prompt_logps = [
+            position[str(i)]["logprob"] for i, position in zip(ids[1:], positions, strict=True)
+        ]
+        ranked = [
+            sorted((s["rank"], int(i), s["logprob"]) for i, s in position.items())
+            for position in positions
+        ]
+        top = np.array([position[:topk] for position in ranked], np.float64).reshape(
+            len(prompt_logps), topk, 3
+        )
+        logp_T, (_, ids_TK, logp_TK) = np.array(prompt_logps, np.float32), np.moveaxis(top, -1, 0)
         return logp_T, logp_TK.astype(np.float32), ids_TK.astype(np.int32)
 
 
 def _documents(response: httpx2.Response) -> list[dict[str, str]]:
-    """Those in a retriever's answer."""
-    found = []
-    with _of_form("a list of documents with 'contents'", response.content) as answer:
+    documents = []
+    with _parsed_as("a list of documents with 'contents'", response.content) as answer:
         for row in answer:
             text = _text(row["contents"] if "contents" in row else row["text"])
             title, url = row.get("title"), row.get("url")
             if title is None and "\n" in text:
                 title, _, text = text.partition("\n")
-            found.append({"title": _text(title or ""), "text": text, "url": _text(url or "")})
-    return found
+            documents.append({"title": _text(title or ""), "text": text, "url": _text(url or "")})
+    return documents
 
 
 @contextlib.contextmanager
-def _of_form(what: str, content: bytes) -> Iterator[Any]:
-    """The JSON value that a server answered, read as what it should be."""
+def _parsed_as(expected: str, content: bytes) -> Iterator[Any]:
+    """Parse JSON; errors within the context become ValueError("expected ..., got ...")."""
     try:
         yield as_json(from_json(content))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"expected {what}, got {content[:200]!r}") from None
+        raise ValueError(f"expected {expected}, got {content[:200]!r}") from None
 
 
 def _text(value: Any) -> str:
@@ -259,16 +265,16 @@ def _text(value: Any) -> str:
     return value
 
 
-class Refused(InfrastructureError):
-    """A server answered with another status than success."""
+class ErrorStatus(InfrastructureError):
+    """A server answered with an error status."""
 
-    def __init__(self, said: str, status: int) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
         self.status = status
 
 
 def text_of(html: str) -> str:
-    r"""What a reader sees of a web page: its text, a line for each block.
+    r"""The visible text of an HTML page, one line per block.
 
     >>> text_of("<title>A</title><script>x()</script><p>One &amp; <b>two</b><p>three")
     'A\nOne & two\nthree'
@@ -308,19 +314,19 @@ class _Reader(HTMLParser):
 
 
 def make_endpoint(config: EndpointConfig, name: str) -> Endpoint:
-    """The endpoint that a config describes, if it needs no engine."""
+    """The endpoint of a config, unless it needs an engine."""
     if config.kind == "script":
         return ScriptedEndpoint(load_callable(config.function, key=f"endpoints.{name}.function"))
     if config.kind == "http":
         require_installed("openai", f"endpoints.{name}.kind = 'http'")
         return HttpEndpoint(config)
     if config.kind == "retriever":
-        raise ValueError(f"endpoints.{name}: a retriever finds documents, and writes no text")
-    raise ValueError(f"endpoints.{name}: an engine is needed, and there is none here")
+        raise ValueError(f"endpoints.{name}: a retriever returns documents and cannot write text")
+    raise ValueError(f"endpoints.{name}: this kind needs an engine, and this command has none")
 
 
 def make_retriever(config: EndpointConfig, name: str) -> Retriever:
-    """The retriever that a config describes."""
+    """The retriever of a config."""
     if config.kind != "retriever":
         raise ValueError(f"endpoints.{name}: expected kind 'retriever', got {config.kind!r}")
     require_installed("openai", f"endpoints.{name}.kind = 'retriever'")

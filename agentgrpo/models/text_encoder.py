@@ -1,4 +1,4 @@
-"""A transformer that turns texts into vectors, so that they can be searched by meaning."""
+"""A transformer that embeds texts as vectors, for dense retrieval."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ BATCH = 32
 
 
 class Encoder:
-    """A text encoder, on the CPU in float32 (E5 and GTE: "mean"; BGE: "cls"; Qwen3: "last").
+    """A text encoder on the CPU in float32 (E5 and GTE: "mean"; BGE: "cls"; Qwen3: "last").
 
-    The folder has config.json, the weights and the tokenizer's files. Nothing is downloaded, and no
-    code of the folder's is run. ValueError: transformers cannot load it; with its words.
+    The folder contains config.json, the weights and the tokenizer's files. Nothing is downloaded,
+    and no code from the folder is run. ValueError: transformers cannot load it; the message is its
+    own.
     """
 
     def __init__(self, folder: Path, pooling: Pooling = "mean") -> None:
@@ -31,10 +32,10 @@ class Encoder:
 
         if not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json")
-        load: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, **load)
-            model = AutoModel.from_pretrained(folder, dtype=torch.float32, **load)
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            model = AutoModel.from_pretrained(folder, dtype=torch.float32, **options)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ValueError(f"{folder}: {error}") from error
         self._model, self._pooling, self._lock = model.eval(), pooling, threading.Lock()
@@ -42,25 +43,25 @@ class Encoder:
         positions = getattr(model.config, "max_position_embeddings", MAX_TOKENS)
         self._max_tokens = min(MAX_TOKENS, positions)
         self.checksum = _checksum(folder, pooling)
-        """Of all that its vectors depend on."""
+        """Covers everything that the vectors depend on."""
 
     def encode(self, texts: Sequence[str]) -> Float32:
-        """A row of length 1 for each text, (len(texts), width); of a long one, of its beginning."""
+        """[len(texts), width] of unit rows; long texts are truncated."""
         import torch
 
-        made = []
+        vectors = []
         for start in range(0, len(texts), BATCH):
             batch = list(texts[start : start + BATCH])
-            with self._lock, torch.inference_mode():  # a tokenizer holds its padding in itself
+            with self._lock, torch.inference_mode():  # a tokenizer's padding is state of the object
                 inputs = self._tokenizer(
                     batch, padding=True, truncation=True, max_length=self._max_tokens,
                     return_tensors="pt",
                 )  # fmt: skip
                 hidden = self._model(**inputs).last_hidden_state
-            made.append(self._pooled(hidden, inputs["attention_mask"]).numpy())
-        rows = np.concatenate(made)
-        unit: Float32 = rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12)
-        return unit
+            vectors.append(self._pooled(hidden, inputs["attention_mask"]).numpy())
+        rows = np.concatenate(vectors)
+        unit_rows: Float32 = rows / np.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12)
+        return unit_rows
 
     def _pooled(self, hidden: Any, mask: Any) -> Any:
         if self._pooling == "cls":
@@ -71,7 +72,7 @@ class Encoder:
 
 
 def _checksum(folder: Path, pooling: str) -> str:
-    made = hashlib.sha256(pooling.encode())
+    digest = hashlib.sha256(pooling.encode())
     for path in sorted(filter(Path.is_file, folder.iterdir())):
-        made.update(f"{path.name}\n{sha256_of(path)}".encode())
-    return made.hexdigest()
+        digest.update(f"{path.name}\n{sha256_of(path)}".encode())
+    return digest.hexdigest()

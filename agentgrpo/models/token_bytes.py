@@ -1,4 +1,4 @@
-"""The bytes that an entry of a vocabulary stands for, by either way of writing them down."""
+"""Bytes of each vocabulary entry (byte-level BPE or SentencePiece)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BYTE_OF |= {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
 
 
 def bytes_of(piece: str, *, byte_level: bool) -> bytes:
-    """The bytes of a piece, as the vocabulary spells it, that is no special token.
+    """The bytes of a vocabulary entry that is not a special token.
 
-    `byte_level`: with one printable character per byte (GPT-2, Qwen, Llama 3, SmolLM2); else as
-    text with a mark for the space and `<0x0A>` for single bytes (SentencePiece: Llama 2, Mistral,
+    `byte_level`: one printable character per byte (GPT-2, Qwen, Llama 3, SmolLM2); otherwise text
+    with a mark for the space and `<0x0A>` for single bytes (SentencePiece: Llama 2, Mistral,
     Gemma).
     """
     if byte_level:
@@ -29,10 +29,10 @@ def bytes_of(piece: str, *, byte_level: bool) -> bytes:
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """The bytes of each token, by id; b"" for ids that no token has.
+    """The bytes of each token, by id; b"" for ids without a token.
 
-    The bytes of a text's tokens, one behind the other, are the text in UTF-8; SentencePiece may put
-    a space before its first word.
+    Concatenated over a text's tokens they are the text in UTF-8; SentencePiece may add a space
+    before the first word.
     """
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
     kinds = set(_decoders(spec["decoder"]))
@@ -43,16 +43,15 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
             f"the tokenizer of {tokenizer.name_or_path!r} decodes with {sorted(kinds)}; known are "
             "ByteLevel, and ByteFallback or Metaspace"
         )
-    found = [b""] * (max(vocabulary.values()) + 1)
+    entries = [b""] * (max(vocabulary.values()) + 1)
     for token, index in vocabulary.items():
-        found[index] = (
+        entries[index] = (
             token.encode() if index in special else bytes_of(token, byte_level="ByteLevel" in kinds)
         )
-    return found
+    return entries
 
 
 def _decoders(spec: dict[str, Any] | None) -> list[str]:
-    """The kinds of a decoder and of those in it."""
     if spec is None:
         return []
     return [

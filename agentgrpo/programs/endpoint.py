@@ -29,7 +29,7 @@ from agentgrpo.programs.messages import BadRequest
 from agentgrpo.programs.requests import CHAT, MODEL, Api
 from agentgrpo.programs.responses import RESPONSES
 from agentgrpo.programs.session import Pending, Session
-from agentgrpo.support.user_calls import event_loop, tell
+from agentgrpo.support.user_calls import event_loop, print_stderr
 
 BODY_MIB, BODY_S = 8, 60.0
 """What a request's body may have, and how long it may take to come."""
@@ -240,7 +240,7 @@ class Endpoint:
                 said = f"the endpoint failed at {request.url.path}: {type(error).__name__}: {error}"
                 if not told:
                     told = True
-                    tell("".join([*traceback.format_exception(error), said]))
+                    print_stderr("".join([*traceback.format_exception(error), said]))
                 fault = refusal(api, session, InfrastructureError(said))
                 return answered(*fault, {"x-should-retry": "false"})
 

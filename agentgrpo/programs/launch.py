@@ -41,7 +41,7 @@ from agentgrpo.sandbox.isolation.errors import SandboxNotFoundException
 from agentgrpo.sandbox.session.listener import PORT, listener_in
 from agentgrpo.sandbox.session.program import Program
 from agentgrpo.sandbox.session.result import StepStatus
-from agentgrpo.support.user_calls import describe_error, error_location, event_loop, tell
+from agentgrpo.support.user_calls import describe_error, error_location, event_loop, print_stderr
 from agentgrpo.types import Task
 
 QUIET = {
@@ -109,7 +109,7 @@ def launcher_of(agent: ProgramAgent) -> Launcher | None:
     if agent.sandbox == "none":
         if "/" not in program and program not in PYTHON and not shutil.which(program):
             raise ValueError(f"agent.options.command: there is no program {program!r}")
-        tell('programs run as you, isolated by nothing (agent.options.sandbox = "none")')
+        print_stderr('programs run as you, isolated by nothing (agent.options.sandbox = "none")')
         return Process(agent.command, agent.files)
     if getattr(agent.env, "hosts_programs", False):
         return Hosted(agent.pool, agent.command, agent.files, agent.timeout_s)

@@ -29,7 +29,7 @@ from agentgrpo.rollout.engine_protocol import Decoder, Ended, SamplerStats
 from agentgrpo.rollout.groups import Groups
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
-from agentgrpo.support.user_calls import UserCodeError, tell
+from agentgrpo.support.user_calls import UserCodeError, print_stderr
 from agentgrpo.types import COUNTS, Completion, Group, Rollout, Segment, Status, Task, Treatment
 
 
@@ -52,7 +52,7 @@ class ProgramSampler(AnySampler):
     def _tell_once(self, kind: str, line: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            tell(line)
+            print_stderr(line)
 
     def close(self) -> None:
         if self._endpoint is not None:
@@ -92,7 +92,7 @@ class ProgramSampler(AnySampler):
         ignored = {name.removeprefix(UNENFORCED) for name in stats if name.startswith(UNENFORCED)}
         if new := sorted(ignored - self._said):
             self._said |= ignored
-            tell(
+            print_stderr(
                 f"programs ask for {', '.join(new)}, which is not obeyed: what is trained on is "
                 "sampled and rendered as the run says (docs/agent-programs.md)"
             )
@@ -254,9 +254,9 @@ class _Play:
 
     def _decode(self) -> None:
         for turn in self.groups.decode(self.engine):
-            self._tell(*self.decoding.pop(turn.request_id), turn)
+            self._print_stderr(*self.decoding.pop(turn.request_id), turn)
 
-    def _tell(self, index: int, wanted: SampleRequest, turn: Completion) -> None:
+    def _print_stderr(self, index: int, wanted: SampleRequest, turn: Completion) -> None:
         self.stats.total_sampled_tokens += len(turn.token_ids)
         self.stats.cached_tokens += turn.num_cached_tokens
         self.stats.prompt_tokens += len(wanted.token_ids)
@@ -379,7 +379,7 @@ class _Play:
         if sum(outcome.program_fault for outcome in self.failures) >= len(self.groups.played) > 1:
             raise UserCodeError("agent.kind 'program'", first.failed) from first.error
         failed = f"{len(self.failures)} of {len(self.groups.played)} programs failed"
-        tell(f"{failed}; the first {first.failed}")
+        print_stderr(f"{failed}; the first {first.failed}")
 
     def _stop(self) -> None:
         """End what still runs, and leave no environment open."""

@@ -37,7 +37,7 @@ from agentgrpo.records import checkpoint
 from agentgrpo.records.rollouts import read_rollout, read_rollouts, rollout_record
 from agentgrpo.records.run_folder import lock_run_dir
 from agentgrpo.rewards.answer_quality import Quality, quality_by
-from agentgrpo.support.atomic_files import append_lines, whole_lines, write_json
+from agentgrpo.support.atomic_files import append_lines, complete_lines, write_json
 from agentgrpo.support.checks import Check
 from agentgrpo.support.files import read_table
 from agentgrpo.train import __main__ as train
@@ -144,7 +144,7 @@ def _chunks(
 ) -> Iterator[list[Group]]:
     """The candidates' groups: from disk as far as they are there, then played and recorded."""
     c, path = recipe.curriculum, folder_of(recipe, stage) / "pool.jsonl"
-    recorded, progress = whole_lines(path), player.progress
+    recorded, progress = complete_lines(path), player.progress
     for start in range(0, c.candidates, c.chunk):
         tasks = stream.next(min(c.chunk, c.candidates - start))
         size = len(tasks) * c.group_size

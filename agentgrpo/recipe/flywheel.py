@@ -54,8 +54,8 @@ from agentgrpo.records.run_folder import lock_run_dir, require_folder
 from agentgrpo.rewards.answer_quality import Quality, quality_by
 from agentgrpo.support.atomic_files import (
     append_lines,
+    complete_lines,
     read_lines,
-    whole_lines,
     write_json,
     write_lines,
 )
@@ -188,7 +188,7 @@ def process_questions(
     """
     folder, config = recipe.out_dir / "flywheel", recipe.flywheel
     buffer = folder / "buffer.jsonl"
-    done = {json.loads(line)["id"] for line in whole_lines(buffer)}
+    done = {json.loads(line)["id"] for line in complete_lines(buffer)}
     left = [task for task in tasks if task.id not in done]
     progress.print(f"flywheel: {len(tasks)} questions, {len(tasks) - len(left)} done before")
     failed = 0

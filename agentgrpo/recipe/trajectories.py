@@ -225,7 +225,7 @@ class _Continued:
         prompt = np.concatenate([prompt_ids, self._head])
         room = min(max_tokens, self.max_model_len - len(prompt))
         if room > 0:
-            self._asked = self._loop.ask(prompt, max_tokens=room, **options)
+            self._asked = self._loop.submit(prompt, max_tokens=room, **options)
         else:
             self._asked = Future()
             self._asked.set_result(_completion(prompt_ids, self._given[:0], "length"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.support import optional_deps, parallel
-from agentgrpo.support.user_calls import describe_error, tell
+from agentgrpo.support.user_calls import describe_error, print_stderr
 from agentgrpo.types import Metrics
 
 PROJECT = "agentgrpo"
@@ -86,7 +86,7 @@ class Tracker:
         except Exception as error:
             self._fails = True
             if not failed:
-                tell(
+                print_stderr(
                     f"trackers: {self._name!r} {describe_error(error)} ({when}); the run goes on, "
                     "its numbers are in metrics.jsonl"
                 )

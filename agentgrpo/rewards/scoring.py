@@ -189,7 +189,7 @@ class Scoring:
                     )
                 else:  # of a group it is every rollout's
                     failed = UserCodeError(
-                        error.what, error.said, error.where, task=task, rollout=index
+                        error.function, error.failure, error.line, task=task, rollout=index
                     )
                 # sys.exit() and its like were never meant for one rollout
                 left = not isinstance(error.__cause__, Exception | None)

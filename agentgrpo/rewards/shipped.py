@@ -35,11 +35,11 @@ from agentgrpo.rewards.rollout_view import RolloutView
 from agentgrpo.support.user_calls import (
     UserCodeError,
     WrongResult,
+    await_within,
     event_loop,
     name_of,
     named_numbers,
     user_call,
-    within,
 )
 from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 
@@ -65,7 +65,7 @@ def try_reward(reward: Reward, task: Task) -> None:
             score(Group(task=task, rollouts=[attempt]), reward)
         except UserCodeError as error:
             error.rollout = None
-            error.said += f" for the answer {answer!r:.80}"
+            error.failure += f" for the answer {answer!r:.80}"
             raise
 
 
@@ -112,7 +112,7 @@ async def ask(
             return read(value)
     longest = limit_s and 2 * limit_s  # of one that keeps the loop for itself
     with user_call(function, what, task=task, rollout=index, limit_s=longest):
-        return read(await within(limit_s, value))
+        return read(await await_within(limit_s, value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and lines that are on disk when the call returns."""
+"""Write files that are complete or absent, and lines that are on disk when the call returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentgrpo.support.files import from_json, opened, writing
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under another name, then, when it is on disk, rename it."""
+    """Write a temporary file, flush it to disk, then rename it."""
     partial = path.with_name(f".{path.name}.partial")
     with writing(path), partial.open("w") as file:
         file.write(text)
@@ -22,24 +22,24 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """A JSON file, written whole."""
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_lines(path: Path, rows: Iterable[Any]) -> None:
-    """A JSON-lines file, written whole."""
+    """Write a JSON-lines file atomically."""
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_lines(path: Path | str) -> list[Any]:
-    """The rows of a JSON-lines file; errors as of numbered_rows()."""
+    """The rows of a JSON-lines file; errors as in numbered_rows()."""
     return [row for _, row in numbered_rows(path)]
 
 
 def numbered_rows(path: Path | str, *, growing: bool = False) -> Iterator[tuple[int, Any]]:
-    """The rows of a JSON-lines file with the numbers of their lines, from 1; blank ones are none.
+    """Yield (line number from 1, row) of a JSON-lines file; blank lines are skipped.
 
-    `growing`: a last line without its end is being written, and left out.
+    `growing`: a last line without a newline is still being written, and is skipped.
     """
     with opened(Path(path)) as lines:
         for number, line in enumerate(lines, start=1):
@@ -53,15 +53,15 @@ def numbered_rows(path: Path | str, *, growing: bool = False) -> Iterator[tuple[
 
 
 def append_lines(path: Path, rows: Iterable[Any]) -> None:
-    """Add rows to a JSON-lines file; they have reached the disk when this returns."""
+    """Append rows to a JSON-lines file; they are on disk when this returns."""
     with writing(path), path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file that append_lines() wrote; one that a kill cut short is cut off it."""
+def complete_lines(path: Path) -> list[bytes]:
+    """The complete lines of a file of append_lines(); an incomplete last line is truncated."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]

@@ -1,4 +1,4 @@
-"""Control groups around this process: where they are mounted, and what memory they leave."""
+"""Control groups of this process: where they are mounted, and their memory limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """File names of one cgroup version, by what we use them for."""
+    """File names of one cgroup version, by use."""
 
     memory_limit: str
     swap_limit: str
@@ -22,7 +22,7 @@ class Layout:
     attach: str
     swap_is_total: bool  # v1 limits memory + swap together, v2 swap alone
     memory_used: str
-    file_pages: tuple[str, ...]  # lines of memory.stat: what is given back when it is wanted
+    file_pages: tuple[str, ...]  # lines of memory.stat: reclaimable pages
 
 
 V1 = Layout(
@@ -30,7 +30,7 @@ V1 = Layout(
     "memory.memsw.limit_in_bytes",
     "memory.oom_control",
     "pids.current",
-    "tasks",  # one thread attaches itself; cgroup.procs would wait up to 15 ms for all processors
+    "tasks",  # one thread attaches itself; cgroup.procs waits up to 15 ms for all processors
     True,
     "memory.usage_in_bytes",
     ("total_active_file", "total_inactive_file"),
@@ -49,13 +49,13 @@ V2 = Layout(
 
 
 def lines_of(path: str) -> list[str]:
-    """Of a file of /proc. Names of files and of processes in it may be any bytes."""
+    """The lines of a file in /proc. Names of files and processes in it may be any bytes."""
     text = Path(path).read_bytes().decode("utf-8", "surrogateescape")
     return text.removesuffix("\n").split("\n")
 
 
 def mounted_groups() -> dict[str, Path]:
-    """Controller name ("" for v2) to this process's own directory in that hierarchy."""
+    """Map each controller ("" for v2) to this process's own directory in its hierarchy."""
     roots: dict[str, tuple[str, str]] = {}
     for line in lines_of("/proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
@@ -66,25 +66,26 @@ def mounted_groups() -> dict[str, Path]:
         elif kind == "cgroup":
             for controller in options.split(","):
                 roots[controller] = (root, point)
-    found = {}
+    groups = {}
     for line in lines_of("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             if controller in roots:
                 root, point = roots[controller]
                 inside = os.path.relpath(path, root) if path.startswith(root) else "."
-                found[controller] = Path(point, inside)
-    return found
+                groups[controller] = Path(point, inside)
+    return groups
 
 
 def memory_bounds() -> Iterator[tuple[int, int]]:
-    """What bounds the memory of this process: of each control group around it that has a limit,
-    the limit and how much of it is used permanently, in bytes. File pages are not: they can go.
+    """Yield (limit, permanently used bytes) of each control group around this process with a limit.
+
+    File pages are not counted, because the kernel can reclaim them.
     """
     mounted = mounted_groups()
-    layout, own = (V1, mounted["memory"]) if "memory" in mounted else (V2, mounted.get(""))
-    for group in () if own is None else (own, *own.parents):
-        with contextlib.suppress(OSError):  # above the mount, or v2's root, or not ours to read
+    layout, group_dir = (V1, mounted["memory"]) if "memory" in mounted else (V2, mounted.get(""))
+    for group in () if group_dir is None else (group_dir, *group_dir.parents):
+        with contextlib.suppress(OSError):  # above the mount, v2's root, or not readable
             limit = (group / layout.memory_limit).read_text().strip()
             if limit != "max":
                 stat = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))

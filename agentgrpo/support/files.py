@@ -1,7 +1,7 @@
-"""Files that are read whole, with errors that name them, and checksums of a folder's files.
+"""Read files with errors that name them, and keep checksums of a folder's files.
 
-Whatever cannot be read is a ValueError or an OSError whose message begins with the path. Nothing
-here asks a hub.
+Every failure to read is a ValueError or an OSError whose message begins with the path. Nothing here
+accesses the hub.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 CHECKSUMS = "SHA256SUMS"
-"""A line for each file of a folder, as `sha256sum -c` reads them, and one for these lines."""
+"""One line per file of a folder, as for `sha256sum -c`, and one with the hash of these lines."""
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name can only be meant as a place on this machine, and is no name of a hub's.
+    """Whether a name can only be a local path, not the name of a hub model.
 
     >>> [looks_like_path(n) for n in ("./a", "~/a", "a/b/c", "a/b.gguf", "a/", "a/b", "a/b-1.5B")]
     [True, True, True, True, True, False, False]
@@ -39,17 +39,17 @@ SUFFIXES = {
     *(".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".zip", ".tar", ".gz", ".py"),
     *(".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".txt", ".toml", ".yaml", ".yml"),
 }
-"""Of files; what follows the last dot of "Qwen2.5-0.5B" is none."""
+"""File suffixes. The part after the last dot of "Qwen2.5-0.5B" is not one."""
 
 
 def not_found(path: Path) -> str:
-    """That there is no such file or directory; of a relative path also where it was looked for."""
+    """The message for a missing file; for a relative path with the current directory."""
     return f"{path}: no such file or directory" + f" in {Path.cwd()}" * (not path.is_absolute())
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """A file, to be read; an OSError or ValueError of the block names it."""
+    """Open a file for reading; an OSError or ValueError in the context names the file."""
     try:
         with path.open("rb") as file:
             yield file
@@ -58,12 +58,14 @@ def opened(path: Path) -> Iterator[BufferedReader]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
     except ValueError as error:
-        said = str(error)
-        raise ValueError(said if said.startswith(str(path)) else f"{path}: {said}") from error
+        message = str(error)
+        raise ValueError(
+            message if message.startswith(str(path)) else f"{path}: {message}"
+        ) from error
 
 
 def format_os_error(error: OSError, path: Path | None = None) -> str:
-    """What stopped the machine, with the file."""
+    """One line for an OSError, with the file."""
     name = path or error.filename
     if error.strerror is None or name is None:
         return str(error)
@@ -74,7 +76,7 @@ def format_os_error(error: OSError, path: Path | None = None) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Names the file in what goes wrong while it is written; Linux does not."""
+    """Add the file's name to an OSError raised in the context; Linux does not name it."""
     try:
         yield
     except OSError as error:
@@ -82,30 +84,30 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def require_output(path: Path) -> None:
-    """That a file can be written at `--output`, before the work that makes it."""
+    """Check that a file can be written at `--output`, before the work that produces it."""
     if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"--output {path}: expected a file in a directory that is there")
+        raise ValueError(f"--output {path}: expected a file in an existing directory")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--output {path}: it cannot be written to")
+        raise ValueError(f"--output {path}: no write permission")
 
 
 def read_text(path: Path) -> str:
-    """A text file's text; errors as of opened()."""
+    """The text of a file; errors as in opened()."""
     with opened(path) as file:
         return file.read().decode("utf-8-sig")
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value of a JSON text."""
+    """The value of a JSON text; ValueError("not JSON: ...")."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
-        said = _nested(error) if text.strip() else "it is empty"
-        raise ValueError(f"not JSON: {said}") from None
+        reason = _nested(error) if text.strip() else "it is empty"
+        raise ValueError(f"not JSON: {reason}") from None
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; errors as of opened()."""
+    """The value of a JSON file; errors as in opened()."""
     text = read_text(path)
     try:
         return from_json(text)
@@ -114,7 +116,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; errors as of opened()."""
+    """The object of a JSON file; errors as in opened()."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
@@ -122,11 +124,14 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table of a TOML file; errors as of opened()."""
+    """The table of a TOML file; errors as in opened()."""
     text = read_text(path)
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # thousands of digits are no TOMLDecodeError
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits raises a plain ValueError
         raise ValueError(f"{path}: not valid TOML: {_nested(error)}") from None
 
 
@@ -138,9 +143,9 @@ def _nested(error: Exception) -> object:
 
 
 def write_checksums(folder: Path) -> None:
-    """Bring all of a folder's files to the disk, and write what they hold, as checksums, beside.
+    """Flush all files of a folder to disk and write their checksums next to them.
 
-    Files are hashed beside one another while they are written to the disk.
+    The files are hashed by other threads while they are flushed.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
@@ -149,43 +154,43 @@ def write_checksums(folder: Path) -> None:
             _flush(path)
     lines = [f"{n}  {p.relative_to(folder)}\n" for n, p in zip(sums, paths, strict=True)]
     path = folder / CHECKSUMS
-    path.write_text("".join([*lines, f"# {_of_lines(lines)}\n"]))
+    path.write_text("".join([*lines, f"# {_hash_of_lines(lines)}\n"]))
     _flush(path)
     flush_folder(folder)
 
 
-def verify_checksums(folder: Path, *, ours: bool = True) -> None:
-    """That a folder's files hold what was written, where there are checksums that say what that is.
+def verify_checksums(folder: Path, *, foreign_ok: bool = False) -> None:
+    """Check a folder's files against its checksums, if it has any.
 
-    Not `ours`: those that somebody else has published with a model are not read.
+    `foreign_ok`: ignore checksums that somebody else published with a model.
     """
     path = folder / CHECKSUMS
     if not path.exists():
         return
     *lines, last = read_text(path).splitlines(keepends=True) or [""]
-    if not ours and not last.startswith("# "):
+    if foreign_ok and not last.startswith("# "):
         return
-    if last != f"# {_of_lines(lines)}\n":
+    if last != f"# {_hash_of_lines(lines)}\n":
         raise ValueError(f"{path}: is not as it was written: a line of it was changed or is gone")
     sums, names = zip(*(line.rstrip("\n").split("  ", 1) for line in lines), strict=True)
     files = [folder / name for name in names]
-    if gone := [file for file in files if not file.exists()]:
-        raise ValueError(f"{gone[0]}: is gone, and {path} lists it")
+    if missing := [file for file in files if not file.exists()]:
+        raise ValueError(f"{missing[0]}: is gone, and {path} lists it")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        for file, wanted, found in zip(files, sums, threads.map(sha256_of, files), strict=True):
-            if found != wanted:
+        for file, expected, actual in zip(files, sums, threads.map(sha256_of, files), strict=True):
+            if actual != expected:
                 raise ValueError(
-                    f"{file}: is not as it was written: its SHA-256 is {found[:12]}..., {path} "
-                    f"says {wanted[:12]}...: the disk or a copy changed it, or somebody did"
+                    f"{file}: is not as it was written: expected SHA-256 {expected[:12]}... (from "
+                    f"{path}), got {actual[:12]}...: the disk, a copy or a user changed it"
                 )
 
 
-def _of_lines(lines: list[str]) -> str:
+def _hash_of_lines(lines: list[str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal; errors as of opened()."""
+    """The SHA-256 of a file in hexadecimal; errors as in opened()."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -196,7 +201,7 @@ def _flush(path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Bring a folder's list of names to the disk."""
+    """Flush a folder's entries to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -205,5 +210,5 @@ def flush_folder(folder: Path) -> None:
 
 
 def expanded(path: str) -> str:
-    """A path with its "~" being the home directory, as no shell makes of `out_dir=~/runs`."""
+    """Expand "~"; a shell does not do so in `out_dir=~/runs`."""
     return os.path.expanduser(path)

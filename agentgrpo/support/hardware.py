@@ -1,4 +1,4 @@
-"""What this machine is: its cores, memory and GPU."""
+"""This machine's cores, memory and GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentgrpo.support.control_groups import lines_of, memory_bounds
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether a run here uses an NVIDIA GPU: there is one, not hidden, and vLLM is not for CPUs."""
+    """Whether a run uses an NVIDIA GPU: one exists, is not hidden, and vLLM is not a CPU build."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     return not hidden and not _vllm_is_for_cpus() and shows_nvidia_gpu()
 
@@ -26,14 +26,14 @@ def _vllm_is_for_cpus() -> bool:
 
 
 def shows_nvidia_gpu() -> bool:
-    """Whether the kernel shows an NVIDIA GPU; under WSL 2 whether nvidia-smi is there to use it."""
+    """Whether the kernel shows an NVIDIA GPU; under WSL 2 whether nvidia-smi exists."""
     if Path("/dev/dxg").exists():
         return shutil.which("nvidia-smi") is not None
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def gpu_memory_bytes() -> tuple[int, int] | None:
-    """Memory of this rank's GPU: all of it, and what is free now; None where torch sees none."""
+    """(total, free) memory of this rank's GPU in bytes; None if torch sees none."""
     import torch
 
     number = int(os.environ.get("LOCAL_RANK", "0"))
@@ -44,23 +44,23 @@ def gpu_memory_bytes() -> tuple[int, int] | None:
 
 
 def cpu_count() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def processor() -> dict[str, str]:
-    """What decides how this machine rounds: its processor, and the vector units of it."""
+    """The processor and its vector units, which determine how this machine rounds."""
     lines = (line.partition(":") for line in lines_of("/proc/cpuinfo"))
-    about = {name.strip(): value.split() for name, _, value in lines}
-    units = [flag for flag in about.get("flags", []) if flag.startswith(("avx", "amx", "fma"))]
-    return {"processor": " ".join(about.get("model name", ["?"])), "units": " ".join(units)}
+    fields = {name.strip(): value.split() for name, _, value in lines}
+    units = [flag for flag in fields.get("flags", []) if flag.startswith(("avx", "amx", "fma"))]
+    return {"processor": " ".join(fields.get("model name", ["?"])), "units": " ".join(units)}
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Memory that this process may use: all of it, and what is available now.
+    """(total, available) memory of this process in bytes.
 
-    The machine's, or what the tightest bound leaves of it: a control group (a container's, a
-    batch system's), or a limit of the address space (`ulimit -v`).
+    The minimum of the machine's memory, the control groups' limits (a container, a batch system),
+    and the limit of the address space (`ulimit -v`).
     """
     machine = kib_of("/proc/meminfo")
     bounds = [(machine["MemTotal"] * 1024, machine["MemAvailable"] * 1024)]
@@ -73,6 +73,6 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def kib_of(path: str) -> dict[str, int]:
-    """The numbers of a file of /proc that it gives in KiB."""
+    """The values of a file in /proc that are given in KiB."""
     lines = (line.split() for line in lines_of(path))
     return {words[0].rstrip(":"): int(words[1]) for words in lines if words[-1] == "kB"}

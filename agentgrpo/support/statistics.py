@@ -1,4 +1,4 @@
-"""Intervals of what was counted."""
+"""Confidence intervals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson, 1927)."""
+    """The 95 % interval of a proportion (Wilson, 1927)."""
     if trials == 0:
         return math.nan, math.nan
     z2 = 1.959964**2

@@ -1,13 +1,12 @@
-"""Calls of code that is not ours: what it raises, and how long it may take, is said in one way.
+"""Call user code with a time limit and uniform error messages.
 
 The environments, agents, samplers, reward functions and modules that a config names run in this
-process. Every call of one is made within user_call(): whatever it raises, sys.exit() included,
-becomes a UserCodeError that names it, the line, the task and the rollout. A thread looks at the
-calls that have not come back: it says what is being waited for, and ends what takes longer than its
-limit.
+process. Every call of one is made within user_call(): any exception, including sys.exit(), becomes
+a UserCodeError with the function, the line, the task and the rollout. A watchdog thread checks the
+unfinished calls: it prints what the run is waiting for, and ends calls that exceed their limit.
 
-A bug of ours is none of theirs: an error without a line of the user's, in a call of a class that is
-shipped, passes as it is.
+Bugs of agentgrpo are not attributed to users: an error without a line of user code, in a call of a
+shipped class, passes unchanged.
 """
 
 from __future__ import annotations
@@ -40,15 +39,14 @@ INSTALLED = tuple(
         site.getusersitepackages(),
     }
 )
-"""Where packages and Python's own modules lie."""
-LONGEST_SAID = 500
+"""Directories of installed packages and of Python's own modules."""
+MAX_ERROR_CHARS = 500
 FIRST_LINE_S = 30.0
-"""When it is first said what is being waited for, or at half the limit; then at twice that."""
-LOOK_S = 0.5
+"""First "waiting for" line, or at half the limit; later ones at twice that."""
+CHECK_INTERVAL_S = 0.5
 in_command = False
-"""Whether this process is a command's, which ends where a call takes too long. In a notebook, or
-another program, that is only said."""
-Made = TypeVar("Made")
+"""Whether to end the process when a call exceeds its limit; elsewhere a line is printed."""
+T = TypeVar("T")
 
 
 class InfrastructureError(Exception):
@@ -56,32 +54,31 @@ class InfrastructureError(Exception):
 
 
 class UserCodeError(Exception):
-    """Code of the user's has failed: what was called, what it did ("raised KeyError: 'x'"), and
-    where.
-    """
+    """User code failed: the function, the failure ("raised KeyError: 'x'") and the line."""
 
     def __init__(
-        self, what: str, said: str, where: str = "", *,
+        self, function: str, failure: str, line: str = "", *,
         task: str | None = None, rollout: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(what, said, where)
-        self.what, self.said, self.where, self.task, self.rollout = what, said, where, task, rollout
+        super().__init__(function, failure, line)
+        self.function, self.failure, self.line = function, failure, line
+        self.task, self.rollout = task, rollout
 
     def __str__(self) -> str:
-        return f"{self.what} {self.said}{_place(self.task, self.rollout, self.where)}"
+        return f"{self.function} {self.failure}{_place(self.task, self.rollout, self.line)}"
 
 
 class WrongResult(TypeError):
-    """A function of the user's gave what cannot be used: what was expected, and what came."""
+    """A user function returned an unusable value: expected and actual value."""
 
 
 class CallTimeout(TimeoutError):
-    """A coroutine of the user's took longer than it may, and was cancelled."""
+    """A user coroutine exceeded its limit and was cancelled."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One that has not come back; see user_call()."""
+    """An unfinished call; see user_call()."""
 
     called: Any
     what: str
@@ -91,20 +88,20 @@ class Call:
     late: Callable[[str], None] | None
     thread: int = field(default_factory=threading.get_ident)
     since: float = field(default_factory=time.monotonic)
-    say_at: float = FIRST_LINE_S
+    report_at: float = FIRST_LINE_S
     over: bool = False
     """Its limit has passed."""
 
     def __post_init__(self) -> None:
         if self.limit_s is not None:
-            self.say_at = min(self.say_at, self.limit_s / 2)
+            self.report_at = min(self.report_at, self.limit_s / 2)
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.since
 
     def place(self) -> str:
-        """Task, rollout, and the user's line in which its thread is, or where it is defined."""
+        """Task, rollout, and the line of user code that its thread executes."""
         top, where = sys._current_frames().get(self.thread), defined_at(self.called)
         for frame, line in traceback.walk_stack(top) if top is not None else ():
             if _is_users(frame.f_code.co_filename):
@@ -114,7 +111,7 @@ class Call:
 
 
 _calls: dict[Call, None] = {}
-"""Those that have not come back, oldest first."""
+"""Unfinished calls, oldest first."""
 
 
 @contextlib.contextmanager
@@ -122,12 +119,20 @@ def user_call(
     called: Any, what: str = "", *, task: str | None = None, rollout: int | None = None,
     limit_s: float | None = None, late: Callable[[str], None] | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """Within this a function of the user's is called, or something that calls one.
+    """Context in which a user function, or something that calls one, is called.
 
-    `called`: None: it is not known. `what`: it in words; "": by its name. `late` is told, on
-    another thread, when it takes longer than limit_s; None: the command ends, with an error.
-    UserCodeError: whatever it raised but an InfrastructureError, Ctrl-C and what cancels a
-    coroutine; to one that passes, what it does not say itself is added.
+    Args:
+        called: The function; None: unknown.
+        what: Its description in messages; "": its name.
+        task: The task's id, for messages.
+        rollout: The rollout's index in its group, for messages.
+        limit_s: Time limit in seconds; None: none.
+        late: Called with a message, on another thread, when the limit has passed; None: the command
+            ends with an error.
+
+    Raises:
+        UserCodeError: For every exception except InfrastructureError, Ctrl-C and the cancellation
+            of a coroutine. A UserCodeError that passes gets the missing task and rollout.
     """
     call = Call(called, what or name_of(called), task, rollout, limit_s, late)
     _calls[call] = None
@@ -141,17 +146,19 @@ def user_call(
         error.rollout = rollout if error.rollout is None else error.rollout
         raise
     except BaseException as error:
-        where, said = error_location(error, called), describe_error(error)
-        if where is None and isinstance(error, Exception) and not isinstance(error, CallTimeout):
-            error.add_note(f"in {call.what}{_place(task, rollout)}")  # a bug of ours
+        location, failure = error_location(error, called), describe_error(error)
+        if location is None and isinstance(error, Exception) and not isinstance(error, CallTimeout):
+            error.add_note(f"in {call.what}{_place(task, rollout)}")  # a bug of agentgrpo
             raise
-        raise UserCodeError(call.what, said, where or "", task=task, rollout=rollout) from error
+        raise UserCodeError(
+            call.what, failure, location or "", task=task, rollout=rollout
+        ) from error
     finally:
         del _calls[call]
 
 
 def name_of(called: Any) -> str:
-    """What a function is called by: `Class.method`, `function`."""
+    """The display name of a function: `Class.method` or `function`."""
     while isinstance(called, functools.partial):
         called = called.func
     name = getattr(called, "__name__", type(called).__name__)
@@ -162,15 +169,15 @@ def name_of(called: Any) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """What an error is, in one line: "raised KeyError: 'x'"."""
+    """One line for an error: "raised KeyError: 'x'"."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r:.80})"
     try:
         text = " ".join(str(error).split())
-    except Exception as failed:  # of the user's own class
-        text = f"<its text cannot be had: {type(failed).__name__}>"
-    if len(text) > LONGEST_SAID:
-        text = f"{text[:LONGEST_SAID].rstrip()} ..."
+    except Exception as str_error:  # __str__ of a user's class
+        text = f"<its text is not available: {type(str_error).__name__}>"
+    if len(text) > MAX_ERROR_CHARS:
+        text = f"{text[:MAX_ERROR_CHARS].rstrip()} ..."
     if isinstance(error, CallTimeout):
         return text
     if isinstance(error, WrongResult):
@@ -179,11 +186,11 @@ def describe_error(error: BaseException) -> str:
 
 
 def error_location(error: BaseException, called: Any) -> str | None:
-    """File and line to look at for an error: the last that is the user's.
+    """File and line to look at for an error: the innermost line of user code.
 
-    Where the user has no line in the traceback, as with a wrong signature, that of `called` is it;
-    None there: a module, which may be an installed one. None: nothing but our own code and
-    libraries that it uses has failed.
+    If the traceback has none, as with a wrong signature, the definition of `called` (None: a
+    module, for which an installed file counts too). None: only agentgrpo and libraries that it uses
+    failed.
     """
     if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
         return f"{error.filename}:{error.lineno}"
@@ -195,7 +202,7 @@ def error_location(error: BaseException, called: Any) -> str | None:
 
 
 def defined_at(called: Any) -> str | None:
-    """File and line of a function that is not ours; None of one that is, or has none."""
+    """File and line of a function's definition; None for agentgrpo's own, or without source."""
     while isinstance(called, functools.partial):
         called = called.func
     if not (inspect.isroutine(called) or inspect.isclass(called)):
@@ -203,7 +210,7 @@ def defined_at(called: Any) -> str | None:
     try:
         called = inspect.unwrap(called)
         file, line = str(inspect.getsourcefile(called)), inspect.getsourcelines(called)[1]
-    except (TypeError, OSError):  # compiled, or typed in
+    except (TypeError, OSError):  # compiled, or from an interactive session
         return None
     return None if _is_ours(file) else f"{file}:{line}"
 
@@ -213,48 +220,46 @@ def _is_ours(file: str) -> bool:
 
 
 def _is_users(file: str) -> bool:
-    """A file that is neither ours, but for the examples, nor installed, nor made up."""
+    """A file that is neither agentgrpo's (except the examples), nor installed, nor generated."""
     return not (_is_ours(file) or file.startswith(("<", *INSTALLED)))
 
 
-def _place(task: str | None, rollout: int | None, where: str | None = None) -> str:
-    told = [] if task is None else [f"task {task!r}"]
-    told += [] if rollout is None else [f"rollout {rollout}"]
-    told += [f"at {where}"] if where else []
-    return f" ({', '.join(told)})" if told else ""
+def _place(task: str | None, rollout: int | None, location: str | None = None) -> str:
+    parts = [] if task is None else [f"task {task!r}"]
+    parts += [] if rollout is None else [f"rollout {rollout}"]
+    parts += [f"at {location}"] if location else []
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 # --- coroutines
 
 
-async def within(limit_s: float | None, value: Awaitable[Made]) -> Made:
-    """What a coroutine of the user's gives; CallTimeout after limit_s: its traceback ends where it
-    waited.
-    """
+async def await_within(limit_s: float | None, value: Awaitable[T]) -> T:
+    """Await a user's coroutine; CallTimeout after limit_s, whose traceback ends where it waited."""
     try:
         async with asyncio.timeout(limit_s) as limit:
             return await value
     except TimeoutError as error:
         if not limit.expired():
             raise
-        late = CallTimeout(f"has not come back after {limit_s:g} s")
+        late = CallTimeout(f"did not return within {limit_s:g} s")
         if error.__cause__ is not None:
             late = late.with_traceback(error.__cause__.__traceback__)
         raise late from None
 
 
-_lock = threading.RLock()  # a finalizer may ask on the thread that makes another
+_lock = threading.RLock()  # a finalizer may call event_loop() on a thread that holds the lock
 _loops: dict[str, asyncio.AbstractEventLoop] = {}
 
 
 def event_loop(name: str) -> asyncio.AbstractEventLoop:
-    """The process's loop of this name, on a thread that nothing ends.
+    """The process's event loop of this name, on a daemon thread of its own.
 
-    A task that ends by sys.exit() or KeyboardInterrupt stops its loop, and would leave all others
-    waiting for ever: what waits for it is told, and the loop goes on.
+    sys.exit() or KeyboardInterrupt in a task stops a loop, and all other tasks would wait forever.
+    Here the waiting caller gets the exception, and the loop is restarted.
     """
 
-    def run() -> None:
+    def run_loop() -> None:
         while not loop.is_closed():
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()
@@ -262,74 +267,74 @@ def event_loop(name: str) -> asyncio.AbstractEventLoop:
     with _lock:
         if name not in _loops:
             loop = _loops[name] = asyncio.new_event_loop()
-            threading.Thread(target=run, name=name, daemon=True).start()
+            threading.Thread(target=run_loop, name=name, daemon=True).start()
         return _loops[name]
 
 
 def run_sync(value: Any, name: str, limit_s: float | None = None) -> Any:
-    """What a function has given; where that is to be awaited, what it comes to. For threads.
+    """Return a function's result, awaited on the named loop if it is awaitable. For threads.
 
-    A coroutine function that an ordinary wrapper (functools.wraps) wraps looks like any other
-    function: that it is one can only be seen by what it gives.
+    Whether a function is a coroutine function can only be seen from its result: an ordinary wrapper
+    (functools.wraps) hides it.
     """
     if not inspect.isawaitable(value):
         return value
     if threading.current_thread().name == name:
-        raise RuntimeError(f"{value!r:.80}: what runs on the loop is to await it itself")
-    return asyncio.run_coroutine_threadsafe(within(limit_s, value), event_loop(name)).result()
+        raise RuntimeError(f"{value!r:.80}: code on the event loop must await it itself")
+    return asyncio.run_coroutine_threadsafe(await_within(limit_s, value), event_loop(name)).result()
 
 
-# --- what takes too long
+# --- calls that take too long
 
 
 @functools.cache
 def _watchdog() -> threading.Thread:
-    thread = threading.Thread(target=_watch, name="watches calls", daemon=True)
+    thread = threading.Thread(target=_watch_calls, name="call watchdog", daemon=True)
     thread.start()
     return thread
 
 
-def _watch() -> None:
+def _watch_calls() -> None:
     while True:
-        time.sleep(LOOK_S)
-        _look_at([call for call in [*_calls] if not call.over])
+        time.sleep(CHECK_INTERVAL_S)
+        _check_calls([call for call in [*_calls] if not call.over])
 
 
-def _look_at(calls: list[Call]) -> None:
-    """Say what is waited for, and end what is over; calls are oldest first."""
+def _check_calls(calls: list[Call]) -> None:
+    """Print what the run is waiting for, and end calls over their limit; calls are oldest first."""
     for call in calls:
         if call.limit_s is not None and call.seconds >= call.limit_s:
             call.over = True
-            said = f"{call.what} has not come back after {call.limit_s:g} s{call.place()}"
-            (call.late or end)(said)
+            message = f"{call.what} did not return within {call.limit_s:g} s{call.place()}"
+            (call.late or end_command)(message)
     first = calls[0] if calls else None
-    if first is not None and not first.over and first.seconds >= first.say_at:
-        first.say_at *= 2
-        more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
-        tell(f"waiting for {first.what}{first.place()}{more} for {first.seconds:.0f} s")
+    if first is not None and not first.over and first.seconds >= first.report_at:
+        first.report_at *= 2
+        others = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
+        print_stderr(f"waiting for {first.what}{first.place()}{others} for {first.seconds:.0f} s")
 
 
-def end(said: str) -> None:
-    """End the command as it stands, with the lines of all threads and an error; else say it."""
+def end_command(message: str) -> None:
+    """End a command at once, with all stacks and an error; elsewhere only print the error."""
     if in_command:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         faulthandler.dump_traceback(2)
-    tell(f"error: {said}")
+    print_stderr(f"error: {message}")
     if in_command:
         os._exit(3)
 
 
-def tell(line: str) -> None:
-    """A line on stderr, for whoever reads it: nobody, if its terminal or pipe is closed."""
+def print_stderr(line: str) -> None:
+    """Print a line on stderr; ignored if its terminal or pipe is closed."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def as_number(value: Any) -> float | None:
-    """A finite number that somebody's code gave, as a float; None: it is none.
+    """A finite number returned by user code, as a float; None: it is not one.
 
-    Python's and numpy's numbers, and arrays and tensors of no dimension.
+    Accepts Python's and numpy's numbers, and arrays and tensors without dimensions.
 
     >>> as_number(2), as_number("2"), as_number(math.nan)
     (2.0, None, None)
@@ -344,9 +349,9 @@ def as_number(value: Any) -> float | None:
 
 
 def named_numbers(values: Any) -> dict[str, float] | None:
-    """Finite numbers by name that somebody's code gave, as floats; None: they are no such thing."""
+    """Finite numbers by name from user code, as floats; None: anything else."""
     if not isinstance(values, Mapping):
         return None
     numbers = {name: as_number(value) for name, value in values.items()}
-    made = {n: x for n, x in numbers.items() if x is not None and isinstance(n, str)}
-    return made if len(made) == len(numbers) else None
+    valid = {n: x for n, x in numbers.items() if x is not None and isinstance(n, str)}
+    return valid if len(valid) == len(numbers) else None

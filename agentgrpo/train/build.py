@@ -22,7 +22,7 @@ from agentgrpo.rollout.sampler import AnySampler, Sampler
 from agentgrpo.rollout.tensor_parallel import Leader, TeamSampler
 from agentgrpo.support import parallel
 from agentgrpo.support.hardware import processor
-from agentgrpo.support.memory import explained
+from agentgrpo.support.memory import explain_out_of_memory
 from agentgrpo.support.optional_deps import install_hint
 from agentgrpo.support.packages import installed, require
 from agentgrpo.train.memory_estimate import room_checks
@@ -109,9 +109,9 @@ def open_engine(config: TrainConfig, parts: Parts, *, trained: bool = False) -> 
     adapter = None if trained else parts.adapter
     lora_rank = config.learner.lora.rank if trained else adapter.rank if adapter else 0
     try:
-        from agentgrpo.engine.engine import Engine, device_of_engines
+        from agentgrpo.engine.engine import Engine, engine_device
 
-        config = config.on(device_of_engines())
+        config = config.on(engine_device())
         engine = Engine(parts.model, config.engine, seed=config.seed, lora_rank=lora_rank)
     except ModuleNotFoundError as error:
         raise ValueError(install_hint(error.name or "")) from error
@@ -208,13 +208,13 @@ def _add_learner(config: TrainConfig, parts: Parts) -> None:
 def _make_learner(config: TrainConfig, parts: Parts) -> Learner:
     """Make the learner on the engine's weights and load its state from the checkpoint."""
     from agentgrpo.learn.learner import Learner
-    from agentgrpo.learn.preflight import LESS_TO_TRAIN
+    from agentgrpo.learn.preflight import REDUCE_MEMORY_HINT
     from agentgrpo.learn.weight_sync import policy_on
 
     settings, adapter = config.learner, parts.adapter
     # an adapter's KL reference is its own initial state, which needs no second model
     has_reference = config.loss.beta and not settings.lora.rank
-    with explained("making the learner", lambda: LESS_TO_TRAIN):
+    with explain_out_of_memory("making the learner", lambda: REDUCE_MEMORY_HINT):
         policy, publisher = policy_on(
             parts.engine,
             parts.played,

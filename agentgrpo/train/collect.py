@@ -41,7 +41,7 @@ def collect(config: TrainConfig, parts: Parts, step: int) -> tuple[list[Group], 
 def _rounds(config: TrainConfig, parts: Parts, step: int) -> Iterator[tuple[list[Task], int]]:
     """This rank's tasks and sampling seed, for the first round and each refill."""
     for refill in range(1 + config.rollout.max_refills):
-        tasks = parallel.mine(parts.tasks.next(config.rollout.tasks_per_step))
+        tasks = parallel.own_items(parts.tasks.next(config.rollout.tasks_per_step))
         seed = config.seed_of(parts.tasks.steps_before + step, refill)
         yield tasks, seed + parallel.RANK_SEED * parallel.rank()
 

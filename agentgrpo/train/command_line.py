@@ -17,7 +17,7 @@ from agentgrpo.sandbox import SandboxUnavailable
 from agentgrpo.support import parallel
 from agentgrpo.support.files import format_os_error
 from agentgrpo.support.runtime import prepare_environment
-from agentgrpo.support.user_calls import UserCodeError, describe_error, error_location, tell
+from agentgrpo.support.user_calls import UserCodeError, describe_error, error_location, print_stderr
 from agentgrpo.train.interrupt import die_with_parent, interruptible
 
 Begin = Callable[[], None]
@@ -83,7 +83,7 @@ def report_errors() -> Iterator[Outcome]:
         outcome.status, message = error.status, f"error: {error}"
     else:
         return
-    tell(". ".join(filter(None, (message, outcome.resume_hint()))))
+    print_stderr(". ".join(filter(None, (message, outcome.resume_hint()))))
 
 
 def resume_hint(out_dir: Path, saved: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from agentgrpo.records.run_folder import newest_saved
 from agentgrpo.rewards.answers import holds_answer
 from agentgrpo.support import hardware
 from agentgrpo.support.checks import Check
-from agentgrpo.support.packages import card_versions, installed, require
+from agentgrpo.support.packages import gpu_tested_versions, installed, require
 from agentgrpo.train.memory_estimate import GIB, footprint, room_checks, shapes_at
 from agentgrpo.train.parts import Parts
 from agentgrpo.train.prepare import prompt_length
@@ -47,7 +47,7 @@ def format_plan(
     require(room)
     checks = [
         *lines,
-        *([card_versions(installed())] if hardware.has_nvidia_gpu() else []),
+        *([gpu_tested_versions(installed())] if hardware.has_nvidia_gpu() else []),
         plan_line("sandbox", jail),
         *_model(config, parts.model, trained=trained, sampled=sampled),
         *(_learning(config, parts.model) if trained else ()),

@@ -61,7 +61,7 @@ def evaluate(
     """
     rank_seed = seed + parallel.RANK_SEED * parallel.rank()
     played, _ = ScoredPlay(reward).play(
-        sampler, parallel.mine(tasks), attempts,
+        sampler, parallel.own_items(tasks), attempts,
         seed=rank_seed, temperature=temperature, filters=filters,
     )  # fmt: skip
     groups = parallel.interleave(parallel.gather(played))

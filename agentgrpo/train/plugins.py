@@ -204,7 +204,7 @@ class Kind:
         except UserCodeError as error:
             cause, (name, colon, _) = error.__cause__, str(error.__cause__).partition(":")
             if isinstance(cause, ValueError) and colon and name.partition(".")[0] in parameters:
-                raise ValueError(f"{options}.{cause} (at {error.where})") from error
+                raise ValueError(f"{options}.{cause} (at {error.line})") from error
             raise
         except (ValueError, TypeError) as error:  # from a shipped class
             name, colon, _ = str(error).partition(":")

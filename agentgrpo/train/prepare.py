@@ -129,7 +129,7 @@ def _check_tasks(config: TrainConfig, parts: Parts, tasks: Sequence[Task], key: 
         raise ValueError(f"{key}: no prompt has at most {limit} tokens")
     inner = parts.env.inner if isinstance(parts.env, DialogueEnv) else parts.env
     if isinstance(inner, UnitTestEnv):
-        parts.progress.print(f"{key}: {inner.check_tasks(parallel.mine(fitting))}")
+        parts.progress.print(f"{key}: {inner.check_tasks(parallel.own_items(fitting))}")
     return fitting
 
 

@@ -36,7 +36,7 @@ def teacher_of(config: TrainConfig, parts: Parts) -> dict[str, Any] | None:
         )
     feedback_of = None if teacher.feedback == "errors" else _feedback(teacher.feedback, parts)
     prompt = partial(_prompt, parts, teacher.max_feedback_tokens, teacher.feedback)
-    return {"config": teacher, "prompt": prompt, "tell": feedback_of}
+    return {"config": teacher, "prompt": prompt, "feedback": feedback_of}
 
 
 def _remote_scores(config: TrainConfig, parts: Parts) -> Callable[[list[int], int], Scores]:

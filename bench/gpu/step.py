@@ -46,7 +46,7 @@ from agentgrpo.learn.attention import Tree
 from agentgrpo.learn.lora import Adapter
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Scorer, checkpoint_layers
-from agentgrpo.models.liger import fuse
+from agentgrpo.models.liger import fuse_layers
 from agentgrpo.types import Group, Rollout
 from bench.harness import append_row
 from bench.step import make_groups
@@ -235,7 +235,7 @@ def check(
     want_loss, want = gradient_of(model, passes_of(model, groups, first, setting.max_tokens))
     for layout in others:
         if layout == LIGER:
-            print(f"  {fuse(model)}")
+            print(f"  {fuse_layers(model)}")
         loss, got = gradient_of(model, passes_of(model, groups, layout, setting.max_tokens))
         error = ((got - want).norm() / want.norm()).item()
         print(f"  check {layout}: loss {loss:.5f} ({want_loss:.5f}), gradient off by {error:.1e}")

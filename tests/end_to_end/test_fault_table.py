@@ -139,7 +139,7 @@ MORE = {
     "fails_to_compute": "raised FloatingPointError: 0/0",
     "misses": r"raised FileNotFoundError: \[Errno 2\] No such file or directory: 'labels.csv'",
     "speaks_long": r"raised RuntimeError: (line ){100}\.\.\.",
-    "mumbles": "raised Mute: <its text cannot be had: TypeError>",
+    "mumbles": "raised Mute: <its text is not available: TypeError>",
 }
 WRONG = {
     "tasks": {"none", "unfinished"}, "reset": {"none", "text"}, "step": {"none", "unfinished"},

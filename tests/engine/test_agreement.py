@@ -1,4 +1,4 @@
-"""The proof that both sides are one policy: what passes, what does not, what is compared."""
+"""The agreement check: what passes, what fails, what is compared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agentgrpo.engine.agreement import (
-    BEHIND,
+    MAX_UNSEEN_UPDATES,
     NEW_TOKENS,
     Disagreement,
     check_agreement,
@@ -22,7 +22,7 @@ from agentgrpo.types import Float32, Int32
 
 
 def logp_of(token_ids: Int32) -> Float32:
-    """A made-up policy: a token's log-probability is a function of it and its position."""
+    """A synthetic policy: the log-probability depends on the token and its position."""
     return (-(token_ids[1:] % 7) - np.arange(1, len(token_ids)) / 100).astype(np.float32)
 
 
@@ -56,7 +56,7 @@ class Sides:
 PROMPTS = probe_prompts(1000)
 
 
-def test_one_policy_agrees_exactly() -> None:
+def test_equal_policies_agree_exactly() -> None:
     sides = Sides()
     assert check_agreement(sides, sides, PROMPTS, threshold=1e-9) == {
         "max_dlogp": 0.0,
@@ -67,7 +67,7 @@ def test_one_policy_agrees_exactly() -> None:
 @pytest.mark.parametrize("shift", [0.5, -0.5])
 @pytest.mark.parametrize("probe", range(len(PROMPTS)))
 @pytest.mark.parametrize("token", range(NEW_TOKENS))
-def test_one_token_of_one_probe_is_enough_to_stop(shift: float, probe: int, token: int) -> None:
+def test_one_differing_token_stops_the_run(shift: float, probe: int, token: int) -> None:
     sides = Sides(shift, probe=probe, token=token)
     with pytest.raises(Disagreement, match=r"0\.5 nats, allowed 0\.1 .*agreement_threshold"):
         check_agreement(sides, sides, PROMPTS, threshold=0.1)
@@ -77,7 +77,7 @@ def test_one_token_of_one_probe_is_enough_to_stop(shift: float, probe: int, toke
 
 
 class Counted(Sides):
-    """Sharded weights are scored by all ranks together, or a rank waits for the others for ever."""
+    """All ranks must score sharded weights together, or one waits forever."""
 
     scored = 0
 
@@ -87,10 +87,8 @@ class Counted(Sides):
 
 
 @pytest.mark.parametrize("shift", [0.5, float("nan")])
-def test_what_one_rank_sees_stops_all_of_them(
-    monkeypatch: pytest.MonkeyPatch, shift: float
-) -> None:
-    seen = {}
+def test_failure_on_one_rank_stops_all(monkeypatch: pytest.MonkeyPatch, shift: float) -> None:
+    recorded = {}
     for rank in range(3):
         sides, probes = Counted(), probe_prompts(1000)
         check_agreement(sides, sides, probes, threshold=0.1)
@@ -104,12 +102,12 @@ def test_what_one_rank_sees_stops_all_of_them(
         with pytest.raises(Disagreement, match=f"{shift:g} nats, allowed 0.1"):
             check_agreement(sides, sides, probes, threshold=0.1)
         monkeypatch.undo()
-        seen[rank] = sides.scored
-    assert seen[0] == seen[1] == seen[2]
+        recorded[rank] = sides.scored
+    assert recorded[0] == recorded[1] == recorded[2]
 
 
 class Update(Sides):
-    """In bfloat16: each has the learner's numbers drift, and the sampler's if it is told of it."""
+    """In bfloat16: the learner's numbers change in each update, the sampler's only if published."""
 
     drift, told, cached, noise = 0.0, 0.0, 0, 0.0
 
@@ -123,7 +121,7 @@ class Update(Sides):
 
 
 def checks_that_pass(sides: Update, *, told: bool, learning: Sequence[float]) -> int:
-    """With a threshold that lets all of it through."""
+    """With a threshold above all differences."""
     probes = probe_prompts(1000)
     check_agreement(sides, sides, probes, threshold=1.0)
     for passed, step in enumerate(learning):
@@ -136,21 +134,21 @@ def checks_that_pass(sides: Update, *, told: bool, learning: Sequence[float]) ->
     return len(learning)
 
 
-def test_a_sampler_that_no_update_reaches_is_told_in_bfloat16() -> None:
+def test_stale_sampler_is_found_in_bfloat16() -> None:
     assert checks_that_pass(Update(), told=True, learning=[0.008] * 100) == 100
-    assert checks_that_pass(Update(), told=False, learning=[0.008] * 100) == BEHIND - 1
+    assert checks_that_pass(Update(), told=False, learning=[0.008] * 100) == MAX_UNSEEN_UPDATES - 1
     between = [0.008, 0.0] * 50  # evaluations, or steps without a gradient
-    assert checks_that_pass(Update(), told=False, learning=between) == 2 * (BEHIND - 1)
+    assert checks_that_pass(Update(), told=False, learning=between) == 2 * (MAX_UNSEEN_UPDATES - 1)
     assert checks_that_pass(Update(), told=False, learning=[0.0] * 100) == 100
 
 
-def test_a_learner_that_is_never_the_same_twice_says_nothing() -> None:
+def test_nondeterministic_learner_is_not_evidence() -> None:
     sides = Update()
     sides.noise = 1e-5
     assert checks_that_pass(sides, told=False, learning=[0.0] * 30) == 30
 
 
-def test_a_cache_that_outlived_an_update_is_told() -> None:
+def test_stale_prefix_cache_is_found() -> None:
     sides = Update()
     sides.cached = 64
     assert checks_that_pass(sides, told=False, learning=[0.0] * 30) == 30, "nothing was updated"
@@ -158,19 +156,19 @@ def test_a_cache_that_outlived_an_update_is_told() -> None:
 
 
 @pytest.mark.parametrize("shift", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_never_passes(shift: float) -> None:
+def test_non_finite_difference_never_passes(shift: float) -> None:
     sides = Sides(shift)
     with pytest.raises(Disagreement):
         check_agreement(sides, sides, PROMPTS, threshold=1e30)
 
 
-def test_the_threshold_itself_passes() -> None:
+def test_difference_equal_to_the_threshold_passes() -> None:
     require_agreement(0.25, 0.25, where="here")
     with pytest.raises(Disagreement, match="disagree here"):
         require_agreement(np.nextafter(0.25, 1), 0.25, where="here")
 
 
-def test_probes_are_the_same_in_every_run_and_within_the_vocabulary() -> None:
+def test_probes_are_fixed_and_within_the_vocabulary() -> None:
     again = probe_prompts(1000)
     assert all(np.array_equal(a, b) for a, b in zip(PROMPTS, again, strict=True))
     assert not np.array_equal(PROMPTS[0], PROMPTS[1])

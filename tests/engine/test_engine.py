@@ -1,4 +1,4 @@
-"""Real vLLM with a tiny model: what it samples, against transformers reading the same files."""
+"""vLLM with a tiny model: its samples against transformers on the same files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def picked(table: Any, prompt_ids: Int32, token_ids: Int32) -> Float32:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
-def test_logprobs_are_those_of_the_tempered_policy(
+def test_logprobs_include_the_temperature(
     engine: Engine, oracle: Score, temperature: float
 ) -> None:
     prompts = [prompt(length, seed=length) for length in (1, 7, 32, 33, 100)] * 2
@@ -92,19 +92,19 @@ def test_greedy_takes_the_most_likely_token(engine: Engine, oracle: Score) -> No
         np.testing.assert_allclose(turn.logprobs, picked(table, ids, turn.token_ids), atol=1e-5)
 
 
-def test_samples_follow_the_policy(engine: Engine, oracle: Score) -> None:
+def test_samples_follow_the_distribution(engine: Engine, oracle: Score) -> None:
     """Frequencies of the first token over many samples: chi-squared over its likely values."""
     ids, count = prompt(3), 1200
     first = [t.token_ids[0] for t in ask(engine, *[ids] * count, max_tokens=1, seed=0)]
     probability = np.exp(oracle(ids, 1.0)[-1])
     likely = np.argsort(-probability)[:20]
-    seen = np.bincount(first, minlength=VOCAB)
+    counts = np.bincount(first, minlength=VOCAB)
     expected = count * probability
-    chi2 = float((((seen - expected) ** 2) / expected)[likely].sum())
+    chi2 = float((((counts - expected) ** 2) / expected)[likely].sum())
     assert chi2 < 20 + 5 * math.sqrt(2 * 20)
 
 
-def test_a_seed_repeats_every_bit_and_another_does_not(engine: Engine) -> None:
+def test_same_seed_repeats_bits_another_does_not(engine: Engine) -> None:
     prompts = [prompt(50)] * 4 + [prompt(20, seed=1)]
     runs = []
     for seed in (3, 3, 4):
@@ -116,7 +116,7 @@ def test_a_seed_repeats_every_bit_and_another_does_not(engine: Engine) -> None:
     assert len({ids for ids, _ in first[:4]}) == 4, "a group must not be one rollout"
 
 
-def test_a_stop_token_is_part_of_the_turn(engine: Engine) -> None:
+def test_stop_token_is_part_of_the_turn(engine: Engine) -> None:
     (free,) = ask(engine, prompt(30), seed=5)
     assert free.finish_reason == "length"
     stop = int(free.token_ids[6])
@@ -127,7 +127,7 @@ def test_a_stop_token_is_part_of_the_turn(engine: Engine) -> None:
     assert len(turn.logprobs) == end
 
 
-def test_a_stop_string_ends_with_the_token_it_ends_in(engine: Engine, tokenizer: Any) -> None:
+def test_stop_string_includes_its_last_token(engine: Engine, tokenizer: Any) -> None:
     for seed in range(50):
         (free,) = ask(engine, prompt(30), seed=seed)
         texts = [tokenizer.decode([i]) for i in free.token_ids]
@@ -142,22 +142,22 @@ def test_a_stop_string_ends_with_the_token_it_ends_in(engine: Engine, tokenizer:
     assert len(turn.logprobs) == len(turn.token_ids) <= pairs[0] + 2
 
 
-def test_who_looks_on_sees_each_token_and_may_end_the_turn(engine: Engine) -> None:
+def test_on_token_sees_each_token_and_may_end_the_turn(engine: Engine) -> None:
     (free,) = ask(engine, prompt(30), seed=5)
-    seen: list[int] = []
+    recorded: list[int] = []
 
     def told(token: int) -> bool:
-        seen.append(token)
-        return len(seen) == 7
+        recorded.append(token)
+        return len(recorded) == 7
 
     (turn,) = ask(engine, prompt(30), seed=5, on_token=told)
-    assert seen == turn.token_ids.tolist() == free.token_ids[:7].tolist()
+    assert recorded == turn.token_ids.tolist() == free.token_ids[:7].tolist()
     assert (turn.finish_reason, turn.stop_reason, len(turn.logprobs)) == ("stop", None, 7)
     assert engine.num_in_flight == 0
 
 
-def test_a_stop_string_may_be_the_name_of_a_special_token(engine: Engine, tokenizer: Any) -> None:
-    """As an agent's tag is that a model has a token of its own for."""
+def test_stop_string_may_be_a_special_token(engine: Engine, tokenizer: Any) -> None:
+    """Such as an agent's tag for which the model has a token."""
     (free,) = ask(engine, prompt(30), temperature=0.0)
     often = int(free.token_ids[0])
     embedding = engine.model.get_parameter("model.embed_tokens.weight")
@@ -190,7 +190,7 @@ def test_requests_join_and_leave_while_others_decode(engine: Engine, oracle: Sco
         )
 
 
-def test_a_known_prefix_is_not_computed_again_until_it_is_forgotten(engine: Engine) -> None:
+def test_prefix_cache_is_used_until_reset(engine: Engine) -> None:
     ids = prompt(100)
     cached = [ask(engine, ids, max_tokens=2, seed=0)[0].num_cached_tokens for _ in range(2)]
     assert cached == [0, 96]
@@ -199,7 +199,7 @@ def test_a_known_prefix_is_not_computed_again_until_it_is_forgotten(engine: Engi
 
 
 @pytest.mark.parametrize(("length", "max_tokens", "fits"), [(250, 6, True), (250, 7, False)])
-def test_the_context_can_be_filled_but_not_exceeded(
+def test_context_can_be_filled_but_not_exceeded(
     engine: Engine, length: int, max_tokens: int, fits: bool
 ) -> None:
     if fits:
@@ -211,7 +211,7 @@ def test_the_context_can_be_filled_but_not_exceeded(
     assert engine.num_in_flight == 0
 
 
-def test_what_it_cannot_do_now_is_refused_and_harms_nobody(engine: Engine) -> None:
+def test_invalid_calls_are_refused_without_side_effects(engine: Engine) -> None:
     def more(name: str = "b") -> None:
         engine.add_request(name, prompt(6), max_tokens=2, temperature=1.0)
 
@@ -223,8 +223,8 @@ def test_what_it_cannot_do_now_is_refused_and_harms_nobody(engine: Engine) -> No
         "asked to sleep with 1 requests in flight": engine.sleep,
         "1 requests in flight: a probe would lose them": lambda: engine.probe([prompt(4)], 1),
     }
-    for said, use in under_way.items():
-        with pytest.raises((RuntimeError, ValueError), match=said):
+    for message, use in under_way.items():
+        with pytest.raises((RuntimeError, ValueError), match=message):
             use()
     assert not engine.asleep
     assert list(finish(engine)) == ["a"]
@@ -238,7 +238,7 @@ def test_what_it_cannot_do_now_is_refused_and_harms_nobody(engine: Engine) -> No
     assert len(finish(engine)["a"].token_ids) == 2
 
 
-def test_probes_come_back_in_order(engine: Engine, oracle: Score) -> None:
+def test_probes_return_in_order(engine: Engine, oracle: Score) -> None:
     prompts = [prompt(length, seed=length) for length in (90, 3, 40)]
     for ids, turn in zip(prompts, engine.probe(prompts, 3), strict=True):
         table = oracle(np.concatenate([ids, turn.token_ids]), 1.0)
@@ -246,7 +246,7 @@ def test_probes_come_back_in_order(engine: Engine, oracle: Score) -> None:
         assert len(turn.token_ids) == 3
 
 
-def test_the_learners_threads_can_still_be_set(the_engine: Engine) -> None:
+def test_torch_threads_can_still_be_set(the_engine: Engine) -> None:
     before = torch.get_num_threads()
     try:
         for count in (1, 2):
@@ -256,7 +256,7 @@ def test_the_learners_threads_can_still_be_set(the_engine: Engine) -> None:
         torch.set_num_threads(before)
 
 
-def test_a_request_with_a_seed_repeats_whatever_runs_beside_it(engine: Engine) -> None:
+def test_seeded_request_repeats_in_any_batch(engine: Engine) -> None:
     alone = ask(engine, prompt(40), request_seed=7)[0]
     engine.reset_prefix_cache()
     for index in range(6):
@@ -269,13 +269,13 @@ def test_a_request_with_a_seed_repeats_whatever_runs_beside_it(engine: Engine) -
     assert done["next"].token_ids.tolist() != alone.token_ids.tolist()
 
 
-def test_requests_with_seeds_survive_more_prompts_than_one_batch_holds(engine: Engine) -> None:
+def test_seeded_requests_work_with_more_prompts_than_a_batch(engine: Engine) -> None:
     """Prompts in chunks would crash vLLM's CPU backend: its generators have no offset."""
     turns = ask(engine, *[prompt(200, seed=s) for s in range(60)], max_tokens=3, request_seed=1)
     assert [len(turn.token_ids) for turn in turns] == [3] * 60
 
 
-def test_filters_cut_the_distribution_and_its_logprobs(engine: Engine, oracle: Score) -> None:
+def test_filters_truncate_the_distribution_and_logprobs(engine: Engine, oracle: Score) -> None:
     prompts = [prompt(20, seed=seed) for seed in range(8)]
     for ids, turn in zip(prompts, ask(engine, *prompts, seed=1, filters={"top_k": 3}), strict=True):
         table = oracle(np.concatenate([ids, turn.token_ids]), 1.0)[len(ids) - 1 : -1]
@@ -286,24 +286,24 @@ def test_filters_cut_the_distribution_and_its_logprobs(engine: Engine, oracle: S
         np.testing.assert_allclose(turn.logprobs, plain - np.log(np.exp(best).sum(-1)), atol=1e-4)
 
 
-def test_numbers_that_vllm_has_not_are_refused(engine: Engine) -> None:
+def test_sampling_values_that_vllm_rejects_are_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"temperature must be in \[0, 2\]"):
         ask(engine, prompt(5), temperature=2.5)
     assert not engine.num_in_flight
 
 
-def test_a_token_whose_log_probability_is_nan_ends_the_run() -> None:
+def test_nan_logprob_of_a_request_raises() -> None:
     request = Request("0", "0-1", [1], None, 0)
-    said = SimpleNamespace(logprobs=np.array([[math.nan]], np.float32))
+    message = SimpleNamespace(logprobs=np.array([[math.nan]], np.float32))
     output = SimpleNamespace(
-        new_token_ids=[7], new_logprobs=said, prefill_stats=None, finish_reason=None
+        new_token_ids=[7], new_logprobs=message, prefill_stats=None, finish_reason=None
     )
-    assert not request.take(output)
+    assert not request.append(output)
     with pytest.raises(FloatingPointError, match="its token 0"):
         request.completion()
 
 
-def test_entropies_are_those_of_the_policy(engine: Engine, oracle: Score) -> None:
+def test_entropies_match_the_policy(engine: Engine, oracle: Score) -> None:
     (turn,) = ask(engine, prompt(20), max_tokens=6, seed=1, top_logprobs=20)
     logp = oracle(np.concatenate([prompt(20), turn.token_ids]), 1.0)[19:-1]
     top = np.sort(logp, axis=-1)[:, -20:]
@@ -315,7 +315,7 @@ def test_entropies_are_those_of_the_policy(engine: Engine, oracle: Score) -> Non
     assert len(ask(engine, prompt(20), max_tokens=2)[0].entropies) == 0
 
 
-def test_a_logprob_that_is_no_number_stops_the_run(engine: Engine) -> None:
+def test_non_finite_logprob_stops_the_run(engine: Engine) -> None:
     with torch.no_grad():
         next(iter(engine.model.parameters()))[:] = torch.nan
     with pytest.raises(
@@ -324,23 +324,23 @@ def test_a_logprob_that_is_no_number_stops_the_run(engine: Engine) -> None:
         ask(engine, prompt(20))
 
 
-def test_vllms_own_chat_can_be_used_and_not_over_our_requests(engine: Engine) -> None:
+def test_llm_chat_works_unless_requests_are_in_flight(engine: Engine) -> None:
     from vllm import SamplingParams
 
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)
-    (said,) = engine.llm.chat(
+    (response,) = engine.llm.chat(
         cast(Any, [{"role": "user", "content": "hi"}]), params, tools=tools, use_tqdm=False
     )
-    assert len(said.outputs[0].token_ids) == 4
-    assert said.outputs[0].logprobs is not None
+    assert len(response.outputs[0].token_ids) == 4
+    assert response.outputs[0].logprobs is not None
     engine.add_request("a", prompt(5), max_tokens=2, temperature=1.0)
     with pytest.raises(RuntimeError, match="1 requests in flight: llm would lose them"):
         _ = engine.llm
     assert list(finish(engine)) == ["a"]
 
 
-def test_dropped_weights_must_come_back_before_anything_is_asked(
+def test_dropped_weights_must_be_loaded_before_requests(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
@@ -359,8 +359,8 @@ def test_dropped_weights_must_come_back_before_anything_is_asked(
     assert ask(engine, prompt(30), temperature=0.0)[0].token_ids.tolist() == expected
 
 
-def test_fifty_nights_leave_nothing_behind(engine: Engine) -> None:
-    """Residual memory is flat, and the last day's work is that of the first."""
+def test_fifty_sleeps_leak_nothing(engine: Engine) -> None:
+    """Memory stays flat, and the last step samples the same as the first."""
     rss: list[float] = []
     for _ in range(50):
         turns = ask(engine, prompt(100), prompt(50, seed=1), temperature=0.0, max_tokens=8)
@@ -373,7 +373,7 @@ def test_fifty_nights_leave_nothing_behind(engine: Engine) -> None:
 
 
 @pytest.mark.slow
-def test_what_vllm_says_at_the_start_is_told_with_the_settings(tmp_path: Path) -> None:
+def test_start_error_contains_vllm_message_and_settings(tmp_path: Path) -> None:
     from agentgrpo.config import EngineConfig
     from agentgrpo.engine.start import EngineStartError
 
@@ -386,18 +386,19 @@ def test_what_vllm_says_at_the_start_is_told_with_the_settings(tmp_path: Path) -
     assert torch.get_num_threads() == threads
 
 
-def test_an_engine_without_adapters_takes_none(engine: Engine) -> None:
+def test_engine_without_lora_rank_refuses_adapters(engine: Engine) -> None:
     assert engine.adapter is None
     with pytest.raises(ValueError, match="started without lora_rank"):
         engine.set_adapter({}, {})
 
 
-def test_the_record_says_what_vllm_chose(engine: Engine) -> None:
-    said = engine.describe()
-    assert json.loads(json.dumps(said)) == said
-    assert said["model_runner"] == "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
-    assert said["attention_backend"] == ["CPU_ATTN"]
-    assert {name: said[name] for name in ("device", "dtype", "block_size", "cuda_graphs")} == {
+def test_describe_reports_what_vllm_chose(engine: Engine) -> None:
+    description = engine.describe()
+    assert json.loads(json.dumps(description)) == description
+    assert description["model_runner"] == "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
+    assert description["attention_backend"] == ["CPU_ATTN"]
+    keys = ("device", "dtype", "block_size", "cuda_graphs")
+    assert {key: description[key] for key in keys} == {
         "device": "cpu", "dtype": "float32", "block_size": 32, "cuda_graphs": "NONE",
     }  # fmt: skip
-    assert (said["async_scheduling"], said["sleep_mode"]) == (False, False)
+    assert (description["async_scheduling"], description["sleep_mode"]) == (False, False)

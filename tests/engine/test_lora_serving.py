@@ -1,4 +1,4 @@
-"""An adapter handed to vLLM in memory: the adapted policy is what samples, on one base model."""
+"""A LoRA adapter passed to vLLM in memory: the adapted policy samples, on one base model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ IDS = np.arange(40, dtype=np.int32)
 @pytest.fixture(scope="module")
 def served(slow_setup: None, tiny_model: Path) -> Iterator[Engine]:
     """An engine with room for adapters."""
-    made = Engine(tiny_model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 16), lora_rank=RANK)
-    yield made
-    made.shutdown()
+    other = Engine(tiny_model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 16), lora_rank=RANK)
+    yield other
+    other.shutdown()
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def make_learner(served: Engine, tiny_model: Path) -> Callable[..., Learner]:
 
 
 def move(learner: Learner, seed: int) -> None:
-    """An update of the adapter, larger than one an optimizer makes."""
+    """An update of the adapter that is larger than an optimizer's."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for matrix in learner.policy.trained:
@@ -66,12 +66,12 @@ def base_logp(tiny_model: Path, ids: Any) -> Any:
 
 
 def sampled(engine: Engine) -> Any:
-    """The greedy continuation of IDS, whole, and the sampler's log-probabilities of it."""
+    """The greedy completion of IDS with its prompt, and the sampler's log-probabilities."""
     (turn,) = engine.probe([IDS], 6)
     return np.concatenate([IDS, turn.token_ids]), turn.logprobs
 
 
-def test_the_sampler_follows_the_adapter_over_many_steps(
+def test_sampler_follows_the_adapter_over_many_steps(
     make_learner: Callable[..., Learner], served: Engine, tiny_model: Path
 ) -> None:
     learner = make_learner()
@@ -89,10 +89,10 @@ def test_the_sampler_follows_the_adapter_over_many_steps(
     np.testing.assert_allclose(logprobs, learner.score(ids)[-6:], atol=1e-5)
 
 
-def test_the_reference_is_the_model_without_its_adapter(
+def test_reference_is_the_model_without_adapter(
     make_learner: Callable[..., Learner], served: Engine, engine: Engine, tiny_model: Path
 ) -> None:
-    """Asked beside the policy, in one batch, whatever the adapter is; none is no silent policy."""
+    """In one batch with the policy, for any adapter; it is refused if there is no adapter."""
     learner = make_learner()
     for seed in range(2):
         move(learner, seed)
@@ -101,10 +101,10 @@ def test_the_reference_is_the_model_without_its_adapter(
             served.add_request(
                 name, IDS, max_tokens=6, temperature=0.0, reference=name == "reference"
             )
-        said: dict[str, Any] = {}
+        message: dict[str, Any] = {}
         while served.num_in_flight:
-            said |= {turn.request_id: turn for turn in served.step()}
-        for name, turn in said.items():
+            message |= {turn.request_id: turn for turn in served.step()}
+        for name, turn in message.items():
             ids = np.concatenate([IDS, turn.token_ids])
             base, own = base_logp(tiny_model, ids)[-6:], learner.score(ids)[-6:]
             expected, other = (base, own) if name == "reference" else (own, base)
@@ -114,7 +114,7 @@ def test_the_reference_is_the_model_without_its_adapter(
         engine.add_request("a", IDS, max_tokens=1, temperature=0.0, reference=True)
 
 
-def test_nothing_but_the_adapter_is_handed_over_and_nothing_of_it_is_changed(
+def test_only_the_adapter_is_published_unchanged(
     make_learner: Callable[..., Learner], served: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = make_learner()
@@ -128,10 +128,10 @@ def test_nothing_but_the_adapter_is_handed_over_and_nothing_of_it_is_changed(
     assert all(torch.equal(a, b) for a, b in zip(base, served.model.parameters(), strict=True))
 
 
-def test_the_model_below_the_adapter_is_one_replica_of_9_packed_layers(
+def test_base_model_is_shared_with_9_packed_layers(
     make_learner: Callable[..., Learner], served: Engine
 ) -> None:
-    """The embedding, which vLLM wraps for adapters apart from the head it is tied to, is none."""
+    """Without the embedding, which vLLM wraps separately from the tied head."""
     learner = make_learner()
     assert learner.describe()["weights"] == "shared"
     assert learner.describe()["adapter"] == "served as it is"
@@ -143,7 +143,7 @@ def test_the_model_below_the_adapter_is_one_replica_of_9_packed_layers(
     )
 
 
-def test_a_base_of_its_own_agrees_too(make_learner: Callable[..., Learner], served: Engine) -> None:
+def test_copied_base_model_agrees_too(make_learner: Callable[..., Learner], served: Engine) -> None:
     learner = make_learner("copy")
     assert learner.describe()["weights"] == "copy"
     move(learner, 1)
@@ -151,7 +151,7 @@ def test_a_base_of_its_own_agrees_too(make_learner: Callable[..., Learner], serv
     assert agree(served, learner) < 1e-5
 
 
-def test_a_skipped_hand_over_is_found(make_learner: Callable[..., Learner], served: Engine) -> None:
+def test_skipped_publish_is_found(make_learner: Callable[..., Learner], served: Engine) -> None:
     learner = make_learner()
     learner.publish()
     move(learner, 0)
@@ -160,10 +160,8 @@ def test_a_skipped_hand_over_is_found(make_learner: Callable[..., Learner], serv
         agree(served, learner)
 
 
-def test_some_layers_alone_can_be_adapted(
-    make_learner: Callable[..., Learner], served: Engine
-) -> None:
-    """A part of a fused tensor (q of q, k, v) included; what was adapted before is forgotten."""
+def test_single_layers_can_be_adapted(make_learner: Callable[..., Learner], served: Engine) -> None:
+    """Including a part of a fused tensor (q of q, k, v); the previous adapter is dropped."""
     everything = make_learner()
     move(everything, 3)
     everything.publish()
@@ -173,7 +171,7 @@ def test_some_layers_alone_can_be_adapted(
     assert agree(served, learner) < 1e-5
 
 
-def test_a_layer_that_vllm_cannot_adapt_is_named(
+def test_layer_that_vllm_cannot_adapt_is_named(
     make_learner: Callable[..., Learner], served: Engine
 ) -> None:
     learner = make_learner()
@@ -186,7 +184,7 @@ def test_a_layer_that_vllm_cannot_adapt_is_named(
         served.set_adapter(tensors, config)
 
 
-def test_a_saved_adapter_is_played_with(
+def test_saved_adapter_can_be_evaluated(
     make_learner: Callable[..., Learner], served: Engine, tiny_model: Path, tmp_path: Path
 ) -> None:
     learner = make_learner()
@@ -214,7 +212,7 @@ def test_a_saved_adapter_is_played_with(
         ),
     ],
 )
-def test_what_is_wrong_with_a_saved_adapter_is_named(
+def test_invalid_saved_adapter_is_named(
     tmp_path: Path, changes: dict[str, Any] | None, message: str
 ) -> None:
     described = {"base_model_name_or_path": "m", "r": 4, "lora_alpha": 8.0, **(changes or {})}
@@ -227,7 +225,7 @@ def test_what_is_wrong_with_a_saved_adapter_is_named(
         base_of(cast(SavedAdapter, saved_adapter(str(tmp_path))))
 
 
-def test_vllms_own_llm_can_be_asked_for_the_policy(
+def test_vllm_llm_object_can_sample_the_policy(
     make_learner: Callable[..., Learner], served: Engine
 ) -> None:
     from vllm import SamplingParams
@@ -238,15 +236,15 @@ def test_vllms_own_llm_can_be_asked_for_the_policy(
     learner.publish()
     ids, _ = sampled(served)
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, detokenize=False)
-    (said,) = served.llm.generate(
+    (response,) = served.llm.generate(
         TokensPrompt(prompt_token_ids=IDS.tolist()),
         params,
         lora_request=served.adapter,
         use_tqdm=False,
     )
-    assert list(said.outputs[0].token_ids) == ids[-6:].tolist()
+    assert list(response.outputs[0].token_ids) == ids[-6:].tolist()
 
 
-def test_ranks_that_vllm_has_no_room_for_are_refused_before_it_starts(tiny_model: Path) -> None:
+def test_too_large_lora_rank_is_refused_before_the_start(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match=r"learner\.lora\.rank: .* up to rank 512, got 513"):
         Engine(tiny_model, EngineConfig(max_model_len=256), lora_rank=513)

@@ -1,7 +1,8 @@
-"""One replica on real vLLM models: architectures, biases, tied and padded embeddings, both dtypes.
+"""Shared weights on real vLLM models: architectures, biases, tied and padded embeddings, both
+dtypes.
 
-Each case starts an engine, and vLLM inspects an architecture that it has not met in a process of
-its own: seconds, once per machine. What is shared where is in test_weights.py.
+Each case starts an engine, and vLLM inspects a new architecture in another process: seconds, once
+per machine. Which tensors are shared is tested in test_weights.py.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ def start(
 ) -> Iterator[tuple[Engine, Path]]:
     (kind, options), dtype = request.param
     model = make_dir(tmp_path / "model", kind, options)
-    made = Engine(model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 32, dtype=dtype))
-    yield made, model
-    made.shutdown()
+    other = Engine(model, EngineConfig(max_model_len=256, kv_cache_gib=1 / 32, dtype=dtype))
+    yield other, model
+    other.shutdown()
 
 
 CASES = [
@@ -82,7 +83,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("start", CASES, indirect=True)
-def test_learner_and_sampler_are_one_replica_and_one_policy(start: tuple[Engine, Path]) -> None:
+def test_learner_and_sampler_share_weights_and_agree(start: tuple[Engine, Path]) -> None:
     engine, model = start
     learner = learner_on(engine, model, dlogp_limit=1.0)
     theirs = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}

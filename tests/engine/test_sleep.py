@@ -1,6 +1,6 @@
-"""What is asked of vLLM for the engine to sleep, at which level, in which order with the weights.
+"""The calls to vLLM around sleep: levels, and the order with weight updates.
 
-On CPU vLLM gives no memory back, so that a call too few changes nothing there that a result shows.
+On CPU vLLM releases no memory, so a missing call would not change any result there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.tiny import VOCAB
 
 @pytest.fixture
 def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What vLLM's engine is asked for, in order, with what it is given."""
+    """Records the calls of vLLM's engine in order, with their arguments."""
     calls: list[str] = []
 
     def record(owner: Any, name: str, shown: Any) -> None:
@@ -49,15 +49,15 @@ def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def a_night(engine: Engine, model: Path, asked: list[str], weights: str) -> list[str]:
-    """What a step asks for: by day a request, by night an update; then the next day."""
+    """The calls of one step: a request, sleep, an update, wake, and the next request."""
     learner = learner_on(engine, model, weights=weights)
-    publish = learner._publisher._hand_over  # type: ignore[attr-defined]
+    publish = learner._publisher._transfer  # type: ignore[attr-defined]
 
     def hand_over() -> Any:
         asked.append("publish")
         return publish()
 
-    learner._publisher._hand_over = hand_over  # type: ignore[attr-defined]
+    learner._publisher._transfer = hand_over  # type: ignore[attr-defined]
     parts: Any = SimpleNamespace(
         engine=engine, learner=learner, probes=probe_prompts(VOCAB), agreement_threshold=1e-3,
         progress=SimpleNamespace(phase=lambda _: nullcontext()),
@@ -77,48 +77,48 @@ PLAYED = ["request", "request", "request"]
 
 
 @pytest.mark.parametrize("weights", ["shared", "copy"])
-def test_a_step_wakes_publishes_forgets_plays_and_sleeps(
+def test_step_wakes_publishes_resets_samples_and_sleeps(
     engine: Engine, tiny_model: Path, asked: list[str], weights: str
 ) -> None:
-    seen = a_night(engine, tiny_model, asked, weights)
-    assert seen == ["wake None", "publish", "reset", *PLAYED, "sleep 1 keep"]
+    calls = a_night(engine, tiny_model, asked, weights)
+    assert calls == ["wake None", "publish", "reset", *PLAYED, "sleep 1 keep"]
 
 
-def test_dropped_weights_come_back_before_the_cache(
+def test_dropped_weights_are_loaded_before_the_cache_wakes(
     engine: Engine, tiny_model: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_config", EngineConfig(sleep_level=2, weights="copy"))
-    seen = a_night(engine, tiny_model, asked, "copy")
-    assert seen == [
+    calls = a_night(engine, tiny_model, asked, "copy")
+    assert calls == [
         "wake ['weights']", "publish", "wake ['kv_cache']", "reset", *PLAYED, "sleep 2 keep",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("device", "can"), [("cuda", True), ("cpu", False)])
-def test_a_card_is_started_so_that_it_can_sleep(device: str, can: bool) -> None:
-    """VLLM refuses sleep mode on CPU, and on CUDA a sleep without it gives nothing back."""
+def test_cuda_engine_starts_with_sleep_mode(device: str, can: bool) -> None:
+    """VLLM refuses sleep mode on CPU; on CUDA, sleep without it releases nothing."""
     settings = _settings(EngineConfig(), device, "bfloat16")
     assert settings["enable_sleep_mode"] is can
 
 
 def of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SimpleNamespace(recurrent=False, wrapped="")
-    monkeypatch.setattr(start_module, "kinds_of", lambda _: plain)
+    monkeypatch.setattr(start_module, "read_architecture", lambda _: plain)
 
 
 @pytest.mark.parametrize(
     ("weights", "pooled"), [("auto", False), ("shared", False), ("copy", True)]
 )
-def test_shared_weights_stay_out_of_the_pool_that_sleeps(
+def test_shared_weights_are_outside_the_sleep_pool(
     monkeypatch: pytest.MonkeyPatch, weights: Any, pooled: bool
 ) -> None:
-    """What vLLM's worker for CUDA makes of its own question, while a model is loaded."""
+    """The memory pool that vLLM's CUDA worker uses while it loads a model."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    seen: list[str] = []
+    recorded: list[str] = []
 
     def pool(self: Any, tag: str) -> Any:
-        seen.append(tag)
+        recorded.append(tag)
         return nullcontext()
 
     def load(*_: Any, **__: Any) -> SimpleNamespace:
@@ -133,7 +133,7 @@ def test_shared_weights_stay_out_of_the_pool_that_sleeps(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = EngineConfig(weights=weights)
     start("m", config, device="cuda", dtype="bfloat16", seed=0, lora_rank=0)
-    assert seen == (["weights", "kv_cache"] if pooled else ["kv_cache"])
+    assert recorded == (["weights", "kv_cache"] if pooled else ["kv_cache"])
     assert Worker._maybe_get_memory_pool_context is pool, "only while it starts"
 
 
@@ -146,10 +146,10 @@ def threads() -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("device", "serving"), [("cuda", 1), ("cpu", 3)])
-def test_vllm_serves_a_card_on_one_thread_and_the_learner_has_its_own(
+def test_cuda_engine_uses_one_thread_learner_all(
     monkeypatch: pytest.MonkeyPatch, threads: int, device: Any, serving: int
 ) -> None:
-    """As its CUDA worker sets one, and its CPU worker one fewer, and then a no-op in its place."""
+    """VLLM's CUDA worker sets one thread, its CPU worker one fewer, and then a no-op."""
     llm = SimpleNamespace(sleep=lambda level, mode: None, wake_up=lambda tags: None)
     llm.engine_core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=None, scheduler=None))
 
@@ -161,7 +161,7 @@ def test_vllm_serves_a_card_on_one_thread_and_the_learner_has_its_own(
 
     monkeypatch.setattr(start_module, "LLM", load)
     of_any_kind(monkeypatch)
-    monkeypatch.setattr(engine_module, "device_of_engines", lambda: device)
+    monkeypatch.setattr(engine_module, "engine_device", lambda: device)
     monkeypatch.setattr(engine_module, "memory", lambda _: {})
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     engine = Engine("m", EngineConfig())
@@ -175,9 +175,7 @@ def test_vllm_serves_a_card_on_one_thread_and_the_learner_has_its_own(
     assert engine.state is State.AWAKE
 
 
-def test_a_start_that_fails_leaves_the_threads_alone(
-    monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
+def test_failed_start_restores_the_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     def load(*_: Any, **__: Any) -> None:
         torch.set_num_threads(1)
         raise ValueError("no")

@@ -1,4 +1,4 @@
-"""VLLM's code for CUDA, which lies in the CPU build too, given what we would give it on a card."""
+"""vLLM's CUDA code, which the CPU build contains too, with the settings used on a GPU."""
 
 from __future__ import annotations
 
@@ -17,64 +17,63 @@ from agentgrpo.engine.start import _settings, graph_sizes, start
 from tests import tiny
 
 
-def test_a_card_that_others_use_too_is_no_reason_to_refuse() -> None:
-    """VLLM wants a share of the card free before it looks at the size that the cache was given."""
+def test_shared_gpu_is_accepted() -> None:
+    """VLLM requires a share of the GPU to be free before it reads the given cache size."""
     from vllm.config import CacheConfig
     from vllm.utils.mem_utils import MemorySnapshot
     from vllm.v1.worker.utils import request_memory
 
     half_free = MemorySnapshot(device="cpu", auto_measure=False)
     half_free.total_memory, half_free.free_memory = 80 * 2**30, 40 * 2**30
-    asked = _settings(EngineConfig(kv_cache_gib=8), "cuda", "bfloat16")
-    assert asked["kv_cache_memory_bytes"] == 8 * 2**30
-    share = {"gpu_memory_utilization": asked["gpu_memory_utilization"]}
+    settings = _settings(EngineConfig(kv_cache_gib=8), "cuda", "bfloat16")
+    assert settings["kv_cache_memory_bytes"] == 8 * 2**30
+    share = {"gpu_memory_utilization": settings["gpu_memory_utilization"]}
     assert request_memory(half_free, CacheConfig(**share)) < half_free.free_memory
     with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
         request_memory(half_free, CacheConfig())
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "expected"),
+    ("device", "setting", "expected"),
     [("cuda", None, True), ("cuda", False, False), ("cuda", True, True), ("cpu", None, False)],
 )
-def test_a_card_schedules_ahead(device: str, asked: bool | None, expected: bool) -> None:
-    config = EngineConfig(async_scheduling=asked)
+def test_cuda_uses_async_scheduling(device: str, setting: bool | None, expected: bool) -> None:
+    config = EngineConfig(async_scheduling=setting)
     assert _settings(config, device, "bfloat16")["async_scheduling"] is expected
 
 
-def test_on_cpu_it_is_refused_before_anything_is_loaded() -> None:
+def test_cpu_refuses_async_scheduling_before_loading() -> None:
     with pytest.raises(ValueError, match=r"engine\.async_scheduling: expected false on cpu"):
         Engine("no model", EngineConfig(async_scheduling=True))
 
 
 @pytest.mark.parametrize(
-    ("device", "deterministic", "asked", "expected"),
+    ("device", "deterministic", "setting", "expected"),
     [
         ("cuda", False, None, True), ("cuda", "cpu", None, True), ("cuda", True, None, False),
         ("cuda", True, True, True), ("cuda", False, False, False), ("cpu", "cpu", None, False),
     ],
 )  # fmt: skip
-def test_a_deterministic_run_goes_without(
-    device: Any, deterministic: Any, asked: bool | None, expected: bool
+def test_deterministic_run_disables_async_scheduling(
+    device: Any, deterministic: Any, setting: bool | None, expected: bool
 ) -> None:
     config = TrainConfig.model_validate(
         {
             "model": "m", "out_dir": "o", "rollout": {"deterministic": deterministic},
-            "engine": {"async_scheduling": asked},
+            "engine": {"async_scheduling": setting},
         }
     ).on(device)  # fmt: skip
     assert _settings(config.engine, device, "bfloat16")["async_scheduling"] is expected
 
 
 @pytest.mark.parametrize("name", shipped_configs())
-def test_no_shipped_config_lets_a_card_wait_for_tools(name: str) -> None:
+def test_shipped_configs_use_async_scheduling_with_tools(name: str) -> None:
     config = load_config_of(RecipeConfig, name).on("cuda")
     assert config.rollout.deterministic is False
     assert config.engine.async_scheduling is True
 
 
 def config_of(model: Path) -> Any:
-    """VLLM's own, of the whole engine."""
     from vllm.engine.arg_utils import EngineArgs
 
     settings = _settings(EngineConfig(), "cpu", "float32")
@@ -83,8 +82,8 @@ def config_of(model: Path) -> Any:
 
 
 @pytest.mark.parametrize("running", [1, 8, 100, 128, 300, 512, 600, 1024])
-def test_every_number_that_decodes_at_once_has_a_graph(tiny_model: Path, running: int) -> None:
-    """VLLM's rule for the sizes that it is given, and what it would have without."""
+def test_every_decode_batch_size_has_a_graph(tiny_model: Path, running: int) -> None:
+    """VLLM's rule for the given sizes, and its default sizes."""
     from vllm.config import CUDAGraphMode
 
     captured = []
@@ -111,17 +110,17 @@ def test_every_number_that_decodes_at_once_has_a_graph(tiny_model: Path, running
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_card_is_told_the_sizes(eager: bool) -> None:
+def test_graph_sizes_are_passed_to_vllm(eager: bool) -> None:
     config = EngineConfig(max_num_seqs=600, enforce_eager=eager)
-    told = _settings(config, "cuda", "bfloat16").get("cudagraph_capture_sizes")
-    assert told == (None if eager else graph_sizes(600))
+    sizes = _settings(config, "cuda", "bfloat16").get("cudagraph_capture_sizes")
+    assert sizes == (None if eager else graph_sizes(600))
     assert "cudagraph_capture_sizes" not in _settings(config, "cpu", "float32")
 
 
-def test_a_checkpoint_in_another_folder_is_not_compiled_anew(
+def test_checkpoint_in_another_folder_reuses_compiled_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the key of vLLM's cache of compiled code, whose folder is vLLM's own."""
+    """By the key of vLLM's cache of compiled code."""
     folders = [tmp_path / name for name in ("step_1", "step_2", "other")]
     for folder in folders:
         folder.mkdir()

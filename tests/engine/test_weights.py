@@ -1,4 +1,4 @@
-"""One replica: every number of the sampler is owned by exactly one parameter of the learner."""
+"""Shared weights: exactly one learner parameter owns each number of the sampler."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def on_meta(model: Path) -> Any:
 @pytest.fixture
 def learner(engine: Engine, tiny_model: Path) -> Any:
     """A transformers model on the engine's weights."""
-    made = on_meta(tiny_model)
-    install(made, views_for(engine.model, made))
-    return made
+    learner = on_meta(tiny_model)
+    install(learner, views_for(engine.model, learner))
+    return learner
 
 
-def test_the_learner_has_the_values_that_are_on_disk(learner: Any, tiny_model: Path) -> None:
+def test_learner_values_equal_the_files(learner: Any, tiny_model: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     ours, theirs = dict(learner.named_parameters()), dict(loaded.named_parameters())
     assert ours.keys() == theirs.keys()
@@ -47,7 +47,7 @@ def test_the_learner_has_the_values_that_are_on_disk(learner: Any, tiny_model: P
         assert torch.equal(ours[name], value), name
 
 
-def test_what_the_learner_writes_the_sampler_has(learner: Any, engine: Engine) -> None:
+def test_learner_writes_are_visible_to_the_sampler(learner: Any, engine: Engine) -> None:
     for number, parameter in enumerate(learner.parameters(), 1):
         with torch.no_grad():
             parameter.fill_(number)
@@ -60,7 +60,7 @@ def test_what_the_learner_writes_the_sampler_has(learner: Any, engine: Engine) -
     assert padding > 0
 
 
-def test_no_storage_but_the_samplers_is_used(learner: Any, engine: Engine) -> None:
+def test_learner_uses_only_the_sampler_storage(learner: Any, engine: Engine) -> None:
     theirs = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
     assert {p.untyped_storage().data_ptr() for p in learner.parameters()} == theirs
 
@@ -70,16 +70,16 @@ def test_tied_embeddings_stay_tied(learner: Any) -> None:
     assert "lm_head.weight" not in dict(learner.named_parameters())
 
 
-def test_buffers_are_real_though_parameters_are_on_meta(tiny_model: Path) -> None:
-    made = on_meta(tiny_model)
-    assert all(p.is_meta for p in made.parameters())
-    assert not any(b.is_meta for b in made.buffers())
+def test_buffers_are_real_with_parameters_on_meta(tiny_model: Path) -> None:
+    learner = on_meta(tiny_model)
+    assert all(p.is_meta for p in learner.parameters())
+    assert not any(b.is_meta for b in learner.buffers())
     loaded = AutoModelForCausalLM.from_pretrained(tiny_model)
-    for ours, theirs in zip(made.buffers(), loaded.buffers(), strict=True):
+    for ours, theirs in zip(learner.buffers(), loaded.buffers(), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_only_modules_built_inside_are_on_meta() -> None:
+def test_only_modules_built_in_the_context_are_on_meta() -> None:
     with contextlib.suppress(ZeroDivisionError), parameters_on_meta():
         assert nn.Linear(2, 2).weight.is_meta
         raise ZeroDivisionError
@@ -159,14 +159,14 @@ def transposed(sampler: Fused) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (emptied, "same.weight: vLLM holds no tensor same.weight"),
+        (emptied, "same.weight: vLLM has no tensor same.weight"),
         (extended, "the learner has no parameter for vLLM's extra.weight"),
-        (dropped, "head.weight: vLLM holds no tensor head.weight"),
-        (renamed, "q.weight: vLLM holds no tensor q.weight"),
-        (transposed, r"head.weight: \(9, 4\) is no slice of \(4, 10\)"),
+        (dropped, "head.weight: vLLM has no tensor head.weight"),
+        (renamed, "q.weight: vLLM has no tensor q.weight"),
+        (transposed, r"head.weight: \(9, 4\) is not a slice of \(4, 10\)"),
     ],
 )
-def test_what_cannot_be_shared_is_named(change: Callable[[Fused], None], message: str) -> None:
+def test_unshareable_weight_is_named(change: Callable[[Fused], None], message: str) -> None:
     sampler = Fused()
     change(sampler)
     with pytest.raises(CannotShare, match=message):
@@ -194,18 +194,18 @@ class Joined(nn.Module):
         self.head = nn.Linear(4, 9, bias=False)
 
 
-def test_a_module_may_be_several_parts_of_a_fused_one() -> None:
+def test_module_may_be_several_parts_of_a_fused_one() -> None:
     sampler = OfSeveral()
     views = views_for(sampler, Joined())
     assert torch.equal(views["qk.weight"], sampler.qkv.weight[:9])
     assert torch.equal(views["v.weight"], sampler.qkv.weight[9:])
 
 
-def test_a_fused_tensor_of_more_parts_than_are_named_is_not_taken_by_index() -> None:
+def test_fused_tensor_with_unnamed_parts_is_refused() -> None:
     """By index v would be read where k lies, which is as large."""
     sampler = OfSeveral()
     sampler.hf_to_vllm_mapper = None
-    with pytest.raises(CannotShare, match=r"v\.weight: qkv is of 3 parts, not of 2"):
+    with pytest.raises(CannotShare, match=r"v\.weight: qkv has 3 parts, expected 2"):
         views_for(sampler, nn.ModuleDict({"v": nn.Linear(4, 3)}))
 
 
@@ -215,18 +215,18 @@ def scaled(model: Any) -> Any:
     return model
 
 
-def test_a_buffer_that_a_checkpoint_holds_is_the_samplers() -> None:
+def test_saved_buffers_are_shared() -> None:
     sampler, learner = scaled(Fused()), scaled(Plain())
     learner.scale.fill_(1.0)  # as made, and not as loaded
     assert saved_buffers(learner).keys() == {"scale"}
     install(learner, views_for(sampler, learner))
     assert learner.scale.data_ptr() == sampler.scale.data_ptr()
     assert learner.cached.data_ptr() != sampler.cached.data_ptr()
-    with pytest.raises(CannotShare, match="scale: vLLM holds no such buffer"):
+    with pytest.raises(CannotShare, match="scale: vLLM has no such buffer"):
         views_for(Fused(), learner)
 
 
-def test_gated_delta_nets_convolve_with_plain_weights() -> None:
+def test_gated_delta_nets_use_plain_convolution_weights() -> None:
     """What their prompts of one and more tokens, and tokens after them, go through on CPU."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
@@ -256,7 +256,7 @@ def test_gated_delta_nets_convolve_with_plain_weights() -> None:
         torch.testing.assert_close(then[0].float(), expected[:, prompt], atol=0.05, rtol=0.02)
 
 
-def test_a_part_of_a_fused_tensor_that_nobody_owns_is_named() -> None:
+def test_unowned_part_of_a_fused_tensor_is_named() -> None:
     learner = Plain()
     del learner.v
     with pytest.raises(CannotShare, match=r"no parameter for vLLM's qkv.bias, qkv.weight"):
@@ -264,16 +264,14 @@ def test_a_part_of_a_fused_tensor_that_nobody_owns_is_named() -> None:
 
 
 @pytest.mark.parametrize("k", [2, 4])
-def test_a_part_of_another_size_than_vllms_is_refused(k: int) -> None:
+def test_part_of_another_size_is_refused(k: int) -> None:
     with pytest.raises(CannotShare, match=r"k\.weight: "):
         views_for(Fused(), Plain(k=k))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_copy_is_written_into_the_tensors_that_are_there(
-    bucket_bytes: int, dtype: torch.dtype
-) -> None:
+def test_copy_writes_in_place(bucket_bytes: int, dtype: torch.dtype) -> None:
     sampler, learner = Fused(), Plain().to(dtype)
     before = {name: tensor.data_ptr() for name, tensor in sampler.named_parameters()}
     loaded: list[str] = []
@@ -288,7 +286,7 @@ def test_a_copy_is_written_into_the_tensors_that_are_there(
     assert {name: tensor.data_ptr() for name, tensor in sampler.named_parameters()} == before
 
 
-def test_no_more_is_held_than_a_bucket() -> None:
+def test_copy_holds_at_most_one_bucket() -> None:
     """An iterator is drawn on only as far as a bucket reaches before its tensors are written."""
     sampler, learner = Fused(), Plain()
     written: list[bool] = []
@@ -302,7 +300,7 @@ def test_no_more_is_held_than_a_bucket() -> None:
     assert written == [True] * 9
 
 
-def test_what_is_no_slice_goes_through_vllms_own_loader() -> None:
+def test_other_layouts_use_the_vllm_loader() -> None:
     sampler, learner = Fused(), Plain()
     emptied(sampler)
     loaded: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Kernel tests: fresh memory holds nan, never zeros."""
+"""Kernel tests: fresh memory contains NaN instead of zeros."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Builds the Triton kernels for a GPU that need not be there, and reads the machine code.
+"""Compile the Triton kernels for a GPU that need not exist, and read the machine code.
 
     python tests/kernels/cubins.py CAPABILITY [CASE ...]    -> one JSON object, case -> facts
 
-Run without TRITON_INTERPRET. Signatures are those of the launches in kernels/: pointers and
-strides that are multiples of 16 are marked as such, as Triton's launcher does.
+Run without TRITON_INTERPRET. Signatures are those of the launches in kernels/: pointers and strides
+that are multiples of 16 are marked as such, as Triton's launcher does.
 """
 
 from __future__ import annotations
@@ -185,12 +185,12 @@ def shortest_round(code: str) -> list[str]:
     for line in code.splitlines():
         if label := re.match(r"(\.L\w+):", line):
             labels[label[1]] = len(lines)
-        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*);", line):
-            lines.append(found[1])
+        elif actual := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*);", line):
+            lines.append(actual[1])
     jumps = {
-        i: labels[found[1]]
+        i: labels[actual[1]]
         for i, line in enumerate(lines)
-        if (found := re.search(r"\bBRA `\((\.L\w+)\)", line))
+        if (actual := re.search(r"\bBRA `\((\.L\w+)\)", line))
     }
     for end, head in jumps.items():
         if head < end and any("LDGSTS" in line for line in lines[head:end]):
@@ -204,9 +204,9 @@ def _shortest_way(lines: list[str], jumps: dict[int, int], start: int, end: int)
         always = i in jumps and not lines[i].startswith("@")
         after = [] if always else [i + 1]
         after += [jumps[i]] if i in jumps and i < jumps[i] <= end else []
-        found = [ways[j] for j in after if j in ways]
-        if found:
-            ways[i] = [i, *min(found, key=len)]
+        actual = [ways[j] for j in after if j in ways]
+        if actual:
+            ways[i] = [i, *min(actual, key=len)]
     return ways[start]
 
 

@@ -1,6 +1,6 @@
-"""The formulas again, written one sequence at a time in float64 and left to autograd.
+"""Independent formulas, one sequence at a time in float64, differentiated by autograd.
 
-Nothing is shared with kernels/: no packing, no masks (masked tokens are simply absent), no fused
+They share nothing with kernels/: no packing, no masks (masked tokens are simply absent), no fused
 derivative, no trick for small probabilities.
 """
 
@@ -170,7 +170,7 @@ def mean(length: int, samples: int, tokens: int, budget: int) -> float:
 
 
 class Oracle(NamedTuple):
-    """A loss, said by its paper and not by ours."""
+    """A loss as defined by its paper."""
 
     policy: Callable[..., Tensor]
     weight: Callable[[int, int, int, int], float]

@@ -1,4 +1,4 @@
-"""Batches from runs of flat deltas: by Triton and by PyTorch what a Python loop makes of them."""
+"""Batches from runs of flat deltas: Triton and PyTorch against a Python loop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def deltas(num_delta: int) -> tuple[Tensor, Tensor]:
 
 
 def places(runs: Tensor, count: int) -> list[tuple[list[int], list[float], int]]:
-    """Of each element its run, the same as floats, and its place in it."""
+    """(run, the run as floats, index within the run) of each element."""
     starts = runs[0].tolist()
     at = [bisect_right(starts, t) - 1 for t in range(count)]
     whole, floats = runs.T.tolist(), runs.view(torch.float32).T.tolist()
@@ -52,9 +52,7 @@ def places(runs: Tensor, count: int) -> list[tuple[list[int], list[float], int]]
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=40, deadline=None)
 @given(SIZES, st.integers(0, 99))
-def test_runs_become_what_a_loop_makes_of_them(
-    backend: Backend, sizes: list[int], seed: int
-) -> None:
+def test_runs_expand_as_in_a_loop(backend: Backend, sizes: list[int], seed: int) -> None:
     ids, logp = deltas(400)
     count = sum(sizes)
     runs = runs_of(sizes, 400, seed, 0)
@@ -66,8 +64,8 @@ def test_runs_become_what_a_loop_makes_of_them(
     assert [x.dtype for x in tokens] == [torch.int64, torch.int64, torch.int32]
     runs = runs_of(sizes, 400, seed, 2)
     terms = pack_terms(ids, logp, runs, count, backend=backend)
-    made = list(zip(*(x.tolist() for x in terms), strict=True))
-    assert made == [
+    result = list(zip(*(x.tolist() for x in terms), strict=True))
+    assert result == [
         (run[3] + i, ids[run[1] + i].item(), run[4], logp[run[2] + i].item(), *floats[6:])
         for run, floats, i in places(runs, count)
     ]
@@ -76,9 +74,9 @@ def test_runs_become_what_a_loop_makes_of_them(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_worked_example(backend: Backend) -> None:
-    """A prompt 7 8 and two rollouts behind it; the first calls a tool, which answers 9.
+    """A prompt 7 8 and two rollouts; the first calls a tool, which returns 9.
 
-    Not laid out are the last sampled tokens, 2 and 3, which nothing follows.
+    The last sampled tokens, 2 and 3, are not laid out, because nothing follows them.
     """
     t = torch.tensor
     ids = t([7, 8, 1, 9, 2, 3], dtype=torch.int32, device=DEVICE)
@@ -98,28 +96,28 @@ def test_worked_example(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("num_runs", [1, 2, 3, 4, 1000])
-def test_every_run_is_found(num_runs: int) -> None:
-    """Whatever their number; a thousand of one token are more than a program has."""
+def test_binary_search_finds_every_run(num_runs: int) -> None:
+    """For any number of runs; a thousand runs of one token exceed a program's block."""
     ids, _ = deltas(1000)
     runs = runs_of([1] * num_runs, 1000, 0, 0)
-    ours, want = (pack_tokens(ids, runs, num_runs, backend=b) for b in reversed(BACKENDS))
-    for a, b in zip(ours, want, strict=True):
+    ours, expected = (pack_tokens(ids, runs, num_runs, backend=b) for b in reversed(BACKENDS))
+    for a, b in zip(ours, expected, strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_behind_the_deltas_is_read(backend: Backend) -> None:
-    """A last program has more places than there are tokens left."""
+def test_no_read_past_the_deltas(backend: Backend) -> None:
+    """The last program has more lanes than remaining tokens."""
     ids, logp = deltas(5)
     runs = runs_of([5], 5, 0, 2)
     assert pack_terms(ids, logp, runs, 5, backend=backend)[1].tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_kernels_run_where_they_are_asked_for(
+def test_triton_backend_launches_the_kernels(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not their reference, whose results are the same."""
+    """And not the reference, whose results are equal."""
     launched: list[int] = []
     monkeypatch.setattr(delta_pack, "_launch", lambda kernel, count, *_: launched.append(count))
     ids, logp = deltas(400)
@@ -128,7 +126,7 @@ def test_the_kernels_run_where_they_are_asked_for(
     assert launched == ([7, 5] if backend == "triton" else [])
 
 
-def test_bad_arguments_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     ids, logp = deltas(5)
     tokens, terms = runs_of([3, 2], 5, 0, 0), runs_of([3, 2], 5, 0, 2)
     calls: list[tuple[Any, tuple[Any, ...], str]] = [
@@ -148,7 +146,7 @@ def test_bad_arguments_are_named() -> None:
             function(*arguments)
 
 
-def test_no_runs_are_no_elements() -> None:
+def test_empty_runs_give_empty_tensors() -> None:
     ids, logp = deltas(0)
     for backend in BACKENDS:
         tokens = pack_tokens(ids, runs_of([], 0, 0, 0), 0, backend=backend)

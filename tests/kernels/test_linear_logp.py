@@ -1,4 +1,4 @@
-"""The LM head over some rows: values, gradients, shared rows, chunks, and what is not computed."""
+"""The LM head over selected rows: values, gradients, shared rows, chunks, and skipped work."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_values_and_gradients(
 
 
 @pytest.mark.parametrize("kind", TERMS)
-def test_float64_is_the_oracle(kind: str) -> None:
+def test_float64_equals_the_oracle(kind: str) -> None:
     hidden, weight, _ = (x.double() for x in make_head(33))
     terms = [torch.tensor(x, device=DEVICE) for x in TERMS[kind]]
     for budget in (None, 1):
@@ -130,17 +130,17 @@ def test_half_precision(
         max_logits_bytes=max_bytes,
         backend=backend,
     )
-    want = results(oracle, tuple(x.double() for x in tensors), *terms)
+    expected = results(oracle, tuple(x.double() for x in tensors), *terms)
     assert [x.dtype for x in ours] == [torch.float32] * 2 + [dtype] * 3
     if logits_dtype == torch.float32:
-        assert_close(ours[:2], want[:2], 5e-6)
+        assert_close(ours[:2], expected[:2], 5e-6)
     unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
-    assert_close(ours[:2], want[:2], 8 * unit)
-    assert_close(ours[2:], want[2:], 16 * unit)
+    assert_close(ours[:2], expected[:2], 8 * unit)
+    assert_close(ours[2:], expected[2:], 16 * unit)
 
 
 @BOTH
-def test_other_rows_may_hold_anything(backend: Backend) -> None:
+def test_unused_rows_may_hold_anything(backend: Backend) -> None:
     hidden, weight, bias = make_head(33)
     terms = [torch.tensor(x, device=DEVICE) for x in TERMS["shared rows"]]
     clean = results(linear_logp, (hidden, weight, bias), *terms, backend=backend)
@@ -160,7 +160,7 @@ def test_other_rows_may_hold_anything(backend: Backend) -> None:
     ("frozen", "max_rows", "products"),
     [(False, None, 3), (True, None, 2), (False, 2, 4), (True, 2, 3)],
 )
-def test_each_distinct_row_costs_this_many_products(
+def test_number_of_products_per_distinct_row(
     frozen: bool, max_rows: int | None, products: int, backend: Backend
 ) -> None:
     vocab = 48
@@ -206,13 +206,13 @@ def test_every_input_may_be_a_view_with_gaps(kind: str, backend: Backend) -> Non
     def with_gaps(x: Tensor) -> Tensor:
         return torch.stack([x, x.flip(0)], -1)[..., 0]
 
-    want = results(linear_logp, tensors, *terms, backend=backend)
+    expected = results(linear_logp, tensors, *terms, backend=backend)
     hidden, weight, bias = map(with_gaps, tensors)
     rows, targets = map(with_gaps, terms)
     assert not any(x.is_contiguous() for x in (hidden, weight, bias, rows, targets))
     value, entropy = linear_logp(hidden, weight, rows, targets, bias_V=bias, backend=backend)
-    torch.testing.assert_close(value, want[0])
-    torch.testing.assert_close(entropy, want[1])
+    torch.testing.assert_close(value, expected[0])
+    torch.testing.assert_close(entropy, expected[1])
 
 
 @BOTH
@@ -229,9 +229,7 @@ def test_backward_twice(backend: Backend) -> None:
 
 
 @BOTH
-def test_a_checkpoint_around_it_holds_no_logits(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpointing_keeps_no_logits(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients are the same, as often as they are asked for."""
     buffers, make = [], _Head.buffer
 
@@ -250,22 +248,22 @@ def test_a_checkpoint_around_it_holds_no_logits(
 
     plain, again = loss(hidden), checkpoint(loss, hidden, use_reentrant=False)
     assert [buffer() is not None for buffer in buffers] == [True, False]
-    want = torch.autograd.grad(plain, (hidden, weight))
+    expected = torch.autograd.grad(plain, (hidden, weight))
     for more in (True, True, False):
         got = torch.autograd.grad(again, (hidden, weight), retain_graph=more)
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
 @BOTH
 @pytest.mark.parametrize("max_bytes", [None, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_around_it_changes_nothing(
+def test_autocast_changes_nothing(
     dtype: torch.dtype, max_bytes: int | None, backend: Backend
 ) -> None:
     """Neither around the forward alone nor around both."""
     hidden, weight, bias = (x.requires_grad_() for x in make_head(33, dtype))
     rows, targets = (torch.tensor(x, device=DEVICE) for x in TERMS["shared rows"])
-    found = []
+    actual = []
     for forward, backward in ((False, False), (True, False), (True, True)):
         with torch.autocast(DEVICE, torch.float16, enabled=forward):
             value, entropy = linear_logp(
@@ -274,9 +272,9 @@ def test_autocast_around_it_changes_nothing(
             )  # fmt: skip
         loss = (value - entropy).sum()
         with torch.autocast(DEVICE, torch.float16, enabled=backward):
-            found.append([value, *torch.autograd.grad(loss, (hidden, weight, bias))])
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
+            actual.append([value, *torch.autograd.grad(loss, (hidden, weight, bias))])
+    for other in actual[1:]:
+        torch.testing.assert_close(other, actual[0])
 
 
 @BOTH
@@ -342,7 +340,7 @@ def test_without_gradients_nothing_is_recorded() -> None:
         ({"logits_dtype": torch.bfloat16}, "logits_dtype: expected torch.float32 or float32"),
     ],
 )
-def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_named(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "hidden_TH": torch.zeros(T, H), "weight_VH": torch.zeros(33, H),
         "rows_N": torch.tensor([0, 1]), "targets_N": torch.tensor([0, 1]), **change,

@@ -57,20 +57,20 @@ def assert_all_close(ours: list[Tensor], want: list[Tensor], tolerance: float) -
 def test_values_and_gradients(rows: int, vocab: int, dtype: torch.dtype, backend: Backend) -> None:
     logits, targets = make_logits(rows, vocab, dtype), make_targets(rows, vocab)
     ours = gradients(logp, logits, targets, temperature=0.7, backend=backend)
-    want = gradients(dense_logp, logits.double(), targets, temperature=0.7)
+    expected = gradients(dense_logp, logits.double(), targets, temperature=0.7)
     assert ours[0].dtype == ours[1].dtype == torch.float32
     assert ours[2].dtype == dtype
     # fp32 sums of exponents reach 1e-6 of the largest value
-    assert_all_close(ours[:2], want[:2], 2e-6)
-    assert_all_close(ours[2:], want[2:], TOLERANCE[dtype])
+    assert_all_close(ours[:2], expected[:2], 2e-6)
+    assert_all_close(ours[2:], expected[2:], TOLERANCE[dtype])
 
 
 @BOTH
 def test_softcap(backend: Backend) -> None:
     logits, targets = make_logits(4, 5001), make_targets(4, 5001)
     ours = gradients(logp, logits, targets, temperature=1.3, softcap=3.0, backend=backend)
-    want = gradients(dense_logp, logits.double(), targets, temperature=1.3, softcap=3.0)
-    assert_all_close(ours, want, 3e-6)
+    expected = gradients(dense_logp, logits.double(), targets, temperature=1.3, softcap=3.0)
+    assert_all_close(ours, expected, 3e-6)
 
 
 @BOTH
@@ -88,8 +88,8 @@ def test_masked_rows_may_hold_anything(share: float, backend: Backend) -> None:
         mask, 1.0, float("nan")
     )  # a masked slot's upstream gradient is no better
     (grad,) = torch.autograd.grad((value, entropy), leaf, (upstream, upstream))
-    want = gradients(dense_logp, logits[mask].double(), targets[mask])
-    assert_all_close([value[mask].detach(), entropy[mask].detach()], want[:2], 2e-6)
+    expected = gradients(dense_logp, logits[mask].double(), targets[mask])
+    assert_all_close([value[mask].detach(), entropy[mask].detach()], expected[:2], 2e-6)
     dense = logits[mask].double().requires_grad_()
     want_value, want_entropy = dense_logp(dense, targets[mask])
     (want_grad,) = torch.autograd.grad(want_value.sum() + want_entropy.sum(), dense)
@@ -117,11 +117,11 @@ def test_any_layout(layout: str, backend: Backend) -> None:
     value, entropy = logp(leaf, targets, backend=backend)
     (grad,) = torch.autograd.grad((value * 2 - entropy).sum(), leaf)
     dense = whole.reshape(6, vocab).double().requires_grad_()
-    want, want_entropy = dense_logp(dense, targets.view(-1))
-    (want_grad,) = torch.autograd.grad((want * 2 - want_entropy).sum(), dense)
+    expected, want_entropy = dense_logp(dense, targets.view(-1))
+    (want_grad,) = torch.autograd.grad((expected * 2 - want_entropy).sum(), dense)
     assert value.shape == entropy.shape == (2, 3)
     torch.testing.assert_close(
-        value.detach().double().view(-1), want.detach(), rtol=1e-6, atol=2e-6
+        value.detach().double().view(-1), expected.detach(), rtol=1e-6, atol=2e-6
     )
     torch.testing.assert_close(
         entropy.detach().double().view(-1), want_entropy.detach(), rtol=1e-6, atol=2e-6
@@ -132,7 +132,7 @@ def test_any_layout(layout: str, backend: Backend) -> None:
 @BOTH
 @pytest.mark.parametrize("margin", [5.0, 12.0, 17.0, 25.0, 40.0])
 @pytest.mark.parametrize("peak_at", [0, 4500])
-def test_a_saturated_row_keeps_its_digits(margin: float, peak_at: int, backend: Backend) -> None:
+def test_saturated_row_keeps_its_precision(margin: float, peak_at: int, backend: Backend) -> None:
     """From 17 nats on, 1 - p is lost to rounding unless it is never formed as a difference."""
     logits = make_logits(1, 5000).fill_(-3.0)
     logits[0, peak_at] = margin - 3.0
@@ -145,8 +145,8 @@ def test_a_saturated_row_keeps_its_digits(margin: float, peak_at: int, backend: 
     torch.testing.assert_close(ours[0].double()[0], -torch.log1p(odds), rtol=2e-6, atol=0.0)
     miss = odds / (1 + odds)
     torch.testing.assert_close(ours[3].double()[0, peak_at], -miss, rtol=3e-6, atol=0.0)
-    want = gradients(dense_logp, logits.double(), targets)
-    torch.testing.assert_close(ours[1].double(), want[1], rtol=3e-6, atol=0.0)
+    expected = gradients(dense_logp, logits.double(), targets)
+    torch.testing.assert_close(ours[1].double(), expected[1], rtol=3e-6, atol=0.0)
 
 
 @BOTH
@@ -166,22 +166,22 @@ def test_banned_tokens(banned: str, backend: Backend) -> None:
     allowed = logits.isfinite()[0]
     kept = logits[:, allowed]
     place = torch.tensor([int(allowed[: t.item()].sum()) for t in targets], device=DEVICE)
-    want = gradients(dense_logp, kept.double(), place)
-    assert_all_close([ours[0], ours[1], ours[2][:, allowed], ours[3][:, allowed]], want, 2e-6)
+    expected = gradients(dense_logp, kept.double(), place)
+    assert_all_close([ours[0], ours[1], ours[2][:, allowed], ours[3][:, allowed]], expected, 2e-6)
     assert (ours[2][:, ~allowed] == 0).all()
 
 
 @BOTH
-def test_a_banned_target_has_no_share_in_the_entropy(backend: Backend) -> None:
+def test_banned_target_adds_nothing_to_the_entropy(backend: Backend) -> None:
     """Whose gradient does not depend on the target; 0 * inf would be nan."""
     logits = make_logits(2, 5000)
     logits[0, 4321] = -float("inf")
-    found: list[Tensor] = []
+    actual: list[Tensor] = []
     for target in (4321, 7):
         leaf = logits.clone().requires_grad_()
         _, entropy = logp(leaf, torch.tensor([target, target], device=DEVICE), backend=backend)
-        found += torch.autograd.grad(entropy.sum(), leaf)
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-8)
+        actual += torch.autograd.grad(entropy.sum(), leaf)
+    torch.testing.assert_close(actual[0], actual[1], rtol=1e-4, atol=1e-8)
 
 
 @BOTH
@@ -196,7 +196,7 @@ def test_nan_in_a_trained_row_is_not_hidden(backend: Backend) -> None:
 
 @BOTH
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_gradient_may_replace_the_logits(masked: bool, backend: Backend) -> None:
+def test_gradient_may_overwrite_the_logits(masked: bool, backend: Backend) -> None:
     # the last position of each sample belongs to the batch, but not to the loss
     logits = make_logits(8, 5000).view(2, 4, -1)[:, :-1]
     targets = make_targets(6, 5000).view(2, 3)
@@ -204,12 +204,12 @@ def test_the_gradient_may_replace_the_logits(masked: bool, backend: Backend) -> 
     options: Any = {"backend": backend, "mask": mask if masked else None}
     leaf = logits.clone().requires_grad_()
     value, entropy = logp(leaf, targets, **options)
-    (want,) = torch.autograd.grad((value * 3 + entropy).sum(), leaf)
+    (expected,) = torch.autograd.grad((value * 3 + entropy).sum(), leaf)
     own = logits.detach().requires_grad_()
     value, entropy = logp(own, targets, inplace_backward=True, **options)
     (grad,) = torch.autograd.grad((value * 3 + entropy).sum(), own)
     assert grad.data_ptr() == own.data_ptr()
-    torch.testing.assert_close(grad, want, rtol=0, atol=0)
+    torch.testing.assert_close(grad, expected, rtol=0, atol=0)
 
 
 @BOTH
@@ -220,10 +220,10 @@ def test_rows_beyond_two_billion_elements(backend: Backend) -> None:
     logits = memory.as_strided((3, vocab), (stride, 1))
     logits.copy_(make_logits(3, vocab, torch.bfloat16))
     targets = make_targets(3, vocab)
-    want = dense_logp(logits.double(), targets)
+    expected = dense_logp(logits.double(), targets)
     leaf = logits.requires_grad_()
     value, entropy = logp(leaf, targets, inplace_backward=True, backend=backend)
-    assert_all_close([value.detach(), entropy.detach()], list(want), 2e-6)
+    assert_all_close([value.detach(), entropy.detach()], list(expected), 2e-6)
     dense = logits.detach().double().clone().requires_grad_()
     (want_grad,) = torch.autograd.grad(dense_logp(dense, targets)[0].sum(), dense)
     (grad,) = torch.autograd.grad(value.sum(), leaf)
@@ -259,7 +259,7 @@ def test_rows_beyond_two_billion_elements(backend: Backend) -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_named(change: dict[str, Any], message: str) -> None:
     arguments = {
         "logits": torch.zeros(4, 9),
         "targets": torch.zeros(4, dtype=torch.int64),
@@ -269,7 +269,7 @@ def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None
         logp(**arguments)
 
 
-def test_the_backend_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_for(torch.device("cpu")) == "torch"
     assert backend_for(torch.device("cuda")) == "triton"
     assert backend_for(torch.device("cuda"), "torch") == "torch"

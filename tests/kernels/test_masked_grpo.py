@@ -1,4 +1,4 @@
-"""The one-call entry against the oracle, from hidden states and from logits."""
+"""masked_grpo_loss against the oracle, from hidden states and from logits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_batch() -> dict[str, Any]:
 
 
 def weights(loss_type: str, length: int) -> float:
-    """What one token of a sequence with so many trained tokens weighs."""
+    """The weight of one token of a sequence with this many trained tokens."""
     return ORACLES[loss_type].weight(max(length, 1), B, int(make_batch()["mask"].sum()), 10)
 
 
@@ -110,19 +110,19 @@ def test_one_call(source: str, name: str, backend: Backend) -> None:
         temperature=0.9, backend=backend,
     )  # fmt: skip
     grads = torch.autograd.grad(loss, (hidden, head) if source != "logits" else (hidden,))
-    want = oracle(batch, options, 0.9)
-    torch.testing.assert_close(loss.detach().double(), want[0], rtol=1e-5, atol=1e-6)
+    expected = oracle(batch, options, 0.9)
+    torch.testing.assert_close(loss.detach().double(), expected[0], rtol=1e-5, atol=1e-6)
     at = batch["mask"]
-    torch.testing.assert_close(grads[0][at].double(), want[1][at], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(grads[0][at].double(), expected[1][at], rtol=1e-5, atol=2e-6)
     if source != "logits":
         assert (grads[0][~at] == 0).all()
-        torch.testing.assert_close(grads[1].double(), want[2], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(grads[1].double(), expected[2], rtol=1e-5, atol=2e-6)
     assert metrics["num_tokens"] == at.sum()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("source", ["hidden", "logits"])
-def test_float64_is_the_oracle(source: str, name: str) -> None:
+def test_float64_equals_the_oracle(source: str, name: str) -> None:
     """But for the weights, which are made in fp32; what else is given may be of any precision."""
     batch, options = make_batch(), {**OPTIONS[name], **TIS}
     wide = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
@@ -135,9 +135,9 @@ def test_float64_is_the_oracle(source: str, name: str) -> None:
     )  # fmt: skip
     assert loss.dtype == torch.float64
     (grad,) = torch.autograd.grad(loss, hidden)
-    want, at = oracle(batch, options), batch["mask"]
-    torch.testing.assert_close(loss.detach(), want[0], rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(grad[at], want[1][at], rtol=1e-7, atol=1e-7)
+    expected, at = oracle(batch, options), batch["mask"]
+    torch.testing.assert_close(loss.detach(), expected[0], rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(grad[at], expected[1][at], rtol=1e-7, atol=1e-7)
 
 
 def test_without_old_logp_the_ratio_is_one() -> None:
@@ -153,7 +153,7 @@ def test_without_old_logp_the_ratio_is_one() -> None:
     assert metrics["ratio_mean"] == metrics["ratio_max"] == 1
 
 
-def test_given_weights_replace_the_step_of_its_own() -> None:
+def test_given_weights_replace_the_computed_ones() -> None:
     batch = make_batch()
     names = ("head", "targets", "mask", "advantages")
     arguments = {"hidden_or_logits": batch["hidden"], **{name: batch[name] for name in names}}
@@ -185,7 +185,7 @@ def test_given_weights_replace_the_step_of_its_own() -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_named(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "hidden_or_logits": torch.zeros(B, L, H), "head": torch.zeros(V, H),
         "targets": torch.zeros(B, L, dtype=torch.int64), "advantages": torch.zeros(B),
@@ -204,7 +204,7 @@ def test_packed_batches_need_sequences() -> None:
 
 
 @pytest.mark.parametrize("source", ["hidden", "logits", "logp"])
-def test_a_second_derivative_is_refused(source: str) -> None:
+def test_second_derivative_is_refused(source: str) -> None:
     """What came out as zeros: the fused loss gives a gradient that depends on nothing."""
     x = torch.zeros(4, H, device=DEVICE, requires_grad=True)
     targets, ones = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.ones(4, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Products by oneDNN are the products, with the gradients, and on the CPUs they are meant for."""
+"""oneDNN products: equal values and gradients, and used on the intended CPUs only."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _by_onednn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("trains", ["x", "weight", "x weight"])
 @pytest.mark.parametrize("shape", [(7, 5, 3), (1, 33, 8, 17)])
-def test_a_layer_has_the_values_and_gradients_of_float64(
+def test_layer_matches_float64_values_and_gradients(
     calls: list[tuple[int, ...]], shape: tuple[int, ...], trains: str, *, bias: bool
 ) -> None:
     torch.manual_seed(0)
@@ -49,8 +49,8 @@ def test_a_layer_has_the_values_and_gradients_of_float64(
     x, layer = torch.randn(*rows, into), nn.Linear(into, out, bias=bias)
     x.requires_grad_("x" in trains.split())
     layer.requires_grad_("weight" in trains)
-    said = products.multiply_by_onednn(layer)
-    assert said.startswith("oneDNN")
+    summary = products.multiply_by_onednn(layer)
+    assert summary.startswith("oneDNN")
     y = layer(x)
     upstream = torch.randn(y.shape)
     leaves = [leaf for leaf in (x, *layer.parameters()) if leaf.requires_grad]
@@ -58,16 +58,16 @@ def test_a_layer_has_the_values_and_gradients_of_float64(
     assert len(calls) == 2 + len(trains.split()), "forward, the layer's choice, one a gradient"
     wide = [leaf.detach().double().requires_grad_() for leaf in (x, *layer.parameters())]
     like = nn.functional.linear(*wide)
-    wanted = [
+    target = [
         w for w, leaf in zip(wide, (x, *layer.parameters()), strict=True) if leaf.requires_grad
     ]
-    want = [like, *torch.autograd.grad(like, wanted, upstream.double())]
-    for got, expected in zip(ours, want, strict=True):
+    reference = [like, *torch.autograd.grad(like, target, upstream.double())]
+    for got, expected in zip(ours, reference, strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("calls")
-def test_the_head_has_the_values_and_gradients_of_float64(calls: list[tuple[int, ...]]) -> None:
+def test_head_matches_float64_values_and_gradients(calls: list[tuple[int, ...]]) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(300, 24, requires_grad=True)
     weight = torch.randn(57, 24, requires_grad=True)
@@ -77,12 +77,12 @@ def test_the_head_has_the_values_and_gradients_of_float64(calls: list[tuple[int,
     assert len(calls) == 3 + 2, "three parts of the rows, and a product a gradient"
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     expected, _ = dense_logp(wide[0] @ wide[1].T, targets, temperature=0.7)
-    want = [expected, *torch.autograd.grad(expected.sum(), wide)]
-    for got, right in zip(ours, want, strict=True):
+    reference = [expected, *torch.autograd.grad(expected.sum(), wide)]
+    for got, right in zip(ours, reference, strict=True):
         torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-4)
 
 
-def test_other_numbers_and_small_products_stay_pytorchs(calls: list[tuple[int, ...]]) -> None:
+def test_other_dtypes_and_small_products_use_pytorch(calls: list[tuple[int, ...]]) -> None:
     a, b = torch.randn(4, 5), torch.randn(5, 6)
     for dtype in (torch.float64, torch.bfloat16):
         assert products.matmul(a.to(dtype), b.to(dtype)).dtype == dtype
@@ -102,7 +102,7 @@ def test_other_numbers_and_small_products_stay_pytorchs(calls: list[tuple[int, .
         (AMD.format("avx512f").replace("AuthenticAMD", "GenuineIntel"), False),
     ],
 )
-def test_it_is_chosen_where_mkl_leaves_avx512_unused(
+def test_onednn_is_chosen_where_mkl_leaves_avx512_unused(
     cpu: str, monkeypatch: pytest.MonkeyPatch, *, chosen: bool
 ) -> None:
     products.by_onednn.cache_clear()
@@ -113,7 +113,7 @@ def test_it_is_chosen_where_mkl_leaves_avx512_unused(
 
 
 @pytest.mark.usefixtures("calls")
-def test_a_second_derivative_is_refused() -> None:
+def test_second_derivative_is_refused() -> None:
     x, weight = (torch.ones(3, 3, requires_grad=True) for _ in range(2))
     y = products.linear(x, weight).sum()
     with pytest.raises(RuntimeError, match="create_graph: expected False, since _Linear"):

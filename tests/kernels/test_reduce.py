@@ -1,4 +1,4 @@
-"""Weights of a step and metrics of its parts."""
+"""Weights of a step, and metrics of several calls combined."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def test_weights(loss_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("normaliser", "want"),
+    ("normaliser", "expected"),
     [("sequence_mean", 1 / 10), ("token_mean", 1 / 4), ("budget", 1 / 50), ("sequence_sum", 1 / 5)],
 )
-def test_a_loss_of_ones_own_is_normalised_as_it_says(normaliser: Any, want: float) -> None:
+def test_custom_loss_uses_its_normaliser(normaliser: Any, expected: float) -> None:
     own = LossType(term="clipped", normaliser=normaliser)
     weights = term_weights(own, SEQUENCE, 5, mask_N=MASK, max_completion_length=10)
-    torch.testing.assert_close(weights, want * MASK)
+    torch.testing.assert_close(weights, expected * MASK)
     assert normaliser in NORMALISERS
 
 
-def test_a_share_of_the_steps_tokens() -> None:
+def test_share_of_tokens_divides_the_step() -> None:
     """Where an update is a part of what was sampled: three losses divide by it, as in TRL."""
     of_step = {name for name, loss in LOSSES.items() if loss.normaliser == "step_token_mean"}
     assert of_step == {"dapo", "cispo", "vespo"}
@@ -44,24 +44,24 @@ def test_a_share_of_the_steps_tokens() -> None:
                 loss_type, SEQUENCE, 5, mask_N=MASK, max_completion_length=10,
                 share_of_tokens=share,
             )  # fmt: skip
-            want = MASK / max(float(share), 1) if loss_type in of_step else plain
-            torch.testing.assert_close(weights, want)
+            expected = MASK / max(float(share), 1) if loss_type in of_step else plain
+            torch.testing.assert_close(weights, expected)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_nothing_trained_gives_zeros(loss_type: str) -> None:
+def test_untrained_batch_gives_zero_weights(loss_type: str) -> None:
     weights = term_weights(
         loss_type, SEQUENCE, 3, mask_N=torch.zeros_like(MASK), max_completion_length=4
     )
     assert torch.equal(weights, torch.zeros(6))
 
 
-def test_a_per_sequence_mean_weighs_short_sequences_more() -> None:
+def test_sequence_mean_weights_short_sequences_more() -> None:
     weights = term_weights("grpo", torch.tensor([0, 1, 1, 1]), 2)
     torch.testing.assert_close(weights, torch.tensor([1 / 2, 1 / 6, 1 / 6, 1 / 6]))
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="max_completion_length: the normaliser 'budget'"):
         term_weights("dr_grpo", SEQUENCE, 3)
     with pytest.raises(ValueError, match="loss_type: expected one of grpo"):
@@ -82,6 +82,6 @@ def test_means_are_weighted_by_tokens_and_maxima_are_maxima() -> None:
     assert combined == {"num_tokens": 4.0, "ratio_mean": 1.25, "ratio_max": 5.0}
 
 
-def test_no_parts_and_no_tokens_give_nothing() -> None:
+def test_empty_parts_give_empty_metrics() -> None:
     assert combine_metrics([]) == {}
     assert combine_metrics([part(0, 0.0, 0.0)]) == {}

@@ -23,11 +23,11 @@ from tests.tiny import VOCAB
 def make_learner(tiny_model: Path) -> Callable[..., Learner]:
     def make(loss: LossConfig | None = None, **config: Any) -> Learner:
         names = ("adapter", "reference", "teacher")
-        given: dict[str, Any] = {name: config.pop(name, None) for name in names}
+        arguments: dict[str, Any] = {name: config.pop(name, None) for name in names}
         options: dict[str, Any] = {"learning_rate": LR, "max_grad_norm": 1e9, **config}
         learner = learner_on(
             Holder(), tiny_model, LearnerConfig(**options), loss, temperature=TEMPERATURE,
-            weights="copy", dlogp_limit=9.0, **given,
+            weights="copy", dlogp_limit=9.0, **arguments,
         )  # fmt: skip
         learner._optimizer._adamw.param_groups[0]["eps"] = EPS
         return learner
@@ -39,7 +39,7 @@ def make_learner(tiny_model: Path) -> Callable[..., Learner]:
 def groups(tiny_model: Path) -> list[Group]:
     """Two groups of three two-turn rollouts, sampled by a policy a little off the learner's."""
     rng = np.random.default_rng(3)
-    model, made = oracle_model(tiny_model), []
+    model, result = oracle_model(tiny_model), []
     for g in range(2):
         prompt = Segment(rng.integers(3, VOCAB, size=9, dtype=np.int32))
         rollouts = []
@@ -57,9 +57,9 @@ def groups(tiny_model: Path) -> list[Group]:
             played.segments[3] = Segment(segments[3].token_ids, noisy[4:])
             played.rewards = {"r": float(i * i + g)}  # no rollout at the mean
             rollouts.append(played)
-        made.append(Group(task=TASK, rollouts=rollouts))
-    assign_advantages(made, LossConfig())
-    return made
+        result.append(Group(task=TASK, rollouts=rollouts))
+    assign_advantages(result, LossConfig())
+    return result
 
 
 OWN = """

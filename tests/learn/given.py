@@ -1,6 +1,6 @@
-"""What tests of the learner's step share: a stand-in engine, groups, and the step in plain float64.
+"""Shared helpers of the learner's tests: a stand-in engine, groups, and the step in plain float64.
 
-The stand-in only holds what it is given, so that no vLLM starts.
+The stand-in only stores what it receives, so no vLLM starts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DAPO = LossConfig()
 
 
 class Holder:
-    """An engine's part in learning: it is told of new weights."""
+    """The engine's interface to the learner; stores the weights that it receives."""
 
     device = "cpu"
     dtype = "float64"
@@ -53,18 +53,21 @@ class Holder:
 
 def learner_on(
     engine: Any, model: Path | str, config: LearnerConfig | None = None,
-    loss: LossConfig | None = None, **given: Any,
+    loss: LossConfig | None = None, **arguments: Any,
 ) -> Learner:  # fmt: skip
-    """A learner of four steps at temperature 1 on the engine's weights, unless given otherwise."""
+    """A learner of four steps at temperature 1 on the engine's weights, with overrides."""
     options = {"total_steps": 4, "temperature": 1.0, "dlogp_limit": 1e-3}
-    config, weights = config or LearnerConfig(), given.pop("weights", "shared")
-    adapter, given["reference"] = given.pop("adapter", None), given.get("reference") or model
+    config, weights = config or LearnerConfig(), arguments.pop("weights", "shared")
+    adapter, arguments["reference"] = (
+        arguments.pop("adapter", None),
+        arguments.get("reference") or model,
+    )
     policy, publisher = policy_on(engine, model, config, weights=weights, adapter=adapter)
-    return Learner(policy, publisher, config, loss or LossConfig(), **{**options, **given})
+    return Learner(policy, publisher, config, loss or LossConfig(), **{**options, **arguments})
 
 
 def logp_of(model: Any, rollout: Rollout) -> Tensor:
-    """Of the sampled tokens, through the whole model, one rollout alone."""
+    """Log-probabilities of the sampled tokens through the whole model, one rollout alone."""
     ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
     logits = model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE
     every = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
@@ -159,10 +162,10 @@ def branched() -> list[Group]:
             rewards={"answer": reward},
         )  # fmt: skip
 
-    common, told = sampled(10, 11, 12), Segment(np.array([20, 21], np.int32))
+    common, observation = sampled(10, 11, 12), Segment(np.array([20, 21], np.int32))
     branches = [
-        played(common, told, sampled(30, 31), reward=1.0),
-        played(common, told, sampled(40), reward=0.0),
+        played(common, observation, sampled(30, 31), reward=1.0),
+        played(common, observation, sampled(40), reward=0.0),
         played(sampled(50, 51), reward=0.5),
     ]
     others = [played(sampled(60), reward=1.0), played(sampled(70, 71), reward=0.0)]

@@ -1,4 +1,4 @@
-"""What Liger's kernels need of Triton's interpreter and it lacks: scalars of float, libdevice."""
+"""Features that Liger's kernels need and Triton's interpreter lacks: float scalars, libdevice."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A card that is not there: tensors keep their numbers in host memory and pretend to lie on CUDA.
+"""A pretended GPU: tensors keep their values in host memory and report a CUDA device.
 
-What a CUDA build refuses is refused: two devices in one operation, numpy's hand on a tensor of the
-card, a kernel given host memory. So code for CUDA runs here, and its slips between host and device
-show. What a tensor says of itself goes through a TorchFunctionMode, what operations return through
-a TorchDispatchMode, which sees the backward pass too. In that pass a tensor says that it lies on
-the host, so that gradient checkpointing, which runs layers again there, cannot be had.
-Triton's kernels run in its interpreter.
+It refuses what a CUDA build refuses: two devices in one operation, numpy access to a CUDA tensor,
+host memory passed to a kernel. So code for CUDA runs here, and mix-ups of host and device are
+found. A TorchFunctionMode changes what a tensor reports; a TorchDispatchMode, which also sees the
+backward pass, changes what operations return. In the backward pass tensors report the host, so
+gradient checkpointing, which runs layers again there, is not supported. Triton's kernels run in its
+interpreter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _chooses(args: Any) -> bool:
 
 
 class _Card:
-    """Which storages lie on it."""
+    """Tracks the storages on the pretended GPU."""
 
     def __init__(self) -> None:
         self.waits: list[str] = []

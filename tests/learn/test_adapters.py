@@ -1,4 +1,4 @@
-"""LoRA: what moves, what is published, what is resumed, what cannot be adapted."""
+"""LoRA: what is trained, published, resumed, and what cannot be adapted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentgrpo.types import Group
 from tests.learn.given import DAPO, oracle_model, run_config
 
 
-def test_an_adapter_is_all_that_moves_and_is_published(
+def test_only_the_adapter_is_trained_and_published(
     make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
 ) -> None:
     learner = make_learner(lora={"rank": 4, "alpha": 8.0}, learning_rate=1e-2)
@@ -40,8 +40,8 @@ def test_an_adapter_is_all_that_moves_and_is_published(
             layer.weight += 8.0 / 4 * b @ a
     ids = groups[0].rollouts[0].token_ids
     whole = torch.from_numpy(ids.astype(np.int64))
-    want = torch.log_softmax(merged(whole[None]).logits[0, :-1], -1).gather(1, whole[1:, None])
-    np.testing.assert_allclose(learner.score(ids), want[:, 0].detach(), atol=1e-5)
+    expected = torch.log_softmax(merged(whole[None]).logits[0, :-1], -1).gather(1, whole[1:, None])
+    np.testing.assert_allclose(learner.score(ids), expected[:, 0].detach(), atol=1e-5)
     assert (layer.weight - base[f"{side.removeprefix('base_model.model.')}.weight"]).abs().max() > 0
     trained = learner.describe()["trained_parameters"]
     assert (
@@ -52,10 +52,10 @@ def test_an_adapter_is_all_that_moves_and_is_published(
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_an_adapters_kl_is_to_the_policy_that_training_began_with(
+def test_adapter_kl_is_relative_to_the_initial_policy(
     make_learner: Callable[..., Learner], groups: list[Group], tmp_path: Path, saved: bool
 ) -> None:
-    """To the model itself, or with an adapter from a folder; a resumed run knows which."""
+    """Either the base model, or the adapter that training started from; a resumed run keeps it."""
     loss, ids = LossConfig(beta=0.5), groups[0].rollouts[0].token_ids
     updates = plan_updates(groups, run_config(loss), step=0)
     options: dict[str, Any] = {"lora": {"rank": 4}, "learning_rate": 1e-2}
@@ -85,7 +85,7 @@ def test_an_adapters_kl_is_to_the_policy_that_training_began_with(
         assert np.abs(now - began).max() > 1e-2
 
 
-def test_a_resumed_adapter_repeats_the_bits(
+def test_resumed_adapter_repeats_the_bits(
     make_learner: Callable[..., Learner], groups: list[Group], tmp_path: Path
 ) -> None:
     lora = {"rank": 2}
@@ -109,23 +109,26 @@ def test_a_resumed_adapter_repeats_the_bits(
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("settings", "message"),
     [
-        ({}, "rank must be 4, that of the adapter in .*, got 0"),
-        ({"rank": 8, "alpha": 8.0}, "rank must be 4, .*, got 8"),
-        ({"rank": 4}, r"alpha must be 8\.0, .*, got 32\.0"),
-        ({"rank": 4, "alpha": 8.0, "target_modules": ("q_proj",)}, "target_modules must be .*'v_"),
+        ({}, "rank: expected 4, as in the adapter of .*, got 0"),
+        ({"rank": 8, "alpha": 8.0}, "rank: expected 4, .*, got 8"),
+        ({"rank": 4}, r"alpha: expected 8\.0, .*, got 32\.0"),
+        (
+            {"rank": 4, "alpha": 8.0, "target_modules": ("q_proj",)},
+            "target_modules: expected .*'v_",
+        ),
     ],
 )
-def test_training_goes_on_from_an_adapter_as_it_is(
-    tmp_path: Path, asked: dict[str, Any], message: str
+def test_adapter_with_other_settings_is_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     layers = ["v_proj", "q_proj"]
     described = {"base_model_name_or_path": "m", "r": 4, "lora_alpha": 8.0}
     written = json.dumps({**described, "target_modules": layers})
     (tmp_path / "adapter_config.json").write_text(written)
     (tmp_path / "adapter_model.safetensors").touch()
-    with pytest.raises(ValueError, match="holds an adapter, not a whole model"):
+    with pytest.raises(ValueError, match="holds an adapter, not a full model"):
         resolve_model(str(tmp_path))
     assert (named_base(str(tmp_path)), named_base("m")) == ("m", "m")
     adapter = saved_adapter(str(tmp_path))
@@ -133,7 +136,7 @@ def test_training_goes_on_from_an_adapter_as_it_is(
     for named in ((), layers):
         require_lora_of(adapter, LoraConfig(rank=4, alpha=8.0, target_modules=tuple(named)))
     with pytest.raises(ValueError, match=rf"learner\.lora\.{message}"):
-        require_lora_of(adapter, LoraConfig(**asked))
+        require_lora_of(adapter, LoraConfig(**settings))
 
 
 @pytest.mark.parametrize(
@@ -145,14 +148,14 @@ def test_training_goes_on_from_an_adapter_as_it_is(
         (("q_proj", "lm_head"), "the head cannot have an adapter: 'lm_head'"),
     ],
 )
-def test_every_name_is_of_layers_that_can_have_one(
+def test_target_modules_must_name_adaptable_layers(
     make_learner: Callable[..., Learner], targets: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"learner.lora.target_modules: {message}"):
         make_learner(lora={"rank": 2, "target_modules": targets})
 
 
-def test_a_name_may_be_of_one_blocks_layer(make_learner: Callable[..., Learner]) -> None:
+def test_target_module_may_name_one_layer(make_learner: Callable[..., Learner]) -> None:
     learner = make_learner(lora={"rank": 2, "target_modules": ("1.self_attn.q_proj", "k_proj")})
     assert learner.policy.adapter is not None
     layers = {name.rpartition(".lora_")[0] for name in learner.policy.adapter.tensors()}

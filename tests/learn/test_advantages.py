@@ -1,4 +1,4 @@
-"""Advantages against TRL's formulas, exact expectations, and groups that teach nothing."""
+"""Advantages against TRL's formulas, exact expectations, and groups without contrast."""
 
 from __future__ import annotations
 
@@ -57,28 +57,28 @@ def assigned(*groups: Group, **config: Any) -> list[float]:
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=16))
-def test_group_scaling_is_the_z_score_with_sample_deviation_as_in_trl(rewards: list[float]) -> None:
+def test_group_scaling_equals_trl_z_score(rewards: list[float]) -> None:
     r = torch.tensor(rewards, dtype=torch.float64)
-    want = (r - r.mean()) / (r.std() + 1e-4)
+    expected = (r - r.mean()) / (r.std() + 1e-4)
     if max(rewards) - min(rewards) > 1e-6:
-        np.testing.assert_allclose(assigned(make_group(rewards)), want, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(assigned(make_group(rewards)), expected, rtol=1e-6, atol=1e-7)
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=3, max_size=3), min_size=1, max_size=5))
-def test_batch_scaling_divides_by_the_deviation_of_the_step_as_in_trl(
+def test_batch_scaling_divides_by_step_deviation_as_in_trl(
     rewards: list[list[float]],
 ) -> None:
     r = torch.tensor(rewards, dtype=torch.float64)
-    want = (r - r.mean(1, keepdim=True)) / (r.std() + 1e-4)
-    want[r.amax(1) - r.amin(1) <= 1e-6] = 0
+    expected = (r - r.mean(1, keepdim=True)) / (r.std() + 1e-4)
+    expected[r.amax(1) - r.amin(1) <= 1e-6] = 0
     got = assigned(*map(make_group, rewards), scale_rewards="batch")
-    np.testing.assert_allclose(got, want.flatten(), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(got, expected.flatten(), rtol=1e-6, atol=1e-7)
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=16))
-def test_leave_one_out_compares_each_with_the_mean_of_the_others(rewards: list[float]) -> None:
+def test_leave_one_out_subtracts_the_mean_of_the_others(rewards: list[float]) -> None:
     if max(rewards) - min(rewards) <= 1e-6:
         return
     for i, got in enumerate(centred(rewards, baseline="leave_one_out")):
@@ -86,14 +86,14 @@ def test_leave_one_out_compares_each_with_the_mean_of_the_others(rewards: list[f
         assert got == pytest.approx(rewards[i] - sum(others) / len(others), abs=1e-9)
 
 
-def test_without_scaling_it_is_the_plain_difference_to_the_mean() -> None:
+def test_without_scaling_advantage_is_difference_to_mean() -> None:
     assert assigned(make_group([3.0, 0.0, 0.0]), scale_rewards="none") == [2.0, -1.0, -1.0]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("rewards", [[], [0.7], [1.1] * 5, [0.1 + 0.2, 0.3], [1.0, 1.0 + 9e-7]])
-def test_S2_13_without_contrast_all_advantages_are_exactly_zero(
+def test_S2_13_equal_rewards_give_exactly_zero_advantages(
     rewards: list[float], baseline: str, scale: str
 ) -> None:
     group = make_group(rewards)
@@ -103,7 +103,7 @@ def test_S2_13_without_contrast_all_advantages_are_exactly_zero(
     assert all(rollout.segment_advantages is None for rollout in group.rollouts)
 
 
-def test_a_difference_just_above_the_tolerance_counts() -> None:
+def test_difference_above_the_tolerance_counts() -> None:
     assert centred([1.0, 1.0 + 2e-6])[1] > 0
 
 
@@ -114,7 +114,7 @@ def test_broken_rollouts_leave_the_baseline_and_get_zero() -> None:
 
 
 @pytest.mark.parametrize("credit", ["rollout", "return_to_go"])
-def test_masked_rollouts_count_in_the_baseline_and_get_zero(credit: str) -> None:
+def test_masked_rollouts_enter_the_baseline_and_get_zero(credit: str) -> None:
     group = make_group([1.0, 3.0, 0.0, 0.0])
     group.rollouts[1].treatment = Treatment.MASK
     group.rollouts[1].span_rewards = [SpanReward(3, 5, "line", 0.0)]
@@ -123,14 +123,14 @@ def test_masked_rollouts_count_in_the_baseline_and_get_zero(credit: str) -> None
     assert group.rollouts[1].segment_advantages is None
 
 
-def test_the_reward_is_the_sum_of_its_parts() -> None:
+def test_reward_is_the_sum_of_its_parts() -> None:
     group = make_group([1.0, 1.0])
     group.rollouts[0].rewards["format"] = 0.25
     group.rollouts[0].span_rewards = [SpanReward(3, 5, "line", 0.25)]
     assert assigned(group, scale_rewards="none") == [0.25, -0.25]
 
 
-def test_gdpo_keeps_what_a_sum_would_cancel() -> None:
+def test_gdpo_keeps_parts_that_cancel_in_the_sum() -> None:
     group = make_group([0.0, 0.0, 0.0, 0.0])
     for rollout, (a, b) in zip(group.rollouts, [(1, 0), (0, 1), (0, 0), (1, 1)], strict=True):
         rollout.rewards = {"a": float(a), "b": 10.0 * b}
@@ -146,7 +146,7 @@ def test_gdpo_keeps_what_a_sum_would_cancel() -> None:
         ({"span_credit": "return_to_go"}, "span_credit: expected 'rollout'"),
     ],
 )
-def test_gdpo_has_a_normaliser_of_its_own(options: dict[str, Any], message: str) -> None:
+def test_gdpo_refuses_other_scaling(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LossConfig(multi_objective_aggregation="normalize_then_sum", **options)
 
@@ -160,7 +160,7 @@ SPANS = {(1,): [0.8], (0, 0): [0.2, -1.0], (0, 1): [0.2, 0.9]}
 
 
 def play(actions: tuple[int, ...]) -> Rollout:
-    """A turn is one token; between the turns, one of observation."""
+    """One rollout: a turn is one token, and one observation token separates turns."""
     segments, spans = [PROMPT], []
     for k, value in enumerate(SPANS[actions]):
         start = 3 + 2 * k
@@ -178,15 +178,15 @@ def log_probs(theta: torch.Tensor, actions: tuple[int, ...]) -> list[torch.Tenso
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("group_size", [2, 3])
-def test_the_span_estimator_is_unbiased(baseline: str, group_size: int) -> None:
-    """Its expectation over all groups, taken exactly, is the gradient of the expected reward."""
+def test_span_estimator_is_unbiased(baseline: str, group_size: int) -> None:
+    """Its exact expectation over all groups is the gradient of the expected reward."""
     theta = torch.tensor([[0.3, -0.2], [0.9, 0.1]], dtype=torch.float64, requires_grad=True)
     outcomes = list(ENDS)
     value = torch.zeros((), dtype=torch.float64)
     for actions in outcomes:
         probability = torch.stack(log_probs(theta, actions)).sum().exp()
         value = value + probability * (ENDS[actions] + sum(SPANS[actions]))
-    (want,) = torch.autograd.grad(value, theta)
+    (expected,) = torch.autograd.grad(value, theta)
     got = torch.zeros_like(theta)
     config = LossConfig(scale_rewards="none", baseline=baseline, span_credit="return_to_go")  # type: ignore[arg-type]
     for chosen in itertools.product(outcomes, repeat=group_size):
@@ -204,10 +204,10 @@ def test_the_span_estimator_is_unbiased(baseline: str, group_size: int) -> None:
         (gradient,) = torch.autograd.grad(surrogate / group_size, theta)
         got += weight * gradient
     factor = (group_size - 1) / group_size if baseline == "mean" else 1.0
-    torch.testing.assert_close(got, factor * want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got, factor * expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_turn_is_not_credited_with_what_came_before_it() -> None:
+def test_turn_gets_no_credit_for_earlier_rewards() -> None:
     group = Group(task=TASK, rollouts=[play((0, 0)), play((0, 1))])
     assigned(group, scale_rewards="none", span_credit="return_to_go")
     first, second = (r.segment_advantages for r in group.rollouts)
@@ -215,8 +215,8 @@ def test_a_turn_is_not_credited_with_what_came_before_it() -> None:
     assert second == pytest.approx([0, (0.6 - 0.2) / 2, 0, (0.4 - 0.0) / 2, 0])
 
 
-def test_a_lines_reward_is_its_own() -> None:
-    """A line that costs 0.3 changes the advantages of that line in the group, and of no other."""
+def test_line_reward_credits_that_line_only() -> None:
+    """A penalty of 0.3 for a line changes the advantages of that line only."""
     lines = [[0.0, 0.0, 0.0], [0.0, -0.3, 0.0], [-0.3]]
     rollouts: list[Rollout] = []
     for values in lines:
@@ -251,16 +251,14 @@ def test_a_lines_reward_is_its_own() -> None:
         ({"agent": {"kind": "repl"}, "loss": NORMALIZE_THEN_SUM}, "rollout"),
     ],
 )
-def test_who_plays_decides_what_a_lines_reward_counts_for(
-    config: dict[str, Any], credit: str
-) -> None:
-    made = TrainConfig.model_validate({"model": "m", "out_dir": "o", **config})
-    assert made.credited.span_credit == credit
+def test_default_span_credit_depends_on_the_agent(config: dict[str, Any], credit: str) -> None:
+    resolved = TrainConfig.model_validate({"model": "m", "out_dir": "o", **config})
+    assert resolved.credited.span_credit == credit
     before = load_config("quickstart", ["loss.beta=0.1"])
     assert config_of(before, config).credited.span_credit == credit, "or who plays in its place"
 
 
-def test_a_rollout_that_ended_early_is_compared_by_what_it_ended_with() -> None:
+def test_early_end_compares_the_final_return() -> None:
     group = Group(task=TASK, rollouts=[play((1,)), play((0, 0))])
     assigned(group, scale_rewards="none", span_credit="return_to_go")
     late = group.rollouts[1].segment_advantages
@@ -269,8 +267,8 @@ def test_a_rollout_that_ended_early_is_compared_by_what_it_ended_with() -> None:
     assert late[3] == pytest.approx((0.0 - 1.1) / 2)
 
 
-def test_rows_are_credited_in_order() -> None:
-    """Turns in rows of their own, as where a template rewrites history, are turns all the same."""
+def test_rows_get_credit_in_order() -> None:
+    """Turns in separate rows, as when a template rewrites history, count like other turns."""
     whole, rows = play((0, 1)), play((0, 1))
     rows.closed_rows, rows.segments = [rows.segments[:2]], [PROMPT, turn(1)]
     rows.span_rewards = [SpanReward(3, 4, "turn", 0.2), SpanReward(7, 8, "turn", 0.9)]
@@ -281,8 +279,8 @@ def test_rows_are_credited_in_order() -> None:
     assert has_gradient(group)
 
 
-def test_spans_that_cancel_are_scaled_by_what_differs() -> None:
-    """Equal totals, unequal turns: the scale is not that of rounding errors."""
+def test_cancelling_spans_are_scaled_by_their_deviation() -> None:
+    """Equal totals but unequal turns: the scale must not come from rounding errors."""
     group = Group(task=TASK, rollouts=[play((0, 0)), play((0, 0))])
     for rollout, values in zip(group.rollouts, [(1.0, 0.0), (0.0, 1.0)], strict=True):
         rollout.span_rewards = [
@@ -297,7 +295,7 @@ def test_spans_that_cancel_are_scaled_by_what_differs() -> None:
 
 
 @pytest.mark.parametrize("credit", ["soft", "hard"])
-def test_branches_share_what_they_share(credit: str) -> None:
+def test_branches_average_shared_segments(credit: str) -> None:
     common, mid = turn(), turn()
     paths = [[common, mid, turn()], [common, mid, turn()], [common, turn()], [turn()]]
     group = make_group([1.0, 0.0, 0.5, 0.1])
@@ -327,7 +325,7 @@ def test_branches_share_what_they_share(credit: str) -> None:
         ([], (), "broken"),
     ],
 )
-def test_S2_14_a_gradient_needs_two_sound_rollouts_that_differ(
+def test_S2_14_gradient_needs_two_valid_different_rollouts(
     rewards: list[float], broken: tuple[int, ...], reason: str | None
 ) -> None:
     group = make_group(rewards, broken=broken)
@@ -337,7 +335,7 @@ def test_S2_14_a_gradient_needs_two_sound_rollouts_that_differ(
     assert has_gradient(group) is (reason is None)
 
 
-def test_S2_14_what_an_environment_says_is_solved_counts_as_such() -> None:
+def test_S2_14_environment_decides_what_is_solved() -> None:
     group = make_group([0.0, 0.0])
     for rollout in group.rollouts:
         rollout.rewards = {"solved": 1.0}
@@ -345,21 +343,21 @@ def test_S2_14_what_an_environment_says_is_solved_counts_as_such() -> None:
     assert why_dead(group) == "all_solved"
 
 
-def test_S2_14_where_some_are_not_solved_equal_rewards_are_no_more_than_equal() -> None:
+def test_S2_14_equal_rewards_with_unsolved_rollouts_are_all_equal() -> None:
     group = make_group([1.0, 1.0])
     group.rollouts[0].rewards = {"environment": 1.0}
     assigned(group)
     assert why_dead(group) == "all_equal"
 
 
-def test_rollouts_without_sampled_tokens_give_no_gradient() -> None:
+def test_rollouts_without_sampled_tokens_have_no_gradient() -> None:
     group = make_group([1.0, 0.0], sampled=0)
     assigned(group)
     assert why_dead(group) == "silent"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_reward_that_is_no_number_names_the_task(bad: float) -> None:
+def test_non_finite_reward_error_names_the_task(bad: float) -> None:
     with pytest.raises(ValueError, match=r"task t: rewards must be finite, got \[1.0, (nan|inf)\]"):
         assigned(make_group([1.0, bad]))
 
@@ -367,7 +365,7 @@ def test_a_reward_that_is_no_number_names_the_task(bad: float) -> None:
 @pytest.mark.parametrize(
     "config", [{}, {"span_credit": "return_to_go"}, {"branch_credit": "hard"}, NORMALIZE_THEN_SUM]
 )
-def test_assigning_again_after_a_refill_starts_anew(config: dict[str, Any]) -> None:
+def test_assigning_twice_resets_the_advantages(config: dict[str, Any]) -> None:
     group, other = make_group([1.0, 0.0, 0.5]), make_group([0.0, 2.0, 1.0])
     group.rollouts[0].span_rewards = [SpanReward(3, 5, "line", 0.25)]
     assigned(group, **config)
@@ -377,7 +375,7 @@ def test_assigning_again_after_a_refill_starts_anew(config: dict[str, Any]) -> N
     assert again == assigned(fresh, third, **config)
 
 
-def test_gdpo_leaves_dead_groups_dead_and_counts_a_missing_part_as_nothing() -> None:
+def test_gdpo_keeps_dead_groups_and_treats_missing_parts_as_zero() -> None:
     dead, live = make_group([1.0, 1.0]), make_group([0.0, 0.0, 0.0])
     live.rollouts[0].rewards = {"a": 2.0}
     live.rollouts[1].rewards = {"a": 1.0}
@@ -385,15 +383,15 @@ def test_gdpo_leaves_dead_groups_dead_and_counts_a_missing_part_as_nothing() -> 
     got = assigned(dead, live, **NORMALIZE_THEN_SUM)
     assert got[:2] == [0.0, 0.0]
     summed = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0], dtype=torch.float64) / (1 + 1e-4)
-    want = (summed - summed.mean()) / (summed.std() + 1e-4)
-    assert got[2:] == pytest.approx(want[2:].tolist(), rel=1e-6)
+    expected = (summed - summed.mean()) / (summed.std() + 1e-4)
+    assert got[2:] == pytest.approx(expected[2:].tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("whole", "share"),
     [("answer", "partial"), ("solved", "partial"), ("answer", "answer_efficiency")],
 )
-def test_gdpo_counts_a_share_of_an_answer_with_the_answer(whole: str, share: str) -> None:
+def test_gdpo_merges_partial_into_the_answer(whole: str, share: str) -> None:
     shares = make_group([0.0, 0.0, 0.0])
     for rollout, worth in zip(shares.rollouts, (1.0, 0.5, 0.0), strict=True):
         part = {whole: 1.0, share: 0.0} if worth == 1 else {whole: 0.0, share: worth}
@@ -403,7 +401,7 @@ def test_gdpo_counts_a_share_of_an_answer_with_the_answer(whole: str, share: str
     assert not list(advantage_faults([shares], LossConfig(**NORMALIZE_THEN_SUM)))
 
 
-def test_spans_count_for_the_whole_rollout_unless_asked_otherwise() -> None:
+def test_spans_credit_the_whole_rollout_by_default() -> None:
     group = Group(task=TASK, rollouts=[play((0, 1)), play((0, 0))])
     assigned(group)
     assert [rollout.segment_advantages for rollout in group.rollouts] == [None, None]

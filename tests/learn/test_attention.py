@@ -1,4 +1,4 @@
-"""Packed trees through unmodified transformers models: the unrolled gradients, in float64."""
+"""Packed trees through unmodified transformers models: gradients of the unrolled batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from agentgrpo.learn import flex, recurrent
-from agentgrpo.learn.attention import TREE, Tree, _on_cuda, runs_of, tree_attention
+from agentgrpo.learn.attention import TREE, Tree, _attend_cuda, runs_of, tree_attention
 from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.forward_check import why_not_packed
 from agentgrpo.learn.packing import pack_tree
@@ -104,7 +104,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Float64(TorchFunctionMode):
-    """Norms, rotations and softmaxes of transformers insist on float32; here they get float64."""
+    """transformers computes norms, rotations and softmaxes in float32; here in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(x: Any) -> Any:
@@ -198,7 +198,7 @@ def branching_groups() -> list[Group]:
 
 
 def loss_of(scorer: Scorer, batches: Sequence[PackedBatch]) -> torch.Tensor:
-    """The on-policy objective at temperature 0.8, and a term of the entropy."""
+    """The on-policy objective at temperature 0.8, plus an entropy term."""
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         logp, entropy, *_ = scorer(batch, 0.8)
@@ -208,7 +208,7 @@ def loss_of(scorer: Scorer, batches: Sequence[PackedBatch]) -> torch.Tensor:
 
 
 def unrolled_loss(model: Any, groups: list[Group]) -> torch.Tensor:
-    """The same, each rollout alone through the model's own attention and its own logits."""
+    """The same loss, each rollout alone through the model's own attention and logits."""
     total = torch.zeros((), dtype=torch.float64)
     model.set_attn_implementation("eager")  # transformers' sdpa leaves soft caps out
     for played in (r for group in groups for r in group.rollouts):
@@ -236,29 +236,29 @@ def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def assert_same_gradients(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     scale = max(x.abs().max().item() for x in b.values())
-    for name, want in b.items():
-        assert (a[name] - want).abs().max().item() <= 1e-9 * max(1.0, scale), name
+    for name, expected in b.items():
+        assert (a[name] - expected).abs().max().item() <= 1e-9 * max(1.0, scale), name
 
 
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("max_tokens", [1000, 60])
-def test_the_tree_has_the_gradients_of_the_unrolled_batch(name: str, max_tokens: int) -> None:
+def test_tree_gradients_equal_the_unrolled_batch(name: str, max_tokens: int) -> None:
     groups = branching_groups()
     model = make(name)
     want_loss = unrolled_loss(model, groups)
-    want = gradients(model, want_loss)
+    expected = gradients(model, want_loss)
     scorer = Scorer(model)
     assert scorer.unpacked_reason is None
     batches = pack_tree(groups, max_tokens=max_tokens)
     assert (len(batches) == 1) == (max_tokens == 1000)
     loss = loss_of(scorer, batches)
     assert loss.item() == pytest.approx(want_loss.item(), abs=1e-9)
-    assert_same_gradients(gradients(model, loss), want)
+    assert_same_gradients(gradients(model, loss), expected)
 
 
 def lone_tokens() -> list[Group]:
-    """Forks right after one another: runs of a single token, with and without a state before."""
+    """Forks directly after one another: runs of a single token, with and without a prior state."""
     rng = np.random.default_rng(3)
     start, ids = segment(rng, 1), rng.integers(3, VOCAB, size=6, dtype=np.int32)
     rollouts = []
@@ -276,41 +276,41 @@ def lone_tokens() -> list[Group]:
 
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("name", STATEFUL)
-def test_branches_at_single_tokens_have_their_states(name: str) -> None:
+def test_single_token_branches_get_the_right_state(name: str) -> None:
     model, groups = make(name), lone_tokens()
     want_loss = unrolled_loss(model, groups)
-    want = gradients(model, want_loss)
+    expected = gradients(model, want_loss)
     (batch,) = pack_tree(groups, max_tokens=1000)
     lengths = [run.end - run.start for run in runs_of(batch.tout_T)]
     assert lengths.count(1) == 7
     loss = loss_of(Scorer(model), [batch])
     assert loss.item() == pytest.approx(want_loss.item(), abs=1e-9)
-    assert_same_gradients(gradients(model, loss), want)
+    assert_same_gradients(gradients(model, loss), expected)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma4", "qwen3.5", "lfm2"])
-def test_checkpointed_layers_have_the_same_gradients(name: str) -> None:
+def test_checkpointed_layers_have_equal_gradients(name: str) -> None:
     model = make(name)
     batches = pack_tree(branching_groups(), max_tokens=1000)
     scorer = Scorer(model)
-    want = gradients(model, loss_of(scorer, batches))
+    expected = gradients(model, loss_of(scorer, batches))
     calls = []
     layer = model.get_decoder().layers[0]
     block = layer.feed_forward if name == "lfm2" else layer.mlp
     block.register_forward_pre_hook(lambda *_: calls.append(1))
     checkpoint_layers(model)
-    assert_same_gradients(gradients(model, loss_of(scorer, batches)), want)
+    assert_same_gradients(gradients(model, loss_of(scorer, batches)), expected)
     assert len(calls) == 2, "once forward, once again for the backward pass"
 
 
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
-def test_nothing_shared_is_the_same_again(name: str) -> None:
+def test_unshared_batch_equals_the_tree(name: str) -> None:
     model, groups = make(name), branching_groups()
-    want = gradients(model, unrolled_loss(model, groups))
+    expected = gradients(model, unrolled_loss(model, groups))
     batches = pack_tree(groups, max_tokens=1000, share_prefixes=False)
     assert not any(run.path for run in runs_of(batches[0].tout_T))
-    assert_same_gradients(gradients(model, loss_of(Scorer(model), batches)), want)
+    assert_same_gradients(gradients(model, loss_of(Scorer(model), batches)), expected)
 
 
 @pytest.mark.usefixtures("_float64")
@@ -321,7 +321,7 @@ def test_nothing_shared_is_the_same_again(name: str) -> None:
         *((name, reason) for name, (*_, reason) in ROWS.items()),
     ],
 )
-def test_what_cannot_branch_means_rows_that_see_nothing_of_one_another(
+def test_unsupported_models_use_independent_rows(
     name: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recurrent, "MIXERS", set())
@@ -331,19 +331,19 @@ def test_what_cannot_branch_means_rows_that_see_nothing_of_one_another(
     assert re.search(reason, scorer.unpacked_reason or "")
     assert model.config._attn_implementation == attention
     groups = branching_groups()
-    with pytest.raises(ValueError, match="pack unshared rows"):
+    with pytest.raises(ValueError, match="share_prefixes: expected False"):
         scorer(pack_tree(groups, max_tokens=1000)[0], 0.8)
     batches = pack_tree(groups, max_tokens=1000, share_prefixes=False)
     want_loss = unrolled_loss(model, groups)
-    want = gradients(model, want_loss)
+    expected = gradients(model, want_loss)
     loss = loss_of(scorer, batches)
     assert loss.item() == pytest.approx(want_loss.item(), abs=1e-9)
-    assert_same_gradients(gradients(model, loss), want)
+    assert_same_gradients(gradients(model, loss), expected)
 
 
 @pytest.mark.parametrize("lengths", [[1980] + 95 * [50], [*range(1, 200, 7)], [900, 300, 100, 33]])
 def test_padding_is_at_most_a_third_of_the_tokens(lengths: list[int]) -> None:
-    """One long row among short ones was padded to twenty times their tokens."""
+    """Regression: one long row among short ones was padded to twenty times their tokens."""
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=8, n_head=1, n_layer=1)
     scorer = Scorer(transformers.BloomForCausalLM(config).eval())
     rng = np.random.default_rng(0)
@@ -365,8 +365,8 @@ def test_padding_is_at_most_a_third_of_the_tokens(lengths: list[int]) -> None:
     assert batch.num_tokens <= sum(sizes) <= 4 / 3 * batch.num_tokens
 
 
-def test_a_recurrent_layer_that_takes_no_tree_fails_on_one() -> None:
-    """And does not let the state of one branch run into the next."""
+def test_recurrent_layer_without_tree_support_fails() -> None:
+    """Otherwise the state of one branch would run into the next."""
     model = make("qwen3.5")
     scorer = Scorer(model)
     for layer in model.get_decoder().layers:
@@ -377,7 +377,7 @@ def test_a_recurrent_layer_that_takes_no_tree_fails_on_one() -> None:
 
 
 @pytest.mark.parametrize("name", [*ROWS, "mamba", "gpt oss", "qwen3", "qwen3.5"])
-def test_models_that_cannot_share_are_known_without_their_weights(name: str) -> None:
+def test_unsupported_models_are_known_without_weights(name: str) -> None:
     with torch.device("meta"):
         model = made(name)
     reason = {
@@ -391,13 +391,13 @@ def test_models_that_cannot_share_are_known_without_their_weights(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3"])
-def test_a_branch_that_sees_too_much_or_too_little_means_rows(
+def test_wrong_branch_visibility_falls_back_to_rows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a family whose states nobody has said anything about; without what is before a branch."""
     alone = lambda tout_T: [run._replace(path=()) for run in runs_of(tout_T)]  # noqa: E731
     monkeypatch.setattr("agentgrpo.learn.policy.why_not_packed", lambda model: None)
-    monkeypatch.setattr(recurrent, "KINDS", set())
+    monkeypatch.setattr(recurrent, "LAYER_TYPES", set())
     monkeypatch.setattr("agentgrpo.learn.attention.runs_of", alone if name == "qwen3" else runs_of)
     model = make(name)
     scorer = Scorer(model)
@@ -406,7 +406,7 @@ def test_a_branch_that_sees_too_much_or_too_little_means_rows(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_head_that_is_not_known_is_refused(
+def test_unknown_logit_scale_is_refused(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     for name in ("granite", "gemma2 with soft caps"):  # the other's are not in transformers' sdpa
@@ -416,7 +416,7 @@ def test_a_head_that_is_not_known_is_refused(
         Scorer(make("granite").to(dtype))
 
 
-def test_a_model_whose_head_cannot_be_left_out_is_refused() -> None:
+def test_model_without_separable_head_is_refused() -> None:
     with torch.device("meta"):
         model = made("llama4")
     with pytest.raises(ValueError, match="type 'llama4_text' cannot be trained: transformers does"):
@@ -424,7 +424,7 @@ def test_a_model_whose_head_cannot_be_left_out_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "bloom"])
-def test_the_last_layers_are_found_whatever_they_are_called(name: str) -> None:
+def test_layers_are_found_under_any_attribute_name(name: str) -> None:
     model = make(name)
     trained = {id(p) for p in freeze_all_but(model, 2)}
     names = {n for n, p in model.named_parameters() if id(p) in trained}
@@ -435,24 +435,24 @@ def dense(batch: PackedBatch, window: int | None = None) -> torch.Tensor:
     """The definition: q sees k iff k <= q < tout[k], within the window of positions."""
     at = torch.arange(len(batch.tout_T))
     tout, position = torch.from_numpy(batch.tout_T), torch.from_numpy(batch.positions_T)
-    seen = (at[None] <= at[:, None]) & (at[:, None] < tout[None])
+    visible = (at[None] <= at[:, None]) & (at[:, None] < tout[None])
     if window is not None:
-        seen &= position[:, None] - position[None] < window
-    return seen
+        visible &= position[:, None] - position[None] < window
+    return visible
 
 
 @pytest.mark.parametrize("window", [None, 7, 1])
-def test_runs_and_their_masks_are_the_definition(window: int | None) -> None:
+def test_runs_and_masks_match_the_definition(window: int | None) -> None:
     (batch,) = pack_tree(branching_groups(), max_tokens=1000)
     tree = Tree(batch.tout_T, batch.positions_T, "cpu")
-    seen = torch.zeros(len(batch.tout_T), len(batch.tout_T), dtype=torch.bool)
+    visible = torch.zeros(len(batch.tout_T), len(batch.tout_T), dtype=torch.bool)
     for run in tree.runs:
         columns = [k for a, b in (*run.path, (run.start, run.end)) for k in range(a, b)]
         mask = tree.run_mask(run, window)
         if mask is None:
             mask = torch.ones(len(columns), len(columns)).tril().bool()
-        seen[run.start : run.end, columns] = mask
-    assert torch.equal(seen, dense(batch, window))
+        visible[run.start : run.end, columns] = mask
+    assert torch.equal(visible, dense(batch, window))
 
 
 def large_batch(lengths: tuple[int, ...] = (300, 90, 170), *, share: bool = True) -> PackedBatch:
@@ -491,19 +491,19 @@ def varlen_by_definition(
     for start, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
         at = torch.arange(end - start)
         far = at[:, None] - at[None]
-        seen = (far >= 0) & ((far <= window_size[0]) | (window_size[0] < 0))
+        visible = (far >= 0) & ((far <= window_size[0]) | (window_size[0] < 0))
         one_q, one_k, one_v = (x[start:end].transpose(0, 1)[None].float() for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(
-            one_q, one_k, one_v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+            one_q, one_k, one_v, attn_mask=visible, scale=scale, enable_gqa=enable_gqa
         )
         parts.append(out[0].transpose(0, 1).to(q.dtype))
     return torch.cat(parts)
 
 
-def test_a_kernel_without_grouped_queries_gets_a_head_of_keys_for_each(
+def test_kernel_without_gqa_gets_repeated_key_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Torch 2.11's has no argument for them."""
+    """Torch 2.11's kernel has no argument for grouped queries."""
 
     def of_2_11(
         q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
@@ -521,7 +521,7 @@ def test_a_kernel_without_grouped_queries_gets_a_head_of_keys_for_each(
     torch.manual_seed(0)
     query = torch.randn(1, 6, len(batch.tout_T), 16).bfloat16()
     key, value = torch.randn(2, 1, 2, len(batch.tout_T), 16).bfloat16()
-    cuda = _on_cuda(query, key, value, None, None, None, tree)
+    cuda = _attend_cuda(query, key, value, None, None, None, tree)
     cpu, _ = tree_attention(torch.nn.Module(), query, key, value, None, tree=tree)
     torch.testing.assert_close(cuda, cpu, rtol=3e-2, atol=3e-2)
 
@@ -544,7 +544,7 @@ FLASHED = {(16, 16), (256, 256)}
     ],
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_what_cuda_runs_is_what_the_cpu_runs(
+def test_cuda_path_equals_the_cpu_path(
     monkeypatch: pytest.MonkeyPatch, share: bool, dtype: torch.dtype, window: int | None,
     softcap: float | None, scaling: float | None, heads: int, widths: tuple[int, int],
 ) -> None:  # fmt: skip
@@ -559,7 +559,7 @@ def test_what_cuda_runs_is_what_the_cpu_runs(
         calls.append("varlen")
         return varlen_by_definition(*args, **kwargs)
 
-    monkeypatch.setattr(flex, "compiled", noted_flex)
+    monkeypatch.setattr(flex, "compiled_attend", noted_flex)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noted_varlen)
     batch = large_batch(share=share)
     tree = Tree(batch.tout_T, batch.positions_T, "cpu")
@@ -569,7 +569,7 @@ def test_what_cuda_runs_is_what_the_cpu_runs(
     shapes = ((heads, widths[0]), (2, widths[0]), (2, widths[1]))
     query, key, value = (torch.randn(1, n, total, width).to(dtype) for n, width in shapes)
     args = (query, key, value)
-    cuda = _on_cuda(*args, scaling, window, softcap, tree)
+    cuda = _attend_cuda(*args, scaling, window, softcap, tree)
     cpu, _ = tree_attention(
         torch.nn.Module(),
         *args,
@@ -589,30 +589,30 @@ def test_what_cuda_runs_is_what_the_cpu_runs(
 def test_bfloat16_differs_by_rounding_only() -> None:
     groups = branching_groups()
     model = make("qwen3")
-    want = gradients(model, unrolled_loss(model, groups))
+    expected = gradients(model, unrolled_loss(model, groups))
     coarse = make("qwen3").bfloat16()
     per_row = gradients(coarse, unrolled_loss(coarse, groups))
     batches = pack_tree(groups, max_tokens=1000)
     tree = gradients(coarse, loss_of(Scorer(coarse), batches))
-    for name in want:
-        bound = (per_row[name].double() - want[name]).norm()
-        assert (tree[name].double() - want[name]).norm() <= 2 * bound + 1e-3, name
+    for name in expected:
+        bound = (per_row[name].double() - expected[name]).norm()
+        assert (tree[name].double() - expected[name]).norm() <= 2 * bound + 1e-3, name
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_logits_are_rounded_as_the_weights_unless_they_are_wanted_in_float32(exact: bool) -> None:
+def test_logits_dtype_follows_weights_unless_float32(exact: bool) -> None:
     model, (batch,) = make("qwen3").bfloat16(), pack_tree(branching_groups(), max_tokens=1000)
     scorer = Scorer(model, exact=exact)
     with torch.no_grad():
         hidden = scorer._hidden(batch)
         logits = hidden.double() @ model.get_output_embeddings().weight.double().T
-        want = torch.log_softmax(logits, -1)[batch.row_N, batch.target_N]
-        gap = (scorer(batch, 1.0).logp_N - want).abs().max()
+        expected = torch.log_softmax(logits, -1)[batch.row_N, batch.target_N]
+        gap = (scorer(batch, 1.0).logp_N - expected).abs().max()
     assert (gap < 1e-5) == exact
 
 
-def test_an_id_that_the_model_has_not_is_refused() -> None:
-    """Also of a token that is only a target, which no embedding would look at."""
+def test_unknown_token_id_is_refused() -> None:
+    """Also for a token that is only a target, which is never embedded."""
     end = Segment(np.array([VOCAB], np.int32), np.array([-1.0], np.float32))
     segments = [segment(np.random.default_rng(0), 4), end]
     played = Rollout(task=TASK, segments=segments, status=Status.COMPLETED, advantage=1.0)
@@ -621,15 +621,15 @@ def test_an_id_that_the_model_has_not_is_refused() -> None:
         Scorer(make("qwen3").float())(batch, 1.0)
 
 
-def test_a_backward_pass_makes_no_tensor_for_each_slice() -> None:
-    """On a CPU each would be of the whole batch's size, filled with zeros."""
+def test_backward_allocates_no_tensor_per_slice() -> None:
+    """On a CPU each would have the size of the whole batch and be filled with zeros."""
     model = make("qwen3").float()
     (batch,) = pack_tree(branching_groups(), max_tokens=1000)
     assert len(runs_of(batch.tout_T)) > 5
     loss = loss_of(Scorer(model), [batch])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
         loss.backward()
-    counts = {event.key: event.count for event in seen.key_averages()}
+    counts = {event.key: event.count for event in recorded.key_averages()}
     layers = len(model.model.layers)
     # of each layer: the halves of q and k that the rotation turns, and of each norm none
     assert counts.get("aten::slice_backward", 0) <= 4 * layers, counts
@@ -638,18 +638,18 @@ def test_a_backward_pass_makes_no_tensor_for_each_slice() -> None:
     assert counts[kernel] > 5 * layers
 
 
-def test_on_a_cpu_the_layout_of_what_is_given_changes_nothing() -> None:
-    """The last stride above all: a fused projection taken apart, and a transposed tensor."""
+def test_cpu_attention_is_independent_of_input_layout() -> None:
+    """Mainly the last stride: slices of a fused projection, and a transposed tensor."""
     batch = large_batch(share=True)
     tree = Tree(batch.tout_T, batch.positions_T, "cpu")
     total = len(batch.tout_T)
     torch.manual_seed(0)
     fused = torch.randn(1, total, 4, 16, 3).transpose(1, 2)
     turned = torch.randn(1, 4, 16, total).transpose(2, 3)
-    for given in (fused.unbind(-1), (turned, turned * 2, turned.flip(1))):
+    for options in (fused.unbind(-1), (turned, turned * 2, turned.flip(1))):
         results = []
         for layout in (Tensor.detach, Tensor.contiguous):
-            leaves = q, k, v = [layout(x).detach().requires_grad_() for x in given]
+            leaves = q, k, v = [layout(x).detach().requires_grad_() for x in options]
             assert (q.stride(-1) == 1) == (layout is Tensor.contiguous)
             out, _ = tree_attention(torch.nn.Module(), q, k, v, None, tree=tree)
             grads = torch.autograd.grad(out.transpose(1, 3).pow(2).sum(), leaves)
@@ -657,7 +657,7 @@ def test_on_a_cpu_the_layout_of_what_is_given_changes_nothing() -> None:
         assert all(torch.equal(strided, plain) for strided, plain in zip(*results, strict=True))
 
 
-def test_a_tree_whose_gradient_fails_makes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_tree_gradient_falls_back_to_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of resource: shared memory")
 

@@ -1,4 +1,4 @@
-"""flex_blocks against create_block_mask: bit for bit, and with a window nothing that is missing."""
+"""flex_blocks against create_block_mask: equal bit for bit; with a window a superset."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ def visible(num_blocks: Any, indices: Any) -> Any:
     """[n, n], whether a block of queries has one of keys among its."""
     count, listed = np.asarray(num_blocks).squeeze(), np.asarray(indices)
     n = listed.shape[-1]
-    found = np.zeros((n, n), bool)
+    actual = np.zeros((n, n), bool)
     for row, (much, blocks) in enumerate(zip(count.reshape(-1), listed.reshape(n, n), strict=True)):
-        found[row, blocks[:much]] = True
-    return found
+        actual[row, blocks[:much]] = True
+    return actual
 
 
 def check(tout_T: Int32, block_size: int, window: int | None = None) -> None:
     depths = depths_of(tout_T)
     ours = flex_blocks(tout_T, block_size, positions_T=depths, window=window)
-    want = torch_block_mask(tout_T, block_size, window)
+    expected = torch_block_mask(tout_T, block_size, window)
     if window is not None:
         mine = visible(ours.kv_num_blocks, ours.kv_indices)
-        assert not (visible(want.kv_num_blocks, want.kv_indices) & ~mine).any()
+        assert not (visible(expected.kv_num_blocks, expected.kv_indices) & ~mine).any()
     for name in FIELDS:
-        theirs = getattr(want, name)[0, 0].numpy()
+        theirs = getattr(expected, name)[0, 0].numpy()
         assert theirs.dtype == getattr(ours, name).dtype == np.int32
         if window is None or (name.startswith("full") and name.endswith("num_blocks")):
             np.testing.assert_array_equal(getattr(ours, name), theirs, err_msg=name)
@@ -101,7 +101,7 @@ def test_equals_create_block_mask_at_the_default_size(num_tokens: int, window: i
     check(tree_tout(np.diff(cuts, prepend=0).tolist(), depths), 128, window)
 
 
-def test_a_windows_blocks_take_no_memory_of_tokens_squared() -> None:
+def test_windowed_blocks_need_no_quadratic_memory() -> None:
     """65,536 tokens: all pairs would be 4 GiB of booleans."""
     rng = np.random.default_rng(0)
     cuts = np.unique(np.append(rng.integers(1, 2**16, 2000), 2**16))
@@ -123,7 +123,7 @@ def test_no_tokens(window: int | None) -> None:
     assert blocks.q_indices.shape == (0, 0)
 
 
-def test_fields_are_what_block_mask_takes() -> None:
+def test_fields_match_block_mask_arguments() -> None:
     tout_T = tree_tout([5, 3, 4, 6], [0, 1, 2, 1])
     blocks = flex_blocks(tout_T, 4)
     tensors: dict[str, Any] = {
@@ -146,12 +146,12 @@ def test_fields_are_what_block_mask_takes() -> None:
         ([1], -4, r"block_size must be in \[1, 2\*\*31\), got -4"),
     ],
 )
-def test_bad_input_is_refused(tout: list[int], block_size: int, message: str) -> None:
+def test_invalid_input_is_refused(tout: list[int], block_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         flex_blocks(np.array(tout, np.int32), block_size)
 
 
-def test_a_window_sees_the_token_itself() -> None:
+def test_window_includes_the_token_itself() -> None:
     with pytest.raises(ValueError, match="window must be at least 1, got 0"):
         flex_blocks(np.array([1], np.int32), positions_T=np.array([0], np.int32), window=0)
 

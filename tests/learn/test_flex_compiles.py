@@ -1,4 +1,4 @@
-"""How often FlexAttention is compiled, counted with a backend that runs nothing; no card needed."""
+"""Number of FlexAttention compilations, counted with a backend that runs nothing; needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from transformers import AttentionInterface
 
 from agentgrpo.learn import flex
-from agentgrpo.learn.attention import Tree, _on_cuda
+from agentgrpo.learn.attention import Tree, _attend_cuda
 from agentgrpo.learn.batch import Deltas, PackedBatch
 from agentgrpo.learn.policy import freeze_all_but
 from agentgrpo.types import Segment
@@ -31,7 +31,7 @@ def as_on_cuda(
     *, scaling: float | None = None, sliding_window: int | None = None,
     softcap: float | None = None, tree: Tree, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    return _on_cuda(query, key, value, scaling, sliding_window, softcap, tree), None
+    return _attend_cuda(query, key, value, scaling, sliding_window, softcap, tree), None
 
 
 AttentionInterface.register(AS_ON_CUDA, as_on_cuda)
@@ -54,14 +54,16 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     monkeypatch.setattr(torch, "compile", counting)
     torch._dynamo.reset()
-    flex.compiled.cache_clear()
+    flex.compiled_attend.cache_clear()
     yield graphs
-    flex.compiled.cache_clear()
+    flex.compiled_attend.cache_clear()
     torch._dynamo.reset()
 
 
 def tree_of(num_tokens: int) -> PackedBatch:
-    """Runs of random lengths in a random tree; its positions are no depths, only lengths count."""
+    """A random tree of runs of random lengths; positions are not depths, because only lengths
+    matter.
+    """
     rng = np.random.default_rng(num_tokens)
     cuts = np.unique(np.append(rng.integers(1, num_tokens + 1, 9), num_tokens))
     depths = [0, *rng.integers(1, 4, len(cuts) - 1).tolist()]
@@ -73,13 +75,13 @@ def tree_of(num_tokens: int) -> PackedBatch:
 
 
 def pass_through(model: Any, batch: PackedBatch) -> None:
-    batch = flex.whole_blocks(batch)
+    batch = flex.pad_to_blocks(batch)
     tokens = batch.tokens(torch.device("cpu"))
     model.get_decoder()(
         input_ids=tokens.input_ids_T[None],
         position_ids=tokens.positions_T[None],
         use_cache=False,
-        tree=Tree(batch.tout_T, batch.positions_T, "cpu", there=tokens),
+        tree=Tree(batch.tout_T, batch.positions_T, "cpu", device_tokens=tokens),
     )
 
 
@@ -89,7 +91,7 @@ def pass_through(model: Any, batch: PackedBatch) -> None:
     # lengths that Dynamo might take for others: 8 blocks, a head's columns, and 16, those of a key
     [("qwen3", 1, 1024), ("gemma2 with soft caps", 2, 2048)],
 )
-def test_twenty_lengths_need_no_more_kernels_than_one(
+def test_twenty_lengths_share_the_kernels_of_one(
     compiles: list[Any], name: str, kinds: int, first: int
 ) -> None:
     """A kind of layers is compiled with and without a gradient: trained, frozen, scoring."""
@@ -107,9 +109,9 @@ def test_twenty_lengths_need_no_more_kernels_than_one(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("compiles")
-def test_one_compile_too_many_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not the eager one, which writes all scores to memory."""
-    monkeypatch.setattr(flex, "COMPILES", 1)
+def test_exceeding_the_compile_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not run eagerly, which writes all scores to memory."""
+    monkeypatch.setattr(flex, "RECOMPILE_LIMIT", 1)
     model = make("qwen3").float()
     model.set_attn_implementation(AS_ON_CUDA)
     with torch.no_grad():
@@ -120,7 +122,7 @@ def test_one_compile_too_many_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("width", "of_values"), [(256, 256), (192, 128), (320, 512), (576, 1024)])
-def test_the_blocks_of_wide_heads_fit_shared_memory(
+def test_blocks_of_wide_heads_fit_shared_memory(
     compiles: list[Any], dtype: torch.dtype, width: int, of_values: int
 ) -> None:
     """Torch's own above 256, (64, 32) in 3 stages, ask for 263,168 bytes of 512 columns: the sum
@@ -153,9 +155,9 @@ def test_the_blocks_of_wide_heads_fit_shared_memory(
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 256, 257, 1000])
-def test_padding_is_a_run_that_nothing_sees(length: int) -> None:
+def test_padding_is_visible_to_no_token(length: int) -> None:
     batch = tree_of(length)
-    padded = flex.whole_blocks(batch)
+    padded = flex.pad_to_blocks(batch)
     total = padded.num_tokens
     assert total == max(256, -(-length // 128) * 128)
     for field in ("input_ids_T", "positions_T", "tout_T"):
@@ -165,6 +167,6 @@ def test_padding_is_a_run_that_nothing_sees(length: int) -> None:
     assert not padded.input_ids_T[length:].any()
     assert (padded.tout_T[length:] == total).all()
     np.testing.assert_array_equal(padded.positions_T[length:], np.arange(total - length))
-    made = padded.tokens(torch.device("cpu"))
-    np.testing.assert_array_equal(padded.tout_T, made.tout_T)
-    np.testing.assert_array_equal(padded.positions_T, made.positions_T)
+    result = padded.tokens(torch.device("cpu"))
+    np.testing.assert_array_equal(padded.tout_T, result.tout_T)
+    np.testing.assert_array_equal(padded.positions_T, result.positions_T)

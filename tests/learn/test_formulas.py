@@ -39,7 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_the_formula(
+def test_step_matches_the_formula(
     make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group], case: str
 ) -> None:
     options, oracle = CASES[case]
@@ -66,7 +66,7 @@ def test_a_step_is_the_formula(
     assert_same_model(learner.model, model, tiny_model)
 
 
-def test_the_kl_is_to_the_reference_and_not_to_where_this_run_resumed(
+def test_kl_is_to_the_reference_not_to_the_resumed_weights(
     make_learner: Callable[..., Learner], groups: list[Group], tmp_path: Path
 ) -> None:
     loss = LossConfig(beta=0.1)
@@ -78,10 +78,10 @@ def test_the_kl_is_to_the_reference_and_not_to_where_this_run_resumed(
 
 @pytest.mark.usefixtures("own_losses")
 @pytest.mark.parametrize("normaliser", [None, "sequence_mean"])
-def test_a_loss_of_ones_own_trains_as_the_shipped_one(
+def test_custom_loss_trains_like_the_shipped_one(
     groups: list[Group], make_learner: Callable[..., Learner], normaliser: Any
 ) -> None:
-    """One that says grpo's formula: the same losses and the same weights after two updates."""
+    """A custom grpo formula gives the same losses and weights after two updates."""
     learners, metrics = [], []
     shipped = "dapo" if normaliser is None else "grpo"
     for loss_type in (shipped, "own_losses:grpo"):

@@ -1,7 +1,7 @@
-"""Liger's norms, rotations and MLPs in the layers, in Triton's interpreter: the plain gradients.
+"""Liger's norms, rotations and MLPs in Triton's interpreter have the original gradients.
 
-Held to the unrolled batch through transformers' plain layers in float64, which shares nothing with
-what it checks.
+Compared with the unrolled batch through transformers' original layers in float64, which shares
+nothing with the code under test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentgrpo.config import LoraConfig
 from agentgrpo.learn.lora import Adapter
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Scorer, checkpoint_layers, freeze_all_but
-from agentgrpo.models.liger import FAMILIES, fuse
+from agentgrpo.models.liger import FAMILIES, fuse_layers
 from agentgrpo.types import Group, Rollout, Status
 from tests.learn.interpreted import let_liger_be_interpreted
 from tests.learn.test_attention import (
@@ -52,7 +52,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     let_liger_be_interpreted(monkeypatch)
 
 
-def test_every_family_is_here() -> None:
+def test_every_family_is_tested() -> None:
     assert {*NAMES.values()} == {*FAMILIES}
 
 
@@ -74,56 +74,56 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of Liger's kernels, as they are launched."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    seen: list[str] = []
+    recorded: list[str] = []
     run: Any = InterpretedFunction.run
 
     def noted(self: Any, *args: Any, **options: Any) -> Any:
         if self.fn.__module__.startswith("liger_kernel"):
-            seen.append(self.fn.__name__)
+            recorded.append(self.fn.__name__)
         return run(self, *args, **options)
 
     monkeypatch.setattr(InterpretedFunction, "run", noted)
-    return seen
+    return recorded
 
 
 def apart(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
-    """The largest difference of gradients, beside the largest gradient."""
+    """The largest gradient difference relative to the largest gradient."""
     scale = max(x.abs().max().item() for x in want.values())
     return max((got[name] - want[name]).abs().max().item() for name in want) / scale
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fused_layers_have_the_gradients_of_plain_ones(
+def test_fused_layers_have_the_original_gradients(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, model = forked(), make(name)
     assert model.config.model_type == NAMES[name]
     with Float64():
-        want = gradients(model, unrolled_loss(model, groups))
+        expected = gradients(model, unrolled_loss(model, groups))
     scorer = Scorer(model.float())
     (batch,) = pack_tree(groups, max_tokens=1000)
-    plain = apart(gradients(model, loss_of(scorer, [batch])), want)
-    said, seen = fuse(model), launches(monkeypatch)
-    fused = apart(gradients(model, loss_of(scorer, [batch])), want)
+    plain = apart(gradients(model, loss_of(scorer, [batch])), expected)
+    summary, recorded = fuse_layers(model), launches(monkeypatch)
+    fused = apart(gradients(model, loss_of(scorer, [batch])), expected)
     assert fused < 2 * plain + 2e-6 < 1e-4
     rope = FAMILIES[NAMES[name]].rope
-    assert ("_triton_rope" in seen) is rope
+    assert ("_triton_rope" in recorded) is rope
     attention = sum(hasattr(module, "o_proj") for module in model.modules())
-    assert said.endswith(f" {attention * rope} rotations")
+    assert summary.endswith(f" {attention * rope} rotations")
     for kernel in ("_rms_norm", "_geglu_tanh" if "gemma" in name else "_swiglu"):
-        assert {f"{kernel}_forward_kernel", f"{kernel}_backward_kernel"} <= {*seen}
+        assert {f"{kernel}_forward_kernel", f"{kernel}_backward_kernel"} <= {*recorded}
 
 
 @pytest.mark.parametrize("way", ["lora", "checkpointing", "last layers", "rows"])
-def test_however_a_model_is_trained(way: str) -> None:
-    """And in which order its layers were changed."""
+def test_fused_layers_work_with_every_training_mode(way: str) -> None:
+    """In any order of the patches."""
     groups = forked()
     (batch,) = pack_tree(groups, max_tokens=1000, share_prefixes=way != "rows")
 
     def trained(fused: bool) -> dict[str, torch.Tensor]:
         model = make("olmo3").float()
         if fused:
-            fuse(model)
+            fuse_layers(model)
         if way == "lora":
             adapter = Adapter(model, LoraConfig(rank=2))
             for index, matrix in enumerate(adapter.parameters):
@@ -135,18 +135,18 @@ def test_however_a_model_is_trained(way: str) -> None:
             freeze_all_but(model, 1)
         return gradients(model, loss_of(Scorer(model), [batch]))
 
-    want = trained(False)
-    assert max(x.abs().max().item() for x in want.values()) > 0
-    assert apart(trained(True), want) < 5e-6
+    expected = trained(False)
+    assert max(x.abs().max().item() for x in expected.values()) > 0
+    assert apart(trained(True), expected) < 5e-6
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_other_models_stay_as_they_are(name: str) -> None:
-    """As vLLM's, where it runs transformers' own code."""
+def test_other_models_are_not_patched(name: str) -> None:
+    """Such as vLLM's, where it runs transformers' code."""
     model = make(name)
     kinds = {module: dict(vars(sys.modules[module])) for module in list(sys.modules)
              if module.startswith(("transformers.models.", "torch.nn."))}  # fmt: skip
-    fuse(model)
+    fuse_layers(model)
     for module, before in kinds.items():
         now = vars(sys.modules[module])
         changed = {name for name in before if now[name] is not before[name]}
@@ -154,12 +154,12 @@ def test_other_models_stay_as_they_are(name: str) -> None:
     assert not any("forward" in vars(module) for module in make(name).modules())
 
 
-def test_what_is_not_like_the_kernels_is_refused_by_name() -> None:
+def test_unsupported_layers_are_refused_by_name() -> None:
     family, options = MODELS["llama"]
     model = getattr(transformers, f"{family}ForCausalLM")(
         getattr(transformers, f"{family}Config")(**SMALL | options, hidden_act="gelu")
     )
-    with pytest.raises(ValueError, match="activation 'gelu', and Liger's kernel has 'silu'"):
-        fuse(model)
+    with pytest.raises(ValueError, match="activation 'gelu', Liger's kernel uses 'silu'"):
+        fuse_layers(model)
     with pytest.raises(ValueError, match="layers of model type 'cohere' were not compared"):
-        fuse(make("cohere"))
+        fuse_layers(make("cohere"))

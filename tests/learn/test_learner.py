@@ -1,4 +1,4 @@
-"""The learner on the engine's weights: one policy with it, what a step changes, its saved state."""
+"""The learner on the engine's weights: agreement with it, effects of a step, saved state."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_both_sides_are_one_policy(make_learner: MakeLearner, engine: Engine) -> None:
+def test_sampler_and_learner_are_one_policy(make_learner: MakeLearner, engine: Engine) -> None:
     learner = make_learner()
     learner.publish()
     assert agree(engine, learner) <= 1e-5
@@ -111,7 +111,7 @@ def test_both_sides_are_one_policy(make_learner: MakeLearner, engine: Engine) ->
 
 
 @pytest.mark.parametrize("weights", ["shared", "copy"])
-def test_they_stay_one_policy_while_it_moves(
+def test_sampler_and_learner_stay_equal_over_steps(
     make_learner: MakeLearner, engine: Engine, weights: str
 ) -> None:
     learner = make_learner(weights=weights)
@@ -127,7 +127,7 @@ def test_they_stay_one_policy_while_it_moves(
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_the_learner_sees_the_temperature_that_was_sampled_with(
+def test_learner_uses_the_sampling_temperature(
     make_learner: MakeLearner, engine: Engine, temperature: float
 ) -> None:
     learner = make_learner(temperature=temperature)
@@ -135,7 +135,9 @@ def test_the_learner_sees_the_temperature_that_was_sampled_with(
     assert metrics["sampler_gap_max"] <= 2e-5
 
 
-def test_only_the_last_layers_are_trained(make_learner: MakeLearner, engine: Engine) -> None:
+def test_trained_layers_limits_training_to_the_last_layers(
+    make_learner: MakeLearner, engine: Engine
+) -> None:
     learner = make_learner(trained_layers=1)
     before = state(learner)
     learner.step(packed(sample(engine)))
@@ -144,7 +146,7 @@ def test_only_the_last_layers_are_trained(make_learner: MakeLearner, engine: Eng
     assert learner.describe()["trained_parameters"] == sum(before[n].numel() for n in changed)
 
 
-def test_a_step_without_batches_counts_and_changes_nothing(make_learner: MakeLearner) -> None:
+def test_step_without_batches_counts_but_changes_nothing(make_learner: MakeLearner) -> None:
     learner = make_learner(weight_decay=0.5)
     before = state(learner)
     metrics = learner.step([])
@@ -153,9 +155,7 @@ def test_a_step_without_batches_counts_and_changes_nothing(make_learner: MakeLea
     assert (metrics["loss"], metrics["packed_tokens"]) == (0.0, 0.0)
 
 
-def test_rollouts_of_another_policy_are_not_trained_on(
-    make_learner: MakeLearner, engine: Engine
-) -> None:
+def test_rollouts_of_another_policy_are_refused(make_learner: MakeLearner, engine: Engine) -> None:
     learner = make_learner()
     groups = sample(engine)
     learner.step(packed(groups))
@@ -166,7 +166,7 @@ def test_rollouts_of_another_policy_are_not_trained_on(
     assert learner.step_count == 1
 
 
-def test_a_resumed_learner_repeats_the_bits(
+def test_resumed_learner_repeats_the_bits(
     make_learner: MakeLearner, engine: Engine, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -178,7 +178,7 @@ def test_a_resumed_learner_repeats_the_bits(
     learner.save_state(tmp_path / "state.pt", tasks={"next": 3})
     saved = state(learner)
     learner.step(batches[1])
-    want = state(learner)
+    expected = state(learner)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert same(dict(loaded.named_parameters()), saved)
     resumed = make_learner(dlogp_limit=1e9)
@@ -188,10 +188,10 @@ def test_a_resumed_learner_repeats_the_bits(
     assert resumed.load_state(tmp_path / "state.pt")["tasks"] == {"next": 3}
     assert resumed.step_count == 1
     resumed.step(batches[1])
-    assert same(state(resumed), want)
+    assert same(state(resumed), expected)
 
 
-def test_a_state_of_other_parameters_is_refused(make_learner: MakeLearner, tmp_path: Path) -> None:
+def test_state_of_other_parameters_is_refused(make_learner: MakeLearner, tmp_path: Path) -> None:
     make_learner(trained_layers=1).save_state(tmp_path / "state.pt")
     with pytest.raises(ValueError, match=r"state\.pt is of a run with other trained parameters"):
         make_learner().load_state(tmp_path / "state.pt")

@@ -1,4 +1,4 @@
-"""Around the gradient: checkpointed layers, the optimizer and its state, schedules, resuming."""
+"""Gradient checkpointing, the optimizer and its state, schedules, resuming."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agentgrpo.types import Group
 from tests.learn.given import DAPO, Holder, run_config
 
 
-def test_checkpointed_layers_train_alike(
+def test_checkpointed_layers_train_equally(
     make_learner: Callable[..., Learner], groups: list[Group]
 ) -> None:
     updates = plan_updates(groups, run_config(DAPO), step=0)
@@ -57,28 +57,28 @@ def test_checkpointed_layers_train_alike(
         ({"decay": "linear", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0]),
     ],
 )  # fmt: skip
-def test_schedules(options: dict[str, Any], rates: list[float]) -> None:
+def test_learning_rate_schedules(options: dict[str, Any], rates: list[float]) -> None:
     config = LearnerConfig(learning_rate=1.0, **options)
     assert [config.learning_rate_at(step, 4) for step in range(5)] == pytest.approx(rates)
 
 
-def test_a_step_is_of_its_own_settings(
+def test_step_uses_its_own_settings(
     make_learner: Callable[..., Learner], groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The schedule's learning rate, the clipping asked for, only live updates, their tokens."""
+    """The scheduled learning rate, the clipping, only updates with batches, their tokens."""
     learner = make_learner(decay="linear", learning_rate=0.5, max_grad_norm=0.25)
-    seen: list[Any] = []
+    recorded: list[Any] = []
     step = learner._optimizer.step
 
     def watched(*, max_grad_norm: float) -> float:
-        seen.append((max_grad_norm, learner._optimizer.lr))
+        recorded.append((max_grad_norm, learner._optimizer.lr))
         return step(max_grad_norm=max_grad_norm)
 
     monkeypatch.setattr(learner._optimizer, "step", watched)
     (update,) = plan_updates(groups, run_config(DAPO), step=0)
     learner.step([])
     metrics = learner.step([replace(update, batches=[]), update])
-    assert seen == [(0.25, pytest.approx(0.375))]
+    assert recorded == [(0.25, pytest.approx(0.375))]
     assert metrics["learning_rate"] == pytest.approx(0.375)
     assert metrics["updates"] == 1
     assert metrics["packed_tokens"] == sum(len(b.input_ids_T) for b in update.batches)
@@ -86,7 +86,7 @@ def test_a_step_is_of_its_own_settings(
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 half a zip"])
-def test_an_unreadable_state_says_which_file(
+def test_unreadable_state_error_names_the_file(
     make_learner: Callable[..., Learner], tmp_path: Path, content: bytes
 ) -> None:
     path = tmp_path / "agentgrpo_state.pt"
@@ -98,7 +98,7 @@ def test_an_unreadable_state_says_which_file(
         make_learner().load_state(path)
 
 
-def test_a_rehearsal_holds_what_the_optimizer_has_yet_to_take(
+def test_dry_pass_reserves_future_optimizer_memory(
     make_learner: Callable[..., Learner], groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner, held = make_learner(), list[int]()
@@ -115,13 +115,13 @@ def test_a_rehearsal_holds_what_the_optimizer_has_yet_to_take(
     learner.step(plan_updates(groups, run_config(DAPO), step=0))
     learner.dry_pass(20)
     assert held == [8 * sum(p.numel() for p in learner.policy.trained), 0, 0, 0]
-    learner._optimizer.bytes_passing = 77  # and where it waits in host memory what comes of it
+    learner._optimizer.offload_peak_bytes = 77  # and where it waits in host memory what comes of it
     learner.dry_pass(20)
     assert held[4:] == [0, 77]
 
 
-def test_what_is_written_stops_where_what_was_read_does(tmp_path: Path, tiny_model: Path) -> None:
-    """Also of a model whose generation_config.json transformers refuses to write."""
+def test_saved_model_keeps_the_stop_tokens(tmp_path: Path, tiny_model: Path) -> None:
+    """Also for a model whose generation_config.json transformers refuses to write."""
     folder, again = tmp_path / "model", tmp_path / "again"
     shutil.copytree(tiny_model, folder)
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [2, 7]}')
@@ -134,10 +134,10 @@ def test_what_is_written_stops_where_what_was_read_does(tmp_path: Path, tiny_mod
     assert chat_of(str(again)).stop_token_ids == chat.stop_token_ids == (2, 7)
 
 
-def test_every_layer_of_both_sides_multiplies_by_the_same_products(
+def test_sampler_and_learner_use_the_same_matrix_products(
     make_learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the trained ones; frozen ones are packed by vLLM (Engine.prepack_frozen_linears)."""
+    """For trained layers; vLLM packs frozen ones (Engine.prepack_frozen_linears)."""
     monkeypatch.setattr(products, "by_onednn", lambda: True)
     monkeypatch.setattr(products, "_WORTH", 0)
     assert make_learner().describe()["products"] == "PyTorch's", "in float64"
@@ -145,15 +145,15 @@ def test_every_layer_of_both_sides_multiplies_by_the_same_products(
     learner = make_learner()
     layers = [m for m in learner.model.get_decoder().modules() if isinstance(m, torch.nn.Linear)]
     assert learner.describe()["products"] == f"oneDNN's, of {len(layers) + 1} layers in float32"
-    seen: list[int] = []
+    recorded: list[int] = []
 
     def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        seen.append(1)
+        recorded.append(1)
         return a @ b
 
     monkeypatch.setattr(products, "matmul", matmul)
     learner.score(np.arange(3, 9, dtype=np.int32))
-    assert len(seen) == len(layers)
+    assert len(recorded) == len(layers)
     monkeypatch.setattr(products, "by_onednn", lambda: False)
     assert make_learner().describe()["products"] == "PyTorch's"
     layer = torch.nn.Linear(2, 3)

@@ -1,4 +1,4 @@
-"""How far the sampler was from the learner: logged, recorded, and refused where it is too far."""
+"""The mismatch between sampler and learner: logged, recorded, and refused if too large."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentgrpo.types import Group, Segment
 from tests.learn.given import TEMPERATURE, logp_of, oracle_model, run_config, sampled_logp
 
 
-def test_the_mismatch_is_logged_raw(
+def test_mismatch_is_logged_before_clipping(
     make_learner: Callable[..., Learner], tiny_model: Path, groups: list[Group]
 ) -> None:
     loss = LossConfig(vllm_importance_sampling_clip_max=1.2)
@@ -33,10 +33,10 @@ def test_the_mismatch_is_logged_raw(
     assert metrics["mismatch_modified"] == pytest.approx((ratio > 1.2).double().mean().item())
 
 
-def test_the_mismatch_is_that_before_the_first_update(
+def test_mismatch_is_measured_before_the_first_update(
     make_learner: Callable[..., Learner], groups: list[Group]
 ) -> None:
-    """However often the batches are gone over."""
+    """For any number of passes over the batches."""
     once, thrice = (
         make_learner(loss).step(plan_updates(groups, run_config(loss), step=0))
         for loss in (
@@ -54,7 +54,7 @@ def test_the_mismatch_is_that_before_the_first_update(
     [{}, {"num_iterations": 2}, {"num_mini_batches": 2, "num_iterations": 2}],
     ids=["once", "twice", "mini-batches"],
 )
-def test_rollouts_are_told_what_the_learner_made_of_them_before_the_step(
+def test_rollouts_get_the_learner_scores_of_before_the_step(
     make_learner: Callable[..., Learner],
     tiny_model: Path,
     groups: list[Group],
@@ -72,7 +72,7 @@ def test_rollouts_are_told_what_the_learner_made_of_them_before_the_step(
     for played in (r for g in groups for r in g.rollouts if r is not dead):
         assert played.learner_logprobs is not None
         assert played.entropies is not None
-        seen = iter(zip(played.learner_logprobs, played.entropies, strict=True))
+        recorded = iter(zip(played.learner_logprobs, played.entropies, strict=True))
         for row in played.rows:
             ids = torch.from_numpy(np.concatenate([s.token_ids for s in row]).astype(np.int64))
             with torch.no_grad():
@@ -80,20 +80,20 @@ def test_rollouts_are_told_what_the_learner_made_of_them_before_the_step(
             start = 0
             for segment in row:
                 end = start + len(segment.token_ids)
-                logp, entropy = next(seen)
+                logp, entropy = next(recorded)
                 if not segment.sampled:
                     assert logp is None
                     assert entropy is None
                 else:
                     own = every[start - 1 : end - 1]
-                    want = own.gather(1, ids[start:end, None])[:, 0]
-                    np.testing.assert_allclose(logp, want, atol=1e-5)  # type: ignore[arg-type]
+                    expected = own.gather(1, ids[start:end, None])[:, 0]
+                    np.testing.assert_allclose(logp, expected, atol=1e-5)  # type: ignore[arg-type]
                     np.testing.assert_allclose(entropy, -(own.exp() * own).sum(-1), atol=1e-5)  # type: ignore[arg-type]
                 start = end
-        assert next(seen, None) is None
+        assert next(recorded, None) is None
 
 
-def test_what_the_sampler_saw_is_checked_before_the_first_update(
+def test_agreement_is_checked_before_the_first_update(
     make_learner: Callable[..., Learner], groups: list[Group]
 ) -> None:
     twice = {"num_iterations": 2}
@@ -110,9 +110,7 @@ def test_what_the_sampler_saw_is_checked_before_the_first_update(
 
 @pytest.mark.parametrize("outliers", [0.0, 1e-3])
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_log_probability_that_is_no_number_disagrees_wherever_it_lies(
-    at: int, outliers: float
-) -> None:
+def test_non_finite_logprob_disagrees_in_any_position(at: int, outliers: float) -> None:
     assert widest_gap([], outliers) == 0.0
     gaps = [np.array(part, np.float32) for part in ([0.1, 0.1], [], [0.2, -0.7])]
     assert widest_gap(gaps, outliers) == pytest.approx(0.7)
@@ -121,7 +119,7 @@ def test_a_log_probability_that_is_no_number_disagrees_wherever_it_lies(
         assert not widest_gap(gaps, outliers) <= 1e9
 
 
-def test_in_bfloat16_one_token_in_a_thousand_may_be_far_off_in_float32_none() -> None:
+def test_bfloat16_allows_one_outlier_in_a_thousand_float32_none() -> None:
     gaps = [np.full(1500, 0.01, np.float32), np.full(1500, -0.02, np.float32)]
     for number in range(5):
         assert (widest_gap(gaps, outliers_of("bfloat16")) > 1) == (number > 3)

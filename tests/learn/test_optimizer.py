@@ -1,4 +1,4 @@
-"""MasterAdamW against torch's AdamW in float32, fed with the same gradients."""
+"""MasterAdamW against torch's AdamW in float32, with the same gradients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def oracle(lr: float, *, max_grad_norm: float, weight_decay: float) -> tuple[lis
 @pytest.mark.parametrize("max_grad_norm", [0.1, 1e9])
 @pytest.mark.parametrize("lr", [1e-5, 1e-2])
 @pytest.mark.parametrize("adamw", [ADAMW, FUSED], ids=["plain", "fused"])
-def test_many_small_updates_arrive_as_in_float32(
+def test_many_small_updates_match_float32(
     dtype: torch.dtype, max_grad_norm: float, lr: float, adamw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.optim, "AdamW", partial_of(adamw))
@@ -74,20 +74,20 @@ def test_many_small_updates_arrive_as_in_float32(
         feed(params, gradients(step))
         norm = optimizer.step(max_grad_norm=max_grad_norm)
         optimizer.zero_grad()
-    want, want_norm = oracle(lr, max_grad_norm=max_grad_norm, weight_decay=0.1)
+    reference, want_norm = oracle(lr, max_grad_norm=max_grad_norm, weight_decay=0.1)
     assert norm == pytest.approx(want_norm, rel=1e-5)
-    for got, expected in zip(params, want, strict=True):
+    for got, expected in zip(params, reference, strict=True):
         # the masters follow float32; the parameter is their nearest representable number
         torch.testing.assert_close(
             got, expected.to(dtype), rtol=8e-3 if dtype != torch.float32 else 1e-5, atol=1e-7
         )
     if dtype == torch.bfloat16:
-        for master, expected in zip(optimizer.state_dict()["masters"], want, strict=True):
+        for master, expected in zip(optimizer.state_dict()["masters"], reference, strict=True):
             torch.testing.assert_close(master, expected.detach(), rtol=1e-5, atol=1e-7)
 
 
-def test_gradients_of_many_passes_add_up_in_float32() -> None:
-    """In bfloat16 1 + 1/512 is 1, and a thousand of them too."""
+def test_gradients_accumulate_in_float32() -> None:
+    """In bfloat16 1 + 1/512 is 1, even a thousand times."""
     param = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
     optimizer = MasterAdamW([param], lr=1.0, weight_decay=0.0)
     for number in range(1025):
@@ -101,8 +101,8 @@ def test_gradients_of_many_passes_add_up_in_float32() -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_one_gradient_is_there_at_a_time(checkpointed: bool) -> None:
-    """Beside its sum; and the sums are those of whole backward passes, to the bit."""
+def test_only_one_gradient_exists_at_a_time(checkpointed: bool) -> None:
+    """In addition to its sum; the sums equal those of full backward passes to the bit."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 6).bfloat16() for _ in range(5)]
     layers[4].weight = layers[0].weight  # a tied head
@@ -114,9 +114,9 @@ def test_one_gradient_is_there_at_a_time(checkpointed: bool) -> None:
             x = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
         return x.float().square().sum()
 
-    want = [torch.zeros_like(p, dtype=torch.float32) for p in params]
+    expected = [torch.zeros_like(p, dtype=torch.float32) for p in params]
     for x in inputs:
-        for total, grad in zip(want, torch.autograd.grad(loss(x), params), strict=True):
+        for total, grad in zip(expected, torch.autograd.grad(loss(x), params), strict=True):
             total += grad
     optimizer, peak = MasterAdamW(params, lr=1.0, weight_decay=0.0), list[int]()
     for p in params:
@@ -125,12 +125,12 @@ def test_one_gradient_is_there_at_a_time(checkpointed: bool) -> None:
         loss(x).backward()
     assert peak == [0] * len(params) * len(inputs), "before a gradient comes all others are freed"
     assert all(p.grad is None for p in params)
-    for total, got in zip(want, optimizer._sums, strict=True):
+    for total, got in zip(expected, optimizer._sums, strict=True):
         assert got is not None
         assert torch.equal(got, total)
 
 
-def test_an_optimizer_is_not_kept_by_its_parameters() -> None:
+def test_parameters_do_not_keep_the_optimizer_alive() -> None:
     param = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
     gone = weakref.ref(MasterAdamW([param], lr=1.0, weight_decay=0.0))
     assert gone() is None
@@ -138,7 +138,7 @@ def test_an_optimizer_is_not_kept_by_its_parameters() -> None:
     assert param.grad is not None
 
 
-def test_parameters_are_written_in_place() -> None:
+def test_parameters_are_updated_in_place() -> None:
     base = torch.zeros(4, 4, dtype=torch.bfloat16)
     view = base[1:3].requires_grad_()
     optimizer = MasterAdamW([view], lr=0.5, weight_decay=0.0)
@@ -150,7 +150,7 @@ def test_parameters_are_written_in_place() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_that_is_no_number_changes_nothing(bad: float, dtype: torch.dtype) -> None:
+def test_non_finite_gradient_changes_nothing(bad: float, dtype: torch.dtype) -> None:
     params = parameters(dtype)
     optimizer = MasterAdamW(params, lr=1e-2, weight_decay=0.1)
     feed(params, gradients(0))
@@ -167,7 +167,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(bad: float, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("adamw", [ADAMW, FUSED], ids=["plain", "fused"])
-def test_resuming_from_the_saved_state_repeats_the_bits(
+def test_resuming_repeats_the_bits(
     dtype: torch.dtype, adamw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.optim, "AdamW", partial_of(adamw))

@@ -90,7 +90,7 @@ def terms_of(
 def check(
     groups: Sequence[Group], max_tokens: int, weights: Sequence[float], drop_zero: bool = True
 ) -> Sequence[PackedBatch]:
-    """Every property of a packing; returns it."""
+    """Check every property of a packing; returns it."""
     batches = pack_tree(
         groups, max_tokens=max_tokens, weights=weights, drop_zero_advantage=drop_zero
     )
@@ -140,7 +140,7 @@ def steps(draw: st.DrawFn) -> list[Group]:
 
 @settings(max_examples=400, deadline=None)
 @given(steps(), st.integers(0, 8), st.booleans())
-def test_every_term_once_with_its_own_prefix(
+def test_every_term_occurs_once_with_its_prefix(
     groups: list[Group], slack: int, drop_zero: bool
 ) -> None:
     rollouts = [r for g in groups for r in g.rollouts]
@@ -151,8 +151,8 @@ def test_every_term_once_with_its_own_prefix(
 
 @settings(max_examples=60, deadline=None)
 @given(steps(), st.integers(0, 8), st.booleans())
-def test_a_kernel_makes_the_same_batches(groups: list[Group], slack: int, share: bool) -> None:
-    """Trees and rows, by Triton in its interpreter: what a card trains on."""
+def test_triton_expands_the_same_batches(groups: list[Group], slack: int, share: bool) -> None:
+    """Trees and rows, expanded by Triton in its interpreter as on a GPU."""
     rollouts = [r for g in groups for r in g.rollouts]
     longest = max((len(r.token_ids) for r in rollouts), default=0)
     batches = pack_tree(groups, max_tokens=max(longest + slack, 1), share_prefixes=share)
@@ -163,8 +163,8 @@ def test_a_kernel_makes_the_same_batches(groups: list[Group], slack: int, share:
         runs = [torch.from_numpy(x) for x in (batch.runs_4R, batch.runs_8Q)]
         tokens = pack_tokens(ids, runs[0], batch.num_tokens, backend="triton")
         terms = pack_terms(ids, logp, runs[1], batch.num_terms, backend="triton")
-        for made, want in ((tokens, batch.tokens(CPU)), (terms, batch.terms(CPU))):
-            assert all(map(torch.equal, made, want))
+        for result, expected in ((tokens, batch.tokens(CPU)), (terms, batch.terms(CPU))):
+            assert all(map(torch.equal, result, expected))
         assert batch.tout_T.tolist() == tokens.tout_T.tolist()
         assert batch.positions_T.tolist() == tokens.positions_T.tolist()
         uses = np.bincount(batch.row_N)
@@ -204,17 +204,17 @@ def num_tokens(rows: list[list[Term]], *, share: bool) -> int:
 
 @settings(max_examples=400, deadline=None)
 @given(forked(), st.booleans(), st.booleans(), st.integers(0, 8))
-def test_rows_of_a_rollout_share_a_batch_where_they_are_read_together(
+def test_whole_rollouts_keeps_rows_in_one_batch(
     drawn: tuple[list[Rollout], list[list[list[Term]]]], whole: bool, share: bool, slack: int
 ) -> None:
     rollouts, rows = drawn
-    wanted = [kept(own, whole=whole) for own in rows]
-    units = wanted if whole else [[row] for own in wanted for row in own]
+    expected = [kept(own, whole=whole) for own in rows]
+    units = expected if whole else [[row] for own in expected for row in own]
     largest = max((num_tokens(unit, share=share) for unit in units), default=0)
     options: dict[str, Any] = {"share_prefixes": share, "whole_rollouts": whole}
     batches = pack_tree([group(*rollouts)], max_tokens=max(1, largest) + slack, **options)
     assert Counter(term for batch in batches for term in unrolled_terms(batch)) == Counter(
-        term for own in wanted for row in own for term in row
+        term for own in expected for row in own for term in row
     )
     assert all(len(batch.input_ids_T) <= largest + slack for batch in batches)
     if whole:
@@ -225,7 +225,7 @@ def test_rows_of_a_rollout_share_a_batch_where_they_are_read_together(
             pack_tree([group(*rollouts)], max_tokens=largest - 1, **options)
 
 
-def test_rollouts_of_two_rows_fill_batches_with_the_prompt_they_share() -> None:
+def test_two_row_rollouts_share_their_prompt() -> None:
     """A prompt of 10 and two rows of 5 each: four rollouts in a batch of 50, two in one of 30."""
     rollouts = [
         Rollout(
@@ -263,7 +263,7 @@ def test_worked_example() -> None:
     assert batch.weight_N.tolist() == [0.5, 0.5, 0.25, 0.25, 0.25]
 
 
-def test_a_subtree_that_fits_is_not_cut() -> None:
+def test_subtree_that_fits_is_not_cut() -> None:
     """Groups of 10 + 4 * 5 tokens and a budget for two of them: whole groups, two a batch."""
     groups = [
         group(*(rollout(observed(*[g] * 10), sampled(20 + i, *[i] * 5)) for i in range(4)))
@@ -274,7 +274,7 @@ def test_a_subtree_that_fits_is_not_cut() -> None:
     assert all(set(b.sample_N.tolist()) >= {4 * (b.sample_N[0] // 4)} for b in batches)
 
 
-def test_a_subtree_over_budget_is_cut_at_its_branch_points() -> None:
+def test_subtree_over_budget_is_cut_at_branch_points() -> None:
     """A root of 10, two branches of 5, each with three leaves of 6: a branch fits, both do not."""
     leaves = [
         rollout(observed(*[9] * 10), observed(*[b] * 5), sampled(20 + i, *[i] * 5, 0))
@@ -290,7 +290,7 @@ def test_a_subtree_over_budget_is_cut_at_its_branch_points() -> None:
 
 
 @pytest.mark.parametrize("small_first", [False, True])
-def test_the_remainder_of_a_cut_subtree_is_filled_with_its_siblings(small_first: bool) -> None:
+def test_rest_of_a_cut_subtree_is_filled_with_siblings(small_first: bool) -> None:
     """Whichever comes first: the leaf before one in its batch need not be the one it left."""
     big = [rollout(observed(1), sampled(i, *[i] * 9, 0)) for i in range(10, 13)]
     small = [rollout(observed(2 - 2 * small_first), sampled(i, i, i, 0)) for i in range(10, 13)]
@@ -298,14 +298,14 @@ def test_the_remainder_of_a_cut_subtree_is_filled_with_its_siblings(small_first:
     assert [len(b.input_ids_T) for b in batches] == [21, 21]
 
 
-def test_largest_first() -> None:
+def test_largest_subtrees_are_packed_first() -> None:
     """Rests of 3, 6, 4, 7 tokens after a shared one fill two batches of 11, in no other pairs."""
     rests = [sampled(10 + i, *[5] * (n - 1), 0) for i, n in enumerate((3, 6, 4, 7))]
     batches = check([group(*(rollout(observed(1), rest) for rest in rests))], 11, [1.0] * 4)
     assert sorted(sorted(set(b.sample_N.tolist())) for b in batches) == [[0, 3], [1, 2]]
 
 
-def test_rollouts_without_gradient_leave_no_trace() -> None:
+def test_rollouts_without_gradient_are_not_laid_out() -> None:
     live = rollout(observed(1), sampled(2, 3))
     groups = [group(live, rollout(observed(1), sampled(4, 5), advantage=0.0))]
     (batch,) = check(groups, 10, [1.0, 1.0], drop_zero=True)
@@ -347,14 +347,14 @@ def one_bad(segment: Segment) -> list[Group]:
         ([group(rollout(observed(*range(9)), sampled(2, 3)))], "rollout 0: 10 tokens to lay out"),
     ],
 )
-def test_bad_rollouts_are_named(groups: list[Group], message: str) -> None:
+def test_invalid_rollouts_are_named(groups: list[Group], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_tree(groups, max_tokens=9)
 
 
-def test_bad_weights_are_refused() -> None:
+def test_invalid_weights_are_refused() -> None:
     groups = [group(rollout(observed(1), sampled(2)))]
-    with pytest.raises(ValueError, match="1 rollouts, but 2 weights"):
+    with pytest.raises(ValueError, match="weights: expected 1, one per rollout, got 2"):
         pack_tree(groups, max_tokens=9, weights=[1.0, 1.0])
     with pytest.raises(ValueError, match="rollout 0: weight is not finite"):
         pack_tree(groups, max_tokens=9, weights=[np.inf])
@@ -362,7 +362,7 @@ def test_bad_weights_are_refused() -> None:
         pack_tree(groups, max_tokens=0)
 
 
-def test_engine_lists_become_arrays() -> None:
+def test_engine_id_lists_become_arrays() -> None:
     ids = [0, 5, 2**31 - 1]
     assert ids_from_list(ids).tolist() == ids
     assert ids_from_list(ids).dtype == np.int32

@@ -1,4 +1,4 @@
-"""Which tokens each update trains on, and with what advantage and weight."""
+"""Which tokens each update trains on, with which advantages and weights."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from agentgrpo.types import Group, Status
 from tests.learn.given import DAPO, TASK, branched, run_config
 
 
-def test_span_advantages_reach_their_own_tokens(
+def test_span_advantages_reach_the_right_tokens(
     make_learner: Callable[..., Learner], groups: list[Group]
 ) -> None:
     for i, rollout in enumerate(r for g in groups for r in g.rollouts):
         rollout.segment_advantages = [9.0, 0.5 + i, 9.0, -1.0 - i, 9.0]
     (update,) = plan_updates(groups, run_config(DAPO), step=0)
     for batch in update.batches:
-        want = np.where(batch.turn_N == 0, 0.5 + batch.sample_N, -1.0 - batch.sample_N)
-        np.testing.assert_array_equal(batch.advantage_N, want.astype(np.float32))
+        expected = np.where(batch.turn_N == 0, 0.5 + batch.sample_N, -1.0 - batch.sample_N)
+        np.testing.assert_array_equal(batch.advantage_N, expected.astype(np.float32))
         sizes = np.bincount(batch.turn_N)
         assert sizes.tolist() == [24, 24]
 
 
-def test_dead_rollouts_are_laid_out_where_a_kl_moves_them(groups: list[Group]) -> None:
+def test_dead_rollouts_are_packed_if_a_kl_trains_them(groups: list[Group]) -> None:
     for rollout in groups[0].rollouts:
         rollout.advantage = 0.0
 
@@ -75,7 +75,7 @@ def test_mini_batches_are_a_function_of_seed_and_step(groups: list[Group]) -> No
     assert any(order[:2] != order[2:] for order in orders), "another seed, another order"
 
 
-def test_the_plan_follows_its_settings(groups: list[Group]) -> None:
+def test_plan_follows_its_settings(groups: list[Group]) -> None:
     every = [r for group in groups for r in group.rollouts]
     # of each row nothing is computed from its last sampled token on: here that and two told tokens
     lengths = sum(len(r.token_ids) - 3 for r in every)
@@ -95,21 +95,21 @@ def test_the_plan_follows_its_settings(groups: list[Group]) -> None:
     assert len(many.batches) > 1
 
 
-def test_with_hard_credit_a_shared_turn_is_told_of_in_the_first_branch() -> None:
-    """What the learner made of the tokens reaches the rollouts that are recorded."""
+def test_hard_credit_records_a_shared_turn_in_the_first_branch() -> None:
+    """The learner's per-token results reach the recorded rollouts."""
     config = run_config(LossConfig(branch_credit="hard"))
     groups = branched()
     for number, rollout in enumerate(r for g in groups for r in g.rollouts):
         rollout.advantage = 1.0 + number
     (update,) = plan_updates(groups, config, step=0)
     for batch in update.batches:
-        update.take(*batch.labels, learner_logprobs=-batch.target_N.astype(np.float32))
-    told = [
+        update.store_fields(*batch.labels, learner_logprobs=-batch.target_N.astype(np.float32))
+    messages = [
         [None if logp is None else (-logp).tolist() for logp in r.learner_logprobs or ()]
         for g in groups
         for r in g.rollouts
     ]
-    assert told == [
+    assert messages == [
         [None, [10, 11, 12], None, [30, 31]],
         [None, None, None, [40]],
         [None, [50, 51]],
@@ -119,7 +119,7 @@ def test_with_hard_credit_a_shared_turn_is_told_of_in_the_first_branch() -> None
 
 
 @pytest.mark.parametrize("credit", ["soft", "hard"])
-def test_S3_7_each_token_that_branches_share_enters_the_loss_once(credit: str) -> None:
+def test_S3_7_shared_branch_tokens_enter_the_loss_once(credit: str) -> None:
     """With the mean of its branches' advantages; weights then count the unique sampled tokens."""
     loss: Any = {"branch_credit": credit, "scale_rewards": "none"}
     config = run_config(LossConfig(**loss))

@@ -1,4 +1,4 @@
-"""What does not fit is told before the first step, with what does; other faults are not hidden."""
+"""A config that does not fit fails before the first step, with a size that fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.learn.given import learner_on
 
 @dataclass
 class Machine:
-    """Both sides, with room for so many tokens."""
+    """Engine and learner with room for a number of tokens."""
 
     room: int
     error: Callable[[], Exception] = lambda: torch.OutOfMemoryError("CUDA out of memory")
@@ -56,7 +56,7 @@ class Machine:
         return {}
 
 
-def test_what_fits_goes_through_a_whole_step_in_its_order() -> None:
+def test_preflight_runs_a_full_step_in_order() -> None:
     machine: Any = Machine(room=4096)
     metrics = preflight(machine, machine, max_tokens=4096)
     assert machine.calls == ["sleep", "dry_pass", "wake", "publish", "sleep"]
@@ -65,18 +65,18 @@ def test_what_fits_goes_through_a_whole_step_in_its_order() -> None:
     assert metrics["rss_gib"] > 0
 
 
-def test_layers_are_checkpointed_where_the_pass_does_not_fit_without() -> None:
+def test_auto_checkpointing_is_enabled_when_needed() -> None:
     machine: Any = Machine(room=1000, room_checkpointed=4096)
     preflight(machine, machine, max_tokens=4096)
     assert machine.calls[:4] == ["sleep", "dry_pass", "checkpoint", "dry_pass"]
-    asked: Any = Machine(room=1000, room_checkpointed=4096, auto=False)
+    request: Any = Machine(room=1000, room_checkpointed=4096, auto=False)
     with pytest.raises(DoesNotFit):
-        preflight(asked, asked, max_tokens=9999)
-    assert asked.tried[:2] != [9999, 9999], "it is as it was asked to be"
+        preflight(request, request, max_tokens=9999)
+    assert request.tried[:2] != [9999, 9999], "it is as it was asked to be"
 
 
 @pytest.mark.parametrize("room", [128, 129, 1000, 2047, 4000, 4095])
-def test_the_number_that_fits_is_told(room: int) -> None:
+def test_error_names_the_number_that_fits(room: int) -> None:
     machine: Any = Machine(room=room)
     fits = room // 128 * 128
     with pytest.raises(
@@ -86,19 +86,19 @@ def test_the_number_that_fits_is_told(room: int) -> None:
     assert len(machine.tried) <= 2 + 6
 
 
-def test_where_nothing_fits_that_is_told() -> None:
+def test_error_if_nothing_fits() -> None:
     machine: Any = Machine(room=100, error=MemoryError)
     with pytest.raises(DoesNotFit, match="not even 128 tokens do; train fewer layers"):
         preflight(machine, machine, max_tokens=1000)
 
 
-def test_an_engine_that_cannot_wake_is_told_of() -> None:
+def test_error_if_the_engine_cannot_wake() -> None:
     machine: Any = Machine(room=999, wake_error=torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(DoesNotFit, match=r"engine\.kv_cache_gib does not fit in memory beside"):
+    with pytest.raises(DoesNotFit, match=r"engine\.kv_cache_gib does not fit in memory with"):
         preflight(machine, machine, max_tokens=999)
 
 
-def test_other_errors_are_not_mistaken_for_it() -> None:
+def test_other_errors_pass_unchanged() -> None:
     machine: Any = Machine(room=10, error=lambda: RuntimeError("shapes differ"))
     with pytest.raises(RuntimeError, match="shapes differ"):
         preflight(machine, machine, max_tokens=999)
@@ -107,7 +107,7 @@ def test_other_errors_are_not_mistaken_for_it() -> None:
         preflight(machine, machine, max_tokens=999)
 
 
-def test_the_hosts_allocator_says_it_in_its_own_words() -> None:
+def test_host_allocator_errors_are_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert out_of_memory(caught.value)
@@ -123,19 +123,19 @@ def test_resident_memory_is_counted_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("rows", [None, "told so"])
-def test_a_rehearsal_uses_the_whole_row_and_changes_nothing(
+def test_dry_pass_uses_all_tokens_and_changes_nothing(
     engine: Engine, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, rows: str | None
 ) -> None:
     """Where prefixes are not shared, as long a row as rows are with the most padding."""
     monkeypatch.setattr("agentgrpo.learn.policy.why_not_packed", lambda model: rows)
     learner = learner_on(engine, tiny_model)
     before = [p.detach().clone() for p in learner.model.parameters()]
-    seen: list[tuple[int, int]] = []
+    recorded: list[tuple[int, int]] = []
     learner._scorer.register_forward_pre_hook(
-        lambda _, args: seen.append((len(args[0].input_ids_T), len(args[0].row_N)))
+        lambda _, args: recorded.append((len(args[0].input_ids_T), len(args[0].row_N)))
     )
     metrics = preflight(engine, learner, max_tokens=400)
-    assert seen == [(400, 399) if rows is None else (534, 533)]
+    assert recorded == [(400, 399) if rows is None else (534, 533)]
     assert engine.asleep
     assert learner.step_count == 0
     assert all(p.grad is None for p in learner.model.parameters())
@@ -144,8 +144,8 @@ def test_a_rehearsal_uses_the_whole_row_and_changes_nothing(
     assert metrics["rss_gib"] > 0
 
 
-def test_on_several_ranks_nothing_more_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait in the pass that failed here: another one would be of another size."""
+def test_several_ranks_try_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait in the failed pass: another pass would have another size."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     machine: Any = Machine(room=1000)
     with pytest.raises(DoesNotFit, match=r"max_tokens 4096 does not fit in memory: fewer may"):

@@ -1,4 +1,4 @@
-"""The learner as on a card: nothing of it mixes host and device, and its numbers are the CPU's."""
+"""The learner on a pretended GPU: host and device are never mixed, results equal the CPU's."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    monkeypatch.setattr(flex, "compiled", lambda: flex_by_definition)
-    monkeypatch.setattr(flex, "shared_memory", lambda device: flex.ROOMY)
+    monkeypatch.setattr(flex, "compiled_attend", lambda: flex_by_definition)
+    monkeypatch.setattr(flex, "shared_memory", lambda device: flex.A100_SHARED_MEMORY)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_definition)
     with pretend_cuda(monkeypatch) as waits:
         yield waits
@@ -62,17 +62,17 @@ def flex_by_definition(
     softcap: float | None, memory: int,
 ) -> Tensor:  # fmt: skip
     assert softcap is None
-    assert memory == flex.ROOMY
+    assert memory == flex.A100_SHARED_MEMORY
     assert query.shape[2] % flex.BLOCK == 0
     for name, x in vars(block_mask).items():
         assert not isinstance(x, Tensor) or x.device == CARD, name
     at = torch.arange(query.shape[2], device=query.device)
     zero = torch.zeros((), dtype=torch.int64, device=query.device)
-    seen = block_mask.mask_mod(zero, zero, at[:, None], at[None, :])
+    visible = block_mask.mask_mod(zero, zero, at[:, None], at[None, :])
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (scale or query.shape[-1] ** -0.5)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return weights @ value
 
 
@@ -88,8 +88,8 @@ def varlen_by_definition(
     for start, end in pairwise(bounds):
         part = [x[start:end].transpose(0, 1) for x in (q, k, v)]
         scores = part[0] @ part[1].transpose(1, 2) * (scale or q.shape[-1] ** -0.5)
-        seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril()
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        visible = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril()
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         out.append((weights @ part[2]).transpose(0, 1))
     return torch.cat(out)
 
@@ -109,16 +109,16 @@ def steps(
         dlogp_limit=9.0,
     )  # fmt: skip
     learner.dry_pass(30)
-    seen = []
+    recorded = []
     for step in range(2):
         updates = plan_updates(played, run_config(loss), step=step, share_prefixes=share)
-        seen.append(learner.step(updates))
+        recorded.append(learner.step(updates))
         learner.publish()
     if state is not None:
         learner.save_state(state)
         learner.load_state(state)
     learner.score(np.arange(20, dtype=np.int32))
-    return learner, seen
+    return learner, recorded
 
 
 LOSSES = {
@@ -130,31 +130,31 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_learner_on_a_card_is_the_learner_on_a_cpu(
+def test_cuda_learner_equals_cpu_learner(
     tiny_model: Path, groups: list[Group], name: str, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     cpu = CardHolder()
     cpu.device = "cpu"
-    _, wanted = steps(tiny_model, groups, cpu, LOSSES[name])
+    _, expected = steps(tiny_model, groups, cpu, LOSSES[name])
     request.getfixturevalue("_cuda")
-    got, seen = steps(tiny_model, groups, CardHolder(), LOSSES[name], state=tmp_path / "s.pt")
+    got, recorded = steps(tiny_model, groups, CardHolder(), LOSSES[name], state=tmp_path / "s.pt")
     assert got.describe()["kernels"] == "triton"
     assert all(p.device == CARD for p in got.model.parameters())
-    for a, b in zip(seen, wanted, strict=True):
+    for a, b in zip(recorded, expected, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3, abs=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 
 
-def test_the_layers_on_a_card_are_ligers(
+def test_cuda_layers_are_fused_by_liger(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     pytest.importorskip("liger_kernel", reason="liger-kernel is in requirements-dev.txt")
     let_liger_be_interpreted(monkeypatch)
     cpu = CardHolder()
     cpu.device = "cpu"
-    wanted = learner_on(cpu, tiny_model, weights="copy")
-    assert wanted.describe()["layers"] == "plain (Liger's kernels need an NVIDIA GPU)"
+    expected = learner_on(cpu, tiny_model, weights="copy")
+    assert expected.describe()["layers"] == "plain (Liger's kernels need an NVIDIA GPU)"
     request.getfixturevalue("_cuda")
     # Liger's backward pass asks tensors where they lie, and in it they say: on the host
     monkeypatch.setattr(torch.autograd, "grad", lambda *gone: None)
@@ -162,14 +162,14 @@ def test_the_layers_on_a_card_are_ligers(
     assert re.match(r"liger-kernel [\d.]+: 11 norms and MLPs, 2 rot", got.describe()["layers"])
     assert "forward" in vars(got.model.get_decoder().layers[0].self_attn)
     ids = np.arange(6, dtype=np.int32)
-    np.testing.assert_allclose(got.score(ids), wanted.score(ids), atol=1e-5)
+    np.testing.assert_allclose(got.score(ids), expected.score(ids), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("config", "share"), [({"offload_optimizer": True}, True), ({"trained_layers": 1}, False)]
 )
 @pytest.mark.usefixtures("_cuda")
-def test_bfloat16_stays_on_the_card(
+def test_bfloat16_tensors_stay_on_the_gpu(
     tiny_model: Path, groups: list[Group], config: dict[str, Any], share: bool, tmp_path: Path
 ) -> None:  # fmt: skip
     engine = CardHolder()
@@ -179,7 +179,7 @@ def test_bfloat16_stays_on_the_card(
         tiny_model, groups, engine, loss, share=share, state=tmp_path / "s.pt", **config
     )
     moved = "cpu" if config.get("offload_optimizer") else "cuda"
-    held = [learner._optimizer._held(i) for i, _ in learner._optimizer._lower()]
+    held = [learner._optimizer._local_state(i) for i, _ in learner._optimizer._low_precision()]
     assert held
     assert {(name, x.device.type) for state in held for name, x in state.items()} == {
         (name, moved) for name in ("master", "exp_avg", "exp_avg_sq")
@@ -188,7 +188,7 @@ def test_bfloat16_stays_on_the_card(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.usefixtures("_cuda")
-def test_state_passes_through_the_card_a_parameter_at_a_time(
+def test_offloaded_state_visits_the_gpu_one_parameter_at_a_time(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Page-locked, of one parameter at once, and to the bits of a state that stays."""
@@ -207,14 +207,16 @@ def test_state_passes_through_the_card_a_parameter_at_a_time(
             optimizer.step(max_grad_norm=1.0)
 
     params, optimizer = made(offload=True)
-    seen: list[int] = []
+    recorded: list[int] = []
     step = optimizer._adamw.step
 
     def watched() -> None:
         (now,) = [i for i, master in enumerate(optimizer._masters) if master.grad is not None]
-        seen.append(now)
+        recorded.append(now)
         for i in range(len(params)):
-            assert {x.device for x in optimizer._held(i).values()} <= {CARD if i == now else HOST}
+            assert {x.device for x in optimizer._local_state(i).values()} <= {
+                CARD if i == now else HOST
+            }
         step()
 
     monkeypatch.setattr(optimizer._adamw, "step", watched)
@@ -227,46 +229,46 @@ def test_state_passes_through_the_card_a_parameter_at_a_time(
     torch.save(optimizer.state_dict(), saved)
     resumed.load_state_dict(torch.load(saved))
     learn(others, resumed, range(2, 4))
-    want, stays = made(offload=False)
-    learn(want, stays, range(4))
-    assert seen == 2 * [0, 1, 2, 3]
-    for i, (a, b) in enumerate(zip(others, want, strict=True)):
+    expected, stays = made(offload=False)
+    learn(expected, stays, range(4))
+    assert recorded == 2 * [0, 1, 2, 3]
+    for i, (a, b) in enumerate(zip(others, expected, strict=True)):
         assert torch.equal(a, b)
-        for name, x in stays._held(i).items():
+        for name, x in stays._local_state(i).items():
             assert x.device == CARD
-            waits = resumed._held(i)[name]
+            waits = resumed._local_state(i)[name]
             assert waits.data_ptr() == resumed._host[i, name].data_ptr()
             assert torch.equal(waits, x.cpu())
     width = 12 if dtype == torch.bfloat16 else 8  # moments, and a master
-    assert (resumed.bytes_passing, stays.bytes_passing) == (width * 50, 0)
-    assert (resumed.bytes_to_come, stays.bytes_to_come) == (0, 0)
+    assert (resumed.offload_peak_bytes, stays.offload_peak_bytes) == (width * 50, 0)
+    assert (resumed.bytes_to_allocate, stays.bytes_to_allocate) == (0, 0)
 
 
 @pytest.mark.usefixtures("_cuda")
-def test_the_heads_gradient_adds_up_in_float32_and_in_place() -> None:
-    """What linear_logp() does on a card with more logits than it keeps, chunk by chunk."""
+def test_head_gradient_accumulates_in_float32_in_place() -> None:
+    """linear_logp() on a GPU with more logits than it keeps, chunk by chunk."""
     torch.manual_seed(0)
     parts = [(torch.randn(30, 4).bfloat16(), torch.randn(4, 16).bfloat16()) for _ in range(9)]
-    want, total = torch.zeros(30, 16), None
+    expected, total = torch.zeros(30, 16), None
     places = set()
     for a, b in parts:
-        want += a.double() @ b.double()
+        expected += a.double() @ b.double()
         total = _add_product(total, a.to("cuda"), b.to("cuda"), torch.float32)
         assert total.dtype == torch.float32
         places.add(total.data_ptr())
     assert total is not None
-    assert torch.equal(total.cpu(), want)
+    assert torch.equal(total.cpu(), expected)
     assert len(places) == 1
 
 
 @pytest.mark.parametrize(("share", "name"), [(True, "two epochs"), (False, "default")])
-def test_nobody_waits_between_the_batches_of_an_update(
+def test_host_does_not_wait_between_batches(
     tiny_model: Path, groups: list[Group], name: str, share: bool, request: pytest.FixtureRequest
 ) -> None:
-    """Or the card would have nothing to do until the next batch is packed, uploaded and begun.
+    """Otherwise the GPU would idle until the next batch is packed, uploaded and started.
 
-    In a process of its own: behind other files' tests it once counted 257 copies for 10, each
-    upload as one that is waited for; why is not known.
+    In its own process: after other files' tests it once counted 257 copies instead of 10, each
+    upload as a blocking one; the cause is unknown.
     """
     if "AGENTGRPO_ALONE" not in os.environ:
         env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
@@ -301,15 +303,17 @@ def test_nobody_waits_between_the_batches_of_an_update(
 
 
 @pytest.mark.usefixtures("_cuda")
-def test_a_steps_tokens_travel_once(
+def test_tokens_of_a_step_are_uploaded_once(
     tiny_model: Path, groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids and log-probabilities of the step, then of each batch its runs and its block masks."""
     sent: list[Tensor] = []
     masks: list[Tensor] = []
-    for module, seen in ((checks, sent), (attention, masks)):
+    for module, recorded in ((checks, sent), (attention, masks)):
         monkeypatch.setattr(
-            module, "upload", lambda x, device, seen=seen: (seen.append(x), upload(x, device))[1]
+            module,
+            "upload",
+            lambda x, device, recorded=recorded: (recorded.append(x), upload(x, device))[1],
         )
     learner = learner_on(
         CardHolder(), tiny_model, PLAIN, LossConfig(num_iterations=2),
@@ -337,7 +341,7 @@ def test_a_steps_tokens_travel_once(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_rehearsal_forks_and_on_a_card_tries_both_kernels(
+def test_dry_pass_tries_a_fork_and_both_cuda_kernels(
     tiny_model: Path, device: str, request: pytest.FixtureRequest
 ) -> None:
     if device == "cuda":
@@ -348,21 +352,21 @@ def test_a_rehearsal_forks_and_on_a_card_tries_both_kernels(
         engine, tiny_model, PLAIN, LossConfig(), temperature=TEMPERATURE, weights="copy",
         dlogp_limit=9.0,
     )  # fmt: skip
-    seen: list[PackedBatch] = []
-    learner._scorer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    recorded: list[PackedBatch] = []
+    learner._scorer.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
     learner.dry_pass(40)
-    assert [(b.num_tokens, b.num_terms) for b in seen] == [(40, 39)] * len(seen)
-    runs = [runs_of(batch.tout_T) for batch in seen]
+    assert [(b.num_tokens, b.num_terms) for b in recorded] == [(40, 39)] * len(recorded)
+    runs = [runs_of(batch.tout_T) for batch in recorded]
     assert runs[0] == [Run(0, 20, ()), Run(20, 30, ((0, 20),)), Run(30, 40, ((0, 20),))]
     assert runs[1:] == [[Run(0, 40, ())]] * (device == "cuda")
-    forked = seen[0]
+    forked = recorded[0]
     depth, place = forked.positions_T, np.arange(39)
     assert (depth[1:] == depth[forked.row_N] + 1).all(), "each token follows the one it is told by"
     assert (place + 1 < forked.tout_T[forked.row_N]).all(), "and sees it"
 
 
 @pytest.mark.usefixtures("_cuda")
-def test_an_adapter_on_the_card(tiny_model: Path, groups: list[Group], tmp_path: Path) -> None:
+def test_adapter_trains_on_cuda(tiny_model: Path, groups: list[Group], tmp_path: Path) -> None:
     loss = LossConfig(beta=0.1)
     learner, _ = steps(tiny_model, groups, CardHolder(), loss, lora=LoraConfig(rank=4))
     assert learner.policy.adapter is not None
@@ -382,7 +386,7 @@ def test_an_adapter_on_the_card(tiny_model: Path, groups: list[Group], tmp_path:
     ],
 )
 @pytest.mark.usefixtures("_cuda")
-def test_the_card_refuses_what_cuda_refuses(slip: Callable[[Tensor], Any]) -> None:
+def test_pretend_gpu_refuses_what_cuda_refuses(slip: Callable[[Tensor], Any]) -> None:
     x = torch.ones(3).to("cuda")
     assert x.is_cuda
     assert (x + 1).device == (x * torch.tensor(2.0)).device == x[torch.arange(2)].device == CARD

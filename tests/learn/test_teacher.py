@@ -1,4 +1,4 @@
-"""A teacher's part in what is trained on: TRL's loss where it has one, else what was read."""
+"""The teacher's part of the loss: equal to TRL's, and consistent with the records."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CRITIC = TeacherConfig(feedback="errors")
 ALONE = LossConfig(loss_type="grpo", vllm_importance_sampling_correction=False)
 
 
-def taught(config: TeacherConfig, **given: Any) -> dict[str, Any]:
-    return {"config": config, **given}
+def taught(config: TeacherConfig, **options: Any) -> dict[str, Any]:
+    return {"config": config, **options}
 
 
 class Other:
-    """A model's part beside the policy's."""
+    """A reference model in place of the policy."""
 
     scorer = Table(7)
 
@@ -54,13 +54,13 @@ def config_of(loss: LossConfig, teacher: TeacherConfig) -> TrainConfig:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("topk", "weight"), [(0, 1.0), (0, 0.3), (300, 1.0), (1, 0.3)])
-def test_the_loss_is_trls(
+def test_teacher_loss_equals_trl(
     make_learner: MakeLearner, played: list[Group], masked: bool, topk: int, weight: float
 ) -> None:
-    """Of several turns, prefixes shared, in several batches; TRL's in one of padded rows.
+    """Several turns, shared prefixes and batches, against TRL on one batch of padded rows.
 
-    TRL's function takes the likeliest tokens of its first argument: given the teacher there, and
-    the other direction of the divergence, it is what TRL does with a teacher behind a server.
+    TRL's function takes the top-k tokens of its first argument. With the teacher there and the
+    opposite direction of the divergence, it is what TRL does for a teacher behind a server.
     """
     pytest.importorskip("trl", reason="trl is in requirements-dev.txt")
     trl: Any = importlib.import_module("trl.experimental.sdpo.loss_utils")
@@ -70,12 +70,12 @@ def test_the_loss_is_trls(
     assign_advantages(played, ALONE)
     learner: Any = make_learner(ALONE, teacher=taught(teacher), max_tokens=32)
     learner._scorer = table = Table(0)
-    learner._teacher.beside = Other()
+    learner._teacher.reference = Other()
     learner._optimizer = recorder = Recorder(table)
     updates = plan_updates(played, config_of(ALONE, teacher), step=0)
     assert len(updates[0].batches) > 1
-    said = learner.step(updates)
-    assert said["teacher_terms"] == said["num_tokens"] > 0
+    metrics = learner.step(updates)
+    assert metrics["teacher_terms"] == metrics["num_tokens"] > 0
 
     student, rollouts = Table(0), [r for g in played for r in g.rollouts]
     batch = padded(rollouts, student, student.logp.detach(), Table(7).logp.detach())
@@ -85,7 +85,7 @@ def test_the_loss_is_trls(
             Table(7).rows(batch["ids"]).detach(), student.rows(batch["ids"]),
             distillation_topk=topk, distillation_alpha=0.0, distillation_add_tail=True,
         )  # fmt: skip
-        assert said["teacher_kl"] == pytest.approx(
+        assert metrics["teacher_kl"] == pytest.approx(
             float((each * mask).sum() / mask.sum()), rel=1e-5
         )
     else:
@@ -99,9 +99,9 @@ def test_the_loss_is_trls(
         )
     each = weight * each - (1 - weight) * batch["advantages"][:, None] * batch["logp"]
     loss = ((each * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
-    (wanted,) = torch.autograd.grad(loss, student.logp)
-    assert wanted.abs().max() > 1e-4
-    torch.testing.assert_close(recorder.seen[0][0], wanted, rtol=3e-6, atol=1e-8)
+    (expected,) = torch.autograd.grad(loss, student.logp)
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(recorder.seen[0][0], expected, rtol=3e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -113,17 +113,17 @@ def test_the_loss_is_trls(
         (0.0, 20.0, {}),
     ],
 )
-def test_every_token_is_trained_with_what_is_recorded(
+def test_recorded_advantages_are_the_trained_ones(
     make_learner: MakeLearner, groups: list[Group], tiny_model: Path, tmp_path: Path,
     weight: float, clip: float, more: dict[str, Any],
 ) -> None:  # fmt: skip
-    """In float64 from the models; the proof says the same, and sees what is changed."""
+    """Recomputed in float64 from the models; verify agrees, and finds a changed value."""
     other = make_model_dir(tmp_path / "other", seed=5)
     loss = LossConfig.model_validate(more)
     teacher = TeacherConfig(model="t", weight=weight, clip=clip)
     config = run_config(loss).model_copy(update={"teacher": teacher})
-    given = taught(teacher, source=str(other)) if teacher.teaches else None
-    learner = make_learner(loss, teacher=given)
+    options = taught(teacher, source=str(other)) if teacher.teaches else None
+    learner = make_learner(loss, teacher=options)
     learner.step(plan_updates(groups, config, step=0))
     theirs, ours = oracle_model(other), oracle_model(tiny_model)
     for rollout in (r for g in groups for r in g.rollouts):
@@ -136,9 +136,11 @@ def test_every_token_is_trained_with_what_is_recorded(
             if "old_logps" in more:
                 old = torch.from_numpy(np.concatenate(sampled))
             gap = logp_of(theirs, rollout) - old
-        wanted = weight * gap.clamp(-clip, clip) + (1 - weight) * rollout.advantage
-        found = np.concatenate([a for a in rollout.token_advantages or () if a is not None])
-        torch.testing.assert_close(torch.from_numpy(found).double(), wanted, rtol=1e-4, atol=1e-4)
+        expected = weight * gap.clamp(-clip, clip) + (1 - weight) * rollout.advantage
+        actual = np.concatenate([a for a in rollout.token_advantages or () if a is not None])
+        torch.testing.assert_close(
+            torch.from_numpy(actual).double(), expected, rtol=1e-4, atol=1e-4
+        )
     assert list(taught_faults(groups, config)) == []
     if weight:
         changed = groups[1].rollouts[2].token_advantages
@@ -157,16 +159,18 @@ def test_every_token_is_trained_with_what_is_recorded(
 
 
 @pytest.mark.parametrize("kind", ["rows", "trees"])
-def test_the_likeliest_tokens_are_compared_and_recorded(
+def test_topk_tokens_are_compared_and_recorded(
     make_learner: MakeLearner, groups: list[Group], tiny_model: Path, tmp_path: Path, kind: str
 ) -> None:
-    """In float64 from the models' whole distributions; the proof comes to the same divergence."""
+    """Recomputed in float64 from the models' full distributions; verify computes the same
+    divergence.
+    """
     other, weight, topk = make_model_dir(tmp_path / "other", seed=5), 0.4, 100
     teacher = TeacherConfig(model="t", weight=weight, topk=topk)
     config = run_config(ALONE).model_copy(update={"teacher": teacher})
     learner = make_learner(ALONE, teacher=taught(teacher, source=str(other)))
     updates = plan_updates(groups, config, step=0, share_prefixes=kind == "trees")
-    said = learner.step(updates)
+    metrics = learner.step(updates)
     apart = []
     for rollout in (r for g in groups for r in g.rollouts):
         theirs, ours = (distributions(oracle_model(f), rollout) for f in (other, tiny_model))
@@ -177,18 +181,18 @@ def test_the_likeliest_tokens_are_compared_and_recorded(
                 rollout.token_advantages,
             )
         )  # fmt: skip
-        wanted = theirs.topk(topk)
-        assert torch.equal(ids.view(-1, topk).long(), wanted.indices)
+        expected = theirs.topk(topk)
+        assert torch.equal(ids.view(-1, topk).long(), expected.indices)
         torch.testing.assert_close(
-            first.view(-1, topk).double(), wanted.values, rtol=1e-4, atol=1e-4
+            first.view(-1, topk).double(), expected.values, rtol=1e-4, atol=1e-4
         )
-        at = ours.gather(1, wanted.indices)
+        at = ours.gather(1, expected.indices)
         torch.testing.assert_close(second.view(-1, topk).double(), at, rtol=1e-4, atol=1e-4)
         assert np.allclose(trained, (1 - weight) * rollout.advantage)
-        p, q = (torch.cat([x.exp(), 1 - x.exp().sum(1, True)], 1) for x in (at, wanted.values))
+        p, q = (torch.cat([x.exp(), 1 - x.exp().sum(1, True)], 1) for x in (at, expected.values))
         apart += (p * (p / q).log()).sum(1).tolist()
         np.testing.assert_allclose(divergences_of(rollout, topk), apart[-len(p) :], atol=1e-5)
-    assert said["teacher_kl"] == pytest.approx(np.mean(apart), rel=1e-4)
+    assert metrics["teacher_kl"] == pytest.approx(np.mean(apart), rel=1e-4)
     assert list(taught_faults(groups, config)) == []
     changes: list[tuple[str, Any]] = [
         ("topk_ids", lambda x: x[:2].fill(7)),
@@ -203,7 +207,7 @@ def test_the_likeliest_tokens_are_compared_and_recorded(
 
 
 def distributions(model: Any, rollout: Rollout) -> torch.Tensor:
-    """Of the sampled tokens, [N, V], through the whole model, one rollout alone."""
+    """[N, V] log-probabilities of the sampled tokens through the whole model, one rollout alone."""
     ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
     with torch.no_grad():
         logits = model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE
@@ -215,7 +219,7 @@ TEXTS = {"a\nc": [90, 91], "c": [92], "right": [93]}
 
 
 def asked(task: Task, text: str) -> Int32:
-    """The prompt, in which a text stands behind the 6."""
+    """The prompt with a text after the token 6."""
     return np.array([5, 6, *TEXTS[text], 7, 8], np.int32)
 
 
@@ -224,19 +228,19 @@ def turn(*ids: int) -> Segment:
 
 
 def two_rows() -> Rollout:
-    """Three turns, told what is wrong with the first and the last; the last is in another row."""
-    given = Segment(np.array([20, 21], np.int32))
+    """Three turns with feedback for the first and the last; the last is in another row."""
+    prompt_segment = Segment(np.array([20, 21], np.int32))
     return Rollout(
         task=TASK, status=Status.COMPLETED, feedback=["a", "", "c"],
-        closed_rows=[[Segment(PROMPT), turn(10, 11), given, turn(12)]],
+        closed_rows=[[Segment(PROMPT), turn(10, 11), prompt_segment, turn(12)]],
         segments=[Segment(np.array([5, 6, 7, 8, 30], np.int32)), turn(13, 14)],
     )  # fmt: skip
 
 
-def test_what_was_read_in_a_turn_is_not_told_again(
+def test_feedback_read_by_the_policy_is_not_repeated(
     make_learner: MakeLearner, tiny_model: Path
 ) -> None:
-    """What is wrong with the first turn is told of it alone; a later row is behind the text too."""
+    """Feedback on the first turn applies to that turn only; later rows also follow the text."""
     rollout, silent = two_rows(), replace(two_rows(), feedback=[])
     learner = make_learner(teacher=taught(CRITIC, prompt=asked))
     config = config_of(ALONE, CRITIC)
@@ -248,16 +252,16 @@ def test_what_was_read_in_a_turn_is_not_told_again(
         with torch.no_grad():
             return logp_of(model, Rollout(task=TASK, segments=read, status=Status.COMPLETED))
 
-    wanted = {
+    expected = {
         1: (5, 6, 90, 91, 7, 8, 10, 11),
         3: (5, 6, 92, 7, 8, 10, 11, 20, 21, 12),
         5: (5, 6, 92, 7, 8, 30, 13, 14),
     }
-    found = rollout.teacher_logprobs
-    assert found is not None
-    assert [i for i, values in enumerate(found) if values is not None] == [*wanted]
-    for segment, ids in wanted.items():
-        values = found[segment]
+    actual = rollout.teacher_logprobs
+    assert actual is not None
+    assert [i for i, values in enumerate(actual) if values is not None] == [*expected]
+    for segment, ids in expected.items():
+        values = actual[segment]
         assert values is not None
         torch.testing.assert_close(
             torch.from_numpy(values).double(),
@@ -269,17 +273,17 @@ def test_what_was_read_in_a_turn_is_not_told_again(
     assert list(taught_faults([Group(task=TASK, rollouts=[rollout, silent])], config)) == []
     rollout.feedback[2] = ""
     faults = taught_faults([Group(task=TASK, rollouts=[rollout])], config)
-    said = "its teacher had nothing to read"
-    assert [fault[2] for fault in faults] == [f"segment {n}: {said}" for n in (3, 5)]
+    message = "its teacher had nothing to read"
+    assert [fault[2] for fault in faults] == [f"segment {n}: {message}" for n in (3, 5)]
     trained = [a for a in silent.token_advantages or () if a is not None]
     assert all((values == 0).all() for values in trained)
 
 
 @pytest.mark.parametrize("topk", [0, 4])
-def test_a_server_says_what_the_model_would_here(
+def test_server_scores_equal_local_scores(
     make_learner: MakeLearner, groups: list[Group], tmp_path: Path, topk: int
 ) -> None:
-    """Of several turns and rows, which it is asked for one by one."""
+    """For several turns and rows, one request each."""
     other = make_model_dir(tmp_path / "other", seed=5)
     model, teacher = oracle_model(other), TeacherConfig(model="t", topk=topk)
 
@@ -292,14 +296,14 @@ def test_a_server_says_what_the_model_would_here(
         return tuple(x.numpy() for x in each)
 
     groups[1].rollouts.append(two_rows())
-    found = []
-    for given in ({"source": str(other)}, {"source": ask}):
+    actual = []
+    for options in ({"source": str(other)}, {"source": ask}):
         played = copy.deepcopy(groups)
-        learner = make_learner(ALONE, teacher=taught(teacher, **given))
-        said = learner.step(plan_updates(played, config_of(ALONE, teacher), step=0))
+        learner = make_learner(ALONE, teacher=taught(teacher, **options))
+        metrics = learner.step(plan_updates(played, config_of(ALONE, teacher), step=0))
         rollouts = [r for g in played for r in g.rollouts]
-        found.append((said["teacher_terms"], rollouts, [*learner.policy.trained]))
-    (terms, here, trained), (asked, there, from_there) = found
+        actual.append((metrics["teacher_terms"], rollouts, [*learner.policy.trained]))
+    (terms, here, trained), (asked, there, from_there) = actual
     assert terms == asked > 0
     for ours, theirs in zip(here, there, strict=True):
         for name in FIELDS[: 3 if topk else 1]:
@@ -311,7 +315,7 @@ def test_a_server_says_what_the_model_would_here(
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
-def test_a_solution_is_another_rollouts(make_learner: MakeLearner) -> None:
+def test_solutions_come_from_other_rollouts(make_learner: MakeLearner) -> None:
     rollouts = [two_rows() for _ in range(3)]
     rollouts[1].rewards["solved"] = 1.0
     asks: list[tuple[int, list[int]]] = []
@@ -321,23 +325,23 @@ def test_a_solution_is_another_rollouts(make_learner: MakeLearner) -> None:
         return "right" if rollout is not rollouts[1] else ""
 
     teacher = TeacherConfig(feedback="solutions")
-    learner = make_learner(teacher=taught(teacher, prompt=asked, tell=tell))
+    learner = make_learner(teacher=taught(teacher, prompt=asked, feedback=tell))
     groups = [Group(task=TASK, rollouts=rollouts)]
-    said = learner.step(plan_updates(groups, config_of(ALONE, teacher), step=0))
+    metrics = learner.step(plan_updates(groups, config_of(ALONE, teacher), step=0))
     assert asks == [(i, [0, 1, 2]) for i in range(3)]
     assert [r.teacher_logprobs is not None for r in rollouts] == [True, False, True]
-    assert said["teacher_terms"] == 10
-    assert said["teacher_tokens"] < 2 * 17, "two that read the same share it"
+    assert metrics["teacher_terms"] == 10
+    assert metrics["teacher_tokens"] < 2 * 17, "two that read the same share it"
 
 
-def test_an_average_of_bfloat16_weights_gets_where_they_are() -> None:
-    """In float32: in bfloat16 steps of a hundredth of 2 % would be rounded away."""
+def test_bfloat16_average_converges_to_the_weights() -> None:
+    """The average is float32: bfloat16 would round away steps of a hundredth of 2 %."""
     weights = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
     policy: Any = SimpleNamespace(trained=[weights])
     average = Reference(policy, None, decay=0.99)
     weights.data.mul_(1.02)
     for _ in range(1000):
-        average.follow()
+        average.update_average()
     (kept,) = average.state()
     assert kept is not None
     torch.testing.assert_close(kept, weights.float(), rtol=1e-4, atol=0.0)
@@ -346,7 +350,7 @@ def test_an_average_of_bfloat16_weights_gets_where_they_are() -> None:
 @pytest.mark.parametrize(
     ("decay", "topk", "more"), [(0.0, 0, {}), (0.75, 0, {}), (0.75, 3, {"lora": {"rank": 2}})]
 )
-def test_the_average_follows_each_update_and_is_resumed(
+def test_average_follows_updates_and_is_resumed(
     make_learner: MakeLearner, groups: list[Group], tmp_path: Path, decay: float, topk: int,
     more: dict[str, Any],
 ) -> None:  # fmt: skip
@@ -357,17 +361,17 @@ def test_the_average_follows_each_update_and_is_resumed(
         return np.arange(3, 20, dtype=np.int32) % VOCAB
 
     teacher = TeacherConfig(feedback="errors", decay=decay, topk=topk)
-    given = taught(teacher, prompt=prompt)
+    options = taught(teacher, prompt=prompt)
     loss = LossConfig(num_mini_batches=2)
     config = run_config(loss).model_copy(update={"teacher": teacher})
-    learner = make_learner(loss, teacher=given, **more)
+    learner = make_learner(loss, teacher=options, **more)
     first = [p.detach().clone() for p in learner.policy.trained]
     kept = []
     for step in range(2):
         learner.step(plan_updates(groups, config, step=step))
         kept.append([p.detach().clone() for p in learner.policy.trained])
     assert learner._teacher is not None
-    average: list[Any] = learner._teacher.beside.state() if learner._teacher.beside else []
+    average: list[Any] = learner._teacher.reference.state() if learner._teacher.reference else []
     assert bool(average) == (decay > 0)
     if decay:
         far = [(a - b).abs().max() for a, b in zip(average, kept[-1], strict=True)]
@@ -375,7 +379,7 @@ def test_the_average_follows_each_update_and_is_resumed(
         assert min(far) > 0
         assert min(near) > 0
     learner.save_state(tmp_path / "state.pt")
-    resumed = make_learner(loss, teacher=given, **more)
+    resumed = make_learner(loss, teacher=options, **more)
     with torch.no_grad():
         for p, saved in zip(resumed.policy.trained, kept[-1], strict=True):
             p.copy_(saved)
@@ -391,31 +395,31 @@ def test_the_average_follows_each_update_and_is_resumed(
     assert all(torch.equal(a, b) for a, b in zip(both[1], both[3], strict=True))
 
 
-def test_weight_0_is_a_run_without_a_teacher_to_the_bit(
+def test_weight_0_equals_a_run_without_teacher(
     make_learner: MakeLearner, groups: list[Group]
 ) -> None:
     groups[1].rollouts[0].advantage = 0.0  # left out, where no teacher scores it
-    found = []
+    actual = []
     for teacher in (TeacherConfig(), TeacherConfig(model="gone", weight=0.0)):
         config = run_config(LossConfig()).model_copy(update={"teacher": teacher})
         learner = make_learner()
-        said = [learner.step(plan_updates(groups, config, step=step)) for step in range(2)]
-        for numbers in said:
+        metrics = [learner.step(plan_updates(groups, config, step=step)) for step in range(2)]
+        for numbers in metrics:
             del numbers["seconds"]
-        found.append((said, [p.detach().clone() for p in learner.policy.trained]))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+        actual.append((metrics, [p.detach().clone() for p in learner.policy.trained]))
+    assert actual[0][0] == actual[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(actual[0][1], actual[1][1], strict=True))
 
 
 @pytest.mark.parametrize("topk", [0, 2])
-def test_where_nobody_is_told_anything_a_step_learns_from_rewards(
+def test_without_feedback_a_step_learns_from_rewards(
     make_learner: MakeLearner, groups: list[Group], topk: int
 ) -> None:
     teacher = CRITIC.model_copy(update={"weight": 0.5, "topk": topk})
     learner = make_learner(teacher=taught(teacher, prompt=asked))
-    said = learner.step(plan_updates(groups, config_of(LossConfig(), teacher), step=0))
-    assert said["teacher_terms"] == said.get("teacher_kl", 0) == 0
+    metrics = learner.step(plan_updates(groups, config_of(LossConfig(), teacher), step=0))
+    assert metrics["teacher_terms"] == metrics.get("teacher_kl", 0) == 0
     for rollout in (r for g in groups for r in g.rollouts):
-        found = [a for a in rollout.token_advantages or () if a is not None]
-        assert np.allclose(np.concatenate(found), 0.5 * rollout.advantage)
+        actual = [a for a in rollout.token_advantages or () if a is not None]
+        assert np.allclose(np.concatenate(actual), 0.5 * rollout.advantage)
         assert rollout.learner_topk_logprobs is None

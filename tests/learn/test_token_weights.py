@@ -1,4 +1,4 @@
-"""Token weights against the papers' formulas in fractions, and the mismatch in plain loops."""
+"""Token weights against the papers' formulas in fractions; the mismatch against plain loops."""
 
 from __future__ import annotations
 
@@ -40,16 +40,14 @@ def groups() -> list[Group]:
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_weights_are_the_papers(groups: list[Group], loss_type: str) -> None:
+def test_weights_match_the_papers(groups: list[Group], loss_type: str) -> None:
     expected = [ORACLES[loss_type].weight(n, 6, 23, BUDGET) for row in LENGTHS for n in row]
     assert token_weights(groups, loss_type, BUDGET) == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.parametrize("normaliser", NORMALISERS)
-def test_the_learner_and_the_kernels_count_the_same_samples(
-    groups: list[Group], normaliser: Any
-) -> None:
-    """As TRL: those that are masked or sampled nothing too; not what the machine broke."""
+def test_learner_and_kernels_count_the_same_samples(groups: list[Group], normaliser: Any) -> None:
+    """As in TRL: including masked and empty rollouts, excluding infrastructure failures."""
     silent, broken = a_group([0]), a_group([7], status=Status.INFRA_ERROR)
     masked = a_group([5], treatment=Treatment.MASK)
     loss = LossType(term="clipped", normaliser=normaliser)
@@ -64,7 +62,7 @@ def test_the_learner_and_the_kernels_count_the_same_samples(
         assert ours[0] < token_weights(groups, loss, BUDGET)[0], "B counts the two"
 
 
-def test_an_update_counts_masked_rollouts_and_packs_them_not(groups: list[Group]) -> None:
+def test_update_counts_but_does_not_pack_masked_rollouts(groups: list[Group]) -> None:
     config = TrainConfig(model="m", out_dir=Path("o"), loss=LossConfig(loss_type="luspo", beta=0.1))
     groups[0].rollouts[0].treatment = Treatment.MASK
     groups[0].rollouts[1].treatment = Treatment.DROP
@@ -76,7 +74,7 @@ def test_an_update_counts_masked_rollouts_and_packs_them_not(groups: list[Group]
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_nothing_sampled_is_no_error(loss_type: str) -> None:
+def test_empty_rollouts_are_no_error(loss_type: str) -> None:
     assert token_weights([a_group([0, 0])], loss_type, BUDGET) == [0.0, 0.0]
     assert token_weights([], loss_type, BUDGET) == []
 
@@ -84,7 +82,7 @@ def test_nothing_sampled_is_no_error(loss_type: str) -> None:
 # What a config says arrives in the kernels.
 
 
-def test_the_kernels_options_are_keys_of_the_same_default() -> None:
+def test_config_defaults_equal_kernel_defaults() -> None:
     config = LossConfig()
     for field in fields(Objective):
         assert getattr(config, field.name) == field.default, field.name
@@ -95,7 +93,7 @@ def with_loss(options: dict[str, Any]) -> TrainConfig:
     return TrainConfig.model_validate({"model": "m", "out_dir": "o", "loss": options})
 
 
-def test_what_a_config_says_arrives_in_the_kernels() -> None:
+def test_config_options_reach_the_kernels() -> None:
     common: dict[str, Any] = {
         "normaliser": "sequence_sum", "beta": 0.1, "kl_estimator": "k2",
         "use_bias_correction_kl": False, "entropy_coef": 0.01,
@@ -113,8 +111,8 @@ def test_what_a_config_says_arrives_in_the_kernels() -> None:
         options = {"loss_type": loss_type, **common, **own}
         if not loss.whole_sequence:
             options["importance_sampling_level"] = "sequence"
-        made = LossConfig(**options)
-        assert {name: getattr(made, name) for name in options} == options
+        result = LossConfig(**options)
+        assert {name: getattr(result, name) for name in options} == options
         for key in special.keys() - own.keys():
             needed = {need: special[need] for need in loss.needs}
             with pytest.raises(ValueError, match=rf"loss\.{key}: "):
@@ -138,9 +136,7 @@ def test_what_a_config_says_arrives_in_the_kernels() -> None:
         ({"loss_type": "sapo", "epsilon": 0.1}, r"loss\.epsilon: 0.1 does nothing without .* grpo"),
     ],
 )
-def test_options_that_do_not_go_together_name_the_key(
-    options: dict[str, Any], message: str
-) -> None:
+def test_incompatible_options_name_the_key(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         with_loss(options)
 
@@ -164,7 +160,7 @@ def test_options_that_do_not_go_together_name_the_key(
         ("own_losses:two", "TypeError"),
     ],
 )
-def test_a_wrong_loss_of_ones_own_is_named_before_a_model_is_loaded(
+def test_invalid_custom_loss_fails_before_the_model_loads(
     tmp_path: Path, name: str, message: str
 ) -> None:
     config = TrainConfig(
@@ -189,7 +185,7 @@ SAMPLE = np.array([0, 0, 0, 1, 1, 1], np.int32)
         ("geometric", [math.exp(1.4 / 3)] * 3 + [math.exp(-1.0 / 3)] * 3),
     ],
 )
-def test_ratios_are_reported_before_any_bound(level: str, ratios: list[float]) -> None:
+def test_ratios_are_reported_before_clipping(level: str, ratios: list[float]) -> None:
     mode: Any = f"{level}_truncate"
     objective = Objective(
         vllm_importance_sampling_mode=mode,
@@ -203,20 +199,20 @@ def test_ratios_are_reported_before_any_bound(level: str, ratios: list[float]) -
     assert got["mismatch_modified"] == sum(not 0.5 <= r <= 1.2 for r in ratios) / 6
 
 
-def test_the_mismatch_kl_is_k3() -> None:
+def test_mismatch_kl_is_the_k3_estimate() -> None:
     k3 = [math.exp(g) - 1 - g for g in (0.1, -0.2, 1.5, 0.0, 0.0, -1.0)]
     got = mismatch_metrics(GAP, SAMPLE, Objective())
     assert got["mismatch_kl"] == pytest.approx(sum(k3) / 6, rel=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_what_a_config_may_say_can_be_computed(loss_type: str) -> None:
-    """Else the run would end at its first update, when everything has been loaded and sampled."""
+def test_every_valid_config_can_be_computed(loss_type: str) -> None:
+    """Otherwise a run would fail at its first update, after loading and sampling."""
     x, refused = torch.tensor([-1.0, -2.0, -0.5]), set()
     needs: Any = dict.fromkeys(LOSSES[loss_type].needs, 5.0)
     for level, mode, corrects in product(LEVELS, CORRECTIONS, (True, False)):
         try:
-            made = LossConfig(
+            result = LossConfig(
                 loss_type=loss_type, importance_sampling_level=level,
                 vllm_importance_sampling_mode=mode, vllm_importance_sampling_correction=corrects,
                 beta=0.1, entropy_coef=0.1, **needs,
@@ -225,7 +221,7 @@ def test_what_a_config_may_say_can_be_computed(loss_type: str) -> None:
             refused.add((str(error).partition("loss.")[2].partition(":")[0], corrects))
             continue
         loss, _ = grpo_loss(
-            x, x - 0.1, x, -x, made, ref_logp_N=x, sampler_logp_N=x, entropy_N=-x,
+            x, x - 0.1, x, -x, result, ref_logp_N=x, sampler_logp_N=x, entropy_N=-x,
             entropy_threshold=0.7, sequence_N=torch.tensor([0, 0, 1]), num_sequences=2,
         )  # fmt: skip
         assert loss.isfinite()

@@ -1,8 +1,8 @@
-"""Where an option has TRL's name, a step here is TRL's: its own code says the gradient.
+"""Options with TRL's names train as in TRL: gradients are compared with TRL's own code.
 
-The learner runs as it is, from a config to what its optimizer is handed, but for the model: a table
-gives each token its log-probability and entropy, and TRL's loss reads the same table. What differs
-on purpose (docs/coming-from.md) is measured below.
+The learner runs unchanged from config to optimizer, except for the model: a table gives each token
+its log-probability and entropy, and TRL's loss reads the same table. Deliberate differences
+(docs/coming-from.md) are measured below.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ OUR_DEFAULTS = {
 
 
 class Table:
-    """A model that has an opinion on every token id, and none on what came before it.
+    """A model whose log-probability of a token depends on its id only, not on earlier tokens.
 
-    With `beside`, of such tokens too: all are log-probabilities of a distribution over the ids.
+    With `beside`, log-probabilities of other tokens too, from a distribution over the ids.
     """
 
     unpacked_reason = None
@@ -80,7 +80,7 @@ class Table:
 
 
 class Recorder:
-    """An optimizer's part: writes down each update's gradient, then moves the table."""
+    """In place of the optimizer: records each update's gradient, then moves the table."""
 
     lr = 0.0
 
@@ -130,7 +130,7 @@ def played() -> list[Group]:
 
 
 def ours(make_learner: MakeLearner, groups: list[Group], loss: LossConfig) -> list[Gradient]:
-    """The gradient of each update, from the config on."""
+    """The gradient of each update, starting from the config."""
     assign_advantages(groups, loss)
     learner: Any = make_learner(loss)
     learner._scorer = table = Table(0)
@@ -149,14 +149,14 @@ def theirs(
     groups: list[Group], loss: LossConfig, *, micro_batches: int = 1, trainer: Any = None,
     **settings: Any,
 ) -> list[Gradient]:  # fmt: skip
-    """TRL's, of the same rollouts in the same updates."""
+    """TRL's gradients for the same rollouts in the same updates."""
     table, start, reference = Table(0), Table(0).logp.detach(), Table(7).logp.detach()
     parts = [
         [r for g in part for r in g.rollouts]
         for part in mini_batches(groups, run_config(loss), step=0)
     ]
     tokens = sum(r.num_sampled for part in parts for r in part if r.trained)
-    found = []
+    actual = []
     for part in parts:
         size = len(part) // micro_batches
         batches = [
@@ -168,15 +168,15 @@ def theirs(
         )  # fmt: skip
         leaves = (table.logp, table.entropy)
         logp, entropy = torch.autograd.grad(total, leaves, materialize_grads=True)
-        found.append((logp, entropy))
+        actual.append((logp, entropy))
         table.move()
-    return found
+    return actual
 
 
 def padded(
     rollouts: Sequence[Rollout], table: Table, start: Tensor, reference: Tensor
 ) -> dict[str, Tensor]:
-    """A micro-batch of TRL's: all that follows the prompts, and what of it is trained on."""
+    """A micro-batch in TRL's form: padded completions and their mask."""
     width = max(len(r.token_ids) for r in rollouts) - 3
     ids = torch.zeros(len(rollouts), width, dtype=torch.int64)
     mask, sampler = torch.zeros(len(rollouts), width), torch.zeros(len(rollouts), width).double()
@@ -196,7 +196,7 @@ def padded(
 
 
 def assert_same(have: list[Gradient], want: list[Gradient]) -> None:
-    """But for weights and advantages in float32."""
+    """Up to the rounding of float32 weights and advantages."""
     assert len(have) == len(want)
     for mine, other in zip(have, want, strict=True):
         assert other[0].abs().max() > 1e-4
@@ -210,10 +210,10 @@ def options_of(loss_type: str) -> dict[str, Any]:
 @pytest.mark.parametrize("loss_type", ALIKE)
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("masked", [0, 1])
-def test_an_update_is_trls(
+def test_update_equals_trl(
     make_learner: MakeLearner, played: list[Group], loss_type: str, updates: int, masked: int
 ) -> None:
-    """With the KL and the bonus; masked: one of each group's four."""
+    """With KL and entropy bonus; masked: one of four rollouts per group."""
     for group in played:
         for rollout in group.rollouts[1 : 1 + masked]:
             rollout.treatment = Treatment.MASK
@@ -254,7 +254,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_option_is_trls(make_learner: MakeLearner, played: list[Group], case: str) -> None:
+def test_option_equals_trl(make_learner: MakeLearner, played: list[Group], case: str) -> None:
     options = CASES[case]
     updates = 1 if "top_entropy_quantile" in options else 2  # the ratio leaves 1
     loss = LossConfig(**options, num_mini_batches=updates)
@@ -262,7 +262,7 @@ def test_an_option_is_trls(make_learner: MakeLearner, played: list[Group], case:
 
 
 @pytest.mark.parametrize("corrects", [False, True])
-def test_gmpo_is_that_of_trls_trainer(
+def test_gmpo_equals_trl_trainer(
     make_learner: MakeLearner, played: list[Group], corrects: bool
 ) -> None:
     """As it is by default; the correction is there to be switched on."""
@@ -270,11 +270,11 @@ def test_gmpo_is_that_of_trls_trainer(
     more: Any = {"vllm_importance_sampling_correction": True} if corrects else {}
     loss = LossConfig(loss_type="gmpo", beta=0.1, num_mini_batches=2, **more)
     have = ours(make_learner, played, loss)
-    want = theirs(played, loss, trainer=trainer, beta=0.1, epsilon=0.4)
+    expected = theirs(played, loss, trainer=trainer, beta=0.1, epsilon=0.4)
     if corrects:
-        assert (have[0][0] - want[0][0]).abs().max() > 1e-2 * want[0][0].abs().max()
+        assert (have[0][0] - expected[0][0]).abs().max() > 1e-2 * expected[0][0].abs().max()
     else:
-        assert_same(have, want)
+        assert_same(have, expected)
 
 
 # What differs on purpose.
@@ -287,10 +287,10 @@ def apart(have: list[Gradient], want: list[Gradient], which: int = 0) -> float:
 
 
 @pytest.mark.parametrize("loss_type", ALIKE)
-def test_what_trl_makes_of_micro_batches(
+def test_micro_batches_compared_with_trl(
     make_learner: MakeLearner, played: list[Group], loss_type: str
 ) -> None:
-    """Its bnpo, bonus and entropy threshold depend on how an update is split; nothing here does."""
+    """TRL's bnpo, bonus and entropy threshold depend on the split of an update; ours do not."""
     options = options_of(loss_type)
     loss = LossConfig(**options)
     have = ours(make_learner, played, loss)
@@ -302,7 +302,7 @@ def test_what_trl_makes_of_micro_batches(
 @pytest.mark.parametrize(
     ("options", "which"), [({"entropy_coef": 0.3}, 1), ({"top_entropy_quantile": 0.4}, 0)]
 )
-def test_the_bonus_and_the_threshold_are_of_an_update_and_not_of_its_parts(
+def test_bonus_and_threshold_cover_the_whole_update(
     make_learner: MakeLearner, played: list[Group], options: dict[str, Any], which: int
 ) -> None:
     loss = LossConfig(**options)
@@ -311,7 +311,7 @@ def test_the_bonus_and_the_threshold_are_of_an_update_and_not_of_its_parts(
     assert apart(have, theirs(played, loss, micro_batches=4, **options), which) > 0.05
 
 
-def test_the_threshold_is_of_the_step_before_its_updates(
+def test_threshold_is_computed_before_the_first_update(
     make_learner: MakeLearner, played: list[Group]
 ) -> None:
     loss = LossConfig(top_entropy_quantile=0.4, num_mini_batches=2)

@@ -1,4 +1,4 @@
-"""Objectives and measures that read a rollout's tokens together, whatever the batches."""
+"""Objectives and metrics that read a rollout's tokens together are independent of the batches."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 
 def with_budget(loss: LossConfig, max_tokens: int) -> TrainConfig:
-    """A budget below engine.max_model_len, which a user could not set."""
+    """A budget below engine.max_model_len, which the config does not allow."""
     config = run_config(loss)
     learner = config.learner.model_copy(update={"max_tokens": max_tokens})
     return config.model_copy(update={"learner": learner})
 
 
 def forked(groups: Sequence[Group]) -> None:
-    """Every rollout's second turn begins a row of its own; the first turn of some earns nothing."""
+    """Every rollout's second turn begins a new row; the first turn of some gets no reward."""
     for number, rollout in enumerate(r for g in groups for r in g.rollouts):
         rollout.closed_rows = [rollout.segments[:2]]
         rollout.segments = [Segment(rollout.token_ids[2:15]), *rollout.segments[3:]]
@@ -47,25 +47,25 @@ def forked(groups: Sequence[Group]) -> None:
 
 
 @pytest.mark.parametrize("case", WHOLE)
-def test_what_is_read_of_a_whole_rollout_does_not_depend_on_the_batches(
+def test_whole_rollout_terms_are_independent_of_batches(
     make_learner: Callable[..., Learner], groups: list[Group], case: str
 ) -> None:
-    """A rollout whose rows would lie in two batches: as in one undivided batch, in float64.
+    """Rollouts whose rows would be in two batches: equal to one undivided batch, in float64.
 
-    But for norms, which transformers computes in float32; steps move parameters by 1e-2.
+    Except for norms, which transformers computes in float32; steps move parameters by 1e-2.
     """
     forked(groups)
     loss = LossConfig(**{"num_iterations": 2, **WHOLE[case]})
-    seen = {}
+    recorded = {}
     for budget in (1000, 34):
         config = with_budget(loss, budget)
         learner = make_learner(loss)
         updates = plan_updates(groups, config, step=0)
         metrics = learner.step(updates)
-        seen[budget] = len(updates[0].batches), metrics, list(learner.model.parameters())
-    (one, want, undivided), (many, got, divided) = seen.values()
+        recorded[budget] = len(updates[0].batches), metrics, list(learner.model.parameters())
+    (one, expected, undivided), (many, got, divided) = recorded.values()
     assert one < many
     for name in ("loss", "grad_norm", "mismatch_ratio_max", "mismatch_modified"):
-        assert got[name] == pytest.approx(want[name], rel=1e-6), name
+        assert got[name] == pytest.approx(expected[name], rel=1e-6), name
     for a, b in zip(divided, undivided, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)

@@ -1,8 +1,8 @@
-"""One optimizer update as TRL's own code computes it, from numbers instead of a model.
+"""One optimizer update computed by TRL's own code, from numbers instead of a model.
 
-GRPOTrainer._compute_loss runs as it is, on a stand-in for the trainer whose model gives the
-log-probabilities and entropies it is told; the importance ratio of the sampler, which TRL computes
-within generation, is said again here.
+GRPOTrainer._compute_loss runs unchanged on a stand-in trainer whose model returns given
+log-probabilities and entropies. The sampler's importance ratio, which TRL computes during
+generation, is re-implemented here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class Ranks:
-    """Of accelerate what the loss asks: one process."""
+    """accelerate's interface to the loss, with one process."""
 
     num_processes = 1
     sync_gradients = False

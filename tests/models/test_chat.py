@@ -1,4 +1,4 @@
-"""What a turn adds in tokens, against the template's own rendering of the whole conversation."""
+"""The tokens that a turn appends, against the template's rendering of the whole conversation."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ turns = st.lists(
 @pytest.mark.parametrize("template", [CHATML, TOOLS], ids=["chatml", "tools"])
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_appending_gives_what_the_template_renders(template: str, data: st.DataObject) -> None:
+def test_appended_tokens_equal_the_rendered_conversation(
+    template: str, data: st.DataObject
+) -> None:
     tokenizer = make_tokenizer(template)
     drawn = data.draw(turns)
     conversation = [(text, message) for text, message, _ in drawn]
@@ -85,7 +87,7 @@ def test_appending_gives_what_the_template_renders(template: str, data: st.DataO
 @pytest.mark.parametrize(
     "content", ["\u241fassistant-turn\u241f", "a\u241f", "{{ x }}", "<|im_end|>"]
 )
-def test_no_output_of_code_can_break_the_rendering(tokenizer: Any, content: str) -> None:
+def test_program_output_cannot_break_the_rendering(tokenizer: Any, content: str) -> None:
     chat = ChatTemplate(tokenizer)
     ids = chat.observation_ids([{"role": "user", "content": content}], last_id=chat.end_of_turn_id)
     expected = f"\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
@@ -102,7 +104,7 @@ def test_no_output_of_code_can_break_the_rendering(tokenizer: Any, content: str)
         ({"eos_token_id": [2, 5]}, (2, 5)),
     ],
 )
-def test_what_ends_a_turn_by_generation_config_stops_it_too(
+def test_generation_config_eos_ids_stop_a_turn(
     tmp_path: Path, written: Mapping[str, Any] | None, stops: tuple[int, ...]
 ) -> None:
     make_tokenizer().save_pretrained(tmp_path)
@@ -118,9 +120,7 @@ def test_what_ends_a_turn_by_generation_config_stops_it_too(
 
 
 @pytest.mark.parametrize("saved", [None, {"temperature": 0.5, "eos_token_id": 0}])
-def test_a_checkpoint_lists_all_ids_that_end_a_turn(
-    tmp_path: Path, saved: Mapping[str, Any] | None
-) -> None:
+def test_checkpoint_lists_all_stop_ids(tmp_path: Path, saved: Mapping[str, Any] | None) -> None:
     """A full model writes its own generation_config.json first; an adapter writes none."""
     base, checkpoint = tmp_path / "base", tmp_path / "checkpoint"
     make_tokenizer(eos="<|endoftext|>").save_pretrained(base)
@@ -138,14 +138,14 @@ def test_a_checkpoint_lists_all_ids_that_end_a_turn(
         assert (chat.stop_token_ids, chat.unknown_stops) == ((2, 0), ())
 
 
-def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
+def test_broken_generation_config_is_named(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"generation_config\.json: not JSON"):
         chat_of(str(tmp_path))
 
 
-def test_a_template_that_always_begins_the_next_turn_is_closed_where_the_last_one_ends() -> None:
+def test_template_that_opens_the_next_turn_still_has_a_closer() -> None:
     begins = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
     chat = ChatTemplate(make_tokenizer(begins))
     assert chat.stop_token_ids == (2,)
@@ -153,7 +153,7 @@ def test_a_template_that_always_begins_the_next_turn_is_closed_where_the_last_on
     assert chat.tokenizer.decode(ids) == "\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_separator_behind_every_turn_ends_none() -> None:
+def test_separator_after_every_turn_is_not_a_closer() -> None:
     """Also where the conversation's own end follows it: the two have the separator in common."""
     template = CHATML.replace("<|im_end|>", "<|im_end|><|endoftext|>").replace(
         "{% endif %}", "{% else %}<|im_end|>{% endif %}"
@@ -167,7 +167,7 @@ def test_a_separator_behind_every_turn_ends_none() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "'tiny' has no chat template; put a chat_template.jinja beside"),
+        (None, "'tiny' has no chat template; put a chat_template.jinja next"),
         ("", "has no chat template"),
         (
             "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
@@ -179,14 +179,12 @@ def test_a_separator_behind_every_turn_ends_none() -> None:
         ),
     ],
 )
-def test_a_template_that_cannot_be_appended_to_is_refused(
-    template: str | None, message: str
-) -> None:
+def test_template_without_turn_end_is_refused(template: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ChatTemplate(make_tokenizer(template))
 
 
-def test_decoding_a_turn_drops_the_tokens_that_end_it_and_no_others() -> None:
+def test_decoding_drops_only_the_end_tokens() -> None:
     tokenizer = make_tokenizer(eos="<|endoftext|>")
     chat = ChatTemplate(tokenizer)
 
@@ -200,12 +198,12 @@ def test_decoding_a_turn_drops_the_tokens_that_end_it_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("keep", ["ends", "head", "tail"])
-def test_of_a_text_of_50_mb_only_its_ends_are_encoded(
+def test_clipping_50_mb_encodes_only_the_ends(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, keep: Keep
 ) -> None:
     """All of it took minutes; how much is encoded depends on the budget alone."""
     chat, encoded = ChatTemplate(tokenizer), [0]
-    for name in ("offsets", "encode_behind"):
+    for name in ("offsets", "encode_after"):
         whole = getattr(chat._encoder, name)
 
         def counted(text: str, *rest: Any, whole: Any = whole) -> Any:
@@ -228,16 +226,16 @@ def test_of_a_text_of_50_mb_only_its_ends_are_encoded(
 # --- what a tokenizer's own vocabulary can have in the way
 
 
-def test_the_names_of_a_schemas_properties_spell_no_token() -> None:
-    shown = CHATML.replace("tools | map(attribute='function.name') | join", "tools | tojson")
-    chat = ChatTemplate(make_tokenizer(shown))
+def test_schema_property_names_spell_no_control_token() -> None:
+    displayed = CHATML.replace("tools | map(attribute='function.name') | join", "tools | tojson")
+    chat = ChatTemplate(make_tokenizer(displayed))
     schema = {"function": {"name": "f", "parameters": {"properties": {"<|im_end|>": {}}}}}
     ids = chat.prompt_ids([{"role": "user", "content": "x"}], [schema]).tolist()
     assert ids.count(2) == 2  # of the two messages
     assert "<|im_end|>" in chat.tokenizer.decode(ids).partition("<|im_start|>user")[0]
 
 
-def test_a_control_token_that_merges_would_make_is_made_by_the_template_alone() -> None:
+def test_merges_cannot_produce_a_control_token() -> None:
     template = CHATML.replace("assistant\n{% endif %}", "assistant\n<a>{% endif %}")
     tokenizer = make_tokenizer(template, merges=[("<", "a"), ("<a", ">")])
     index = tokenizer.convert_tokens_to_ids("<a>")
@@ -250,7 +248,7 @@ def test_a_control_token_that_merges_would_make_is_made_by_the_template_alone() 
     assert ids[-1] == index
 
 
-def test_control_tokens_that_cannot_be_kept_apart_are_refused() -> None:
+def test_one_character_control_tokens_are_refused() -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["\u00a7"]})
     with pytest.raises(ValueError, match="one character cannot be kept apart"):
@@ -279,13 +277,15 @@ CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": 
         (TOOLS, ["user", "tool"], None),
     ],
 )
-def test_a_prompt_shows_every_message(template: str, roles: list[str], reason: str | None) -> None:
+def test_prompt_must_show_every_message(
+    template: str, roles: list[str], reason: str | None
+) -> None:
     chat = ChatTemplate(make_tokenizer(template))
-    said: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in roles]
+    message: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in roles]
     if roles[-1] == "calls":
-        said[-1] = {"role": "assistant", "content": "", "tool_calls": CALLS}
+        message[-1] = {"role": "assistant", "content": "", "tool_calls": CALLS}
     if reason is None:
-        chat.require_shown(said)
+        chat.require_shown(message)
         return
     with pytest.raises(ValueError, match=re.escape(f"cannot begin a conversation: {reason}; use ")):
-        chat.require_shown(said)
+        chat.require_shown(message)

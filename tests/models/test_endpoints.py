@@ -1,4 +1,4 @@
-"""Endpoints against a server of our own on localhost, and an engine that threads share."""
+"""Endpoints against a local server, and an engine shared by threads."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ def server() -> Iterator[Any]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            made.seen.append((self.path, self.headers.get("Authorization"), body))
-            made.headers.append(dict(self.headers))
-            status, answer = made.answers.pop(0)(body)
+            result.seen.append((self.path, self.headers.get("Authorization"), body))
+            result.headers.append(dict(self.headers))
+            status, answer = result.answers.pop(0)(body)
             self.send_response(status)
             if status in (301, 302, 307, 308):
-                self.send_header("Location", f"http://localhost:{made.server_port}/elsewhere")
+                self.send_header("Location", f"http://localhost:{result.server_port}/elsewhere")
             self.end_headers()
             self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
         def log_message(self, *args: Any) -> None: ...
 
-    made: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.answers, made.seen, made.headers = [], [], []
-    thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+    result: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    result.answers, result.seen, result.headers = [], [], []
+    thread = threading.Thread(target=result.serve_forever, args=(0.01,))
     thread.start()
-    yield made
-    made.shutdown()
+    yield result
+    result.shutdown()
     thread.join()
-    made.server_close()
+    result.server_close()
 
 
 def echo(body: dict[str, Any]) -> tuple[int, Any]:
@@ -70,11 +70,11 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
 
 
-def test_http_asks_as_openai_does(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_request_has_the_openai_form(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", "secret")
     server.answers = [echo]
-    asked = endpoint(server, api_key_env="SOME_KEY", extra={"top_p": 0.5})
-    assert asked.complete(USER, n=2, temperature=0.7, max_tokens=9) == ["hi 0", "hi 1"]
+    client = endpoint(server, api_key_env="SOME_KEY", extra={"top_p": 0.5})
+    assert client.complete(USER, n=2, temperature=0.7, max_tokens=9) == ["hi 0", "hi 1"]
     assert server.seen == [
         (
             "/v1/chat/completions",
@@ -90,14 +90,14 @@ def test_http_asks_as_openai_does(server: Any, monkeypatch: pytest.MonkeyPatch) 
         )
     ]
     server.answers = [echo]
-    with pytest.raises(InfrastructureError, match="2 of 1 replies came"):
+    with pytest.raises(InfrastructureError, match="expected 1 replies, got 2"):
         endpoint(server, extra={"n": 2}).complete(USER)
     monkeypatch.delenv("SOME_KEY")
     with pytest.raises(InfrastructureError, match="has no SOME_KEY"):
-        asked.complete(USER)
+        client.complete(USER)
 
 
-def test_a_server_is_told_nothing_that_is_openais(
+def test_openai_environment_variables_are_not_sent(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = "API_KEY ADMIN_KEY ORG_ID PROJECT_ID WEBHOOK_SECRET"
@@ -112,7 +112,7 @@ def test_a_server_is_told_nothing_that_is_openais(
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
-def test_nobody_else_is_asked(server: Any, status: int) -> None:
+def test_redirects_are_not_followed(server: Any, status: int) -> None:
     server.answers = [lambda body: (status, b"over there"), echo]
     with pytest.raises(InfrastructureError, match=f"HTTP {status}: over there"):
         endpoint(server).complete(USER)
@@ -120,15 +120,13 @@ def test_nobody_else_is_asked(server: Any, status: int) -> None:
 
 
 @pytest.mark.parametrize("key", ["sk-hid\nden", "sk-hiddén", "sk-\x01hidden"])
-def test_a_key_that_cannot_be_sent_is_not_shown(
-    server: Any, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_invalid_key_is_not_printed(server: Any, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("SOME_KEY", key)
     with pytest.raises(
         InfrastructureError, match=r"expected printable ASCII .* in SOME_KEY"
-    ) as seen:
+    ) as recorded:
         endpoint(server, api_key_env="SOME_KEY").complete(USER)
-    assert "hid" not in str(seen.value)
+    assert "hid" not in str(recorded.value)
     monkeypatch.setenv("SOME_KEY", "sk-1\n")  # as `cat` has it
     server.answers = [echo]
     endpoint(server, api_key_env="SOME_KEY").complete(USER)
@@ -143,7 +141,7 @@ def test_a_key_that_cannot_be_sent_is_not_shown(
         ("SSL_CERT_FILE", "/no"),
     ],
 )
-def test_an_environment_without_a_way_out_is_an_infrastructure_error(
+def test_broken_proxy_is_an_infrastructure_error(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     for known in ("NO_PROXY", "no_proxy"):
@@ -154,7 +152,7 @@ def test_an_environment_without_a_way_out_is_an_infrastructure_error(
 
 
 @pytest.mark.parametrize("status", [429, 408, 500, 503])
-def test_what_may_pass_is_tried_again(server: Any, status: int) -> None:
+def test_temporary_errors_are_retried(server: Any, status: int) -> None:
     server.answers = [lambda body: (status, b"busy")] * 2 + [echo]
     assert endpoint(server, retries=2).complete(USER) == ["hi 0"]
     server.answers = [lambda body: (status, b"busy")] * 2
@@ -162,7 +160,7 @@ def test_what_may_pass_is_tried_again(server: Any, status: int) -> None:
         endpoint(server, retries=1).complete(USER)
 
 
-def test_what_the_server_refuses_is_final(server: Any) -> None:
+def test_client_errors_are_final(server: Any) -> None:
     server.answers = [lambda body: (400, b"no such model"), echo]
     with pytest.raises(InfrastructureError, match="HTTP 400: no such model"):
         endpoint(server).complete(USER)
@@ -180,7 +178,7 @@ def test_what_the_server_refuses_is_final(server: Any) -> None:
         {"choices": [{"message": {"content": None}}]},
     ],
 )
-def test_answers_of_another_form_are_never_text(server: Any, answer: Any) -> None:
+def test_malformed_answers_are_never_text(server: Any, answer: Any) -> None:
     server.answers = [lambda body: (200, answer)]
     with pytest.raises(InfrastructureError, match="expected choices with messages of text, got b"):
         endpoint(server).complete(USER)
@@ -199,16 +197,16 @@ def prompt_logprobs(*places: dict[str, Any] | None) -> dict[str, Any]:
     return {"object": "text_completion", "choices": [choice]}
 
 
-def test_tokens_are_scored_by_vllms_server(server: Any) -> None:
+def test_vllm_server_scores_tokens(server: Any) -> None:
     answers = prompt_logprobs(None, OWN | FIRST | SECOND, FIRST | SECOND), {"prompt": "a b"}
     server.answers = [lambda body, answer=answer: (200, answer) for answer in answers]
-    said = endpoint(server).score([7, 11, 28], 2)
-    assert [x.tolist() for x in said] == [[-11.5, -2.5], [[-0.75, -2.5]] * 2, [[29, 28]] * 2]
+    scores = endpoint(server).score([7, 11, 28], 2)
+    assert [x.tolist() for x in scores] == [[-11.5, -2.5], [[-0.75, -2.5]] * 2, [[29, 28]] * 2]
     assert endpoint(server).decode([7, 11]) == "a b"
-    (path, _, body), (other, _, asked) = server.seen
+    (path, _, body), (other, _, request) = server.seen
     assert (path, other) == ("/v1/completions", "/detokenize")
     assert body == {"model": "m", "prompt": [7, 11, 28], "prompt_logprobs": 2, "max_tokens": 1}
-    assert asked == {"model": "m", "tokens": [7, 11]}
+    assert request == {"model": "m", "tokens": [7, 11]}
 
 
 @pytest.mark.parametrize(
@@ -220,13 +218,13 @@ def test_tokens_are_scored_by_vllms_server(server: Any) -> None:
         prompt_logprobs(None, FIRST | SECOND, FIRST | SECOND),
     ],
 )
-def test_scores_of_another_form_are_none(server: Any, answer: Any) -> None:
+def test_malformed_scores_are_refused(server: Any, answer: Any) -> None:
     server.answers = [lambda body: (200, answer)]
     with pytest.raises(InfrastructureError, match="expected a choice with vLLM's prompt_logprobs"):
         endpoint(server).score([7, 11, 28], 2)
 
 
-def test_a_server_that_is_too_slow_is_asked_again(server: Any) -> None:
+def test_slow_server_is_retried(server: Any) -> None:
     late = threading.Event()
 
     def slow(body: dict[str, Any]) -> tuple[int, Any]:
@@ -241,7 +239,7 @@ def test_a_server_that_is_too_slow_is_asked_again(server: Any) -> None:
     late.set()
 
 
-def test_whatever_fails_while_a_server_is_asked_is_the_machines(
+def test_any_failure_of_a_request_is_an_infrastructure_error(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else a tool raises is shown to the policy."""
@@ -255,12 +253,12 @@ def test_whatever_fails_while_a_server_is_asked_is_the_machines(
         endpoint(server, retries=0).complete(USER)
 
 
-def test_nobody_listening_is_an_infrastructure_error() -> None:
+def test_refused_connection_is_an_infrastructure_error() -> None:
     with pytest.raises(InfrastructureError, match=r"endpoint http://127\.0\.0\.1:9/v1"):
         endpoint(9, retries=0).complete(USER)
 
 
-def test_a_script_replies_with_text() -> None:
+def test_scripted_endpoint_replies_with_text() -> None:
     script = ScriptedEndpoint(lambda messages: f"{len(messages)} of them")
     assert script.complete(USER, n=2) == ["1 of them"] * 2
     with pytest.raises(TypeError, match="must return text, got 3"):
@@ -274,12 +272,12 @@ def test_configs_make_endpoints() -> None:
     assert isinstance(http, HttpEndpoint)
     with pytest.raises(ValueError, match=r"endpoints\.s\.function: no module 'nowhere'"):
         make_endpoint(EndpointConfig(kind="script", function="nowhere:f"), "s")
-    with pytest.raises(ValueError, match=r"endpoints\.e: an engine is needed"):
+    with pytest.raises(ValueError, match=r"endpoints\.e: this kind needs an engine"):
         make_endpoint(EndpointConfig(), "e")
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"kind": "http", "model": "m"}, "of kind 'http' requires url"),
         ({"kind": "http", "url": "u"}, "of kind 'http' requires model"),
@@ -291,8 +289,8 @@ def test_configs_make_endpoints() -> None:
         ),
     ],
 )
-def test_configs_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_configs_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         EndpointConfig(**wrong)
 
 
@@ -302,7 +300,7 @@ def test_threads_share_an_engine(tokenizer: Any) -> None:
     together: list[int] = []
 
     def on_step(step: int) -> None:
-        while step == 0 and len(engine.running) + loop._asked.qsize() < 16:
+        while step == 0 and len(engine.running) + loop._queue.qsize() < 16:
             time.sleep(0.001)
         together.append(len(engine.running))
 
@@ -312,10 +310,10 @@ def test_threads_share_an_engine(tokenizer: Any) -> None:
         on_step=on_step,
     )
     loop = EngineLoop(engine)  # type: ignore[arg-type]
-    asked = EngineEndpoint(loop, chat)
+    client = EngineEndpoint(loop, chat)
 
     def ask(name: str) -> list[str]:
-        return asked.complete([{"role": "user", "content": name}], n=2, max_tokens=50)
+        return client.complete([{"role": "user", "content": name}], n=2, max_tokens=50)
 
     with ThreadPoolExecutor(9) as pool:
         futures = [pool.submit(ask, f"q{i}") for i in range(8)]
@@ -325,42 +323,42 @@ def test_threads_share_an_engine(tokenizer: Any) -> None:
     assert max(together) == 16
 
 
-def test_an_error_of_the_engine_reaches_all_who_wait(tokenizer: Any) -> None:
+def test_engine_error_reaches_all_waiting_threads(tokenizer: Any) -> None:
     def explode(step: int) -> None:
-        meanwhile.append(loop.ask(prompt, max_tokens=5))
+        meanwhile.append(loop.submit(prompt, max_tokens=5))
         raise RuntimeError("no memory")
 
     engine = StubEngine(tokenizer, lambda number, prompt: Turn("x", steps=9), on_step=explode)
     loop = EngineLoop(engine)  # type: ignore[arg-type]
     prompt, meanwhile = np.array([1, 2], np.int32), list[Any]()
-    early = loop.ask(prompt, max_tokens=5)
+    early = loop.submit(prompt, max_tokens=5)
     with pytest.raises(RuntimeError, match="no memory"):
         loop.serve()
     (asked_meanwhile,) = meanwhile
     assert asked_meanwhile.done()
-    late = loop.ask(prompt, max_tokens=5)
+    late = loop.submit(prompt, max_tokens=5)
     for future in (early, asked_meanwhile, late):
         with pytest.raises(RuntimeError, match="no memory"):
             future.result(timeout=5)
     assert not engine.running
 
 
-def test_a_prompt_without_room_for_a_reply_is_said(tokenizer: Any) -> None:
+def test_prompt_without_room_for_a_reply_is_refused(tokenizer: Any) -> None:
     engine = StubEngine(tokenizer, lambda number, prompt: Turn("x"), max_model_len=20)
-    asked = EngineEndpoint(EngineLoop(engine), ChatTemplate(tokenizer))  # type: ignore[arg-type]
+    client = EngineEndpoint(EngineLoop(engine), ChatTemplate(tokenizer))  # type: ignore[arg-type]
     with pytest.raises(InfrastructureError, match=r"leaves no room .*max_model_len 20"):
-        asked.complete(USER)
+        client.complete(USER)
 
 
-def test_a_reply_is_asked_for_within_the_context(tokenizer: Any) -> None:
+def test_max_tokens_is_limited_by_the_context(tokenizer: Any) -> None:
     chat = ChatTemplate(tokenizer)
     length = len(chat.prompt_ids(USER)) + 7
     engine = StubEngine(tokenizer, lambda number, prompt: Turn("x"), max_model_len=length)
     loop = EngineLoop(engine)  # type: ignore[arg-type]
     with ThreadPoolExecutor(1) as side:
         for most in (100, 3):
-            asked = side.submit(EngineEndpoint(loop, chat).complete, USER, max_tokens=most)
-            asked.add_done_callback(lambda _: loop.stop())
+            requested = side.submit(EngineEndpoint(loop, chat).complete, USER, max_tokens=most)
+            requested.add_done_callback(lambda _: loop.stop())
             loop.serve()
-            asked.result()
+            requested.result()
     assert [request.max_tokens for request in engine.requests] == [7, 3]

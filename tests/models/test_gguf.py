@@ -1,4 +1,4 @@
-"""The importer, on small GGUF files made here and (slow) on the real SmolLM2."""
+"""The GGUF importer, on small generated files and (slow) on the real SmolLM2."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _f16(array: NDArray[np.float32]) -> NDArray[np.float32]:
     [(TYPES.F32, lambda a: a), (TYPES.Q8_0, q8_0)],
     ids=["F32", "Q8_0"],
 )
-def test_transformers_loads_the_model_that_was_written(
+def test_transformers_loads_the_written_model(
     kind: gguf.GGMLQuantizationType, kept: Callable[[Any], Any], tied: bool, tmp_path: Path
 ) -> None:
     model = small_model(tied=tied)
@@ -163,10 +163,10 @@ def test_transformers_loads_the_model_that_was_written(
         for weight in model.parameters():  # quantising acts on rows: it commutes with their order
             array = weight.numpy()
             weight.copy_(torch.tensor(array if array.ndim == 1 else kept(array)).bfloat16())
-        got, want = dict(loaded.named_parameters()), dict(model.named_parameters())
-        assert got.keys() == want.keys()
-        for name in want:
-            assert torch.equal(got[name], want[name]), name
+        got, expected = dict(loaded.named_parameters()), dict(model.named_parameters())
+        assert got.keys() == expected.keys()
+        for name in expected:
+            assert torch.equal(got[name], expected[name]), name
         ids = torch.tensor([[1, 30, 60, 90, 120, 150]])
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
@@ -188,7 +188,7 @@ def tokenizer_of(tmp_path: Path, **changes: Any) -> Any:
     return AutoTokenizer.from_pretrained(tmp_path / "out")
 
 
-def test_the_tokenizer_merges_splits_digits_and_knows_its_special_tokens(tmp_path: Path) -> None:
+def test_tokenizer_merges_splits_digits_and_has_special_tokens(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path)
     assert tokenizer.tokenize("hello 12") == ["hello", "\u0120", "1", "2"]
     assert tokenizer.tokenize("o  1") == ["o", "\u0120\u0120", "1"]
@@ -202,7 +202,7 @@ def test_the_tokenizer_merges_splits_digits_and_knows_its_special_tokens(tmp_pat
     assert chat == "<|im_start|>hello"
 
 
-def test_the_gpt2_splitter_keeps_digits_together(tmp_path: Path) -> None:
+def test_gpt2_splitter_keeps_digits_together(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, **{"tokenizer.ggml.pre": "gpt-2"})
     assert tokenizer.tokenize("o  12") == ["o", "\u0120", "\u0120", "12"]
 
@@ -220,7 +220,7 @@ def test_the_gpt2_splitter_keeps_digits_together(tmp_path: Path) -> None:
         ({"arch": "gemma3"}, r"general\.architecture: expected llama, got 'gemma3'"),
     ],
 )
-def test_what_is_not_supported_is_named_and_leaves_nothing_behind(
+def test_unsupported_file_is_named_and_leaves_no_files(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     values = {k: v for k, v in (metadata() | changes).items() if v is not None}
@@ -231,26 +231,24 @@ def test_what_is_not_supported_is_named_and_leaves_nothing_behind(
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+def test_non_gguf_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04" * 100)
-    with pytest.raises(ValueError, match=r"m\.gguf is no GGUF file that can be read: GGUF magic"):
+    with pytest.raises(ValueError, match=r"m\.gguf is not a readable GGUF file: GGUF magic"):
         import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     whole = write_gguf(tmp_path / "whole.gguf", tensors_of(small_model(tied=True))).read_bytes()
     (tmp_path / "m.gguf").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"m\.gguf is no GGUF file that can be read"):
+    with pytest.raises(ValueError, match=r"m\.gguf is not a readable GGUF file"):
         import_gguf(tmp_path / "m.gguf", tmp_path / "out")
 
 
-def test_a_second_import_does_nothing(tmp_path: Path) -> None:
+def test_second_import_does_nothing(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)))
     import_gguf(path, tmp_path / "models" / "out")
     path.unlink()
     import_gguf(path, tmp_path / "models" / "out")
 
 
-def test_a_crash_half_way_leaves_no_model_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_leaves_no_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "m.gguf", tensors_of(small_model(tied=True)))
 
     def crash(*_: Any, **__: Any) -> None:
@@ -268,11 +266,11 @@ def test_a_crash_half_way_leaves_no_model_directory(
 
 
 @pytest.mark.parametrize(
-    ("package", "said"),
-    [("numpy", "should carry one .gguf file, has 0"), ("no-such-thing", "try: pip install --no-")],
+    ("package", "message"),
+    [("numpy", "expected one .gguf file, got 0"), ("no-such-thing", "try: pip install --no-")],
 )
-def test_a_package_without_a_model_is_named(package: str, said: str) -> None:
-    with pytest.raises(ValueError, match=f"package '{package}' .*{said}"):
+def test_package_without_a_model_is_named(package: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"package '{package}'.*{message}"):
         find_in_package(package)
 
 
@@ -290,21 +288,21 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_smollm2_speaks(smollm2: tuple[Path, Path]) -> None:
+def test_smollm2_generates_text(smollm2: tuple[Path, Path]) -> None:
     _, out = smollm2
     tokenizer: Any = AutoTokenizer.from_pretrained(out)
     model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    asked = tokenizer.apply_chat_template(
+    inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True, return_tensors="pt", return_dict=True,
     )  # fmt: skip
-    said = model.generate(**asked, max_new_tokens=20, do_sample=False)[0]
-    text = tokenizer.decode(said[asked["input_ids"].shape[1] :])
+    generated = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0]
+    text = tokenizer.decode(generated[inputs["input_ids"].shape[1] :])
     assert text == "The capital of France is Paris.<|im_end|>"
 
 
 @pytest.mark.slow
-def test_smollm2_tokens_are_those_of_transformers_but_for_its_missing_digit_splitter(
+def test_smollm2_tokens_equal_transformers_except_digits(
     smollm2: tuple[Path, Path],
 ) -> None:
     """Transformers' GGUF reader drops the splitter, which shows where spaces run into a digit."""

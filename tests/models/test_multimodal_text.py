@@ -1,4 +1,4 @@
-"""Checkpoints with parts for images: the language model is trained, the rest stays as it was."""
+"""Multimodal checkpoints: the language model is trained, all other tensors stay unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT = LearnerConfig(gradient_checkpointing=False)
 
 @pytest.fixture(params=IMAGES)
 def whole(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A tiny checkpoint as such a family is released."""
+    """A tiny multimodal checkpoint in the released form."""
     folder = tmp_path / "whole"
     write_model(f"{request.param}, whole", folder)
     return folder
@@ -38,7 +38,7 @@ def policy_of(folder: Path) -> Policy:
     return Policy(model, KEPT, weights="own")
 
 
-def test_the_language_model_is_the_one_inside(whole: Path) -> None:
+def test_loaded_language_model_equals_the_inner_one(whole: Path) -> None:
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         inside: Any = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32)
@@ -46,9 +46,7 @@ def test_the_language_model_is_the_one_inside(whole: Path) -> None:
         assert torch.equal(alone(ids).logits, inside.eval()(input_ids=ids).logits)
 
 
-def test_a_checkpoint_has_what_the_first_had_with_another_language_model(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_keeps_the_other_tensors(whole: Path, tmp_path: Path) -> None:
     before, policy = tensors_in(whole), policy_of(whole)
     config = (whole / "config.json").read_text()
     with torch.no_grad():
@@ -68,7 +66,7 @@ def test_a_checkpoint_has_what_the_first_had_with_another_language_model(
     assert all(torch.equal(p, trained[name]) for name, p in again.named_parameters())
 
 
-def test_a_tied_head_in_the_files_is_written_as_the_embedding(whole: Path, tmp_path: Path) -> None:
+def test_tied_head_in_the_files_is_saved_as_the_embedding(whole: Path, tmp_path: Path) -> None:
     path = whole / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"tie_word_embeddings": True}))
@@ -86,14 +84,14 @@ def test_a_tied_head_in_the_files_is_written_as_the_embedding(whole: Path, tmp_p
     assert (tensors_in(tmp_path / "saved")["lm_head.weight"] == 3.0).all()
 
 
-def test_its_size_is_that_of_the_language_model(whole: Path) -> None:
+def test_memory_estimate_uses_the_language_model(whole: Path) -> None:
     named = dict(policy_of(whole).model.named_parameters())
-    found = {text_name(name): shape for name, shape in shapes_in(whole).items()}
-    assert {name: tuple(p.shape) for name, p in named.items()}.items() <= found.items()
-    assert not any("vis" in (name or "vis") for name in found)
+    actual = {text_name(name): shape for name, shape in shapes_in(whole).items()}
+    assert {name: tuple(p.shape) for name, p in named.items()}.items() <= actual.items()
+    assert not any("vis" in (name or "vis") for name in actual)
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_not_made_up(whole: Path) -> None:
+def test_checkpoint_with_a_missing_tensor_is_refused(whole: Path) -> None:
     tensors = tensors_in(whole)
     gone = next(name for name in tensors if name.endswith("layers.0.mlp.up_proj.weight"))
     if "vision" in gone or "visual" in gone:

@@ -66,11 +66,11 @@ def _judge(name: str) -> Judge | str:
 
 
 def judge_of(name: str) -> Judge:
-    found = _judge(name)
-    if isinstance(found, str):
-        pytest.skip(found)
-    found.own_tokenizer()
-    return found
+    actual = _judge(name)
+    if isinstance(actual, str):
+        pytest.skip(actual)
+    actual.own_tokenizer()
+    return actual
 
 
 def ids_of(judge: Judge, text: str) -> list[int]:
@@ -78,16 +78,19 @@ def ids_of(judge: Judge, text: str) -> list[int]:
     return list(judge.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def test_the_policy_and_the_author_of_prompts_write_thoughts_and_calls() -> None:
+def test_policy_and_author_may_write_thoughts_and_calls() -> None:
     judge = judge_of("qwen3")
     (think,) = ids_of(judge, "<think>")
-    said = [{"role": "system", "content": "Use <think>."}, {"role": "user", "content": "<think>"}]
-    assert judge.chat.prompt_ids(said).tolist().count(think) == 1
+    messages = [
+        {"role": "system", "content": "Use <think>."},
+        {"role": "user", "content": "<think>"},
+    ]
+    assert judge.chat.prompt_ids(messages).tolist().count(think) == 1
     # the policy's are its own in a history too; a system message behind them is the world's
     (call,) = ids_of(judge, "<tool_call>")
     for roles, count in ((["assistant"], 1), (["assistant", "system"], 1), (["user"], 0)):
         turns = [{"role": role, "content": "<tool_call>"} for role in roles]
-        assert judge.chat.prompt_ids([*said, *turns]).tolist().count(call) == count, roles
+        assert judge.chat.prompt_ids([*messages, *turns]).tolist().count(call) == count, roles
     assert judge.chat.text_ids("<think>\n", own=True).tolist() == ids_of(judge, "<think>\n")
     assert think not in judge.chat.text_ids("<think>").tolist()
     ends = judge.chat.text_ids("<|im_end|>", own=True).tolist()
@@ -107,14 +110,14 @@ STOPS = {
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in STOPS])
-def test_a_turn_stops_where_the_template_closes_it_and_nowhere_inside(name: str) -> None:
+def test_turn_stops_only_at_its_closer(name: str) -> None:
     judge = judge_of(name)
     assert judge.tokenizer.convert_ids_to_tokens(list(judge.chat.stop_token_ids)) == STOPS[name]
     assert judge.tokenizer.convert_ids_to_tokens(judge.chat.end_of_turn_id) == STOPS[name][0]
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in STOPS])
-def test_saved_stop_ids_are_read_back_as_the_same_template(name: str) -> None:
+def test_saved_stop_ids_restore_the_same_template(name: str) -> None:
     """A resumed run reads its own stop ids as the model's eos."""
     chat = judge_of(name).chat
     again = ChatTemplate(
@@ -131,7 +134,7 @@ GO_ON = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "last", "appended"),
+    ("name", "message", "last", "appended"),
     [
         ("cohere2", GO_ON, "<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|>"),
         ("phi3", GO_ON, "<|endoftext|>", "<|user|> x<|end|><|assistant|>"),
@@ -147,12 +150,12 @@ GO_ON = [{"role": "user", "content": "x"}]
         (R7B, TOOL, "<|END_ACTION|>", "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN"),
     ],
 )  # fmt: skip
-def test_what_is_appended_depends_on_the_token_that_ended_the_turn(
-    name: str, said: list[dict[str, str]], last: str | None, appended: str
+def test_appended_tokens_depend_on_the_end_token(
+    name: str, message: list[dict[str, str]], last: str | None, appended: str
 ) -> None:
     judge = judge_of(name)
     last_id = None if last is None else judge.tokenizer.convert_tokens_to_ids(last)
-    ids = judge.chat.observation_ids(said, last_id=last_id)
+    ids = judge.chat.observation_ids(message, last_id=last_id)
     assert judge.tokenizer.decode(ids).startswith(appended)
 
 
@@ -170,29 +173,29 @@ def conversation_of_two_calls_a_turn(start: str) -> list[dict[str, Any]]:
     return messages
 
 
-def test_a_clients_own_ids_are_refused_where_nine_characters_must_be() -> None:
+def test_invalid_call_ids_are_refused_by_mistral() -> None:
     judge = judge_of(next(n for n in NAMES if n.startswith("llama.cpp/Mistral-Small")))
     judge.chat.prompt_ids(conversation_of_two_calls_a_turn("newid00"))
     with pytest.raises(ValueError, match=r"begin a conversation: .*length 9"):
         judge.chat.prompt_ids(conversation_of_two_calls_a_turn("a-clients-own"))
 
 
-def test_what_an_agents_tools_answer_has_ids_of_the_templates_form() -> None:
+def test_generated_call_ids_fit_the_template() -> None:
     judge = judge_of("mistral_v3")
     agent = ToolAgent(env=None, call_reader=lambda parser: cast(Any, None))
     action = CallTools((ToolCall("f", {}), ToolCall("f", {})))
-    told: Any = agent.observe(action, Observation("", outputs=("one", "two")))
-    text = judge.tokenizer.decode(judge.chat.observation_ids(told, last_id=None, tools=True))
+    message: Any = agent.observe(action, Observation("", outputs=("one", "two")))
+    text = judge.tokenizer.decode(judge.chat.observation_ids(message, last_id=None, tools=True))
     assert len(set(re.findall(r'"call_id": "([A-Za-z0-9]{9})"', text))) == 2
     rendered = judge.chat.prompt_ids(
-        [*({"role": role, "content": "x"} for role in ("user", "assistant")), *told]
+        [*({"role": role, "content": "x"} for role in ("user", "assistant")), *message]
     )
     text = judge.tokenizer.decode(rendered)  # of a history that is rendered anew
     assert len(set(re.findall(r'"call_id": "([A-Za-z0-9]{9})"', text))) == 2
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "token"),
+    ("name", "message", "token"),
     [
         ("glm4moe", TOOL, "<|observation|>"), ("glm4moe", GO_ON, "<|user|>"),
         ("glm4moe", [], "<|endoftext|>"), ("gemma4", TOOL, "<|tool_response>"),
@@ -200,14 +203,14 @@ def test_what_an_agents_tools_answer_has_ids_of_the_templates_form() -> None:
         ("qwen3", TOOL, "<|im_end|>"),
     ],
 )  # fmt: skip
-def test_a_demonstrated_turn_ends_with_the_token_that_the_policy_would_sample(
-    name: str, said: list[dict[str, str]], token: str
+def test_demonstration_ends_with_the_sampled_end_token(
+    name: str, message: list[dict[str, str]], token: str
 ) -> None:
     judge = judge_of(name)
-    assert judge.tokenizer.convert_ids_to_tokens(judge.chat.closing_id(said)) == token
+    assert judge.tokenizer.convert_ids_to_tokens(judge.chat.closing_id(message)) == token
 
 
-def test_text_inside_a_turn_has_no_space_put_before_it() -> None:
+def test_text_in_a_turn_gets_no_leading_space() -> None:
     """SentencePiece puts one before a text's first word; inside a turn nothing is first."""
     judge = judge_of("mistral_v3")
     assert ids_of(judge, "[/INST]hi")[1:] == judge.chat.text_ids("hi").tolist()
@@ -216,12 +219,15 @@ def test_text_inside_a_turn_has_no_space_put_before_it() -> None:
     )
 
 
-def test_options_reach_the_template() -> None:
+def test_template_options_are_passed() -> None:
     judge = judge_of("qwen3")
-    said = [{"role": "user", "content": "x"}]
+    messages = [{"role": "user", "content": "x"}]
     for options, end in (({}, "assistant\n"), ({"enable_thinking": False}, "\n</think>\n\n")):
         chat = ChatTemplate(judge.tokenizer, options)
-        for ids in (chat.prompt_ids(said), chat.observation_ids(said, last_id=chat.end_of_turn_id)):
+        for ids in (
+            chat.prompt_ids(messages),
+            chat.observation_ids(messages, last_id=chat.end_of_turn_id),
+        ):
             assert judge.tokenizer.decode(ids).endswith(end)
 
 
@@ -237,25 +243,25 @@ def test_roles_that_cannot_follow_a_turn_are_refused(
     name: str, roles: list[str], reason: str
 ) -> None:
     chat = judge_of(name).chat
-    says = rf"roles {roles} cannot follow an assistant turn: {reason}.*; use roles that it knows"
+    message = rf"roles {roles} cannot follow an assistant turn: {reason}.*; use roles that it knows"
     for refused in (
         lambda: chat.require_roles(roles),
         lambda: chat.observation_ids(
             [{"role": role, "content": "x"} for role in roles], last_id=chat.end_of_turn_id
         ),
     ):
-        with pytest.raises(ValueError, match=says.replace("[", r"\[").replace("]", r"\]")):
+        with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
             refused()
 
 
-def test_a_prompt_that_the_template_refuses_names_the_roles() -> None:
-    said = [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]
+def test_refused_prompt_names_the_roles() -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]
     with pytest.raises(ValueError, match=r"\['user', 'user'\] cannot begin a conversation"):
-        judge_of("gemma3").chat.prompt_ids(said)
+        judge_of("gemma3").chat.prompt_ids(messages)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "mistral_v3", "gemma3"])
-def test_a_clipped_text_never_exceeds_its_budget(name: str) -> None:
+def test_clipped_text_never_exceeds_its_budget(name: str) -> None:
     chat, rng = judge_of(name).chat, random.Random(0)
     pool = ("word ", "é", "日本", "🙂", "<|im_end|>", "</s>", "  ", "\n\n", "12345", "e\u0301")
     for _ in range(60):
@@ -269,29 +275,29 @@ def test_a_clipped_text_never_exceeds_its_budget(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in NAMES])
-def test_S2_3_random_conversations_agree_with_the_templates_own_rendering(name: str) -> None:
+def test_S2_3_random_conversations_equal_the_rendering(name: str) -> None:
     """10,000 of each: python -m bench.conversations."""
     if name in REFUSED:
         with pytest.raises(ValueError, match=REFUSED[name]):
             judge_of(name)
         return
-    judge, seen = judge_of(name), Seen()
+    judge, recorded = judge_of(name), Seen()
     for index in range(20):
-        judge.judge(random.Random(f"test {index}"), seen)
-    assert seen.disagreements == 0, seen.first
-    assert seen.deltas >= 40
+        judge.judge(random.Random(f"test {index}"), recorded)
+    assert recorded.disagreements == 0, recorded.first
+    assert recorded.deltas >= 40
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
-def test_what_the_world_says_is_never_a_control_token(name: str) -> None:
+def test_environment_text_is_never_a_control_token(name: str) -> None:
     judge = judge_of(name)
     control = set(judge.chat._encoder.control_ids.values())
 
     def controls(content: str) -> list[int]:
-        said = [{"role": "user", "content": content}]
+        messages = [{"role": "user", "content": content}]
         ids = [
-            *judge.chat.prompt_ids(said).tolist(),
-            *judge.chat.observation_ids(said, last_id=None).tolist(),
+            *judge.chat.prompt_ids(messages).tolist(),
+            *judge.chat.observation_ids(messages, last_id=None).tolist(),
         ]
         return [i for i in ids if i in control]
 

@@ -1,4 +1,4 @@
-"""The bytes of tokens, against what tokenizers make of texts."""
+"""Token bytes against the tokenizers' own encoding of texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ["qwen3", "llama3_1", "smollm2", "deepseekv3", "mistral_v3", "gemma3"]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_bytes_of_a_texts_tokens_are_the_text(name: str) -> None:
+def test_token_bytes_join_to_the_text(name: str) -> None:
     judge, rng = judge_of(name), random.Random(0)
     vocabulary = token_bytes(judge.tokenizer)
     for _ in range(200):
@@ -26,7 +26,7 @@ def test_the_bytes_of_a_texts_tokens_are_the_text(name: str) -> None:
         assert joined.decode().removeprefix(" ") == expected.removeprefix(" ")
 
 
-def test_another_kind_of_tokenizer_is_refused() -> None:
+def test_unsupported_tokenizer_is_refused() -> None:
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.decoder = decoders.WordPiece()
     with pytest.raises(ValueError, match=r"'tiny' decodes with \['WordPiece'\]; known are"):

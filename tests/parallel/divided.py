@@ -1,8 +1,8 @@
-"""One engine on two ranks, and its learner: what test_divided.py has four ranks do.
+"""One engine on two ranks, and its learner: the program that test_divided.py runs on four ranks.
 
     torchrun --nproc_per_node=4 tests/parallel/divided.py FOLDER
 
-FOLDER/model is a model; every rank leaves what it saw in FOLDER/RANK.json.
+FOLDER/model is a model; every rank writes its results to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEAM = 2
 
 def part_of(model: Any, name: str, place: int) -> Tensor:
     """What a rank of two must hold of vLLM's tensor: written out by hand for Qwen3."""
-    state = {n: parallel.whole(p) for n, p in model.named_parameters()}
+    state = {n: parallel.full_tensor(p) for n, p in model.named_parameters()}
 
     def rows(*names: str) -> Tensor:
         halves = [state[n].chunk(TEAM, dim=0)[place] for n in names]
@@ -73,10 +73,10 @@ def agreement(engine: Engine, learner: Learner) -> float | str:
 
 def sampled(engine: Engine, team: parallel.Team) -> dict[str, list[int]]:
     """Requests that begin and end at different steps, asked of the leader."""
-    seen: dict[str, list[int]] = {}
+    recorded: dict[str, list[int]] = {}
     if team.place:
         follow(engine, team)
-        return seen
+        return recorded
     leader = Leader(engine, team)
     prompts = probe_prompts(tiny.VOCAB)
     for index in range(6):
@@ -85,12 +85,12 @@ def sampled(engine: Engine, team: parallel.Team) -> dict[str, list[int]]:
             temperature=1.0, seed=index,
         )  # fmt: skip
         for done in leader.step():
-            seen[done.request_id] = done.token_ids.tolist()
+            recorded[done.request_id] = done.token_ids.tolist()
     while leader.num_in_flight:
         for done in leader.step():
-            seen[done.request_id] = done.token_ids.tolist()
+            recorded[done.request_id] = done.token_ids.tolist()
     leader.finish()
-    return seen
+    return recorded
 
 
 def work(folder: Path) -> dict[str, Any]:
@@ -100,11 +100,11 @@ def work(folder: Path) -> dict[str, Any]:
     learner = learner_on(engine, folder / "model", weights="auto", dlogp_limit=1e-4)
     where = {name: p.data_ptr() for name, p in engine.model.named_parameters()}
     learner.publish()
-    seen: dict[str, Any] = {
+    recorded: dict[str, Any] = {
         "weights": learner.policy.weights, "place": team.place, "first": agreement(engine, learner),
         "sampled": sampled(engine, team),
     }  # fmt: skip
-    seen["score"] = learner.score(probe_prompts(tiny.VOCAB)[0]).tolist()
+    recorded["score"] = learner.score(probe_prompts(tiny.VOCAB)[0]).tolist()
     shards: Any = learner._scorer
     shards.reshard()  # scoring alone leaves the head whole
     with torch.no_grad():  # as an optimizer would: every rank its own shards
@@ -112,16 +112,16 @@ def work(folder: Path) -> dict[str, Any]:
             local = parameter.to_local()
             local.mul_(1 + 0.01 * number).add_(0.003)
     engine.reset_prefix_cache()
-    seen["stale"] = agreement(engine, learner)
-    seen["stale_parts"] = wrong_parts(engine, learner.model, team.place)
+    recorded["stale"] = agreement(engine, learner)
+    recorded["stale_parts"] = wrong_parts(engine, learner.model, team.place)
     learner.publish()
-    seen["moved"] = agreement(engine, learner)
-    seen["wrong_parts"] = wrong_parts(engine, learner.model, team.place)
-    seen["tensors"] = len(where)
-    seen["in_place"] = where == {n: p.data_ptr() for n, p in engine.model.named_parameters()}
-    seen["numbers"] = int(sum(p.numel() for p in engine.model.parameters()))
+    recorded["moved"] = agreement(engine, learner)
+    recorded["wrong_parts"] = wrong_parts(engine, learner.model, team.place)
+    recorded["tensors"] = len(where)
+    recorded["in_place"] = where == {n: p.data_ptr() for n, p in engine.model.named_parameters()}
+    recorded["numbers"] = int(sum(p.numel() for p in engine.model.parameters()))
     engine.shutdown()
-    return seen
+    return recorded
 
 
 if __name__ == "__main__":

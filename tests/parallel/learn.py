@@ -1,4 +1,4 @@
-"""Steps of the learner on given groups, then a checkpoint: what test_parallel.py has ranks do.
+"""Steps of the learner on given groups, then a checkpoint: the program that test_parallel.py runs.
 
     torchrun --nproc_per_node=2 tests/parallel/learn.py JOBS.json
 
@@ -55,7 +55,7 @@ def learn(
         )  # fmt: skip
     if saved is not None:
         trained.load_state(saved / "state.pt")
-    to_come = parallel.total(trained._optimizer.bytes_to_come)
+    to_allocate = parallel.total(trained._optimizer.bytes_to_allocate)
     trained.dry_pass(64)
     groups = pickle.loads((here / "groups.pickle").read_bytes())
     steps, batches = [], []
@@ -65,7 +65,7 @@ def learn(
         steps.append(trained.step(updates))
     trained.publish()
     record = {
-        "steps": steps, "batches": batches, "to_come": to_come,
+        "steps": steps, "batches": batches, "to_allocate": to_allocate,
         "ranks": trained.describe()["ranks"],
         "score": trained.score(groups[0].rollouts[0].token_ids).tolist(),
         "norms": {k: v.norm().item() for k, v in sorted(engine.weights.items())},

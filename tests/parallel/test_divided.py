@@ -1,4 +1,4 @@
-"""One vLLM engine on two ranks (twice, on four): its weights, its proof, and who it listens to."""
+"""One vLLM engine on two ranks (twice, on four): weights, agreement check, broadcast requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(900)  # ranks wait for their turn, see warm.run
 
 @pytest.fixture(scope="module")
 def seen(slow_setup: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of four ranks saw."""
+    """The records of each of four ranks."""
     folder = tmp_path_factory.mktemp("divided")
     tiny.make_model_dir(folder / "model")
     left_over = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")  # of a run that was killed, in vLLM's naming
@@ -41,7 +41,7 @@ def what_ranks_saw(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 
 
-def test_each_rank_holds_its_part_where_it_was(seen: list[dict[str, Any]]) -> None:
+def test_each_rank_updates_its_part_in_place(seen: list[dict[str, Any]]) -> None:
     assert [rank["place"] for rank in seen] == [0, 1, 0, 1]
     assert {rank["weights"] for rank in seen} == {"copy"}
     for rank in seen:
@@ -50,38 +50,38 @@ def test_each_rank_holds_its_part_where_it_was(seen: list[dict[str, Any]]) -> No
         assert len(rank["stale_parts"]) == rank["tensors"], "every tensor was changed"
 
 
-def test_the_proof_of_agreement_holds_on_every_rank(seen: list[dict[str, Any]]) -> None:
+def test_agreement_check_passes_on_every_rank(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         assert rank["first"] <= 1e-5
         assert rank["moved"] <= 1e-5
         assert "after the weight update" in rank["stale"]
 
 
-def test_teams_sample_what_one_engine_would(seen: list[dict[str, Any]], engine: Engine) -> None:
+def test_teams_sample_like_one_engine(seen: list[dict[str, Any]], engine: Engine) -> None:
     """The same requests, with the same seeds, on one rank and the whole model."""
     from agentgrpo.engine.agreement import probe_prompts
 
     assert seen[0]["sampled"] == seen[2]["sampled"]
     assert seen[1]["sampled"] == seen[3]["sampled"] == {}
-    prompts, want = probe_prompts(tiny.VOCAB), dict[str, Any]()
+    prompts, expected = probe_prompts(tiny.VOCAB), dict[str, Any]()
     for index in range(6):
         engine.add_request(
             str(index), prompts[index % 2][: 20 + index], max_tokens=4 + 3 * index,
             temperature=1.0, seed=index,
         )  # fmt: skip
-        want |= {done.request_id: done.token_ids.tolist() for done in engine.step()}
+        expected |= {done.request_id: done.token_ids.tolist() for done in engine.step()}
     while engine.num_in_flight:
-        want |= {done.request_id: done.token_ids.tolist() for done in engine.step()}
-    assert seen[0]["sampled"] == want
-    assert {len(ids) for ids in want.values()} != {1}
+        expected |= {done.request_id: done.token_ids.tolist() for done in engine.step()}
+    assert seen[0]["sampled"] == expected
+    assert {len(ids) for ids in expected.values()} != {1}
 
 
 # What cannot be is refused, with its key.
 
 
-def test_as_many_ranks_as_the_engine_is_divided_among(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_count_must_be_a_multiple_of_the_team(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ValueError, match=r"engine.tensor_parallel_size 2 needs a multiple of 2 processes.* are 1"
+        ValueError, match=r"engine.tensor_parallel_size 2 needs a multiple of 2 processes, got 1"
     ):
         parallel.require_teams_of(2)
     monkeypatch.setenv("WORLD_SIZE", "6")
@@ -90,7 +90,7 @@ def test_as_many_ranks_as_the_engine_is_divided_among(monkeypatch: pytest.Monkey
         parallel.require_teams_of(4)
 
 
-def test_shared_weights_are_whole() -> None:
+def test_shared_weights_are_refused_on_several_ranks() -> None:
     with pytest.raises(ValueError, match=r"engine.weights: expected 'copy' .* got 'shared'"):
         EngineConfig(tensor_parallel_size=2, weights="shared")
     assert EngineConfig(tensor_parallel_size=2, weights="auto").tensor_parallel_size == 2
@@ -98,7 +98,7 @@ def test_shared_weights_are_whole() -> None:
         load_config("quickstart", ["engine.tensor_parallel_size=0"])
 
 
-def test_ranks_on_cpu_that_would_not_add_up_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_two_cpu_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM's shared-memory sum begins with the rank's own part: only two commute."""
     from agentgrpo.engine.engine import Engine
 

@@ -1,4 +1,4 @@
-"""`agentgrpo evaluate` under torchrun: the tasks are divided, the report is one and the same."""
+"""`agentgrpo evaluate` under torchrun: the tasks are divided, and there is one report."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_each_rank_plays_its_tasks_with_seeds_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_each_rank_uses_its_own_tasks_and_seeds(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", str(rank))
     shares = [[Group(task=t, rollouts=[]) for t in TASKS[r::3]] for r in range(3)]
@@ -47,7 +45,7 @@ def test_each_rank_plays_its_tasks_with_seeds_of_its_own(
     assert [group.task.id for group in groups] == list("abcde"), "in their order, on every rank"
 
 
-def test_the_first_rank_alone_asks_the_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_calls_the_judges(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call for each rank would cost as much again, and the reports would differ."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: ([], {}))
@@ -64,12 +62,12 @@ def test_the_first_rank_alone_asks_the_judges(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.timeout(900)
 def test_two_ranks_write_one_report_of_all_tasks(tmp_path: Path, agent_model: Path) -> None:
     config = str(write_config(tmp_path, agent_model))
-    asked = [config, "data.num_heldout=3", "--report", str(tmp_path / "report")]
-    ran = run_ranks(2, "-m", "agentgrpo", "evaluate", *asked)
+    args = [config, "data.num_heldout=3", "--report", str(tmp_path / "report")]
+    ran = run_ranks(2, "-m", "agentgrpo", "evaluate", *args)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    shown = json.loads(ran.stdout)  # which it is not, if both ranks print
+    displayed = json.loads(ran.stdout)  # which it is not, if both ranks print
     written = json.loads((tmp_path / "report/report.json").read_text())
     assert ran.stderr.count("engine: starting vLLM") == 1, "the first rank alone speaks"
     assert [row["id"] for row in written["per_task"]] == [f"heldout.jsonl:{n}" for n in (1, 2, 3)]
     assert written["tasks"] == 3
-    assert shown["measures"] == written["measures"]
+    assert displayed["measures"] == written["measures"]

@@ -1,4 +1,4 @@
-"""A rank that is lost ends the others in one line; one that has finished does not."""
+"""A lost rank ends the others with one line; a finished rank does not."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int 
 def test_lost_rank_ends_the_others(
     case: str, ended: dict[str, list[tuple[int | None, str]]]
 ) -> None:
-    said = CASES[case][2]
+    message = CASES[case][2]
     for status, out in ended[case]:
-        assert status == (0 if said is None else 1), out
+        assert status == (0 if message is None else 1), out
         lines = [line for line in out.splitlines() if line.startswith("error: ")]
-        assert len(lines) == (0 if said is None else 1), out
-        if said is not None:
-            assert lines[0].startswith(f"error: rank 1 ({socket.gethostname()}) {said}."), out
+        assert len(lines) == (0 if message is None else 1), out
+        if message is not None:
+            assert lines[0].startswith(f"error: rank 1 ({socket.gethostname()}) {message}."), out

@@ -1,4 +1,4 @@
-"""Several machines, each with a folder of its own: two ranks that share a network alone."""
+"""Several machines with separate folders: two torchrun agents, as users start them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_differ_stop_with_one_message(nodes: Nodes, case: str) -> None:
+def test_differing_ranks_stop_with_one_message(nodes: Nodes, case: str) -> None:
     setting, message = DIFFERENT[case]
     other = nodes.homes[1] / "other.jsonl"
     rows = (nodes.config.parent / "train.jsonl").read_text().splitlines(keepends=True)
@@ -95,12 +95,12 @@ def test_ranks_that_differ_stop_with_one_message(nodes: Nodes, case: str) -> Non
     assert "starting vLLM" not in out
 
 
-def test_a_folder_of_records_of_its_own_is_no_difference(nodes: Nodes) -> None:
+def test_differing_out_dir_is_accepted(nodes: Nodes) -> None:
     statuses, out = nodes.torchrun("steps=1", second=("out_dir=elsewhere",))
     assert statuses == [0, 0], out[-3000:]
 
 
-def test_another_source_of_the_same_reward_is_a_difference(nodes: Nodes) -> None:
+def test_differing_reward_source_is_found(nodes: Nodes) -> None:
     for home, value in zip(nodes.homes, (1.0, 2.0), strict=True):
         (home / "mine.py").write_text(f"def pay(rollout):\n    return {value}\n")
     statuses, out = nodes.run("steps=1", "reward.functions=['mine:pay']")

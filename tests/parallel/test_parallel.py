@@ -1,4 +1,4 @@
-"""Two ranks over gloo are one: same losses, same weights, one's checkpoint is the other's."""
+"""Two ranks over gloo equal one: same losses, same weights, interchangeable checkpoints."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def assert_same(one: Record, two: Record) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_are_one(records: dict[str, Record], case: str) -> None:
+def test_two_ranks_equal_one(records: dict[str, Record], case: str) -> None:
     one, two = records[f"{case}-one"], records[f"{case}-two"]
     assert (one["ranks"], two["ranks"]) == (1, 2)
     assert any(count % 2 for count in one["batches"]), "one rank has a batch less"
@@ -102,7 +102,7 @@ def test_two_ranks_are_one(records: dict[str, Record], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_of_two_ranks_resumes_on_one_and_back(
+def test_checkpoint_resumes_between_one_and_two_ranks(
     records: dict[str, Record], case: str
 ) -> None:
     whole = records[f"{case}-whole"]
@@ -124,24 +124,22 @@ def test_one_rank_is_identity() -> None:
 
 
 @pytest.mark.parametrize("count", range(6))
-def test_shares_are_equal_and_cover_everything_once(
-    monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    items, seen, lengths, apart = list(range(count)), [], set(), []
+def test_shares_are_equal_and_complete(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    items, recorded, lengths, apart = list(range(count)), [], set(), []
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
         share = list(parallel.share(items))
         assert all(items[index] == item for index, item, _ in share)
-        seen += [item for _, item, counts in share if counts]
+        recorded += [item for _, item, counts in share if counts]
         lengths.add(len(share))
-        apart.append(parallel.mine(items))
-    assert sorted(seen) == items
+        apart.append(parallel.own_items(items))
+    assert sorted(recorded) == items
     assert len(lengths) == 1
     assert parallel.interleave(apart) == items
 
 
-def test_the_largest_is_nan_if_any_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_is_nan_if_any_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "gather", lambda value: [1.0, float("nan"), 2.0])
     assert np.isnan(parallel.largest(0.0))
     monkeypatch.setattr(parallel, "gather", lambda value: [1.0, 3.0, 2.0])
@@ -178,7 +176,7 @@ parallel.stop()
 
 
 @pytest.mark.slow
-def test_a_sharded_master_moves_with_its_shard(tmp_path: Path) -> None:
+def test_sharded_master_moves_with_its_shard(tmp_path: Path) -> None:
     """On a GPU, to host memory but while it is updated, and its moments."""
     (tmp_path / "sharded.py").write_text(SHARDED)
     ran = run_ranks(2, str(tmp_path / "sharded.py"))

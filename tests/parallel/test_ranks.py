@@ -1,4 +1,4 @@
-"""Nodes without a shared folder continue from rank 0's checkpoint, or none does."""
+"""Nodes without a shared folder all continue from rank 0's checkpoint, or none does."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def save(out_dir: Path, step: int, weights: bytes) -> Path:
     return folder
 
 
-def test_other_nodes_get_a_copy_of_the_checkpoint(tmp_path: Path) -> None:
+def test_other_nodes_copy_the_checkpoint(tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("a", "b", "c"))
     original = save(first, 7, os.urandom((1 << 25) + 3))
     save(third, 7, b"of another run")
@@ -74,7 +74,7 @@ def test_other_nodes_get_a_copy_of_the_checkpoint(tmp_path: Path) -> None:
             assert (copy / name).read_bytes() == (original / name).read_bytes(), name
 
 
-def test_records_on_another_node_than_rank_0_stop_all(tmp_path: Path) -> None:
+def test_records_outside_rank_0_stop_all(tmp_path: Path) -> None:
     save(tmp_path / "b", 7, b"weights")
     statuses, outs = common(tmp_path / "a", tmp_path / "b")
     assert statuses == [2, 2], outs

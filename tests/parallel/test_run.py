@@ -1,4 +1,4 @@
-"""A whole run on two ranks: an engine each, one learner, and its checkpoint resumed on one."""
+"""A full run on two ranks: an engine each, one learner, and its checkpoint resumed on one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def learner_of(config: TrainConfig) -> Learner:
 @pytest.mark.nsjail
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("divided", [False, True], ids=["an engine each", "one engine"])
-def test_two_ranks_learn_what_one_would_and_one_goes_on(
+def test_two_ranks_learn_like_one_and_one_resumes(
     tmp_path: Path, agent_model: Path, divided: bool
 ) -> None:
     path = write_config(tmp_path, agent_model)

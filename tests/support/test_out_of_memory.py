@@ -1,4 +1,4 @@
-"""Out of memory says while doing what, which setting to lower, and the number that fits."""
+"""An out-of-memory error names the activity, the setting to lower, and the number that fits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentgrpo.engine.engine import Engine, State
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.preflight import oom_hint_learner
 from agentgrpo.support.atomic_files import write_lines
-from agentgrpo.support.memory import OutOfMemory, explained, rss_bytes
+from agentgrpo.support.memory import OutOfMemory, explain_out_of_memory, rss_bytes
 from agentgrpo.train.memory_estimate import GIB
 from tests import tiny
 from tests.learn.given import Holder, learner_on
@@ -66,22 +66,25 @@ FAULTS: list[Callable[[], None]] = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_allocator_is_understood(fault: Callable[[], None]) -> None:
+def test_every_allocator_error_is_recognised(fault: Callable[[], None]) -> None:
     with (
         pytest.raises(OutOfMemory, match=r"^out of memory while learning: lower x \(.+\)$"),
-        explained("learning", lambda: "lower x"),
+        explain_out_of_memory("learning", lambda: "lower x"),
     ):
         fault()
 
 
-def test_other_errors_pass_as_they_are() -> None:
+def test_other_errors_pass_unchanged() -> None:
     fault = RuntimeError("shapes differ")
-    with pytest.raises(RuntimeError) as caught, explained("learning", lambda: "lower x"):
+    with (
+        pytest.raises(RuntimeError) as caught,
+        explain_out_of_memory("learning", lambda: "lower x"),
+    ):
         raise fault
     assert caught.value is fault
 
 
-def test_what_the_failed_work_held_is_released_before_the_remedy_is_sought() -> None:
+def test_memory_is_released_before_the_remedy_is_computed() -> None:
     """Else a search for the number that fits would run beside the memory of what did not."""
     alive: list[weakref.ref[np.ndarray]] = []
 
@@ -92,19 +95,21 @@ def test_what_the_failed_work_held_is_released_before_the_remedy_is_sought() -> 
 
     with (
         pytest.raises(OutOfMemory, match="gone"),
-        explained("learning", lambda: "gone" if alive[0]() is None else "still there"),
+        explain_out_of_memory("learning", lambda: "gone" if alive[0]() is None else "still there"),
     ):
         work()
 
 
-@pytest.mark.parametrize(("room", "says"), [(1024, "1024 tokens do"), (90, "not even 128 tokens")])
-def test_while_learning_the_number_that_fits_is_found(room: int, says: str) -> None:
-    said = oom_hint_learner(cast(Any, Machine(room=room)), 2048)
-    assert said.startswith(f"learner.max_tokens is 2048, and {says}")
-    assert "fewer learner.trained_layers, learner.gradient_checkpointing" in said
+@pytest.mark.parametrize(
+    ("room", "expected_text"), [(1024, "1024 tokens do"), (90, "not even 128 tokens")]
+)
+def test_learning_error_finds_the_number_that_fits(room: int, expected_text: str) -> None:
+    message = oom_hint_learner(cast(Any, Machine(room=room)), 2048)
+    assert message.startswith(f"learner.max_tokens is 2048, and {expected_text}")
+    assert "fewer learner.trained_layers, learner.gradient_checkpointing" in message
 
 
-def test_an_engine_without_weights_says_what_its_cache_needs_less_of() -> None:
+def test_wake_error_after_level_2_names_the_cache_setting() -> None:
     """After level 2 of sleep the cache wakes by itself, when the weights are there."""
     empty = Engine.__new__(Engine)
     empty.state, empty._config = (
@@ -121,7 +126,7 @@ def test_an_engine_without_weights_says_what_its_cache_needs_less_of() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("doing", ["waking the engine", "generating"])
-def test_the_engine_says_what_it_needs_less_of(
+def test_engine_error_names_the_settings_to_lower(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, doing: str, fault: Callable[[], None]
 ) -> None:
     def failing(*_: object) -> None:
@@ -141,19 +146,19 @@ def test_the_engine_says_what_it_needs_less_of(
 
 
 def short_of_memory(engine: Engine, model: Path, fault: Callable[[], None]) -> Learner:
-    """A learner that fails, and that 900 tokens fit."""
+    """A learner that fails, and in which 900 tokens would fit."""
     learner: Any = learner_on(engine, model)
 
     def dry_pass(num_tokens: int) -> None:
         if num_tokens > 1000:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    learner.dry_pass, learner._look_ahead = dry_pass, lambda *_: fault()
+    learner.dry_pass, learner._score_before_updates = dry_pass, lambda *_: fault()
     return cast(Learner, learner)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_learner_says_what_fits(
+def test_learner_error_names_the_number_that_fits(
     engine: Engine, tiny_model: Path, fault: Callable[[], None]
 ) -> None:
     learner = short_of_memory(engine, tiny_model, fault)
@@ -180,7 +185,7 @@ sys.exit(train.main(sys.argv[2:]))
 
 @pytest.mark.slow
 @pytest.mark.nsjail
-def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_path: Path) -> None:
+def test_vllm_start_without_memory_prints_one_line(tiny_model: Path, tmp_path: Path) -> None:
     """The real one, in a process whose address space ends at the size of its KV cache."""
     write_lines(tmp_path / "rows.jsonl", tiny.sums(9))
     (tmp_path / "c.toml").write_text(
@@ -207,7 +212,7 @@ def test_a_vllm_that_finds_no_memory_ends_with_one_line(tiny_model: Path, tmp_pa
     ), ran.stderr
 
 
-def test_a_step_gives_freed_memory_back(tmp_path: Path) -> None:
+def test_step_returns_freed_memory(tmp_path: Path) -> None:
     """Of 128 MiB in small blocks, all freed but the last: glibc keeps them."""
     learner = learner_on(Holder(), tiny.make_model_dir(tmp_path / "model"), weights="copy")
     libc = ctypes.CDLL(None)

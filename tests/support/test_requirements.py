@@ -1,4 +1,4 @@
-"""The two sets of packages: the GPU set is the one that ran on cards, the CPU set is whole."""
+"""The two package sets: the GPU set is the one tested on GPUs, the CPU set is complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from agentgrpo.support.packages import ON_A_CARD
+from agentgrpo.support.packages import GPU_TESTED
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "intel-openmp", "llm", "llama-cpp-python"}
@@ -19,21 +19,21 @@ BENCH_ONLY = {"trl", "datasets", "multiprocess", "liger-kernel", "distro"}
 
 def pins(name: str) -> dict[str, str]:
     """Package: version of a requirements file, whose every line must be pinned."""
-    found = {}
+    actual = {}
     for line in (ROOT / name).read_text().splitlines():
         if not line.startswith("#"):
             package, version = re.fullmatch(r"([\w.-]+)={2,3}([\w.+]+)", line).groups()  # type: ignore[union-attr]
-            found[normal(package)] = version
-    return found
+            actual[normal(package)] = version
+    return actual
 
 
 def normal(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
-def test_the_gpu_set_is_what_ran_on_cards() -> None:
+def test_gpu_set_is_what_ran_on_gpus() -> None:
     gpu = pins("requirements-gpu.txt")
-    ran = pins("bench/gpu/wheels.txt") | ON_A_CARD
+    ran = pins("bench/gpu/wheels.txt") | GPU_TESTED
     assert {name: gpu.get(name) for name in ran if name not in BENCH_ONLY} == {
         name: version for name, version in ran.items() if name not in BENCH_ONLY
     }
@@ -41,7 +41,7 @@ def test_the_gpu_set_is_what_ran_on_cards() -> None:
     assert "flashinfer-python" not in gpu, "neither card had it"
 
 
-def test_the_cpu_set_has_what_its_packages_require() -> None:
+def test_cpu_set_contains_its_requirements() -> None:
     """On every supported Python: pip is called with --no-deps."""
     cpu, lacking = pins("requirements-cpu.txt"), set()
     assert not LEFT_OUT & {*cpu}

@@ -1,4 +1,4 @@
-"""What is set before torch and vLLM are imported."""
+"""The environment that is set before torch and vLLM are imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 @pytest.mark.parametrize(
-    ("card", "ranks", "given", "set_"),
+    ("card", "ranks", "options", "set_"),
     [
         (True, 1, {}, {OLD: "expandable_segments:True"}),
         (True, 8, {}, {}),
@@ -28,8 +28,8 @@ SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
         (True, 1, {OLD: ""}, {OLD: ""}),
     ],
 )
-def test_segments_grow_on_one_card_and_where_nobody_said_otherwise(
-    card: bool, ranks: int, given: dict[str, str], set_: dict[str, str],
+def test_expandable_segments_on_one_gpu_unless_configured(
+    card: bool, ranks: int, options: dict[str, str], set_: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: card)
@@ -38,13 +38,13 @@ def test_segments_grow_on_one_card_and_where_nobody_said_otherwise(
     for name in ALLOCATOR:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    for name, value in given.items():
+    for name, value in options.items():
         monkeypatch.setenv(name, value)
     prepare_environment()
     assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == set_
 
 
-def test_torch_before_us_is_slower_on_a_cpu_and_is_said_once(
+def test_torch_imported_first_warns_once_on_cpu(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", ModuleType("torch")))
@@ -63,7 +63,7 @@ def test_torch_before_us_is_slower_on_a_cpu_and_is_said_once(
     assert not recwarn.list, "nothing waits for these threads there"
 
 
-def test_a_card_without_flashinfer_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_flashinfer_can_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM imports it while the sampler is built, unless it was told not to use it."""
     ops = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
     monkeypatch.setitem(sys.modules, "flashinfer", None)
@@ -76,7 +76,7 @@ def test_a_card_without_flashinfer_samples(monkeypatch: pytest.MonkeyPatch) -> N
     assert os.environ[SAMPLER] == "1", "who has it may use it"
 
 
-def test_caches_go_elsewhere_where_the_home_cannot_be_written(
+def test_caches_move_if_home_is_not_writable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "HOME": "/proc/none"})
@@ -86,5 +86,5 @@ def test_caches_go_elsewhere_where_the_home_cannot_be_written(
     assert (home.parent, home.stat().st_mode & 0o777) == (tmp_path, 0o700)
     home.chmod(0o777)  # as if another user had made it
     monkeypatch.setenv("HOME", "/proc/none")
-    with pytest.raises(ValueError, match=r"HOME: .* is not this user's alone"):
+    with pytest.raises(ValueError, match=r"HOME: .* is not private to this user"):
         prepare_environment()

@@ -1,4 +1,4 @@
-"""What counts as the user's code, and what becomes of calls where no command ends them."""
+"""What counts as user code, and late calls outside a command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import agentgrpo
 from agentgrpo.support import user_calls
-from agentgrpo.support.user_calls import UserCodeError, user_call, within
+from agentgrpo.support.user_calls import UserCodeError, await_within, user_call
 
 PACKAGE = Path(agentgrpo.__file__).parent
 
@@ -32,60 +32,64 @@ PACKAGE = Path(agentgrpo.__file__).parent
         (Path(os.__file__).parent.with_name("python3-mine") / "m.py", True),
     ],
 )
-def test_a_file_is_whose_folder_it_is_in(file: Path, users: bool) -> None:
+def test_file_owner_depends_on_its_folder(file: Path, users: bool) -> None:
     assert user_calls._is_users(str(file)) is users
 
 
-def test_what_all_threads_share_is_made_by_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    make, made = asyncio.new_event_loop, list[object]()
+def test_event_loop_is_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, result = asyncio.new_event_loop, list[object]()
 
     def slow() -> asyncio.AbstractEventLoop:
         time.sleep(0.05)
-        made.append(loop := make())
+        result.append(loop := make())
         return loop
 
     monkeypatch.setattr(asyncio, "new_event_loop", slow)
     with ThreadPoolExecutor(8) as side:
         loops = set(side.map(user_calls.event_loop, ["of this test"] * 8))
-    assert made == [*loops]
+    assert result == [*loops]
 
 
 def hangs() -> None:
     """Never called."""
 
 
-def test_where_no_command_ends_a_call_its_limit_is_said_once_and_it_is_waited_for(
+def test_late_call_outside_a_command_is_reported_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A notebook, or a thread of somebody else's program."""
     with user_call(hangs, "f", limit_s=50.0):
         (call,) = user_calls._calls
-        for seconds, said in ((26, "waiting for f (at "), (6, ""), (20, "error: f has not come")):
+        for seconds, message in (
+            (26, "waiting for f (at "),
+            (6, ""),
+            (20, "error: f did not return"),
+        ):
             call.since -= seconds
-            user_calls._look_at([call])
+            user_calls._check_calls([call])
             err = capsys.readouterr().err
-            assert err.startswith(said)
-            assert bool(err) == bool(said)
+            assert err.startswith(message)
+            assert bool(err) == bool(message)
 
 
-def test_a_coroutine_that_is_late_is_cancelled_and_its_line_is_said() -> None:
+def test_late_coroutine_is_cancelled_with_its_line() -> None:
     async def waits() -> None:
         await asyncio.sleep(1000)  # here
 
     async def ours() -> None:
         with user_call(waits):
-            await within(0.01, waits())
+            await await_within(0.01, waits())
 
     here = next(n for n, line in enumerate(inspect.getsourcelines(waits)[0]) if "# here" in line)
     line = inspect.getsourcelines(waits)[1] + here
-    said = rf"waits has not come back after 0.01 s \(at .*test_user_calls.py:{line}\)"
-    with pytest.raises(UserCodeError, match=said):
+    message = rf"waits did not return within 0.01 s \(at .*test_user_calls.py:{line}\)"
+    with pytest.raises(UserCodeError, match=message):
         asyncio.run(ours())
 
 
-def test_a_timeout_of_the_users_own_is_no_limit_of_ours() -> None:
+def test_timeout_raised_by_the_user_passes() -> None:
     async def raises() -> None:
         raise TimeoutError("mine")
 
     with pytest.raises(TimeoutError, match="mine"):
-        asyncio.run(within(100, raises()))
+        asyncio.run(await_within(100, raises()))

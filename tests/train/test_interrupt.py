@@ -138,7 +138,7 @@ def test_hanging_user_call_ends_the_run_with_its_name_and_line(
     status, err = start(place, how, "rollout.call_timeout_s=5.5").ended()
     where = {"swallows": r"\d+"}.get(how) or str(line_of(how))
     said = (
-        rf"{named} has not come back after [\d.]+ s \(task '.*', rollout \d, at .*mine.py:{where}\)"
+        rf"{named} did not return within [\d.]+ s \(task '.*', rollout \d, at .*mine.py:{where}\)"
     )
     assert re.search(said, err), err
     assert status == 3

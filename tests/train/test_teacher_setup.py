@@ -45,14 +45,14 @@ def at(agent: Any) -> Any:
 def read(config: TrainConfig, agent: Any, group: list[Rollout]) -> list[list[str]]:
     """The prompts that the teacher of a config reads of each rollout of a group."""
     policy: Any = SimpleNamespace(scorer=None, trained=[])
-    given = teacher_of(config, at(agent))
-    assert given is not None
-    teacher = Teacher(policy, 1.0, 4096, **given)
+    options = teacher_of(config, at(agent))
+    assert options is not None
+    teacher = Teacher(policy, 1.0, 4096, **options)
     update: Any = SimpleNamespace(rollouts=group, played=group)
-    read: list[list[str]] = [[] for _ in group]
-    for rollout, own in teacher._read(update):
-        read[group.index(own)].append(TOKENIZER.decode(rollout.rows[0][0].token_ids))
-    return read
+    prompts: list[list[str]] = [[] for _ in group]
+    for rollout, played in teacher._prompted(update):
+        prompts[group.index(played)].append(TOKENIZER.decode(rollout.rows[0][0].token_ids))
+    return prompts
 
 
 class World:
@@ -163,7 +163,7 @@ def test_teacher_must_have_the_policys_tokenizer(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text('{"model_type": "qwen3"}')
     config = a_config(f"teacher.model={tmp_path}")
-    with pytest.raises(ValueError, match=r"teacher\.model .* has the id 259 for 'ab', .* None"):
+    with pytest.raises(ValueError, match=r"teacher\.model .* 'ab' has the id 259, .* None"):
         teacher_model(config, CHAT, say)
     (adapter := tmp_path / "adapter").mkdir()
     (adapter / "adapter_config.json").write_text(

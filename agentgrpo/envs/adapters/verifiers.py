@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from agentgrpo.actions import Action, InfrastructureError, Observation
 from agentgrpo.envs.base import AsyncEpisode
 from agentgrpo.support.optional_deps import import_optional
-from agentgrpo.support.user_calls import error_location, event_loop, tell, user_call
+from agentgrpo.support.user_calls import error_location, event_loop, print_stderr, user_call
 from agentgrpo.types import Task
 
 KEY = "x-agentgrpo-key"
@@ -152,7 +152,9 @@ class VerifiersEnv:
             async def stop() -> None:
                 self._done.set()
                 if not (await asyncio.wait({served}, timeout=CLOSING_S))[0]:
-                    tell(f"verifiers: a server of the environment runs on after {CLOSING_S:g} s")
+                    print_stderr(
+                        f"verifiers: a server of the environment runs on after {CLOSING_S:g} s"
+                    )
 
             asyncio.run_coroutine_threadsafe(stop(), event_loop("programs")).result()
 
@@ -275,7 +277,7 @@ def _check_roles(env: Any) -> None:
             )
         validate_pairing(agent.harness, task, role.runtime)
         if agent.harness.EXECUTES_CODE and isinstance(role.runtime, SubprocessConfig):
-            tell(f"verifiers: what {name!r} runs, runs as you, isolated by nothing")
+            print_stderr(f"verifiers: what {name!r} runs, runs as you, isolated by nothing")
     if not any(getattr(agents, name).trainable for name in roles):
         raise ValueError(f"env: none of its roles is to be trained: {', '.join(roles)}")
 

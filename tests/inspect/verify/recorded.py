@@ -95,17 +95,18 @@ class Learner:
                 p = np.exp(logp.astype(np.float64))
                 rest = 1 - p + 1e-12
                 entropy = -p * np.log(p) - rest * np.log(rest) + 0.7 * rest * np.log(VOCAB - 1)
-                seen = torch.from_numpy(logp), torch.from_numpy(entropy.astype(np.float32))
-                run.saw(ScoredBatch.at(index, batch, *seen))
-                gap = (seen[0] - torch.from_numpy(batch.old_logp_N)).abs()
+                logp_N, entropy_N = torch.from_numpy(logp), torch.from_numpy(entropy).float()
+                out: Any = SimpleNamespace(logp_N=logp_N, entropy_N=entropy_N)
+                run.add_scores(ScoredBatch.of(index, batch, out))
+                gap = (logp_N - torch.from_numpy(batch.old_logp_N)).abs()
                 parts = {
                     "num_tokens": torch.tensor(float(len(logp))),
-                    "entropy_mean": seen[1].mean(),
+                    "entropy_mean": entropy_N.mean(),
                 }
-                run.parts.append({**parts, "sampler_gap_max": gap.max()})
+                run.kernel_metrics.append({**parts, "sampler_gap_max": gap.max()})
         metrics = run.metrics(self._config.loss)
-        for index, sample_N, turn_N, fields in run.told():
-            live[index].take(sample_N, turn_N, **fields)
+        for index, sample_N, turn_N, fields in run.gather_fields():
+            live[index].store_fields(sample_N, turn_N, **fields)
         self.step_count += 1
         rate = self._config.learner.learning_rate_at(self.step_count - 1, self._config.steps)
         tokens = sum(len(b.input_ids_T) for update in live for b in update.batches)
