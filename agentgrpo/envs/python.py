@@ -23,7 +23,7 @@ from agentgrpo.sandbox.isolation.images import Image
 from agentgrpo.sandbox.isolation.jail import jail_places
 from agentgrpo.sandbox.session.forks import Fork, fork
 from agentgrpo.sandbox.session.interpreters import command_of, start_context
-from agentgrpo.sandbox.session.result import StepError, StepResult, StepStatus
+from agentgrpo.sandbox.session.step_result import StepError, StepResult, StepStatus
 from agentgrpo.types import Task
 
 MAX_CHARS = 20_000

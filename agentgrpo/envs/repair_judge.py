@@ -36,7 +36,7 @@ from agentgrpo.sandbox.grading.grade import Verdict, VerdictClock
 from agentgrpo.sandbox.isolation.errors import SandboxInfraError
 from agentgrpo.sandbox.isolation.jail import FIRST_UID, has_own_ids, shown_site_dirs
 from agentgrpo.sandbox.session.files import Files, FileType
-from agentgrpo.sandbox.session.result import StepStatus
+from agentgrpo.sandbox.session.step_result import StepStatus
 from agentgrpo.support.optional_deps import require_installed
 
 REPO = "/home/user/repo"  # where a session has it

@@ -40,7 +40,7 @@ from agentgrpo.sandbox import SandboxException, SandboxInfraError, SandboxPool, 
 from agentgrpo.sandbox.isolation.errors import SandboxNotFoundException
 from agentgrpo.sandbox.session.listener import PORT, listener_in
 from agentgrpo.sandbox.session.program import Program
-from agentgrpo.sandbox.session.result import StepStatus
+from agentgrpo.sandbox.session.step_result import StepStatus
 from agentgrpo.support.user_calls import describe_error, error_location, event_loop, print_stderr
 from agentgrpo.types import Task
 

@@ -29,10 +29,10 @@ from agentgrpo.sandbox.isolation.limits import Limits
 from agentgrpo.sandbox.isolation.template import Template
 from agentgrpo.sandbox.isolation.templates import build_template, find_template
 from agentgrpo.sandbox.session.console import Console
-from agentgrpo.sandbox.session.host_tools import HostBudget, HostCall, HostTools
+from agentgrpo.sandbox.session.host_tools import HostBudget, HostTools
 from agentgrpo.sandbox.session.pool import SandboxPool
-from agentgrpo.sandbox.session.result import StepError, StepResult, StepStatus
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import HostCall, StepError, StepResult, StepStatus
 
 __all__ = [
     "AsyncSandbox", "CommandExitException", "CommandResult", "Console", "Context", "Execution",

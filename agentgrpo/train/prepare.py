@@ -271,7 +271,7 @@ def make_agent(
     provided = {
         "env": env,
         "tools_script": None if script is None else script_of(script),
-        "host_tools": host_tools.shown if host_tools else None,
+        "host_tools": host_tools.signatures if host_tools else None,
         "call_reader": call_reader,
         "pool": pool,
     }

@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 import install
-from agentgrpo.sandbox.session.spawner import Spawner
+from agentgrpo.sandbox.isolation.errors import RungFailure
+from agentgrpo.sandbox.session.spawner import describe_failure, failures_text
 from tests import tiny
 
 HERE = Path(__file__).parent
@@ -64,7 +63,7 @@ def test_your_own_config_is_refused_there_with_what_can_be_done(
 
 
 def test_each_reason_is_one_line_and_said_once() -> None:
-    why = "the jail did not start\n[W][2026-11-27T01:13:53+0000][26] clone() failed\n[E][x][26] no"
-    failed = cast(Spawner, SimpleNamespace(failures={"one": why, "two": why, "three": "no root"}))
-    shown = Spawner.failures_text(failed)
-    assert shown == "  one, two: the jail did not start; clone() failed; no\n  three: no root"
+    log = "the jail did not start\n[W][2026-11-27T01:13:53+0000][26] clone() failed\n[E][x][26] no"
+    failure = describe_failure(log)
+    text = failures_text({"one": failure, "two": failure, "three": RungFailure("no root", "")})
+    assert text == "  one, two: the jail did not start; clone() failed; no\n  three: no root"

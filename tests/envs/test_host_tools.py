@@ -237,7 +237,7 @@ def test_they_are_not_shown_where_nothing_is() -> None:
     ("config", "message"),
     [
         (["sandbox.host_tools=['no.such:f']"], "sandbox.host_tools: no module 'no'"),
-        (["sandbox.host_tools=['builtins:print']"], "sandbox.host_tools: 'print' is a name of"),
+        (["sandbox.host_tools=['builtins:print']"], "host_tools: expected names"),
         (overrides("env.kind=tools", "agent.kind=tools",
                    "env.options={tools=['agentgrpo.envs.calculator:calculate']}",
                    "agent.options={}"),

@@ -115,7 +115,7 @@ def test_doctor_says_that_proc_is_covered_and_what_to_change() -> None:
     shown = in_a_mount_namespace(COVERED, code).stdout
     assert "MISS /proc            covered: /proc/keys" in shown
     assert (
-        "ok   zygote-userns    a session was started and looked at from outside; without" in shown
+        "ok   zygote-userns    a session was started and inspected from outside; without" in shown
     )
     assert shown.count("systempaths=unconfined") == 1
 

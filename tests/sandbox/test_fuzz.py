@@ -31,7 +31,7 @@ from agentgrpo.sandbox.e2b.commands import CommandHandle, Commands
 from agentgrpo.sandbox.grading.grade import check_all, check_output, check_tests
 from agentgrpo.sandbox.inside.wire import encode
 from agentgrpo.sandbox.session.files import Files
-from agentgrpo.sandbox.session.result import StepStatus
+from agentgrpo.sandbox.session.step_result import StepStatus
 
 pytestmark = pytest.mark.nsjail
 

@@ -1,8 +1,8 @@
-"""``Sandbox``: E2B's SDK over local sessions. Change the import and the code goes on.
+"""``Sandbox``: E2B's SDK on local sessions. Existing code needs only another import.
 
     from agentgrpo.sandbox import Sandbox          # was: from e2b_code_interpreter import Sandbox
 
-What a local jail does not have (internet access, pausing, a public host name, terminals) raises
+Features of E2B's cloud (internet access, pausing, a public host name, terminals) raise
 NotSupportedException. Time limits are in seconds, as in E2B.
 """
 
@@ -37,17 +37,22 @@ from agentgrpo.sandbox.isolation.errors import (
     TemplateUnavailable,
     TimeoutException,
 )
-from agentgrpo.sandbox.isolation.guards import ProcessBound, public
+from agentgrpo.sandbox.isolation.guards import ProcessBound, wraps_os_errors
 from agentgrpo.sandbox.isolation.images import Image, get_image
 from agentgrpo.sandbox.isolation.limits import Limits
 from agentgrpo.sandbox.isolation.template import Template, check_environment
 from agentgrpo.sandbox.isolation.templates import find_template, has_data
 from agentgrpo.sandbox.session.host_tools import HostTools
-from agentgrpo.sandbox.session.interpreters import NAMES, language_of, outlived, start_context
+from agentgrpo.sandbox.session.interpreters import (
+    NAMES,
+    detach_interpreter,
+    language_of,
+    start_context,
+)
 from agentgrpo.sandbox.session.pool import SandboxPool
 from agentgrpo.sandbox.session.program import text_decoder
-from agentgrpo.sandbox.session.result import StepStatus
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import StepStatus
 
 DEFAULT_TIMEOUT_S = 300.0
 MIB = 1 << 20
@@ -56,14 +61,14 @@ LIMITS = Limits(
     inodes=65_536, processes=256, open_files=1024, output_kib=16 << 10, output_max_mib=64,
     value_kib=1024, traceback_kib=64, steps=1_000_000,
 )  # fmt: skip
-"""Of a sandbox whose template has none. Those of training sessions are smaller."""
+"""Default limits of a Sandbox. Those of training sessions are smaller."""
 OnOutput = Callable[[OutputMessage], object]
 
 CLOUD = ("pause", "beta_pause", "resume", "get_host", "get_metrics", "pty",
          "upload_url", "download_url")  # fmt: skip
-"""What a sandbox of E2B's has besides."""
+"""Methods of E2B's Sandbox that are not supported."""
 DEFAULT_TEMPLATE = "code-interpreter-v1"
-"""E2B's name of the one that Sandbox.create() takes."""
+"""The default template of E2B's Sandbox.create()."""
 _live: "WeakValueDictionary[str, Sandbox]" = WeakValueDictionary()
 _snapshots: dict[str, tuple[Image, SandboxPool]] = {}
 _pools: dict[tuple[str, Limits], SandboxPool] = {}
@@ -71,8 +76,8 @@ _pools_lock = threading.Lock()
 
 
 def shared_pool(template: Template, limits: Limits, name: str = "") -> SandboxPool:
-    """The pool of this process for a template (or those of that name) and limits, started at its
-    first use.
+    """The pool of this process for a template (or all templates under a name) and limits, started
+    on first use.
     """
     with _pools_lock:
         key = (name or repr(template), limits)
@@ -82,7 +87,9 @@ def shared_pool(template: Template, limits: Limits, name: str = "") -> SandboxPo
 
 
 def _forget_pools() -> None:
-    """In a process that was forked off: the pools are its parent's, as is whoever has the lock."""
+    """In a forked child: the pools belong to the parent, and the lock may be held by a thread that
+    does not exist here.
+    """
     global _pools_lock
     _pools.clear()
     _live.clear()
@@ -103,7 +110,7 @@ def close_shared_pools() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """An interpreter of a sandbox with a state of its own."""
+    """An interpreter of a sandbox, with its own variables."""
 
     id: str
     language: str
@@ -112,7 +119,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class SandboxInfo:
-    """What is known of a sandbox."""
+    """Id, template, metadata and times of a sandbox."""
 
     sandbox_id: str
     template_id: str
@@ -123,13 +130,13 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInfo:
-    """A snapshot, by what Sandbox.create() takes."""
+    """A snapshot; Sandbox.create() accepts its id as template."""
 
     snapshot_id: str
 
 
 class SandboxPaginator(builtins.list[SandboxInfo]):
-    """What Sandbox.list() gives: a list, and E2B's pages, of which there is one."""
+    """Result of Sandbox.list(): a list that is also E2B's paginator, with one page."""
 
     has_next = True
 
@@ -140,30 +147,33 @@ class SandboxPaginator(builtins.list[SandboxInfo]):
 
 
 def _pool_for(template: str | Template | None, limits: Limits | None) -> SandboxPool:
-    """The shared pool of a template. The default one is "data" where that can be had."""
+    """The shared pool of a template. The default is "data" if that is available."""
     if template in (None, DEFAULT_TEMPLATE) and has_data():
         try:
             return shared_pool(find_template("data"), limits or LIMITS)
         except TemplateUnavailable as reason:
-            warnings.warn(f"no template 'data', so none has numpy: {reason}", stacklevel=4)
-    found = template if isinstance(template, Template) else find_template(template)
-    return shared_pool(found, limits or found.limits or LIMITS)
+            warnings.warn(
+                f"template 'data' is not available, so sandboxes have no numpy: {reason}",
+                stacklevel=4,
+            )
+    template = template if isinstance(template, Template) else find_template(template)
+    return shared_pool(template, limits or template.limits or LIMITS)
 
 
-def _images(image: str | Image, limits: Limits | None) -> SandboxPool:
+def _image_pool(image: str | Image, limits: Limits | None) -> SandboxPool:
     """The shared pool of all images with these limits."""
     base = get_image(image.name.partition("+")[0] if isinstance(image, Image) else image)
     return shared_pool(Template(image=base.name), limits or LIMITS, "image")
 
 
 def not_supported(what: str) -> NotSupportedException:
-    """The refusal of something that only E2B's cloud has."""
+    """The exception for features that only E2B's cloud has."""
     return NotSupportedException(f"{what} is not supported by a local sandbox")
 
 
-@public
+@wraps_os_errors
 class Sandbox(ProcessBound):
-    """One sandbox: a session, its file system and its commands. ``Sandbox.create()`` makes it."""
+    """A sandbox: a session, its file system and its commands. Use ``Sandbox.create()``."""
 
     def __init__(
         self,
@@ -180,37 +190,38 @@ class Sandbox(ProcessBound):
         host_tools: HostTools | Sequence[Callable[..., Any]] | None = None,
         **cloud: object,
     ) -> None:
-        """A new sandbox.
+        """Start a sandbox.
 
         Args:
-            template: a Template, the name of one ("data", "python", or one that was built by
-                ``template build``), or None: "data" if the environment that runs this has
-                IPython, else "python", the interpreter that runs this without packages.
-            timeout: seconds until it is killed; set_timeout() starts anew.
-            metadata: kept for get_info().
-            envs: environment variables of all that runs in it.
-            secure: there is no other way; False is taken for E2B's code.
+            template: a Template, or a name: "data", "python", or one built by ``template build``.
+                None: "data" if this environment has IPython, otherwise "python", the running
+                interpreter without packages.
+            timeout: seconds until it is killed; set_timeout() starts again.
+            metadata: returned by get_info().
+            envs: environment variables of all code and commands.
+            secure: ignored; accepted for E2B's code.
             allow_internet_access: must be False; sessions have no network.
-            image: the name of an image, whose files are the root directory; or a snapshot, whose
-                snapshot_id may be given as template as well.
-            limits: bounds on what it may use; None: the template's, or LIMITS.
-            pool: take the session from this pool; its template and limits hold.
-            host_tools: functions of this process that code in the sandbox may call by their names
-                (HostTools has budget and cache). Python only.
-            cloud: what only E2B's cloud has (network=...), which is refused. Arguments that say
-                how to reach that cloud (boundary.CONNECTION: api_key, domain, proxy ...) are
-                ignored by this and all methods, with one warning per process.
+            image: name of an image that is the root directory, or a snapshot. A snapshot_id can
+                also be passed as template.
+            limits: limits of the session; None: the template's, or LIMITS.
+            pool: take the session from this pool, with its template and limits.
+            host_tools: functions of this process that Python code in the sandbox can call by name
+                (HostTools adds a budget and a cache).
+            cloud: arguments for E2B's cloud only (network=...), which raise. Connection arguments
+                (guards.CONNECTION: api_key, domain, proxy ...) are ignored here and in all methods,
+                with one warning per process.
 
         Raises:
-            SandboxUnavailable: this machine cannot isolate.
-            RateLimitException: too many are in use.
+            SandboxUnavailable: this machine cannot isolate code.
+            RateLimitException: too many sandboxes are in use.
         """
         if allow_internet_access or cloud:
             raise not_supported(", ".join(cloud) or "allow_internet_access=True")
         check_environment("envs", envs or {})
         if isinstance(template, str) and template in _snapshots:
             image, pool = _snapshots[template]
-        pool = pool or (_pool_for(template, limits) if image is None else _images(image, limits))
+        if pool is None:
+            pool = _pool_for(template, limits) if image is None else _image_pool(image, limits)
         if host_tools and not isinstance(host_tools, HostTools):
             host_tools = HostTools(host_tools)
         host = host_tools.begin() if isinstance(host_tools, HostTools) else None
@@ -227,9 +238,9 @@ class Sandbox(ProcessBound):
         self.commands = Commands(self._channels, self._env, session.limits.output_max_mib * MIB)
         try:
             self.files = session.files()
-            own = "bash" if session.places.image else "python"
-            first = session if session.places.image else outlived(session)
-            self._contexts[own] = self._contexts[own][0], first
+            language = "bash" if session.places.image else "python"
+            first = session if session.places.image else detach_interpreter(session)
+            self._contexts[language] = self._contexts[language][0], first
             session.end_contexts = None if first is session else self._end_contexts
             self.set_timeout(timeout)
         except BaseException:
@@ -239,36 +250,36 @@ class Sandbox(ProcessBound):
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> Self:
-        """A new sandbox; arguments and errors are those of Sandbox()."""
+        """Start a sandbox; arguments and errors are those of Sandbox()."""
         return cls(*args, **kwargs)
 
     @classmethod
     def list(cls, **_: object) -> "SandboxPaginator":
-        """The sandboxes of this process that have not ended."""
+        """The running sandboxes of this process."""
         return SandboxPaginator(
             sandbox.get_info()
-            for made in _live.valuerefs()  # whatever other threads make or drop meanwhile
-            if (sandbox := made()) is not None and sandbox.is_running()
+            for reference in _live.valuerefs()  # a copy: other threads change the dictionary
+            if (sandbox := reference()) is not None and sandbox.is_running()
         )
 
     @classmethod
     def connect(cls, sandbox_id: str, timeout: float | None = None, **_: object) -> "Sandbox":
-        """A sandbox of this process, by its id.
+        """Find a sandbox of this process by its id.
 
         Raises:
             SandboxNotFoundException: there is none, or it has ended.
         """
-        found = _live.get(sandbox_id)
-        if found is None or not found.is_running():
+        sandbox = _live.get(sandbox_id)
+        if sandbox is None or not sandbox.is_running():
             raise SandboxNotFoundException(f"no sandbox {sandbox_id!r} in this process")
         if timeout is not None:
-            found.set_timeout(timeout)
-        return found
+            sandbox.set_timeout(timeout)
+        return sandbox
 
     def _channels(self) -> Channels:
         channels = self._session.channels
         if channels is None or not self._session.alive:
-            raise SandboxNotFoundException(f"sandbox {self.sandbox_id} is over")
+            raise SandboxNotFoundException(f"sandbox {self.sandbox_id} has ended")
         return channels
 
     def run_code(
@@ -283,31 +294,32 @@ class Sandbox(ProcessBound):
         envs: Mapping[str, str] | None = None,
         timeout: float | None = None,
         *,
-        _begun: Callable[[Session], object] | None = None,
+        _on_start: Callable[[Session], object] | None = None,
     ) -> Execution:
-        """Run a cell in the default context of a language, or in context. If its interpreter ends
-        (memory, output, os._exit), the error is E2B's "ContextRestarting": files and commands
-        stay, and the next cell has a new interpreter. With an image, an end of bash ends the
-        sandbox.
+        """Run a cell in the default context of a language, or in context.
+
+        If the interpreter ends (memory, output, os._exit), the error is E2B's "ContextRestarting":
+        files and commands stay, and the next cell starts a new interpreter. With an image, the end
+        of bash ends the sandbox.
 
         Raises:
-            TimeoutException: it ran for timeout seconds (the limits' timeout_s if None). Variables
-                are kept if the code let itself be interrupted, files in any case.
-            SandboxNotFoundException: the sandbox is over.
-            InvalidArgumentException: language and context are both given, or timeout is nonsense.
+            TimeoutException: it ran for timeout seconds (None: the limits' timeout_s). Files are
+                kept; variables are kept if the code could be interrupted.
+            SandboxNotFoundException: the sandbox has ended.
+            InvalidArgumentException: both language and context, or an invalid timeout.
         """
         session = self._session_for(language, context)
-        if _begun is not None:
-            _begun(session)
+        if _on_start is not None:
+            _on_start(session)
         decoders = (text_decoder(), text_decoder())
 
         def listen(stream: int, data: bytes) -> None:
             text = decoders[stream].decode(data, not data)
-            if text and (listener := on_stderr if stream else on_stdout):
-                listener(OutputMessage(text, time.time_ns(), bool(stream)))
+            if text and (callback := on_stderr if stream else on_stdout):
+                callback(OutputMessage(text, time.time_ns(), bool(stream)))
 
-        wanted = listen if on_stdout or on_stderr else None
-        step = session.cell(code, timeout or None, env=envs, listener=wanted)
+        listener = listen if on_stdout or on_stderr else None
+        step = session.cell(code, timeout or None, env=envs, listener=listener)
         for stream in (0, 1):
             listen(stream, b"")
         if self._closed and step.state_lost:
@@ -329,90 +341,90 @@ class Sandbox(ProcessBound):
 
     def _session_for(self, language: str | None, context: Context | None) -> Session:
         if language is not None and context is not None:
-            raise InvalidArgumentException("give language or context, not both")
+            raise InvalidArgumentException("language, context: expected one of them, got both")
         self._channels()
         with self._lock:
-            made, session = self._made(language_of(language) if context is None else context)
+            key = language_of(language) if context is None else context
+            context, session = self._find_context(key)
             if session is None or not session.alive:
-                session = self._start_context(made)
+                session = self._start_context(context)
             return session
 
-    def _made(self, context: Context | str) -> tuple[Context, Session | None]:
+    def _find_context(self, context: Context | str) -> tuple[Context, Session | None]:
         key = context if isinstance(context, str) else context.id
         with self._lock:
             if key not in self._contexts:
                 raise NotFoundException(f"no context {key!r}")
             return self._contexts[key]
 
-    def _start_context(self, made: Context) -> Session:
+    def _start_context(self, context: Context) -> Session:
         self._channels()
         session = start_context(
-            self._session, made.language, self._template, env=self._env, directory=made.cwd
+            self._session, context.language, self._template, env=self._env, directory=context.cwd
         )
-        if self._template.setup and made.id == "python":
-            done = session.step(self._template.setup)
-            if done.status is not StepStatus.OK:
+        if self._template.setup and context.id == "python":
+            result = session.step(self._template.setup)
+            if result.status is not StepStatus.OK:
                 session.close()
-                shown = done.error.traceback if done.error else done.detail
-                raise SandboxException(f"the setup of template {self._template.name!r}: {shown}")
+                reason = result.error.traceback if result.error else result.detail
+                raise SandboxException(f"setup of template {self._template.name!r}: {reason}")
         with self._lock:
             if not self._closed:
-                self._contexts[made.id] = made, session
+                self._contexts[context.id] = context, session
                 return session
-        session.close()  # kill() did not find it
-        raise SandboxNotFoundException(f"sandbox {self.sandbox_id} is over")
+        session.close()  # kill() has run meanwhile and did not see it
+        raise SandboxNotFoundException(f"sandbox {self.sandbox_id} has ended")
 
     def create_code_context(
         self, cwd: str | None = None, language: str | None = None, **_: object
     ) -> Context:
-        """A further interpreter with a state of its own."""
+        """Start another interpreter with its own variables."""
         cwd = cwd or self._session.places.home
-        made = Context(uuid.uuid4().hex[:12], language_of(language), cwd)
-        self._start_context(made)
-        return made
+        context = Context(uuid.uuid4().hex[:12], language_of(language), cwd)
+        self._start_context(context)
+        return context
 
     def list_code_contexts(self) -> builtins.list[Context]:
-        """The contexts: the default one of each language, started when it is used, and those made
-        so far.
-        """
+        """The default context of each language, which starts on first use, and the created ones."""
         with self._lock:
             return [context for context, _ in self._contexts.values()]
 
     def remove_code_context(self, context: Context | str) -> None:
-        """End a context, given itself or its id. A default one is started again when it is used."""
-        found, session = self._made(context)
+        """End a context. A default context starts again on its next use."""
+        context, session = self._find_context(context)
         if session is self._session:
-            raise not_supported("an end of an image's default bash before its sandbox's")
+            raise not_supported("removing the default bash of an image")
         with self._lock:
-            self._contexts.pop(found.id, None)
-            if found.id in NAMES:
-                self._contexts[found.id] = found, None
+            self._contexts.pop(context.id, None)
+            if context.id in NAMES:
+                self._contexts[context.id] = context, None
         if session is not None:
             session.close()
 
     def restart_code_context(self, context: Context | str) -> None:
-        """A fresh interpreter instead of a context's."""
-        self.remove_code_context(found := self._made(context)[0])
-        self._start_context(found)
+        """Replace the interpreter of a context by a new one."""
+        context = self._find_context(context)[0]
+        self.remove_code_context(context)
+        self._start_context(context)
 
     def create_snapshot(self, name: str | None = None) -> SnapshotInfo:
-        """Copy the files that it has changed of its image: Sandbox.create(snapshot_id) starts from
-        them. Kept until this process ends, or under a name in the store of images.
+        """Copy the files that were changed in the image; Sandbox.create(snapshot_id) starts from
+        them. Kept until this process ends, or in the store of images if it has a name.
 
         Raises:
-            NotSupportedException: it has no image.
+            NotSupportedException: the sandbox has no image.
         """
         image = self._session.snapshot(name)
         _snapshots[image.name] = image, self._pool
         return SnapshotInfo(image.name)
 
     def set_timeout(self, timeout: float) -> None:
-        """Kill the sandbox after so many seconds from now."""
+        """Kill the sandbox timeout seconds from now."""
         if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
             raise InvalidArgumentException(f"timeout: expected seconds above 0, got {timeout!r}")
         with self._lock:
             if self._closed:
-                raise SandboxNotFoundException(f"sandbox {self.sandbox_id} is over")
+                raise SandboxNotFoundException(f"sandbox {self.sandbox_id} has ended")
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = threading.Timer(timeout, self.kill)
@@ -421,11 +433,11 @@ class Sandbox(ProcessBound):
             self._timer.start()
 
     def is_running(self) -> bool:
-        """Whether it has not been killed and has not ended."""
+        """Whether the sandbox has not ended."""
         return self._session.alive and self._session.healthy()
 
     def get_info(self) -> SandboxInfo:
-        """Its id, template, metadata and times."""
+        """Id, template, metadata and times."""
         image = self._session.places.image
         return SandboxInfo(
             self.sandbox_id,
@@ -436,7 +448,7 @@ class Sandbox(ProcessBound):
         )
 
     def kill(self) -> bool:
-        """End it and all that runs in it. False if that was so already."""
+        """End the sandbox with all its processes. False if it was killed before."""
         with self._lock:
             if self._closed:
                 return False
@@ -444,14 +456,16 @@ class Sandbox(ProcessBound):
             if self._timer is not None:
                 self._timer.cancel()
             sessions = [session for _, session in self._contexts.values() if session is not None]
-        self.commands.close()  # without the lock: a listener of a cell that runs may wait for it
+        self.commands.close()  # without the lock: a listener of a running cell may wait for it
         for session in (*sessions, self._session):
             session.close()
         self.files.close()
         return True
 
     def _end_contexts(self, status: StepStatus, detail: str) -> bool:
-        """For the watchdog, which waits for no lock: another thread may be starting a context."""
+        """End all contexts and commands. Takes no lock, because the watchdog must not wait for a
+        thread that is starting a context.
+        """
         sessions = [session for _, session in [*self._contexts.values()] if session is not None]
         ended = [session.end_by(status, detail) for session in sessions]
         return any((*ended, self.commands.kill_all()))

@@ -1,4 +1,4 @@
-"""``AsyncSandbox``: ``Sandbox`` for asyncio. Each call waits in a thread, without the GIL."""
+"""``AsyncSandbox``: ``Sandbox`` for asyncio. Each call blocks in a thread, without the GIL."""
 
 import asyncio
 import functools
@@ -16,71 +16,73 @@ from agentgrpo.sandbox.session.session import Session
 
 MAX_WAITING = 1024
 LISTENER_S = 60.0
-"""How long a listener may take: its loop may have ended, and the thread would wait for ever."""
-_waiters: ThreadPoolExecutor
+"""Time limit of a listener. If its loop has ended, the thread would wait forever."""
+_threads: ThreadPoolExecutor
 
 
-def _make_waiters() -> None:
-    """Of asyncio's own executor, with six threads on two cores, sixty rollouts would wait for each
-    other. In a process that was forked off, the threads are its parent's.
+def _make_threads() -> None:
+    """Make the executor, also in a forked child, where the parent's threads do not exist.
+
+    asyncio's default executor has six threads on two cores, so sixty rollouts would wait for each
+    other.
     """
-    global _waiters
-    _waiters = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="sandbox-wait")
+    global _threads
+    _threads = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="sandbox-wait")
 
 
-_make_waiters()
-os.register_at_fork(after_in_child=_make_waiters)
+_make_threads()
+os.register_at_fork(after_in_child=_make_threads)
 
 
-def _begin(call: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
+def _submit(call: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
     loop = asyncio.get_running_loop()
-    args = tuple(_awaiting(loop, value) for value in args)
-    kwargs = {name: _awaiting(loop, value) for name, value in kwargs.items()}
-    return _waiters.submit(call, *args, **kwargs)
+    args = tuple(_wrap_listener(loop, value) for value in args)
+    kwargs = {name: _wrap_listener(loop, value) for name, value in kwargs.items()}
+    return _threads.submit(call, *args, **kwargs)
 
 
 async def _wait(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = await asyncio.wrap_future(_begin(call, *args, **kwargs))
+    result = await asyncio.wrap_future(_submit(call, *args, **kwargs))
     return _Awaitable(result) if isinstance(result, CommandHandle) else result
 
 
-def _awaiting(loop: asyncio.AbstractEventLoop, value: Any) -> Any:
-    """A listener as the thread calls it: one that is a coroutine is awaited, in the loop."""
+def _wrap_listener(loop: asyncio.AbstractEventLoop, value: Any) -> Any:
+    """Wrap a listener for a thread: the result of a coroutine function is awaited in the loop."""
     if not callable(value):
         return value
 
-    async def finish(made: Awaitable[object]) -> object:
-        return await made
+    async def finish(awaitable: Awaitable[object]) -> object:
+        return await awaitable
 
     def call(*args: object) -> object:
-        made = value(*args)
-        if not inspect.isawaitable(made):
-            return made
-        return asyncio.run_coroutine_threadsafe(finish(made), loop).result(LISTENER_S)
+        result = value(*args)
+        if not inspect.isawaitable(result):
+            return result
+        return asyncio.run_coroutine_threadsafe(finish(result), loop).result(LISTENER_S)
 
     return call
 
 
-def _interrupt(runs: list[Session], running: "Future[Execution]") -> None:
+def _interrupt(sessions: list[Session], running: "Future[Execution]") -> None:
     while not wait([running], 0.05).done:
-        for session in runs:
+        for session in sessions:
             session.interrupt()
 
 
-def _kill_made(making: "Future[Sandbox]") -> None:
-    if not making.cancelled() and making.exception() is None:
-        making.result().kill()
+def _kill_created(creating: "Future[Sandbox]") -> None:
+    if not creating.cancelled() and creating.exception() is None:
+        creating.result().kill()
 
 
 class _Awaitable:
-    """Files, commands, a command or a page: its methods, each to be awaited, and its attributes."""
+    """Files, commands, a command or a page, with awaitable methods."""
 
-    def __init__(self, plain: Any) -> None:
-        self._plain = plain
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._plain, name)
-        return functools.partial(_wait, found) if callable(found) else found
+        attribute = getattr(self._wrapped, name)
+        return functools.partial(_wait, attribute) if callable(attribute) else attribute
 
 
 class _AsyncCommands(_Awaitable):
@@ -89,70 +91,70 @@ class _AsyncCommands(_Awaitable):
         on_stdout: Any = None, on_stderr: Any = None, timeout: float | None = DEFAULT_TIMEOUT_S,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """As Commands.run(). Cancelled, it ends the command."""
-        handle = await _wait(self._plain.run, cmd, True, *args, **kwargs)
+        """Like Commands.run(). Cancellation kills the command."""
+        handle = await _wait(self._wrapped.run, cmd, True, *args, **kwargs)
         if background:
             return handle
         try:
             return await handle.wait(on_stdout, on_stderr, timeout=timeout or None)
         except asyncio.CancelledError:
-            _waiters.submit(handle._plain.kill)
+            _threads.submit(handle._wrapped.kill)
             raise
         finally:
-            _waiters.submit(self._plain.list)  # lets go of it
+            _threads.submit(self._wrapped.list)  # closes the descriptors of ended commands
 
 
 class AsyncSandbox:
-    """A Sandbox whose methods are awaited. Use ``await AsyncSandbox.create()``."""
+    """A Sandbox with awaitable methods. Use ``await AsyncSandbox.create()``."""
 
-    def __init__(self, plain: Sandbox | None = None) -> None:
-        if not isinstance(plain, Sandbox):
+    def __init__(self, sandbox: Sandbox | None = None) -> None:
+        if not isinstance(sandbox, Sandbox):
             raise InvalidArgumentException("use `await AsyncSandbox.create()`")
-        self._plain = plain
-        self.files: Any = _Awaitable(plain.files)
-        self.commands: Any = _AsyncCommands(plain.commands)
+        self._sandbox = sandbox
+        self.files: Any = _Awaitable(sandbox.files)
+        self.commands: Any = _AsyncCommands(sandbox.commands)
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> Self:
-        """A new sandbox; arguments and errors as for Sandbox.create()."""
-        making = _begin(Sandbox.create, *args, **kwargs)
+        """Start a sandbox; arguments and errors as for Sandbox.create()."""
+        creating = _submit(Sandbox.create, *args, **kwargs)
         try:
-            return cls(await asyncio.wrap_future(making))
-        except asyncio.CancelledError:  # nobody will have what is made now
-            making.add_done_callback(_kill_made)
+            return cls(await asyncio.wrap_future(creating))
+        except asyncio.CancelledError:  # no one will receive the sandbox
+            creating.add_done_callback(_kill_created)
             raise
 
     @classmethod
     async def connect(cls, sandbox_id: str, timeout: float | None = None, **options: Any) -> Self:
-        """As Sandbox.connect()."""
+        """Like Sandbox.connect()."""
         return cls(await _wait(Sandbox.connect, sandbox_id, timeout, **options))
 
     @classmethod
     def list(cls, **options: Any) -> Any:
-        """As Sandbox.list(), with ``await ...next_items()``."""
+        """Like Sandbox.list(), with ``await ...next_items()``."""
         return _Awaitable(Sandbox.list(**options))
 
     @property
     def sandbox_id(self) -> str:
-        """Its id."""
-        return self._plain.sandbox_id
+        """The sandbox's id."""
+        return self._sandbox.sandbox_id
 
     async def run_code(self, code: str, *args: Any, **kwargs: Any) -> Execution:
-        """As Sandbox.run_code(). Listeners are called in another thread, coroutines are awaited in
-        the loop. Cancelled, it interrupts the code, as its timeout would.
+        """Like Sandbox.run_code(). Listeners are called in another thread; coroutines are awaited
+        in the loop. Cancellation interrupts the code, as its timeout would.
         """
-        runs: list[Session] = []
-        running = _begin(self._plain.run_code, code, *args, **kwargs, _begun=runs.append)
+        sessions: list[Session] = []
+        running = _submit(self._sandbox.run_code, code, *args, **kwargs, _on_start=sessions.append)
         try:
             execution: Execution = await asyncio.wrap_future(running)
         except asyncio.CancelledError:
-            _waiters.submit(_interrupt, runs, running)
+            _threads.submit(_interrupt, sessions, running)
             raise
         return execution
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Every other method of Sandbox (kill, set_timeout ...), to be awaited."""
-        return functools.partial(_wait, getattr(self._plain, name))
+        """Every other method of Sandbox (kill, set_timeout ...), awaitable."""
+        return functools.partial(_wait, getattr(self._sandbox, name))
 
     async def __aenter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from agentgrpo.sandbox.isolation.errors import (
     SandboxNotFoundException,
     TimeoutException,
 )
-from agentgrpo.sandbox.isolation.guards import ProcessBound, as_bytes, public
+from agentgrpo.sandbox.isolation.guards import ProcessBound, as_bytes, wraps_os_errors
 from agentgrpo.sandbox.isolation.template import check_environment
 from agentgrpo.sandbox.session.program import Listener, Program
 
@@ -24,30 +24,30 @@ KILL_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """A command that was started here and has not ended."""
+    """A running command."""
 
     pid: int
     cmd: str
-    """The text that run() was given."""
+    """The text passed to run()."""
     cwd: str
     args: list[str]
-    """The arguments of the bash that runs it."""
+    """The arguments of bash."""
     envs: dict[str, str]
-    """The variables that run() was given, without the sandbox's own."""
+    """The variables passed to run(), without those of the sandbox."""
     tag: str | None = None
-    """E2B's name of a template's start command; None, as there is no such command here."""
+    """E2B's tag of a template's start command; always None, because there is no such command."""
 
 
-@public
+@wraps_os_errors
 class CommandHandle(ProcessBound):
-    """A command that runs in the background. Its output is read while wait() waits."""
+    """A command in the background. wait() reads its output."""
 
     def __init__(self, program: Program, info: ProcessInfo) -> None:
         self.program, self._info = program, info
 
     @property
     def pid(self) -> int:
-        """Its process id inside the session."""
+        """The process id inside the session."""
         return self._info.pid
 
     def wait(
@@ -57,12 +57,12 @@ class CommandHandle(ProcessBound):
         *,
         timeout: float | None = None,
     ) -> CommandResult:
-        """Wait for its end.
+        """Wait until the command ends.
 
         Raises:
-            CommandExitException: it ended with another exit code than 0.
-            TimeoutException: timeout seconds were over; it was killed.
-            SandboxNotFoundException: the sandbox was killed before its end was read.
+            CommandExitException: its exit code is not 0.
+            TimeoutException: it ran for timeout seconds and was killed.
+            SandboxNotFoundException: the sandbox was killed before the command's end was read.
             SandboxInfraError: the machine failed.
         """
         program = self.program
@@ -86,17 +86,17 @@ class CommandHandle(ProcessBound):
         return result
 
     def kill(self) -> bool:
-        """End it at once. False if it had ended. What it has printed is there for wait()."""
+        """Kill the command. False if it had ended. Its output is kept for wait()."""
         return end(self.program)
 
     def send_stdin(self, data: str) -> None:
-        """Write to its standard input."""
+        """Write to standard input."""
         self.program.send_stdin(as_bytes(data))
 
 
 def end(program: Program) -> bool:
-    """Kill it and read what it has left, which lets go of its descriptors. False if it had ended
-    before.
+    """Kill a program and read its remaining output, which closes its descriptors. False if it had
+    ended before.
     """
     killed = program.kill()
     with contextlib.suppress(SandboxNotFoundException):  # it was closed
@@ -104,9 +104,9 @@ def end(program: Program) -> bool:
     return killed
 
 
-@public
+@wraps_os_errors
 class Commands(ProcessBound):
-    """The commands of one session. channels() gives its descriptors, or raises if it is over; a
+    """The commands of a session. channels() returns its descriptors or raises if it has ended. A
     command is killed after output_max bytes of output.
     """
 
@@ -129,17 +129,17 @@ class Commands(ProcessBound):
         stdin: bool = False,
         timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> "CommandResult | CommandHandle":
-        """Run cmd by bash; wait for it, or return a CommandHandle if background.
+        """Run cmd in bash. Waits for its end; with background it returns a CommandHandle.
 
         Raises:
             CommandExitException, TimeoutException: as CommandHandle.wait().
-            NotSupportedException: another user is asked for; a session has one.
+            NotSupportedException: another user than "user"; a session has one user.
         """
         if user not in (None, "user"):
-            raise NotSupportedException(f"user {user!r}: a session has one user")
+            raise NotSupportedException(f"user: expected 'user', got {user!r}")
         check_environment("envs", envs or {})
         directory = cwd or self._channels().places.home
-        self.list()  # what has ended holds no descriptors, and its number may come again
+        self.list()  # forget ended commands: their pids may be reused
         args, envs = ["-c", cmd], dict(envs or {})
         program = Program(
             self._channels(),
@@ -162,7 +162,7 @@ class Commands(ProcessBound):
             self.list()
 
     def list(self) -> list[ProcessInfo]:
-        """The commands that have not ended."""
+        """The running commands."""
         with self._lock:
             ended = [program for program in self._running if program.ended()]
             for program in ended:
@@ -181,31 +181,31 @@ class Commands(ProcessBound):
         raise NotFoundException(f"no command with pid {pid} is running")
 
     def kill(self, pid: int) -> bool:
-        """End a command at once. False if there is none with this pid."""
+        """Kill a command. False if none with this pid is running."""
         with contextlib.suppress(NotFoundException):
             return end(self._find(pid)[0])
         return False
 
     def send_stdin(self, pid: int, data: str) -> None:
-        """Write to a command's standard input; it must have been started with stdin=True."""
+        """Write to the standard input of a command that was started with stdin=True."""
         self._find(pid)[0].send_stdin(as_bytes(data))
 
     def close_stdin(self, pid: int) -> None:
-        """Let a command read the end of its standard input."""
+        """Close a command's standard input."""
         self._find(pid)[0].close_stdin()
 
     def connect(self, pid: int) -> CommandHandle:
-        """A handle for a command that runs."""
+        """A handle for a running command."""
         return CommandHandle(*self._find(pid))
 
     def kill_all(self) -> bool:
-        """End every command, without waiting. False if there was none."""
+        """Kill every command, without waiting. False if there was none."""
         with self._lock:
             killed = [program.kill() for program in self._running]
         return any(killed)
 
     def close(self) -> None:
-        """Let go of every command. Those that run end with their session."""
+        """Kill all commands and close their descriptors."""
         with self._lock:
             programs = [*self._running]
             self._running.clear()

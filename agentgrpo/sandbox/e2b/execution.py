@@ -1,4 +1,4 @@
-"""What ``Sandbox.run_code()`` and ``commands.run()`` return, in the shapes of E2B's SDK."""
+"""Results of ``Sandbox.run_code()`` and ``commands.run()``, with the fields of E2B's SDK."""
 
 import importlib
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 from agentgrpo.sandbox.isolation.errors import SandboxException
 from agentgrpo.sandbox.isolation.templates import DATA, INSTALL, has_data
-from agentgrpo.sandbox.session.result import StepError, StepResult, StepStatus
+from agentgrpo.sandbox.session.step_result import StepError, StepResult, StepStatus
 
 FORMS = {
     "text/plain": "text", "text/html": "html", "text/markdown": "markdown", "text/latex": "latex",
@@ -17,31 +17,29 @@ FORMS = {
     "application/javascript": "javascript", "application/json": "json", "e2b/data": "data",
     "e2b/chart": "chart",
 }  # fmt: skip
-"""MIME type to the field of Result."""
+"""MIME types and their fields of Result."""
 STRUCTURED = ("json", "data", "chart")
 RESTARTS = "variables are lost, files are kept, and the next cell starts a new interpreter"
 
 
 @dataclass(frozen=True, slots=True)
 class OutputMessage:
-    """A piece of output as it arrived."""
+    """A piece of output."""
 
     line: str
     timestamp: int
     """Nanoseconds since the epoch."""
     error: bool = False
-    """Whether it came from standard error."""
+    """Whether it is from standard error."""
 
 
 ExecutionError = StepError
-"""E2B's name of an exception that reached the top of a cell."""
+"""E2B's name for an exception that reached the top of a cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a cell displayed, or the value of its last expression, in the forms that it has. Images
-    are base64.
-    """
+    """A display of a cell, or the value of its last expression. Images are base64."""
 
     text: str | None = None
     html: str | None = None
@@ -56,13 +54,13 @@ class Result:
     data: dict[str, Any] | None = None
     """The columns of a data frame."""
     chart: Any = None
-    """What a figure plots, where the package e2b-charts is installed: a chart of that package."""
+    """The content of a figure, as a chart of the package e2b-charts if that is installed."""
     is_main_result: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """MIME types that are no field."""
+    """Other MIME types."""
 
     def formats(self) -> list[str]:
-        """The names of the forms that are there."""
+        """The names of the formats that it has."""
         return [name for name in FORMS.values() if getattr(self, name)] + [*self.extra]
 
     def __getitem__(self, name: str) -> Any:
@@ -74,7 +72,7 @@ class Result:
 
 @dataclass(slots=True)
 class Logs:
-    """What was printed, in the pieces in which it arrived."""
+    """Printed output, in the pieces in which it arrived."""
 
     stdout: list[str] = field(default_factory=list)
     stderr: list[str] = field(default_factory=list)
@@ -82,7 +80,7 @@ class Logs:
 
 @dataclass(slots=True)
 class Execution:
-    """One run of code. ``step`` has what E2B does not tell: status, cost, truncation."""
+    """Result of a cell. ``step`` has what E2B lacks: status, cost, truncation."""
 
     step: StepResult
     results: list[Result] = field(default_factory=list)
@@ -92,7 +90,6 @@ class Execution:
 
     @property
     def status(self) -> StepStatus:
-        """How it ended."""
         return self.step.status
 
     @property
@@ -101,16 +98,16 @@ class Execution:
         return next((result.text for result in self.results if result.is_main_result), None)
 
     def to_json(self) -> str:
-        """As E2B writes it."""
-        results = [{name: one[name] for name in one.formats()} for one in self.results]
+        """JSON in E2B's format."""
+        results = [{name: result[name] for name in result.formats()} for result in self.results]
         logs, error = json.dumps(asdict(self.logs)), self.error and json.dumps(asdict(self.error))
-        told = {"results": results, "logs": logs, "error": error}
-        return json.dumps(told, default=lambda chart: chart.model_dump())
+        fields = {"results": results, "logs": logs, "error": error}
+        return json.dumps(fields, default=lambda chart: chart.model_dump())
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """A command that has ended."""
+    """Output and exit code of a command."""
 
     stdout: str
     stderr: str
@@ -119,7 +116,7 @@ class CommandResult:
 
 
 class CommandExitException(SandboxException):
-    """A command ended with another exit code than 0."""
+    """A command ended with an exit code other than 0."""
 
     def __init__(self, result: CommandResult) -> None:
         super().__init__(f"exit code {result.exit_code}: {result.error or result.stderr[-2000:]}")
@@ -128,56 +125,58 @@ class CommandExitException(SandboxException):
 
 
 def results_of(step: StepResult) -> list[Result]:
-    """The results in a step: what was displayed, and the value of its last expression."""
+    """Parse the displays of a step and the value of its last expression."""
     if not step.results:
         return [] if step.value is None else [_result({"text/plain": step.value}, True)]
     try:
-        return [_result(shown["data"], shown["main"]) for shown in json.loads(step.results)]
-    except Exception as error:  # the session's code has written it
-        told = {"unreadable": f"{type(error).__name__}: {error}"[:200]}
-        return [Result(is_main_result=False, extra=told)]
+        return [_result(display["data"], display["main"]) for display in json.loads(step.results)]
+    except Exception as error:  # the session's code can write anything
+        message = f"{type(error).__name__}: {error}"[:200]
+        return [Result(is_main_result=False, extra={"unreadable": message})]
 
 
 def _result(data: dict[str, Any], main: bool) -> Result:
     forms = {FORMS[mime]: data.pop(mime) for mime in list(data) if mime in FORMS}
-    if not all(isinstance(told, str) or name in STRUCTURED for name, told in forms.items()):
-        raise TypeError("a form that is no text")
+    if not all(isinstance(value, str) or name in STRUCTURED for name, value in forms.items()):
+        raise TypeError("a format that is not text")
     text = forms.get("text") or ""
-    if text[:1] == text[-1:] and text[:1] in ("'", '"'):  # of a str its text, as in E2B
+    if text[:1] == text[-1:] and text[:1] in ("'", '"'):  # a str without its quotes, as in E2B
         forms["text"] = text[1:-1]
     if forms.get("chart"):
         forms["chart"] = _chart(forms["chart"])
     return Result(**forms, is_main_result=main is True, extra=data)
 
 
-def _chart(told: dict[str, Any]) -> Any:
-    kinds: Any = importlib.import_module("e2b_charts.main")
-    name = "".join(map(str.title, told["type"].split("_"))) + "Chart"
-    if told["type"] == "superchart":
-        elements = [_chart(element) for element in told["elements"]]
-        return kinds.SuperChart.model_construct(**told | {"elements": elements})
-    return getattr(kinds, name, kinds.Chart)(**told)
+def _chart(fields: dict[str, Any]) -> Any:
+    charts: Any = importlib.import_module("e2b_charts.main")
+    name = "".join(map(str.title, fields["type"].split("_"))) + "Chart"
+    if fields["type"] == "superchart":
+        elements = [_chart(element) for element in fields["elements"]]
+        return charts.SuperChart.model_construct(**fields | {"elements": elements})
+    return getattr(charts, name, charts.Chart)(**fields)
 
 
 def hint_of(message: str) -> str:
-    """After "No module named ...": which template has it."""
-    named = re.match(r"No module named '(\w{1,99})", message, re.ASCII)
-    if named is None:
+    """The remedy for "No module named ...": a template that has it."""
+    match = re.match(r"No module named '(\w{1,99})", message, re.ASCII)
+    if match is None:
         return ""
-    if named[1] in DATA:
+    if match[1] in DATA:
         return '; remedy: Sandbox.create("data")' + f", after {INSTALL}" * (not has_data())
     build = "agentgrpo sandbox template build NAME -r REQUIREMENTS"
     return f'; remedy: {build}, then Sandbox.create("NAME")'
 
 
 def execution_of(step: StepResult, count: int, restarts: bool = False) -> Execution:
-    """A step in E2B's shape. An interpreter that died shows as an error: E2B's "ContextRestarting"
-    where the sandbox goes on (restarts), else named after its status.
+    """Convert a step to E2B's Execution.
+
+    The end of the interpreter becomes an error: E2B's "ContextRestarting" if the sandbox goes on
+    (restarts), otherwise with the status as its name.
     """
     error = None
     if step.error is not None:
-        told = hint_of(step.error.value) if step.error.name == "ModuleNotFoundError" else ""
-        value, trace = f"{step.error.value}{told}", f"{step.error.traceback}{told.lstrip('; ')}"
+        hint = hint_of(step.error.value) if step.error.name == "ModuleNotFoundError" else ""
+        value, trace = f"{step.error.value}{hint}", f"{step.error.traceback}{hint.lstrip('; ')}"
         error = ExecutionError(step.error.name, value, trace)
     elif step.status is not StepStatus.OK:
         name = "SystemExit" if step.status is StepStatus.EXIT else str(step.status)

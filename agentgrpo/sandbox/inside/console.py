@@ -1,7 +1,7 @@
-"""Python's interactive console, one line at a time: what ``>>> `` would have shown.
+"""Python's interactive console, one line at a time.
 
-The prompts are the host's business; everything a terminal would show between them is written to
-standard output here: echoed expressions, tracebacks, "_".
+The host prints the prompts. Everything else that a terminal shows is written to the streams here:
+echoed expressions, tracebacks, output.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Console(InteractiveInterpreter):
-    """Collects lines until they are a complete statement, then runs it in namespace."""
+    """Collects lines until they are a complete statement, then runs it in the namespace."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         super().__init__(namespace)
@@ -22,14 +22,14 @@ class Console(InteractiveInterpreter):
         self._raised: BaseException | None = None
 
     def push(self, line: str) -> tuple[bool, BaseException | None]:
-        """Take one line: whether the statement needs more of them, and what it raised.
+        """Add a line. Returns whether the statement needs more lines, and its exception.
 
-        SystemExit goes through; every other exception is shown, as Python does.
+        SystemExit is raised; every other exception is printed, as in Python.
         """
         self._lines.append(line)
         self._raised, more, name = None, False, "<stdin>"
         source = "\n".join(self._lines)
-        if sys.version_info >= (3, 13):  # tracebacks show what was typed, found by this name
+        if sys.version_info >= (3, 13):  # tracebacks show the typed lines, found by this name
             name = f"<stdin>-{next(self._numbers)}"
             linecache.cache[name] = len(source), None, source.splitlines(True), "<stdin>"
         try:
@@ -40,7 +40,7 @@ class Console(InteractiveInterpreter):
         return more, self._raised
 
     def showsyntaxerror(self, *_: Any, **__: Any) -> None:
-        """Show why a statement cannot be compiled; at a terminal it ends with its newline."""
+        """Print a syntax error. As on a terminal, the source ends with a newline."""
         error: Any = sys.exception()
         try:
             source = "\n".join([*self._lines, ""])
@@ -53,16 +53,16 @@ class Console(InteractiveInterpreter):
         self._show(error, None)
 
     def showtraceback(self) -> None:
-        """Show what a statement has raised."""
+        """Print the exception of a statement, without our frame."""
         error: Any = sys.exception()
         self._show(error, error.__traceback__.tb_next)
 
     def _show(self, error: BaseException, trace: Any) -> None:
         self._raised = error
-        told = traceback.TracebackException(type(error), error, trace, limit=-40)
-        told.stack[:] = [
-            frame for frame in told.stack if not frame.filename.startswith("/sandbox/")
+        shown = traceback.TracebackException(type(error), error, trace, limit=-40)
+        shown.stack[:] = [
+            frame for frame in shown.stack if not frame.filename.startswith("/sandbox/")
         ]
-        if not told.stack:
-            told.stack = None  # type: ignore[assignment]
-        sys.stderr.write("".join(told.format()))
+        if not shown.stack:
+            shown.stack = None  # type: ignore[assignment]
+        sys.stderr.write("".join(shown.format()))

@@ -1,8 +1,7 @@
-"""A further Python context of a session: a fresh interpreter, started by the session's init.
+"""Another Python context of a session: a new interpreter, started by the session's init.
 
-Usage: python context.py VALUE_BYTES TRACEBACK_BYTES NOTEBOOK [SITE_DIR ...] (NOTEBOOK: IPython
-to have a notebook of it, else "sys"), with the descriptors 3 and 4
-of repl.py.
+Usage: python context.py VALUE_BYTES TRACEBACK_BYTES NOTEBOOK [SITE_DIR ...], with the descriptors 3
+and 4 of repl.py. NOTEBOOK is "IPython" to run cells in a notebook, otherwise "sys".
 """
 
 import fcntl

@@ -1,14 +1,14 @@
-"""What crosses between a judge and the code it judges: data of a closed set of types, and numbers.
+"""Serialises values between a judge and the graded code: a closed set of types, and object numbers.
 
-As JSON in ASCII. None, bool, float, str and small ints are JSON's own (Infinity and NaN as Python
-writes them), everything else is ``[kind, ...]``. What is of no such type, exactly, stays where it
-is; a number stands for it. ``decode()`` makes nothing but these types, whatever it is given: types
-and shapes of all parts are those that ``encode()`` writes, exactly, before anything is made.
-A judge reads numbers of numpy as Python's and arrays as float64, complex128 and int64: of a narrow
-type they would have the judge's own numbers cast down to it (``float16("inf") == 10**6``).
+The format is JSON in ASCII. None, bool, float, str and small ints are plain JSON (Infinity and NaN
+as Python writes them), everything else is ``[kind, ...]``. An object of any other type stays in its
+session and is represented by a number. ``decode()`` creates only these types, from any input: it
+checks that types and shapes of all parts are exactly those of ``encode()`` before it creates
+anything. A judge reads numpy scalars as Python numbers and arrays as float64, complex128 and int64.
+With narrow types, numpy would cast the judge's own numbers down (``float16("inf") == 10**6``).
 
-The judge's questions are tuples ``(what, ...)`` and the answers ``("value", value)`` or ``("raise",
-names of the classes, arguments, text)``; judge.py asks, an ObjectServer answers.
+The judge's questions are tuples ``(what, ...)``, the answers ``("value", value)`` or ``("raise",
+names of the classes, arguments, text)``. judge.py asks, an ObjectServer answers.
 """
 
 import importlib
@@ -36,10 +36,10 @@ TAKE: dict[str, tuple[tuple[Any, ...], Callable[[Any], tuple[Any, ...]]]] = {
     "decimal.Decimal": ((str,), lambda v: (str(v),)),
     "fractions.Fraction": ((int, int), lambda v: (int(v.numerator), int(v.denominator))),
 }
-"""Classes that cross by the arguments that make them again, and the types of these."""
+"""Classes that are serialised as constructor arguments, and the types of the arguments."""
 ARRAYS = ("b1", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)),
           "f2", "f4", "f8", "c8", "c16")  # fmt: skip
-"""No long doubles: float64 would take others for equal."""
+"""No long doubles: converted to float64, different values could be equal."""
 WAYS = ("__len__", "__iter__", "__next__", "__getitem__", "keys")
 
 
@@ -48,16 +48,16 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "set_item": operator.setitem, "delete_item": operator.delitem, "true": bool,
     "iterator": iter,
 }  # fmt: skip
-"""Questions that Python's own functions answer; an ObjectServer's methods answer the others."""
+"""Questions answered by Python functions; methods of ObjectServer answer the others."""
 
 
 class Malformed(Exception):
-    """It is not of the form above."""
+    """A text does not have the form above."""
 
 
 def encode(value: Any, number_of: Callable[[Any], int]) -> str:
-    """A value as it crosses. number_of() says what stands for whatever is no data, or is nested
-    more than DEEPEST deep; or it raises.
+    """Serialise a value. number_of() returns the number of an object that has another type or is
+    nested more than DEEPEST deep, or raises.
     """
     return json.dumps(_tree(value, number_of, DEEPEST), check_circular=False)
 
@@ -76,28 +76,28 @@ def _tree(value: Any, number_of: Callable[[Any], int], room: int) -> Any:
         return ["bytes", value.hex()]
     if room == 0:
         return ["object", number_of(value)]
-    named = kind.__bases__ == (tuple,) and "_fields" in vars(kind)  # it crosses as the tuple
-    if kind in FORMS or named:
+    is_namedtuple = kind.__bases__ == (tuple,) and "_fields" in vars(kind)  # sent as a tuple
+    if kind in FORMS or is_namedtuple:
         return [FORMS.get(kind, "tuple"), *[_tree(inner, number_of, room - 1) for inner in value]]
     if kind is dict:
         pairs = [[_tree(part, number_of, room - 1) for part in pair] for pair in value.items()]
         return ["dict", *pairs]
-    taken = _taken(value, kind)
-    if taken is None:
+    call = _constructor_call(value, kind)
+    if call is None:
         return ["object", number_of(value)]
-    return ["made", taken[0], *[_tree(part, number_of, room - 1) for part in taken[1]]]
+    return ["made", call[0], *[_tree(part, number_of, room - 1) for part in call[1]]]
 
 
-def _taken(value: Any, kind: type) -> tuple[str, tuple[Any, ...]] | None:
-    """The class that a value is made again by, and its arguments; None if it is no data."""
+def _constructor_call(value: Any, kind: type) -> tuple[str, tuple[Any, ...]] | None:
+    """The class and the arguments that create an equal value; None for other types."""
     home, name = kind.__module__, kind.__name__
     tag, module = f"{home}.{name}", sys.modules.get(home)
     if module is not None and getattr(module, name, None) is kind:
         if tag in TAKE:
             return tag, TAKE[tag][1](value)
         if tag == "collections.defaultdict":
-            named = (name for name, made in FACTORIES.items() if made is value.default_factory)
-            return "defaultdict", (next(named, None), dict(value))
+            names = (name for name, kind in FACTORIES.items() if kind is value.default_factory)
+            return "defaultdict", (next(names, None), dict(value))
         if home == "numpy" and (name == "ndarray" or issubclass(kind, module.generic)):
             parts = (value.dtype.str, tuple(value.shape), value.tobytes(), name == "ndarray")
             return ("numpy", parts) if value.dtype.str[1:] in ARRAYS else None
@@ -105,16 +105,16 @@ def _taken(value: Any, kind: type) -> tuple[str, tuple[Any, ...]] | None:
 
 
 def decode(text: str, object_of: Callable[[int], Any], widen: bool = False) -> Any:
-    """The value that was spelled. object_of() says what a number stands for; widen: as a judge.
+    """Deserialise a value. object_of() returns the object of a number; widen: for a judge.
 
     Raises:
-        Malformed: it was not spelled by encode().
+        Malformed: encode() does not write this.
     """
     try:
         return _value(json.loads(text), object_of, widen)
     except MemoryError:
         raise
-    except Exception as error:  # whatever a text that is none makes of its parts
+    except Exception as error:  # a hostile text can cause many kinds
         raise Malformed(f"{type(error).__name__}: {error}"[:200]) from None
 
 
@@ -135,8 +135,8 @@ def _value(tree: Any, object_of: Callable[[int], Any], widen: bool) -> Any:
         data = bytes.fromhex(part)
         return data if kind == "bytes" else data.decode("utf-8", "surrogatepass")
     if kind == "made":
-        made = _made(parts[0], *[_value(part, object_of, widen) for part in parts[1:]])
-        return _widened(made) if widen and parts[0] == "numpy" else made
+        value = _construct(parts[0], *[_value(part, object_of, widen) for part in parts[1:]])
+        return _widened(value) if widen and parts[0] == "numpy" else value
     if kind == "dict":
         _exact(parts, *[list] * len(parts))
         return dict(_value(["tuple", *pair], object_of, widen) for pair in parts)
@@ -144,25 +144,25 @@ def _value(tree: Any, object_of: Callable[[int], Any], widen: bool) -> Any:
 
 
 def _exact(parts: Any, *kinds: Any) -> Any:
-    """The parts, if they are as many as these types and of them, exactly."""
+    """Return the parts if their number and types are exactly these."""
     for part, kind in zip(parts, kinds, strict=True):
         if type(part) not in (get_args(kind) or (kind,)):
             raise Malformed(f"a {type(part).__name__}, not a {kind}")
     return parts
 
 
-def _made(kind: str, *parts: Any) -> Any:
+def _construct(kind: str, *parts: Any) -> Any:
     if kind == "numpy":
         dtype, shape, data, is_array = _exact(parts, str, tuple, bytes, bool)
         _exact(shape, *[int] * (len(shape) if is_array else 0))
         numpy = importlib.import_module("numpy")
-        of = numpy.dtype(dtype)
-        if of.str != dtype or dtype[1:] not in ARRAYS:
+        array_type = numpy.dtype(dtype)
+        if array_type.str != dtype or dtype[1:] not in ARRAYS:
             raise Malformed(f"an array of {dtype}")
-        if of.kind == "b" and not {0, 1}.issuperset(data):
+        if array_type.kind == "b" and not {0, 1}.issuperset(data):
             raise Malformed("neither True nor False")
-        array = numpy.frombuffer(data, of).reshape(shape).copy()
-        if array.shape != shape:  # -1 is whatever fits
+        array = numpy.frombuffer(data, array_type).reshape(shape).copy()
+        if array.shape != shape:  # reshape() accepts -1
             raise Malformed(f"an array of the shape {shape}")
         return array if is_array else array[()]
     if kind == "defaultdict":
@@ -179,7 +179,7 @@ WIDE = {"b": "?", "i": "i8", "f": "f8", "c": "c16"}
 
 
 def _widened(value: Any) -> Any:
-    """A number as Python's, an array as of the widest type of its kind."""
+    """Convert a scalar to a Python number, an array to the widest type of its kind."""
     if not isinstance(value, importlib.import_module("numpy").ndarray):
         return value.item()
     fits = value.dtype.kind != "u" or value.dtype.itemsize < 8 or (value < SMALL).all()
@@ -187,11 +187,7 @@ def _widened(value: Any) -> Any:
 
 
 class ObjectServer:
-    """Answers questions about what is in a namespace.
-
-    Args:
-        namespace: where expressions are evaluated.
-    """
+    """Answers questions about the objects in a namespace."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
@@ -201,12 +197,12 @@ class ObjectServer:
     def _number(self, value: Any) -> int:
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._objects)
-            self._objects.append(value)  # it lives on, so that the identity is its own
+            self._objects.append(value)  # keeps it alive, so that its id() is not reused
         return self._numbers[id(value)]
 
     def answer(self, text: str) -> str:
-        """The answer to a question. Whatever comes of it is an answer, exceptions too. In a judge
-        that is at work (judge.begin), its next question.
+        """Answer a question; an exception is an answer too. In a session with a running judge
+        (judge.begin), pass the text to the judge and return its next question.
         """
         try:
             if "__proceed__" in self._namespace:
@@ -228,31 +224,29 @@ class ObjectServer:
             return encode(("raise", [*names], (text,), text), self._number)
 
     def find(self, expression: str) -> Any:
-        """What an expression means there. A name is the code's own, not one of Python's."""
+        """Evaluate an expression. A name must be defined by the code: builtins do not count."""
         if expression.isidentifier() and expression not in self._namespace:
             raise NameError(f"name {expression!r} is not defined")
         return eval(compile(expression, "<names>", "eval"), self._namespace)
 
     def call(self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call."""
         return called(*args, **kwargs)
 
     def call_name(self, name: str, args: tuple[Any, ...]) -> Any:
-        """The result of a call of what has that name there."""
         return self._namespace[name](*args)
 
     def next(self, iterator: Any) -> tuple[Any, ...]:
-        """The next one, alone in a tuple; () at the end."""
+        """The next value, in a tuple; () at the end."""
         for value in iterator:
             return (value,)
         return ()
 
     fetch = next
-    """The same, of an iterator that the judge made: nothing there is changed by it."""
+    """The same for an iterator that the judge created: the call changes no state of the code."""
 
     def shape(self, owner: Any) -> tuple[frozenset[str], int | None, list[Any] | None]:
-        """Which ways there are to look at its content, its length, and all of it if it has both a
-        length and an iterator.
+        """The methods of WAYS that an object has, its length, and its whole content if it has both
+        a length and an iterator.
         """
         kind = type(owner)
         ways = frozenset(name for name in WAYS if hasattr(kind, name))

@@ -1,8 +1,8 @@
-"""Functions of the host, as a session calls them.
+"""Calls of host functions from a session.
 
-A call is an answer of the kind ``call`` to the step that makes it, and the step goes on with the
-next request, ``returned`` or ``raised``. One call is under way at a time: others wait for it, as
-does the answer that ends the step. The host believes nothing of this; it checks what comes
+A call is sent as an answer of kind ``call`` to the running step; the next request, ``returned`` or
+``raised``, has its value. One call runs at a time: other threads and the answer that ends the step
+wait for it. The host trusts nothing of this and checks every message
 (sandbox/session/host_tools.py).
 """
 
@@ -18,14 +18,17 @@ data = isolated("data")
 encode, decode = data["encode"], data["decode"]
 EncodeError = data["EncodeError"]
 NEVER = (StopIteration, StopAsyncIteration)
-"""Of what a function raised: would end something else than the call."""
+"""Not raised for a host function's exception: they would end an iteration, not the call."""
 
 
 class Calls:
-    """The functions that a session may call.
+    """The host functions of a session.
 
-    put() sends the fields of an answer to the step that runs, take() gives those of the next
-    request; the last two are bytes of the arguments and of the answer of a call.
+    Args:
+        put: sends the fields of an answer to the running step.
+        take: receives the fields of the next request.
+        max_arguments: bytes of a call's arguments.
+        max_answer: bytes of a call's answer.
     """
 
     def __init__(
@@ -33,16 +36,16 @@ class Calls:
         interpreter: Any,
         put: Callable[[list[bytes]], None],
         take: Callable[[], list[bytes]],
-        most_asked: int,
-        most_told: int,
+        max_arguments: int,
+        max_answer: int,
     ) -> None:
         self.interpreter, self.put, self.take = interpreter, put, take
-        self.most_asked, self.most_told = most_asked, most_told
+        self.max_arguments, self.max_answer = max_arguments, max_answer
         self.lock, self.main = allocate_lock(), get_ident()
         self.open = False
 
     def function(self, name: str, doc: str) -> Callable[..., Any]:
-        """What stands for a function in the session's namespace."""
+        """Make the function that calls the host, for the session's namespace."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.call(name, args, kwargs)
@@ -53,24 +56,24 @@ class Calls:
         return call
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the host's function returns, or the exception that it raised."""
+        """Call a host function. Returns its value, or raises its exception."""
         if getpid() != self.interpreter.pid:
             raise RuntimeError(f"{name}(): only the session's own process can call the host")
         try:
-            asked = encode([[*args], kwargs], self.most_asked)
+            arguments = encode([[*args], kwargs], self.max_arguments)
         except EncodeError as error:
             raise TypeError(f"{name}(): its arguments cannot be passed: {error}") from None
         with self.lock:
             if not self.open:
-                raise RuntimeError(f"{name}(): the host can be called while a step runs only")
-            kind, *told = self.exchange([b"call", name.encode(), asked])
+                raise RuntimeError(f"{name}(): the host can be called only while a step runs")
+            kind, *parts = self.exchange([b"call", name.encode(), arguments])
         if kind == b"returned":
-            return decode(told[0], self.most_told)
-        raise raised(told[0].decode(), told[1].decode())
+            return decode(parts[0], self.max_answer)
+        raise exception_of(parts[0].decode(), parts[1].decode())
 
     def exchange(self, fields: list[bytes]) -> list[bytes]:
-        """Ask and wait. An interrupt waits too, so that no answer is left in the pipe: the host
-        answers at the step's deadline at the latest.
+        """Send a call and wait for its answer. An interrupt is raised only after the answer, so
+        that none stays in the pipe; the host answers by the step's deadline.
         """
         if get_ident() != self.main:
             self.put(fields)
@@ -79,27 +82,27 @@ class Calls:
         try:
             interpreter.waiting = True
             self.put(fields)
-            told = self.take()
+            answer = self.take()
         finally:
             interpreter.waiting = False
         if interpreter.missed:
             interpreter.missed = False
             raise KeyboardInterrupt
-        return told
+        return answer
 
     def shut(self) -> None:
-        """The step ends: no further call, once that of another thread is answered."""
+        """Refuse calls from now on, after waiting for the call of another thread."""
         with self.lock:
             self.open = False
 
 
-def raised(name: str, text: str) -> Exception:
-    """An exception of Python's own by its name, or RuntimeError."""
+def exception_of(name: str, text: str) -> Exception:
+    """Make the builtin exception of that name, or a RuntimeError."""
     kind = vars(builtins).get(name)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NEVER):
         try:
             error: Exception = kind(text)
             return error
-        except Exception:  # one that takes other arguments
+        except Exception:  # the class needs other arguments
             pass
     return RuntimeError(f"{name}: {text}")

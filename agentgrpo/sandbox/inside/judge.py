@@ -1,9 +1,9 @@
-"""Runs trusted tests in a session of its own; what they test is elsewhere (grade.check_tests).
+"""Runs trusted tests; the graded code is in another session (grade.check_tests).
 
-``begin()`` runs the tests in a thread. Whenever they touch the graded code, the thread asks and
-waits; ``proceed(reply)`` hands it the reply to its last question and returns its next one, or the
-verdict: a word and, on further lines, why. The words: passed; unused (the tests ended and used
-nothing of the graded code); failed; broken (they fail for any code); memory.
+``begin()`` runs the tests in a thread. When they use the graded code, the thread sends a question
+and waits. ``proceed(reply)`` passes the reply to its last question and returns its next question,
+or the verdict: a word and, on further lines, the reason. The words are: passed; unused (the tests
+ended without using the graded code); failed; broken (they fail for any code); memory.
 """
 
 import builtins
@@ -24,31 +24,31 @@ questions: queue.Queue[str] = queue.Queue()
 replies: queue.Queue[str] = queue.Queue()
 turn = threading.Lock()
 known: "dict[int, RemoteObject]" = {}
-fouls: list[str] = []
-short: list[str] = []
-"""Questions whose answers did not fit into the memory."""
+violations: list[str] = []
+too_large: list[str] = []
+"""Questions whose answers did not fit into memory."""
 changes = 0
-"""Questions so far that may have changed something there."""
+"""Number of questions that may have changed state of the graded code."""
 uses = 0
 """How often the tests have used the graded code: calls, attributes, items, comparisons. Counted
-here, where that code has no hand.
+here, where the graded code cannot change it.
 """
 failures: list[tuple[bool, str]] = []
-"""Of each test that failed: whether any code fails it, and its traceback."""
+"""For each failed test: whether it fails for any code, and its traceback."""
 BY_VALUE = (AssertionError, TypeError, AttributeError, KeyError, IndexError, ValueError)
-"""What a constant that the tests import may cause unseen, as it is no function to be called."""
+"""Exceptions that an imported constant can cause without a counted use: it is sent by value."""
 
 
 class ProtocolViolation(BaseException):
-    """What no test may take for a failure that it expected, nor an iterator for its end."""
+    """Not an Exception, so that no test takes it for an expected failure."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        fouls.append(what)
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        violations.append(message)
 
 
 def ask(what: str, *args: Any) -> Any:
-    """What the graded session answers to a question; raises what it raised there."""
+    """Send a question to the graded session. Returns its value or raises its exception."""
     global changes, uses
     changes += what in ("call", "set_attribute", "set_item", "delete_item", "next")
     uses += what != "find"
@@ -57,52 +57,52 @@ def ask(what: str, *args: Any) -> Any:
         questions.put(question)
         reply = replies.get()
     try:
-        match decode(reply, graded, widen=True):
+        match decode(reply, remote_object, widen=True):
             case ("value", value):
                 return value
-            case ("raise", [str(), *_] as names, tuple() as given, str() as text):
-                error = error_of(names, given, text)
+            case ("raise", [str(), *_] as names, tuple() as args, str() as text):
+                error = error_of(names, args, text)
             case other:
                 raise Malformed(f"{other!r:.80}")
     except MemoryError:
-        short.append(what)
+        too_large.append(what)
         raise
     except Malformed as malformed:
         raise ProtocolViolation(f"the answer to {what!r} is malformed: {malformed}") from None
     raise error
 
 
-def error_of(names: list[str], given: tuple[Any, ...], text: str) -> BaseException:
-    """What a test sees of an exception of the graded code: the nearest class of Python's own.
+def error_of(names: list[str], error_args: tuple[Any, ...], text: str) -> BaseException:
+    """Recreate an exception of the graded code as the nearest builtin class.
 
-    Those that end more than a test, or an iterator, do not; see PEP 479.
+    Exceptions that would end the process or an iterator are replaced; see PEP 479.
     """
     classes = (getattr(builtins, str(name), None) for name in names)
-    found = next((c for c in classes if isinstance(c, type) and issubclass(c, BaseException)), None)
-    told = f"{names[0]}: {text}"
-    if found is None or not issubclass(found, Exception):
-        return ProtocolViolation(f"the code raised {told}")
-    if issubclass(found, (StopIteration, StopAsyncIteration)):
-        return RuntimeError(f"the code raised {told}")
-    for args in (given, (text,)):
+    kind = next((c for c in classes if isinstance(c, type) and issubclass(c, BaseException)), None)
+    message = f"{names[0]}: {text}"
+    if kind is None or not issubclass(kind, Exception):
+        return ProtocolViolation(f"the code raised {message}")
+    if issubclass(kind, (StopIteration, StopAsyncIteration)):
+        return RuntimeError(f"the code raised {message}")
+    for args in (error_args, (text,)):
         try:
-            error: BaseException = found(*args)
-        except Exception:  # it is made of other arguments
+            error: BaseException = kind(*args)
+        except Exception:  # the class needs other arguments
             continue
-        error.add_note(f"{told} (in the graded code)")
+        error.add_note(f"{message} (in the graded code)")
         return error
-    return RuntimeError(told)
+    return RuntimeError(message)
 
 
 def number_of(value: Any) -> int:
-    """What stands for something that is not data, on its way there."""
+    """The number of a remote object, for encode()."""
     if type(value) is not RemoteObject:
-        raise TypeError(f"a {type(value).__name__} cannot be handed to the graded code")
+        raise TypeError(f"a {type(value).__name__} cannot be passed to the graded code")
     return object.__getattribute__(value, "_number")  # type: ignore[no-any-return]
 
 
-def graded(number: int) -> "RemoteObject":
-    """What stands for something of the graded session: the same for the same."""
+def remote_object(number: int) -> "RemoteObject":
+    """The RemoteObject of a number; equal numbers give the same object."""
     if type(number) is not int:
         raise Malformed("an object without a number")
     if number not in known:
@@ -111,11 +111,11 @@ def graded(number: int) -> "RemoteObject":
 
 
 class RemoteObject:
-    """Something of the graded session that is no data, known by its number there.
+    """A proxy of an object in the graded session.
 
-    It equals nothing but itself, whatever its ``__eq__`` says over there. What it contains is asked
-    once, and again only when something may have changed it: however a test looks at it (length,
-    iteration, items), it sees the same.
+    It equals only itself, whatever the object's ``__eq__`` returns. Its content is requested once,
+    and again only after a call that may have changed it. So length, iteration and items are
+    consistent, however a test looks at it.
     """
 
     __slots__ = ("_changes", "_number", "_seen")
@@ -144,7 +144,7 @@ class RemoteObject:
             case other:
                 raise ProtocolViolation(f"no shape of an object: {other!r:.80}")
 
-    def _need(self, way: str) -> frozenset[str]:
+    def _require(self, way: str) -> frozenset[str]:
         ways, _ = self._shape()
         if way not in ways:
             raise TypeError(f"{self!r} has no {way}")
@@ -167,8 +167,8 @@ class RemoteObject:
         return ask("call", self, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of a protocol, which would believe it
-            raise AttributeError(f"{name!r} of the graded code is not seen by tests", name=name)
+        if name.startswith("_"):  # Python's protocols would trust it
+            raise AttributeError(f"tests cannot see {name!r} of the graded code", name=name)
         return ask("attribute", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -181,7 +181,7 @@ class RemoteObject:
         ask("delete_item", self, key)
 
     def __len__(self) -> int:
-        self._need("__len__")
+        self._require("__len__")
         size = self._shape()[1]
         if type(size) is not int or size < 0:
             raise ProtocolViolation(f"a length of {size!r}")
@@ -193,7 +193,7 @@ class RemoteObject:
     def __iter__(self) -> Iterator[Any]:
         ways, _ = self._shape()
         if "__iter__" not in ways:
-            self._need("__getitem__")
+            self._require("__getitem__")
             return (self[index] for index in range(len(self)))
         content = self._once("shape")[2]
         if content is not None:
@@ -203,32 +203,32 @@ class RemoteObject:
         return self._shared()
 
     def _rest(self) -> Iterator[Any]:
-        while got := ask("next", self):
-            yield got[0]
+        while item := ask("next", self):
+            yield item[0]
 
     def _shared(self) -> Iterator[Any]:
-        """What has no length may have no end: it is fetched as far as it is looked at."""
+        """Iterate without a length: values are fetched on demand, as there may be no end."""
         iterator = self._once("iterator")
-        seen: list[Any] = self._seen.setdefault("content", [])
+        values: list[Any] = self._seen.setdefault("content", [])
         index = 0
         while True:
-            if index == len(seen):
-                got = ask("fetch", iterator)
-                if not got:
+            if index == len(values):
+                item = ask("fetch", iterator)
+                if not item:
                     return
-                seen.append(got[0])
-            yield seen[index]
+                values.append(item[0])
+            yield values[index]
             index += 1
 
     def __next__(self) -> Any:
-        self._need("__next__")
-        got = ask("next", self)
-        if not got:
+        self._require("__next__")
+        item = ask("next", self)
+        if not item:
             raise StopIteration
-        return got[0]
+        return item[0]
 
     def __getitem__(self, key: Any) -> Any:
-        ways = self._need("__getitem__")
+        ways = self._require("__getitem__")
         if "__iter__" not in ways or "keys" in ways or type(key) not in (int, slice):
             return self._once("item", key)
         if type(key) is int and key >= 0:
@@ -239,35 +239,35 @@ class RemoteObject:
         return list(self)[key]
 
     def __contains__(self, value: Any) -> bool:
-        """By its content alone: ``__contains__`` over there would be told what a test looks for."""
+        """Search the content here: the object's ``__contains__`` would see the expected value."""
         ways, _ = self._shape()
         if "__iter__" not in ways and not {"__len__", "__getitem__"} <= ways:
             raise TypeError(
-                f"{self!r} has no items that `in` could look through, and its __contains__ is not "
-                "asked; ask it by a name: has(a, b) with names={'has': 'lambda a, b: b in a', ...}"
+                f"{self!r} has no items that `in` could search, and its __contains__ is not called;"
+                " call it by a name: has(a, b) with names={'has': 'lambda a, b: b in a', ...}"
             )
-        return any(value is one or value == one for one in self)
+        return any(value is item or value == item for item in self)
 
     def __reversed__(self) -> Iterator[Any]:
         return iter([*self][::-1])
 
 
-def note(error: BaseException) -> None:
-    """Record that the test that runs now has failed."""
+def record_failure(error: BaseException) -> None:
+    """Record that the current test has failed."""
     always = not (uses or isinstance(error, (*BY_VALUE, ProtocolViolation)))
     text = "".join(traceback.format_exception(error, limit=-5))
-    why = f"{text[:2000]}{text[2000:][-2000:]}"
-    failures.append((always or isinstance(error, ImportError), why))
+    reason = f"{text[:2000]}{text[2000:][-2000:]}"
+    failures.append((always or isinstance(error, ImportError), reason))
 
 
-def attempt(test: Callable[..., Any], *args: Any) -> None:
-    """Run a test and record its failure. ``sys.exit(0)`` ends it well."""
+def run_test(test: Callable[..., Any], *args: Any) -> None:
+    """Run a test and record its failure. ``sys.exit(0)`` is a success."""
     try:
         test(*args)
     except BaseException as error:
         exits = isinstance(error, SystemExit) and error.code in (None, 0)
         if not exits and type(error).__name__ != "SkipTest":
-            note(error)
+            record_failure(error)
 
 
 def tests_in(namespace: dict[str, Any], source: str) -> Iterator[Callable[[], Any]]:
@@ -277,7 +277,7 @@ def tests_in(namespace: dict[str, Any], source: str) -> Iterator[Callable[[], An
         if isinstance(thing, FunctionType) and name.startswith("test"):
             if thing.__code__.co_argcount <= len(thing.__defaults__ or ()):
                 yield thing
-            elif source.count(name) == 1:  # no helper that others call: it wants fixtures
+            elif source.count(name) == 1:  # not a helper that others call: it needs fixtures
                 yield lambda: importlib.import_module("pytest")
         elif isinstance(thing, type) and unittest and issubclass(thing, unittest.TestCase):
             cases = unittest.defaultTestLoader.loadTestsFromTestCase(thing)
@@ -287,7 +287,7 @@ def tests_in(namespace: dict[str, Any], source: str) -> Iterator[Callable[[], An
 
 
 def run_method(owner: Callable[[], Any], name: str) -> None:
-    """Run a test of a class that is no TestCase, as pytest does."""
+    """Run a test method of a class that is not a TestCase, as pytest does."""
     instance = owner()
     getattr(instance, "setup_method", lambda: None)()
     try:
@@ -297,7 +297,7 @@ def run_method(owner: Callable[[], Any], name: str) -> None:
 
 
 def run_pytest(module: ModuleType) -> None:
-    """Run the tests of a module by pytest, for its fixtures, parameters and marks."""
+    """Run the tests of a module with pytest, for its fixtures, parameters and marks."""
     import pytest
 
     class Plugin:
@@ -307,70 +307,71 @@ def run_pytest(module: ModuleType) -> None:
             return collector
 
         def pytest_exception_interact(self, call: Any) -> None:
-            note(call.excinfo.value)
+            record_failure(call.excinfo.value)
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    open("test_answer.py", "w").close()  # what it collects is the module instead
+    open("test_answer.py", "w").close()  # the plugin makes pytest collect the module instead
     options = "-qq --tb=no --capture=sys -p no:cacheprovider -p no:faulthandler test_answer.py"
     code = pytest.main(options.split(), plugins=[Plugin()])
     if code not in (0, 5) and not failures:
         raise RuntimeError(f"pytest ended with {code!r}")
 
 
-def run_module(name: str, source: str, given: dict[str, Any], entry: str, every: bool) -> None:
-    """Run tests as a module of this name: its code, then what it only defines."""
+def run_module(name: str, source: str, globals_: dict[str, Any], entry: str, every: bool) -> None:
+    """Run tests as a module of this name: its code, then the tests that it defines."""
     module = sys.modules[name] = sys.modules["__main__"] = ModuleType(name)
     namespace = vars(module)
-    namespace.update(given)
+    namespace.update(globals_)
     code = compile(source, "<tests>", "exec")
-    attempt(exec, code, namespace)
+    run_test(exec, code, namespace)
     check = namespace.get("check")
     if isinstance(check, FunctionType) and entry and not uses:
-        attempt(check, given[entry])
-    if "pytest" in code.co_names and not failures:  # they import it
-        attempt(run_pytest, module)
+        run_test(check, globals_[entry])
+    if "pytest" in code.co_names and not failures:  # the tests import pytest
+        run_test(run_pytest, module)
         return
     for test in tests_in(namespace, source):
         if every or not failures:
-            attempt(test)
+            run_test(test)
 
 
-def verdict_of(
+def run_tests(
     source: str, modules: Sequence[str], names: dict[str, str], entry: str, homes: Sequence[str],
     values: frozenset[str], every: bool,
 ) -> str:  # fmt: skip
-    """Run tests and return the verdict. Where they use nothing of the graded code when they are
-    imported, they run once more as a script.
+    """Run tests and return the verdict. If they do not use the graded code as a module, run them
+    again as a script.
     """
     global uses
     try:
-        found = {name: ask("find", other) for name, other in names.items()}
-        given = {name: importlib.import_module(name) for name in modules} | found
+        targets = {name: ask("find", other) for name, other in names.items()}
+        globals_ = {name: importlib.import_module(name) for name in modules} | targets
         for home in homes:
             sys.modules[home] = ModuleType(home)
-            vars(sys.modules[home]).update(found)
+            vars(sys.modules[home]).update(targets)
         for name in ("__tests__", "__main__"):
             if not uses and not failures:
-                run_module(name, source, given, entry, every)
-        uses += any(name in values for name in found if type(found[name]) is not RemoteObject)
+                run_module(name, source, globals_, entry, every)
+        uses += any(name in values for name in targets if type(targets[name]) is not RemoteObject)
     except BaseException as error:
-        note(error)
-    certain = [told for always, told in failures if always]
-    for why in [*fouls, *certain, *(told for _, told in failures)]:
-        return f"{'memory' if short else 'broken' if certain and not fouls else 'failed'}\n{why}"
+        record_failure(error)
+    broken = [reason for always, reason in failures if always]
+    for reason in [*violations, *broken, *(reason for _, reason in failures)]:
+        word = "memory" if too_large else "broken" if broken and not violations else "failed"
+        return f"{word}\n{reason}"
     return "passed" if uses else "unused\nthe tests ended and used nothing of the graded code"
 
 
-def begin(source: str, *of: Any) -> None:
-    """Start the tests. Raises what compiling them does."""
+def begin(source: str, *args: Any) -> None:
+    """Start run_tests() in a thread. Raises SyntaxError if the tests cannot be compiled."""
     compile(source, "<tests>", "exec")
     globals()["__proceed__"] = proceed
-    work = threading.Thread(target=lambda: questions.put(verdict_of(source, *of)), daemon=True)
+    work = threading.Thread(target=lambda: questions.put(run_tests(source, *args)), daemon=True)
     work.start()
 
 
 def proceed(reply: str) -> str:
-    """Answer the last question, if there was one; the next, or the verdict."""
+    """Pass a reply to the tests ("": the first call). Returns the next question or the verdict."""
     if reply:
         replies.put(reply)
     return questions.get()

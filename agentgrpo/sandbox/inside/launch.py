@@ -1,8 +1,8 @@
-"""Starts nsjail for a root user, whose files the jail's user may not be able to reach.
+"""Starts nsjail for root, whose files the jail's user may not be able to reach.
 
-A home directory that only root may enter (an interpreter under /root, say) cannot be bound by the
-jail's unprivileged user. So each source is bound first, by root, to a directory that everybody may
-enter, in a mount namespace that only nsjail will see: nothing is left on the machine afterwards.
+The jail's unprivileged user cannot bind a path in a directory that only root can enter, such as an
+interpreter under /root. So root first binds each source to a directory that all users can enter, in
+a mount namespace that only nsjail sees. Nothing is left on the machine afterwards.
 
 Usage: launch.py PLAN, a JSON file
 {"stage": DIR, "binds": [[source, name], ...], "argv": [...], "env": {...}}.
@@ -19,14 +19,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def succeed(failed: int, target: str = "") -> None:
-    """Raise OSError if a call of libc has failed."""
+    """Raise OSError if a call of libc failed."""
     if failed:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), target or None)
 
 
 def mount(source: str | None, target: str, flags: int) -> None:
-    """Mount: bind source, change how target is shared, or put a small tmpfs on it."""
+    """Bind source to target, change target's propagation, or mount a small tmpfs on it."""
     kind, options = ("tmpfs", "mode=0755,size=1m") if flags & MS_NODEV else (None, None)
     texts = [text and os.fsencode(text) for text in (source, target, kind)]
     succeed(libc.mount(*texts, ctypes.c_ulong(flags), options and options.encode()), target)
@@ -34,12 +34,12 @@ def mount(source: str | None, target: str, flags: int) -> None:
 
 def main() -> None:
     """Bind the plan's sources where the jail's user can reach them, then become nsjail."""
-    os.umask(0o022)  # nsjail's mount points are root's, and the jail's user has to enter them
+    os.umask(0o022)  # the jail's user must be able to enter nsjail's mount points
     with open(sys.argv[1]) as file:
         plan = json.load(file)
     succeed(libc.unshare(CLONE_NEWNS))
     mount(None, "/", MS_REC | MS_PRIVATE)
-    # opened before the stage is mounted, which hides whatever lies beneath it
+    # open them first: the stage hides everything below its mount point
     sources = [os.open(source, os.O_PATH) for source, _ in plan["binds"]]
     mount("tmpfs", plan["stage"], MS_NOSUID | MS_NODEV)
     for fd, (source, name) in zip(sources, plan["binds"], strict=True):
@@ -56,4 +56,4 @@ def main() -> None:
 try:
     main()
 except OSError as failed_call:
-    sys.exit(f"the jail's files could not be placed: {failed_call.strerror}")
+    sys.exit(f"binding the jail's files failed: {failed_call.strerror}")

@@ -1,4 +1,4 @@
-"""Loads what runs inside: Python whose builtins user code cannot pull from under it, and C."""
+"""Loads our code inside a session: Python with private builtins, and the C extension."""
 
 import builtins
 import os
@@ -6,10 +6,11 @@ from typing import Any
 
 
 def isolated(name: str) -> dict[str, Any]:
-    """The globals of inside/NAME.py, run with a private copy of the builtins, in no module table.
+    """Run inside/NAME.py with a private copy of the builtins, outside of sys.modules. Returns its
+    globals.
 
-    Functions remember the builtins of the globals they were defined in, so that code which assigns
-    to ``builtins.len`` or clears ``sys.modules`` changes nothing for them.
+    Functions use the builtins of the globals in which they were defined. So code that assigns to
+    ``builtins.len`` or clears ``sys.modules`` does not affect them.
     """
     path = os.path.join(os.path.dirname(__file__), f"{name}.py")
     with open(path, encoding="utf-8") as file:
@@ -20,7 +21,7 @@ def isolated(name: str) -> dict[str, Any]:
 
 
 def extension(path: str) -> Any:
-    """The project's C extension, by its path."""
+    """Load the C extension of agentgrpo by path."""
     from importlib.machinery import ExtensionFileLoader
     from importlib.util import module_from_spec, spec_from_loader
 

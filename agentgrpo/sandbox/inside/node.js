@@ -1,4 +1,4 @@
-/* A persistent Node.js as a context of a session: speaks the protocol of repl.py to the host. */
+/* A persistent Node.js as a context of a session. Implements the protocol of repl.py. */
 "use strict";
 const fs = require("fs");
 const repl = require("repl");
@@ -13,7 +13,7 @@ const writeSync = fs.writeSync;
 const inspect = util.inspect;
 const [VALUE_BYTES, TRACEBACK_BYTES] = process.argv.slice(-2).map(Number);
 
-function exactly(count) {
+function readExactly(count) {
   const data = Buffer.alloc(count);
   for (let at = 0; at < count; ) {
     const got = readSync(REQUEST, data, at, count - at, null);
@@ -24,7 +24,7 @@ function exactly(count) {
 }
 
 function receive() {
-  const body = exactly(exactly(4).readUInt32LE(0));
+  const body = readExactly(readExactly(4).readUInt32LE(0));
   const fields = [];
   for (let i = 0, at = 8; i < body.readUInt32LE(4); i++) {
     const size = body.readUInt32LE(at);
@@ -51,13 +51,13 @@ function send(number, fields) {
   for (let at = 0; at < data.length; ) at += writeSync(RESPONSE, data, at);
 }
 
-/* As repl.py's. */
+/* Like clip() of repl.py. */
 function clip(text, size) {
   const data = Buffer.from(text.slice(0, size + 1), "utf8");
   if (data.length <= size) return text;
   const mark = `\n... cut: ${text.length} characters in all ...\n`;
   const half = (size - mark.length) >> 1;
-  const inside = (byte) => (byte & 0xc0) === 0x80; // of a character, not at its start
+  const inside = (byte) => (byte & 0xc0) === 0x80; // a later byte of a character
   const last = Buffer.from(text.slice(-half), "utf8");
   let [end, start] = [half, last.length - half];
   while (inside(data[end])) end--;
@@ -78,9 +78,9 @@ function describe(error) {
 }
 
 let interrupt = () => {};
-process.on("SIGINT", () => interrupt()); // for good: the default would end the process
+process.on("SIGINT", () => interrupt()); // never removed: the default would end the process
 
-/* Node's own console, which knows await at the top level, and imports made such calls. */
+/* Node's own console supports top-level await; imports are rewritten to awaited calls. */
 const server = repl.start({
   prompt: "", input: new stream.PassThrough(), output: new stream.PassThrough().resume(),
   useGlobal: true,
@@ -91,12 +91,12 @@ const IMPORT = new RegExp(
   "^\\s*import\\s+(?:([\\w$]+)\\s*,?\\s*)?(?:\\{([^}]*)\\}|\\*\\s*as\\s+([\\w$]+))?" +
   "\\s*(?:from\\s*)?(['\"][^'\"]+['\"])", "gm");
 
-function imported(_, main, named, all, from) {
+function importCall(_, main, named, all, from) {
   const parts = [named && named.replace(/\sas\s/g, ": "), main && `default: ${main}`];
   return `const ${all || `{ ${parts.filter(Boolean).join(", ")} }`} = await import(${from})`;
 }
 
-function awaited(code, file) {
+function evaluateAsync(code, file) {
   return new Promise((done, failed) => {
     fail = failed;
     server.eval(code, server.context, file, (error, value) =>
@@ -109,11 +109,11 @@ async function evaluate(source, count) {
     interrupt = () => reject(new Error("interrupted"));
   });
   interrupted.catch(() => {});
-  const code = source.replace(IMPORT, imported);
+  const code = source.replace(IMPORT, importCall);
   const filename = `<cell ${count}>`;
   try {
     let value = /\bawait\b/.test(code)
-      ? awaited(code, filename)
+      ? evaluateAsync(code, filename)
       : vm.runInThisContext(code, { filename, breakOnSigint: true });
     if (value && typeof value.then === "function") value = await Promise.race([value, interrupted]);
     await Promise.race([new Promise((done) => setImmediate(done)), interrupted]);
@@ -125,15 +125,15 @@ async function evaluate(source, count) {
   }
 }
 
-/* With environment variables (name, value, ...) for its duration. */
-async function within(pairs, work) {
+/* Calls work with environment variables (name, value, ...), and restores them afterwards. */
+async function withEnvironment(pairs, work) {
   if (!pairs.length) return work();
   try {
-    const before = { ...process.env };
+    const previous = { ...process.env };
     for (let i = 0; i < pairs.length; i += 2) process.env[pairs[i]] = pairs[i + 1];
     const answer = await work();
     for (let i = 0; i < pairs.length; i += 2) {
-      if (Object.hasOwn(before, pairs[i])) process.env[pairs[i]] = before[pairs[i]];
+      if (Object.hasOwn(previous, pairs[i])) process.env[pairs[i]] = previous[pairs[i]];
       else delete process.env[pairs[i]];
     }
     return answer;
@@ -143,12 +143,13 @@ async function within(pairs, work) {
 }
 
 globalThis.require = require;
-setInterval(() => {}, 1 << 30); // a promise that nothing will settle must not end the process
+setInterval(() => {}, 1 << 30); // a promise that is never settled must not end the process
 process.on("uncaughtException", (error) => process.stderr.write(`${inspect(error)}\n`));
 (async () => {
   for (let count = 1; ; count++) {
     const [number, fields] = receive();
     const known = fields[0] === "run" || fields[0] === "cell";
-    send(number, known ? await within(fields.slice(2), () => evaluate(fields[1], count)) : ["ok"]);
+    const run = () => evaluate(fields[1], count);
+    send(number, known ? await withEnvironment(fields.slice(2), run) : ["ok"]);
   }
 })();

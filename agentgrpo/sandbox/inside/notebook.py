@@ -1,7 +1,7 @@
-"""Cells as a notebook runs them, for templates with IPython: magics, ``!``, await, displays.
+"""Notebook cells, for templates with IPython: magics, ``!``, await, displays.
 
-What is displayed is JSON: ``[{"main": whether it is the cell's value, "data": {MIME type: ...}}]``,
-with bytes in base64.
+Displays are JSON: ``[{"main": whether it is the cell's value, "data": {MIME type: ...}}]``, with
+bytes in base64.
 """
 
 import base64
@@ -25,59 +25,58 @@ from traitlets import ObjectName, Type, Unicode
 from traitlets.config import Config
 
 
-class Hook(DisplayHook):
-    """Keeps the value of a cell."""
+class ValueHook(DisplayHook):
+    """Adds the value of a cell to its displays."""
 
     def write_output_prompt(self) -> None:
-        """None."""
+        pass
 
     def write_format_data(self, format_dict: Any, md_dict: Any = None) -> None:
-        """Beside what is displayed."""
         self.shell.display_pub.outputs.append({"main": True, "data": format_dict})
 
 
 class Notebook(InteractiveShell):
-    """An interpreter of cells. ``failed`` is what the last one raised."""
+    """Runs cells. ``cell_error`` is the exception of the last one."""
 
-    displayhook_class = Type(Hook)
+    displayhook_class = Type(ValueHook)
     display_pub_class = Type(CapturingDisplayPublisher)
-    system = InteractiveShell.system_raw  # not by a terminal, of which there is none
-    failed: BaseException | None = None
+    system = InteractiveShell.system_raw  # the default needs a terminal
+    cell_error: BaseException | None = None
 
     def enable_gui(self, gui: Any = None) -> None:
-        """None."""
+        pass
 
     def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:
-        """The first thing that went wrong; who asked for the cell shows it."""
-        self.failed = self.failed or (exc_tuple or sys.exc_info())[1]
+        """Store the cell's first exception, instead of printing it."""
+        self.cell_error = self.cell_error or (exc_tuple or sys.exc_info())[1]
 
     showsyntaxerror = showtraceback
 
     def run(
         self, source: str, most: int, clip: Callable[[str], str]
     ) -> tuple[BaseException | None, list[bytes]]:
-        """Run a cell: what it raised, what it displayed (at most so many bytes), each as JSON.
-        clip: shortens a long text.
+        """Run a cell. Returns its exception and its displays, each as JSON, in at most most bytes.
+        clip shortens a text.
         """
-        self.failed, outputs = None, self.display_pub.outputs
+        self.cell_error, outputs = None, self.display_pub.outputs
         outputs.clear()
         self.run_cell(source, store_history=True)
-        found = []
-        for shown in outputs:
-            bundle = {"main": "main" in shown, "data": (data := shown["data"])}
+        results = []
+        for output in outputs:
+            bundle = {"main": "main" in output, "data": (data := output["data"])}
             if "text/plain" in data:
                 data["text/plain"] = clip(data["text/plain"])
-            told = json.dumps(bundle, default=plain).encode()
-            most -= len(told)
+            text = json.dumps(bundle, default=to_json).encode()
+            most -= len(text)
             if most < 0:
                 sys.stderr.write("a result is left out: too many, or larger than fits\n")
                 break
-            found.append(told)
-        return self.failed, found
+            results.append(text)
+        return self.cell_error, results
 
 
-def plain(value: Any) -> Any:
-    """What JSON has instead of a value."""
+def to_json(value: Any) -> Any:
+    """Convert a value that JSON does not have."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     for way in ("isoformat", "item", "tolist"):
@@ -87,15 +86,15 @@ def plain(value: Any) -> Any:
 
 
 class Structured(BaseFormatter):
-    """E2B's form of a table or a chart."""
+    """E2B's format of a table or a chart."""
 
     format_type = Unicode("e2b/data")
     print_method = ObjectName("_repr_e2b_data_")
     _return_type = dict
 
 
-def made(module: ModuleType) -> Notebook:
-    """A notebook whose cells run in a module."""
+def make_notebook(module: ModuleType) -> Notebook:
+    """Make a notebook whose cells run in a module."""
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "NoColor"
@@ -114,7 +113,7 @@ def made(module: ModuleType) -> Notebook:
         formatters["e2b/chart"] = chart = Structured(
             parent=shell.display_formatter, format_type="e2b/chart"
         )
-        figure = "matplotlib.figure", "FigureBase"  # of "Figure" the inline backend forgets it
+        figure = "matplotlib.figure", "FigureBase"  # the inline backend resets that of "Figure"
         chart.for_type_by_name(*figure, charts.chart_figure_to_dict)
     if "matplotlib.pyplot" in sys.modules:
         shell.enable_matplotlib("inline")
@@ -124,14 +123,14 @@ def made(module: ModuleType) -> Notebook:
 
 
 def show_images() -> None:
-    """Images of PIL are shown when they are saved, as in E2B's sandboxes."""
+    """Display images of PIL when they are saved, as in E2B's sandboxes."""
     image = importlib.import_module("PIL.Image").Image
     importlib.import_module("PIL.ImageShow")
     save = image.save
 
-    def shown(self: Any, fp: Any, format: Any = None, **params: Any) -> None:
+    def save_and_display(self: Any, fp: Any, format: Any = None, **params: Any) -> None:
         if isinstance(fp, str):
             display(self)
         save(self, fp, format, **params)
 
-    image.save = shown
+    image.save = save_and_display

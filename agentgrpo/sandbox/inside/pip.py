@@ -1,5 +1,6 @@
-"""``python -m pip`` in commands of a session, which has no network: an installation ends with the
-remedy, everything else is left to the pip among the template's packages.
+"""``python -m pip`` in commands of a session, which has no network.
+
+An installation fails with the remedy. All other commands run the pip of the template's packages.
 """
 
 import importlib.metadata
@@ -15,7 +16,7 @@ and use Sandbox.create("NAME"), or sandbox.template = "NAME" in the configuratio
 
 
 def is_installed(name: str) -> bool:
-    """Whether the package is there, of any version."""
+    """Whether any version of the package is installed."""
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -23,9 +24,9 @@ def is_installed(name: str) -> bool:
     return True
 
 
-def main(arguments: list[str]) -> None:
-    """Run pip with these arguments."""
-    commands = [word for word in arguments if not word.startswith("-")]
+def main(argv: list[str]) -> None:
+    """Run pip."""
+    commands = [word for word in argv if not word.startswith("-")]
     if commands[:1] in (["install"], ["download"], ["wheel"]):
         names = commands[1:]
         if names and all(map(is_installed, names)):

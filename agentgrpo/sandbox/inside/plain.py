@@ -1,6 +1,8 @@
-"""A Python with state by the python3 of an image, to which it is passed as ``python3 -c``: an image
-has none of this project's files. Speaks the protocol of repl.py (run, cell, env, console, push) on
-descriptors 3 and 4. Runs on Python 3.6 and newer. Arguments: bytes of a value, of a traceback.
+"""A Python context in an image, run by the image's python3 (3.6 or newer).
+
+Passed as ``python3 -c``, because an image has no files of agentgrpo. Implements the protocol of
+repl.py (run, cell, env, console, push) on descriptors 3 and 4. Arguments: maximum bytes of a value
+and of a traceback.
 """
 
 import ast
@@ -18,13 +20,13 @@ running = False
 
 
 def receive() -> Any:
-    """The next request: its number and its fields."""
+    """Read the next request: its number and its fields."""
     body = b""
     while len(body) < 4 or len(body) < 4 + struct.unpack_from("<I", body)[0]:
-        more = os.read(3, 1 << 16)
-        if not more:
+        data = os.read(3, 1 << 16)
+        if not data:
             os._exit(0)
-        body += more
+        body += data
     number, count = struct.unpack_from("<II", body, 4)
     at, fields = 12, []
     for _ in range(count):
@@ -35,7 +37,7 @@ def receive() -> Any:
 
 
 def clip(text: str, size: int) -> bytes:
-    """As repl.py's."""
+    """The same as in repl.py."""
     data = text[: size + 1].encode("utf-8", "backslashreplace")
     if len(data) <= size:
         return data
@@ -46,7 +48,7 @@ def clip(text: str, size: int) -> bytes:
 
 
 def send(number: int, fields: Any) -> None:
-    """An answer: texts and the most bytes of each."""
+    """Send an answer: pairs of a text and its maximum bytes."""
     parts = [clip(text, size) for text, size in fields]
     body = b"".join(struct.pack("<I", len(part)) + part for part in parts)
     body = struct.pack("<III", 8 + len(body), number, len(parts)) + body
@@ -55,18 +57,18 @@ def send(number: int, fields: Any) -> None:
 
 
 def interrupt(_signal: int, _frame: Any) -> None:
-    """Stop a cell; between cells there is nothing to stop."""
+    """SIGINT: stop a cell. Between cells there is nothing to stop."""
     if running:
         raise KeyboardInterrupt
 
 
 class Console(code.InteractiveConsole):
-    """An interactive prompt that remembers what the last statement raised."""
+    """An interactive prompt that keeps the exception of the last statement."""
 
     raised: Any = None
 
     def runcode(self, code: Any) -> None:
-        """Run a statement; SystemExit goes through."""
+        """Run a statement. SystemExit is not caught."""
         try:
             exec(code, self.locals)
         except SystemExit:
@@ -75,24 +77,24 @@ class Console(code.InteractiveConsole):
             self.showtraceback()
 
     def showtraceback(self) -> None:
-        """Show an error of a statement, without the frame of runcode()."""
+        """Print an exception without the frame of runcode()."""
         self.raised = error = sys.exc_info()[1]
         assert error is not None
         assert error.__traceback__ is not None
         traceback.print_exception(type(error), error, error.__traceback__.tb_next)
 
     def showsyntaxerror(self, *_: Any, **__: Any) -> None:
-        """Show why a statement cannot be compiled."""
+        """Print a syntax error."""
         self.raised = sys.exc_info()[1]
         sys.stderr.write("".join(traceback.format_exception_only(type(self.raised), self.raised)))
 
     def answer(self, line: str) -> Any:
-        """Type a line; the fields of the answer."""
+        """Type a line. Returns the fields of the answer."""
         self.raised, more = None, False
         try:
             more = self.push(line)
         finally:
-            if not more:  # exit() and interrupts leave push() before it forgets the lines
+            if not more:  # exit() and interrupts leave push() before it clears the buffer
                 self.resetbuffer()
         if more:
             return [("more", 9)]
@@ -102,7 +104,7 @@ class Console(code.InteractiveConsole):
 
 
 def evaluate(source: str, name: str, names: Any, value_size: int) -> Any:
-    """Run a cell; the fields of its answer."""
+    """Run a cell. Returns the fields of its answer."""
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     tree = ast.parse(source, name)
     last: Any = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -111,18 +113,18 @@ def evaluate(source: str, name: str, names: Any, value_size: int) -> Any:
     return [("ok", 9)] + ([] if value is None else [("value", 9), (repr(value), value_size)])
 
 
-def run(traceback_size: int, work: Any, *arguments: Any) -> Any:
-    """Do what a request asks, which an interrupt ends; the fields of its answer."""
+def run(traceback_size: int, work: Any, *args: Any) -> Any:
+    """Call work, which an interrupt stops. Returns the fields of the answer."""
     global running
     signal.signal(signal.SIGINT, interrupt)
     try:
         running = True
-        return work(*arguments)
+        return work(*args)
     except SystemExit as stop:
         return [("exit", 9), (repr(stop.code), 200)]
     except BaseException as error:
         running = False
-        frames = error.__traceback__ and error.__traceback__.tb_next  # without ours
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without our frames
         frames = frames and frames.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames, -40))
         fields = [("error", 9), (type(error).__name__, 200), (str(error), 4096)]
@@ -134,7 +136,7 @@ def run(traceback_size: int, work: Any, *arguments: Any) -> Any:
 
 
 def main(value_size: int, traceback_size: int) -> None:
-    """Answer requests until the host closes the request pipe."""
+    """Serve requests until the host closes the request pipe."""
     os.set_inheritable(3, False)
     os.set_inheritable(4, False)
     signal.signal(signal.SIGINT, interrupt)

@@ -1,12 +1,11 @@
-"""The interpreter inside a session: reads requests, runs untrusted code, answers once per request.
+"""The interpreter inside a session: reads requests, runs untrusted code, sends one answer each.
 
-Everything here is at the mercy of the code it runs. The host believes nothing it says beyond
-"this is what the session showed": how a step ended, how long it took and what it cost are
-established elsewhere. What this file does promise is to survive ordinary accidents: it is loaded
-with builtins of its own (load.py), takes every function it needs by name when it is imported, and
-formats errors behind a guard.
+The untrusted code can change anything here. So the host uses its answers only as the output of the
+session; it determines by itself how a step ended, how long it took and what it cost. This file only
+has to survive ordinary accidents: it is loaded with private builtins (load.py), imports every
+function that it needs by name, and formats errors under a guard.
 
-Requests and answers are those of wire.py.
+wire.py describes the requests and answers.
 """
 
 import builtins
@@ -15,7 +14,7 @@ import sys
 from _signal import (  # type: ignore[import-not-found]
     SIGINT,
     signal,
-)  # signal.signal() is Python and would look up isinstance
+)  # signal.signal() is Python code and would use the builtins that user code can replace
 from ast import Expr, Expression, PyCF_ONLY_AST
 from collections.abc import Callable
 from linecache import cache as line_cache
@@ -30,7 +29,7 @@ from load import isolated  # type: ignore[import-not-found]
 
 REQUEST_FD, RESPONSE_FD = 3, 4
 VENV_PYTHON = "/sandbox/venv/bin/python"
-OURS = os.path.dirname(__file__) + "/"
+OUR_DIR = os.path.dirname(__file__) + "/"
 wire = isolated("wire")
 encode, decode, unpack_u32 = wire["encode"], wire["decode"], wire["unpack_u32"]
 exchange = isolated("exchange")
@@ -39,8 +38,8 @@ class_name = type.__dict__["__name__"].__get__
 
 
 def reseed() -> None:
-    """Forks share their random state: give each session its own (stdlib random does so itself).
-    What a fork cannot change is named in docs/sandbox.md.
+    """Give this fork its own random state (the stdlib's random does so itself). docs/sandbox.md
+    lists what stays shared.
     """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -49,35 +48,36 @@ def reseed() -> None:
     if torch is not None:
         torch.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
     process = sys.modules.get("multiprocessing.process")
-    if process is not None:  # what its processes prove themselves to each other by
+    if process is not None:  # the secret with which multiprocessing's processes authenticate
         process.current_process().authkey = os.urandom(32)
 
 
 def receive() -> tuple[int, list[bytes]]:
-    """The next request: its number and its fields. The host sends one after the other's answer, so
-    what there is to read is of one. The process ends when the host has closed the pipe.
+    """Read the next request: its number and its fields. Exits when the host has closed the pipe.
+
+    The host sends a request only after the previous answer, so the pipe has at most one.
     """
     body, length = b"", 12
     while len(body) < length:
-        more = read(REQUEST_FD, 1 << 16)
-        if not more:
+        data = read(REQUEST_FD, 1 << 16)
+        if not data:
             _exit(0)
-        body += more
+        body += data
         if len(body) >= 4:
             length = 4 + unpack_u32(body)[0]
     return decode(body, 4)  # type: ignore[no-any-return]
 
 
 def send(number: int, fields: list[bytes]) -> None:
-    """The answer to a request."""
+    """Send the answer to a request."""
     data = encode(number, fields)
     while data:
         data = data[write(RESPONSE_FD, data) :]
 
 
 def clip(text: object, limit: int) -> bytes:
-    """At most limit bytes of a text that untrusted code made. Of a longer one both ends, in whole
-    characters, around a mark.
+    """Encode a text from untrusted code in at most limit bytes. The middle of a longer text is
+    replaced by a mark, without splitting characters.
     """
     if not isinstance(text, str):
         return b"<not a string>"
@@ -91,13 +91,13 @@ def clip(text: object, limit: int) -> bytes:
     return mark.join(ends)
 
 
-def hidden(path: str) -> bool:
-    """Whether a frame is not the code's."""
-    return path.startswith(OURS) or "/IPython/" in path
+def is_internal(path: str) -> bool:
+    """Whether a frame of a traceback is ours or IPython's, not the user's."""
+    return path.startswith(OUR_DIR) or "/IPython/" in path
 
 
 class Interpreter:
-    """Runs one cell at a time in one namespace and says how it went."""
+    """Runs cells, one at a time, in one namespace."""
 
     def __init__(self, value_bytes: int, traceback_bytes: int) -> None:
         self.value_bytes, self.traceback_bytes = value_bytes, traceback_bytes
@@ -114,25 +114,25 @@ class Interpreter:
         self.namespace["__builtins__"] = builtins
         self.console = Console(self.namespace)
         self.peer = exchange["ObjectServer"](self.namespace)
-        self.asked: list[bytes] = []
+        self.question: list[bytes] = []
         self.answer: list[bytes] = []
 
     def on_interrupt(self, _signal: int, _frame: FrameType | None) -> None:
-        """Stop user code; between cells there is nothing to stop."""
-        if self.waiting:  # for the host, which has been told the same deadline
+        """SIGINT: stop user code. Between cells there is nothing to stop."""
+        if self.waiting:  # for the host, which answers by the same deadline
             self.missed = True
         elif self.running:
             raise KeyboardInterrupt
 
     def serve(self, fields: list[bytes]) -> list[bytes]:
-        """Do what a request asks; the fields of its answer."""
+        """Execute a request. Returns the fields of its answer."""
         if fields[0] in (b"put", b"ask", b"get"):
             return self.exchange(*fields)
         kind, *rest = [field.decode("utf-8", "surrogatepass") for field in fields]
         if kind == "push":
             return self.run(self.push, rest[0])
         if kind == "tools":
-            return self.take_tools(rest)
+            return self.define_tools(rest)
         if kind == "console":
             dup2(1, 2)
             return [b"ok"]
@@ -142,21 +142,21 @@ class Interpreter:
         work = self.evaluate if kind == "run" or self.notebook is None else self.cell
         if not rest[1:]:
             return self.run(work, rest[0])
-        before = dict(environ)
+        previous = dict(environ)
         environ.update(zip(rest[1::2], rest[2::2], strict=True))
         try:
             return self.run(work, rest[0])
         finally:
             environ.clear()
-            environ.update(before)
+            environ.update(previous)
 
-    def run(self, work: Callable[..., list[bytes]], *arguments: object) -> list[bytes]:
-        """Run user code under guard; the fields of its answer."""
-        signal(SIGINT, self.on_interrupt)  # the last cell may have replaced it
+    def run(self, work: Callable[..., list[bytes]], *args: object) -> list[bytes]:
+        """Run user code and catch everything. Returns the fields of the answer."""
+        signal(SIGINT, self.on_interrupt)  # the last cell may have replaced the handler
         if self.calls is not None:
             self.calls.open = True
         try:
-            answer: list[bytes] = self.interruptible(work, *arguments)
+            answer: list[bytes] = self.interruptible(work, *args)
         except SystemExit as stop:
             code = stop.code
             if getpid() != self.pid:
@@ -164,78 +164,78 @@ class Interpreter:
             answer = [b"exit", self.guarded(lambda: repr(code), 200)]
         except BaseException as error:
             answer = self.describe(error)
-        if getpid() != self.pid:  # a fork of user code reached the end of the cell
+        if getpid() != self.pid:  # a fork made by user code reached the end of the cell
             self.leave(None)
         if self.calls is not None:
             self.calls.shut()
         self.flush()
         return answer
 
-    def interruptible(self, work: Callable[..., Any], *arguments: object) -> Any:
-        """The only place where SIGINT raises."""
+    def interruptible(self, work: Callable[..., Any], *args: object) -> Any:
+        """Call work. Only here SIGINT raises KeyboardInterrupt."""
         try:
             self.running = True
-            return work(*arguments)
+            return work(*args)
         finally:
-            settrace(None)  # one left behind would run in our frames too
+            settrace(None)  # a trace function that user code left would run in our frames too
             setprofile(None)
             self.running = False
 
-    def take_tools(self, told: list[str]) -> list[bytes]:
-        """Functions of the host: how long arguments and answers may be, then names and texts."""
-        self.calls = host["Calls"](self, self.put, self.take, int(told[0]), int(told[1]))
-        for name, doc in zip(told[2::2], told[3::2], strict=True):
+    def define_tools(self, fields: list[str]) -> list[bytes]:
+        """Define host functions: maximum sizes of arguments and answers, then names and texts."""
+        self.calls = host["Calls"](self, self.put, self.take, int(fields[0]), int(fields[1]))
+        for name, doc in zip(fields[2::2], fields[3::2], strict=True):
             self.namespace[name] = self.calls.function(name, doc)
         return [b"ok"]
 
     def put(self, fields: list[bytes]) -> None:
-        """Ask the host for something; what was printed before is seen before."""
+        """Send a call to the host, after everything that was printed before."""
         self.flush()
         send(self.number, fields)
 
     def take(self) -> list[bytes]:
-        """What the host answers. It is the request that the step goes on with."""
+        """Receive the host's answer. It is the request with which the step goes on."""
         self.number, fields = receive()
         return fields
 
     def push(self, line: str) -> list[bytes]:
-        """A line of the interactive console."""
+        """Type a line at the interactive console."""
         more, error = self.console.push(line)
         if error is not None:
             return self.describe(error)
         return [b"more"] if more else [b"ok"]
 
     def exchange(self, kind: bytes, *piece: bytes) -> list[bytes]:
-        """A question that comes in pieces, and its answer, which goes in pieces."""
+        """Receive a piece of a question, or send a piece of its answer."""
         if kind == b"get":
             return self.next_piece()
-        self.asked += piece
+        self.question += piece
         return [b"ok"] if kind == b"put" else self.run(self.answer_question)
 
     def answer_question(self) -> list[bytes]:
-        """The first piece of the answer to the question that was asked."""
-        question, self.asked = b"".join(self.asked).decode("ascii", "replace"), []
-        told = self.peer.answer(question).encode("utf-8", "backslashreplace")
+        """Answer the question. Returns the first piece."""
+        question, self.question = b"".join(self.question).decode("ascii", "replace"), []
+        answer = self.peer.answer(question).encode("utf-8", "backslashreplace")
         size = self.value_bytes
-        self.answer = [told[at : at + size] for at in range(0, len(told), size)][::-1]
+        self.answer = [answer[at : at + size] for at in range(0, len(answer), size)][::-1]
         return self.next_piece()
 
     def next_piece(self) -> list[bytes]:
-        """Of the last answer; whether there are more says its kind."""
+        """The next piece of the answer: kind "more" if others follow."""
         piece = self.answer.pop()
         return [b"more" if self.answer else b"ok", b"piece", piece]
 
     def cell(self, source: str) -> list[bytes]:
-        """Run a cell of a notebook and show what it displays."""
+        """Run a cell in the notebook. The answer has what it displayed."""
         size = self.value_bytes
-        error, shown = self.notebook.run(source, 8 * size, lambda text: clip(text, size).decode())
+        error, results = self.notebook.run(source, 8 * size, lambda text: clip(text, size).decode())
         if isinstance(error, SystemExit):
             raise error
         answer = [b"ok"] if error is None else self.describe(error)
-        return [*answer, b"results", b"[" + b",".join(shown) + b"]"]
+        return [*answer, b"results", b"[" + b",".join(results) + b"]"]
 
     def evaluate(self, source: str) -> list[bytes]:
-        """Run a cell and show the value of its last expression."""
+        """Run a cell. The answer has the value of its last expression."""
         self.cells += 1
         name = f"<cell {self.cells}>"
         line_cache[name] = (len(source), None, source.splitlines(True), name)
@@ -248,90 +248,89 @@ class Interpreter:
         return [b"ok"] if value is None else [b"ok", b"value", clip(repr(value), self.value_bytes)]
 
     def guarded(self, produce: Callable[[], object], limit: int) -> bytes:
-        """A text that untrusted code has a hand in, or a note that there is none."""
+        """Clip a text that untrusted code produces; a note instead if producing it fails."""
         try:
             return self.interruptible(lambda: clip(produce(), limit))  # type: ignore[no-any-return]
         except BaseException as error:
             return b"<unprintable: " + clip(class_name(type(error)), 99) + b">"
 
     def describe(self, error: BaseException) -> list[bytes]:
-        """An exception as name, text and traceback without frames of ours."""
+        """Name, text and traceback of an exception, without our frames."""
         name = clip(class_name(type(error)), 200)
         value = self.guarded(lambda: str(error), 4096)
-        if value.startswith(b"<unprintable"):  # nothing more is asked of it
+        if value.startswith(b"<unprintable"):  # format only the frames, without str(error)
             text = self.guarded(
                 lambda: "".join(format_tb(error.__traceback__, limit=-40)), self.traceback_bytes
             )
         else:
-            text = self.guarded(lambda: self.whole_traceback(error), self.traceback_bytes)
+            text = self.guarded(lambda: self.format_traceback(error), self.traceback_bytes)
         return [b"error", name, value, text]
 
-    def whole_traceback(self, error: BaseException) -> str:
-        """What Python would print."""
-        told = TracebackException(type(error), error, error.__traceback__, limit=-40)
-        told.stack[:] = [frame for frame in told.stack if not hidden(frame.filename)]
-        if not told.stack:
-            told.stack = None  # type: ignore[assignment]  # no "Traceback ..." without frames
-        return "".join(told.format())
+    def format_traceback(self, error: BaseException) -> str:
+        """The traceback as Python prints it, without internal frames."""
+        trace = TracebackException(type(error), error, error.__traceback__, limit=-40)
+        trace.stack[:] = [frame for frame in trace.stack if not is_internal(frame.filename)]
+        if not trace.stack:
+            trace.stack = None  # type: ignore[assignment]  # no "Traceback ..." without frames
+        return "".join(trace.format())
 
     def flush(self) -> None:
-        """Bring what was printed into the pipes, before the answer that ends the step."""
+        """Flush the streams into the pipes, before the answer that ends the step."""
         for flush in self.flush_streams:
             try:
                 flush()
-            except BaseException:  # closed or full: the host sees what arrived on the pipes
+            except BaseException:  # closed or full: the host gets what arrived
                 continue
 
     def leave(self, code: Any) -> Never:
-        """End a fork of user code as Python would have."""
+        """Exit a fork made by user code, as Python would."""
         self.flush()
         _exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def prepare(environment: dict[str, str], value_bytes: int, traceback_bytes: int) -> Interpreter:
-    """An interpreter that is ready to serve(), in this process or in its forks."""
+    """Make an interpreter for serve(), in this process or in its forks."""
     environ.clear()
     environ.update(environment)
     sys.argv = [""]
     if os.path.exists(VENV_PYTHON):
-        sys.executable = VENV_PYTHON  # which finds the template's packages, as cells do
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (the session's, for good)
+        sys.executable = VENV_PYTHON  # its subprocesses find the template's packages, as cells do
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (stays open)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     interpreter = Interpreter(value_bytes, traceback_bytes)
     if "IPython" in sys.modules:
-        interpreter.notebook = isolated("notebook")["made"](sys.modules["__main__"])
+        interpreter.notebook = isolated("notebook")["make_notebook"](sys.modules["__main__"])
     signal(SIGINT, interpreter.on_interrupt)
     return interpreter
 
 
 def warm_up(interpreter: Interpreter) -> None:
-    """Run a few cells of ours, in the zygote: what Python and IPython do only the first times
-    (specialize byte code, fill caches) is then done once, and not in pages that every session has
-    to copy.
+    """Run a few cells in the zygote, so that Python and IPython specialize byte code and fill
+    caches once. Otherwise each session does it, in pages that it must copy first.
     """
     global REQUEST_FD, RESPONSE_FD
-    theirs, before = (REQUEST_FD, RESPONSE_FD), dict(interpreter.namespace)
-    (REQUEST_FD, ask), (answer, RESPONSE_FD) = os.pipe(), os.pipe()
+    session_fds, namespace = (REQUEST_FD, RESPONSE_FD), dict(interpreter.namespace)
+    (REQUEST_FD, request), (answer, RESPONSE_FD) = os.pipe(), os.pipe()
     for kind in (b"run", b"cell") * 20:
         reseed()
         for cell in (b"x = 1 + 1\nprint(x, end='')", b"x", b"1 / 0"):
-            write(ask, encode(7, [kind, cell]))
+            write(request, encode(7, [kind, cell]))
             number, fields = receive()
             send(number, interpreter.serve(fields))
             read(answer, 1 << 16)
-    for fd in (REQUEST_FD, RESPONSE_FD, ask, answer):
+    for fd in (REQUEST_FD, RESPONSE_FD, request, answer):
         os.close(fd)
-    REQUEST_FD, RESPONSE_FD = theirs
+    REQUEST_FD, RESPONSE_FD = session_fds
     if interpreter.notebook is not None:
         interpreter.notebook.reset()
     interpreter.cells = 0
     interpreter.namespace.clear()
-    interpreter.namespace.update(before)
+    interpreter.namespace.update(namespace)
     line_cache.clear()
 
 
 def serve(interpreter: Interpreter) -> Never:
-    """Serve the host until it closes the request pipe."""
+    """Serve requests until the host closes the request pipe."""
     reseed()
     interpreter.pid = getpid()
     try:
@@ -339,5 +338,5 @@ def serve(interpreter: Interpreter) -> Never:
             interpreter.number, fields = receive()
             answer = interpreter.serve(fields)
             send(interpreter.number, answer)
-    finally:  # a protocol that cannot go on: closed descriptors, no memory left
+    finally:  # the protocol cannot go on: closed descriptors or no memory
         _exit(70)

@@ -1,9 +1,8 @@
-"""A persistent bash as a context of a session, or as the session itself in the root directory of an
-image: variables, functions and directory stay.
+"""A persistent bash: a context of a session, or the session itself in an image.
 
-Speaks the protocol of repl.py to the host and hands each cell to one bash, which evaluates it and
-reports its status on a pipe of its own. Nothing is imported after the start: an image may have no
-Python.
+Implements the protocol of repl.py. Each cell goes to the same bash, which evaluates it and writes
+its status to a second pipe; variables, functions and the directory stay. Nothing is imported after
+the start, because an image may have no Python.
 """
 
 import contextlib
@@ -28,9 +27,8 @@ BEFORE = b"{ _agentgrpo_before=$(declare -p %s) || :; %s } 2>/dev/null || :"
 AFTER = b"""{
     command unset -v %s; command eval "$_agentgrpo_before"; command unset -v _agentgrpo_before
 } 2>/dev/null || :"""
-"""Around a cell with variables of its own: whatever the shell is set to, they end no bash and write
-nothing (`command`: in posix mode a builtin that fails would end it).
-"""
+"""Run before and after a cell with environment variables. Whatever options the shell has set, they
+do not end bash and print nothing (`command`: in posix mode a failing builtin would end bash)."""
 
 
 def main() -> None:
@@ -41,18 +39,18 @@ def main() -> None:
 
 
 class Bash:
-    """One bash that evaluates cells, started with the first of them."""
+    """A bash that evaluates cells."""
 
     def __init__(self) -> None:
         self.process: Any = None
 
     def interrupt(self, _signal: int, _frame: FrameType | None) -> None:
-        """Send SIGINT to its group."""
+        """Send SIGINT to bash's process group."""
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGINT)
 
     def start(self) -> None:
-        """Start it, once. Raises FileNotFoundError in an image without bash."""
+        """Start bash, once. Raises FileNotFoundError in an image without bash."""
         if self.process is not None:
             return
         cells, cells_in = os.pipe()
@@ -68,7 +66,7 @@ class Bash:
         self.feed = open(cells_in, "wb", buffering=0)  # noqa: SIM115
 
     def evaluate(self, cell: bytes) -> str:
-        """The exit status of a cell."""
+        """Evaluate a cell. Returns its exit status."""
         self.start()
         self.feed.write(cell.replace(b"\0", b"") + b"\0")
         status = self.results.readline().strip()
@@ -77,8 +75,8 @@ class Bash:
         return status
 
     def answer(self, fields: list[bytes]) -> list[bytes]:
-        """Do what a request asks; the fields of its answer."""
-        if fields[0] == b"env" and not fields[1:]:  # the host warms the session up
+        """Execute a request. Returns the fields of its answer."""
+        if fields[0] == b"env" and not fields[1:]:  # Session.warm_up()
             with contextlib.suppress(FileNotFoundError):
                 self.start()
             return [b"ok"]
@@ -96,7 +94,7 @@ class Bash:
 
 
 def serve(_interpreter: object = None) -> Never:
-    """Answer requests until the host closes the request pipe or bash ends."""
+    """Serve requests until the host closes the request pipe or bash ends."""
     bash = Bash()
     signal.signal(signal.SIGINT, bash.interrupt)
     while True:
@@ -110,7 +108,7 @@ def serve(_interpreter: object = None) -> Never:
 
 
 def exported(pairs: list[bytes]) -> bytes:
-    """What sets environment variables, given as NAME VALUE NAME VALUE and so on."""
+    """Shell code that exports variables, from a list NAME, VALUE, NAME, VALUE, ..."""
     return b"".join(
         b"command export %s='%s';" % (name, value.replace(b"'", b"'\\''"))
         for name, value in zip(pairs[::2], pairs[1::2], strict=True)

@@ -1,28 +1,34 @@
-"""What the two sides of the jail say to each other, described once for all that is Python.
+"""The protocol between the host and the processes inside the jail.
 
-The host imports it; the zygote and the interpreters inside load the same file (load.py), so it uses
-the standard library alone. node.js and csrc/sandbox*.[ch] speak the same, in their own words:
-tests/sandbox/inside/test_wire.py holds them equal.
+The host imports this file; the zygote and the interpreters inside load the same file (load.py), so
+it uses only the standard library. node.js and csrc/sandbox*.[ch] implement the same protocol;
+tests/sandbox/inside/test_wire.py checks that they agree.
 
 A frame, request or answer, is ``length:u32, number:u32, count:u32, (length:u32, bytes) * count``,
-little endian; the first length does not count itself. The first field names the kind. No JSON, no
-pickle: nothing to recurse into.
+little endian; the first length does not count itself. The first field is the kind. No JSON and no
+pickle: a hostile frame cannot cause recursion.
 
-    run CODE (NAME VALUE)*    run a cell, these environment variables set for its duration
-    cell CODE (NAME VALUE)*   the same, as a notebook does where there is one (notebook.py)
+Requests:
+
+    run CODE (NAME VALUE)*    run a cell, with these environment variables during the cell
+    cell CODE (NAME VALUE)*   the same, in a notebook if there is one (notebook.py)
     env (NAME VALUE)*         set environment variables permanently
-    console                   from now on both streams are one, as on a terminal
-    push LINE                 a line typed at the interactive prompt
+    console                   join both streams, as on a terminal
+    push LINE                 type a line at the interactive prompt
     put TEXT                  a part of a question of exchange.py
-    ask TEXT                  its last part: answer it, with the first part of an answer
-    get                       the next part of that answer; "more" says that there is another
-    tools ASKED TOLD (NAME TEXT)*  functions of the host (host.py): bytes of arguments and answers
-    returned DATA             after a "call": what it came to (data.py); the step goes on
-    raised NAME TEXT          the same, an exception
+    ask TEXT                  its last part; the answer has the first part of the reply
+    get                       the next part of the reply; "more" means that another follows
+    tools ARGUMENTS ANSWER (NAME TEXT)*
+                              define host functions (host.py); maximum bytes of a call's arguments
+                              and of its answer
+    returned DATA             the value of a "call" (data.py); the step goes on
+    raised NAME TEXT          the exception of a "call"; the step goes on
 
-    call NAME DATA            the step calls a function of the host, and waits
-    ok | more | error NAME VALUE TRACEBACK | exit CODE, each with "value" TEXT, "results" JSON or
-    "piece" DATA, if there is such
+Answers:
+
+    call NAME DATA            the step calls a host function and waits
+    ok | more | error NAME VALUE TRACEBACK | exit CODE
+                              each optionally with "value" TEXT, "results" JSON or "piece" DATA
 """
 
 from struct import Struct
@@ -52,15 +58,15 @@ SETUP_STEPS = {
     "EXEC": "running the program",
     "IMAGE": "mounting its image",
 }
-"""enum sandbox_setup_step, in order: what a report of kind FAILED names by its value."""
+"""enum sandbox_setup_step, in order: the value of a report of kind FAILED is an index."""
 
 
 class Malformed(Exception):
-    """A frame is not of the form above."""
+    """A frame or an answer does not have the required form."""
 
 
 def encode(number: int, fields: list[bytes]) -> bytes:
-    """A frame."""
+    """Encode a frame."""
     parts = [b"", pack_head(number, len(fields))]
     for field in fields:
         parts += (pack_u32(len(field)), field)
@@ -69,16 +75,16 @@ def encode(number: int, fields: list[bytes]) -> bytes:
 
 
 def decode(frame: bytes, at: int = 0, most: int = 2**32) -> tuple[int, list[bytes]]:
-    """Number and fields of a frame whose first length ends at that place.
+    """Decode number and fields of a frame. at is the end of its first length.
 
     Raises:
-        Malformed: the lengths do not add up, or there are more fields than that.
+        Malformed: the lengths do not add up, or there are more than most fields.
     """
     end = len(frame)
     if at + 8 > end:
         raise Malformed("truncated")
     number, count = unpack_head(frame, at)
-    if count > most:  # of what comes from inside none is made before that is known
+    if count > most:  # checked before any field is allocated: the frame may be hostile
         raise Malformed(f"{count} fields")
     fields: list[bytes] = []
     at += 8

@@ -1,14 +1,13 @@
-"""The zygote: a preloaded interpreter inside the outer jail that becomes a session on request.
+"""The zygote: a preloaded interpreter inside the outer jail, from which sessions are forked.
 
-Runs as ``python -s -P -S zygote.py`` with file descriptor 8 as its socket to the host. Trusted, and
-deliberately tiny: no code, no environment variable and no secret of a session ever passes through
-it, because everything in its memory is inherited by every later session.
+Runs as ``python -s -P -S zygote.py`` with file descriptor 8 as its socket to the host. It is
+trusted and small: no code, no environment variable and no secret of a session passes through it,
+because every later session inherits everything in its memory.
 
-Protocol (SOCK_SEQPACKET): the host sends one JSON settings message; the zygote preloads and answers
-``ready ...`` or ``failed ...``; from then on each message carries the descriptors of one new
-session, the user id it runs under and its number, and of one in an image the layers, the working
-directory and the variables that the image itself sets; or ``answer`` and a pipe, to show that it
-lives.
+Protocol (SOCK_SEQPACKET): the host sends one message with JSON settings. The zygote preloads and
+answers ``ready ...`` or ``failed ...``. Then each message has the descriptors of a new session, its
+user id and its number, and for an image the layers, the working directory and the image's
+variables. Or it is ``answer`` with a pipe, to check that the zygote works.
 """
 
 import array
@@ -29,29 +28,34 @@ import wire  # type: ignore[import-not-found]
 
 HOST_FD = 8
 UNLIMITED = 2**64 - 1
-OTHERS = 512  # processes that a session's user may start later: watchdog.py tells whose they are
+OTHERS = 512  # processes of other sessions of the same user; watchdog.py limits each session
 
 
 def preload(settings: dict[str, Any]) -> None:
-    """Import what all sessions share, in their environment. RuntimeError if a thread is left."""
+    """Import the modules that all sessions share, in the sessions' environment.
+
+    Raises:
+        RuntimeError: a module started a thread.
+    """
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
     sys.path += settings["site_dirs"]
-    os.environ.update(settings["python_env"])  # beside the zygote's own, which keep threads away
+    os.environ.update(settings["python_env"])  # keeps the zygote's variables that prevent threads
     for name in settings["preload"]:
         importlib.import_module(name)
-        if len(os.listdir("/proc/self/task")) != 1:  # a fork has only the calling thread: what the
-            others = sys.modules["threading"].enumerate()[1:]  # others hold stays locked
-            of = {(getattr(t, "_target", None) or type(t)).__module__ for t in others}
+        # A fork has only the calling thread, so locks of other threads would stay locked in it.
+        if len(os.listdir("/proc/self/task")) != 1:
+            threads = sys.modules["threading"].enumerate()[1:]
+            modules = {(getattr(t, "_target", None) or type(t)).__module__ for t in threads}
             raise RuntimeError(
-                f"preload: {name!r} left threads running (of {sorted(of)}); leave it out, or set "
-                "the variable that keeps it from starting them in env"
+                f"preload: {name!r} left threads running (of {sorted(modules)}); remove it, or set "
+                "the environment variable that prevents the threads in the template's env"
             )
     os.environ.clear()
     os.environ.update(settings["python_env"])
 
 
 def address_space_in_use() -> int:
-    """Bytes of virtual memory of this process, which every session starts with."""
+    """Bytes of virtual memory of this process, with which every session starts."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * os.sysconf("SC_PAGESIZE")
 
@@ -59,9 +63,7 @@ def address_space_in_use() -> int:
 def private_files(
     settings: dict[str, Any], uid: int, number: int, layers: str, directory: str
 ) -> tuple[str, ...]:
-    """Mount options of a session's private directories and its image; without namespaces, paths
-    instead.
-    """
+    """Mount options of the session's private directories and image; without namespaces, paths."""
     if settings["mode"] == wire.MODE_BARE:
         return f"{settings['homes']}/{number}", ":".join(settings["readable"]), "", "", ""
     owner = f",uid={uid},gid={uid}" if settings["mode"] == wire.MODE_ROOT else ""
@@ -69,12 +71,12 @@ def private_files(
 
 
 def tasks_of_user() -> int:
-    """Processes and threads of this user, by whom the kernel counts them."""
+    """Processes and threads of this user: RLIMIT_NPROC counts all of them."""
     total = 0
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended
-            found = os.stat(f"/proc/{pid}/task")  # one link for each thread, . and ..
-            total += found.st_nlink - 2 if found.st_uid == os.geteuid() else 0
+        with contextlib.suppress(OSError):  # the process has ended
+            info = os.stat(f"/proc/{pid}/task")  # one link for each thread, . and ..
+            total += info.st_nlink - 2 if info.st_uid == os.geteuid() else 0
     return total
 
 
@@ -86,7 +88,7 @@ def spawn(
     image: tuple[str, str],
     fds: list[int],
 ) -> bool:
-    """Make one session. Returns True in the session's interpreter, False in the zygote."""
+    """Fork a session. Returns True in the session's interpreter, False in the zygote."""
     memory, processes, *others = settings["limits"]
     if settings["mode"] == wire.MODE_BARE and os.geteuid() != 0:
         processes += OTHERS + tasks_of_user()
@@ -106,16 +108,16 @@ def spawn(
         )
     except OSError as error:
         step = list(wire.SETUP_STEPS).index("CLONE")
-        failed = wire.REPORT.pack(wire.REPORT_FAILED, step, error.errno or 0, 0, 0, 0)
-        with contextlib.suppress(BrokenPipeError):  # whoever asked has gone
-            os.write(fds[0], failed)
+        report = wire.REPORT.pack(wire.REPORT_FAILED, step, error.errno or 0, 0, 0, 0)
+        with contextlib.suppress(BrokenPipeError):  # the host has stopped waiting
+            os.write(fds[0], report)
         return False
 
 
 def receive(host: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """What is asked for, in at most that many bytes, and the descriptors that came with it."""
+    """Receive a message of at most size bytes, and its descriptors."""
     message, ancillary, _, _ = host.recvmsg(size, socket.CMSG_SPACE(8 * 4))
-    if not message:  # the host is gone, and with this process goes every session
+    if not message:  # the host has ended; all sessions end with this process
         os._exit(0)
     fds = array.array("i")
     for level, kind, data in ancillary:
@@ -125,20 +127,20 @@ def receive(host: socket.socket, size: int) -> tuple[bytes, list[int]]:
 
 
 def end_groups(_signal: int, _frame: object) -> None:
-    """Without namespaces: what is left of sessions whose init has ended."""
-    # another end must not be handled between the look at one and its reaping
+    """SIGCHLD handler without namespaces: kill the process groups of sessions whose init ended."""
+    # block the signal: a nested call could reap a child between next_ended() and killpg()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     try:
         while (ended := next_ended()) is not None:
-            with contextlib.suppress(ProcessLookupError):  # it never made its group
-                os.killpg(ended, signal.SIGKILL)  # not reaped yet: the number is its own
+            with contextlib.suppress(ProcessLookupError):  # the session never made its group
+                os.killpg(ended, signal.SIGKILL)  # not reaped yet, so the pid is not reused
             os.waitpid(ended, 0)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
 
 def next_ended() -> int | None:
-    """A child that has ended and is not reaped."""
+    """The pid of a child that has ended and is not reaped."""
     try:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -147,20 +149,20 @@ def next_ended() -> int | None:
 
 
 def prepare(settings: dict[str, Any]) -> None:
-    """Turn the host's settings into the arguments of every spawn."""
+    """Convert the host's settings to the arguments of spawn()."""
     settings["filter"] = bytes.fromhex(settings["filter"])
     if settings["limits"][0]:
         settings["limits"][0] += address_space_in_use()
     else:
         settings["limits"][0] = UNLIMITED
     bare = settings["mode"] == wire.MODE_BARE
-    # else the kernel reaps ended sessions
+    # with SIG_IGN the kernel reaps ended sessions
     signal.signal(signal.SIGCHLD, end_groups if bare else signal.SIG_IGN)
 
 
 def collapse(extension: Any) -> None:
-    """Back private memory by huge pages, where the kernel can: every session's two forks copy one
-    entry instead of 512.
+    """Back private memory by huge pages if the kernel can: a fork then copies one page table entry
+    instead of 512, and each session needs two forks.
     """
     with open("/proc/self/maps") as maps:
         for span, access, _, _, inode, *name in map(str.split, maps.readlines()):
@@ -169,19 +171,19 @@ def collapse(extension: Any) -> None:
 
 
 def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> dict[str, str]:
-    """Answer spawn requests; returns only in a new session's interpreter, the variables that its
-    image sets.
+    """Serve spawn requests. Returns only in a new session's interpreter, with the variables that
+    the session's image sets.
     """
     host.send(b"ready " + ".".join(map(str, sys.version_info[:3])).encode())
-    size = 1 << 17 if settings["image"] else 64  # a large buffer would be mapped anew each time
+    size = 1 << 17 if settings["image"] else 64  # malloc would mmap a large buffer each time
     while True:
-        asked, fds = receive(host, size)
-        if asked == b"answer":
-            with contextlib.suppress(BrokenPipeError):  # whoever asked has gone
+        message, fds = receive(host, size)
+        if message == b"answer":
+            with contextlib.suppress(BrokenPipeError):  # the host has stopped waiting
                 os.write(fds[0], b"!")
             os.close(fds[0])
             continue
-        ids, layers, directory, *variables = asked.decode("utf-8", "surrogateescape").split("\0")
+        ids, layers, directory, *variables = message.decode("utf-8", "surrogateescape").split("\0")
         uid, number = map(int, ids.split())
         if spawn(extension, settings, uid, number, (layers, directory), fds):
             return dict(zip(variables[::2], variables[1::2], strict=True))
@@ -190,14 +192,14 @@ def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> dict
 
 
 def main() -> None:
-    """Preload, serve; in a session's interpreter, forget the zygote and run the session."""
+    """Preload and serve. In a session's interpreter: run the session."""
     host = socket.socket(fileno=HOST_FD)
-    os.umask(0o022)  # of every session, whatever the trainer's is
+    os.umask(0o022)  # the same in every session, whatever the trainer's is
     try:
         settings = json.loads(host.recv(1 << 20))
         loop = load.isolated("shell" if settings["image"] else "repl")
         interpreter = None
-        for name in ("load", "console", "wire"):  # the names are the user's
+        for name in ("load", "console", "wire"):  # free these module names for the user's code
             sys.modules.pop(name, None)
         extension = load.extension(settings["extension"])
         preload(settings)
@@ -213,7 +215,7 @@ def main() -> None:
         host.send(b"failed " + traceback.format_exc()[-8000:].encode(errors="replace"))
         os._exit(1)
     variables = serve(host, extension, settings)
-    host.detach()  # closed by the clone; its number may already mean something else
+    host.detach()  # C closed it in the fork; its descriptor number may be reused already
     if settings["mode"] == wire.MODE_BARE:
         os.environ |= {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
     if settings["image"]:

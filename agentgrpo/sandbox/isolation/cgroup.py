@@ -1,12 +1,11 @@
-"""A control group per session, where this process may make one: memory and process limits that hold
-for all processes of a session together.
+"""A control group per session: limits for all processes of a session together.
 
-Both layouts are spoken: v1 (a memory and a pids hierarchy) and v2 (one tree, which must be
-delegated to us: systemd's ``Delegate=yes``; as v2 allows limits only beneath groups without
-processes, this process moves into a leaf of its own). A session's init attaches itself through
-descriptors that the host opened, so no process of a session ever runs outside its group. Groups are
-reused, as making one takes 0.3 ms; a directory ``OWNER.pid.starttime`` whose owner is dead is
-cleared away.
+Both layouts are supported: v1 (a memory and a pids hierarchy) and v2 (one tree, which must be
+delegated to this process: systemd's ``Delegate=yes``). v2 allows limits only below groups without
+processes, so this process moves into a leaf. A session's init attaches itself through descriptors
+that the host opened, so no process of a session ever runs outside of its group. Groups are reused,
+because making one takes 0.3 ms. A directory ``OWNER.pid.starttime`` whose process has ended is
+removed.
 """
 
 import contextlib
@@ -27,35 +26,35 @@ CPU_PERIOD_US = 100_000
 
 
 class CgroupsUnavailable(Exception):
-    """No control group can be made here; the message says why."""
+    """No control group can be made here; the message has the reason."""
 
 
 def start_time(pid: int) -> str:
-    """What tells this process from a later one of the same number; "" if there is none."""
+    """Start time of a process, which distinguishes it from later ones with the same pid; "" if it
+    has ended.
+    """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()  # its name may be any bytes
+        stat = Path(f"/proc/{pid}/stat").read_bytes()  # the process name may have any bytes
     except OSError:
         return ""
     return stat.rpartition(b")")[2].split()[19].decode()
 
 
 def owner_name(pid: int) -> str:
-    """What the directories of a process are named by: no other process of any machine or process
-    namespace that can see them has the same.
-    """
-    return f"{_numbering()}.{pid}.{start_time(pid)}"
+    """Prefix of a process's directories, unique across machines and pid namespaces."""
+    return f"{_pid_scope()}.{pid}.{start_time(pid)}"
 
 
-def _numbering() -> str:
-    """OWNER, and what process numbers mean something in: this boot of this machine, this process
-    namespace. A directory may be shared with containers, or with other machines.
+def _pid_scope() -> str:
+    """OWNER, this boot of this machine, and this pid namespace: where a pid is meaningful. The
+    directory may be shared with containers or other machines.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     return f"{OWNER}.{boot}-{os.stat('/proc/self/ns/pid').st_ino:x}"
 
 
 class ControlGroup:
-    """The control group of one session at a time. What every step asks for stays open."""
+    """A control group, used by one session at a time. The files that each step reads stay open."""
 
     def __init__(self, directories: dict[str, Path], layout: Layout) -> None:
         self._directories, self._layout = directories, layout
@@ -69,7 +68,7 @@ class ControlGroup:
 
     @contextlib.contextmanager
     def attaching(self) -> Iterator[list[int]]:
-        """Descriptors that a process attaches itself by, writing "0" to each."""
+        """Descriptors to which a process writes "0" to attach itself."""
         with contextlib.ExitStack() as opened:
             fds: list[int] = []
             for path in dict.fromkeys(self._directories.values()):
@@ -78,14 +77,14 @@ class ControlGroup:
             yield fds
 
     def counts(self) -> tuple[int, int]:
-        """Processes that the memory limit has killed since the group was made, and processes and
-        threads in it now, those included that nobody has waited for.
+        """Processes killed by the memory limit since the group was made, and processes and threads
+        in it now, zombies included.
         """
         killed = os.pread(self._events, 512, 0).partition(b"\noom_kill ")[2].split(b"\n", 1)[0]
         return int(killed or 0), int(os.pread(self._count, 32, 0))
 
     def cpu_s(self) -> float | None:
-        """CPU seconds of all that ever ran in it; None where the kernel does not tell."""
+        """CPU seconds of all processes that ever ran in it; None if the kernel has no count."""
         with contextlib.suppress(KeyError, OSError, ValueError):
             if self._layout is V1:
                 return int((self._directories["cpu"] / "cpuacct.usage").read_text()) / 1e9
@@ -94,26 +93,26 @@ class ControlGroup:
         return None
 
     def set_limits(self, limits: Limits, all_cpus: float) -> None:
-        """What all processes in it may use together."""
+        """Set the limits of all processes in it together."""
         memory, layout = self._directories["memory"], self._layout
         memory_bytes = limits.memory_mib << 20
         _write(memory / layout.memory_limit, memory_bytes)
         with contextlib.suppress(FileNotFoundError):  # a kernel without swap accounting
             _write(memory / layout.swap_limit, memory_bytes if layout.swap_is_total else 0)
-        with contextlib.suppress(FileNotFoundError):  # v1 counts what TCP buffers apart
+        with contextlib.suppress(FileNotFoundError):  # v1 counts TCP buffers separately
             _write(memory / TCP_LIMIT, memory_bytes // 4)
         _write(self._directories["pids"] / "pids.max", limits.processes)
         if "cpu" in self._directories:
             _set_quota(self._directories["cpu"], layout, min(limits.cpus, all_cpus))
 
     def close(self) -> None:
-        """Let go of its files; the group stays."""
+        """Close its files; the group stays."""
         os.close(self._events)
         os.close(self._count)
 
 
 class Cgroups:
-    """The groups of one pool, beneath a directory named after this process."""
+    """The control groups of one pool, in a directory named after this process."""
 
     def __init__(self, limits: Limits, all_cpus: float | None = None) -> None:
         self.all_cpus = (os.cpu_count() or 1) / 2 if all_cpus is None else all_cpus
@@ -123,7 +122,7 @@ class Cgroups:
         self._used: list[ControlGroup] = []
         self._parents: dict[str, Path] = {}
         self.cpu_missing = ""
-        """What kept a bound of processors from being set: the file, and the kernel's reason."""
+        """Why processors cannot be limited: the file and the kernel's reason; "" if they can."""
         mounted = mounted_groups()
         self.version = 1 if "memory" in mounted and "pids" in mounted else 2
         self._layout = V1 if self.version == 1 else V2
@@ -144,27 +143,27 @@ class Cgroups:
             elif "cpu" not in mounted:
                 self.cpu_missing = "no cgroup file system with cpu is mounted"
             if not self.cpu_missing:
-                self._bound_processors(mounted["cpu"] / name)
+                self._limit_processors(mounted["cpu"] / name)
             self._used.append(self._make())
         except (OSError, CgroupsUnavailable) as error:
             self.close()
-            told = _told(error) if isinstance(error, OSError) else str(error)
-            raise CgroupsUnavailable(told) from error
+            reason = _reason(error) if isinstance(error, OSError) else str(error)
+            raise CgroupsUnavailable(reason) from error
 
-    def _bound_processors(self, path: Path) -> None:
-        """A quota for all sessions together, and their weight beside those of other pools. Where
-        there is none they have their niceness only, and what bounds this process.
+    def _limit_processors(self, path: Path) -> None:
+        """Set the CPU quota of all sessions together, and their weight against other pools. If that
+        fails, only their niceness and the limits of this process apply.
         """
         try:
             if self.version == 1:
                 remove_stale(path.parent)
                 path.mkdir()
             _set_quota(path, self._layout, self.all_cpus)
-            name, usual = ("cpu.shares", 1024) if self.version == 1 else ("cpu.weight", 100)
-            _write(path / name, 5 * usual // self._limits.niceness)
+            name, default = ("cpu.shares", 1024) if self.version == 1 else ("cpu.weight", 100)
+            _write(path / name, 5 * default // self._limits.niceness)
             self._parents["cpu"] = path
         except OSError as error:
-            self.cpu_missing = _told(error)
+            self.cpu_missing = _reason(error)
             if self.version == 1:
                 _remove_tree(path)
 
@@ -172,7 +171,7 @@ class Cgroups:
         name = str(len(self._all) + 1)
         directories = {key: path / name for key, path in self._parents.items()}
         for path in directories.values():
-            path.mkdir(exist_ok=True)  # of one that could not be finished
+            path.mkdir(exist_ok=True)  # left by an attempt that failed
         if self.version == 2:
             directories |= dict.fromkeys(("memory", "pids"), directories.pop(""))
         group = ControlGroup(directories, self._layout)
@@ -181,9 +180,9 @@ class Cgroups:
         return group
 
     def take(self) -> ControlGroup:
-        """A group without processes, for one session. Give it back when the session is killed."""
+        """Get a group without processes. Give it back when the session is killed."""
         with self._lock:
-            for i, group in enumerate(self._used[:4]):  # the oldest first; a kill takes a moment
+            for i, group in enumerate(self._used[:4]):  # oldest first: killed processes need time
                 if group.counts()[1] == 0:
                     del self._used[i]
                     return group
@@ -194,7 +193,7 @@ class Cgroups:
             self._used.append(group)
 
     def close(self) -> None:
-        """Remove every group that no process is left in."""
+        """Remove every group without processes."""
         with self._lock:
             while self._all:
                 self._all.pop().close()
@@ -203,38 +202,40 @@ class Cgroups:
 
 
 def _delegate(group: Path) -> str:
-    """Let the groups beneath have limits (v2). Returns why they have none of processors, if so."""
-    there = (group / "cgroup.controllers").read_text().split()
-    if missing := [name for name in V2_CONTROLLERS if name not in there]:
-        raise CgroupsUnavailable(f"{group} was not given the controllers {' and '.join(missing)}")
+    """Enable limits in the groups below (v2). Returns why processors cannot be limited, or ""."""
+    controllers = (group / "cgroup.controllers").read_text().split()
+    if missing := [name for name in V2_CONTROLLERS if name not in controllers]:
+        raise CgroupsUnavailable(f"{group} does not have the controllers {' and '.join(missing)}")
     enabled = group / "cgroup.subtree_control"
-    for _ in range(10):  # processes may fork while they are moved
+    for _ in range(10):  # processes can fork while they are moved
         try:
             _write(enabled, " ".join(f"+{name}" for name in V2_CONTROLLERS))
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise
-            _move_down(group)
+            _move_to_leaf(group)
             continue
         try:
             _write(enabled, "+cpu")
-        except OSError as error:  # a realtime process is in one of them
-            return _told(error) if "cpu" in there else f"{group} was not given the controller cpu"
+        except OSError as error:  # for example because of a realtime process
+            if "cpu" in controllers:
+                return _reason(error)
+            return f"{group} does not have the controller cpu"
         return ""
-    raise CgroupsUnavailable(f"{group} does not become empty of processes")
+    raise CgroupsUnavailable(f"{group} still has processes after 10 attempts to move them")
 
 
-def _move_down(group: Path) -> None:
-    """Move a group's own processes into a leaf beneath it."""
+def _move_to_leaf(group: Path) -> None:
+    """Move a group's own processes into a leaf below it."""
     leaf = group / HOST_LEAF
     leaf.mkdir(exist_ok=True)
     for pid in (group / "cgroup.procs").read_text().split():
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):
             _write(leaf / "cgroup.procs", pid)
 
 
 def _set_quota(group: Path, layout: Layout, cpus: float) -> None:
-    """How many processors a group may keep busy."""
+    """Limit how many processors a group may keep busy."""
     quota = int(min(cpus, os.cpu_count() or 1) * CPU_PERIOD_US)
     if layout is V1:
         _write(group / "cpu.cfs_period_us", CPU_PERIOD_US)
@@ -244,8 +245,9 @@ def _set_quota(group: Path, layout: Layout, cpus: float) -> None:
 
 
 def _write(path: Path, value: object) -> None:
-    """Raises OSError that names the file, which that of a write() does not; FileNotFoundError if
-    the kernel has none, which is EACCES to whoever would make it.
+    """Write a control file. An OSError has the file's name, which write() does not add.
+
+    Without O_CREAT, so that a file which the kernel lacks is ENOENT instead of EACCES.
     """
     fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
     try:
@@ -256,12 +258,12 @@ def _write(path: Path, value: object) -> None:
         os.close(fd)
 
 
-def _told(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return printable(f"{error.filename}: {error.strerror}")
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a group and those in it; one that still has processes stays for remove_stale()."""
+    """Remove a group and the groups in it. A group with processes stays, for remove_stale()."""
     with contextlib.suppress(OSError):
         for child in path.iterdir():
             if child.is_dir():
@@ -270,11 +272,11 @@ def _remove_tree(path: Path) -> None:
 
 
 def stale_of(parent: Path) -> Iterator[Path]:
-    """What owners that no longer run have left in a directory, named owner_name().more.
+    """Entries of a directory, named owner_name().*, whose processes have ended.
 
-    Of those whose numbers mean nothing here nobody can know: they are left alone.
+    Entries of another machine or pid namespace are skipped: their pids mean nothing here.
     """
-    prefix = f"{_numbering()}."
+    prefix = f"{_pid_scope()}."
     for path in parent.glob(f"{prefix}*"):
         pid, start = (*path.name.removeprefix(prefix).split("."), "")[:2]
         if pid.isdecimal() and start.isdecimal() and start_time(int(pid)) != start:
@@ -282,6 +284,6 @@ def stale_of(parent: Path) -> Iterator[Path]:
 
 
 def remove_stale(parent: Path) -> None:
-    """Remove the groups of owners that no longer run, once their sessions have ended with them."""
+    """Remove the groups of processes that have ended; their sessions have ended with them."""
     for path in stale_of(parent):
         _remove_tree(path)

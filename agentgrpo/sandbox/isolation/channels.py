@@ -1,4 +1,4 @@
-"""The descriptors that join the host to a process of a session, and the reports of its init."""
+"""Descriptors between the host and a process of a session, and the reports of its init."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ GONE = (FileNotFoundError, ProcessLookupError)
 
 
 class SetupFailed(SandboxInfraError):
-    """A step of setting up a session or a program in it failed."""
+    """A setup step of a session or of a program in it failed."""
 
     def __init__(self, step: int, code: int) -> None:
         self.step, self.errno = list(SETUP_STEPS.values())[step], code
@@ -34,12 +34,12 @@ class SetupFailed(SandboxInfraError):
 
 
 class NoReport(SandboxInfraError):
-    """The other side ended, or did not answer in time, without a word."""
+    """The other side ended or did not answer in time."""
 
 
 def ready(fd: int, ms: float | None = 0) -> bool:
-    """Whether a descriptor can be read, or the process of a pidfd has ended, after waiting for that
-    for so many milliseconds; None: for as long as it takes.
+    """Wait until a descriptor is readable or the process of a pidfd has ended, at most ms
+    milliseconds (None: no limit). Returns whether it is.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -47,48 +47,52 @@ def ready(fd: int, ms: float | None = 0) -> bool:
 
 
 def pid_of(pidfd: int) -> int:
-    """The process id behind a pidfd, as this process sees it; -1 if it has ended."""
+    """The process id of a pidfd, as this process sees it; -1 if the process has ended."""
     with open(f"/proc/self/fdinfo/{pidfd}") as info:
         return int(next(line.split()[1] for line in info if line.startswith("Pid:")))
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process; none if it has ended."""
-    found: list[int] = []
+    """The children of a process; empty if it has ended."""
+    children: list[int] = []
     with contextlib.suppress(*GONE):
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children", "rb", 0) as file:
-                found += map(int, file.read().split())
-    return found
+                children += map(int, file.read().split())
+    return children
 
 
-def process_tree(root: int, enough: float = math.inf) -> list[int]:
-    """A process and its descendants, or enough. Orphans of a session are its init's children."""
-    found = [root]
-    for pid in found:
-        found += children_of(pid) if len(found) <= enough else []
-    return found
+def process_tree(root: int, limit: float = math.inf) -> list[int]:
+    """A process and its descendants. Stops soon after limit processes.
+
+    Orphans of a session are children of its init, so they are included.
+    """
+    pids = [root]
+    for pid in pids:  # the loop appends to the list
+        pids += children_of(pid) if len(pids) <= limit else []
+    return pids
 
 
-def tree_cpu_seconds(root: int, but: int) -> float:
-    """CPU seconds of a process, its descendants and those that they have waited for; of one of them
-    not its own.
+def tree_cpu_seconds(root: int, exclude: int) -> float:
+    """CPU seconds of a process, its descendants, and the children that these have waited for.
+
+    Of process exclude only the children count, not its own time.
     """
     ticks = 0
     for pid in process_tree(root):
         with contextlib.suppress(*GONE), open(f"/proc/{pid}/stat", "rb", 0) as file:
-            behind_name = file.read().rpartition(b")")[2]  # which may hold anything
-            user, system, *waited = map(int, behind_name.split()[11:15])
-            ticks += sum(waited) + (0 if pid == but else user + system)
+            fields = file.read().rpartition(b")")[2].split()  # the name before may have any bytes
+            user, system, *waited = map(int, fields[11:15])
+            ticks += sum(waited) + (0 if pid == exclude else user + system)
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Owned:
-    """Descriptors that belong to one object.
+    """Descriptors that belong to one object and are used by several threads.
 
-    Their numbers may be used only while they are borrowed. close() marks them: nobody can borrow
-    them any more, and they are closed when the last borrower is done, so that no number is ever
-    used for what the kernel has given it to since.
+    They may be used only while they are borrowed. After close() they cannot be borrowed, and they
+    are closed when the last borrower has given them back. So a thread never uses a descriptor
+    number that the kernel has reused.
     """
 
     __slots__ = ("_borrowers", "_closed", "_descriptors", "_lock")
@@ -109,32 +113,32 @@ class Owned:
             return not self._closed
 
     def give_back(self) -> None:
-        """The end of a borrow()."""
+        """End a borrow()."""
         with self._lock:
             self._borrowers -= 1
-            last = self._closed and self._borrowers == 0
-        if last:
-            self._let_go()
+            is_last = self._closed and self._borrowers == 0
+        if is_last:
+            self._close_descriptors()
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[Self]:
         """borrow() and give_back()."""
         if not self.borrow():
-            raise SandboxNotFoundException("it is over and was closed")
+            raise SandboxNotFoundException("the session has ended and was closed")
         try:
             yield self
         finally:
             self.give_back()
 
     def close(self) -> None:
-        """See above. May be called any number of times, by any thread."""
+        """Close them, or let the last borrower close them. Idempotent, thread-safe."""
         with self._lock:
-            last = not self._closed and self._borrowers == 0
+            is_last = not self._closed and self._borrowers == 0
             self._closed = True
-        if last:
-            self._let_go()
+        if is_last:
+            self._close_descriptors()
 
-    def _let_go(self) -> None:
+    def _close_descriptors(self) -> None:
         for fd in self._descriptors:
             os.close(fd)
 
@@ -143,20 +147,19 @@ class Supervisor(Protocol):
     """What keeps sessions alive from outside: a zygote and its jail."""
 
     def failure(self) -> str:
-        """What of the host's own has failed, so that its sessions ended; "" if nothing has."""
+        """The failure outside of the sessions that has ended them; "" if there is none."""
 
 
 class Channels(Owned):
     """The host's descriptors of one live interpreter.
 
     Args:
-        init: pidfd of what to kill to be rid of it: PID 1 of a session.
+        init: pidfd of the process to kill to end it: PID 1 of a session.
         interpreter: pidfd of the process that runs the untrusted code.
-        supervisor: who knows whether the host's side is well.
-        owner: user id that files and pipes of the session are given to; None if this process is
-            not root and has no choice.
-        places: where the session finds things.
-        upper: the directory of the changes to its image, -1 if it has none.
+        supervisor: knows whether the zygote has failed.
+        owner: user id that owns files and pipes of the session; None if this process is not root.
+        places: paths inside the session.
+        upper: the directory with the changes to the image; -1: no image.
     """
 
     __slots__ = (
@@ -179,15 +182,15 @@ class Channels(Owned):
         places: Places,
         upper: int = -1,
     ) -> None:
-        own = (request, response, out, err, status, init, interpreter)
-        super().__init__(*own, *([upper] if upper >= 0 else []))
+        descriptors = (request, response, out, err, status, init, interpreter)
+        super().__init__(*descriptors, *([upper] if upper >= 0 else []))
         self.upper = upper
         self.request, self.response, self.out, self.err = request, response, out, err
         self.status, self.init, self.interpreter = status, init, interpreter
         self.supervisor, self.owner, self.places = supervisor, owner, places
 
     def heard(self, fd: int) -> bool:
-        """Whether one of its descriptors is ready(); True once they are closed."""
+        """Whether one of the descriptors is ready(); True after close()."""
         if not self.borrow():
             return True
         try:
@@ -196,14 +199,16 @@ class Channels(Owned):
             self.give_back()
 
     def signal(self) -> bool:
-        """Kill the process and all it started. False if it has ended."""
+        """Kill the process and all processes that it started. False if it had ended."""
         if not self.borrow():
             return False
         try:
             pidfd_send_signal(self.init, SIGKILL)
-            with contextlib.suppress(OSError):  # without namespaces; a storm starves the zygote
+            # Without namespaces the group must be killed too: the zygote would do it at init's end,
+            # but a fork bomb can starve it.
+            with contextlib.suppress(OSError):
                 os.killpg(pid_of(self.init), SIGKILL)
-        except ProcessLookupError:  # it has ended by itself
+        except ProcessLookupError:
             return False
         finally:
             self.give_back()
@@ -216,28 +221,29 @@ class Channels(Owned):
 
 
 class Root(Owned):
-    """The root directory of a live session, as it sees it, or its home where it has no other.
+    """The root directory of a live session; without namespaces its home.
 
-    It holds the session's mount namespace: without, its mounts would be gone with its last process,
-    and names would lead to what lay beneath them, which other sessions have lain upon as well.
+    It keeps the session's mount namespace open. Otherwise the mounts would disappear with the last
+    process, and paths would lead to the directories below them, which other sessions share.
     """
 
     __slots__ = ("_pidfd", "_supervisor", "directory", "owner", "places")
 
     def __init__(self, channels: Channels, pid: int) -> None:
         self._supervisor, self.places = channels.supervisor, channels.places
-        held: list[int] = []
-        with contextlib.ExitStack() as made:
+        namespace: list[int] = []
+        with contextlib.ExitStack() as opened:
 
             def keep(fd: int) -> int:
-                made.callback(os.close, fd)
+                opened.callback(os.close, fd)
                 return fd
 
             try:
                 self._pidfd = keep(os.dup(channels.init))
                 flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
                 if channels.places.own_root:
-                    held.append(keep(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)))
+                    fd = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+                    namespace.append(keep(fd))
                     self.directory = keep(os.open(f"/proc/{pid}/root", flags))
                 else:
                     self.directory = keep(os.open(channels.places.home, flags))
@@ -246,43 +252,43 @@ class Root(Owned):
                     raise SandboxInfraError(
                         f"no descriptors for a session's files: {error}"
                     ) from error
-                raise self._over() from error
+                raise self._end_error() from error
             if ready(channels.interpreter):
-                raise self._over()
-            # it lives: the number was its own, and not a successor's
-            made.pop_all()
+                raise self._end_error()
+            # The interpreter is alive after /proc/PID was opened: PID was not reused.
+            opened.pop_all()
         self.owner = channels.owner
-        super().__init__(self._pidfd, self.directory, *held)
+        super().__init__(self._pidfd, self.directory, *namespace)
 
     def path_of(self, name: str) -> str:
-        """A name of a file as the session's code finds it; a relative one starts at its home."""
+        """The path inside the session; a relative name starts at its home."""
         places = self.places
         if not places.own_root and Path(name).is_relative_to(HOME):
             name = os.path.relpath(name, HOME)
         path = os.path.join(places.home, name)
         if not places.own_root and not Path(os.path.normpath(path)).is_relative_to(places.home):
-            raise NotSupportedException(f"{name}: without namespaces a session has its home only")
+            raise NotSupportedException(f"{name}: without namespaces a session has only its home")
         return path
 
     def beneath(self, path: str) -> str:
-        """A path_of(), as it is found from directory."""
+        """A path inside the session, relative to directory."""
         home = self.places.home
         return path if self.places.own_root else "/" + os.path.relpath(path, home)
 
     def require_alive(self) -> None:
-        """Raises what __init__() does if the session has ended."""
+        """Raise SandboxNotFoundException or SandboxInfraError if the session has ended."""
         if ready(self._pidfd):
-            raise self._over()
+            raise self._end_error()
 
-    def _over(self) -> SandboxException:
+    def _end_error(self) -> SandboxException:
         failure = self._supervisor.failure()
         if failure:
             return SandboxInfraError(failure)
-        return SandboxNotFoundException("the session is over")
+        return SandboxNotFoundException("the session has ended")
 
 
 class SessionPipes:
-    """Both ends of the pipes and the status socket of a process to be; closes what is not taken."""
+    """Both ends of the pipes and of the status socket of a new process. Closes those not taken."""
 
     def __init__(self, owner: int | None = None) -> None:
         self._owner = owner
@@ -310,11 +316,11 @@ class SessionPipes:
 
     @property
     def theirs(self) -> tuple[int, ...]:
-        """(status, request, response, out, err) of the other side."""
+        """(status, request, response, out, err) for the new process."""
         return tuple(self._theirs)
 
     def copy(self, channels: Channels) -> None:
-        """Take copies of our ends of another process's pipes instead."""
+        """Replace our ends by duplicates of our ends of another process's pipes."""
         self._close(self._mine)
         for fd in (channels.request, channels.response, channels.out, channels.err):
             self._mine.append(os.dup(fd))
@@ -325,13 +331,13 @@ class SessionPipes:
             os.close(fds.pop())
 
     def close_theirs(self) -> None:
-        """Once sent: so that the end of the other side shows as end of file here."""
+        """Close the ends that were sent. Only then the process's end shows as end of file here."""
         self._close(self._theirs)
 
     def detach(
         self, init: int, interpreter: int, supervisor: Supervisor, places: Places, upper: int = -1
     ) -> Channels:
-        """Hand our ends to the caller."""
+        """Move our ends into Channels."""
         ours = (*self._mine, self.status.detach(), init, interpreter)
         self._mine.clear()
         return Channels(*ours, supervisor=supervisor, owner=self._owner, places=places, upper=upper)
@@ -346,8 +352,8 @@ class SessionPipes:
 
 
 def await_ready(status: socket.socket, num_fds: int) -> list[int]:
-    """The pidfds of PID 1 and PID 2 (of an image also the directory of changes), or of one program,
-    once init has started them.
+    """Wait until init has started the processes. Returns the pidfds of PID 1 and PID 2 (with an
+    image also the directory of changes), or of one program.
     """
     if not ready(status.fileno(), READY_TIMEOUT_S * 1e3):
         raise NoReport("a new process did not report in time")

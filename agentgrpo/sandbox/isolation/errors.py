@@ -1,53 +1,74 @@
-"""What the sandbox raises. What untrusted code causes is never raised by ``Session.step()``.
+"""Exceptions of the sandbox. ``Session.step()`` never raises for what untrusted code does.
 
-The names ending in Exception are those of E2B's SDK, so that ``except`` clauses move over.
+The names that end in Exception are those of E2B's SDK, so that ``except`` clauses need no change.
 """
+
+from collections.abc import Mapping
+from typing import NamedTuple
 
 
 def printable(text: str) -> str:
-    """A text as any stream takes it: what cannot be encoded (names of files, text that code made)
-    is spelled out.
-    """
+    """Escape what UTF-8 cannot encode (lone surrogates in file names and in text from code)."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 class SandboxException(Exception):
-    """Base of everything raised here."""
+    """Base of all exceptions of the sandbox."""
 
-    def __init__(self, *told: object) -> None:
-        super().__init__(*(printable(one) if isinstance(one, str) else one for one in told))
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class RungFailure(NamedTuple):
+    """Why a rung does not work on this machine."""
+
+    reason: str
+    remedy: str
+    """What to change; "" if unknown, or if the reason has it."""
 
 
 class SandboxUnavailable(SandboxException):
-    """This machine cannot isolate untrusted code, so none is run. The message names the remedy."""
+    """This machine cannot isolate untrusted code, so none is run. The message has the remedy.
+
+    Args:
+        reason: why.
+        remedy: what to change; "" if the reason has it.
+        failures: the failure of each rung that was tried.
+    """
+
+    def __init__(
+        self, reason: str, remedy: str = "", failures: Mapping[str, RungFailure] | None = None
+    ) -> None:
+        super().__init__(f"{reason}; remedy: {remedy}" if remedy else reason)
+        self.reason, self.remedy, self.failures = printable(reason), remedy, failures or {}
 
 
 class TemplateUnavailable(SandboxUnavailable):
-    """A template cannot be loaded: a module of its ``preload`` fails or starts threads."""
+    """A template cannot be loaded: a module in its ``preload`` fails or starts threads."""
 
 
 class SandboxInfraError(SandboxException):
-    """The sandbox itself failed (a zygote died, descriptors ran out): not the code's doing."""
+    """The sandbox itself failed (a zygote died, no descriptor was left), not the code."""
 
 
 class RateLimitException(SandboxException):
-    """Too many sessions at once."""
+    """Too many sessions are in use."""
 
 
 class SandboxBusy(RateLimitException):
-    """``max_live`` sessions stayed in use until the deadline of ``acquire()`` passed."""
+    """``max_live`` sessions were in use until the timeout of ``acquire()``."""
 
 
 class TimeoutException(SandboxException):
-    """Code or a command ran out of time."""
+    """Code or a command exceeded its time limit."""
 
 
 class InvalidArgumentException(SandboxException, ValueError):
-    """An argument cannot mean anything. E2B's name for ValueError, which it is as well."""
+    """An invalid argument: E2B's name for ValueError."""
 
 
 class NotSupportedException(SandboxException):
-    """E2B's cloud has this, a local jail does not; it is refused rather than ignored."""
+    """E2B's cloud supports this, a local sandbox does not. It is an error, not ignored."""
 
 
 class NotEnoughSpaceException(SandboxException):
@@ -55,12 +76,12 @@ class NotEnoughSpaceException(SandboxException):
 
 
 class NotFoundException(SandboxException):
-    """What was named is not there."""
+    """Something named in a call does not exist."""
 
 
 class FileNotFoundException(NotFoundException):
-    """No such file in the session."""
+    """The session has no such file."""
 
 
 class SandboxNotFoundException(NotFoundException):
-    """The session is over."""
+    """The session has ended."""

@@ -1,4 +1,4 @@
-"""What the usual failures to isolate look like, and the change that makes each of them go away."""
+"""Remedies for the usual reasons why a machine cannot isolate code."""
 
 import os
 import re
@@ -14,13 +14,13 @@ CONTAINER = (
     "systempaths=unconfined (Kubernetes: seccompProfile Unconfined, procMount Unmasked)"
 )
 APPARMOR = (
-    "AppArmor restricts user namespaces. Allow them for nsjail and what it starts: echo 'abi "
+    "AppArmor restricts user namespaces. Allow them for nsjail and its children: echo 'abi "
     "<abi/4.0>, profile agentgrpo-nsjail {nsjail} flags=(unconfined) {{ userns, }}' > "
     "/etc/apparmor.d/agentgrpo-nsjail; apparmor_parser -r /etc/apparmor.d/agentgrpo-nsjail. Or for "
-    "everybody: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0. Or run as root"
+    "all programs: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0. Or run as root"
 )
 CGROUP = (
-    "give this process a control group of its own: systemd-run --user --scope -p Delegate=yes ..., "
+    "give this process its own control group: systemd-run --user --scope -p Delegate=yes ..., "
     "or run as root"
 )
 CGROUP_CONTAINER = (
@@ -28,18 +28,18 @@ CGROUP_CONTAINER = (
     "-v /sys/fs/cgroup:/sys/fs/cgroup:rw"
 )
 OTHERWISE = (
-    "Where that cannot be changed: sandbox.allow_degraded=true (SandboxPool(allow_degraded=True)) "
-    "runs code without namespaces.\nA filter of system calls, limits, and Landlock or a user of "
-    "its own for each session remain: SECURITY.md has what holds then."
+    "If you cannot change that: sandbox.allow_degraded=true (SandboxPool(allow_degraded=True)) "
+    "runs code without namespaces.\nThe system call filter, the limits, and Landlock or one user "
+    "id per session still hold: SECURITY.md lists what is guaranteed then."
 )
 MORE_FILES = "this process may open too few files; ulimit -n 65536"
 OVERLAY = (
     "images need overlayfs in user namespaces: Linux 5.11 or newer, `modprobe overlay`, a cache "
-    "directory ($XDG_CACHE_HOME) on ext4, xfs, btrfs or tmpfs, and no profile that refuses mounts"
+    "directory ($XDG_CACHE_HOME) on ext4, xfs, btrfs or tmpfs, and no profile that denies mounts"
 )
-WITHOUT = "; until then a watchdog adds up the memory of each session every 50 ms"
+WITHOUT = "; until then a watchdog sums the memory of each session every 50 ms"
 SYSTEM_PATHS = (
-    "sessions do without /proc; to give them one, run the container with "
+    "sessions have no /proc; to give them one, run the container with "
     "--security-opt systempaths=unconfined (Kubernetes: procMount: Unmasked)"
 )
 
@@ -64,20 +64,23 @@ def _in_container() -> bool:
 
 
 def cgroup_remedy() -> str:
-    """How this process gets to make control groups."""
+    """What to change so that this process can make control groups."""
     if os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv"):
         return CGROUP_CONTAINER + WITHOUT
     return CGROUP + WITHOUT
 
 
 def masked_proc() -> list[str]:
-    """Parts of /proc that a container runtime has covered: the kernel then refuses a new /proc."""
+    """Paths under /proc that a container runtime has covered by mounts.
+
+    While there is one, the kernel refuses to mount a new /proc.
+    """
     points = [printable(line.split(" ")[4]) for line in lines_of("/proc/self/mountinfo")]
     return [p for p in points if p.startswith("/proc/") and p != "/proc/sys/fs/binfmt_misc"]
 
 
 def remedy(reason: str) -> str:
-    """What to change, given why a rung failed; "" if that says it already."""
+    """What to change, from the reason why a rung failed; "" if unknown or if the reason has it."""
     if "remedy:" in reason or "needs root" in reason:
         return ""
     if "mounting its image" in reason:
@@ -94,7 +97,7 @@ def remedy(reason: str) -> str:
         return APPARMOR.format(nsjail=_nsjail())
     if masked_proc() and "/proc" in reason:  # not "subproc.cc"
         return (
-            f"{', '.join(masked_proc()[:3])} ... are covered, so that no new /proc may be mounted; "
+            f"{', '.join(masked_proc()[:3])} ... are covered, so no new /proc can be mounted; "
             "run the container with --security-opt systempaths=unconfined"
         )
     if _in_container() and ("not permitted" in reason or "Permission denied" in reason):

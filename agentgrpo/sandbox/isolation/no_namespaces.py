@@ -1,9 +1,9 @@
-"""The rung without namespaces, for ``allow_degraded=True``: what it does otherwise than the others.
+"""The rung without namespaces, for ``allow_degraded=True``.
 
-A session is a process group that nothing can leave, under the system call filter (without sockets,
-signals and everything else that reaches other processes of its user), resource limits, Landlock
-where the kernel has it, and, if the host is root, a user id of its own. It has one directory, on
-the machine's disk. The machine's processes, loads and readable directories are seen.
+A session is a process group that nothing can leave. It has a system call filter (without sockets,
+signals and all other calls that reach processes of the same user), resource limits, Landlock if the
+kernel has it, and its own user id if the host is root. Its only directory is on the machine's disk.
+It can see the machine's processes, load and readable directories.
 """
 
 import atexit
@@ -27,12 +27,12 @@ GUEST = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "inside"))
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives",
           "/etc/ssl/openssl.cnf")  # fmt: skip
 UNUSED = ("site-packages", "dist-packages", "test", "config-*", "*.a")
-"""Of an interpreter's directories: sessions import packages from the template's only."""
+"""Not copied from an interpreter: sessions import packages from the template's site_dirs."""
 _copying, _copies = threading.Lock(), set[str]()
 
 
 def places(template: Template) -> Places:
-    """Where sessions find things; each has a home of its own."""
+    """Paths of the sessions. Each session also has its own home."""
     interpreter = reachable(template.interpreter)
     is_copy = interpreter != template.interpreter
     for name in ("python", "python3") if is_copy else ():
@@ -49,16 +49,16 @@ def places(template: Template) -> Places:
 
 
 def readable_paths(template: Template) -> list[str]:
-    """What sessions may read and execute."""
-    own = [reachable(path, UNUSED) for path in template.interpreter_paths]
-    own += map(reachable, (*template.site_dirs, GUEST, str(_C.__file__)))
+    """Paths that sessions can read and execute."""
+    paths = [reachable(path, UNUSED) for path in template.interpreter_paths]
+    paths += map(reachable, (*template.site_dirs, GUEST, str(_C.__file__)))
     for mount in template.mounts:
         if not _is_open(mount):
             raise SandboxUnavailable(
-                f"{mount} is shown to sessions, whose users may not enter all directories above "
-                "it; remedy: chmod o+x those, or put it elsewhere"
+                f"template.mounts: the users of sessions cannot enter all directories above {mount}"
+                "; remedy: chmod o+x those, or move it"
             )
-    return list(dict.fromkeys(map(os.path.realpath, (*SYSTEM, *own, *template.mounts))))
+    return list(dict.fromkeys(map(os.path.realpath, (*SYSTEM, *paths, *template.mounts))))
 
 
 def command(template: Template, scratch: str) -> list[str]:
@@ -70,45 +70,47 @@ def command(template: Template, scratch: str) -> list[str]:
         )
     if not _is_open(scratch):
         raise SandboxUnavailable(
-            f"sessions run as users of their own, which may not enter {tempfile.gettempdir()}; "
+            f"sessions have their own user ids, which cannot enter {tempfile.gettempdir()}; "
             "remedy: TMPDIR=/tmp"
         )
     os.chmod(scratch, 0o711)
-    readable_paths(template)  # makes what an interpreter looks for beside it
-    found = places(template)
-    return [found.interpreter, *PYTHON_OPTIONS, os.path.join(found.guest, "zygote.py")]
+    readable_paths(template)  # copies the libraries that a copied interpreter needs
+    session_places = places(template)
+    zygote = os.path.join(session_places.guest, "zygote.py")
+    return [session_places.interpreter, *PYTHON_OPTIONS, zygote]
 
 
 def _is_open(path: str) -> bool:
-    """Whether the users of sessions may enter all directories above it."""
-    above = Path(os.path.realpath(path)).parents
-    return os.geteuid() != 0 or all(one.stat().st_mode & stat.S_IXOTH for one in above)
+    """Whether the users of sessions can enter all directories above a path."""
+    parents = Path(os.path.realpath(path)).parents
+    return os.geteuid() != 0 or all(parent.stat().st_mode & stat.S_IXOTH for parent in parents)
 
 
 def reachable(path: str, unused: tuple[str, ...] = ()) -> str:
-    """A path that the users of sessions can reach: itself, or, where it lies in a home that only
-    its owner may enter, what is linked or copied to a place of its own, for as long as this process
-    lives.
+    """A path that the users of sessions can reach.
+
+    It is the path itself or, below a directory that only its owner can enter, a link or copy in a
+    temporary directory that is deleted when this process exits.
     """
     path = os.path.realpath(path)
     return path if _is_open(path) else _copied(path, unused)
 
 
 @functools.cache
-def _place(pid: int) -> str:
-    place = tempfile.mkdtemp(prefix=f"{owner_name(pid)}.")
+def _copy_dir(pid: int) -> str:
+    directory = tempfile.mkdtemp(prefix=f"{owner_name(pid)}.")
 
     def clear_up() -> None:
-        if os.getpid() == pid:
-            remove(place)
+        if os.getpid() == pid:  # not in a forked child
+            remove(directory)
 
     atexit.register(clear_up)
-    return place
+    return directory
 
 
 def _copied(path: str, unused: tuple[str, ...]) -> str:
-    place = _place(os.getpid())
-    target = place + path  # the same layout: an interpreter finds its libraries beside it
+    copy_dir = _copy_dir(os.getpid())
+    target = copy_dir + path  # the same layout: an interpreter finds its libraries by relative path
     with _copying:
         if target not in _copies:
             os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -117,15 +119,15 @@ def _copied(path: str, unused: tuple[str, ...]) -> str:
                 shutil.copytree(path, target, True, ignored, _link, dirs_exist_ok=True)
             else:
                 _link(path, target)
-            for directory, _, _ in os.walk(place):
+            for directory, _, _ in os.walk(copy_dir):
                 os.chmod(directory, 0o755)
             _copies.add(target)
     return target
 
 
 def _link(source: str, target: str) -> None:
-    """Another name of a file; a copy where it is on another file system, or not for everybody."""
-    if os.path.exists(target):  # of another copy: this package in the directory of a template's
+    """Hard-link a file; copy it if it is on another file system or not readable for all."""
+    if os.path.exists(target):  # from another copy: this package inside one of site_dirs
         return
     mode = os.stat(source).st_mode
     if mode & stat.S_IROTH:
@@ -139,7 +141,7 @@ def _link(source: str, target: str) -> None:
 
 
 def make_home(scratch: str, number: int, uid: int) -> str:
-    """The directory of one session."""
+    """Create the directory of a session."""
     home = os.path.join(scratch, str(number))
     os.mkdir(home, 0o700)
     if os.geteuid() == 0:
@@ -148,8 +150,5 @@ def make_home(scratch: str, number: int, uid: int) -> str:
 
 
 def remove(path: str) -> None:
-    """Delete what sessions have left; what one still writes meanwhile goes with its zygote.
-
-    By rm, which directories nested to any depth do not bring down.
-    """
+    """Delete a directory of sessions, by rm: Python's rmtree fails on deeply nested directories."""
     subprocess.run(["/bin/rm", "-rf", "--", path], stderr=subprocess.DEVNULL, check=False)

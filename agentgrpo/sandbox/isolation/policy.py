@@ -1,15 +1,15 @@
-"""The system calls that untrusted code may make, as a seccomp program.
+"""The system calls that untrusted code can make, as a seccomp program.
 
-An allow-list, recorded from what Python, numpy, bash, git, pip and gcc ask: what is not named here
-answers ENOSYS, as on a kernel that does not have it, so that libraries take their fallbacks and
-system calls of later kernels start out denied. Some calls are allowed by argument only: options,
-requests, flags and advice are lists of what was asked too. No call that takes the number of a
-process takes that of the session's PID 1, whose limits, priority and signals are not the session's
-to change (but capget(2), which only looks; the kernel itself lets setpgid(2) and the waits have
-nothing but children). A foreign architecture (int 0x80 included) kills the process.
+An allow-list, recorded from the calls of Python, numpy, bash, git, pip and gcc. All other calls
+return ENOSYS, as on a kernel that does not have them, so that libraries use their fallbacks and the
+calls of later kernels are denied. Some calls are allowed only with listed arguments: options,
+requests, flags and advice, recorded in the same way. No call that takes a process id accepts that
+of the session's PID 1, so a session cannot change its limits, priority or signals (except
+capget(2), which only reads; the kernel itself restricts setpgid(2) and the waits to children). A
+call of another architecture (int 0x80 included) kills the process.
 
-The instruction set is classic BPF (linux/filter.h); the table gives the number on x86-64 and on the
-generic ABI (aarch64), "-" where the architecture does not have the call.
+The instruction set is classic BPF (linux/filter.h). The table gives the numbers on x86-64 and on
+the generic ABI (aarch64), "-" where the architecture does not have the call.
 """
 
 import errno
@@ -109,14 +109,14 @@ inotify_init:253:- inotify_init1:294:26 inotify_add_watch:254:27 inotify_rm_watc
 chroot:161:51
 """,
 )
-"""Further calls of services and package managers, in sessions of an image."""
+"""More calls in sessions of an image, for services and package managers."""
 ONE_USER = """chown lchown fchown fchownat setgroups setuid setgid setreuid setregid setresuid
 setresgid"""
-"""In sessions of an image these seem to be done: root is the only user that is mapped."""
-BEYOND = "kill tkill tgkill pidfd_open setpriority sched_setaffinity socket connect bind truncate"
-"""Calls that reach others' processes and files where no namespace bounds them."""
+"""In sessions of an image these return 0 and do nothing: root is the only mapped user."""
+OUTSIDE = "kill tkill tgkill pidfd_open setpriority sched_setaffinity socket connect bind truncate"
+"""Denied without namespaces: they would reach processes and files outside of the session."""
 LEAVE_THE_GROUP = ("setsid", "setpgid")
-"""Without namespaces they only seem to: the group is what ends with its session."""
+"""Without namespaces these return 0 and do nothing: a session is killed as one process group."""
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
 
@@ -125,7 +125,7 @@ LOAD, AND, JUMP, RETURN = 0x20, 0x54, 0x05, 0x06
 EQUAL, GREATER, AT_LEAST, ANY_BIT = 0x15, 0x25, 0x35, 0x45
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER, ARCHITECTURE, ARGUMENT = 0, 4, 16
-TO_BODY = 1 << 20  # an operand of JUMP, until it is known where things lie
+TO_BODY = 1 << 20  # a placeholder operand of JUMP, until _pack() knows the positions
 
 SOCKET_OPTIONS = {
     1: {2: "SO_REUSEADDR", 6: "SO_BROADCAST", 9: "SO_KEEPALIVE", 13: "SO_LINGER",
@@ -133,7 +133,7 @@ SOCKET_OPTIONS = {
     6: {1: "TCP_NODELAY", 4: "TCP_KEEPIDLE", 5: "TCP_KEEPINTVL", 6: "TCP_KEEPCNT"},
     41: {26: "IPV6_V6ONLY"},
 }  # fmt: skip
-"""By level. Others load kernel modules, attach programs, or take memory that nothing counts."""
+"""By level. Others load kernel modules, attach programs, or take memory that no limit counts."""
 OPTIONS = {
     "prctl": (0, errno.EINVAL, {
         1: "PR_SET_PDEATHSIG", 3: "PR_GET_DUMPABLE", 15: "PR_SET_NAME", 16: "PR_GET_NAME",
@@ -161,12 +161,13 @@ OPTIONS = {
     "preadv2": (5, errno.EOPNOTSUPP, {0: "no flags"}),
     "pwritev2": (5, errno.EOPNOTSUPP, {0: "no flags"}),
 }  # fmt: skip
-"""Which argument says what is asked for, how what is not in the list is answered, and the list. No
-request of a terminal: sessions have none. No flag of a read: whether a page is in memory is others'
-business (RWF_NOWAIT)."""
-SEEMS = {"prctl": [4], "fcntl": [6, 7, 37, 38]}
-"""What seems to be done: PR_SET_DUMPABLE hides from the watchdog; record locks (flock() is real)
-take memory that the kernel does not count."""
+"""The index of the deciding argument, the errno for other values, and the allowed values.
+
+No terminal requests: sessions have no terminal. No flags of preadv2(): RWF_NOWAIT would show which
+pages of shared files are in memory."""
+NO_OPS = {"prctl": [4], "fcntl": [6, 7, 37, 38]}
+"""Values that return 0 and do nothing. PR_SET_DUMPABLE would hide a process from the watchdog;
+record locks would take memory that the kernel does not count (flock() works)."""
 IMAGE_OPTIONS = {
     "ioctl": {
         0x5401: "TCGETS", 0x5402: "TCSETS", 0x5403: "TCSETSW", 0x5404: "TCSETSF", 0x5409: "TCSBRK",
@@ -176,44 +177,44 @@ IMAGE_OPTIONS = {
         0x40045431: "TIOCSPTLCK", 0x802C542A: "TCGETS2", 0x402C542B: "TCSETS2",
         0x402C542C: "TCSETSW2", 0x402C542D: "TCSETSF2"},
 }  # fmt: skip
-"""More values of OPTIONS in sessions of an image, which have terminals of their own. Not TIOCSTI,
-which types into a terminal, and not TIOCSETD, which loads kernel modules."""
-IMAGE_SEEMS = {"ioctl": [0x5452], "fcntl": [8]}
-"""FIOASYNC and F_SETOWN, of nginx: signals instead of poll()."""
+"""More values of OPTIONS in sessions of an image, which have private terminals. Not TIOCSTI, which
+types into a terminal, and not TIOCSETD, which loads kernel modules."""
+IMAGE_NO_OPS = {"ioctl": [0x5452], "fcntl": [8]}
+"""FIOASYNC and F_SETOWN, which nginx calls: signals instead of poll()."""
 IMAGE_SOCKET_OPTIONS = {
     0: {1: "IP_TOS", 11: "IP_RECVERR"},
     6: {3: "TCP_CORK", 9: "TCP_DEFER_ACCEPT", 12: "TCP_QUICKACK", 18: "TCP_USER_TIMEOUT"},
 }
-SEEMING_SOCKET_OPTIONS = [7, 8]  # SO_SNDBUF, SO_RCVBUF: a socket holds what it is counted as
+NO_OP_SOCKET_OPTIONS = [7, 8]  # SO_SNDBUF, SO_RCVBUF: the watchdog counts each socket as full
 FLAGS = {
-    "clone": (0, 0x17D4FFF, errno.EPERM),  # threads, forks: no namespaces, no pidfd
-    "mmap": (3, 0x13F97F, errno.ENOMEM),  # no huge pages: a pool that no limit divides
+    "clone": (0, 0x17D4FFF, errno.EPERM),  # threads and forks: no namespaces, no pidfd
+    "mmap": (3, 0x13F97F, errno.ENOMEM),  # no huge pages: the machine's pool has no limit per user
 }
-"""Which argument holds flags, those, and how others are answered."""
+"""The index of the argument with flags, the allowed flags, and the errno for others."""
 OPEN_FLAGS = {"x86_64": 0x7B9FC3, "aarch64": 0x7ADFC3}
 """No O_DIRECT, O_ASYNC, O_NOATIME."""
-EMPTIES, ONLY_EMPTIES = 0x203, [0x200, 0x203]
-"""O_TRUNC without a right to write, by which Landlock goes before version 3."""
+TRUNCATES, TRUNCATES_ONLY = 0x203, [0x200, 0x203]
+"""O_TRUNC without write access, which Landlock before version 3 does not check."""
 
 FILE_TYPE, DEVICES = 0o170000, [0o020000, 0o060000]  # character, block
 RLIMIT_CORE = 4
-SHARED = 0x21  # MAP_SHARED | MAP_ANONYMOUS: it stays when it is unmapped
+SHARED = 0x21  # MAP_SHARED | MAP_ANONYMOUS: the memory stays allocated after munmap()
 FUTEX_FLAGS = 0x180  # FUTEX_PRIVATE_FLAG, FUTEX_CLOCK_REALTIME
 FLUSHES = ("sync", "fsync", "fdatasync", "sync_file_range")
-"""They say that they did: what a session can write is in memory, the machine's disks are not its
-own, and even a file that is only read can be flushed."""
+"""These return 0 and do nothing. A session's files are in memory, and a flush of a file that it can
+only read would load the machine's disks."""
 ATTRIBUTES = ("setxattr", "lsetxattr", "fsetxattr")
-"""An access control list takes 64 KiB of memory per file that the kernel does not count."""
+"""Denied: an access control list takes 64 KiB of memory per file that the kernel does not count."""
 CHANGES = """chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat
 utimensat removexattr"""
-"""Without a user of its own they seem to be done: Landlock has no right for them, and git init and
-shutil.copy() would end at a refusal."""
+"""Without a private user id these return 0 and do nothing: Landlock has no right for them, and
+git init and shutil.copy() would fail at an error."""
 INIT = 1
-"""The session's PID 1, in its own numbering."""
+"""The session's PID 1, as seen inside."""
 SIGNALS = ("kill", "tkill", "tgkill")
-"""To PID 1 they seem to be sent, as the kernel has it for a PID 1 that does not handle them."""
+"""To PID 1 these return 0 and do nothing, as for a PID 1 that does not handle the signal."""
 ABOUT_A_PROCESS = ("pidfd_open", "sched_setaffinity", "sched_getaffinity", "getpgid", "getsid")
-"""Their first argument names a process, or 0 for the caller."""
+"""The first argument is a process id, or 0 for the caller."""
 CLOCKS_OF_INIT = [(~INIT << 3 & 0xFFFFFFFF) | kind for kind in (0, 1, 2, 4, 5, 6)]
 CLOCKS = ("clock_gettime", "clock_getres", "clock_nanosleep", "timer_create")
 PRIO_USER = 2
@@ -230,7 +231,7 @@ _ALLOW: Instruction = (RETURN, 0, 0, ALLOW)
 
 
 def _argument(index: int) -> Instruction:
-    """Its lower half: of nearly all arguments that decide, the kernel takes an int."""
+    """Load the lower half of an argument: nearly all deciding arguments are ints in the kernel."""
     return (LOAD, 0, 0, ARGUMENT + 8 * index)
 
 
@@ -239,24 +240,24 @@ def _upper_half(index: int) -> Instruction:
 
 
 def _one_of(values: Iterable[int], then: list[Instruction]) -> list[Instruction]:
-    """Run ``then`` (which returns) if the accumulator is one of values; else fall through."""
+    """Run ``then`` (which returns) if the accumulator is one of values; otherwise fall through."""
     *first, last = values
     tests = [(EQUAL, len(first) - i, 0, value) for i, value in enumerate(first)]
     return [*tests, (EQUAL, 0, len(then), last), *then]
 
 
 def _only(index: int, values: Iterable[int], error: int) -> list[Instruction]:
-    """Allow it only if an argument is one of values."""
+    """Allow the call only if an argument is one of values."""
     return [_argument(index), *_one_of(values, [_ALLOW]), _deny(error)]
 
 
 def _unless(index: int, values: Iterable[int], error: int) -> list[Instruction]:
-    """Allow it unless an argument is one of values."""
+    """Allow the call unless an argument is one of values."""
     return [_argument(index), *_one_of(values, [_deny(error)]), _ALLOW]
 
 
 def _only_flags(index: int, flags: int, error: int) -> list[Instruction]:
-    """Allow it only if an argument has no others than these."""
+    """Allow the call only if an argument has no flags other than these."""
     return [_argument(index), (ANY_BIT, 0, 1, ~flags & 0xFFFFFFFF), _deny(error), _ALLOW]
 
 
@@ -265,18 +266,18 @@ def _option(name: str, image: bool = False) -> list[Instruction]:
     more = IMAGE_OPTIONS.get(name, {}) if image else {}
     argument, *tests = _only(index, [*values, *more], error)
     mask = [(AND, 0, 0, ~FUTEX_FLAGS & 0xFFFFFFFF)] if name == "futex" else []
-    seeming = [*SEEMS.get(name, []), *(IMAGE_SEEMS.get(name, []) if image else [])]
-    return [argument, *mask, *(_one_of(seeming, [_deny(0)]) if seeming else []), *tests]
+    no_ops = [*NO_OPS.get(name, []), *(IMAGE_NO_OPS.get(name, []) if image else [])]
+    return [argument, *mask, *(_one_of(no_ops, [_deny(0)]) if no_ops else []), *tests]
 
 
-def _but(mask: int, values: list[int], program: list[Instruction]) -> list[Instruction]:
-    """A program that begins with an argument: not if that is, under a mask, one of values."""
+def _except(mask: int, values: list[int], program: list[Instruction]) -> list[Instruction]:
+    """Deny the call if the argument that the program loads first is, masked, one of values."""
     argument, *tests = program
     return [argument, (AND, 0, 0, mask), *_one_of(values, [_deny(errno.EPERM)]), argument, *tests]
 
 
 def _socket() -> list[Instruction]:
-    """Unix sockets; of the internet's only streams and datagrams: others load kernel modules."""
+    """Allow unix sockets, and internet sockets of TCP and UDP only: others load kernel modules."""
     internet = [
         _argument(1),
         (AND, 0, 0, 0xF),  # without SOCK_NONBLOCK and SOCK_CLOEXEC
@@ -290,7 +291,7 @@ def _socket() -> list[Instruction]:
 
 
 def _connected_pairs() -> list[Instruction]:
-    """Of socketpair: none that sends to whatever address it names (datagrams)."""
+    """Allow socketpair() except for datagrams, which can be sent to any address."""
     connected = _one_of([1, 5], _option("socketpair"))  # SOCK_STREAM, SOCK_SEQPACKET
     return [_argument(1), (AND, 0, 0, 0xF), *connected, _deny(errno.EPROTONOSUPPORT)]
 
@@ -302,13 +303,13 @@ def _socket_options(image: bool) -> list[Instruction]:
         allowed[level] = [*allowed.get(level, []), *more]
     for level, options in allowed.items():
         option, *tests = _only(2, options, errno.ENOPROTOOPT)
-        seems = _one_of(SEEMING_SOCKET_OPTIONS, [_deny(0)]) if level == 1 else []
-        levels += _one_of([level], [option, *seems, *tests])
+        no_ops = _one_of(NO_OP_SOCKET_OPTIONS, [_deny(0)]) if level == 1 else []
+        levels += _one_of([level], [option, *no_ops, *tests])
     return [_argument(1), *levels, _deny(errno.ENOPROTOOPT)]
 
 
 def _priority() -> list[Instruction]:
-    """Not of PID 1, nor of all processes of a user."""
+    """Deny PID 1, and all processes of a user."""
     return [
         _argument(0),
         *_one_of([PRIO_USER], [_deny(errno.EPERM)]),
@@ -317,8 +318,10 @@ def _priority() -> list[Instruction]:
 
 
 def _limits(*, namespaced: bool) -> list[Instruction]:
-    """Changing RLIMIT_CORE seems to work and does nothing: at 1, where it stands, the kernel does
-    not even start the machine's core dump handler, which at 0 it does (core(5)), as its root.
+    """Allow prlimit64(), but setting RLIMIT_CORE returns 0 and does nothing.
+
+    It is 1, at which the kernel does not start the machine's core dump handler. At 0 the kernel
+    starts that program, as root (core(5)).
     """
     others = [(EQUAL, 0, 1, INIT), _deny(errno.ESRCH)]
     return [
@@ -330,7 +333,7 @@ def _limits(*, namespaced: bool) -> list[Instruction]:
         _argument(2),
         (EQUAL, 0, 2, 0),
         _upper_half(2),
-        (EQUAL, 1, 0, 0),  # a null pointer: it only asks
+        (EQUAL, 1, 0, 0),  # a null pointer: the call only reads the limit
         _deny(0),
         _ALLOW,
     ]
@@ -339,14 +342,18 @@ def _limits(*, namespaced: bool) -> list[Instruction]:
 def _filters(
     machine: str, *, namespaced: bool, shared_memory: bool, own_user: bool, image: bool = False
 ) -> dict[str, list[Instruction]]:
-    """For the calls that depend on their arguments: a program that always returns."""
+    """Programs for the calls that depend on their arguments. Each program always returns."""
     flags = OPEN_FLAGS[machine]
     return {
         **{name: _option(name, image) for name in OPTIONS},
         **{name: _only_flags(*flags) for name, flags in FLAGS.items()},
-        **({} if shared_memory else {"mmap": _but(SHARED, [SHARED], _only_flags(*FLAGS["mmap"]))}),
-        "open": _but(EMPTIES, ONLY_EMPTIES, _only_flags(1, flags, errno.EINVAL)),
-        "openat": _but(EMPTIES, ONLY_EMPTIES, _only_flags(2, flags, errno.EINVAL)),
+        **(
+            {}
+            if shared_memory
+            else {"mmap": _except(SHARED, [SHARED], _only_flags(*FLAGS["mmap"]))}
+        ),
+        "open": _except(TRUNCATES, TRUNCATES_ONLY, _only_flags(1, flags, errno.EINVAL)),
+        "openat": _except(TRUNCATES, TRUNCATES_ONLY, _only_flags(2, flags, errno.EINVAL)),
         **({} if own_user else {name: [_deny(0)] for name in CHANGES.split()}),
         **{name: _unless(0, [INIT], 0) for name in SIGNALS},
         **{name: _unless(0, [INIT], errno.ESRCH) for name in ABOUT_A_PROCESS},
@@ -356,8 +363,8 @@ def _filters(
         "setsockopt": _socket_options(image),
         **{name: [_deny(0)] for name in FLUSHES},
         **{name: [_deny(errno.EOPNOTSUPP)] for name in ATTRIBUTES},
-        "mknod": _but(FILE_TYPE, DEVICES, [_argument(1), _ALLOW]),
-        "mknodat": _but(FILE_TYPE, DEVICES, [_argument(2), _ALLOW]),
+        "mknod": _except(FILE_TYPE, DEVICES, [_argument(1), _ALLOW]),
+        "mknodat": _except(FILE_TYPE, DEVICES, [_argument(2), _ALLOW]),
         "setrlimit": _unless(0, [RLIMIT_CORE], 0),
         "prlimit64": _limits(namespaced=namespaced),
         **({} if namespaced else {name: [_deny(0)] for name in LEAVE_THE_GROUP}),
@@ -367,7 +374,7 @@ def _filters(
 
 
 def system_calls(machine: str, image: bool = False) -> dict[str, int]:
-    """Name to number of every call the policy knows, argument-filtered ones included."""
+    """Names and numbers of all calls of the policy, argument-filtered ones included."""
     column = {"x86_64": 1, "aarch64": 2}[machine]
     groups = (*GROUPS, IMAGE_GROUP) if image else GROUPS
     rows = [entry.split(":") for _, _, calls in groups for entry in calls.split()]
@@ -385,15 +392,17 @@ def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
 
 
 def _tree(leaves: list[tuple[int, list[Instruction]]]) -> list[Instruction]:
-    """Binary search: the kernel walks the program once for every system call there is, whenever a
-    session installs it (130 us; a list took 183), and for each call that its arguments decide.
+    """A binary search over the call numbers.
+
+    The kernel runs the program for every call number when a session installs it (130 us; a linear
+    list took 183), and then for each call that depends on its arguments.
     """
     if len(leaves) == 1:
         return [*leaves[0][1], _deny(errno.ENOSYS)]
     middle = len(leaves) // 2
     below, above = _tree(leaves[:middle]), _tree(leaves[middle:])
     start = leaves[middle][0]
-    if len(below) > 255:  # further than a conditional jump reaches
+    if len(below) > 255:  # the maximum of a conditional jump
         return [(AT_LEAST, 0, 1, start), (JUMP, 0, 0, len(below)), *below, *above]
     return [(AT_LEAST, len(below), 0, start), *below, *above]
 
@@ -406,15 +415,16 @@ def build(
     own_user: bool = True,
     image: bool = False,
 ) -> bytes:
-    """The seccomp program for this machine: 8 bytes per instruction.
+    """Build the seccomp program: 8 bytes per instruction.
 
     Args:
-        machine: as ``platform.machine()``; None is this one.
-        namespaced: namespaces hide every process outside; without them the calls that reach other
-            processes are left out.
-        shared_memory: a control group bounds memory that is not mapped; without one, memory that
-            stays when it is unmapped is refused.
-        own_user: files of this process's user are not the session's to change (CHANGES).
+        machine: as ``platform.machine()``; None: this machine.
+        namespaced: whether namespaces hide processes outside; without them the calls that reach
+            other processes are denied.
+        shared_memory: whether a control group limits memory; without one, shared anonymous memory,
+            which stays allocated after munmap(), is denied.
+        own_user: whether the session has its own user id, so that it cannot change files of this
+            process's user (CHANGES).
         image: for sessions of an image, which have terminals and one mapped user.
 
     Raises:
@@ -423,11 +433,11 @@ def build(
     machine = machine or platform.machine()
     if machine not in AUDIT_ARCH:
         raise SandboxUnavailable(
-            f"no system call table for {machine!r}; the sandbox knows {', '.join(AUDIT_ARCH)}"
+            f"machine: expected one of {', '.join(AUDIT_ARCH)}, got {machine!r}"
         )
     numbers = system_calls(machine, image)
     if not namespaced:
-        numbers = {name: n for name, n in numbers.items() if name not in BEYOND.split()}
+        numbers = {name: n for name, n in numbers.items() if name not in OUTSIDE.split()}
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, AUDIT_ARCH[machine]),
@@ -436,14 +446,14 @@ def build(
     ]
     if machine == "x86_64":
         program += [(AT_LEAST, 0, 1, X32_BIT), _deny(errno.ENOSYS)]
-    about = {"namespaced": namespaced, "shared_memory": shared_memory, "own_user": own_user}
-    filters = _filters(machine, **about, image=image)
+    options = {"namespaced": namespaced, "shared_memory": shared_memory, "own_user": own_user}
+    filters = _filters(machine, **options, image=image)
     by_body: dict[tuple[Instruction, ...], list[int]] = {}
     for name, number in numbers.items():
         by_body.setdefault(tuple(filters.get(name, [_ALLOW])), []).append(number)
     leaves = []
-    for at, (body, alike) in enumerate(by_body.items()):
-        for low, high in _ranges(alike):
+    for at, (body, call_numbers) in enumerate(by_body.items()):
+        for low, high in _ranges(call_numbers):
             then = _ALLOW if body == (_ALLOW,) else (JUMP, 0, 0, TO_BODY + at)
             tests = [(AT_LEAST, 0, 2, low), (GREATER, 1, 0, high)]
             leaves.append((low, [*([(EQUAL, 0, 1, low)] if low == high else tests), then]))
@@ -452,9 +462,10 @@ def build(
 
 
 def _pack(program: list[Instruction], bodies: list[tuple[Instruction, ...]]) -> bytes:
-    """The program, then each body once: jumps to TO_BODY + n become jumps to where it lies."""
+    """Append each body once, and replace jumps to TO_BODY + n by jumps to body n."""
     starts = list(accumulate(map(len, bodies), initial=len(program)))
     for at, (code, _, _, operand) in enumerate(program):
         if code == JUMP and operand >= TO_BODY:
             program[at] = (JUMP, 0, 0, starts[operand - TO_BODY] - at - 1)
-    return b"".join(struct.pack("<HBBI", *one) for one in (*program, *chain(*bodies)))
+    instructions = (*program, *chain(*bodies))
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in instructions)

@@ -1,4 +1,4 @@
-"""Reads images of a registry (Docker Hub, ghcr.io, your own) by HTTP, as they are unpacked."""
+"""Streams images from a registry (Docker Hub, ghcr.io, your own) over HTTP."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _REFERENCE = re.compile(_HOST + r"([a-z0-9._/-]+)(?::([\w.-]+))?(?:@(sha256:[0-9
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Blobs are often on other hosts, which must not get the token."""
+    """Drops the token in redirects: blobs are often on other hosts, which must not get it."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any,
@@ -39,7 +39,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 class Registry:
-    """One image of a registry, such as debian:12 or ghcr.io/org/name@sha256:DIGEST."""
+    """An image in a registry, such as debian:12 or ghcr.io/org/name@sha256:DIGEST."""
 
     def __init__(self, reference: str) -> None:
         match = _REFERENCE.fullmatch(reference)
@@ -54,15 +54,15 @@ class Registry:
         self._opener = urllib.request.build_opener(_Redirects)
 
     def manifest(self, reference: str) -> Any:
-        """The response that has a manifest."""
+        """Open the response with a manifest."""
         return self._get(f"manifests/{reference}")
 
     def blob(self, digest: str) -> Any:
-        """The response that has a configuration or layer."""
+        """Open the response with a configuration or layer."""
         return self._get(f"blobs/{digest}")
 
     def _get(self, path: str) -> Any:
-        """The response to a request, after one for a token if the registry wants one."""
+        """Send a request. If the registry requires a token, get one and repeat the request."""
         request = urllib.request.Request(f"{self._base}/{path}", headers={"Accept": ACCEPT})
         for attempt in range(2):
             if self._token:
@@ -72,7 +72,9 @@ class Registry:
             except urllib.error.HTTPError as error:
                 challenge = error.headers.get("WWW-Authenticate", "")
                 if error.code != 401 or attempt or not challenge.startswith("Bearer "):
-                    raise ImageError(f"the registry answers {error.code} {error.reason}") from error
+                    raise ImageError(
+                        f"the registry returned {error.code} {error.reason}"
+                    ) from error
             self._token = self._new_token(dict(re.findall(r'(\w+)="([^"]*)"', challenge)))
         raise AssertionError
 

@@ -1,4 +1,4 @@
-"""Where images come from: OCI layouts, archives of `docker save`, root directories, registries."""
+"""Sources of images: OCI layouts, archives of `docker save`, root directories, registries."""
 
 import contextlib
 import gzip
@@ -22,7 +22,7 @@ ROOT_FOLDERS = {"bin", "usr", "etc", "sbin"}
 
 
 class Layer(NamedTuple):
-    """Where a layer is read from: its digest, or a name inside an archive; and its diff id."""
+    """A layer: its digest or its name in an archive (blob), its diff id and size."""
 
     blob: str
     diff: str
@@ -30,7 +30,7 @@ class Layer(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a source consists of, its layers the lowest first, and what opens a layer."""
+    """The content of a source: layers lowest first, and a function that opens a layer."""
 
     config: dict[str, Any]
     layers: list[Layer]
@@ -39,7 +39,7 @@ class Contents(NamedTuple):
 
 
 def find_contents(source: str, opened: contextlib.ExitStack) -> Contents:
-    """Recognise a source, and read all of it but its layers."""
+    """Detect the type of a source and read everything except the layers."""
     if source.startswith("docker://"):
         registry = Registry(source.removeprefix("docker://"))
         return _oci(registry.manifest, registry.blob, registry.reference, several=True)
@@ -49,25 +49,25 @@ def find_contents(source: str, opened: contextlib.ExitStack) -> Contents:
     if path.is_dir():
         if not ROOT_FOLDERS & set(os.listdir(path)):
             raise ImageError("expected an OCI layout or a root directory with bin, usr or etc")
-        packed = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        with tarfile.open(fileobj=packed, mode="w") as tar:
+        tar_file = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        with tarfile.open(fileobj=tar_file, mode="w") as tar:
             pack(tar, path, "")
-        return _root(packed)
+        return _root(tar_file)
     if not path.is_file():
-        raise ImageError("no such file or folder; an image of a registry is docker://NAME")
-    file = _plain(path, opened)
+        raise ImageError("no such file or folder. For an image in a registry: docker://NAME")
+    file = _uncompressed(path, opened)
     archive = _Archive(file)
     if "oci-layout" in archive.members:
         return _layout(archive.open)
     if "manifest.json" in archive.members:
         return _docker(archive)
     if not ROOT_FOLDERS & archive.folders:
-        raise ImageError("the tar holds no OCI layout, no image of `docker save` and no root")
+        raise ImageError("expected a tar of an OCI layout, `docker save` or a root directory")
     return _root(file)
 
 
 def machine() -> str:
-    """This machine's architecture, as images name it."""
+    """This machine's architecture, in the spelling of images."""
     return {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
 
 
@@ -77,7 +77,7 @@ def _fits(manifest: dict[str, Any]) -> bool:
 
 
 def _read(file: Any, digest: str = "") -> tuple[Any, str]:
-    """A JSON file, which has this digest if it is one of sha256; and its digest."""
+    """Read a JSON file and its digest. Checks a given digest if it is sha256."""
     data = b""
     with file:
         while len(data) <= MAX_JSON and (more := file.read(1 << 20)):
@@ -102,22 +102,22 @@ def _oci(
     manifest: Callable[[str], Any], blob: Callable[[str], Any], name: str = "",
     *, several: bool = False,
 ) -> Contents:  # fmt: skip
-    """The image for this machine of a layout or registry."""
-    chosen, digest = _read(manifest(name), name)
-    while "manifests" in chosen:  # an index of platforms may be below the first
-        fits = list(dict.fromkeys(m["digest"] for m in chosen["manifests"] if _fits(m)))
+    """Find the image for this machine in a layout or registry."""
+    document, digest = _read(manifest(name), name)
+    while "manifests" in document:  # an index can point to another index
+        fits = list(dict.fromkeys(m["digest"] for m in document["manifests"] if _fits(m)))
         if not fits or (len(fits) > 1 and not several):
             raise ImageError(f"expected one image for linux/{machine()}, got {len(fits)}")
-        chosen, digest = _read(manifest(fits[0]), fits[0])
-    config, _ = _read(blob(chosen["config"]["digest"]), chosen["config"]["digest"])
-    blobs = [(layer["digest"], int(layer.get("size", 0))) for layer in chosen["layers"]]
+        document, digest = _read(manifest(fits[0]), fits[0])
+    config, _ = _read(blob(document["config"]["digest"]), document["config"]["digest"])
+    blobs = [(layer["digest"], int(layer.get("size", 0))) for layer in document["layers"]]
     return Contents(config, _layers(config, blobs), digest, blob)
 
 
 def _layers(config: dict[str, Any], blobs: list[tuple[str, int]]) -> list[Layer]:
     diffs = config["rootfs"]["diff_ids"]
     if len(diffs) != len(blobs) or not blobs:
-        raise ImageError(f"{len(blobs)} layers, and {len(diffs)} digests of their content")
+        raise ImageError(f"expected a diff id for each of {len(blobs)} layers, got {len(diffs)}")
     return [Layer(blob, diff, size) for (blob, size), diff in zip(blobs, diffs, strict=True)]
 
 
@@ -131,7 +131,7 @@ def _docker(archive: "_Archive") -> Contents:
 
 
 def _root(file: IO[bytes]) -> Contents:
-    """The one layer of a root directory's tar."""
+    """The contents of a root directory's tar: one layer."""
     file.seek(0)
     diff = Hashed(file).finish()
     size = file.tell()
@@ -144,7 +144,7 @@ def _root(file: IO[bytes]) -> Contents:
 
 
 class _Archive:
-    """The files of an uncompressed tar, read where they are."""
+    """Reads files of an uncompressed tar in place."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._tar = tarfile.open(fileobj=file, mode="r:", tarinfo=Header)  # noqa: SIM115
@@ -170,15 +170,15 @@ class _Archive:
         return self._tar.extractfile(member)
 
 
-def _plain(path: Path, opened: contextlib.ExitStack) -> IO[bytes]:
-    """A tar, decompressed to a temporary file if it is compressed."""
+def _uncompressed(path: Path, opened: contextlib.ExitStack) -> IO[bytes]:
+    """Open a tar; decompress it to a temporary file if it is compressed."""
     file = opened.enter_context(path.open("rb"))
     with decompressed(file) as content:
         if content is file:
             return file  # type: ignore[no-any-return]
         copy: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        counted = Hashed(content)
-        while data := counted.read(1 << 20):
+        limited = Hashed(content)  # raises after MAX_BYTES
+        while data := limited.read(1 << 20):
             copy.write(data)
     copy.seek(0)
     return copy
@@ -187,9 +187,9 @@ def _plain(path: Path, opened: contextlib.ExitStack) -> IO[bytes]:
 def pack(
     tar: tarfile.TarFile, path: Path, target: str, mtime: int | None = None, mode: int | None = None
 ) -> None:
-    """Add a file, or what a folder has. No link is followed, even if files are exchanged meanwhile.
+    """Add a file or the content of a folder, without following links, also if files change.
 
-    mtime, mode: of all files, instead of their own.
+    mtime and mode replace those of all files.
     """
     if not path.is_dir():
         _pack_file(tar, str(path), None, target, mtime, mode)
@@ -197,8 +197,8 @@ def pack(
     for base, folders, files, fd in os.fwalk(path):
         folders.sort()
         for name in sorted((*folders, *files)):
-            place = f"{target}/{os.path.relpath(base, path)}/{name}"
-            _pack_file(tar, name, fd, place, mtime, mode)
+            name_in_tar = f"{target}/{os.path.relpath(base, path)}/{name}"
+            _pack_file(tar, name, fd, name_in_tar, mtime, mode)
 
 
 def _pack_file(
@@ -222,7 +222,7 @@ def _pack_file(
 
 
 class Hashed(io.RawIOBase):
-    """A file that is hashed and counted while it is read."""
+    """Wraps a file to hash and count its bytes while they are read."""
 
     def __init__(self, file: Any, report: Callable[[int], None] | None = None) -> None:
         self._file, self._hash, self._size, self._report = file, hashlib.sha256(), 0, report
@@ -242,7 +242,7 @@ class Hashed(io.RawIOBase):
         return len(data)
 
     def finish(self) -> str:
-        """The digest of all of it."""
+        """Read the rest and return the digest of the whole file."""
         while self.read(1 << 20):
             pass
         return f"sha256:{self._hash.hexdigest()}"
@@ -250,17 +250,17 @@ class Hashed(io.RawIOBase):
 
 @contextlib.contextmanager
 def decompressed(file: Any) -> Iterator[Any]:
-    """What a buffered file holds, by its first bytes."""
+    """Decompress a buffered file, if its first bytes say that it is compressed."""
     head = file.peek(4)
     if head.startswith(b"\x1f\x8b"):
-        with gzip.GzipFile(fileobj=file) as plain:
-            yield plain
+        with gzip.GzipFile(fileobj=file) as content:
+            yield content
     elif head.startswith(b"\x28\xb5\x2f\xfd"):
         try:
             import zstandard  # type: ignore[import-not-found, unused-ignore]
         except ImportError:
             raise ImageError(
-                "it is compressed by zstd. Remedy: pip install 'agentgrpo[images]'"
+                "the layer is compressed with zstd. Remedy: pip install 'agentgrpo[images]'"
             ) from None
         try:
             yield zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)

@@ -1,4 +1,4 @@
-"""What every session of a pool finds when it starts."""
+"""Template: the environment in which every session of a pool starts."""
 
 import os
 import re
@@ -9,61 +9,61 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agentgrpo.sandbox.isolation.errors import InvalidArgumentException
-from agentgrpo.sandbox.isolation.guards import public
+from agentgrpo.sandbox.isolation.guards import wraps_os_errors
 from agentgrpo.sandbox.isolation.limits import Limits
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Image(NamedTuple):
-    """An image of the store."""
+    """A container image in the store."""
 
     name: str
     layers: tuple[str, ...]
-    """Paths of its unpacked layers, the lowest first; each name has at most 20 characters."""
+    """Paths of the unpacked layers, lowest first; each name has at most 20 characters."""
     env: dict[str, str]
     workdir: str
     digest: str
-    """sha256 of its manifest; without one, of its configuration or of its tar."""
+    """sha256 of the manifest; without one, of the configuration or of the tar file."""
     bytes: int
-    """Of all its files. Other images may share its layers."""
+    """Size of all files. Other images may share the layers."""
 
 
-@public
+@wraps_os_errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """An environment for sessions: an interpreter, packages, what is imported already.
+    """The environment of sessions: an interpreter, packages, preloaded modules.
 
-    Paths are seen inside at the same place as outside, read-only; nothing else of the machine but
-    ``/usr`` is seen. Do not list a directory that holds secrets.
+    Paths appear inside under the same name as outside, read-only. Of the machine, sessions see
+    these paths and ``/usr``, nothing else. Do not list a directory that contains secrets.
 
     Raises:
-        ValueError: a path is not absolute or does not exist, an environment key is not a name.
+        ValueError: a path is not absolute or does not exist, or an environment name is invalid.
     """
 
     name: str = "python"
     python: str = ""
-    """The interpreter. "" is the one that runs now, without its virtual environment."""
+    """Path of the interpreter. "": the running one, without its virtual environment."""
     site_dirs: tuple[str, ...] = ()
-    """Directories of packages (``.../site-packages``) that sessions may import from."""
+    """Package directories (``.../site-packages``) that sessions can import from."""
     preload: tuple[str, ...] = ()
-    """Modules imported once, in the zygote, and shared by all sessions. They must not start
-    threads; they are trusted code, unlike what sessions run."""
+    """Modules to import once, in the zygote; all sessions share them. They must not start threads.
+    They are trusted code, unlike the code of sessions."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment of the code, besides PATH, HOME, LANG and TMPDIR."""
+    """Environment variables of the code, in addition to PATH, HOME, LANG and TMPDIR."""
     mounts: tuple[str, ...] = ()
-    """Further files or directories to show read-only."""
+    """More files or directories that sessions can read."""
     tree: str = ""
-    """A directory that is ~/repo in each session, whose changes are its own copies. Needs user
-    namespaces; the sessions share a user id, whom all files in it must belong to."""
+    """A directory that appears as ~/repo in each session; each session changes its own copy. Needs
+    user namespaces. The sessions share one user id, which must own all files in the directory."""
     image: str = ""
-    """The name of an image (``agentgrpo sandbox image add``), whose files are the root directory of
-    each session; steps are bash commands. Needs user namespaces; the sessions share a user id."""
+    """Name of an image (``agentgrpo sandbox image add``) that is the root directory of each
+    session. Steps are bash commands. Needs user namespaces; the sessions share one user id."""
     limits: Limits | None = None
-    """Bounds of its sessions, where the pool is not given others."""
+    """Limits of the sessions, unless the pool sets its own."""
     setup: str = ""
-    """Python that every session runs before it is handed out, such as the functions of a tool
-    script. It runs inside, as untrusted as what follows it."""
+    """Python code that every session runs before it is used, such as the functions of a tool
+    script. It runs inside the session and is as untrusted as the code after it."""
 
     def __post_init__(self) -> None:
         for key, paths in (("site_dirs", self.site_dirs), ("mounts", self.mounts)):
@@ -77,13 +77,13 @@ class Template:
         for key in unused:
             if getattr(self, key):
                 raise ValueError(
-                    f"template.{key}: expected nothing, as sessions of an image see only the "
+                    f"template.{key}: expected nothing, because sessions of an image see only the "
                     f"image, got {getattr(self, key)!r:.99}. Remove it, or template.image"
                 )
 
     @property
     def interpreter(self) -> str:
-        """The real executable: no shim and no virtual environment in between."""
+        """The real path of the executable, not of a shim or a virtual environment."""
         if self.python:
             return os.path.realpath(self.python)
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -91,9 +91,10 @@ class Template:
 
     @property
     def interpreter_paths(self) -> list[str]:
-        """What is shown of the interpreter: not the directory that it was installed in, which may
-        be somebody's home (``--prefix=$HOME``). Of such a one only Python's own directories and
-        libraries are, of others what lies beside them too: libraries may need it (conda's do).
+        """Paths of the interpreter that sessions can read, without the prefix itself.
+
+        The prefix may be a home directory (``--prefix=$HOME``); then only Python's directories and
+        libraries are shown. Otherwise all of lib/, include/ and share/: conda's libraries need it.
         """
         prefix = Path(self.interpreter).parents[1]
         home = Path(os.path.realpath(os.path.expanduser("~")))
@@ -101,12 +102,12 @@ class Template:
         mine = (home, Path(os.path.realpath(home / ".local")))
         if any(path.is_relative_to(prefix) for path in mine) or prefix.name == ".local":
             kinds = ("lib/python3.*", "lib64/python3.*", "lib/*.so*", "lib64/*.so*")
-        found = [path for kind in kinds for path in sorted(prefix.glob(kind)) if path.exists()]
-        return [self.interpreter, *map(str, found)]
+        paths = [path for kind in kinds for path in sorted(prefix.glob(kind)) if path.exists()]
+        return [self.interpreter, *map(str, paths)]
 
 
 def check_environment(key: str, env: Mapping[str, str]) -> None:
-    """Raise InvalidArgumentException unless env is something a process can be given."""
+    """Raise InvalidArgumentException unless env is a valid environment of a process."""
     if not isinstance(env, Mapping):
         raise InvalidArgumentException(f"{key}: expected names and values, got {env!r:.99}")
     for name, value in env.items():

@@ -1,7 +1,7 @@
-"""Named templates: prepared once, hashed, reused by name.
+"""Named templates: built once, reused by name.
 
 A template is a directory with ``manifest.json`` and, if it was built from requirements, ``site/``.
-They live under $AGENTGRPO_TEMPLATES, or agentgrpo/templates in the user's cache directory.
+They are under $AGENTGRPO_TEMPLATES, or agentgrpo/templates in the user's cache directory.
 """
 
 import hashlib
@@ -18,34 +18,35 @@ from pathlib import Path
 from typing import Any
 
 from agentgrpo.sandbox.isolation.errors import NotFoundException, SandboxException
-from agentgrpo.sandbox.isolation.guards import public
+from agentgrpo.sandbox.isolation.guards import wraps_os_errors
 from agentgrpo.sandbox.isolation.limits import Limits
 from agentgrpo.sandbox.isolation.template import Template
 
 BUILT_IN = (None, "python", "base", "code-interpreter-v1")
-"""Names of the template that needs no building; the last two are E2B's defaults."""
+"""Names of the built-in template; the last two are E2B's defaults."""
 DATA = ("IPython", "numpy", "pandas", "matplotlib", "e2b_charts")
-"""What template ``data`` has, of what the environment of this process has; IPython it must have."""
+"""Packages of template ``data``, as far as this process has them. IPython is required."""
 INSTALL = "pip install ipython numpy pandas matplotlib"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def directory() -> Path:
-    """Where templates are kept."""
-    if chosen := os.environ.get("AGENTGRPO_TEMPLATES"):
-        return Path(chosen)
+    """The directory of all templates."""
+    if path := os.environ.get("AGENTGRPO_TEMPLATES"):
+        return Path(path)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "agentgrpo", "templates")
 
 
-@public
+@wraps_os_errors
 def find_template(name: str | None) -> Template:
-    """The template of that name; None is the interpreter that runs this, without packages. "data"
-    has IPython, and numpy, pandas and matplotlib, as far as the environment that runs this has
-    them.
+    """Return the template of a name.
+
+    None is the running interpreter without packages. "data" has IPython, and numpy, pandas and
+    matplotlib as far as the environment of this process has them.
 
     Raises:
-        NotFoundException: none was built under this name.
+        NotFoundException: no template of this name was built.
     """
     if name in BUILT_IN:
         return Template()
@@ -64,7 +65,7 @@ def find_template(name: str | None) -> Template:
 def _data() -> Template:
     homes = {name: home for name in DATA if (home := home_of(name)) is not None}
     if "IPython" not in homes:
-        raise NotFoundException(f"template 'data' is there where IPython is; remedy: {INSTALL}")
+        raise NotFoundException(f"template 'data' needs IPython; remedy: {INSTALL}")
     return Template(
         name="data",
         site_dirs=tuple(dict.fromkeys(homes.values())),
@@ -77,12 +78,13 @@ def _data() -> Template:
 
 
 def home_of(module: str) -> str | None:
-    """The directory of packages that a top-level module of this process would come from; None if
-    there is none, or it is the standard library's.
+    """The package directory that a top-level module of this process would be imported from.
+
+    None if the module does not exist or belongs to the standard library.
     """
     if not module.isidentifier() or module in sys.stdlib_module_names:
         return None
-    spec = PathFinder.find_spec(module)  # find_spec() raises for what a program may be without
+    spec = PathFinder.find_spec(module)  # importlib.util.find_spec() can raise for absent modules
     if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
         return None
     path = Path(spec.origin).resolve()
@@ -90,11 +92,11 @@ def home_of(module: str) -> str | None:
 
 
 def has_data() -> bool:
-    """Whether template ``data`` is to be had."""
+    """Whether template ``data`` is available."""
     return home_of("IPython") is not None
 
 
-@public
+@wraps_os_errors
 def build_template(
     name: str,
     *,
@@ -106,29 +108,29 @@ def build_template(
     mounts: Sequence[str] = (),
     limits: Limits | None = None,
 ) -> tuple[Template, bool]:
-    """Make a template, unless one of this name and content is there.
+    """Build a template, unless one with this name and content exists.
 
     Args:
-        name: what to call it.
-        requirements: a pip requirements file; its packages are installed by this interpreter's.
-        site_dirs: directories of packages that exist already, such as a virtual environment's.
+        name: the name of the template.
+        requirements: a pip requirements file; this interpreter's pip installs the packages.
+        site_dirs: existing package directories, such as those of a virtual environment.
         preload: modules to import once for all sessions.
         tools: Python files whose code every session runs first.
         env: environment variables.
-        mounts: further paths to show read-only.
-        limits: bounds of its sessions.
+        mounts: more paths that sessions can read.
+        limits: limits of the sessions.
 
     Returns:
-        The template, and whether it had to be built.
+        The template, and whether it was built now.
 
     Raises:
-        ValueError: the name has characters besides letters, digits, ".", "_" and "-".
+        ValueError: the name has characters other than letters, digits, ".", "_" and "-".
         SandboxException: the installation failed.
     """
     if not _NAME.fullmatch(name) or name in (*BUILT_IN, "data"):
         raise ValueError(f"template name: expected letters, digits, '._-', got {name!r}")
     home = directory() / name
-    wanted = requirements.read_text() if requirements is not None else ""
+    packages = requirements.read_text() if requirements is not None else ""
     fields: dict[str, Any] = {
         "name": name,
         "preload": tuple(preload),
@@ -137,14 +139,14 @@ def build_template(
         "limits": limits,
         "setup": "\n\n".join(path.read_text() for path in tools),
     }
-    recipe = json.dumps([sys.version, wanted, list(site_dirs), fields], default=asdict)
-    digest = hashlib.sha256(recipe.encode()).hexdigest()
+    content = json.dumps([sys.version, packages, list(site_dirs), fields], default=asdict)
+    digest = hashlib.sha256(content.encode()).hexdigest()
     manifest = home / "manifest.json"
     if manifest.is_file() and json.loads(manifest.read_text())["sha256"] == digest:
         return find_template(name), False
     _replace(home, requirements)
-    own_site = (str(home / "site"),) if requirements is not None else ()
-    template = Template(site_dirs=(*own_site, *site_dirs), **fields)
+    new_site = (str(home / "site"),) if requirements is not None else ()
+    template = Template(site_dirs=(*new_site, *site_dirs), **fields)
     partial = manifest.with_suffix(".partial")
     partial.write_text(json.dumps({"sha256": digest, "template": asdict(template)}, indent=2))
     partial.rename(manifest)
@@ -152,8 +154,9 @@ def build_template(
 
 
 def _replace(home: Path, requirements: Path | None) -> None:
-    """A new directory instead of home, with the packages of requirements in site/. Both moves
-    are renames: a reader finds the old template, none, or the new one.
+    """Replace directory home by a new one with the packages in site/.
+
+    Both moves are renames, so a reader never sees half of a template.
     """
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
@@ -169,8 +172,8 @@ def _replace(home: Path, requirements: Path | None) -> None:
 
 def _install(requirements: Path, site: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site)]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "-r", str(requirements)], capture_output=True, text=True, check=False
     )
-    if done.returncode != 0:
-        raise SandboxException(f"pip could not install {requirements}:\n{done.stderr[-4000:]}")
+    if process.returncode != 0:
+        raise SandboxException(f"pip could not install {requirements}:\n{process.stderr[-4000:]}")

@@ -1,4 +1,4 @@
-"""The host's handle on a zygote: start it in its jail, ask it for sessions, end it."""
+"""Host side of a zygote: start it in its jail, fork sessions from it, end it."""
 
 import contextlib
 import ctypes
@@ -45,22 +45,22 @@ from agentgrpo.sandbox.isolation.template import Template
 START_TIMEOUT_S = 60.0
 SPAWN_TIMEOUT_S = 10.0
 END_S = 2.0
-"""How long a zygote may take to end by itself."""
+"""Time for a zygote to end by itself before it is killed."""
 STAGES = ("/mnt", "/media", "/srv", "/run", "/tmp")
 MIB = 1 << 20
 ADDR_NO_RANDOMIZE = 0x40000
 
 
 class Rung(StrEnum):
-    """How sessions are isolated from each other, strongest and fastest first."""
+    """Ways of isolating sessions from each other, strongest and fastest first."""
 
     ZYGOTE_USERNS = "zygote-userns"
-    """Each session has all namespaces, a user namespace included, inside a common jail."""
+    """Each session has all namespaces, including a user namespace, inside a common jail."""
     ZYGOTE_ROOT = "zygote-root"
-    """The same without user namespaces: a user id per session instead. Needs root."""
+    """The same without user namespaces: one user id per session instead. Needs root."""
     BARE = "bare"
-    """No namespaces: the system call filter (no sockets, no signals), Landlock, limits, and for
-    root a user id per session. Only for ``allow_degraded=True``."""
+    """No namespaces: system call filter (no sockets, no signals), Landlock, limits, and one user id
+    per session if this process is root. Only for ``allow_degraded=True``."""
 
 
 LADDER = (Rung.ZYGOTE_USERNS, Rung.ZYGOTE_ROOT)
@@ -69,7 +69,7 @@ MODES = {
     Rung.ZYGOTE_ROOT: wire.MODE_ROOT,
     Rung.BARE: wire.MODE_BARE,
 }
-_uids = itertools.count(secrets.randbelow(NUM_UIDS))  # of all zygotes, and not those of a neighbour
+_uids = itertools.count(secrets.randbelow(NUM_UIDS))  # random start: other processes count too
 
 
 def _settings(
@@ -108,24 +108,23 @@ def _settings(
 
 @contextlib.contextmanager
 def _addresses_not_randomized() -> Iterator[None]:
-    """What this thread starts shows the same addresses in each run, where that is allowed."""
+    """Start processes with the same addresses in each run, where that is allowed, so that code
+    which prints addresses (``<object at 0x...>``) is reproducible.
+    """
     personality = ctypes.CDLL(None).personality
-    before = personality(0xFFFFFFFF)
-    personality(before | ADDR_NO_RANDOMIZE)
+    previous = personality(0xFFFFFFFF)
+    personality(previous | ADDR_NO_RANDOMIZE)
     try:
         yield
     finally:
-        personality(before)
+        personality(previous)
 
 
 class Zygote:
-    """One preloaded interpreter in its jail. ``spawn()`` may be called from several threads.
-
-    Args:
-        own_network: False: sessions share this machine's network (to build images).
+    """A preloaded interpreter in its jail, from which sessions are forked. spawn() is thread-safe.
 
     Raises:
-        SandboxUnavailable: the jail cannot be set up here; the message says what to do.
+        SandboxUnavailable: the jail cannot be set up here; the message has the remedy.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class Zygote:
         if (template.tree or template.image) and rung is not Rung.ZYGOTE_USERNS:
             kind = "image" if template.image else "tree"
             raise SandboxUnavailable(f"a template's {kind} needs user namespaces; {rung} has none")
-        if rung is not Rung.BARE:  # it promises nothing of the kind
+        if rung is not Rung.BARE:  # that rung does not promise it
             jail.require_no_dumps()
         self.nsjail = "" if rung is Rung.BARE else jail.find_nsjail(nsjail)
         remove_stale_scratch()
@@ -159,7 +158,7 @@ class Zygote:
             lifeline, self._lifeline = os.pipe()
             with guest, open(lifeline, "rb") as lifeline_file:
                 self.pid = self._launch(guest.fileno(), lifeline)
-                with contextlib.suppress(ProcessLookupError):  # it has ended, and is not reaped
+                with contextlib.suppress(ProcessLookupError):  # it has ended already
                     self._process = os.pidfd_open(self.pid)
                     _end_with(lifeline_file, self.pid)
             find = no_namespaces.places if rung is Rung.BARE else jail.jail_places
@@ -168,15 +167,16 @@ class Zygote:
                 template, limits, rung, self._places, bound_address_space, own_network
             )
             self.python_version = self._greet(settings | self._paths())
-            for pid in process_tree(self.pid):  # inherited by sessions, which may not lower it:
-                # a machine without memory left ends them, not the trainer
+            for pid in process_tree(self.pid):
+                # If the machine runs out of memory, the kernel kills sessions, not the trainer.
+                # Sessions inherit the value and cannot lower it.
                 Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         except BaseException:
             self.close()
             raise
 
     def _launch(self, guest_fd: int, lifeline: int) -> int:
-        """Start nsjail by posix_spawn: a fork of a trainer with gigabytes resident takes 100 ms."""
+        """Start nsjail by posix_spawn: forking a trainer with gigabytes resident takes 100 ms."""
         binds = jail.shown_paths(self.template, str(_C.__file__))
         if self.template.image:
             binds.append(Bind(str(store_dir() / "layers"), "/sandbox/layers"))
@@ -211,7 +211,7 @@ class Zygote:
         )
 
     def _paths(self) -> dict[str, Any]:
-        """Where things are, as the zygote sees them."""
+        """Paths as the zygote sees them."""
         paths: dict[str, Any] = {"own_proc": self.own_proc, "extension": jail.EXTENSION_FILE}
         if self.rung is Rung.BARE:
             paths |= {
@@ -225,19 +225,19 @@ class Zygote:
         self, argv: list[str], env: dict[str, str], binds: list[Bind]
     ) -> tuple[list[str], list[Bind]]:
         """For root: bind every source where the jail's user can reach it (inside/launch.py)."""
-        touched = [bind.source for bind in binds] + [self.nsjail, self._scratch]
+        used = [bind.source for bind in binds] + [self.nsjail, self._scratch]
         stage = next(
             (
                 path
                 for path in STAGES
-                if os.path.isdir(path) and not any(p.startswith(path + "/") for p in touched)
+                if os.path.isdir(path) and not any(p.startswith(path + "/") for p in used)
             ),
             None,
         )
         if stage is None:
             raise SandboxUnavailable(
-                f"every directory of {', '.join(STAGES)} is in use by the sandbox's own files; "
-                "remedy: create an empty /mnt"
+                f"all of {', '.join(STAGES)} contain files of the sandbox; remedy: create an empty "
+                "/mnt"
             )
         plan = os.path.join(self._scratch, "plan.json")
         with open(plan, "w") as file:
@@ -265,7 +265,7 @@ class Zygote:
         raise SandboxUnavailable(f"nsjail could not set up the jail:\n{self.log()}")
 
     def log(self) -> str:
-        """What nsjail and the zygote wrote to their standard error."""
+        """Standard error of nsjail and the zygote."""
         if self._log < 0:
             return ""
         return os.pread(self._log, 65536, 0).decode(errors="replace").strip()
@@ -273,24 +273,25 @@ class Zygote:
     def spawn(
         self, group: ControlGroup | None = None, image: Image | None = None
     ) -> tuple[Channels, Callable[[], None]]:
-        """Start a session, in a control group if there is one; its interpreter is about to run.
-        image: its root directory, if the template has one.
+        """Start a session, in a control group if given. image is its root directory, which it needs
+        if the template has an image.
 
-        Returns its descriptors, and what to call when it is over.
+        Returns:
+            the session's descriptors, and the function that cleans up after its end.
         """
         number, uid, places = next(self._numbers), self._next_uid(), self._places
         if self.rung is Rung.BARE:
             home = no_namespaces.make_home(self._scratch, number, uid)
             places = replace(places, home=home, tmp=home)
-        order = [f"{uid} {number}", "", ""]
+        fields = [f"{uid} {number}", "", ""]
         if image is not None:
             places = replace(places, home=image.workdir or "/", image=image)
             variables = places.environment(self.template).items()
-            order[1:] = [lower_dirs(image), places.home, *chain(*variables)]
+            fields[1:] = [lower_dirs(image), places.home, *chain(*variables)]
         with SessionPipes(uid if os.geteuid() == 0 else None) as pipes:
             with contextlib.ExitStack() as opened:
                 groups = opened.enter_context(group.attaching()) if group is not None else []
-                message = as_bytes("\0".join(order))
+                message = as_bytes("\0".join(fields))
                 try:
                     socket.send_fds(self._host, [message], [*pipes.theirs, *groups])
                 except OSError as error:
@@ -303,7 +304,7 @@ class Zygote:
             return channels, partial(self._clear_up, number)
 
     def _next_uid(self) -> int:
-        """Who a session is on the machine: itself, or whom all of them are."""
+        """The session's user id on the machine: its own, or the shared one."""
         shared = (
             self.template.tree or self.template.image
         )  # an overlay copies only its user's files
@@ -315,16 +316,17 @@ class Zygote:
             no_namespaces.remove(os.path.join(self._scratch, str(number)))
 
     def failure(self) -> str:
-        """What of it has failed, so that its sessions ended; "" if nothing has.
+        """Why the zygote's sessions ended; "" if it works.
 
-        Its socket is closed before the kernel kills its sessions, so that its end is known by then.
+        The zygote's socket is closed before the kernel kills its sessions, so its end is visible by
+        the time a session's end is.
         """
         if self._closed:
             return self._failed
         return "" if self.answers() else f"the session's zygote ended or is stuck: {self.log()}"
 
     def answers(self) -> bool:
-        """Whether the zygote does what it is told."""
+        """Whether the zygote answers."""
         if self._closed:
             return False
         read, write = os.pipe()
@@ -340,12 +342,12 @@ class Zygote:
             os.close(read)
 
     def give_up(self) -> None:
-        """It does not answer: end it. Its sessions say so."""
+        """End a zygote that does not answer. Its sessions report that as the reason."""
         self._failed = f"the session's zygote ended or was stuck: {self.log()}"
         self.close()
 
     def close(self) -> None:
-        """End the zygote and with it every session. May be called twice."""
+        """End the zygote and all its sessions. Idempotent."""
         self._closed = True
         self._host.close()
         if self._process >= 0:
@@ -359,8 +361,8 @@ class Zygote:
 
 
 def _end_with(lifeline: IO[bytes], pid: int) -> None:
-    """Let the kernel kill a process when the other end of a pipe is closed, as it is when this
-    process is killed: also one that is stopped, and would not read that its host is gone.
+    """Make the kernel kill a process when the other end of a pipe is closed, as it is when this
+    process is killed. That ends a stopped process too, which would not read the end of file.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, pid)
@@ -370,19 +372,20 @@ def _end_with(lifeline: IO[bytes], pid: int) -> None:
 def remove_stale_scratch() -> None:
     """Remove the scratch directories of this user's processes that were killed."""
     for path in stale_of(Path(tempfile.gettempdir())):
-        with contextlib.suppress(FileNotFoundError):  # another process clears up at the same time
+        with contextlib.suppress(FileNotFoundError):  # another process removes it at the same time
             if path.lstat().st_uid == os.geteuid():
                 no_namespaces.remove(str(path))
 
 
-def _reap(process: int) -> None:
-    """Wait for nsjail, which ends when its zygote does; kill it if it takes longer. Closes its
-    pidfd: a trainer may ignore SIGCHLD, and its number be another's then.
+def _reap(pidfd: int) -> None:
+    """Wait for nsjail, which ends when its zygote does; kill it after END_S. Closes the pidfd.
+
+    By pidfd, not by pid: if the trainer ignores SIGCHLD, the pid may be reused.
     """
-    if not ready(process, END_S * 1e3):
+    if not ready(pidfd, END_S * 1e3):
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-        ready(process, None)
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        ready(pidfd, None)
     with contextlib.suppress(ChildProcessError):
-        os.waitid(os.P_PIDFD, process, os.WEXITED)
-    os.close(process)
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    os.close(pidfd)

@@ -1,17 +1,17 @@
-"""Python's interactive console over a session: what an agent sees that types at ``>>> ``."""
+"""Python's interactive console (``>>> ``) in a session."""
 
 from dataclasses import dataclass
 
-from agentgrpo.sandbox.isolation.guards import ProcessBound, public
-from agentgrpo.sandbox.session.result import StepResult, StepStatus
+from agentgrpo.sandbox.isolation.guards import ProcessBound, wraps_os_errors
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import StepResult, StepStatus
 
 FIRST, MORE = ">>> ", "... "
 
 
 @dataclass(frozen=True, slots=True)
 class ConsoleLine:
-    """One line that was typed, and what the terminal showed."""
+    """A typed line and the terminal's output."""
 
     prompt: str
     line: str
@@ -20,34 +20,34 @@ class ConsoleLine:
 
     @property
     def failed(self) -> bool:
-        """Whether the line ended in an exception, a timeout or the end of the session."""
+        """Whether the line caused an exception, a timeout or the end of the session."""
         return self.step.status is not StepStatus.OK
 
 
-@public
+@wraps_os_errors
 class Console(ProcessBound):
-    """The interactive prompt of a fresh session. Both streams are one, as on a terminal.
+    """The interactive prompt of a new session. stdout and stderr are joined, as on a terminal.
 
-    Echoed expressions, ``_``, blocks that need more lines and tracebacks are Python's own: the
-    session compiles each statement as its console does.
+    The session compiles each statement with Python's own console (module ``code``), so echoed
+    expressions, ``_``, multi-line blocks and tracebacks are exactly Python's.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self.prompt = FIRST
-        """What the terminal shows before the next line."""
+        """The prompt of the next line."""
         self.transcript = ""
-        """Everything that the terminal has shown so far."""
+        """The whole terminal session so far."""
         session.make_console()
 
     def type(self, line: str, timeout_s: float | None = None) -> ConsoleLine:
-        """Type one line (without its newline) and say what was shown until the next prompt.
+        """Type one line (without its newline). Returns the output up to the next prompt.
 
         Raises:
-            ValueError: line is more than one line.
+            ValueError: line has a newline.
         """
         if "\n" in line:
-            raise ValueError(f"type() takes one line, got {line!r}")
+            raise ValueError(f"line: expected one line, got {line!r}")
         step = self._session.push(line, timeout_s)
         typed = ConsoleLine(self.prompt, line, step.stdout, step)
         self.transcript += f"{self.prompt}{line}\n{step.stdout}"

@@ -1,9 +1,9 @@
-"""Files of a session, read and written by the host without ever leaving the session's root.
+"""Reads and writes a session's files from the host, without leaving the session's root.
 
-Untrusted code owns these directories: every name may be a symbolic link to anywhere, a FIFO, or
-change under us. So every path is opened by openat2(RESOLVE_IN_ROOT, no magic links), without
-blocking, as the session's user; only regular files are read and written, up to a size; everything
-else works on the opened parent directory and a last name that the kernel does not follow.
+Untrusted code owns these directories: any name can be a symbolic link to anywhere or a FIFO, and
+can change at any time. So every path is opened with openat2(RESOLVE_IN_ROOT, no magic links),
+without blocking, as the session's user. Only regular files are read and written, up to a size.
+Other operations use the opened parent directory and a last name that the kernel does not follow.
 """
 
 import builtins
@@ -30,7 +30,7 @@ from agentgrpo.sandbox.isolation.errors import (
     SandboxNotFoundException,
     TimeoutException,
 )
-from agentgrpo.sandbox.isolation.guards import ProcessBound, as_bytes, public
+from agentgrpo.sandbox.isolation.guards import ProcessBound, as_bytes, wraps_os_errors
 from agentgrpo.sandbox.session.program import Program
 
 MIB = 1 << 20
@@ -38,11 +38,11 @@ MAX_ENTRIES = 10_000
 REMOVE = 'PATH=/usr/bin:/bin; chmod -Rf u+rwx -- "$0"; exec rm -rf -- "$0"'
 REMOVE_S = 30.0
 LATEST = 253402300799
-"""The last second that a datetime can say, of times that untrusted code has set."""
+"""The largest timestamp of a datetime: untrusted code can set any modification time."""
 
 
 class FileType(StrEnum):
-    """What a directory entry is."""
+    """Type of a directory entry."""
 
     FILE = "file"
     DIR = "dir"
@@ -50,11 +50,11 @@ class FileType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """One entry of a directory."""
+    """A directory entry."""
 
     name: str
     type: FileType | None
-    """None for what is neither a file nor a directory."""
+    """None: neither a file nor a directory."""
     path: str
     size: int
     mode: int
@@ -64,7 +64,7 @@ class EntryInfo:
 
 @dataclass(frozen=True, slots=True)
 class WriteInfo:
-    """A file that was written."""
+    """A written file."""
 
     name: str
     type: FileType
@@ -73,7 +73,7 @@ class WriteInfo:
 
 @contextlib.contextmanager
 def _translated(path: str) -> Iterator[None]:
-    """The kernel's refusals in E2B's words."""
+    """Translate the kernel's errors to E2B's exceptions."""
     try:
         yield
     except OSError as error:
@@ -89,24 +89,28 @@ def _translated(path: str) -> Iterator[None]:
         raise SandboxException(reason) from error
 
 
-@public
+@wraps_os_errors
 class Files(ProcessBound):
-    """The file system of one session, for as long as it lives: afterwards every method raises
-    SandboxNotFoundException, or SandboxInfraError if the machine ended the session.
+    """The file system of a session.
 
-    The root is closed by close(), the channels stay the session's. size_max: bytes of a file, which
-    bounds the memory that a sparse one takes here.
+    After the session's end every method raises SandboxNotFoundException, or SandboxInfraError if
+    the machine ended it.
+
+    Args:
+        root: closed by close().
+        channels: owned by the session.
+        size_max: maximum bytes of a file, because reading a sparse file needs memory here.
     """
 
     def __init__(self, root: Root, channels: Channels, size_max: int) -> None:
         self._root, self._channels, self._size_max = root, channels, size_max
 
     def close(self) -> None:
-        """Let go of the session's root."""
+        """Close the session's root directory."""
         self._root.close()
 
     def _full(self, path: str) -> str:
-        """An absolute path inside the session; relative ones start at its home."""
+        """The absolute path inside the session; a relative path starts at its home."""
         if not isinstance(path, str) or "\0" in path or not path:
             raise InvalidArgumentException(f"path: expected text without NUL, got {path!r}")
         return os.fsdecode(as_bytes(self._root.path_of(path)))
@@ -116,15 +120,15 @@ class Files(ProcessBound):
         if self._root.owner is None:
             yield
             return
-        before = _C.sandbox_act_as(self._root.owner)
+        previous_user = _C.sandbox_act_as(self._root.owner)
         try:
             yield
         finally:
-            _C.sandbox_act_as(before)
+            _C.sandbox_act_as(previous_user)
 
     @contextlib.contextmanager
     def _open(self, path: str, flags: int) -> Iterator[int]:
-        """An open descriptor, while acting as the session's user."""
+        """Open a path as the session's user."""
         full = self._full(path)
         with self._root.borrowed(), _translated(path), self._as_user():
             self._root.require_alive()
@@ -138,10 +142,10 @@ class Files(ProcessBound):
 
     @contextlib.contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
-        """The directory that path is in, opened, and its last name."""
+        """Open the parent directory of a path. Yields its descriptor and the last name."""
         directory, name = os.path.split(os.path.normpath(self._full(path)))
         if name in ("", ".", ".."):
-            raise InvalidArgumentException(f"{path!r} names no entry of a directory")
+            raise InvalidArgumentException(f"path: expected a name in a directory, got {path!r}")
         with self._open(directory, os.O_RDONLY | os.O_DIRECTORY) as fd:
             yield fd, name
 
@@ -150,9 +154,9 @@ class Files(ProcessBound):
     @overload
     def read(self, path: str, format: Literal["bytes"]) -> bytearray: ...
     def read(self, path: str, format: str = "text") -> str | bytearray:
-        """The content of a regular file, as text (undecodable bytes replaced) or bytes."""
+        """Read a regular file, as text (undecodable bytes replaced) or bytes."""
         if format not in ("text", "bytes"):
-            raise NotSupportedException(f"format {format!r}; 'text' and 'bytes' are there")
+            raise NotSupportedException(f"format: expected 'text' or 'bytes', got {format!r}")
         with self._open(path, os.O_RDONLY) as fd:
             self._require_regular(fd, path)
             data = bytearray()
@@ -164,18 +168,18 @@ class Files(ProcessBound):
         raise InvalidArgumentException(f"{path} is larger than {self._size_max} bytes")
 
     def _require_regular(self, fd: int, path: str) -> None:
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode):
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
             raise InvalidArgumentException(f"{path} is not a regular file")
-        if about.st_size > self._size_max:
+        if info.st_size > self._size_max:
             raise InvalidArgumentException(f"{path} is larger than {self._size_max} bytes")
 
     def write(self, path: str, data: str | bytes | IO[str] | IO[bytes]) -> WriteInfo:
-        """Make or replace a regular file, with the directories it needs."""
-        given: Any = data
+        """Create or replace a regular file and its missing parent directories."""
+        text: Any = data
         if not isinstance(data, (str, bytes, bytearray)):
-            given = data.read(self._size_max + 1)
-        content: bytes = as_bytes(given) if isinstance(given, str) else given
+            text = data.read(self._size_max + 1)
+        content: bytes = as_bytes(text) if isinstance(text, str) else text
         if len(content) > self._size_max:
             raise NotEnoughSpaceException(f"{path}: more than {self._size_max} bytes")
         with contextlib.suppress(InvalidArgumentException):
@@ -190,51 +194,51 @@ class Files(ProcessBound):
         return WriteInfo(os.path.basename(full), FileType.FILE, full)
 
     def _bind(self, host: socket.socket, name: str) -> str:
-        """Bind a Unix socket to a name in the session's home; returns its path inside."""
+        """Bind a Unix socket to a name in the session's home. Returns its path inside."""
         with self._open(".", os.O_RDONLY | os.O_DIRECTORY) as fd:
             host.bind(f"/proc/self/fd/{fd}/{name}")
         return self._full(name)
 
     def write_files(self, files: list[dict[str, str | bytes]]) -> list[WriteInfo]:
-        """Several files at once: [{"path": ..., "data": ...}, ...]."""
+        """Write several files: [{"path": ..., "data": ...}, ...]."""
         return [self.write(str(file["path"]), file["data"]) for file in files]
 
     def list(self, path: str = ".", depth: int = 1) -> list[EntryInfo]:
-        """The entries of a directory, depth levels down, links not followed. Those of a directory
-        further down that cannot be read are left out.
+        """List a directory, depth levels deep, without following links. Skips the content of
+        subdirectories that cannot be read.
         """
         if depth < 1:
             raise InvalidArgumentException(f"depth must be at least 1, got {depth}")
-        found = self._entries(path)
+        entries = self._entries(path)
         top = os.path.normpath(self._full(path)).rstrip("/").count("/")
-        for entry in found:  # which grows meanwhile
-            deeper = entry.path.count("/") - top < depth and len(found) < MAX_ENTRIES
+        for entry in entries:  # the loop appends to the list
+            deeper = entry.path.count("/") - top < depth and len(entries) < MAX_ENTRIES
             if deeper and entry.type is FileType.DIR:
                 try:
-                    found += self._entries(entry.path)
+                    entries += self._entries(entry.path)
                 except (SandboxNotFoundException, SandboxInfraError):
                     raise
                 except SandboxException:
                     continue
-        return found[:MAX_ENTRIES]
+        return entries[:MAX_ENTRIES]
 
     def _entries(self, path: str) -> builtins.list[EntryInfo]:
-        found: builtins.list[EntryInfo] = []
+        entries: builtins.list[EntryInfo] = []
         full = os.path.normpath(self._full(path))
         with self._open(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             for name in sorted(os.listdir(fd)):
                 with contextlib.suppress(FileNotFoundError):
-                    found.append(_entry(fd, name, full))
-        return found
+                    entries.append(_entry(fd, name, full))
+        return entries
 
     def get_info(self, path: str) -> EntryInfo:
-        """What an entry is; a link is not followed."""
+        """Describe a directory entry, without following a link."""
         with self._parent(path) as (fd, name):
             full = os.path.normpath(self._full(path))
             return _entry(fd, name, os.path.dirname(full))
 
     def exists(self, path: str) -> bool:
-        """Whether something is there; a link counts as what it points to inside the session."""
+        """Whether a path exists. A link is followed inside the session."""
         try:
             with self._open(path, os.O_PATH):
                 return True
@@ -242,7 +246,7 @@ class Files(ProcessBound):
             return False
 
     def remove(self, path: str) -> None:
-        """Delete a file, or a directory with all in it; a link, not what it points to."""
+        """Delete a file, a link (not its target), or a directory with its content."""
         with self._parent(path) as (fd, name):
             if not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
                 os.unlink(name, dir_fd=fd)
@@ -250,7 +254,9 @@ class Files(ProcessBound):
         self._remove_directory(os.path.normpath(self._full(path)))
 
     def _remove_directory(self, path: str) -> None:
-        """By a program in the session: what its code puts there meanwhile is the session's."""
+        """Delete a directory by a program in the session, which the session's code cannot trick
+        into deleting files of the host.
+        """
         argv = ["/bin/bash", "-c", REMOVE, path]
         program = Program(self._channels, argv, env={}, directory="/", output_max=MIB)
         program.close_stdin()
@@ -258,26 +264,26 @@ class Files(ProcessBound):
             if not program.wait(REMOVE_S):
                 raise TimeoutException(f"{path}: not removed in {REMOVE_S:g} s")
             if program.exit_code != 0:
-                said = program.stderr[:500].decode("utf-8", "replace")
-                failed = SandboxInfraError if program.machine_failed else SandboxException
-                raise failed(f"{path}: {said or program.error}")
+                message = program.stderr[:500].decode("utf-8", "replace")
+                exception = SandboxInfraError if program.machine_failed else SandboxException
+                raise exception(f"{path}: {message or program.error}")
         finally:
             program.close()
 
     def rename(self, old_path: str, new_path: str) -> EntryInfo:
-        """Move an entry."""
+        """Move or rename an entry."""
         with self._parent(old_path) as (old, old_name), self._parent(new_path) as (new, new_name):
             os.rename(old_name, new_name, src_dir_fd=old, dst_dir_fd=new)
         return self.get_info(new_path)
 
     def make_dir(self, path: str) -> bool:
-        """Make a directory and those above it. False if it was there."""
-        there = os.path.normpath(self._full(path))
+        """Create a directory and its missing parents. False if it existed."""
+        existing = os.path.normpath(self._full(path))
         missing: builtins.list[str] = []
-        while not self.exists(there):
-            missing.append(there)
-            there = os.path.dirname(there)
-        with self._open(there, os.O_RDONLY | os.O_DIRECTORY):
+        while not self.exists(existing):
+            missing.append(existing)
+            existing = os.path.dirname(existing)
+        with self._open(existing, os.O_RDONLY | os.O_DIRECTORY):  # raises if it is a file
             pass
         for part in reversed(missing):
             with self._parent(part) as (fd, name):
@@ -285,20 +291,20 @@ class Files(ProcessBound):
         return bool(missing)
 
     def watch_dir(self, path: str, **_: object) -> None:
-        """Not supported: list() again instead."""
-        raise NotSupportedException("watch_dir() is not supported; list() the directory again")
+        """Not supported."""
+        raise NotSupportedException("watch_dir() is not supported; call list() again instead")
 
 
 def _entry(directory: int, name: str, path: str) -> EntryInfo:
-    about = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    kinds = {stat.S_IFREG: FileType.FILE, stat.S_IFDIR: FileType.DIR}
-    link = stat.S_ISLNK(about.st_mode)
+    info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    types = {stat.S_IFREG: FileType.FILE, stat.S_IFDIR: FileType.DIR}
+    is_link = stat.S_ISLNK(info.st_mode)
     return EntryInfo(
         name,
-        kinds.get(stat.S_IFMT(about.st_mode)),
+        types.get(stat.S_IFMT(info.st_mode)),
         os.path.join(path, name),
-        about.st_size,
-        stat.S_IMODE(about.st_mode),
-        datetime.datetime.fromtimestamp(min(max(0, about.st_mtime), LATEST), datetime.UTC),
-        os.readlink(name, dir_fd=directory) if link else None,
+        info.st_size,
+        stat.S_IMODE(info.st_mode),
+        datetime.datetime.fromtimestamp(min(max(0, info.st_mtime), LATEST), datetime.UTC),
+        os.readlink(name, dir_fd=directory) if is_link else None,
     )

@@ -1,8 +1,8 @@
-"""Copies of a session of an image: its files as a snapshot, and the state of its bash as a script.
+"""Copies a session of an image: its files as a snapshot, the state of its bash as a script.
 
-A copy is exact or is not made. What cannot be copied (processes, /dev/shm, descriptors that the
-shell opened, jobs) or is not the same in a shell that has run the script makes the caller repeat
-the session's steps instead.
+A copy is exact or is not made. If the session has state that cannot be copied (processes, files in
+/dev/shm, descriptors that the shell opened, jobs), or if a shell that has run the script differs,
+the caller repeats the session's steps instead.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from agentgrpo.sandbox.isolation.errors import SandboxException, SandboxInfraErr
 from agentgrpo.sandbox.isolation.images import SIZE, Image
 from agentgrpo.sandbox.isolation.snapshots import lower_dirs
 from agentgrpo.sandbox.session.pool import SandboxPool
-from agentgrpo.sandbox.session.result import StepStatus
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import StepStatus
 
 MAX_BYTES = 16 << 30
-"""Of the files of all copies of this process. One that is being made counts with its limit."""
+"""Size of all copies of this process. A copy in progress counts with its maximum size."""
 DUMP = r"""(
 builtin set +o; builtin echo "# $-"; builtin echo '#'; builtin set +efuvx
 builtin printf 'builtin cd -- %q; builtin unset OLDPWD\n' "$(builtin pwd)"
@@ -35,7 +35,7 @@ done
 builtin printf '# %q\n' "$(builtin ulimit -a)" "${DIRSTACK[*]}" "${!-}"
 builtin echo '#'; builtin declare -p; builtin echo '#'
 )"""
-"""Prints a script in three parts. The session may have functions that are named as builtins."""
+"""Prints a script in three parts. `builtin` is needed: the session may have redefined the names."""
 DYNAMIC = frozenset(
     {
         *("_", "BASHPID", "BASH_ALIASES", "BASH_ARGC", "BASH_ARGV", "BASH_ARGV0", "BASH_CMDS"),
@@ -45,9 +45,9 @@ DYNAMIC = frozenset(
         *("PIPESTATUS", "RANDOM", "SECONDS", "SHELLOPTS", "SRANDOM"),
     }
 )
-"""Variables that bash sets itself, or that other lines of the script set."""
+"""Variables that bash sets, or that other lines of the script set."""
 PROCESSES = 3
-"""Of a session that has started none: init, the interpreter and bash."""
+"""Processes of an idle session: init, the interpreter and bash."""
 _SEPARATOR = "\n#\n"
 _VARIABLE = re.compile(r"^declare -\S+ (\w+)(?:=.*)?\n(?:(?!declare -).*\n)*", re.MULTILINE)
 _EVENT = re.compile(r"^trap -- .*(DEBUG|ERR|RETURN)$", re.MULTILINE)
@@ -56,7 +56,7 @@ _bytes = 0
 
 
 class Fork(NamedTuple):
-    """A copy of a session. close() deletes it: no session that started from it lives any more."""
+    """A copy of a session. Call close() when no session uses it any more."""
 
     image: Image
     shell: str
@@ -64,12 +64,12 @@ class Fork(NamedTuple):
     pool: SandboxPool
 
     def close(self) -> None:
-        """Delete the files."""
+        """Delete the copied files."""
         self.pool.discard(self.image)
-        _take_bytes(-self.bytes)
+        _reserve_bytes(-self.bytes)
 
     def restore(self, session: Session) -> bool:
-        """Whether a fresh session of the pool is as the copied one was, after this."""
+        """Bring a session that was started from image to the copied state. False if it differs."""
         if session.places.image != self.image:
             return False
         session.evaluate(self.shell)
@@ -77,13 +77,13 @@ class Fork(NamedTuple):
 
 
 def fork(session: Session, pool: SandboxPool) -> Fork | None:
-    """A copy of a session of an image; None if it cannot be exact, or there is no room for it."""
-    most = session.limits.home_mib << 20
-    if session.places.image is None or not _take_bytes(most):
+    """Copy a session of an image. None if the copy cannot be exact or would exceed MAX_BYTES."""
+    max_bytes = session.limits.home_mib << 20
+    if session.places.image is None or not _reserve_bytes(max_bytes):
         return None
-    kept = 0
+    num_bytes = 0
     try:
-        shell = None if _holds_more(session) else _shell_state(session)
+        shell = None if _has_uncopied_state(session) else _shell_state(session)
         if shell is None:
             return None
         image = session.snapshot()
@@ -92,17 +92,17 @@ def fork(session: Session, pool: SandboxPool) -> Fork | None:
         except SandboxException:
             pool.discard(image)
             raise
-        kept = int(os.getxattr(image.layers[-1], SIZE))
-        return Fork(image, shell, kept, pool)
+        num_bytes = int(os.getxattr(image.layers[-1], SIZE))
+        return Fork(image, shell, num_bytes, pool)
     except SandboxInfraError:
         raise
     except SandboxException:
         return None
     finally:
-        _take_bytes(kept - most)
+        _reserve_bytes(num_bytes - max_bytes)
 
 
-def _take_bytes(size: int) -> bool:
+def _reserve_bytes(size: int) -> bool:
     global _bytes
     with _lock:
         fits = _bytes + size <= MAX_BYTES or size < 0
@@ -110,8 +110,8 @@ def _take_bytes(size: int) -> bool:
         return fits
 
 
-def _holds_more(session: Session) -> bool:
-    """Whether it has processes, or files outside of the snapshot."""
+def _has_uncopied_state(session: Session) -> bool:
+    """Whether the session has processes, or files outside of the snapshot."""
     if not session.alive or len(process_tree(session.init_pid, PROCESSES)) > PROCESSES:
         return True
     with closing(session.files()) as files:
@@ -119,19 +119,19 @@ def _holds_more(session: Session) -> bool:
 
 
 def _shell_state(session: Session) -> str | None:
-    """A script that brings a fresh bash to the state of a session's; None if there is none."""
+    """A script that brings a new bash to the state of the session's; None if there is none."""
     result = session.evaluate(DUMP)
     text = result.stdout
     if result.status is not StepStatus.OK or len(text.encode()) != result.stdout_bytes:
         return None
     options, _, rest = text.partition(_SEPARATOR)
     body, _, variables = rest.removesuffix(_SEPARATOR).rpartition(_SEPARATOR)
-    if not body or _EVENT.search(body):  # such traps would run within the script
+    if not body or _EVENT.search(body):  # such traps would run inside the script
         return None
 
-    def kept(match: re.Match[str]) -> str:
+    def keep_static(match: re.Match[str]) -> str:
         return "" if match[1] in DYNAMIC or match[1].startswith("_agentgrpo_") else match[0]
 
-    body = re.sub(r"shopt -u compat\d+\n", "", body)  # these would set BASH_COMPAT
-    script = f"{body}\n{_VARIABLE.sub(kept, variables)}\n{options}\n"
+    body = re.sub(r"shopt -u compat\d+\n", "", body)  # these lines would set BASH_COMPAT
+    script = f"{body}\n{_VARIABLE.sub(keep_static, variables)}\n{options}\n"
     return script if len(script) < session.limits.code_kib << 9 else None

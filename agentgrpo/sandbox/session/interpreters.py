@@ -1,5 +1,6 @@
-"""Further interpreters of a session: more Pythons, bash, Node.js. Each is a process of its own that
-speaks the step protocol, so that a context is stepped exactly like the session itself.
+"""More interpreters in a session: Python, bash, Node.js.
+
+Each is a process that implements the step protocol, so it is stepped like the session itself.
 """
 
 import os
@@ -17,8 +18,8 @@ from agentgrpo.sandbox.isolation.jail import PYTHON_OPTIONS, Places
 from agentgrpo.sandbox.isolation.limits import Limits
 from agentgrpo.sandbox.isolation.template import Template
 from agentgrpo.sandbox.session.program import launch
-from agentgrpo.sandbox.session.result import StepStatus
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import StepStatus
 
 START_TIMEOUT_S = 30.0
 NAMES = {
@@ -29,22 +30,26 @@ NAMES = {
 
 
 def language_of(name: str | None) -> str:
-    """The language behind a name or an alias; python for None."""
-    wanted = (name or "python").lower()
+    """The language of a name or an alias; python for None."""
+    alias = (name or "python").lower()
     for language, names in NAMES.items():
-        if wanted in names:
+        if alias in names:
             return language
     raise NotSupportedException(
-        f"language {wanted!r}; this sandbox speaks {', '.join(sorted(NAMES))}"
+        f"language: expected one of {', '.join(sorted(NAMES))}, got {alias!r}"
     )
 
 
 def command_of(
     language: str, places: Places, limits: Limits, template: Template | None = None
 ) -> list[str]:
-    """How the interpreter of a language is started; NotSupportedException if it is not there."""
+    """The command line of a language's interpreter.
+
+    Raises:
+        NotSupportedException: it is not installed.
+    """
     if places.image is not None:
-        return _of_image(language, limits)
+        return _command_in_image(language, limits)
     python = [places.interpreter, *PYTHON_OPTIONS]
     sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
     if language == "python":
@@ -58,10 +63,12 @@ def command_of(
     raise NotSupportedException("node is not installed under /usr; remedy: install Node.js there")
 
 
-def _of_image(language: str, limits: Limits) -> list[str]:
-    """By the image's own programs, which get our part as an argument."""
+def _command_in_image(language: str, limits: Limits) -> list[str]:
+    """Run the image's own interpreter, with our program as an argument."""
     if language == "bash":
-        raise NotSupportedException("a session of an image has one bash: its default context")
+        raise NotSupportedException(
+            "language: a session of an image has one bash, its default context"
+        )
     file, *command = {
         "python": ("plain.py", "python3", "-uc"),
         "javascript": ("node.js", "node", "--max-old-space-size=192", "-e"),
@@ -71,12 +78,13 @@ def _of_image(language: str, limits: Limits) -> list[str]:
     return ["/bin/bash", "-c", f'exec {" ".join(command)} "$0" "$@"', text, *sizes]
 
 
-def outlived(session: Session) -> Session:
-    """The interpreter of a session that has run no code, as a context whose end the session
-    outlives. The session itself can run no step any more.
+def detach_interpreter(session: Session) -> Session:
+    """Make the interpreter of a new session a context that can end without the session.
+
+    Afterwards the session itself cannot run steps. It must not have run any code.
     """
     if session.channels is None:
-        raise SandboxNotFoundException("the session is over")
+        raise SandboxNotFoundException("the session has ended")
     channels = launch(session.channels, [], env={}, directory="")
     context = Session(channels, session.limits, guest_of=session, group=session.group)
     if session.host is not None:
@@ -92,12 +100,13 @@ def start_context(
     env: Mapping[str, str] | None = None,
     directory: str | None = None,
 ) -> Session:
-    """Start an interpreter in a session, within its limits, and return it as something to step().
-    env: all of its environment; None: what the session's own interpreter has by its template.
-    directory: where it starts, an absolute path; None: at home.
+    """Start another interpreter in a session, under the session's limits.
+
+    env is the complete environment (None: that of the session's interpreter), directory an
+    absolute path (None: the session's home).
 
     Raises:
-        SandboxException: it did not start, which the session's own code may have brought about.
+        SandboxException: it did not start, which the session's own code may have caused.
         SandboxInfraError: the machine failed.
     """
     limits, places = session.limits, session.places
@@ -105,17 +114,17 @@ def start_context(
     if not directory.startswith("/"):
         raise InvalidArgumentException(f"cwd: expected an absolute path, got {directory!r}")
     if session.channels is None:
-        raise SandboxNotFoundException("the session is over")
+        raise SandboxNotFoundException("the session has ended")
     env = places.environment(template) if env is None else env
     argv = command_of(language, places, limits, template)
-    channels = launch(session.channels, argv, env=env, directory=directory, speaks=True)
+    channels = launch(session.channels, argv, env=env, directory=directory, has_protocol=True)
     context = Session(channels, limits, guest_of=session, group=session.group)
-    ready = context.warm_up(START_TIMEOUT_S)  # its start is not the first cell's time
-    if ready.status is not StepStatus.OK:
+    result = context.warm_up(START_TIMEOUT_S)  # so that the first cell's time has no start-up
+    if result.status is not StepStatus.OK:
         context.close()
-        if ready.status is StepStatus.INFRA_ERROR:
-            raise SandboxInfraError(ready.detail)
-        if places.image is not None and ready.exit_code == 127:
+        if result.status is StepStatus.INFRA_ERROR:
+            raise SandboxInfraError(result.detail)
+        if places.image is not None and result.exit_code == 127:
             raise NotSupportedException(
                 f"image {places.image.name!r} has no {language}; remedy: install it when the image "
                 "is built, or use language='bash'"
@@ -124,7 +133,7 @@ def start_context(
             language == "javascript"
         )
         raise SandboxException(
-            f"{language} did not start: {ready.detail}{hint}\n{ready.stderr[-2000:]}"
+            f"{language} did not start: {result.detail}{hint}\n{result.stderr[-2000:]}"
         )
     if session.host is not None and language == "python":
         context.attach_host_tools(session.host)

@@ -1,4 +1,4 @@
-"""A pool of sessions: the part of the sandbox that the trainer talks to."""
+"""SandboxPool: keeps sessions ready and limits how many are in use."""
 
 import contextlib
 import threading
@@ -15,57 +15,57 @@ from agentgrpo.sandbox.isolation.errors import (
     SandboxInfraError,
     SandboxUnavailable,
 )
-from agentgrpo.sandbox.isolation.guards import ProcessBound, public
+from agentgrpo.sandbox.isolation.guards import ProcessBound, wraps_os_errors
 from agentgrpo.sandbox.isolation.images import Image, get_image, hold, list_images
 from agentgrpo.sandbox.isolation.limits import Limits
 from agentgrpo.sandbox.isolation.snapshots import remove
 from agentgrpo.sandbox.isolation.template import Template, check_environment
 from agentgrpo.sandbox.isolation.zygote import LADDER, Rung
 from agentgrpo.sandbox.session.host_tools import HostCalls
-from agentgrpo.sandbox.session.result import StepResult, StepStatus
 from agentgrpo.sandbox.session.session import Session
 from agentgrpo.sandbox.session.spawner import CLOSED, Spawner
+from agentgrpo.sandbox.session.step_result import StepResult, StepStatus
 from agentgrpo.sandbox.session.watchdog import MemoryWatchdog
 
 CLOCK_S = 1.0
-"""How late a session may be ended whose time is over."""
+"""Interval of the checks of limits.session_s."""
 DEGRADED = (
-    "sandbox degraded to 'bare': this machine makes no namespaces, so code is isolated less. "
-    "SECURITY.md says what holds, `agentgrpo sandbox doctor` what is missing"
+    "sandbox degraded to 'bare': this machine has no namespaces, so isolation is weaker. "
+    "SECURITY.md lists what is guaranteed, `agentgrpo sandbox doctor` what is missing"
 )
 
 
 def _require(rungs: Sequence[Rung], max_live: int, min_idle: int, zygotes: int) -> None:
     if Rung.BARE in rungs:
-        raise ValueError(f"rungs: {Rung.BARE} isolates too little; it needs allow_degraded=True")
-    for name, value, least in (
+        raise ValueError(f"rungs: {Rung.BARE} is weak isolation. Pass allow_degraded=True")
+    for name, value, minimum in (
         ("max_live", max_live, 1), ("min_idle", min_idle, 0), ("zygotes", zygotes, 1),
     ):  # fmt: skip
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+        if value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
 
-@public
+@wraps_os_errors
 class SandboxPool(ProcessBound):
-    """Sessions for untrusted code. All methods may be called from any thread.
+    """A pool of sessions for untrusted code. All methods are thread-safe.
 
     Args:
-        limits: what each session may use; None: what its template says, if it does.
-        template: the environment the sessions find. One with an image makes a pool for all images.
-        max_live: sessions that may be in use at once; ``acquire()`` waits for a free one.
-        min_idle: sessions kept ready besides those, started in the background. 0 starts each when
-            it is asked for.
-        zygotes: how many the sessions are spread over. One that dies takes its sessions with it.
-        rungs: the ways of isolating that are acceptable, best first.
-        allow_degraded: where none of them works, run code without namespaces (Rung.BARE), and say
-            so in every result.
-        nsjail: path of the nsjail binary; None looks for it.
-        all_cpus: processors that all its sessions together may keep busy; None: half the machine.
-        own_network: False: sessions share this machine's network, its loopback services included.
-            Only to build images of authors that you trust.
+        limits: limits of each session; None: the template's, or the defaults.
+        template: environment of the sessions. With an image, the pool can start any image.
+        max_live: sessions in use at the same time; ``acquire()`` waits for a free place.
+        min_idle: sessions to keep ready in addition, started in the background. 0: start each
+            session in ``acquire()``.
+        zygotes: processes that fork the sessions. If one dies, its sessions end.
+        rungs: acceptable ways of isolating, best first.
+        allow_degraded: if none of them works, run code without namespaces (Rung.BARE) and set
+            ``degraded`` in every result.
+        nsjail: path of the nsjail binary; None: search for it.
+        all_cpus: processors that all sessions together may keep busy; None: half the machine.
+        own_network: False: sessions share this machine's network, including its loopback services.
+            Only for building images whose authors you trust.
 
     Raises:
-        SandboxUnavailable: this machine cannot isolate; nothing runs unprotected instead.
+        SandboxUnavailable: this machine cannot isolate code. Nothing runs unprotected.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class SandboxPool(ProcessBound):
         if not own_network and not self.template.image:
             raise ValueError("own_network: expected True without template.image, got False")
         self.max_live, self.min_idle, self.all_cpus = max_live, min_idle, all_cpus
-        self._held = contextlib.ExitStack()
+        self._store_lock = contextlib.ExitStack()
         if self.template.image:
-            self._held.enter_context(hold())
+            self._store_lock.enter_context(hold())
         self._spawner = Spawner(
             self.template,
             self.limits,
@@ -109,24 +109,24 @@ class SandboxPool(ProcessBound):
         self._lock, self._pairing = threading.Lock(), threading.Lock()
         self._live: list[Session] = []
         self._idle: deque[Session] = deque()
-        self._wanted = threading.Event()
+        self._refill_needed = threading.Event()
         self._closed = False
         self._counts = {"acquired": 0, "from_idle": 0, "waited": 0, "live": 0}
         self._watchdog: MemoryWatchdog | None = None
         if self._spawner.cgroups is None:
             self._watchdog = MemoryWatchdog(self.limits.memory_mib, self._copy_of_live)
-        self._over = threading.Event()
+        self._closing = threading.Event()
         self._clock = threading.Thread(target=self._expire, name="sandbox-clock", daemon=True)
         self._refiller = threading.Thread(target=self._refill, name="sandbox-refill", daemon=True)
         if self.template.setup:
             self._try_setup()
         self._clock.start()
         if min_idle:
-            self._wanted.set()
+            self._refill_needed.set()
             self._refiller.start()
 
     def _try_setup(self) -> None:
-        """Fail now rather than at the first acquire()."""
+        """Run the template's setup once, so that an error shows here, not in acquire()."""
         try:
             self._start().close()
         except SandboxInfraError as error:
@@ -141,57 +141,60 @@ class SandboxPool(ProcessBound):
         env: Mapping[str, str] | None = None,
         host: HostCalls | None = None,
     ) -> Session:
-        """A fresh session, waiting up to timeout_s while max_live sessions are in use.
+        """Get a new session. Waits up to timeout_s while max_live sessions are in use.
 
         Args:
-            image: the name of an image, or a snapshot, to start from instead of the template's
-                image. Needs a template with an image. A number is taken as timeout_s.
+            image: name of an image, or a snapshot, to use instead of the template's image. Needs a
+                template with an image. A number means timeout_s.
             timeout_s: how long to wait for a place.
-            env: environment variables of the session, besides the template's.
-            host: functions of this process that the session's code may call.
+            env: environment variables of the session, in addition to the template's.
+            host: functions of this process that the session's code can call.
 
         Raises:
-            SandboxBusy: none became free in time.
+            SandboxBusy: no place became free in time.
             SandboxInfraError: the sandbox itself failed.
-            ValueError: env is malformed, or the pool is not one of images.
-            NotFoundException: there is no image of that name.
+            ValueError: env is malformed, or the template has no image.
+            NotFoundException: there is no image with that name.
         """
         check_environment("env", env or {})
         if host is not None and self.template.image:
             raise InvalidArgumentException(
-                "host: expected None, as the bash of an image cannot call functions, got HostCalls"
+                "host: expected None, because bash in an image cannot call functions, got HostCalls"
             )
         if isinstance(image, (int, float)):
             timeout_s, image = image, None
-        other = None if image is None else self._image_of(image)
-        self._admit(timeout_s)
+        other_image = None if image is None else self._image_of(image)
+        self._take_place(timeout_s)
         try:
-            session = self._start(other) if other else self._take_idle() or self._start()
+            if other_image:  # idle sessions have the template's image
+                session = self._start(other_image)
+            else:
+                session = self._take_idle() or self._start()
         except BaseException as error:
-            self._leave()
+            self._free_place()
             if self._closed and isinstance(error, Exception):
                 raise SandboxException(CLOSED) from error
             raise
-        session.begin(self._leave)
+        session.begin(self._free_place)
         if env and session.set_env(env).status is not StepStatus.OK:
             session.close()
-            raise SandboxInfraError("a fresh session did not take its environment variables")
+            raise SandboxInfraError("setting environment variables failed in a new session")
         if host is not None and session.attach_host_tools(host).status is not StepStatus.OK:
             session.close()
-            raise SandboxInfraError("a fresh session did not take the functions of the host")
+            raise SandboxInfraError("attaching host functions failed in a new session")
         return session
 
     def acquire_pair(self, timeout_s: float = 60.0) -> tuple[Session, Session]:
-        """Two fresh sessions, for one who needs both: those who took one and then waited for the
-        other could all wait for each other.
+        """Get two new sessions, without the deadlock of callers that each hold one and wait for
+        the second.
 
         Raises:
             ValueError: max_live is 1.
             SandboxBusy, SandboxInfraError: as acquire().
         """
         if self.max_live < 2:
-            raise ValueError("two sessions at once need a pool with max_live of at least 2")
-        with self._pairing:
+            raise ValueError("max_live: expected at least 2 for two sessions at once, got 1")
+        with self._pairing:  # one caller at a time takes its second place
             first = self.acquire(timeout_s=timeout_s)
             try:
                 return first, self.acquire(timeout_s=timeout_s)
@@ -207,13 +210,11 @@ class SandboxPool(ProcessBound):
         env: Mapping[str, str] | None = None,
         wait_s: float = 60.0,
     ) -> StepResult:
-        """The stateless mode: Session.step() in a session of its own, which is over afterwards;
-        wait_s is how long to wait for a place.
-        """
+        """Run code in a new session and close it. Waits up to wait_s seconds for a place."""
         with self.acquire(timeout_s=wait_s) as session:
             return session.step(code, timeout_s, env=env)
 
-    def _admit(self, timeout_s: float) -> None:
+    def _take_place(self, timeout_s: float) -> None:
         if self._closed:
             raise SandboxException(CLOSED)
         if not self._free.acquire(blocking=False):
@@ -222,13 +223,13 @@ class SandboxPool(ProcessBound):
             if not self._free.acquire(timeout=timeout_s):
                 raise SandboxBusy(
                     f"{self.max_live} sessions were in use for {timeout_s:g} s; remedy: close "
-                    "sessions that are done, or raise max_live"
+                    "sessions after use, or raise max_live"
                 )
         with self._lock:
             self._counts["acquired"] += 1
             self._counts["live"] += 1
 
-    def _leave(self) -> None:
+    def _free_place(self) -> None:
         with self._lock:
             self._counts["live"] -= 1
         self._free.release()
@@ -237,7 +238,7 @@ class SandboxPool(ProcessBound):
         try:
             while True:
                 session = self._idle.popleft()
-                self._wanted.set()
+                self._refill_needed.set()
                 if session.healthy():
                     with self._lock:
                         self._counts["from_idle"] += 1
@@ -249,7 +250,7 @@ class SandboxPool(ProcessBound):
     def _image_of(self, image: str | Image) -> Image:
         if not self.template.image:
             raise InvalidArgumentException(
-                f"image: expected None, as template {self.template.name!r} of the pool has no "
+                f"image: expected None, because the pool's template {self.template.name!r} has no "
                 f"image, got {image!r:.99}. Make the pool with Template(image=NAME)"
             )
         if isinstance(image, str):
@@ -269,16 +270,16 @@ class SandboxPool(ProcessBound):
         with self._lock:
             self._live.append(session)
         if self.template.setup:
-            done = session.step(self.template.setup)
-            if done.status is not StepStatus.OK:
+            result = session.step(self.template.setup)
+            if result.status is not StepStatus.OK:
                 session.close()
-                shown = done.error.traceback if done.error else done.detail
-                raise SandboxInfraError(f"the setup of template {self.template.name!r}: {shown}")
+                reason = result.error.traceback if result.error else result.detail
+                raise SandboxInfraError(f"setup of template {self.template.name!r}: {reason}")
         return session
 
     def _expire(self) -> None:
-        """Background: end sessions whose time is over, between their steps as well."""
-        while not self._over.wait(CLOCK_S):
+        """Thread: end sessions whose time is over, also between their steps."""
+        while not self._closing.wait(CLOCK_S):
             for session in self._copy_of_live():
                 if session.seconds_left() <= 0:
                     session.expire()
@@ -289,29 +290,29 @@ class SandboxPool(ProcessBound):
             return [*self._live]
 
     def _refill(self) -> None:
-        """Background: keep min_idle sessions ready, their first page faults behind them."""
+        """Thread: keep min_idle sessions ready, warmed up."""
         while not self._closed:
-            self._wanted.wait()
-            self._wanted.clear()
+            self._refill_needed.wait()
+            self._refill_needed.clear()
             while not self._closed and len(self._idle) < self.min_idle:
                 try:
                     session = self._start()
                 except SandboxException:
-                    break  # acquire() will meet the same, and has somebody to tell
+                    break  # acquire() will meet the same error and raise it
                 session.warm_up()
                 self._idle.append(session)
 
     def discard(self, snapshot: Image) -> None:
-        """Delete a snapshot without a name now: no session and no other snapshot may use it."""
+        """Delete an unnamed snapshot. No session and no other snapshot may use it."""
         self._snapshots.remove(snapshot)
         remove(snapshot)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, and of sessions now."""
+        """Counts since the start, and the current numbers of sessions."""
         return {**self._counts, "idle": len(self._idle), "zygote_restarts": self._spawner.restarts}
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen: for the log of whoever runs untrusted code."""
+        """The isolation, limits and template in use, for logs."""
         return {
             **self._spawner.describe(),
             "nsjail": self._spawner.nsjail,
@@ -322,16 +323,16 @@ class SandboxPool(ProcessBound):
         }
 
     def close(self) -> None:
-        """End every session and the zygotes. May be called twice. Not done in a process that was
-        forked off: the pool is its parent's.
+        """End all sessions and zygotes. Idempotent. Does nothing in a forked child process: the
+        pool belongs to the parent.
         """
         if self._closed:
             return
         self._closed = True
-        self._wanted.set()
+        self._refill_needed.set()  # wake the thread, so that it sees _closed
         if self._refiller.ident is not None:
             self._refiller.join()
-        self._over.set()
+        self._closing.set()
         if self._clock.ident is not None:
             self._clock.join()
         if self._watchdog is not None:
@@ -339,7 +340,7 @@ class SandboxPool(ProcessBound):
         for session in self._copy_of_live():
             session.close()
         self._spawner.close()
-        self._held.close()
+        self._store_lock.close()
         if self._snapshots:
             used = {layer for image in list_images() for layer in image.layers}
             for snapshot in self._snapshots:

@@ -1,7 +1,7 @@
-"""Programs that the host starts in a session, beside its interpreter: commands and other languages.
+"""Programs that the host starts in a session: commands, and interpreters of other languages.
 
-They are children of the session's init, not of the interpreter, so that they neither depend on the
-state of the untrusted interpreter nor end with a step. They live under the same limits and filter.
+They are children of the session's init, not of its interpreter, so they do not depend on the state
+of the untrusted interpreter and do not end with a step. The same limits and filter apply.
 """
 
 import codecs
@@ -43,14 +43,14 @@ def send_order(
     env: Mapping[str, str],
     directory: str,
 ) -> None:
-    """Ask a session's init to run a program."""
+    """Send a session's init the order to run a program."""
     strings = [directory, *argv, *(f"{key}={value}" for key, value in env.items())]
     if any("\0" in text for text in strings):
         raise InvalidArgumentException("a command, directory or variable contains a NUL")
     text = b"".join(as_bytes(text) + b"\0" for text in strings)
     if len(text) > MAX_ORDER:
         raise InvalidArgumentException(
-            f"command and environment are {len(text)} bytes, at most {MAX_ORDER} can be passed"
+            f"command and environment: expected at most {MAX_ORDER} bytes, got {len(text)}"
         )
     control = socket.socket(fileno=os.dup(session.status))
     with control:
@@ -58,7 +58,7 @@ def send_order(
         try:
             socket.send_fds(control, [ORDER.pack(len(argv), len(env)) + text], list(fds))
         except OSError as error:
-            raise SandboxNotFoundException(f"the session is over: {error}") from error
+            raise SandboxNotFoundException(f"the session has ended: {error}") from error
 
 
 def launch(
@@ -67,53 +67,55 @@ def launch(
     *,
     env: Mapping[str, str],
     directory: str,
-    speaks: bool = False,
+    has_protocol: bool = False,
 ) -> Channels:
-    """Start a program in a session. One that speaks has the step protocol's two pipes and no
-    standard input; else the request pipe is that. Without argv nothing is started: the session
-    outlives its interpreter from now on, and the result reaches this one alone.
+    """Start a program in a session.
+
+    With an empty argv nothing is started: the session then outlives its interpreter, and the result
+    has the channels of that interpreter. With has_protocol the program gets the two pipes of the
+    step protocol and no standard input; otherwise the request pipe is its standard input.
 
     Raises:
-        SandboxException: the session lets none start, which its own code can bring about (by
-            processes, memory, descriptors under way, or by what keeps its init busy).
+        SandboxException: no program can start, which the session's code can cause (by processes,
+            memory, descriptors in flight, or by keeping its init busy).
         SandboxInfraError: the machine failed.
     """
     try:
         with (
-            open(os.devnull, "rb") as nothing,
+            open(os.devnull, "rb") as null_file,
             session.borrowed(),
             SessionPipes(session.owner) as pipes,
         ):
-            null = nothing.fileno()
+            null = null_file.fileno()
             status, request, response, out, err = pipes.theirs
-            plain = (status, request, out, err) if argv else (status,)
-            fds = (status, null, out, err, request, response) if speaks else plain
+            fds: tuple[int, ...] = (status, request, out, err) if argv else (status,)
+            if has_protocol:
+                fds = (status, null, out, err, request, response)
             if not argv:
                 pipes.copy(session)
             send_order(session, fds, argv, env, directory)
             pipes.close_theirs()
             (pidfd,) = await_ready(pipes.status, 1)
             try:
-                again = os.dup(pidfd)
+                second_pidfd = os.dup(pidfd)
             except OSError:
                 os.close(pidfd)
                 raise
-            return pipes.detach(pidfd, again, session.supervisor, session.places)
+            return pipes.detach(pidfd, second_pidfd, session.supervisor, session.places)
     except (SetupFailed, NoReport) as error:
         if failure := session.supervisor.failure():
             raise SandboxInfraError(failure) from error
         if isinstance(error, SetupFailed) and error.errno == errno.EAGAIN:
-            raise SandboxException("the session has as many processes as it may") from error
-        raise SandboxException(f"the session lets no program start: {error}") from error
+            raise SandboxException("the session has reached limits.processes") from error
+        raise SandboxException(f"the session cannot start a program: {error}") from error
     except OSError as error:
         raise SandboxInfraError(f"no descriptors for a program: {error}") from error
 
 
 class Program:
-    """A running program. Its output is read while somebody waits, up to output_max bytes.
+    """A running program. wait() reads its output, up to output_max bytes.
 
-    Its descriptors are closed when its end has been read, or by close(). All methods may be called
-    by any thread, at any time.
+    Its descriptors are closed when wait() has seen its end, or by close(). Thread-safe.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class Program:
         self.signal: int | None = None
         self.error = ""
         self.machine_failed = ""
-        """What of the machine failed, so that it ended; "" if it ended otherwise."""
+        """The failure of the machine that ended the program; "" if there was none."""
         self._reading = threading.Lock()
         self._decoders = (text_decoder(), text_decoder())
 
@@ -147,7 +149,7 @@ class Program:
         on_stdout: Listener | None = None,
         on_stderr: Listener | None = None,
     ) -> bool:
-        """Read output until the program ends. False if the time was over first."""
+        """Read output until the program ends. False after a timeout."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._reading.acquire(timeout=-1 if timeout_s is None else timeout_s):
             return self.exit_code is not None
@@ -174,50 +176,50 @@ class Program:
         for fd in (*streams, status):
             poll.register(fd, select.POLLIN)
         while self.exit_code is None:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
                 return
-            ready = {fd for fd, _ in poll.poll(None if left is None else left * 1e3)}
-            # output first: the report of the end finds all that was written before it
+            ready = {fd for fd, _ in poll.poll(None if remaining is None else remaining * 1e3)}
+            # output before the report: all output was written before the program ended
             for fd in list(streams):
                 if fd in ready or status in ready:
-                    more = self._read(fd, *streams[fd])
-                    while more and status in ready:
-                        more = self._read(fd, *streams[fd])
-                    if more is None:
+                    has_data = self._read(fd, *streams[fd])
+                    while has_data and status in ready:
+                        has_data = self._read(fd, *streams[fd])
+                    if has_data is None:
                         poll.unregister(fd)
                         del streams[fd]
             if status in ready:
-                self._take_report()
+                self._read_report()
         for _, decoder, listener in streams.values():
-            _tell(listener, decoder.decode(b"", True))
+            _notify(listener, decoder.decode(b"", True))
 
     def _read(
-        self, fd: int, into: bytearray, decoder: Decoder, listener: Listener | None
+        self, fd: int, output: bytearray, decoder: Decoder, listener: Listener | None
     ) -> bool | None:
-        """Whether there was something to read; None at the end."""
+        """Read a stream. Returns whether it had data; None at its end."""
         try:
             data = os.read(fd, 65536)
         except BlockingIOError:
             return False
         if not data:
-            _tell(listener, decoder.decode(b"", True))
+            _notify(listener, decoder.decode(b"", True))
             return None
         self._budget -= len(data)
         if self._budget < 0:
             self.error = "too much output"
             self._channels.signal()
             return False
-        into += data
-        _tell(listener, decoder.decode(data))
+        output += data
+        _notify(listener, decoder.decode(data))
         return True
 
-    def _take_report(self) -> None:
+    def _read_report(self) -> None:
         try:
             message = os.read(self._channels.status, REPORT.size)
         except BlockingIOError:
             return
-        except ConnectionResetError:  # its end, with an order left unread
+        except ConnectionResetError:  # the session ended with an unread order
             message = b""
         if len(message) != REPORT.size:
             self.machine_failed = self._channels.supervisor.failure()
@@ -225,7 +227,7 @@ class Program:
             self.exit_code = -1
             return
         kind, how, code, _, _, _ = REPORT.unpack(message)
-        if kind != REPORT_EXIT:  # after READY: only the exec itself can still fail
+        if kind != REPORT_EXIT:  # after READY only exec can fail
             self.error = f"could not be run: {os.strerror(code)}"
             return
         if os.WIFSIGNALED(how):
@@ -236,11 +238,11 @@ class Program:
             self.exit_code = os.WEXITSTATUS(how)
 
     def ended(self) -> bool:
-        """Whether it has ended, without reading its output."""
+        """Whether the program has ended, without reading its output."""
         return self.exit_code is not None or self._channels.heard(self._channels.interpreter)
 
     def send_stdin(self, data: bytes) -> None:
-        """Write to its standard input, waiting while it does not read."""
+        """Write to standard input. Blocks while the program does not read."""
         with self._channels.borrowed() as channels:
             poll = select.poll()
             poll.register(channels.request, select.POLLOUT)
@@ -249,7 +251,7 @@ class Program:
                 while data:
                     if any(fd == channels.interpreter for fd, _ in poll.poll()):
                         raise SandboxNotFoundException(f"process {self.pid} has ended")
-                    with contextlib.suppress(BlockingIOError):  # another thread filled it
+                    with contextlib.suppress(BlockingIOError):  # another thread filled the pipe
                         data = data[os.write(channels.request, data) :]
             except OSError as error:
                 raise SandboxNotFoundException(
@@ -257,7 +259,7 @@ class Program:
                 ) from error
 
     def offer_stdin(self, data: bytes) -> None:
-        """Let it read data and then the end; written by a thread, for it may never read."""
+        """Write data to standard input and close it, in a thread: the program may never read."""
         with self._channels.borrowed() as channels:
             fd = os.dup(channels.request)
         self.close_stdin()
@@ -270,33 +272,33 @@ class Program:
         threading.Thread(target=write, daemon=True).start()
 
     def close_stdin(self) -> None:
-        """Let it read the end of its standard input."""
+        """Close standard input: the program reads its end."""
         with self._channels.borrowed() as channels, open(os.devnull, "wb") as null:
             os.dup2(null.fileno(), channels.request, inheritable=False)
 
     def kill(self) -> bool:
-        """SIGKILL. False if it had ended already."""
+        """Send SIGKILL. False if the program had ended."""
         return self._channels.signal()
 
     def close(self) -> None:
-        """Kill it if it runs, and let go of its descriptors. May be called twice."""
+        """Kill the program if it runs, and close its descriptors. Idempotent."""
         self._channels.kill()
 
 
 def text_decoder() -> Decoder:
-    """Of output in pieces: a character may come in two of them."""
+    """Decodes output in pieces: a character may be split between two."""
     return codecs.getincrementaldecoder("utf-8")("replace")
 
 
-def _tell(listener: Listener | None, text: str) -> None:
+def _notify(listener: Listener | None, text: str) -> None:
     if listener is not None and text:
         listener(text)
 
 
 def _inner_pid(pid: int) -> int:
-    """The number of a process inside its session; -1 if it has ended already."""
+    """The pid of a process inside its session; -1 if it has ended."""
     try:
-        with open(f"/proc/{pid}/status", "rb") as status:  # its name may be any bytes
+        with open(f"/proc/{pid}/status", "rb") as status:  # the process name may not be UTF-8
             return int(next(line for line in status if line.startswith(b"NSpid:")).split()[-1])
     except (OSError, StopIteration):
         return -1

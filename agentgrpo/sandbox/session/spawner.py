@@ -1,19 +1,20 @@
-"""Where sessions come from: the strongest way of isolating that works here, proven before use.
+"""Starts sessions on the strongest way of isolating (rung) that works on this machine.
 
-The ladder is zygote-userns, zygote-root; where neither works nothing runs. A rung counts
-as working only when a session started on it is seen, from outside, to have the namespaces, the
-user, the missing capabilities and the filter that it should have.
+The rungs are zygote-userns, then zygote-root; if neither works, nothing runs. A rung works only if
+a session started on it has, inspected from outside, the expected namespaces and user, no
+capabilities, and a system call filter.
 """
 
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentgrpo.sandbox.isolation.cgroup import Cgroups, CgroupsUnavailable, ControlGroup
 from agentgrpo.sandbox.isolation.channels import Channels, pid_of
 from agentgrpo.sandbox.isolation.errors import (
+    RungFailure,
     SandboxException,
     SandboxInfraError,
     SandboxUnavailable,
@@ -25,20 +26,20 @@ from agentgrpo.sandbox.isolation.jail import FIRST_UID, has_own_ids
 from agentgrpo.sandbox.isolation.limits import Limits
 from agentgrpo.sandbox.isolation.template import Template
 from agentgrpo.sandbox.isolation.zygote import LADDER, Rung, Zygote
-from agentgrpo.sandbox.session.result import StepStatus
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import StepStatus
 
 CLOSED = "the pool is closed"
-NO_PROC = "parts of this container's /proc are covered, so that no other may be mounted"
+NO_PROC = "parts of this container's /proc are covered, so no other can be mounted"
 NSJAIL_HEAD = re.compile(r"^\[[A-Z]\]\[\S+\] ")
-"""What its lines begin with: level, time and process."""
+"""The prefix of nsjail's log lines: level, time and process."""
 CAPABILITIES = ("CapEff", "CapPrm", "CapInh", "CapAmb", "CapBnd")
 NAMESPACES = ("pid", "mnt", "net", "ipc", "uts")
 
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A started session: its descriptors, its control group, what to call when it is over."""
+    """A started session. Call release() when it has ended."""
 
     channels: Channels
     group: ControlGroup | None
@@ -46,36 +47,54 @@ class Spawned:
 
 
 ROOT_CAPABILITIES = 0x404FB
-"""Nine, of the root of an image over its own user namespace: csrc/sandbox_spawn.c."""
+"""Nine capabilities that an image's root has over its own user namespace: csrc/sandbox_spawn.c."""
 
 
 def verify(channels: Channels, rung: Rung, own_network: bool = True) -> None:
-    """Look at a session from outside, where it cannot lie."""
+    """Check the isolation of a session from outside, where its code cannot fake it."""
     allowed = 0 if channels.places.image is None else ROOT_CAPABILITIES
-    for what, pidfd in (("init", channels.init), ("interpreter", channels.interpreter)):
+    for role, pidfd in (("init", channels.init), ("interpreter", channels.interpreter)):
         pid = pid_of(pidfd)
-        with open(f"/proc/{pid}/status", errors="replace") as status:
-            found = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
+        with open(f"/proc/{pid}/status", errors="replace") as file:
+            status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
         # a user without capabilities cannot empty the bounding set, and cannot use it either
         kinds = CAPABILITIES[:4] if rung is Rung.BARE and os.geteuid() else CAPABILITIES
-        problems = [f"{key} is {found[key]}" for key in kinds if int(found[key], 16) & ~allowed]
-        if found["NoNewPrivs"] != "1":
+        problems = [f"{key} is {status[key]}" for key in kinds if int(status[key], 16) & ~allowed]
+        if status["NoNewPrivs"] != "1":
             problems.append("new privileges can be gained")
-        if what == "interpreter" and found["Seccomp"] != "2":
+        if role == "interpreter" and status["Seccomp"] != "2":
             problems.append("no system call filter is installed")
-        uid = int(found["Uid"].split()[0])
+        uid = int(status["Uid"].split()[0])
         own_user = has_own_ids() or (rung is Rung.BARE and os.geteuid() == 0)
         if uid == 0 or (own_user and uid < FIRST_UID):
             problems.append(f"it runs as user {uid} of the machine")
-        wanted = {Rung.BARE: (), Rung.ZYGOTE_ROOT: NAMESPACES}.get(rung, (*NAMESPACES, "user"))
+        private = {Rung.BARE: (), Rung.ZYGOTE_ROOT: NAMESPACES}.get(rung, (*NAMESPACES, "user"))
         problems += [
             f"it shares the {name} namespace with the host"
-            for name in wanted
+            for name in private
             if (name != "net" or own_network)
             and os.readlink(f"/proc/{pid}/ns/{name}") == os.readlink(f"/proc/self/ns/{name}")
         ]
         if problems:
-            raise SandboxUnavailable(f"{rung}: the {what} is not isolated: {'; '.join(problems)}")
+            raise SandboxUnavailable(f"{rung}: the {role} is not isolated: {'; '.join(problems)}")
+
+
+def describe_failure(message: str) -> RungFailure:
+    """The reason on one line, without the prefixes of nsjail's log, and the remedy."""
+    lines = (NSJAIL_HEAD.sub("", line) for line in message.splitlines())
+    return RungFailure("; ".join(lines), remedy(message))
+
+
+def failures_text(failures: Mapping[str, RungFailure]) -> str:
+    """List why each rung failed: each reason once, on one line, with its remedy."""
+    rungs: dict[RungFailure, list[str]] = {}
+    for rung, failure in failures.items():
+        rungs.setdefault(failure, []).append(rung)
+    lines = []
+    for failure, names in rungs.items():
+        lines.append(f"  {', '.join(names)}: {failure.reason}")
+        lines += [f"  remedy: {failure.remedy}"] if failure.remedy else []
+    return "\n".join(lines)
 
 
 class Spawner:
@@ -131,34 +150,24 @@ class Spawner:
             if self._works():
                 return rung
             if masked_proc() and rung is not Rung.BARE:
-                self.own_proc = False  # the kernel lets nobody mount one; do without
+                self.own_proc = False  # the kernel refuses a new /proc: try without one
                 if self._works():
                     return rung
                 self.own_proc = True
+        failures = {str(rung): describe_failure(text) for rung, text in self.failures.items()}
         raise SandboxUnavailable(
             f"this machine cannot isolate untrusted code, so none will be run:\n"
-            f"{self.failures_text()}\n"
+            f"{failures_text(failures)}\n"
             + ("" if Rung.BARE in rungs or self._template.image else f"{OTHERWISE}\n")
-            + "`agentgrpo sandbox doctor` looks at this machine in detail."
+            + "`agentgrpo sandbox doctor` checks this machine in detail.",
+            failures=failures,
         )
-
-    def failures_text(self) -> str:
-        """Why the rungs that were tried did not do, each reason once on a line, with its remedy."""
-        rungs: dict[str, list[str]] = {}
-        for rung, why in self.failures.items():
-            rungs.setdefault(why, []).append(rung)
-        lines = []
-        for why, tried in rungs.items():
-            said = "; ".join(NSJAIL_HEAD.sub("", line) for line in why.splitlines())
-            lines.append(f"  {', '.join(tried)}: {said}")
-            lines += [f"  remedy: {cure}"] if (cure := remedy(why)) else []
-        return "\n".join(lines)
 
     def _works(self) -> bool:
         """Whether self.rung isolates; if not, self.failures has the reason."""
         try:
-            self._prove()
-        except TemplateUnavailable:  # it would be on every other rung
+            self._start_and_verify()
+        except TemplateUnavailable:  # the template would fail on every other rung too
             raise
         except (SandboxUnavailable, SandboxInfraError, OSError) as reason:
             self.failures[self.rung] = str(reason)
@@ -168,8 +177,8 @@ class Spawner:
         self.failures.pop(self.rung, None)
         return True
 
-    def _prove(self) -> None:
-        """Start one session on self.rung and look at it."""
+    def _start_and_verify(self) -> None:
+        """Start one session on self.rung and check its isolation."""
         self._zygotes.append(self._start())
         spawned = self.spawn()
         session = Session(spawned.channels, self._limits, on_close=spawned.release)
@@ -196,7 +205,7 @@ class Spawner:
         return zygote
 
     def spawn(self, image: Image | None = None) -> Spawned:
-        """Start a session, of this image instead of the template's."""
+        """Start a session. image replaces the template's image."""
         if self._closed:
             raise SandboxException(CLOSED)
         group = self._take_group()
@@ -223,12 +232,12 @@ class Spawner:
     def _spawn_in(
         self, group: ControlGroup | None, image: Image | None
     ) -> tuple[Channels, Callable[[], None]]:
-        """A session's descriptors, and what to call when it is over."""
+        """Start a session. Returns its descriptors and the function that cleans up after it."""
         zygote = self._pick()
         try:
             return zygote.spawn(group, image)
         except SandboxInfraError:
-            if zygote.answers():  # it is well; this session could not be set up
+            if zygote.answers():  # the zygote works: only this session could not be set up
                 raise
             return self._replace(zygote).spawn(group, image)
 
@@ -242,11 +251,9 @@ class Spawner:
             return self._zygotes[self._next]
 
     def _replace(self, dead: Zygote) -> Zygote:
-        """A new zygote instead of one that does not answer; several threads may have met the same.
-        Its sessions end with it.
-        """
+        """Replace a zygote that does not answer, once. Its sessions end with it."""
         with self._lock:
-            if dead in self._zygotes:
+            if dead in self._zygotes:  # else another thread has replaced it already
                 fresh = self._start()
                 self._zygotes[self._zygotes.index(dead)] = fresh
                 self.restarts += 1
@@ -255,18 +262,18 @@ class Spawner:
             return self._zygotes[self._next]
 
     def describe(self) -> dict[str, object]:
-        """What was chosen and what was not to be had."""
+        """The rung, and which isolation and limits are in effect."""
         memory = (
             f"control group (v{self.cgroups.version}) per session"
             if self.cgroups is not None
             else f"per process, a watchdog over all; no control group: {self.cgroups_missing}"
         )
-        own = has_own_ids() and not (self._template.tree or self._template.image)
+        own_ids = has_own_ids() and not (self._template.tree or self._template.image)
         return {
             "rung": str(self.rung),
             "stronger_rungs_failed": {str(rung): why for rung, why in self.failures.items()},
             "degraded": self.rung is Rung.BARE,
-            "users": "one per session" if own else "one for all sessions",
+            "users": "one per session" if own_ids else "one for all sessions",
             "proc": self._proc(),
             "memory_limit": memory,
             "processors": self._processors(),
@@ -286,8 +293,8 @@ class Spawner:
         return "its own processes" if self.own_proc else f"none: {NO_PROC}"
 
     def close(self) -> None:
-        """End the zygotes, with them every session, and remove the control groups."""
-        with self._lock:  # no thread is starting another
+        """End the zygotes and all sessions, and remove the control groups."""
+        with self._lock:  # wait for a thread that is starting a zygote
             self._closed = True
             zygotes = [*self._zygotes]
         for zygote in zygotes:

@@ -19,8 +19,8 @@ from pathlib import Path
 from agentgrpo import _C
 from agentgrpo.sandbox.isolation.channels import GONE, process_tree
 from agentgrpo.sandbox.isolation.jail import PRIVATE
-from agentgrpo.sandbox.session.result import StepStatus
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import StepStatus
 from agentgrpo.support.control_groups import lines_of, memory_bounds
 
 log = logging.getLogger(__name__)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from agentgrpo.sandbox.selftest import GOES_ON, _take
+from agentgrpo.sandbox.selftest import ALIVE, _run_step
 from agentgrpo.sandbox.session.session import Session
 
 
 def still_works(session: Session) -> None:
     """The session goes on, with its state."""
-    _take(session, GOES_ON)
+    _run_step(session, ALIVE)

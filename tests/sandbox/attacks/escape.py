@@ -6,24 +6,24 @@ import secrets
 from pathlib import Path
 
 from agentgrpo.sandbox.selftest import (
+    ALIVE,
     ERROR,
     EXIT,
-    GOES_ON,
     LIBC,
     OK,
     SIGNAL,
     Table,
-    a_proc,
-    an_x86,
     denied,
     expect,
     on_pool,
     refused,
+    require_proc,
+    require_x86,
     value_of,
 )
 from agentgrpo.sandbox.session.pool import SandboxPool
-from agentgrpo.sandbox.session.result import StepResult
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import StepResult
 
 
 def plain_sockets(result: StepResult) -> bool:
@@ -61,7 +61,7 @@ row("System calls with a history of holes are not there", denied("""
     msgget: 68, 0, 384; cachestat: 451, 0, 0, 0, 0; mincore: 27, 0, 4096, 0;
     memfd_create: 319, b'x', 0; shmget: 29, 0, 4096, 896; sigqueue: 129, 2, 10, 0;
     personality: 135, 0xffffffff; setxattrat: 463, -100, b'f', 0, 0, 0, 0;
-    a call of the future: 5000"""), needs=an_x86)
+    a call of the future: 5000"""), needs=require_x86)
 row("Only unix and internet sockets can be made, and of those only streams and datagrams", ("""
     import socket, errno
     got = []
@@ -88,7 +88,7 @@ row("32-bit and x32 system calls do not get around the filter",
     m = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)
     m.write(bytes.fromhex('b814000000cd80c3'))  # mov eax, 20; int 0x80; ret
     f = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))
-    print('pid', f())""", (SIGNAL, lambda result: result.signal == 31)), needs=an_x86)
+    print('pid', f())""", (SIGNAL, lambda result: result.signal == 31)), needs=require_x86)
 row("Loopback is the only network device, and it works", ("""
     import os, socket
     server = socket.create_server(('127.0.0.1', 0))
@@ -135,7 +135,7 @@ row("/proc/*/root and /proc/*/cwd stay inside", ("""
     [p for p in glob.glob('/proc/*/root') + glob.glob('/proc/*/cwd')
      if os.path.exists(p + '/etc/shadow') or os.path.exists(p + '/root/.bashrc')]""", "[]"))
 row("Namespace flags hidden in the upper half of the argument do not pass the filter",
-    denied("clone: 56, (1 << 40) | 0x10000000 | 17, 0, 0, 0, 0"), needs=an_x86)
+    denied("clone: 56, (1 << 40) | 0x10000000 | 17, 0, 0, 0, 0"), needs=require_x86)
 row("Shared read-only files cannot be leased or watched to hold up their owner", refused(
     ["fcntl.fcntl(fd, 1024, 0)", "fcntl.fcntl(fd, 1024, 1)", "fcntl.fcntl(d, 1026, 1)"], """
 import fcntl, os
@@ -144,7 +144,7 @@ row("The times of the machine's devices cannot be set", refused(
     [f"os.utime('/dev/{name}')" for name in ("null", "zero", "full", "random", "urandom")],
     "import os"))
 row("The name of a control group says nothing of the machine",
-    ("{line.split(':')[2] for line in open('/proc/self/cgroup')}", "{'/\\n'}"), needs=a_proc)
+    ("{line.split(':')[2] for line in open('/proc/self/cgroup')}", "{'/\\n'}"), needs=require_proc)
 row("/proc shows processes and nothing of the machine",
     ("import os; sorted(p for p in os.listdir('/proc') if not p.isdigit())",
      ("['self', 'thread-self']", "[]")))
@@ -169,7 +169,7 @@ row("No call that names a process reaches PID 1: limits, priority, processors, c
         'inherit priority': (202, ctypes.byref(one), 8 | 128, 0, 0, 0, 0)}.items():
      got[name] = call(*call_)
     {k: v for k, v in got.items() if v not in ('ESRCH', 'EPERM', 'EINVAL', 'ENOSYS')}""", "{}"),
-    as_it_was, GOES_ON, needs=an_x86)
+    as_it_was, ALIVE, needs=require_x86)
 row("PID 1 outlives a storm of orphans that was to use up its time, and reports the end", ("""
     import os, resource, time
     for what in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_AS):

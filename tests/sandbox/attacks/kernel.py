@@ -18,8 +18,8 @@ from agentgrpo.sandbox.selftest import (
     value_of,
 )
 from agentgrpo.sandbox.session.pool import SandboxPool
-from agentgrpo.sandbox.session.result import StepResult
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import StepResult
 from tests.sandbox.attacks.checks import still_works
 
 HOPS = (

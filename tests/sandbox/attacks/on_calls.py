@@ -4,20 +4,20 @@ from functools import cache
 from typing import Any
 
 from agentgrpo.sandbox.selftest import (
+    ALIVE,
     ERROR,
-    GOES_ON,
     OK,
     TIMEOUT,
     Table,
-    a_proc,
     expect,
     on_pool,
-    play,
+    require_proc,
+    run_steps,
 )
 from agentgrpo.sandbox.session.host_tools import HostBudget, HostTools
 from agentgrpo.sandbox.session.pool import SandboxPool
-from agentgrpo.sandbox.session.result import StepResult
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import StepResult
 from tests.sandbox.attacks.on_protocol import BROKEN, FORGE
 
 reached: list[Any] = []
@@ -88,7 +88,7 @@ def other_names(pool: SandboxPool) -> None:
     """A forged call of any other name reaches no function of the host and ends the session."""
     for name in NAMES:
         with pool.acquire() as session:
-            play(session, offered, (CALL,), (f"ask({name!r})", BROKEN), safe)
+            run_steps(session, offered, (CALL,), (f"ask({name!r})", BROKEN), safe)
 
 
 @on_pool
@@ -96,7 +96,7 @@ def other_data(pool: SandboxPool) -> None:
     """A forged call whose arguments are no data is not made and ends the session."""
     for data in DATA:
         with pool.acquire() as session:
-            play(session, offered, (CALL,), (f"ask('counted', {data!r})", BROKEN), safe)
+            run_steps(session, offered, (CALL,), (f"ask('counted', {data!r})", BROKEN), safe)
 
 
 @on_pool
@@ -109,14 +109,16 @@ def other_frames(pool: SandboxPool) -> None:
         "frame(3, b'Call', b'echo', b'[[1],{}]')", "told(b'echo', b'x' * (1 << 24))",
     ):  # fmt: skip
         with pool.acquire() as session:
-            play(session, offered, (CALL,), (f"os.write(4, {sent}); time.sleep(9)", BROKEN), safe)
+            run_steps(
+                session, offered, (CALL,), (f"os.write(4, {sent}); time.sleep(9)", BROKEN), safe
+            )
 
 
 @on_pool
 def without_tools(pool: SandboxPool) -> None:
     """A session that was offered no functions cannot call any."""
     with pool.acquire() as session:
-        play(session, (CALL,), ("'echo' in globals()", "False"))
+        run_steps(session, (CALL,), ("'echo' in globals()", "False"))
         forged = "os.write(4, told(b'echo', b'[[1],{}]', 3)); time.sleep(9)"
         expect(session.step(forged), BROKEN)
 
@@ -144,7 +146,7 @@ row("Calls go on in no thread after the step", offered, ("""
       try: got.append(echo(n))
       except RuntimeError as error: got.append('no')
     thread = threading.Thread(target=go); thread.start()""", (OK, few)),
-    ("import time; time.sleep(0.01); 1", "1"), ("thread.join()",), ("len(got)", "9"), GOES_ON)
+    ("import time; time.sleep(0.01); 1", "1"), ("thread.join()",), ("len(got)", "9"), ALIVE)
 row("Many threads may call at once, and each gets its own answer", offered, ("""
     import threading
     got, threads = {}, []
@@ -154,7 +156,7 @@ row("Many threads may call at once, and each gets its own answer", offered, ("""
      try: threads[-1].start()
      except RuntimeError: break  # whose user's processes are counted together
     [t.join() for t in threads if t.ident]
-    got == {n: n for n in range(sum(t.ident is not None for t in threads))}""", "True"), GOES_ON)
+    got == {n: n for n in range(sum(t.ident is not None for t in threads))}""", "True"), ALIVE)
 row("A fork cannot call, and does not disturb a call of its parent", offered, ("""
     import os
     read, write = os.pipe()
@@ -163,23 +165,23 @@ row("A fork cannot call, and does not disturb a call of its parent", offered, ("
      except RuntimeError: os.write(write, b'refused')
      os._exit(0)
     os.waitpid(p, 0)
-    os.read(read, 99), echo('parent')""", "(b'refused', 'parent')"), GOES_ON)
+    os.read(read, 99), echo('parent')""", "(b'refused', 'parent')"), ALIVE)
 row("A process of its own finds no way to call", offered,
     ("import subprocess, sys; r = subprocess.run(['ls', '/proc/self/fd'], close_fds=False)",
-     lambda result: result.stdout.split() == ["0", "1", "2", "3"]), safe, needs=a_proc)
+     lambda result: result.stdout.split() == ["0", "1", "2", "3"]), safe, needs=require_proc)
 row("A forged call of a function that is offered is a call of it, checked and counted", offered,
     (CALL,), ("os.write(4, told(b'counted', b'[[5],{}]')); os.read(3, 999)",
-              (BROKEN, lambda result: [call.told for call in result.host_calls] == [(b"5",)])),
+              (BROKEN, lambda result: [call.answer for call in result.host_calls] == [(b"5",)])),
     safe)
 row("A frame that waits for the next step ends the session", offered, (CALL,),
     ("os.write(4, told(b'unlisted', b'[[],{}]', 4))",), ("1", BROKEN), safe)
 row("An interrupt during a call leaves the state and the channel whole", offered,
     ("import time\nx = 7\nwhile True: echo(x) if x < 9 else 0; x += 1; time.sleep(0)",
-     TIMEOUT, 0.2), ("echo(x > 7)", "True"), GOES_ON)
+     TIMEOUT, 0.2), ("echo(x > 7)", "True"), ALIVE)
 row("Replacing what a call is made of reaches nothing", offered, ("""
     import builtins, json, os
     def bad(*a, **k): raise RuntimeError('replaced')
     for n in ('type', 'len', 'isinstance', 'zip', 'getattr', 'vars'): setattr(builtins, n, bad)
     json.loads = json.dumps = os.getpid = bad
-    json.JSONEncoder.encode = bad""",), ("echo('x')", (OK, ERROR)), GOES_ON, safe)
+    json.JSONEncoder.encode = bad""",), ("echo('x')", (OK, ERROR)), ALIVE, safe)
 # fmt: on

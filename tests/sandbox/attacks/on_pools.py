@@ -7,7 +7,7 @@ from agentgrpo.sandbox.isolation.errors import SandboxException, SandboxInfraErr
 from agentgrpo.sandbox.selftest import on_pool
 from agentgrpo.sandbox.session.interpreters import start_context
 from agentgrpo.sandbox.session.pool import SandboxPool
-from agentgrpo.sandbox.session.result import StepStatus
+from agentgrpo.sandbox.session.step_result import StepStatus
 from tests.isolation import within
 
 LEAVES_NO_ROOM = {

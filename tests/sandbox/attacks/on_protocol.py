@@ -1,7 +1,7 @@
 """Attacks on the channel to the host, on the loop that serves it, and on how an end is reported."""
 
-from agentgrpo.sandbox.selftest import ERROR, EXIT, GOES_ON, OK, Table, Test, a_proc
-from agentgrpo.sandbox.session.result import StepResult, StepStatus
+from agentgrpo.sandbox.selftest import ALIVE, ERROR, EXIT, OK, Table, Test, require_proc
+from agentgrpo.sandbox.session.step_result import StepResult, StepStatus
 
 BROKEN = StepStatus.PROTOCOL_ERROR
 FORGE = (
@@ -37,20 +37,20 @@ row("What atexit prints belongs to no step",
 row("An exception whose __str__ exits or fails is unprintable, and no more",
     *((f"class E(Exception):\n def __str__(self): {bad}\nraise E", ERROR)
       for bad in ("raise SystemExit", "raise KeyboardInterrupt", "return 1", "return None")),
-    GOES_ON)
+    ALIVE)
 row("A metaclass that lies about the name of an exception does no harm", ("""
     class M(type):
      @property
      def __name__(self): raise SystemExit
     class E(Exception, metaclass=M): pass
-    raise E""", ERROR), GOES_ON)
+    raise E""", ERROR), ALIVE)
 row("BaseException, KeyboardInterrupt and GeneratorExit end the step only",
     *((f"raise {name}", ERROR) for name in ("BaseException", "KeyboardInterrupt", "GeneratorExit")),
-    GOES_ON)
+    ALIVE)
 row("A cycle of causes and a nest of groups do not hang the formatter",
     ("a, b = ValueError(), ValueError(); a.__cause__ = b; b.__cause__ = a",), ("raise a", ERROR),
     ("e = ValueError()\nfor _ in range(500): e = ExceptionGroup('g', [e])\nraise e", ERROR),
-    GOES_ON)
+    ALIVE)
 row("A forged answer is that step's own observation; the session does not survive it", (FORGE,),
     ("os.write(4, frame(2, b'ok', b'value', b'forged')); time.sleep(0.1)",), ("1", (BROKEN,)))
 row("An answer queued for the next step is a broken protocol", (FORGE,),
@@ -91,9 +91,9 @@ row("Clearing sys.modules, builtins and the namespace ends at worst that session
     ("import sys, builtins; sys.modules.clear(); builtins.__dict__.clear()",),
     ("1", (*ANY, lambda r: r.value == "1" or r.status is ERROR or r.state_lost)))
 row("A fork that reaches the end of the step does not answer a second time",
-    ("import os; pid = os.fork()", OK), ("pid > 0", "True"), GOES_ON)
+    ("import os; pid = os.fork()", OK), ("pid > 0", "True"), ALIVE)
 row("A fork that raises SystemExit does not answer for its parent",
-    ("import os, sys\nif os.fork() == 0: sys.exit(3)\nos.wait()[1] >> 8", OK), GOES_ON)
+    ("import os, sys\nif os.fork() == 0: sys.exit(3)\nos.wait()[1] >> 8", OK), ALIVE)
 row("Reaching into the loop's own frames breaks at most that session", ("""
     import sys
     f = sys._getframe()
@@ -104,10 +104,10 @@ row("Reaching into the loop's own frames breaks at most that session", ("""
       except Exception: pass""",), ("1",))
 row("Child programs do not get the pipes of the protocol",  # 3 is the directory being listed
     ("import subprocess; n = subprocess.run(['ls', '/proc/self/fd'], close_fds=False)",
-     lambda result: result.stdout.split() == ["0", "1", "2", "3"]), needs=a_proc)
+     lambda result: result.stdout.split() == ["0", "1", "2", "3"]), needs=require_proc)
 row("A step that leaves no descriptor free is still answered",
     ("import os\nkeep = []\ntry:\n while True: keep.append(os.dup(0))\nexcept OSError: pass", OK),
-    ("for fd in keep: os.close(fd)",), GOES_ON)
+    ("for fd in keep: os.close(fd)",), ALIVE)
 row("Environment values with quotes, newlines and code arrive verbatim",
     *(("import os; os.environ['KEY'] == bytes.fromhex(os.environ['HEX']).decode()", "True", None,
        {"KEY": value, "HEX": value.encode().hex()}) for value in ENVIRONMENT),

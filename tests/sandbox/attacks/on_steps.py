@@ -4,8 +4,8 @@ import select
 import signal
 
 from agentgrpo.sandbox.selftest import (
+    ALIVE,
     ERROR,
-    GOES_ON,
     KILLED,
     LIMITS,
     OK,
@@ -14,10 +14,10 @@ from agentgrpo.sandbox.selftest import (
     TIMEOUT,
     Table,
     Test,
-    a_proc,
+    require_proc,
 )
-from agentgrpo.sandbox.session.result import StepStatus
 from agentgrpo.sandbox.session.session import Session
+from agentgrpo.sandbox.session.step_result import StepStatus
 
 TOO_MUCH = StepStatus.OUTPUT_LIMIT
 
@@ -59,17 +59,17 @@ row("A SIGINT handler left by one step does not protect the next",
     ("while True: pass", TIMEOUT, 0.2))
 row("A sleep is interrupted", ("import time; time.sleep(100)", TIMEOUT, 0.2))
 row("An exponential regular expression is interrupted",
-    ("import re; re.match(r'(a+)+$', 'a' * 64 + 'b')", TIMEOUT, 0.2), GOES_ON)
+    ("import re; re.match(r'(a+)+$', 'a' * 64 + 'b')", TIMEOUT, 0.2), ALIVE)
 row("A huge integer computation ends by interrupt, kill or memory, never later",
     ("10 ** (10 ** 9)", (TIMEOUT, KILLED, OOM, ERROR), 0.2))
 row("A trace function that makes everything slow does not outlive the interrupt",
     ("import sys\nsys.settrace(lambda *a: [0 for _ in range(10**9)])\n(lambda: 1)()",
      (TIMEOUT, KILLED), 0.2))
 row("A __repr__ that never returns is interrupted",
-    ("class E:\n def __repr__(self):\n  while True: pass\nE()", TIMEOUT, 0.2), GOES_ON)
+    ("class E:\n def __repr__(self):\n  while True: pass\nE()", TIMEOUT, 0.2), ALIVE)
 row("An exception whose __str__ never returns is interrupted",
     ("class E(Exception):\n def __str__(self):\n  while True: pass\nraise E", TIMEOUT, 0.2),
-    GOES_ON)
+    ALIVE)
 row("An alarm set for after the step ends that session and nothing else",
     ("import signal; signal.setitimer(signal.ITIMER_REAL, 0.01)",),
     ("import time; time.sleep(0.2)", (SIGNAL, OK)))
@@ -85,12 +85,12 @@ row("Bytes that are no text arrive with replacement characters",
      lambda result: (result.stdout_bytes, result.stdout[:3]) == (256, "\0\1\2")))
 row("A lone surrogate shows as Python's own error",
     (r"print('\ud800')", (ERROR, error("UnicodeEncodeError"))))
-row("Code that is no valid text is an error of the code", ("x = '\ud800'", (OK, ERROR)), GOES_ON)
+row("Code that is no valid text is an error of the code", ("x = '\ud800'", (OK, ERROR)), ALIVE)
 row("A NUL in the code is an error of the code", ("x = 1\0", ERROR))
-row("A session that closes its stdout goes on", ("import sys; sys.stdout.close()",), GOES_ON)
+row("A session that closes its stdout goes on", ("import sys; sys.stdout.close()",), ALIVE)
 row("/dev/stdout and /dev/stderr can be opened",
     ("import os; os.system('echo a > /dev/stdout; echo b | tee /dev/stderr')",
-     (out("a\nb\n"), lambda result: result.stderr == "b\n")), needs=a_proc)
+     (out("a\nb\n"), lambda result: result.stderr == "b\n")), needs=require_proc)
 row("Output of a thread after the end of its step is background, not the next step's", ("""
     import signal, threading
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -99,13 +99,13 @@ row("Output of a thread after the end of its step is background, not the next st
     ("print('mine')", (out("mine\n"), lambda result: result.background == "late\n")))
 row("Escape sequences, carriage returns and NULs arrive as written",
     (r"print('\x1b[31mred\x1b[0m\rover\0\b', end='')", out("\x1b[31mred\x1b[0m\rover\0\b")))
-row("Unbounded recursion is an error of the code", ("def f(): f()\nf()", ERROR), GOES_ON)
+row("Unbounded recursion is an error of the code", ("def f(): f()\nf()", ERROR), ALIVE)
 row("Code nested too deep for the parser is an error of the code", ("(" * 100_000, (ERROR, SIGNAL)))
 row("Code over the size limit is refused as the code's error",
-    ("#" * ((LIMITS.code_kib << 10) + 1), (ERROR, error("CodeTooLong"))), GOES_ON)
+    ("#" * ((LIMITS.code_kib << 10) + 1), (ERROR, error("CodeTooLong"))), ALIVE)
 row("The text of a huge value is clipped",
     ("'x' * 10_000_000", lambda result: 0 < len(result.value or "") <= LIMITS.value_kib << 10))
 row("The text of a huge exception is clipped and the session goes on",
     ("raise ValueError('x' * 10**7)", (ERROR, lambda result: result.error is not None and
-     len(result.error.value) + len(result.error.traceback) < 20_000)), GOES_ON)
+     len(result.error.value) + len(result.error.traceback) < 20_000)), ALIVE)
 # fmt: on

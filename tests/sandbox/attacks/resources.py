@@ -15,7 +15,7 @@ from agentgrpo.sandbox.selftest import (
     refused,
 )
 from agentgrpo.sandbox.session.pool import SandboxPool
-from agentgrpo.sandbox.session.result import StepResult
+from agentgrpo.sandbox.session.step_result import StepResult
 from tests.sandbox.attacks.checks import still_works
 
 FILL = """

@@ -22,7 +22,7 @@ from agentgrpo.sandbox.grading.grade import (
 )
 from agentgrpo.sandbox.isolation.cgroup import CgroupsUnavailable
 from agentgrpo.sandbox.session import spawner
-from agentgrpo.sandbox.session.result import StepError, StepResult, StepStatus
+from agentgrpo.sandbox.session.step_result import StepError, StepResult, StepStatus
 
 pytestmark = pytest.mark.nsjail
 

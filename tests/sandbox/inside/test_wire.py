@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from agentgrpo.sandbox.inside import wire
-from agentgrpo.sandbox.session.outcome import MAX_FIELDS, Ending, RawStep, Stream, show_answer
-from agentgrpo.sandbox.session.result import StepResult, StepStatus
+from agentgrpo.sandbox.session.step_result import (
+    MAX_FIELDS,
+    Ending,
+    RawStep,
+    StepResult,
+    StepStatus,
+    Stream,
+    set_answer,
+)
 
 ROOT = Path(__file__).parents[3]
 GUEST = Path(wire.__file__).parent
@@ -61,10 +68,10 @@ def test_fields_beyond_a_bound_are_malformed_before_any_is_made() -> None:
     many = wire.encode(1, [b"ok"] + [b""] * (MAX_FIELDS - 2))
     nothing = Stream(b"", b"", 0)
     raw = RawStep(Ending.ANSWERED, False, 0.0, nothing, nothing, b"", many[4:], 0, 0, 0, 0)
-    show_answer(raw, StepResult(status=StepStatus.OK))
+    set_answer(raw, StepResult(status=StepStatus.OK))
     raw = raw._replace(answer=wire.encode(1, [b"ok"] + [b""] * (MAX_FIELDS + 1))[4:])
     with pytest.raises(wire.Malformed, match=f"{MAX_FIELDS + 2} fields"):
-        show_answer(raw, StepResult(status=StepStatus.OK))
+        set_answer(raw, StepResult(status=StepStatus.OK))
 
 
 def test_the_c_side_has_the_same_numbers() -> None:

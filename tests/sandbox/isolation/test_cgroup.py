@@ -120,7 +120,7 @@ def test_controllers_that_were_not_delegated_are_named(delegated: tuple[Path, st
     if {"memory", "pids"} <= set(there):
         pytest.skip("this v2 tree has memory and pids")
     shown = run_in(own, "memory", code)
-    assert shown == [f"{own} was not given the controllers memory and pids", "[]"]
+    assert shown == [f"{own} does not have the controllers memory and pids", "[]"]
 
 
 def test_no_groups_for_a_user_who_may_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_niceness_is_the_weight_of_all_sessions(niceness: int, shares: int, tmp_
         _parents={},
         cpu_missing="",
     )
-    Cgroups._bound_processors(v2, tmp_path)
+    Cgroups._limit_processors(v2, tmp_path)
     assert (tmp_path / "cpu.weight").read_text() == str(500 // niceness)
     with SandboxPool(limits=limits, min_idle=0, zygotes=1) as pool:
         groups = pool._spawner.cgroups

@@ -110,7 +110,7 @@ def test_files_commands_interpreters_and_gradings(bare_pool: SandboxPool) -> Non
         assert shown[4] == "text"
         sandbox.run_code("import os; os.symlink('/etc/passwd', 'out'); os.symlink('..', 'up')")
         for name in ("/etc/passwd", "../x", f"{home}/../x", "/home/user/../../etc/passwd"):
-            with pytest.raises(NotSupportedException, match="home only"):
+            with pytest.raises(NotSupportedException, match="only its home"):
                 sandbox.files.read(name)
         for name in ("out", "up/x"):
             with pytest.raises(FileNotFoundException):

@@ -16,7 +16,7 @@ from agentgrpo.sandbox import (
     Session,
     TimeoutException,
 )
-from agentgrpo.sandbox.isolation.guards import as_bytes, public
+from agentgrpo.sandbox.isolation.guards import as_bytes, wraps_os_errors
 from tests.isolation import within
 
 pytestmark = pytest.mark.nsjail
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.nsjail
      (RuntimeError("x"), RuntimeError), (SandboxUnavailable("x"), SandboxUnavailable)],
 )  # fmt: skip
 def test_what_comes_over_the_line(raised: Exception, comes: type[Exception]) -> None:
-    @public
+    @wraps_os_errors
     class Called:
         def act(self) -> None:
             raise raised

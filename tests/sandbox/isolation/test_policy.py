@@ -53,7 +53,7 @@ MACHINES = pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 
 
 @MACHINES
-def test_exactly_the_named_calls_are_allowed(machine: str) -> None:
+def test_only_the_calls_of_the_table_are_allowed(machine: str) -> None:
     program, arch = policy.build(machine), policy.AUDIT_ARCH[machine]
     known = policy.system_calls(machine)
     by_argument = policy._filters(machine, namespaced=True, shared_memory=True, own_user=True)
@@ -67,7 +67,7 @@ def test_exactly_the_named_calls_are_allowed(machine: str) -> None:
 
 
 @MACHINES
-def test_numbers_are_those_of_the_kernel_headers(machine: str) -> None:
+def test_call_numbers_match_the_kernel_headers(machine: str) -> None:
     header = HEADERS[machine]
     if not header.exists():
         pytest.skip(f"{header} is not installed")
@@ -82,28 +82,28 @@ def test_numbers_are_those_of_the_kernel_headers(machine: str) -> None:
     assert compared > 150
 
 
-def test_other_architectures_are_killed_and_x32_is_not_there() -> None:
+def test_other_architectures_are_killed_and_x32_calls_get_enosys() -> None:
     program, arch = policy.build("x86_64"), policy.AUDIT_ARCH["x86_64"]
     assert decide(program, 0x40000003, 20) == KILL  # i386
     assert decide(program, arch, 0x40000000 | 39) == denied(errno.ENOSYS)
 
 
 @MACHINES
-def test_exactly_the_listed_options_are_allowed(machine: str) -> None:
+def test_only_the_listed_options_are_allowed(machine: str) -> None:
     program, arch = policy.build(machine), policy.AUDIT_ARCH[machine]
     known = policy.system_calls(machine)
     others = [*range(128), *range(1000, 1040), 0x1001, 0x2001, 0x5401, 0x5412, 0x8901, 0x9408]
     for call, (index, error, listed) in policy.OPTIONS.items():
-        seems = policy.SEEMS.get(call, [])
+        no_ops = policy.NO_OPS.get(call, [])
         for value in [*others, *listed, 1 << 31] if call in known else ():
-            wanted = ALLOW if value in listed else denied(0 if value in seems else error)
+            expected = ALLOW if value in listed else denied(0 if value in no_ops else error)
             flags = (0, 0x80, 0x100, 0x180) if call == "futex" else (0,)
             for high in (0, 1 << 32):  # the kernel takes an int
                 for flag in flags:
                     if not flag or value < 0x80:
                         arguments = [0] * index + [value | flag | high]
                         answer = decide(program, arch, known[call], *arguments)
-                        assert answer == wanted, (call, value, flag)
+                        assert answer == expected, (call, value, flag)
     for level in range(45):
         for name in range(80):
             wanted = denied(errno.ENOPROTOOPT)
@@ -125,7 +125,7 @@ REFUSED_FLAGS = {  # each bit, one by one
 
 
 @MACHINES
-def test_exactly_the_listed_flags_are_allowed(machine: str) -> None:
+def test_only_the_listed_flags_are_allowed(machine: str) -> None:
     program, arch = policy.build(machine), policy.AUDIT_ARCH[machine]
     known, arm = policy.system_calls(machine), machine == "aarch64"
     bits = {4, 8, 16, 32, 0x200, 0x2000, O_DIRECT[arm], 0x40000, *(1 << n for n in range(23, 32))}
@@ -192,7 +192,7 @@ NEEDED_BY = {
     **{f"POSIX_FADV_{name}": f"os.posix_fadvise(0, 0, 0, os.POSIX_FADV_{name})" for name in (
         "NORMAL", "RANDOM", "SEQUENTIAL", "WILLNEED", "NOREUSE")},
 }  # fmt: skip
-"""What a session runs that asks for each option of the lists."""
+"""Code that uses each option of the lists."""
 ORDINARY = """
 import asyncio, ctypes, fcntl, mmap, multiprocessing, os, socket, sqlite3, struct, subprocess
 import threading
@@ -221,7 +221,7 @@ find . -name '*.c' | xargs -P2 grep -l main && timeout 9 nohup nice flock lock t
 
 
 @pytest.mark.nsjail
-def test_every_option_is_needed_and_can_be_had(pool: SandboxPool) -> None:
+def test_each_allowed_option_is_used_by_some_code_and_works(pool: SandboxPool) -> None:
     tables = [listed for _, _, listed in policy.OPTIONS.values()]
     tables += policy.SOCKET_OPTIONS.values()
     assert {name for table in tables for name in table.values()} == NEEDED_BY.keys()
@@ -273,7 +273,7 @@ BY_ARGUMENT = [
 
 
 @pytest.mark.parametrize(("call", "wanted", "cases"), BY_ARGUMENT)
-def test_calls_that_depend_on_their_arguments(
+def test_calls_are_filtered_by_arguments(
     call: str, wanted: int, cases: list[tuple[int, ...]]
 ) -> None:
     number, arch = policy.system_calls("x86_64")[call], policy.AUDIT_ARCH["x86_64"]
@@ -283,7 +283,7 @@ def test_calls_that_depend_on_their_arguments(
 
 
 @MACHINES
-def test_shared_memory_that_stays_needs_a_control_group(machine: str) -> None:
+def test_shared_anonymous_memory_is_denied_without_control_group(machine: str) -> None:
     arch, number = policy.AUDIT_ARCH[machine], policy.system_calls(machine)["mmap"]
     strict = policy.build(machine, shared_memory=False)
     for flags, wanted in (
@@ -301,16 +301,14 @@ def test_shared_memory_that_stays_needs_a_control_group(machine: str) -> None:
         )
 
 
-def test_unknown_machine_is_refused() -> None:
+def test_unknown_architecture_raises() -> None:
     with pytest.raises(SandboxUnavailable, match="riscv64"):
         policy.build("riscv64")
 
 
 @pytest.mark.parametrize("namespaced", [True, False])
 @MACHINES
-def test_limits_may_be_asked_for_and_core_dumps_not_switched_on(
-    machine: str, namespaced: bool
-) -> None:
+def test_limits_can_be_read_and_core_dumps_not_enabled(machine: str, namespaced: bool) -> None:
     program, arch = policy.build(machine, namespaced=namespaced), policy.AUDIT_ARCH[machine]
     number = policy.system_calls(machine)["prlimit64"]
     core, files, somewhere = policy.RLIMIT_CORE, 7, 0x7F00_1234_5678
@@ -325,7 +323,7 @@ def test_limits_may_be_asked_for_and_core_dumps_not_switched_on(
 def test_without_namespaces_no_call_reaches_another_process() -> None:
     program, arch = policy.build("x86_64", namespaced=False), policy.AUDIT_ARCH["x86_64"]
     known = policy.system_calls("x86_64")
-    for name in policy.BEYOND.split():
+    for name in policy.OUTSIDE.split():
         assert decide(program, arch, known[name]) == denied(errno.ENOSYS), name
     for name in policy.LEAVE_THE_GROUP:
         assert decide(program, arch, known[name]) == denied(0), name

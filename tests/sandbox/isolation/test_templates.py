@@ -161,7 +161,7 @@ def test_an_interpreter_that_a_sessions_own_directory_would_cover_is_refused() -
         python = Path(folder, "bin", "python3")
         python.parent.mkdir()
         python.write_text("")
-        with pytest.raises(SandboxUnavailable, match=r"bin/python3 lies .*installed elsewhere"):
+        with pytest.raises(SandboxUnavailable, match=r"bin/python3 is in .*installed elsewhere"):
             SandboxPool(template=Template(python=str(python)), min_idle=0)
 
 

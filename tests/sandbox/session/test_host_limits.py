@@ -88,7 +88,7 @@ def test_a_function_cannot_step_the_session_that_calls_it(pool: SandboxPool) -> 
         return str(session.step("1").status)
 
     with pool.acquire(host=tools(again).begin()) as session:
-        assert "waits for the function" in told(session.step("again()"))[1]
+        assert "session that waits for it" in told(session.step("again()"))[1]
         assert session.step("1").value == "1"
 
 
@@ -134,7 +134,7 @@ def test_who_asks_at_once_is_told_the_same_and_failures_are_not_kept() -> None:
     assert answer(shared.begin(), "flaky").kind == "raised"
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(answer, shared.begin(), "flaky") for _ in range(2)]
-        assert len({one.result().told for one in both}) == 1
+        assert len({one.result().answer for one in both}) == 1
 
 
 def test_the_cache_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +173,10 @@ def test_recall_says_whether_all_of_it_was_asked_for(cached: str) -> None:
 @pytest.mark.parametrize(
     ("budget", "code", "wanted"),
     [
-        ({"calls": 3}, "add(1)", "the budget of 3 calls of"),
-        ({"calls_per_step": 1}, "add(1); add(1)", "the budget of 1 calls in one step of"),
-        ({"seconds": 0.05}, "later(0.1)", "the budget of 0.05 seconds of"),
-        ({"total_kib": 1}, "later(0.0, 'x' * 300)", "the budget of 1 KiB of"),
+        ({"calls": 3}, "add(1)", "the budget of 3 calls"),
+        ({"calls_per_step": 1}, "add(1); add(1)", "the budget of 1 calls in one step"),
+        ({"seconds": 0.05}, "later(0.1)", "the budget of 0.05 seconds"),
+        ({"total_kib": 1}, "later(0.0, 'x' * 300)", "the budget of 1 KiB"),
     ],
 )
 def test_a_budget_holds_over_the_sessions_of_a_rollout(
@@ -188,7 +188,7 @@ def test_a_budget_holds_over_the_sessions_of_a_rollout(
         with pool.acquire(host=host) as session:
             result = session.step(code)
             failures += [told(result)] if result.error else []
-    assert ("RuntimeError", f"{wanted} functions of the host is used up") in failures
+    assert ("RuntimeError", f"{wanted} for host functions is used up") in failures
     assert host.calls == len(seen)
     assert host.failures == len(failures)
     with pool.acquire(host=tools(**budget).begin()) as session:

@@ -59,9 +59,9 @@ def test_a_text_that_is_no_data_has_no_value(text: str) -> None:
     [
         ([], "expected different names"),
         ([add, add], "expected different names"),
-        ([lambda: 1], "no name to call it by"),
+        ([lambda: 1], "expected functions with public names"),
         (["add"], "expected functions"),
-        ([partial(int, 1)], "Python's own"),
+        ([partial(int, 1)], "not Python builtins"),
     ],
 )
 def test_what_cannot_be_offered_is_refused(functions: Any, message: str) -> None:
@@ -76,7 +76,7 @@ def test_names_of_python_and_annotations_that_cannot_be_checked_are_refused() ->
 
     def waits(a: threading.Event) -> None: ...
 
-    for function, message in ((open, "Python's own"), (takes, "Nowhere"), (waits, "Event")):
+    for function, message in ((open, "not Python builtins"), (takes, "Nowhere"), (waits, "Event")):
         with pytest.raises(InvalidArgumentException, match=message):
             HostTools([function])
     with pytest.raises(InvalidArgumentException, match="cached"):
@@ -92,7 +92,7 @@ CLIENT = threading.Event()
 def test_a_default_that_is_no_data_is_refused() -> None:
     def search(query: str, client: Any = CLIENT) -> None: ...
 
-    wanted = r"search: the default of client is no data.*functools.partial\(search, client="
+    wanted = r"search: the default of client is not JSON.*functools.partial\(search, client="
     with pytest.raises(InvalidArgumentException, match=wanted):
         HostTools([search])
 
@@ -114,13 +114,17 @@ def test_what_partial_binds_is_neither_shown_nor_to_be_set(is_async: bool) -> No
 
     bound = partial(also if is_async else search, "base-1", api_key="sk-1", client=CLIENT)
     made = HostTools([bound])
-    assert made.shown.startswith('def search(query: str, *, top_n: int = 3) -> Any:\n    """Of the')
+    assert made.signatures.startswith(
+        'def search(query: str, *, top_n: int = 3) -> Any:\n    """Of the'
+    )
     calls = made.begin()
-    assert answer(calls, "search", '[["q"],{"top_n":4}]').told == (b'["base-1","q","sk-1",4,true]',)
+    assert answer(calls, "search", '[["q"],{"top_n":4}]').answer == (
+        b'["base-1","q","sk-1",4,true]',
+    )
     for named in ("api_key", "client"):
         bad = answer(calls, "search", f'[["q"],{{"{named}":"mine"}}]')
-        assert bad.told[0] == b"TypeError"
-        assert b"unexpected keyword" in bad.told[1]
+        assert bad.answer[0] == b"TypeError"
+        assert b"unexpected keyword" in bad.answer[1]
 
 
 @pytest.mark.parametrize(
@@ -137,15 +141,15 @@ def test_an_argument_is_of_its_annotation(annotation: Any, value: Any, wanted: A
     f.__annotations__ |= {"a": annotation, "several": annotation}
     told = answer(HostTools([f]).begin(), "f", encode([[value], {"a": value}], 999).decode())
     if wanted is None:
-        assert (told.kind, told.told[0], seen) == ("raised", b"TypeError", [])
-        assert told.told[1].startswith(b"several.0")
+        assert (told.kind, told.answer[0], seen) == ("raised", b"TypeError", [])
+        assert told.answer[1].startswith(b"several.0")
     else:
         assert (told.kind, seen) == ("returned", [((wanted,), wanted)])
 
 
 def test_only_what_is_exact_reaches_a_function() -> None:
     calls = tools().begin()
-    assert answer(calls, "add", "[[1],{}]").told == (b"2",)
+    assert answer(calls, "add", "[[1],{}]").answer == (b"2",)
     for name, data in (("fail2", "[[],{}]"), ("add", "[[1]]"), ("add", "{}"),
                        ("__init__", "[[],{}]")):  # fmt: skip
         with pytest.raises(Malformed):
@@ -163,7 +167,7 @@ def test_a_function_is_called_like_any_other(pool: SandboxPool) -> None:
         assert shown == "add def add(a: int, b: int = 1) -> int:\nThe sum.\n"
         result = session.step("print('before')\nx = later(0.01, 'b')\nprint('after'); x")
         assert (result.stdout, result.value) == ("before\nafter\n", "'b'")
-        assert [(c.name, c.arguments, c.told) for c in result.host_calls] == [
+        assert [(c.name, c.arguments, c.answer) for c in result.host_calls] == [
             ("later", b'[[0.01,"b"],{}]', (b'"b"',))
         ]
         assert result.host_calls[0].seconds >= 0.01
@@ -183,7 +187,7 @@ def test_a_function_is_called_like_any_other(pool: SandboxPool) -> None:
         (
             "fail('object')",
             "TypeError",
-            "returned cannot be passed: Object of type object",
+            "fail() cannot be passed: Object of type object",
         ),
         ("add({1: 2})", "TypeError", "its arguments cannot be passed: a tuple, or a key"),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable, Session, StepStatus
-from agentgrpo.sandbox.selftest import ERROR, EXIT, TIMEOUT, play
+from agentgrpo.sandbox.selftest import ERROR, EXIT, TIMEOUT, run_steps
 
 pytestmark = pytest.mark.nsjail
 STARTS_WITH = ["__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__",
@@ -58,7 +58,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_step(session: Session, name: str) -> None:
-    play(session, *ROWS[name])
+    run_steps(session, *ROWS[name])
 
 
 def test_what_code_shows_of_an_object_is_the_same_in_each_run() -> None:
@@ -121,7 +121,7 @@ def test_limit_of_cpu_time_is_the_codes_and_not_its_inits(session: Session) -> N
         lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
         return next(line for line in lines if line.startswith("Max cpu time")).split()[3]
 
-    play(session, ("import resource; resource.getrlimit(resource.RLIMIT_CPU)", "(600, 600)"))
+    run_steps(session, ("import resource; resource.getrlimit(resource.RLIMIT_CPU)", "(600, 600)"))
     assert limit(session.pid) == "600"
     assert limit(session.init_pid) == "unlimited", "what it reaps must not end it"
 
