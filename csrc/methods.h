@@ -1,4 +1,4 @@
-/* One method table or type per topic file; module.c collects them. */
+/* A method table or type for each topic file; module.c collects them. */
 #ifndef AGENTGRPO_METHODS_H
 #define AGENTGRPO_METHODS_H
 

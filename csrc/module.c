@@ -1,6 +1,6 @@
-/* The extension module agentgrpo._C: collects what the topic files define, nothing else.
+/* The extension module agentgrpo._C: collects the functions and types of the topic files.
  *
- * Built against CPython's stable ABI (3.11), so that one binary serves every later Python.
+ * Built against CPython's stable ABI (3.11), so that one binary works on every later Python.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -10,7 +10,7 @@
 static int
 add_all(PyObject *module)
 {
-    // clang-format off: one table a line
+    // clang-format off: one table per line
     PyMethodDef *const tables[] = {
         agentgrpo_sandbox_files_methods,
         agentgrpo_sandbox_landlock_methods,

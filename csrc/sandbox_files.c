@@ -1,4 +1,4 @@
-/* Opening files of a session from the host: two system calls that Python has no names for. */
+/* Opens files of a session from the host, with two system calls that Python does not have. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -17,9 +17,9 @@ PyDoc_STRVAR(
     "open_in($module, root, path, flags, mode, /)\n"
     "--\n"
     "\n"
-    "Open path as a process whose root directory is the descriptor root would, and return\n"
-    "the descriptor. Symbolic links, absolute ones too, resolve inside root; the magic links\n"
-    "of /proc do not resolve at all. Never blocks, is never inherited. Raises OSError.");
+    "Open path as a process whose root directory is descriptor root, and return the descriptor.\n"
+    "Symbolic links, also absolute ones, resolve inside root; the magic links of /proc do not\n"
+    "resolve. Does not block; the descriptor is not inherited. Raises OSError.");
 
 static PyObject *
 open_in(PyObject *Py_UNUSED(module), PyObject *args)
@@ -47,9 +47,9 @@ PyDoc_STRVAR(
     "act_as($module, uid, /)\n"
     "--\n"
     "\n"
-    "Access files as this user and group, this thread only; returns the user before. Of a\n"
+    "Access files as this user and group, in this thread only. Returns the previous user. For a\n"
     "root thread this also suspends the capabilities that override permissions.\n"
-    "Raises PermissionError if this thread may not.");
+    "Raises PermissionError if this thread is not allowed to.");
 
 static PyObject *
 act_as(PyObject *Py_UNUSED(module), PyObject *arg)
@@ -58,13 +58,14 @@ act_as(PyObject *Py_UNUSED(module), PyObject *arg)
     if (PyErr_Occurred()) {
         return NULL;
     }
-    setfsgid((gid_t)uid); /* the group first: a user that is not root may not change it */
-    const int before = setfsuid((uid_t)uid);
+    setfsgid((gid_t)uid); /* the group first: a non-root user cannot change it */
+    const int previous = setfsuid((uid_t)uid);
+    /* both calls return the previous id and no error: call them again to see whether it changed */
     if (setfsuid((uid_t)uid) != (int)uid || setfsgid((gid_t)uid) != (int)uid) {
         errno = EPERM;
         return PyErr_SetFromErrno(PyExc_OSError);
     }
-    return PyLong_FromLong(before);
+    return PyLong_FromLong(previous);
 }
 
 PyMethodDef agentgrpo_sandbox_files_methods[] = {

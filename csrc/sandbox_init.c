@@ -1,9 +1,9 @@
-/* PID 1 of a session: reaps, reports how processes ended, starts programs for the host, and takes
- * the session down with it when the host is gone.
+/* PID 1 of a session: reaps processes, reports how they ended, starts programs for the host, and
+ * ends the session when the host has ended.
  *
- * Trusted, and not reachable from inside: the kernel ignores signals that a namespace sends to its
- * own PID 1, it is not dumpable (so /proc/1/{mem,fd,environ} are closed), and its socket was never
- * held by any process that runs untrusted code. It has no more privileges than they have.
+ * It is trusted, and code inside cannot reach it: the kernel ignores signals from a namespace to
+ * its own PID 1, it is not dumpable (so /proc/1/{mem,fd,environ} cannot be opened), and no process
+ * that runs untrusted code ever had its socket. It has no more privileges than they have.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -24,13 +24,13 @@
 
 enum { CONTROL = 3, MAX_CHILDREN = 64, MAX_STRINGS = 4096, ORDER_BYTES = 1 << 18 };
 
-/* The processes started for the host, and the socket on which each one's end is reported. */
+/* The processes started for the host, each with the socket for the report of its end. */
 static struct {
     pid_t pid;
     int status;
 } children[MAX_CHILDREN];
 
-/* The process whose end is the session's; 0 once the host has made it one of children. */
+/* The process whose end ends the session; 0 after the host has made it one of children. */
 static pid_t interpreter;
 
 void
@@ -53,12 +53,13 @@ sandbox_report(int status_fd, const struct sandbox_report *message, const int *f
         memcpy(CMSG_DATA(rights), fds, length);
     }
     if (sendmsg(status_fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 && num_fds > 0) {
-        /* Descriptors under way are counted (sendmsg(2), ETOOMANYREFS): a report without them. */
+        /* The kernel limits a user's descriptors in flight (sendmsg(2), ETOOMANYREFS), and a
+         * session can use them up: report the failure, without descriptors. */
         const struct sandbox_report refused = {
             .kind = SANDBOX_REPORT_FAILED, .value = SANDBOX_SETUP_STREAMS, .detail = errno};
         sandbox_report(status_fd, &refused, NULL, 0);
     }
-    /* Else the host has closed its end, and there is nobody left to tell. */
+    /* Otherwise the host has closed its end, and no one reads the report. */
 }
 
 void
@@ -82,37 +83,42 @@ sandbox_lower_limit(__rlimit_resource_t resource, unsigned long long value)
     return setrlimit(resource, &bound);
 }
 
-/* The last thing a process does before it runs untrusted code: wanted[i] becomes descriptor i
- * (beyond 2 not inherited by its children), status_fd becomes descriptor count, to complain on
- * until the caller closes it; every other one is closed, the filter is on. */
+/* The last step of a process before it runs untrusted code: sources[i] becomes descriptor i (above
+ * 2 not inherited by its children), and status_fd becomes descriptor count, for failure reports
+ * until the caller closes it. All other descriptors are closed, limits are set, and the filter is
+ * installed. */
 void
-sandbox_take_descriptors(int status_fd, const int *wanted, int count,
+sandbox_take_descriptors(int status_fd, const int *sources, int count,
                          const struct sandbox_bounds *bounds)
 {
     int high[6];
-    for (int i = 0; i <= count; i++) { /* out of the way: each may be a number assigned below */
-        high[i] = fcntl(i < count ? wanted[i] : status_fd, F_DUPFD_CLOEXEC, 16);
+    /* first to numbers from 16 on: a source may have a number that is assigned below */
+    for (int i = 0; i <= count; i++) {
+        high[i] = fcntl(i < count ? sources[i] : status_fd, F_DUPFD_CLOEXEC, 16);
     }
     for (int i = 0; i <= count; i++) {
         if (dup3(high[i], i, i < 3 ? 0 : O_CLOEXEC) < 0) {
             sandbox_refuse(high[count], SANDBOX_SETUP_STREAMS);
         }
     }
+    /* descriptors inherited from the zygote or PID 1 would lead out of the session */
     if (syscall(SYS_close_range, count + 1, ~0U, 0) < 0) {
         sandbox_refuse(count, SANDBOX_SETUP_STREAMS);
     }
+    /* only here, not in PID 1: its reaping must not use up a limit */
     if (sandbox_lower_limit(RLIMIT_NOFILE, (unsigned long long)bounds->open_files) < 0 ||
         sandbox_lower_limit(RLIMIT_CPU, bounds->cpu_s) < 0) {
         sandbox_refuse(count, SANDBOX_SETUP_LIMITS);
     }
     struct sock_fprog program = {.len = (unsigned short)(bounds->filter_bytes / 8),
                                  .filter = (struct sock_filter *)(uintptr_t)bounds->filter};
+    /* last: from here on only the calls of the filter are possible */
     if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) < 0) {
         sandbox_refuse(count, SANDBOX_SETUP_FILTER);
     }
 }
 
-/* Splits an order into directory, argv and environ. Returns 0, or -1 if it is not well formed. */
+/* Splits an order into directory, argv and environ. Returns 0, or -1 if it is malformed. */
 static int
 parse_order(char *text, const char *end, const struct sandbox_order *order, char **directory,
             char **arguments, char **environment)
@@ -150,7 +156,7 @@ run_program(char *text, const char *end, const struct sandbox_order *order, cons
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    if (getppid() == 1) { /* without namespaces nothing leaves the group, see terminate_session() */
+    if (getppid() == 1) { /* without namespaces it stays in the group, see terminate_session() */
         setsid();
     }
     if (parse_order(text, end, order, &directory, arguments, environment) < 0) {
@@ -162,12 +168,12 @@ run_program(char *text, const char *end, const struct sandbox_order *order, cons
     }
     const int count = num_fds - 1;
     sandbox_take_descriptors(fds[0], fds + 1, count, bounds);
-    if (count > 3) { /* the protocol's pipes survive this exec, but none of the program's own */
+    if (count > 3) { /* the protocol's pipes survive this exec; the program sets CLOEXEC again */
         fcntl(3, F_SETFD, 0);
         fcntl(4, F_SETFD, 0);
     }
     execve(arguments[0], arguments, environment);
-    if (errno == ENOENT && strcmp(arguments[0], "/bin/bash") == 0) { /* an image may have sh only */
+    if (errno == ENOENT && strcmp(arguments[0], "/bin/bash") == 0) { /* an image may have only sh */
         execve("/bin/sh", arguments, environment);
     }
     sandbox_refuse(count, SANDBOX_SETUP_EXEC);
@@ -182,6 +188,7 @@ start_program(char *text, const char *end, const struct sandbox_order *order, co
     while (slot < MAX_CHILDREN && children[slot].pid != 0) {
         slot++;
     }
+    /* an order without arguments: the interpreter becomes a child whose end is not the session's */
     const int adopts = order->num_arguments == 0 && interpreter != 0;
     const pid_t pid = slot == MAX_CHILDREN ? -1 : adopts ? interpreter : fork();
     if (pid == 0) {
@@ -201,8 +208,8 @@ start_program(char *text, const char *end, const struct sandbox_order *order, co
     close(pidfd);
 }
 
-/* The end of the session. PID 1 takes its namespace with it, by the kernel; without a namespace
- * (MODE_BARE) everything is in one process group, which no process of it can leave. */
+/* Ends the session. When PID 1 exits, the kernel kills its namespace. Without a namespace
+ * (MODE_BARE) all processes are in one process group, which none of them can leave. */
 static void
 terminate_session(int code)
 {
@@ -231,7 +238,7 @@ handle_order(const struct sandbox_bounds *bounds)
     if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
         return;
     }
-    if (count <= 0) { /* the host closed its end or died: so does everything in here */
+    if (count <= 0) { /* the host closed its end or died: end the session */
         terminate_session(0);
     }
     struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
@@ -248,7 +255,8 @@ handle_order(const struct sandbox_bounds *bounds)
     }
 }
 
-/* Reaps what has ended, but not for ever while more does. Returns whether there may be more. */
+/* Reaps ended processes, at most 256, so that a storm of them cannot keep it from orders of the
+ * host. Returns whether there may be more. */
 static int
 reap(void)
 {
@@ -277,7 +285,7 @@ reap(void)
     return 1;
 }
 
-/* The life of PID 1. SIGCHLD is blocked already, so that no end goes unseen. */
+/* The main loop of PID 1. SIGCHLD is blocked before, so that no end is missed. */
 void
 sandbox_run_init(int control_fd, pid_t pid, const struct sandbox_bounds *bounds)
 {
@@ -290,7 +298,8 @@ sandbox_run_init(int control_fd, pid_t pid, const struct sandbox_bounds *bounds)
         close(fd);
     }
     prctl(PR_SET_NAME, "sandbox-init");
-    for (int number = 1; number <= 64; number++) { /* Python's: the kernel would deliver to them */
+    /* remove Python's handlers: the kernel ignores signals to PID 1 only where it has no handler */
+    for (int number = 1; number <= 64; number++) {
         signal(number, SIG_DFL);
     }
     sigset_t child;
@@ -299,7 +308,8 @@ sandbox_run_init(int control_fd, pid_t pid, const struct sandbox_bounds *bounds)
     const int signals = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);
     struct pollfd watched[] = {{.fd = signals, .events = POLLIN},
                                {.fd = CONTROL, .events = POLLIN}};
-    for (int more = 1;;) { /* setting SIGCHLD above has discarded that of an early end */
+    /* reap once before waiting: signal() above has discarded the SIGCHLD of an early end */
+    for (int more = 1;;) {
         if (poll(watched, 2, more ? 0 : -1) < 0 && errno != EINTR) {
             terminate_session(SANDBOX_EXIT_SETUP);
         }

@@ -1,7 +1,7 @@
-/* Landlock: what a process without a mount namespace of its own may still open.
+/* Landlock: restricts the files that a process without its own mount namespace can open.
  *
- * The kernel's headers may be older than the kernel, so its interface (linux/landlock.h) is spelled
- * out here. A version that does not know a right cannot be asked to refuse it (see policy.CHANGES).
+ * The kernel's headers may be older than the kernel, so the interface of linux/landlock.h is
+ * repeated here. A version that does not know a right cannot deny it (see policy.CHANGES).
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -52,7 +52,7 @@ landlock_version(void)
     return (int)syscall(CREATE_RULESET, NULL, 0, ASK_VERSION);
 }
 
-/* A path that is not there needs no rule. */
+/* Adds a rule for a path; a path that does not exist needs none. */
 static int
 allow(int rules, const char *path, uint64_t access)
 {
@@ -60,10 +60,10 @@ allow(int rules, const char *path, uint64_t access)
     if (fd < 0) {
         return errno == ENOENT ? 0 : -1;
     }
-    struct stat about;
-    int failed = fstat(fd, &about);
+    struct stat info;
+    int failed = fstat(fd, &info);
     if (failed == 0) {
-        const struct rule rule = {.access = S_ISDIR(about.st_mode) ? access : access & OF_FILES,
+        const struct rule rule = {.access = S_ISDIR(info.st_mode) ? access : access & OF_FILES,
                                   .parent = fd};
         failed = (int)syscall(ADD_RULE, rules, RULE_PATH_BENEATH, &rule, 0);
     }
@@ -90,7 +90,7 @@ add_rules(int rules, const char *readable, const char *home, uint64_t handled)
         }
         readable += length + (readable[length] == ':');
     }
-    /* not /dev/zero: what is shared by mapping it stays when it is unmapped (jail.py) */
+    /* not /dev/zero: shared memory from mapping it stays after it is unmapped (jail.py) */
     static const char *const devices[] = {"/dev/null", "/dev/full", "/dev/random", "/dev/urandom"};
     for (size_t i = 0; i < sizeof devices / sizeof *devices; i++) {
         if (allow(rules, devices[i], READ_FILE | WRITE_FILE) < 0) {
@@ -107,18 +107,19 @@ sandbox_restrict_files(const char *readable, const char *home)
     if (version <= 0) {
         return 0;
     }
-    struct ruleset wanted = {.files = OF_VERSION_1 | (version >= 2 ? REFER : 0) |
-                                      (version >= 3 ? TRUNCATE : 0) |
-                                      (version >= 5 ? IOCTL_DEV : 0),
-                             .scoped = SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS};
-    const size_t known = version >= 6   ? sizeof wanted
-                         : version >= 4 ? offsetof(struct ruleset, scoped)
-                                        : offsetof(struct ruleset, network);
-    const int rules = (int)syscall(CREATE_RULESET, &wanted, known, 0);
+    struct ruleset ruleset = {.files = OF_VERSION_1 | (version >= 2 ? REFER : 0) |
+                                       (version >= 3 ? TRUNCATE : 0) |
+                                       (version >= 5 ? IOCTL_DEV : 0),
+                              .scoped = SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS};
+    /* the size of the fields that this version knows */
+    const size_t size = version >= 6   ? sizeof ruleset
+                        : version >= 4 ? offsetof(struct ruleset, scoped)
+                                       : offsetof(struct ruleset, network);
+    const int rules = (int)syscall(CREATE_RULESET, &ruleset, size, 0);
     if (rules < 0) {
         return -1;
     }
-    const int failed = add_rules(rules, readable, home, wanted.files) < 0 ||
+    const int failed = add_rules(rules, readable, home, ruleset.files) < 0 ||
                        prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 ||
                        syscall(RESTRICT_SELF, rules, 0) < 0;
     const int error = errno;
@@ -130,7 +131,7 @@ sandbox_restrict_files(const char *readable, const char *home)
 PyDoc_STRVAR(version_doc, "landlock_version($module, /)\n"
                           "--\n"
                           "\n"
-                          "The version of Landlock of this kernel, 0 if it is not there.");
+                          "The version of Landlock in this kernel; 0 if there is none.");
 
 static PyObject *
 get_version(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))

@@ -1,5 +1,5 @@
-/* What a process and its descendants have of the machine's memory, counted without the interpreter:
- * processes that fork and end all the time would be gone before other threads let it read on. */
+/* Counts the memory of a process and its descendants, without the GIL: processes that fork and end
+ * constantly would be gone before a Python thread gets to read the next file. */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -55,7 +55,7 @@ gone(void)
     return errno == ENOENT || errno == ESRCH;
 }
 
-/* Reads a file of /proc as a string, of which more than fits is left out. Returns 0, or -1. */
+/* Reads a file of /proc as a string, cut to the size of text. Returns 0, or -1. */
 static int
 read_text(const char *path, char *text, size_t size)
 {
@@ -121,7 +121,8 @@ add_children(int pid, int thread, void *context)
     return failed ? -1 : 0;
 }
 
-/* A process and its descendants but those that are skipped, or more than most. Returns 0, or -1. */
+/* Lists a process and its descendants, without those in skipped, until there are more than most.
+ * Returns 0, or -1. */
 static int
 list_tree(int root, size_t most, struct pids *found, const struct pids *skipped)
 {
@@ -134,9 +135,9 @@ list_tree(int root, size_t most, struct pids *found, const struct pids *skipped)
     return failed;
 }
 
-/* KiB that the files of one thread say its process uses and no file backs, pages that it shares
- * with its parent in full; exact: each divided by the number of processes that share it, if this
- * user may know. 0 if it has ended, -1 with errno. */
+/* KiB of a process's memory without file-backed pages, from the files of one of its threads. Pages
+ * shared with its parent count in full; if exact, each is divided by the number of processes that
+ * share it, unless this user lacks the permission. 0 if it has ended, -1 with errno. */
 static long
 thread_kib(int pid, int thread, int exact)
 {
@@ -163,50 +164,54 @@ thread_kib(int pid, int thread, int exact)
     return kib;
 }
 
-struct look {
+struct measurement {
     long kib;
     int exact;
 };
 
-/* Of a main thread that has ended while others run the kernel says nothing. */
+/* Tries the next thread after 0: the kernel has no count for a main thread that has ended while
+ * others run. */
 static int
-look_at(int pid, int thread, void *context)
+measure_thread(int pid, int thread, void *context)
 {
-    struct look *look = context;
-    look->kib = look->kib != 0 ? look->kib : thread_kib(pid, thread, look->exact);
-    return look->kib < 0 ? -1 : 0;
+    struct measurement *measurement = context;
+    if (measurement->kib == 0) {
+        measurement->kib = thread_kib(pid, thread, measurement->exact);
+    }
+    return measurement->kib < 0 ? -1 : 0;
 }
 
-/* Adds up the processes that are not in counted yet, and puts them there. Returns KiB, or -1. */
+/* Sums the processes that are not in counted, and adds them to it. Returns KiB, or -1. */
 static long
-add_up(const struct pids *pids, int exact, struct pids *counted)
+sum_memory(const struct pids *pids, int exact, struct pids *counted)
 {
     long total = 0;
     for (size_t i = 0; i < pids->count; i++) {
         if (!holds(counted, pids->at[i])) {
-            struct look look = {0, exact};
-            if (each_thread(pids->at[i], look_at, &look) < 0 || push(counted, pids->at[i]) < 0) {
+            struct measurement measurement = {0, exact};
+            if (each_thread(pids->at[i], measure_thread, &measurement) < 0 ||
+                push(counted, pids->at[i]) < 0) {
                 return -1;
             }
-            total += look.kib;
+            total += measurement.kib;
         }
     }
     return total;
 }
 
-/* Returns KiB, or -1 with errno. Exact, what is orphaned while it is counted is counted too: a
- * process that forks and ends hands its memory on. What has ended meanwhile then counts beside what
- * came after it, hence the least of some tries. */
+/* Returns KiB, or -1 with errno. The exact count repeats the listing for processes that appear
+ * while it runs: one that forks and ends passes its memory to its child. Then an ended process can
+ * count together with its successor, so the smallest of several tries is used. */
 static long
 tree_memory(int root, size_t most, long enough, struct pids *pids, struct pids *counted)
 {
-    long least = list_tree(root, most, pids, counted) < 0 ? -1 : add_up(pids, 0, counted);
+    long least = list_tree(root, most, pids, counted) < 0 ? -1 : sum_memory(pids, 0, counted);
     for (int i = 0; i < TRIES && least >= 0 && least > enough; i++) {
         long total = 0;
         counted->count = 0;
         for (int round = 0; round < ROUNDS; round++) {
             const int failed = list_tree(root, most, pids, counted);
-            const long more = failed ? -1 : add_up(pids, 1, counted);
+            const long more = failed ? -1 : sum_memory(pids, 1, counted);
             if (more < 0) {
                 return -1;
             }
@@ -222,10 +227,9 @@ PyDoc_STRVAR(
     "tree_kib($module, root, most, enough_kib, /)\n"
     "--\n"
     "\n"
-    "KiB of memory that a process and its descendants use, of those (about most) that are\n"
-    "looked at, without what files back. Above enough_kib each page counts once; what is\n"
-    "not above it is an upper bound, where pages that forks share count for each.\n"
-    "Raises OSError.");
+    "KiB of memory of a process and its descendants (about `most` of them at most), without\n"
+    "file-backed pages. Up to enough_kib the result is an upper bound, in which pages that\n"
+    "forks share count for each; above it each page counts once. Raises OSError.");
 
 static PyObject *
 tree_kib(PyObject *Py_UNUSED(module), PyObject *args)

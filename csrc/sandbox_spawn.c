@@ -1,10 +1,10 @@
-/* The jailed side of the sandbox: how a zygote process becomes a session.
+/* The jailed side of the sandbox: turns a clone of the zygote into a session.
  *
  * spawn_session() clones the (single-threaded, preloaded) zygote into new namespaces. The clone is
- * PID 1 of the session and never runs Python again: it builds the session's view of the machine,
- * gives up every privilege, forks the interpreter that will run untrusted code as PID 2, and
- * then only reaps children and reports how PID 2 ended on a socket that PID 2 never holds.
- * spawn_session() therefore returns twice: None in the zygote, a True in PID 2.
+ * PID 1 of the session and never runs Python again. It mounts the session's file systems, drops
+ * every privilege, forks the interpreter that runs untrusted code as PID 2, and then only reaps
+ * children and reports how PID 2 ended, on a socket that PID 2 never has. So spawn_session()
+ * returns twice: None in the zygote, True in PID 2.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -36,32 +36,32 @@
 
 enum mode {
     MODE_USERNS, /* clone into new namespaces, user namespace included */
-    MODE_ROOT,   /* the same without a user namespace, under a user id of the session's own */
-    MODE_BARE,   /* no namespaces: Landlock, the filter, limits; home_options is the directory to
-                  * work in, tmp_options the readable paths, joined by ":" */
+    MODE_ROOT,   /* the same without a user namespace, with one user id per session */
+    MODE_BARE,   /* no namespaces: Landlock, the filter, limits; home_options is the working
+                  * directory, tmp_options the readable paths, joined by ":" */
 };
-/* JAIL_ID: of agentgrpo/sandbox/isolation/jail.py, the user seen inside. */
+/* JAIL_ID of agentgrpo/sandbox/isolation/jail.py: the user id inside. */
 enum { MAX_CGROUPS = 3, JAIL_ID = 65534 };
-/* Capabilities of a session that has an image, over its own user namespace: it owns its files. The
- * host checks for the same mask (spawner.py). */
+/* Capabilities of a session with an image, over its own user namespace: it owns its files. The host
+ * checks for the same mask (spawner.py). */
 enum {
     ROOT_CAPABILITIES = 1 << CAP_CHOWN | 1 << CAP_DAC_OVERRIDE | 1 << CAP_FOWNER | 1 << CAP_FSETID |
     1 << CAP_SETGID | 1 << CAP_SETUID | 1 << CAP_KILL | 1 << CAP_NET_BIND_SERVICE |
     1 << CAP_SYS_CHROOT
 };
-/* They count for the owner of the namespace too: 96000 would be all that the host's user has. */
+/* They also count for the owner of the namespace: 96000 would be all that the host's user has. */
 enum { MAX_QUEUED_SIGNALS = 64 };
 
 struct session_spec {
     int status, request, response, out, err;
     const char *home_options, *tmp_options, *shm_options;
-    const char *layers; /* of its image, relative to /sandbox/layers, the topmost first, joined by
-                         * ":"; "" for a session of the machine's files */
-    const char *directory;    /* of its image: where its interpreter starts */
+    const char *layers;       /* of the image, relative to /sandbox/layers, topmost first, joined by
+                               * ":"; "": the session has the machine's files */
+    const char *directory;    /* working directory of the image */
     int cgroups[MAX_CGROUPS]; /* -1: none */
     unsigned long long address_space, processes, file_size;
     int niceness, mode, own_proc, own_network;
-    int upper; /* directory of the changes to its image, -1 without one */
+    int upper; /* directory of the changes to the image; -1: no image */
     unsigned int uid;
     struct sandbox_bounds bounds;
 };
@@ -106,9 +106,10 @@ enter_user_namespace(const struct session_spec *spec)
     }
 }
 
-/* Only the user that makes a user namespace may map itself into it: the zygote is the session's
- * user while it clones. Its /proc/self stays its own, and it still ends with nsjail: the kernel
- * takes both away with the user. Returns 0, or -1 with errno. */
+/* Only the user that makes a user namespace can map itself into it, so the zygote takes the
+ * session's user id while it clones. A change of user resets "dumpable" (access to its own
+ * /proc/self) and the parent-death signal (it must end with nsjail), so both are set again. Returns
+ * 0, or -1 with errno. */
 static int
 set_effective_user(unsigned int uid)
 {
@@ -122,8 +123,8 @@ set_effective_user(unsigned int uid)
                : 0;
 }
 
-/* The template's tree, copied where it is written to, onto a tmpfs that the session's /tmp then
- * covers, as an empty directory covers the tree itself. Whether it failed. */
+/* Mounts the template's tree with copy-on-write. The changes go to a tmpfs that the session's /tmp
+ * hides afterwards; an empty file system hides the tree itself. Returns whether it failed. */
 static int
 mount_tree(const char *size, unsigned long plain)
 {
@@ -134,8 +135,8 @@ mount_tree(const char *size, unsigned long plain)
            mount("tmpfs", "/sandbox/tree", "tmpfs", plain | MS_RDONLY, "size=4k") < 0;
 }
 
-/* Names that an image may lack: its working directory, and localhost. Called after pivot_root, so
- * that no link of the image leads out of it. Whether it failed. */
+/* Creates what an image may lack: its working directory, and /etc/hosts. Called after pivot_root,
+ * so that no link of the image leads out of it. Returns whether it failed. */
 static int
 complete_image(const char *directory)
 {
@@ -147,9 +148,9 @@ complete_image(const char *directory)
         mkdir(path, 0755);
         *slash = '/';
     }
-    struct stat about;
+    struct stat info;
     mkdir("/etc", 0755);
-    if (lstat("/etc/hosts", &about) < 0 || (S_ISREG(about.st_mode) && about.st_size == 0)) {
+    if (lstat("/etc/hosts", &info) < 0 || (S_ISREG(info.st_mode) && info.st_size == 0)) {
         const int fd = open("/etc/hosts", O_WRONLY | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0644);
         if (fd < 0 || write(fd, hosts, sizeof hosts - 1) < 0) {
             return -1;
@@ -159,8 +160,8 @@ complete_image(const char *directory)
     return chdir(path);
 }
 
-/* Makes the image the root directory: its layers, and above them a tmpfs for the session's changes.
- * /dev is the jail's, /proc the session's. Whether it failed. */
+/* Makes the image the root directory: its layers, and a tmpfs for the session's changes on top.
+ * /dev is the jail's, /proc the session's. Returns whether it failed. */
 static int
 mount_image(struct session_spec *spec, unsigned long plain)
 {
@@ -169,7 +170,7 @@ mount_image(struct session_spec *spec, unsigned long plain)
     static const char terminals[] = "newinstance,ptmxmode=0666,mode=0620,max=16";
     PyOS_snprintf(options, sizeof options, "userxattr,upperdir=/tmp/1,workdir=/tmp/2,lowerdir=%s",
                   spec->layers);
-    if (strlen(options) >= 4095) { /* the kernel reads one page, and would leave layers out */
+    if (strlen(options) >= 4095) { /* the kernel reads one page and would drop the last layers */
         errno = E2BIG;
         return -1;
     }
@@ -181,9 +182,9 @@ mount_image(struct session_spec *spec, unsigned long plain)
         return -1;
     }
     for (size_t i = 0; i < sizeof dirs / sizeof *dirs; i++) {
-        struct stat about; /* a link would be followed by mount(); no process can change it yet */
+        struct stat info; /* mount() would follow a link; no process can change the entry yet */
         mkdir(dirs[i], 0755);
-        if (lstat(dirs[i], &about) < 0 || !S_ISDIR(about.st_mode)) {
+        if (lstat(dirs[i], &info) < 0 || !S_ISDIR(info.st_mode)) {
             errno = ENOTDIR;
             return -1;
         }
@@ -229,8 +230,8 @@ raise_loopback(const struct session_spec *spec)
     }
     close(fd);
     if (spec->cgroups[0] < 0) {
-        /* What a socket holds is counted as these at most (watchdog.py). Not where a container
-         * runtime shows /proc/sys read-only. */
+        /* The watchdog counts each socket with these maxima. The writes fail where a container
+         * runtime mounts /proc/sys read-only. */
         write_file("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 212992");
         write_file("/proc/sys/net/ipv4/tcp_wmem", "4096 16384 212992");
     }
@@ -250,11 +251,11 @@ set_limits(const struct session_spec *spec)
     limit(spec, RLIMIT_AS, spec->address_space);
     limit(spec, RLIMIT_NPROC, spec->processes);
     limit(spec, RLIMIT_FSIZE, spec->file_size);
-    limit(spec, RLIMIT_CORE, 1); /* 0 would still start a core dump handler, 1 does not: core(5) */
+    limit(spec, RLIMIT_CORE, 1); /* at 0 the kernel still starts a core dump handler: core(5) */
     limit(spec, RLIMIT_MEMLOCK, 65536);
     limit(spec, RLIMIT_MSGQUEUE, 0);
     limit(spec, RLIMIT_SIGPENDING, MAX_QUEUED_SIGNALS);
-    /* under nice(1) the inherited value may be higher already, and may not be lowered */
+    /* under nice(1) the inherited value may be higher, and cannot be lowered */
     if (getpriority(PRIO_PROCESS, 0) < spec->niceness &&
         setpriority(PRIO_PROCESS, 0, spec->niceness) < 0) {
         refuse(spec, SANDBOX_SETUP_LIMITS);
@@ -291,7 +292,7 @@ drop_privileges(const struct session_spec *spec)
     }
 }
 
-/* Into the session's control groups: the descriptors were opened by the host, with its rights. */
+/* Enters the session's control groups, through descriptors that the host opened with its rights. */
 static void
 enter_cgroups(const struct session_spec *spec)
 {
@@ -308,10 +309,10 @@ enter_namespaces(struct session_spec *spec)
     if (spec->mode == MODE_USERNS) {
         enter_user_namespace(spec);
     }
-    if (unshare(CLONE_NEWCGROUP) < 0) { /* its group's path names a process of the machine */
+    if (unshare(CLONE_NEWCGROUP) < 0) { /* hides the group's path, which has a pid of the machine */
         refuse(spec, SANDBOX_SETUP_CGROUP);
     }
-    prctl(PR_SET_PDEATHSIG, SIGKILL); /* a change of user would take it away again */
+    prctl(PR_SET_PDEATHSIG, SIGKILL); /* after the change of user, which resets it */
     if (spec->own_network) {
         raise_loopback(spec);
     }
@@ -321,8 +322,8 @@ enter_namespaces(struct session_spec *spec)
     }
 }
 
-/* What there is without namespaces: a process group that nothing can leave (the filter has no
- * setsid), whose init gets all orphans, and files by Landlock. */
+/* Without namespaces: a process group that nothing can leave (the filter denies setsid), an init
+ * that gets all orphans, and Landlock for files. */
 static void
 enter_group(const struct session_spec *spec)
 {
@@ -335,11 +336,12 @@ enter_group(const struct session_spec *spec)
     }
 }
 
-/* In PID 1: sets the session up; returns only in PID 2. */
+/* In PID 1: sets up the session. Returns only in PID 2. Control groups first, so that all memory of
+ * the session counts; mounts before the privileges that they need are dropped. */
 static void
 run_session(struct session_spec *spec)
 {
-    signal(SIGCHLD, SIG_DFL); /* the zygote ignores it, which would discard the exit status */
+    signal(SIGCHLD, SIG_DFL); /* the zygote ignores it; that would discard exit statuses */
     enter_cgroups(spec);
     if (spec->mode != MODE_BARE) {
         enter_namespaces(spec);
@@ -376,11 +378,11 @@ run_session(struct session_spec *spec)
     const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
     const int wanted[] = {null, spec->out, spec->err, spec->request, spec->response};
     sandbox_take_descriptors(spec->status, wanted, 5, &spec->bounds);
-    close(5); /* the status socket, kept to complain on until here */
+    close(5); /* the status socket, open until here for failure reports */
 }
 
-/* files are mount options of (home, tmp, shm), then layers and working directory of an image;
- * without namespaces the home directory, the readable paths joined by ':', and nothing. limits:
+/* files: mount options of home, tmp and shm, then layers and working directory of an image; without
+ * namespaces the home directory, the readable paths joined by ':', and empty strings. limits:
  * address space, processes, bytes of a file, CPU seconds, open files, niceness. */
 PyDoc_STRVAR(
     spawn_session_doc,
@@ -388,9 +390,9 @@ PyDoc_STRVAR(
     "filter, /)\n"
     "--\n"
     "\n"
-    "Turn a clone of this process into a session; None in the zygote, True in PID 2. What goes\n"
-    "wrong inside is reported on the first of channels (status, request, response, out, err).\n"
-    "Raises OSError if the clone itself is refused, ValueError for a malformed filter or mode.");
+    "Turn a clone of this process into a session. Returns None in the zygote, True in PID 2.\n"
+    "Failures of the setup are reported on the first of channels (status, request, response,\n"
+    "out, err). Raises OSError if the clone fails, ValueError for a malformed filter or mode.");
 
 static PyObject *
 spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
@@ -416,7 +418,7 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
         return PyErr_Format(PyExc_ValueError, "mode: expected 0 to 2, got %d", spec.mode);
     }
     spec.bounds.filter_bytes = (size_t)filter_bytes;
-    if (spec.mode == MODE_BARE) { /* what an init leaves behind when it is killed is reaped here */
+    if (spec.mode == MODE_BARE) { /* the zygote reaps the orphans of a killed init */
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0);
     }
     const unsigned int zygote = geteuid();
@@ -450,8 +452,8 @@ PyDoc_STRVAR(collapse_doc,
              "collapse($module, start, end, /)\n"
              "--\n"
              "\n"
-             "Back the address range start to end by huge pages where the kernel can;\n"
-             "bytes of it that are. A fork then copies one entry instead of 512.");
+             "Back the address range start to end by huge pages where the kernel can. Returns\n"
+             "the bytes. A fork then copies one page table entry instead of 512.");
 
 static PyObject *
 collapse(PyObject *Py_UNUSED(module), PyObject *args)

@@ -1,11 +1,11 @@
-/* The host side of one step: send a request, collect output, enforce the limits, say how it ended.
+/* The host side of a step: sends a request, collects output, enforces limits, finds how it ended.
  *
- * Everything that arrives on the response, output and error pipes was written by untrusted code.
- * The host reads a bounded amount of it, believes only lengths that it has checked, and takes the
- * facts (did it end, by which signal, when) from the session's PID 1, from pidfds and its own
+ * Untrusted code writes everything on the response, output and error pipes. The host reads a
+ * limited amount of it and uses only lengths that it has checked. It takes the facts (whether the
+ * interpreter ended, by which signal, when) from the session's PID 1, from pidfds and its own
  * clock.
  *
- * A step is a small state machine over non-blocking descriptors: step->ending says when it is over.
+ * A step is a state machine over non-blocking descriptors; it ends when step->ending is set.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -24,7 +24,7 @@
 #include "methods.h"
 #include "sandbox.h"
 
-/* The order is that of Ending in agentgrpo/sandbox/session/outcome.py. */
+/* In the order of Ending in agentgrpo/sandbox/session/step_result.py. */
 enum ending {
     RUNNING,
     ANSWERED,
@@ -32,35 +32,35 @@ enum ending {
     OUTPUT_LIMIT,
     PROTOCOL,
     EXITED,       /* PID 1 reported how the interpreter ended */
-    LOST,         /* PID 1 itself is gone without a word */
-    SETUP_FAILED, /* PID 1 reported a step of the setup, before any code ran */
-    HOST_FAILED,  /* a descriptor or the memory of the host itself: report.detail is the errno */
+    LOST,         /* PID 1 ended without a report */
+    SETUP_FAILED, /* PID 1 reported a failed setup step, before any code ran */
+    HOST_FAILED,  /* a descriptor or memory of the host failed: report.detail is the errno */
 };
 
 enum { REQUEST, RESPONSE, OUT, ERR, STATUS, NUM_CHANNELS };
 enum { CHUNK = 65536, BACKGROUND_KEPT = 4096, REPORT_PATIENCE_S = 30 };
 
-/* Output of one stream: its first and its last bytes, and how much there was. */
+/* Output of a stream: its first and last bytes, and the number of all bytes. */
 struct capture {
     char *head, *tail; /* keep bytes each, NULL before they are needed; tail is a ring */
     size_t keep, head_used, tail_used, tail_at;
-    int ends; /* keep the last bytes too */
+    int ends; /* whether to keep the last bytes too */
     uint64_t total;
 };
 
 struct step {
-    int fds[NUM_CHANNELS];             /* -1: nothing more to expect on it */
+    int fds[NUM_CHANNELS];             /* -1: closed or finished */
     int request_fd, init, interpreter; /* the last two are pidfds */
     Py_buffer request;
     size_t sent;
     uint32_t id;
-    double timeout, grace, started, deadline; /* seconds; the last two of CLOCK_MONOTONIC */
+    double timeout, grace, started, deadline; /* seconds; the last two on CLOCK_MONOTONIC */
     int interrupted;
     unsigned long long output_max;
     struct capture streams[2], background;
     PyObject *listener;     /* called with (stream, bytes) as output arrives, or NULL */
-    PyObject *on_answer;    /* called with an answer, for the next request or None, or NULL */
-    PyThreadState *waiting; /* this thread's, while it runs without the GIL */
+    PyObject *on_answer;    /* called with an answer, returns the next request or None; or NULL */
+    PyThreadState *waiting; /* this thread's state, while it runs without the GIL */
     char head[4];
     size_t head_used;
     char *answer;
@@ -78,8 +78,8 @@ seconds(void)
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* Memory is taken when there is something to keep: most steps print little, and 128 KiB at once
- * would be mapped again for each. Without memory the output counts as left out. */
+/* Allocates memory only when there is output: most steps print little, and malloc would map and
+ * unmap 128 KiB in each. Without memory the output counts as omitted. */
 static int
 holds(char **memory, size_t keep)
 {
@@ -120,12 +120,12 @@ finish(struct step *step, enum ending ending)
     if (step->ending == RUNNING) {
         step->ending = ending;
     }
-    if (ending != ANSWERED) { /* nothing of a session that broke the rules goes on running */
+    if (ending != ANSWERED) { /* every other ending ends the session */
         syscall(SYS_pidfd_send_signal, step->init, SIGKILL, NULL, 0);
     }
 }
 
-/* Not the session's doing: something of this process. */
+/* A failure of this process, not of the session. */
 static void
 step_fail(struct step *step, int error)
 {
@@ -133,7 +133,7 @@ step_fail(struct step *step, int error)
     finish(step, HOST_FAILED);
 }
 
-/* Passes output on. A listener that raises is not called again; the step goes on to its end. */
+/* Passes output to the listener. One that raises is not called again; the step goes on. */
 static void
 call_listener(struct step *step, int stream, const char *data, Py_ssize_t count)
 {
@@ -146,7 +146,7 @@ call_listener(struct step *step, int stream, const char *data, Py_ssize_t count)
     step->waiting = PyEval_SaveThread();
 }
 
-/* Reads what is there now; at end of file the channel is forgotten. */
+/* Reads the available data. At end of file the channel is removed from the poll. */
 static void
 drain_stream(struct step *step, int channel, struct capture *into, uint64_t at_most)
 {
@@ -179,7 +179,7 @@ read_output(struct step *step, int channel)
     }
 }
 
-/* Whether there is something to read, or the process of a pidfd has ended. */
+/* Whether a descriptor has data, or the process of a pidfd has ended. */
 static int
 can_read(int fd)
 {
@@ -197,8 +197,8 @@ interrupt_code(struct step *step)
     syscall(SYS_pidfd_send_signal, step->interpreter, SIGINT, NULL, 0);
 }
 
-/* An answer may ask for something: the step goes on with what on_answer() says to it. Returns
- * whether it does. */
+/* Passes an answer to on_answer(). If that returns a request, the step goes on with it. Returns
+ * whether the step goes on or has failed. */
 static int
 goes_on(struct step *step)
 {
@@ -223,7 +223,8 @@ goes_on(struct step *step)
     if (failed) {
         finish(step, LOST);
     } else if (more && !step->interrupted && seconds() >= step->deadline) {
-        interrupt_code(step); /* its time ended meanwhile: the answer finds it interrupted */
+        interrupt_code(
+            step); /* the time ended during the call: interrupt before the next request */
     }
     if (more && step->ending == RUNNING) {
         send_request(step);
@@ -236,11 +237,11 @@ take_answer(struct step *step)
 {
     uint32_t id;
     memcpy(&id, step->answer, sizeof id);
-    if (id != step->id || can_read(step->fds[RESPONSE])) { /* beyond the one expected answer */
+    if (id != step->id || can_read(step->fds[RESPONSE])) { /* forged or more than one answer */
         finish(step, PROTOCOL);
         return;
     }
-    /* The interpreter flushed before it answered: what it printed is in the pipes already. */
+    /* The interpreter flushes before it answers, so its output is in the pipes. */
     read_output(step, OUT);
     read_output(step, ERR);
     if (step->ending == RUNNING && (step->on_answer == NULL || !goes_on(step))) {
@@ -248,16 +249,16 @@ take_answer(struct step *step)
     }
 }
 
-/* One read of the response pipe. Returns the bytes read, 0 if there is nothing to read now. */
+/* Reads from the response pipe once. Returns the bytes read, 0 if there are none now. */
 static size_t
-read_response(struct step *step, char *into, size_t wanted)
+read_response(struct step *step, char *into, size_t size)
 {
-    const ssize_t count = read(step->fds[RESPONSE], into, wanted);
+    const ssize_t count = read(step->fds[RESPONSE], into, size);
     if (count > 0) {
         return (size_t)count;
     }
     if (count == 0 || errno != EAGAIN) {
-        /* Closed by the session: if its interpreter is ending, PID 1 says so in a moment. */
+        /* The session closed it. If the interpreter is ending, PID 1 reports that soon. */
         step->fds[RESPONSE] = -1;
         step->response_closed = 1;
         step->deadline = Py_MIN(step->deadline, seconds() + step->grace);
@@ -306,7 +307,7 @@ read_status(struct step *step)
     if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
         return;
     }
-    if (count < 0 && errno != ECONNRESET) { /* which is PID 1's end, with an order left unread */
+    if (count < 0 && errno != ECONNRESET) { /* ECONNRESET: PID 1 ended with an unread order */
         step_fail(step, errno);
         return;
     }
@@ -328,14 +329,14 @@ send_request(struct step *step)
             write(step->fds[REQUEST], (const char *)step->request.buf + step->sent,
                   (size_t)step->request.len - step->sent);
         if (count < 0) {
-            if (errno != EAGAIN) { /* closed by the session; the other channels say the rest */
+            if (errno != EAGAIN) { /* the session closed it; the other channels show its end */
                 step->fds[REQUEST] = -1;
             }
             return;
         }
         step->sent += (size_t)count;
     }
-    step->fds[REQUEST] = -1; /* sent: nothing more to wait for here */
+    step->fds[REQUEST] = -1; /* sent completely: remove it from the poll */
 }
 
 static void
@@ -370,8 +371,8 @@ take(struct step *step, int channel)
     }
 }
 
-/* Python's handlers of the signals that came run now. One that raises (Ctrl-C) ends the step, and
- * with it the session, whose code would go on. */
+/* Runs Python's signal handlers. One that raises (Ctrl-C) ends the step and the session, because
+ * the code would run on. */
 static void
 handle_signals(struct step *step)
 {
@@ -382,7 +383,7 @@ handle_signals(struct step *step)
     step->waiting = PyEval_SaveThread();
 }
 
-/* Waits up to left seconds for something to arrive, and takes it. */
+/* Waits up to left seconds for data and handles it. */
 static void
 poll_once(struct step *step, double left)
 {
@@ -390,7 +391,7 @@ poll_once(struct step *step, double left)
     for (int i = 0; i < NUM_CHANNELS; i++) {
         polled[i] = (struct pollfd){.fd = step->fds[i], .events = i == REQUEST ? POLLOUT : POLLIN};
     }
-    /* in parts: a signal that came just before the call does not interrupt it */
+    /* at most 0.25 s at a time: a signal just before the call does not interrupt it */
     const struct timespec wait = {.tv_sec = 0, .tv_nsec = (long)(Py_MIN(left, 0.25) * 1e9)};
     const int count = ppoll(polled, NUM_CHANNELS, &wait, NULL);
     if ((count < 0 && errno == EINTR) || (count == 0 && left > 0)) {
@@ -398,11 +399,11 @@ poll_once(struct step *step, double left)
     } else if (count < 0) {
         step_fail(step, errno);
     }
-    /* Output before answer before status, so that an ending finds all that was printed. */
+    /* Output before answer before status, so that all output is read before the step ends. */
     static const int order[NUM_CHANNELS] = {OUT, ERR, REQUEST, RESPONSE, STATUS};
     for (int i = 0; i < NUM_CHANNELS && count > 0 && step->ending == RUNNING; i++) {
         const int events = polled[order[i]].revents;
-        if (events & POLLNVAL) { /* not a descriptor: somebody closed it under us */
+        if (events & POLLNVAL) { /* another thread of this process has closed the descriptor */
             step_fail(step, EBADF);
         } else if (events != 0) {
             take(step, order[i]);
@@ -410,8 +411,8 @@ poll_once(struct step *step, double left)
     }
 }
 
-/* The deadline passed: first ask the code to stop, then end the session. Not before a last look at
- * what has arrived: this process itself may have been stopped for longer than the code took. */
+/* The deadline has passed: interrupt the code first, then end the session. But poll once more
+ * before: this process may have been stopped for longer than the code took. */
 static void
 step_expire(struct step *step)
 {
@@ -420,7 +421,7 @@ step_expire(struct step *step)
         return;
     }
     if (step->response_closed && !step->awaits_report && can_read(step->interpreter)) {
-        step->awaits_report = 1; /* how it ended only PID 1 knows, on a busy machine not at once */
+        step->awaits_report = 1; /* PID 1 reports how it ended, on a busy machine not at once */
         step->deadline += REPORT_PATIENCE_S;
         return;
     }
@@ -475,11 +476,11 @@ PyDoc_STRVAR(
     "         answer_max, listener, on_answer, /)\n"
     "--\n"
     "\n"
-    "Run one step of a session and block, without the GIL, until it is over: StepArguments and\n"
-    "RawStep of sandbox/session/outcome.py. Of each stream the first and last keep bytes are kept; "
-    "more\n"
-    "than output_max in all ends the session. What a listener raises is raised after the step,\n"
-    "what a signal's handler raises (Ctrl-C) at once; the session is killed then.");
+    "Run a step of a session; blocks without the GIL until it ends. Arguments and result are\n"
+    "StepArguments and RawStep of sandbox/session/step_result.py. Keeps the first and last keep\n"
+    "bytes of each stream; more than output_max bytes in all end the session. An exception of a\n"
+    "listener is raised after the step, one of a signal handler (Ctrl-C) at once, after the\n"
+    "session was killed.");
 
 static PyObject *
 run_step(PyObject *Py_UNUSED(module), PyObject *args)

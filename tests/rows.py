@@ -29,7 +29,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_the_kernels_are_a_package_of_their_own",
     ),
     "host tools": (
-        "test_a_function_is_called_like_any_other",
+        "test_host_functions_are_called_like_python_functions",
         "test_a_rollouts_calls_are_counted_and_limited_over_its_sessions",
     ),
     "what was used of the sandbox is counted and charged": (
@@ -37,7 +37,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_what_was_used_is_charged",
     ),
     "a step ends within its limit and the grace": (
-        "test_a_step_ends_within_its_limit_and_the_grace",
+        "test_a_step_with_calls_ends_within_limit_and_grace",
         "test_a_step_of_an_environment_ends_at_its_own_limit",
     ),
     "a line's reward is its own": ("test_default_span_credit_depends_on_the_agent",),

@@ -54,7 +54,6 @@ def _failed(name: str, rung: Rung, error: Exception) -> Check:
 
 
 def _rungs() -> Iterator[Check]:
-    """Start a session on every rung."""
     for rung in (*LADDER, Rung.BARE):
         try:
             spawner = Spawner(Template(), Limits(), zygotes=1, rungs=[rung])
@@ -67,7 +66,6 @@ def _rungs() -> Iterator[Check]:
 
 
 def _images() -> Check:
-    """Start a session of an empty image."""
     try:
         with hold(), new_layer(layer_name("empty")):
             layers = (str(store_dir() / "layers" / layer_name("empty")),)

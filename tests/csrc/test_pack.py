@@ -92,7 +92,7 @@ BAD_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "error", "message"), BAD_CALLS)
-def test_a_refused_call_keeps_nothing(
+def test_a_failed_call_releases_its_buffers(
     changed: dict[str, object], error: type[Exception], message: str
 ) -> None:
     before = [sys.getrefcount(x) for x in (IDS, LOGP)]
@@ -131,7 +131,7 @@ def columns(runs: bytearray, count: int) -> Int32:
     return np.frombuffer(runs, np.int32).reshape(count, -1)
 
 
-def test_a_plan_holds_its_arrays_and_nothing_after_it() -> None:
+def test_a_plan_holds_its_arrays_until_it_is_freed() -> None:
     before = sys.getrefcount(IDS)
     for _ in range(100):
         call = arguments()
@@ -155,13 +155,13 @@ def test_a_plan_holds_its_arrays_and_nothing_after_it() -> None:
     ("tree", "error", "message"),
     [(1, IndexError, "tree 1 of 1"), (-1, IndexError, "tree -1 of 1"), ("0", TypeError, "integer")],
 )
-def test_a_tree_that_is_not_there(tree: Any, error: type[Exception], message: str) -> None:
+def test_an_index_out_of_range_raises(tree: Any, error: type[Exception], message: str) -> None:
     plan = _C.TreePlan(*arguments())
     with pytest.raises(error, match=message):
         plan.lay_out(tree)
 
 
-def test_a_tree_of_too_many_terms_is_refused() -> None:
+def test_a_tree_with_too_many_terms_raises() -> None:
     """Rows that share every token are cheap to lay out, and each has terms of its own."""
     rows, size = 2049, 2**20
     each = np.ones(2 * rows, np.float32)
@@ -185,7 +185,7 @@ ANYTHING = st.one_of(
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(ANYTHING, max_size=13), st.dictionaries(st.integers(0, 12), ANYTHING, max_size=2))
-def test_no_argument_crashes(anything: list[object], swaps: dict[int, object]) -> None:
+def test_random_arguments_do_not_crash(anything: list[object], swaps: dict[int, object]) -> None:
     call = arguments()
     for place, value in swaps.items():
         call[place] = value

@@ -722,7 +722,7 @@ def test_what_keeps_tasks_from_being_played_is_an_error_before_a_model_is_loaded
 ) -> None:
     env = HarborEnv(like, 20.0)
     assert env.begin(task) is task
-    with pytest.raises(ValueError, match="image: expected one of the store"):
+    with pytest.raises(ValueError, match="image: expected one in the store"):
         HarborEnv(like, 20.0).begin(Task(id="a", messages=(), spec={**task.spec, "image": "gone"}))
     env.close()
     without_users = partial(SandboxPool, rungs=(Rung.ZYGOTE_ROOT,))

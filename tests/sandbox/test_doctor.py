@@ -1,4 +1,4 @@
-"""On a machine that cannot isolate, nothing runs and the remedy is named."""
+"""On a machine that cannot isolate, nothing runs and the message has the remedy."""
 
 import errno
 import os
@@ -96,7 +96,7 @@ def in_a_mount_namespace(prepare: str, code: str) -> subprocess.CompletedProcess
 COVERED = "mount --bind /dev/null /proc/keys"  # as container runtimes do
 
 
-def test_where_proc_is_covered_sessions_go_without() -> None:
+def test_sessions_have_no_proc_where_it_is_covered() -> None:
     code = (
         "from agentgrpo.sandbox import SandboxPool\n"
         "with SandboxPool(min_idle=0, zygotes=1) as pool:\n"
@@ -110,7 +110,7 @@ def test_where_proc_is_covered_sessions_go_without() -> None:
     assert done.stdout.splitlines() == ["zygote-userns none:", "[]", "OSError", "(True, 0)"], done
 
 
-def test_doctor_says_that_proc_is_covered_and_what_to_change() -> None:
+def test_doctor_reports_covered_proc_with_remedy() -> None:
     code = "from agentgrpo.sandbox import doctor; print(doctor.report()[0])"
     shown = in_a_mount_namespace(COVERED, code).stdout
     assert "MISS /proc            covered: /proc/keys" in shown
@@ -139,7 +139,7 @@ except SandboxUnavailable as reason: print(reason)
 """
 
 
-def test_where_overlayfs_cannot_be_mounted_images_are_refused_with_the_remedy() -> None:
+def test_images_without_overlayfs_are_refused_with_the_remedy() -> None:
     done = in_a_mount_namespace(STACKED, IMAGE)
     assert f"MISS {'images':16} setup failed at mounting its image" in done.stdout, done
     assert "allow_degraded" not in done.stdout
@@ -149,7 +149,7 @@ def test_where_overlayfs_cannot_be_mounted_images_are_refused_with_the_remedy() 
 
 
 @pytest.mark.slow
-def test_whole_suite_holds_without_proc() -> None:
+def test_selftest_passes_without_proc() -> None:
     code = (
         "import runpy, sys\nsys.argv = ['x', 'selftest']\n"
         "runpy.run_module('agentgrpo.sandbox', run_name='__main__')"
@@ -160,7 +160,7 @@ def test_whole_suite_holds_without_proc() -> None:
     assert done.stdout.count("(sessions have no /proc on this machine)") == 2
 
 
-def test_an_nsjail_that_is_none_is_told_once_with_its_remedy(
+def test_missing_nsjail_is_reported_once_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NSJAIL", "/nosuch/nsjail")
@@ -173,7 +173,7 @@ def test_an_nsjail_that_is_none_is_told_once_with_its_remedy(
 
 
 @pytest.mark.nsjail
-def test_few_descriptors_are_enough_or_named() -> None:
+def test_few_descriptors_work_or_are_named() -> None:
     """`ulimit -n`: the jail asks for no more than there are; too few are not taken for a filter."""
     code = (
         "from agentgrpo.sandbox import SandboxPool\n"

@@ -266,7 +266,9 @@ INTERNAL = {"begin", "expire", "end_by", "healthy", "seconds_left",
 """Of Session, for the pool and the watchdog."""
 
 
-def test_whatever_is_passed(fuzz: Fuzz, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_calls_raise_only_documented_exceptions(
+    fuzz: Fuzz, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AGENTGRPO_TEMPLATES", str(tmp_path))
     fuzz.play(COUNT)
     named = {function.__qualname__ for _, function, _ in fuzz.moves()}

@@ -76,9 +76,7 @@ _pools_lock = threading.Lock()
 
 
 def shared_pool(template: Template, limits: Limits, name: str = "") -> SandboxPool:
-    """The pool of this process for a template (or all templates under a name) and limits, started
-    on first use.
-    """
+    """The process's pool for a template (or for all under a name), started on first use."""
     with _pools_lock:
         key = (name or repr(template), limits)
         if key not in _pools:
@@ -161,7 +159,6 @@ def _pool_for(template: str | Template | None, limits: Limits | None) -> Sandbox
 
 
 def _image_pool(image: str | Image, limits: Limits | None) -> SandboxPool:
-    """The shared pool of all images with these limits."""
     base = get_image(image.name.partition("+")[0] if isinstance(image, Image) else image)
     return shared_pool(Template(image=base.name), limits or LIMITS, "image")
 
@@ -433,11 +430,9 @@ class Sandbox(ProcessBound):
             self._timer.start()
 
     def is_running(self) -> bool:
-        """Whether the sandbox has not ended."""
         return self._session.alive and self._session.healthy()
 
     def get_info(self) -> SandboxInfo:
-        """Id, template, metadata and times."""
         image = self._session.places.image
         return SandboxInfo(
             self.sandbox_id,

@@ -136,7 +136,6 @@ class AsyncSandbox:
 
     @property
     def sandbox_id(self) -> str:
-        """The sandbox's id."""
         return self._sandbox.sandbox_id
 
     async def run_code(self, code: str, *args: Any, **kwargs: Any) -> Execution:

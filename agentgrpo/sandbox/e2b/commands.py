@@ -47,7 +47,6 @@ class CommandHandle(ProcessBound):
 
     @property
     def pid(self) -> int:
-        """The process id inside the session."""
         return self._info.pid
 
     def wait(
@@ -90,14 +89,11 @@ class CommandHandle(ProcessBound):
         return end(self.program)
 
     def send_stdin(self, data: str) -> None:
-        """Write to standard input."""
         self.program.send_stdin(as_bytes(data))
 
 
 def end(program: Program) -> bool:
-    """Kill a program and read its remaining output, which closes its descriptors. False if it had
-    ended before.
-    """
+    """Kill a program and read its output, which closes its descriptors. False if it had ended."""
     killed = program.kill()
     with contextlib.suppress(SandboxNotFoundException):  # it was closed
         program.wait(KILL_TIMEOUT_S)
@@ -162,7 +158,6 @@ class Commands(ProcessBound):
             self.list()
 
     def list(self) -> list[ProcessInfo]:
-        """The running commands."""
         with self._lock:
             ended = [program for program in self._running if program.ended()]
             for program in ended:
@@ -191,11 +186,9 @@ class Commands(ProcessBound):
         self._find(pid)[0].send_stdin(as_bytes(data))
 
     def close_stdin(self, pid: int) -> None:
-        """Close a command's standard input."""
         self._find(pid)[0].close_stdin()
 
     def connect(self, pid: int) -> CommandHandle:
-        """A handle for a running command."""
         return CommandHandle(*self._find(pid))
 
     def kill_all(self) -> bool:

@@ -60,7 +60,6 @@ class Result:
     """Other MIME types."""
 
     def formats(self) -> list[str]:
-        """The names of the formats that it has."""
         return [name for name in FORMS.values() if getattr(self, name)] + [*self.extra]
 
     def __getitem__(self, name: str) -> Any:

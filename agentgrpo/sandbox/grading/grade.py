@@ -182,7 +182,6 @@ class VerdictClock:
         return max(self._cpu_seconds() - self._cpu_before, wall / WALL)
 
     def is_over(self) -> bool:
-        """Whether the time is used up."""
         return self.spent() >= self._timeout_s
 
     def seconds(self) -> float:
@@ -484,9 +483,7 @@ def _require_no_inspection(tests: str, tested: set[str]) -> None:
 
 @functools.lru_cache(1024)
 def _free_names(tests: str) -> tuple[str, ...]:
-    """Names that the tests use without defining them, except builtins. Cached, because every
-    attempt at a task needs them.
-    """
+    """Names that the tests use without defining them, except builtins."""
     try:
         # permanent, because all threads share the filters
         warnings.filterwarnings("ignore", module="<tests>")

@@ -245,9 +245,7 @@ class ObjectServer:
     """The same for an iterator that the judge created: the call changes no state of the code."""
 
     def shape(self, owner: Any) -> tuple[frozenset[str], int | None, list[Any] | None]:
-        """The methods of WAYS that an object has, its length, and its whole content if it has both
-        a length and an iterator.
-        """
+        """An object's methods of WAYS, its length, and, if it has both, its content."""
         kind = type(owner)
         ways = frozenset(name for name in WAYS if hasattr(kind, name))
         size = len(owner) if "__len__" in ways else None

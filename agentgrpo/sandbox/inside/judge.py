@@ -339,9 +339,7 @@ def run_tests(
     source: str, modules: Sequence[str], names: dict[str, str], entry: str, homes: Sequence[str],
     values: frozenset[str], every: bool,
 ) -> str:  # fmt: skip
-    """Run tests and return the verdict. If they do not use the graded code as a module, run them
-    again as a script.
-    """
+    """Run tests; again as a script if they do not use the code as a module. Returns the verdict."""
     global uses
     try:
         targets = {name: ask("find", other) for name, other in names.items()}

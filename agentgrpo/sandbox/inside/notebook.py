@@ -55,9 +55,7 @@ class Notebook(InteractiveShell):
     def run(
         self, source: str, most: int, clip: Callable[[str], str]
     ) -> tuple[BaseException | None, list[bytes]]:
-        """Run a cell. Returns its exception and its displays, each as JSON, in at most most bytes.
-        clip shortens a text.
-        """
+        """Run a cell. Returns its exception and its displays as JSON, at most `most` bytes."""
         self.cell_error, outputs = None, self.display_pub.outputs
         outputs.clear()
         self.run_cell(source, store_history=True)

@@ -84,12 +84,10 @@ class Console(code.InteractiveConsole):
         traceback.print_exception(type(error), error, error.__traceback__.tb_next)
 
     def showsyntaxerror(self, *_: Any, **__: Any) -> None:
-        """Print a syntax error."""
         self.raised = sys.exc_info()[1]
         sys.stderr.write("".join(traceback.format_exception_only(type(self.raised), self.raised)))
 
     def answer(self, line: str) -> Any:
-        """Type a line. Returns the fields of the answer."""
         self.raised, more = None, False
         try:
             more = self.push(line)

@@ -38,9 +38,7 @@ class_name = type.__dict__["__name__"].__get__
 
 
 def reseed() -> None:
-    """Give this fork its own random state (the stdlib's random does so itself). docs/sandbox.md
-    lists what stays shared.
-    """
+    """Give this fork its own random state. docs/sandbox.md lists what stays shared."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
@@ -199,7 +197,6 @@ class Interpreter:
         return fields
 
     def push(self, line: str) -> list[bytes]:
-        """Type a line at the interactive console."""
         more, error = self.console.push(line)
         if error is not None:
             return self.describe(error)
@@ -213,7 +210,6 @@ class Interpreter:
         return [b"ok"] if kind == b"put" else self.run(self.answer_question)
 
     def answer_question(self) -> list[bytes]:
-        """Answer the question. Returns the first piece."""
         question, self.question = b"".join(self.question).decode("ascii", "replace"), []
         answer = self.peer.answer(question).encode("utf-8", "backslashreplace")
         size = self.value_bytes

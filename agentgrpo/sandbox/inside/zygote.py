@@ -171,9 +171,7 @@ def collapse(extension: Any) -> None:
 
 
 def serve(host: socket.socket, extension: Any, settings: dict[str, Any]) -> dict[str, str]:
-    """Serve spawn requests. Returns only in a new session's interpreter, with the variables that
-    the session's image sets.
-    """
+    """Serve spawn requests. In a new session's interpreter, return the image's variables."""
     host.send(b"ready " + ".".join(map(str, sys.version_info[:3])).encode())
     size = 1 << 17 if settings["image"] else 64  # malloc would mmap a large buffer each time
     while True:

@@ -30,9 +30,7 @@ class CgroupsUnavailable(Exception):
 
 
 def start_time(pid: int) -> str:
-    """Start time of a process, which distinguishes it from later ones with the same pid; "" if it
-    has ended.
-    """
+    """A process's start time, which a later one with its pid does not have; "" if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()  # the process name may have any bytes
     except OSError:
@@ -77,9 +75,7 @@ class ControlGroup:
             yield fds
 
     def counts(self) -> tuple[int, int]:
-        """Processes killed by the memory limit since the group was made, and processes and threads
-        in it now, zombies included.
-        """
+        """Kills by the memory limit so far, and current processes and threads, zombies included."""
         killed = os.pread(self._events, 512, 0).partition(b"\noom_kill ")[2].split(b"\n", 1)[0]
         return int(killed or 0), int(os.pread(self._count, 32, 0))
 
@@ -93,7 +89,6 @@ class ControlGroup:
         return None
 
     def set_limits(self, limits: Limits, all_cpus: float) -> None:
-        """Set the limits of all processes in it together."""
         memory, layout = self._directories["memory"], self._layout
         memory_bytes = limits.memory_mib << 20
         _write(memory / layout.memory_limit, memory_bytes)
@@ -226,7 +221,6 @@ def _delegate(group: Path) -> str:
 
 
 def _move_to_leaf(group: Path) -> None:
-    """Move a group's own processes into a leaf below it."""
     leaf = group / HOST_LEAF
     leaf.mkdir(exist_ok=True)
     for pid in (group / "cgroup.procs").read_text().split():
@@ -235,7 +229,6 @@ def _move_to_leaf(group: Path) -> None:
 
 
 def _set_quota(group: Path, layout: Layout, cpus: float) -> None:
-    """Limit how many processors a group may keep busy."""
     quota = int(min(cpus, os.cpu_count() or 1) * CPU_PERIOD_US)
     if layout is V1:
         _write(group / "cpu.cfs_period_us", CPU_PERIOD_US)

@@ -103,7 +103,6 @@ class Owned:
         self._borrowers, self._closed = 0, False
 
     def is_closed(self) -> bool:
-        """Whether close() was called."""
         return self._closed
 
     def borrow(self) -> bool:
@@ -122,7 +121,6 @@ class Owned:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[Self]:
-        """borrow() and give_back()."""
         if not self.borrow():
             raise SandboxNotFoundException("the session has ended and was closed")
         try:
@@ -215,7 +213,6 @@ class Channels(Owned):
         return True
 
     def kill(self) -> None:
-        """signal(), then close()."""
         self.signal()
         self.close()
 

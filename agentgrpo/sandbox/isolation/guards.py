@@ -39,7 +39,6 @@ class ProcessBound:
     _owner_pid: int
 
     def __new__(cls, *_: object, **__: object) -> Self:
-        """Record the process."""
         instance = super().__new__(cls)
         instance._owner_pid = os.getpid()
         return instance

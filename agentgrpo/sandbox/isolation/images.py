@@ -1,8 +1,8 @@
-"""Container images as root directories of sessions: added once, shared by layer.
+"""Store of container images, which are root directories of sessions. Images share layers.
 
 The store is agentgrpo/images in the user's cache directory: layers/NAME is an unpacked layer,
 images/NAME.json an image. Processes share it: a layer gets its name when it is complete, and layers
-are only deleted while no process uses the store.
+are deleted only while no process uses the store.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ from agentgrpo.sandbox.isolation.template import Image as Image
 MAX_LAYERS = 128
 UNFINISHED = ".new-"
 SIZE = "user.agentgrpo.bytes"
-"""Attribute of a layer: the bytes of its files."""
+"""Extended attribute of a layer: the size of its files."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 Progress = Callable[[str, int, int], None]
-"""Called with what is read, its bytes so far, and their number (0: unknown)."""
+"""Called with a label, the bytes read so far, and the total (0: unknown)."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,200}")
 
 
 def store_dir() -> Path:
-    """The directory of images, which is made if it is missing."""
+    """The directory of images; created if it is missing."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     store = Path(cache, "agentgrpo", "images")
     for folder in (store, store / "layers", store / "images"):
@@ -52,25 +52,25 @@ def store_dir() -> Path:
 
 
 def owner() -> int:
-    """Whom the files of layers belong to: the user of all sessions of images (-1: this one)."""
+    """User id of the files of layers and of all sessions of images (-1: this process's)."""
     if os.geteuid() != 0:
         return -1
     return FIRST_UID if has_own_ids() else JAIL_ID
 
 
 def hold() -> contextlib.AbstractContextManager[None]:
-    """Keep all layers: none is deleted until the end, in any process."""
+    """Context manager during which no process deletes a layer."""
     return _locked("used", fcntl.LOCK_SH)
 
 
 def get_image(name: str) -> Image:
-    """The image of that name; ValueError if it was not added."""
+    """Find an image by name. Raises ValueError if it does not exist."""
     try:
         record = json.loads(_file(name).read_text())
     except FileNotFoundError:
         nearest = get_close_matches(name, [image.name for image in list_images()], 5, 0.0)
         raise ImageError(
-            f"image: expected one of the store ({', '.join(nearest) or 'none'}), got {name!r}. "
+            f"image: expected one in the store ({', '.join(nearest) or 'none'}), got {name!r}. "
             f"Remedy: agentgrpo sandbox image add {name} SOURCE"
         ) from None
     layers = tuple(str(store_dir() / "layers" / layer) for layer in record.pop("layers"))
@@ -78,21 +78,21 @@ def get_image(name: str) -> Image:
 
 
 def list_images() -> list[Image]:
-    """All images, by name."""
-    found = sorted((store_dir() / "images").glob("*.json"))
-    return [get_image(path.stem.replace("%", "/")) for path in found]
+    """All images, sorted by name."""
+    paths = sorted((store_dir() / "images").glob("*.json"))
+    return [get_image(path.stem.replace("%", "/")) for path in paths]
 
 
 @wraps_os_errors
 def remove_image(name: str) -> None:
-    """Remove an image, and the layers that no other has once no process uses the store."""
+    """Remove an image. Its unused layers are deleted once no process uses the store."""
     get_image(name)
     _file(name).unlink(missing_ok=True)
     delete_unused()
 
 
 def delete_unused(pattern: str = "*") -> bool:
-    """Delete layers of no image; False if the store is in use, so that nothing was deleted."""
+    """Delete layers that no image has. False if the store is in use: nothing was deleted."""
     try:
         with _locked("used", fcntl.LOCK_EX | fcntl.LOCK_NB):
             used = {layer for image in list_images() for layer in image.layers}
@@ -107,7 +107,7 @@ def delete_unused(pattern: str = "*") -> bool:
 def save_image(
     name: str, layers: Sequence[str], env: Mapping[str, str], workdir: str, digest: str
 ) -> Image:
-    """Record an image of finished layers (names, the lowest first); hold() must keep them."""
+    """Record an image of finished layers (names, lowest first). Call it within hold()."""
     if len(layers) > MAX_LAYERS:
         raise ImageError(f"{name}: expected at most {MAX_LAYERS} layers, got {len(layers)}")
     folder = store_dir()
@@ -121,17 +121,17 @@ def save_image(
 
 
 def layer_name(*key: object) -> str:
-    """The name of a layer of this content, which depends on what lies below and on its owner."""
+    """The name of a layer: a hash of its content, the layers below, and the owner of its files."""
     digest = hashlib.sha256(json.dumps([owner(), *key]).encode()).digest()
     return urlsafe_b64encode(digest[:15]).decode()
 
 
 @contextlib.contextmanager
 def new_layer(name: str) -> Iterator[Path | None]:
-    """A directory to fill, which becomes the layer; None if the layer exists.
+    """Yield a directory that becomes the layer; None if the layer exists.
 
-    Of two processes that make the same layer, the first to finish gives it its name. hold() must
-    keep the directory: without, delete_unused() takes it for that of a process that was killed.
+    If two processes make the same layer, the first to finish names it. Call it within hold():
+    otherwise delete_unused() treats the directory as left by a killed process.
     """
     final = store_dir() / "layers" / name
     if final.is_dir():
@@ -167,7 +167,7 @@ def _locked(name: str, kind: int) -> Iterator[None]:
 
 
 def set_bytes(layer: Path, size: int) -> None:
-    """Record how many bytes the files of a layer have."""
+    """Record the size of a layer's files."""
     os.setxattr(layer, SIZE, b"%d" % size)
 
 
@@ -175,19 +175,19 @@ def set_bytes(layer: Path, size: int) -> None:
 def add_image(
     name: str, source: str | os.PathLike[str], *, progress: Progress | None = None
 ) -> Image:
-    """Unpack an image into the store, as far as its layers are not there.
+    """Unpack an image into the store. Layers that it has already are not read again.
 
     Args:
-        name: what to call it; an image of that name is replaced.
+        name: the name of the image; an existing image of that name is replaced.
         source: a folder or tar of an OCI layout, a tar of `docker save`, a folder or tar of a root
-            directory (tars may be compressed), or a registry's `docker://[HOST/]NAME[:TAG][@DIGEST]`.
+            directory (tars may be compressed), or `docker://[HOST/]NAME[:TAG][@DIGEST]`.
         progress: called while a layer is read.
 
     Raises:
-        ImageError: the source is no image, is damaged, or is larger than the bounds.
+        ImageError: the source is not an image, is damaged, or is too large.
     """
     _file(name)
-    delete_unused(f"{UNFINISHED}*")  # of processes that were killed
+    delete_unused(f"{UNFINISHED}*")  # left by killed processes
     with hold(), _explained(os.fspath(source)), contextlib.ExitStack() as opened:
         contents = find_contents(os.fspath(source), opened)
         platform = (
@@ -207,9 +207,9 @@ def add_image(
                     report = partial(progress or _quiet, label)
                     fill(scratch, layers, layer, contents.open, report)
             layers.append(key)
-        ran = contents.config.get("config") or {}
-        env = {"PATH": PATH} | dict(pair.split("=", 1) for pair in ran.get("Env") or ())
-        return save_image(name, layers, env, ran.get("WorkingDir") or "/", contents.digest)
+        settings = contents.config.get("config") or {}
+        env = {"PATH": PATH} | dict(pair.split("=", 1) for pair in settings.get("Env") or ())
+        return save_image(name, layers, env, settings.get("WorkingDir") or "/", contents.digest)
 
 
 def _quiet(label: str, done: int, total: int) -> None:
@@ -224,7 +224,7 @@ def _file(name: str) -> Path:
 
 @contextlib.contextmanager
 def _explained(source: str) -> Iterator[None]:
-    """Name the source in each error that its content causes."""
+    """Add the source to each error that its content causes."""
     try:
         yield
     except ImageError as error:
@@ -233,7 +233,7 @@ def _explained(source: str) -> Iterator[None]:
         *(tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, LookupError),
         *(TypeError, AttributeError, OverflowError, RecursionError, FileNotFoundError),
     ) as error:
-        raise ImageError(f"{source}: damaged, or no image: {error!r:.200}") from error
+        raise ImageError(f"{source}: damaged, or not an image: {error!r:.200}") from error
     except OSError as error:
         raise SandboxInfraError(f"{source}: {error}") from error
 
@@ -242,16 +242,16 @@ def fill(
     scratch: Path, below: Sequence[str], layer: Layer, open_blob: Callable[[str], Any],
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:  # fmt: skip
-    """Unpack a layer and verify both of its digests."""
+    """Unpack a layer and verify its two digests, of the blob and of the content."""
     paths = [str(scratch.parent / name) for name in below]
     with open_blob(layer.blob) as raw:
-        packed = Hashed(raw, lambda done: report(done, layer.size))
+        blob = Hashed(raw, lambda done: report(done, layer.size))
         new = NewLayer(str(scratch), paths, owner())
-        with decompressed(io.BufferedReader(packed)) as plain:
-            content = Hashed(plain)
+        with decompressed(io.BufferedReader(blob)) as tar:
+            content = Hashed(tar)
             new.unpack(content)
             if content.finish() != layer.diff:
                 raise ImageError(f"the content of layer {layer.blob} is not {layer.diff}")
-        if layer.blob.startswith("sha256:") and packed.finish() != layer.blob:
-            raise ImageError(f"layer {layer.blob} is not what its digest says")
+        if layer.blob.startswith("sha256:") and blob.finish() != layer.blob:
+            raise ImageError(f"layer {layer.blob} does not match its digest")
         set_bytes(scratch, new.bytes)

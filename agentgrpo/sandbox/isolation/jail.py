@@ -161,7 +161,6 @@ def _is_covered(path: str) -> bool:
 
 
 def _text(value: str) -> str:
-    """Quote a string for protobuf's text format."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
 
@@ -253,15 +252,12 @@ def tmpfs_options(limits: Limits, mib: int) -> str:
 
 
 def _private() -> list[str]:
-    """Mount points for the private directories of each session: home, tmp, shm."""
     room = "size=64k,nr_inodes=64"
     return [_mount(dst=path, fstype="tmpfs", options=room, **WRITABLE) for path in PRIVATE]
 
 
 def has_own_ids() -> bool:
-    """Whether each session can have its own user id: this process is root, and its user namespace
-    maps the ids from FIRST_UID.
-    """
+    """Whether this process is root, in a user namespace that has the ids from FIRST_UID."""
     lines = Path("/proc/self/uid_map").read_text().splitlines()
     spans = [tuple(map(int, line.split())) for line in lines]
     end = FIRST_UID + NUM_UIDS

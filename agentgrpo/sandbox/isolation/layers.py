@@ -77,7 +77,6 @@ class Stack:
         return self._directories[path]
 
     def entry(self, path: str) -> Entry | None:
-        """The file at a real path."""
         parent, _, name = path.rpartition("/")
         for directory in self.directories(parent):
             if (info := _lstat(at := f"{directory}/{name}")) is not None:
@@ -225,7 +224,6 @@ class NewLayer(Stack):
         return entry[0]
 
     def _remove(self, at: int, name: str, path: str) -> None:
-        """Remove a name from this layer, if it has it."""
         info = _lstat(name, at)
         if info is not None and stat.S_ISDIR(info.st_mode):
             shutil.rmtree(name, dir_fd=at)

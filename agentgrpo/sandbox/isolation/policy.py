@@ -247,17 +247,14 @@ def _one_of(values: Iterable[int], then: list[Instruction]) -> list[Instruction]
 
 
 def _only(index: int, values: Iterable[int], error: int) -> list[Instruction]:
-    """Allow the call only if an argument is one of values."""
     return [_argument(index), *_one_of(values, [_ALLOW]), _deny(error)]
 
 
 def _unless(index: int, values: Iterable[int], error: int) -> list[Instruction]:
-    """Allow the call unless an argument is one of values."""
     return [_argument(index), *_one_of(values, [_deny(error)]), _ALLOW]
 
 
 def _only_flags(index: int, flags: int, error: int) -> list[Instruction]:
-    """Allow the call only if an argument has no flags other than these."""
     return [_argument(index), (ANY_BIT, 0, 1, ~flags & 0xFFFFFFFF), _deny(error), _ALLOW]
 
 

@@ -54,11 +54,9 @@ class Registry:
         self._opener = urllib.request.build_opener(_Redirects)
 
     def manifest(self, reference: str) -> Any:
-        """Open the response with a manifest."""
         return self._get(f"manifests/{reference}")
 
     def blob(self, digest: str) -> Any:
-        """Open the response with a configuration or layer."""
         return self._get(f"blobs/{digest}")
 
     def _get(self, path: str) -> Any:

@@ -1,9 +1,9 @@
-"""Snapshots: what a session has changed of its image, copied as one more layer of the store.
+"""Snapshots: copies a session's changes to its image as a new layer of the store.
 
-The session may be hostile, and goes on meanwhile. So both sides are reached by descriptors, no link
-is followed, holes stay holes, bytes, files and depth are bounded, and of attributes only overlayfs'
-mark of an opaque directory is kept. A layer of no image is deleted with its pool, or, after a kill,
-by images.delete_unused().
+The session may be hostile and keeps running. So both trees are accessed by descriptors, no link is
+followed, holes stay holes, bytes, files and depth are limited, and of extended attributes only
+overlayfs' mark of an opaque directory is copied. A layer without an image is deleted with its pool
+or, after a kill, by images.delete_unused().
 """
 
 import contextlib
@@ -28,25 +28,25 @@ from agentgrpo.sandbox.isolation.limits import Limits
 
 
 class Kept(Enum):
-    """What a snapshot copies of an entry."""
+    """Whether a snapshot copies an entry."""
 
     NO = 0
     PARTLY = 1
-    """A directory, without hiding the image's own entries in it."""
+    """Copy a directory, without hiding the image's entries in it."""
     ALL = 2
 
 
 Keep = Callable[[str, bool], Kept]
-"""By an entry's path ("app/file"; "" is the root) and whether it is a directory."""
+"""Called with an entry's path ("app/file"; "" is the root) and whether it is a directory."""
 MIB = 1 << 20
 MAX_DEPTH = 128
-"""Of directories: each takes two descriptors while it is copied."""
+"""Depth of directories: each needs two descriptors while it is copied."""
 MOUNT_OPTIONS = 4000
-"""Bytes of names of layers: the kernel reads one page of mount options."""
+"""Bytes of the names of layers: the kernel reads one page of mount options."""
 
 
 def lower_dirs(image: Image) -> str:
-    """The mount option of an image's layers, topmost first, relative to the store's directory."""
+    """The layers as overlayfs' mount option, topmost first, relative to the store's directory."""
     if image.workdir and not (image.workdir[0] == "/" and image.workdir.isprintable()):
         raise InvalidArgumentException(
             f"image {image.name!r}: expected an absolute working directory, got {image.workdir!r}"
@@ -55,13 +55,13 @@ def lower_dirs(image: Image) -> str:
     for path in image.layers:
         if os.path.dirname(path) != layers or not os.path.isdir(path):
             raise SandboxException(
-                f"image {image.name!r}: layer {path} is not there; remedy: add the image again"
+                f"image {image.name!r}: layer {path} does not exist; remedy: add the image again"
             )
     option = ":".join(map(os.path.basename, reversed(image.layers)))
     if len(option) > MOUNT_OPTIONS:
         raise InvalidArgumentException(
-            f"image {image.name!r}: expected names of layers of at most {MOUNT_OPTIONS} bytes, got "
-            f"{len(image.layers)} layers. Take fewer snapshots of snapshots"
+            f"image {image.name!r}: expected at most {MOUNT_OPTIONS} bytes of layer names, got "
+            f"{len(option)} ({len(image.layers)} layers). Take fewer snapshots of snapshots"
         )
     return option
 
@@ -70,20 +70,19 @@ def take(
     upper: int, image: Image, limits: Limits, owner: int | None, name: str | None = None,
     keep: Keep | None = None, since: Image | None = None,
 ) -> Image:  # fmt: skip
-    """Copy the directory of a session's changes, as an image of the session's layers and the copy.
+    """Copy a session's changes as a layer. Returns an image of the session's layers and the copy.
 
     Args:
-        upper: descriptor of the directory.
-        image: what the session was started from.
-        limits: of the session, whose memory bounds what can be there.
-        owner: user id that the copies are given to; None: this process's.
-        name: keep it in the store under this name.
-        keep: whether to copy an entry, by its path in the image and its type; None: all.
-        since: the image that `image` is a snapshot of, or a snapshot of a snapshot: the copy has
-            all changes of it, and is a layer of it.
+        upper: descriptor of the directory with the changes.
+        image: the image of the session.
+        limits: of the session; they limit the size and number of files.
+        owner: user id of the copies; None: this process's.
+        name: keep the snapshot in the store under this name.
+        keep: decides whether to copy an entry; None: copy all.
+        since: an image that `image` is based on: copy all changes since it, as a layer on it.
 
     Raises:
-        SandboxException: the changes are more or deeper than can be kept.
+        SandboxException: the changes exceed a limit of size, number or depth.
     """
     key = layer_name("snapshot", uuid.uuid4().hex)
     with new_layer(key) as layer:
@@ -109,70 +108,70 @@ def take(
 
 
 def remove(snapshot: Image) -> None:
-    """Delete the copied changes, which no session and no other snapshot may use any more."""
+    """Delete the copied changes. No session and no other snapshot may use them."""
     shutil.rmtree(snapshot.layers[-1], ignore_errors=True)
 
 
 class _Copy:
-    """One copy of trees, each above those before it, that may change meanwhile."""
+    """Copies trees, each on top of those before, while the session may change them."""
 
     def __init__(self, root: int, limits: Limits, owner: int | None, keep: Keep | None) -> None:
         self._root, self._limits, self._owner, self._keep = root, limits, owner, keep
-        self.bytes = self._files = self._most = 0
+        self.bytes = self._files = self._max_bytes = 0
         self._links: dict[int, str] = {}
 
     def add(self, source: int) -> None:
-        """Copy a tree above what has been copied, as overlayfs would show both."""
+        """Copy a tree on top of the copies before, as overlayfs would merge them."""
         self._files, self._links = 0, {}
-        self._most = self.bytes + self._limits.home_mib * MIB
+        self._max_bytes = self.bytes + self._limits.home_mib * MIB
         self.directory(source, self._root, "", 0)
 
     def directory(self, source: int, target: int, path: str, depth: int) -> None:
-        """Copy a directory's entries, then its own mark, mode, times and owner."""
+        """Copy a directory: its entries, then its opaque mark, mode, times and owner."""
         if depth > MAX_DEPTH:
             raise SandboxException(f"snapshot: directories are nested deeper than {MAX_DEPTH}")
         for name in os.listdir(source):
             self._files += 1
             if self._files > self._limits.inodes:
                 raise SandboxException("snapshot: more files than limits.inodes")
-            with contextlib.suppress(FileNotFoundError):  # the session has removed it meanwhile
+            with contextlib.suppress(FileNotFoundError):  # the session has removed the entry
                 self._entry(source, target, name, f"{path}{name}", depth)
-        # a mark would hide what must stay as it is in the image
+        # with PARTLY the image's entries must stay visible, so no opaque mark
         partly = self._keep is not None and self._keep(path.rstrip("/"), True) is Kept.PARTLY
         if OPAQUE in os.listxattr(source) and not partly:
             os.setxattr(target, OPAQUE, b"y")
         self._finish(source, target, 0o700)
 
     def _entry(self, source: int, target: int, name: str, path: str, depth: int) -> None:
-        about = os.stat(name, dir_fd=source, follow_symlinks=False)
-        kind = stat.S_IFMT(about.st_mode)
-        if kind != stat.S_IFDIR:  # also a whiteout that is not kept hides what was copied before
+        info = os.stat(name, dir_fd=source, follow_symlinks=False)
+        kind = stat.S_IFMT(info.st_mode)
+        if kind != stat.S_IFDIR:  # it replaces an earlier copy, even if it is not kept itself
             _remove(target, name)
         if self._keep is not None and self._keep(path, kind == stat.S_IFDIR) is Kept.NO:
             return
         if kind == stat.S_IFDIR:
-            with _opened(source, name, about.st_mode) as below:
+            with _opened(source, name, info.st_mode) as below:
                 if OPAQUE in os.listxattr(below):
                     _remove(target, name)
                 hides = _make_directory(target, name)
-                with _opened(target, name, about.st_mode | 0o700) as copy:
+                with _opened(target, name, info.st_mode | 0o700) as copy:
                     if hides:
                         os.setxattr(copy, OPAQUE, b"y")
                     self.directory(below, copy, f"{path}/", depth + 1)
             return
-        if kind == stat.S_IFREG and about.st_ino in self._links:
-            os.link(self._links[about.st_ino], name, src_dir_fd=self._root, dst_dir_fd=target)
+        if kind == stat.S_IFREG and info.st_ino in self._links:
+            os.link(self._links[info.st_ino], name, src_dir_fd=self._root, dst_dir_fd=target)
         elif kind == stat.S_IFREG:
-            self._file(source, target, name, about.st_mode)
-            if about.st_nlink > 1:
-                self._links[about.st_ino] = path
+            self._file(source, target, name, info.st_mode)
+            if info.st_nlink > 1:
+                self._links[info.st_ino] = path
         elif kind == stat.S_IFLNK:
             os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
-        elif kind == stat.S_IFCHR and about.st_rdev == 0:  # whiteout: the name was removed
+        elif kind == stat.S_IFCHR and info.st_rdev == 0:  # whiteout: the name was removed
             os.mknod(name, stat.S_IFCHR | 0o600, 0, dir_fd=target)
         elif kind == stat.S_IFIFO:
             os.mkfifo(name, 0o600, dir_fd=target)
-        else:  # a socket is of no use without its process
+        else:  # a socket is useless without its process
             return
         if self._owner is not None:
             os.chown(name, self._owner, self._owner, dir_fd=target, follow_symlinks=False)
@@ -188,7 +187,7 @@ class _Copy:
                 os.close(copy)
 
     def _data(self, source: int, copy: int, size: int) -> None:
-        """The written parts of a file: one that claims a terabyte may have none."""
+        """Copy the data of a file without its holes: a sparse terabyte may have no data."""
         os.ftruncate(copy, size)
         at = 0
         while at < size:
@@ -198,26 +197,24 @@ class _Copy:
                 return
             end = min(size, os.lseek(source, at, os.SEEK_HOLE))
             while at < end:
-                done = os.pwrite(copy, os.pread(source, min(end - at, MIB), at), at)
-                if not done:  # it has become shorter
+                written = os.pwrite(copy, os.pread(source, min(end - at, MIB), at), at)
+                if not written:  # the file has become shorter
                     return
-                at, self.bytes = at + done, self.bytes + done
-                if self.bytes > self._most:
+                at, self.bytes = at + written, self.bytes + written
+                if self.bytes > self._max_bytes:
                     raise SandboxException("snapshot: more data than limits.home_mib")
 
     def _finish(self, source: int, copy: int, least_mode: int) -> None:
-        """Owner, mode without set-id bits, and times."""
-        about = os.fstat(source)
+        """Set owner, mode without set-id bits, and times."""
+        info = os.fstat(source)
         if self._owner is not None:
             os.chown(copy, self._owner, self._owner)
-        os.chmod(copy, about.st_mode & 0o1777 | least_mode)
-        os.utime(copy, ns=(about.st_atime_ns, about.st_mtime_ns))
+        os.chmod(copy, info.st_mode & 0o1777 | least_mode)
+        os.utime(copy, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
 def _make_directory(parent: int, name: str) -> bool:
-    """Make a directory, unless there is one. Whether a file or whiteout was in its place, which hid
-    what the image has there.
-    """
+    """Create a directory unless it exists. Returns whether it replaced a file or whiteout."""
     try:
         os.mkdir(name, 0o700, dir_fd=parent)
     except FileExistsError:
@@ -230,7 +227,6 @@ def _make_directory(parent: int, name: str) -> bool:
 
 
 def _remove(directory: int, name: str) -> None:
-    """Remove a file, or a directory with all below it; none may be there."""
     try:
         os.unlink(name, dir_fd=directory)
     except IsADirectoryError:
@@ -241,23 +237,25 @@ def _remove(directory: int, name: str) -> None:
 
 @contextlib.contextmanager
 def _opened(directory: int, name: str, mode: int) -> Iterator[int]:
-    """A directory or regular file. What has become another kind of file meanwhile is not found."""
+    """Open a directory or regular file. FileNotFoundError if its type has changed since mode."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    # O_PATH first: check the type before the file is really opened
+    path_fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
     try:
-        now = os.fstat(held).st_mode
-        if stat.S_IFMT(now) != stat.S_IFMT(mode):
+        current_mode = os.fstat(path_fd).st_mode
+        if stat.S_IFMT(current_mode) != stat.S_IFMT(mode):
             raise FileNotFoundError(name)
-        needed = 0o500 if stat.S_ISDIR(now) else 0o400
-        own = f"/proc/self/fd/{held}"
-        if now & needed != needed and os.geteuid() != 0:  # the session took them away from its user
-            os.chmod(own, stat.S_IMODE(now) | needed)
-        fd = os.open(own, flags & ~os.O_NOFOLLOW)
+        needed = 0o500 if stat.S_ISDIR(current_mode) else 0o400
+        path = f"/proc/self/fd/{path_fd}"
+        # the session may have removed its own user's permission
+        if current_mode & needed != needed and os.geteuid() != 0:
+            os.chmod(path, stat.S_IMODE(current_mode) | needed)
+        fd = os.open(path, flags & ~os.O_NOFOLLOW)
     finally:
-        os.close(held)
+        os.close(path_fd)
     try:
         yield fd
-        if now & needed != needed:
-            os.fchmod(fd, stat.S_IMODE(now))
+        if current_mode & needed != needed:
+            os.fchmod(fd, stat.S_IMODE(current_mode))
     finally:
         os.close(fd)

@@ -131,7 +131,6 @@ def _docker(archive: "_Archive") -> Contents:
 
 
 def _root(file: IO[bytes]) -> Contents:
-    """The contents of a root directory's tar: one layer."""
     file.seek(0)
     diff = Hashed(file).finish()
     size = file.tell()

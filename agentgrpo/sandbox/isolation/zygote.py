@@ -211,7 +211,6 @@ class Zygote:
         )
 
     def _paths(self) -> dict[str, Any]:
-        """Paths as the zygote sees them."""
         paths: dict[str, Any] = {"own_proc": self.own_proc, "extension": jail.EXTENSION_FILE}
         if self.rung is Rung.BARE:
             paths |= {
@@ -326,7 +325,6 @@ class Zygote:
         return "" if self.answers() else f"the session's zygote ended or is stuck: {self.log()}"
 
     def answers(self) -> bool:
-        """Whether the zygote answers."""
         if self._closed:
             return False
         read, write = os.pipe()

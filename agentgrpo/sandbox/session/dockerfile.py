@@ -1,7 +1,8 @@
 """Builds images from Dockerfiles without Docker: each RUN in a session, each step a cached layer.
 
-One stage of FROM, RUN, COPY and ADD of files, ENV, ARG, WORKDIR, SHELL and USER root. What only
-describes how a container is started is ignored; everything else is refused with its line.
+Supported: one stage of FROM, RUN, COPY and ADD of files, ENV, ARG, WORKDIR, SHELL and USER root.
+Instructions that only describe the start of a container are ignored. All others are errors with
+their line.
 """
 
 import contextlib
@@ -35,17 +36,15 @@ LIMITS = Limits(
     memory_mib=8192, home_mib=8192, tmp_mib=1024, inodes=1 << 20, processes=4096, open_files=1024,
     timeout_s=3600, session_s=7200, cpu_s=7200, cpus=64,
 )  # fmt: skip
-"""Of a RUN. What it writes is memory until it has ended."""
-MTIME = (
-    1_577_836_800  # of copied files: 2020, so that a checkout of the same files is the same layer
-)
-APT = 'APT::Sandbox::User "root";\n'  # a session has no second user to download as
+"""Limits of a RUN. The files that it writes are in memory until it ends."""
+MTIME = 1_577_836_800  # 2020, for all copied files: the same files must give the same layer
+APT = 'APT::Sandbox::User "root";\n'  # apt would download as another user, which sessions lack
 _HEREDOC = re.compile(r"(?<!<)<<-?\s*[\"']?([A-Za-z_]\w*)[\"']?")
 _VARIABLE = re.compile(r"\\\$|\$(?:\{(\w+)(?::([-+])([^}]*))?\}|(\w+))")
 
 
 def instructions(text: str) -> Iterator[tuple[int, str, dict[str, str], str]]:
-    """Line, name, flags and arguments of each instruction; here-documents stay in the arguments."""
+    """Parse line, name, flags and arguments of each instruction, with here-documents."""
     lines, at = text.splitlines(), 0
     while at < len(lines):
         begin, line = at + 1, lines[at].strip()
@@ -53,9 +52,9 @@ def instructions(text: str) -> Iterator[tuple[int, str, dict[str, str], str]]:
         if not line or line.startswith("#"):
             continue
         while line.endswith("\\") and at < len(lines):
-            more, at = lines[at].strip(), at + 1
-            if more and not more.startswith("#"):
-                line = f"{line[:-1]} {more}"
+            continuation, at = lines[at].strip(), at + 1
+            if continuation and not continuation.startswith("#"):
+                line = f"{line[:-1]} {continuation}"
         name, _, rest = line.partition(" ")
         for end in _HEREDOC.findall(rest) if name.upper() in ("RUN", "COPY", "ADD") else ():
             if end in map(str.strip, lines[at:]):
@@ -68,19 +67,19 @@ def instructions(text: str) -> Iterator[tuple[int, str, dict[str, str], str]]:
 
 
 def expand(text: str, variables: dict[str, str]) -> str:
-    """Dockerfile's $NAME, ${NAME}, ${NAME:-WORD} and ${NAME:+WORD}."""
+    """Replace $NAME, ${NAME}, ${NAME:-WORD} and ${NAME:+WORD}."""
 
     def value(match: re.Match[str]) -> str:
         if match[0] == "\\$":
             return "$"
-        found, word = variables.get(match[1] or match[4], ""), match[3] or ""
-        return (word if found else "") if match[2] == "+" else found or word
+        current, word = variables.get(match[1] or match[4], ""), match[3] or ""
+        return (word if current else "") if match[2] == "+" else current or word
 
     return _VARIABLE.sub(value, text)
 
 
 def _words(text: str) -> list[str]:
-    """A list of words in JSON; none if it is something else."""
+    """Parse a JSON list of words; [] if the text is something else."""
     with contextlib.suppress(ValueError):
         if isinstance(words := json.loads(text), list):
             return list(map(str, words))
@@ -88,11 +87,11 @@ def _words(text: str) -> list[str]:
 
 
 class Builder:
-    """Builds images; the sessions of all of them come from one pool.
+    """Builds images, with one pool for all RUN steps.
 
     Args:
-        network: RUN steps use this machine's network, its loopback services included.
-        limits: of RUN steps.
+        network: RUN steps use this machine's network, including its loopback services.
+        limits: limits of RUN steps.
     """
 
     def __init__(self, *, network: bool = False, limits: Limits = LIMITS) -> None:
@@ -110,10 +109,10 @@ class Builder:
         self, name: str, folder: str | os.PathLike[str], *, progress: Progress | None = None,
         timeout_s: float = math.inf,
     ) -> Image:  # fmt: skip
-        """Build the Dockerfile of a folder; steps that were built before are not run again.
+        """Build the Dockerfile in a folder. Steps that were built before do not run again.
 
         Raises:
-            ImageError: with the line of what failed or is not supported.
+            ImageError: a step failed or is not supported; the message has its line.
         """
         folder, self._ends_at = Path(folder), time.monotonic() + timeout_s
         try:
@@ -132,13 +131,13 @@ class Builder:
             return build.save()
 
     def base(self, reference: str) -> Image:
-        """The image of FROM: of the store, or with the network of a registry."""
+        """Find the image of FROM in the store or, with the network, in a registry."""
         if not self.network or reference in {image.name for image in images.list_images()}:
             return images.get_image(reference)
         return images.add_image(reference, f"docker://{reference}")
 
     def run(self, image: Image, argv: list[str], final: Path) -> None:
-        """Run a command in an image; its changed files become a layer."""
+        """Run a command in an image. The changed files become a layer."""
         with self._session(image) as session:
             resolver = self._prepare(session, image)
             assert session.channels is not None
@@ -147,16 +146,16 @@ class Builder:
             )
             with contextlib.closing(program):
                 program.close_stdin()
-                left = max(0.0, self._ends_at - time.monotonic())
-                ended = program.wait(min(self._limits.timeout_s, left))
+                remaining = max(0.0, self._ends_at - time.monotonic())
+                ended = program.wait(min(self._limits.timeout_s, remaining))
             if not ended or program.exit_code:
                 output = (program.stdout + program.stderr)[-2000:].decode(errors="replace")
                 reason = f"ended with {program.exit_code}" if ended else "took too long"
                 raise ImageError(f"the command {reason} {program.error}\n{output}")
             changes = Path(session.snapshot().layers[-1])
         etc, file = changes / "etc", changes / "etc/resolv.conf"
-        links = etc.is_symlink() or file.is_symlink()  # they would lead out of the layer
-        if not links and file.is_file() and file.read_bytes() == resolver:
+        has_links = etc.is_symlink() or file.is_symlink()  # a link could lead out of the layer
+        if not has_links and file.is_file() and file.read_bytes() == resolver:
             file.unlink()
         images.publish(changes, final)
 
@@ -169,7 +168,7 @@ class Builder:
         return self._pool.acquire(image)
 
     def _prepare(self, session: Session, image: Image) -> bytes:
-        """Let apt and the resolver work; what was written to resolv.conf."""
+        """Configure apt and the resolver. Returns the content written to resolv.conf."""
         resolver = Path("/etc/resolv.conf").read_bytes() if self.network else b""
         with contextlib.closing(session.files()) as files:
             if Stack(image.layers).entry("etc/apt/apt.conf.d"):
@@ -180,8 +179,6 @@ class Builder:
 
 
 class _Build:
-    """One image while it is built."""
-
     def __init__(self, builder: Builder, name: str, folder: Path) -> None:
         self._builder, self._name, self._folder = builder, name, folder
         self._base: Image | None = None
@@ -192,20 +189,19 @@ class _Build:
 
     def save(self) -> Image:
         if self._base is None:
-            raise ImageError(f"{self._folder}/Dockerfile: it has no FROM")
+            raise ImageError(f"{self._folder}/Dockerfile: expected a FROM, got none")
         names = [os.path.basename(layer) for layer in self._layers]
         state = json.dumps([names, self._env, self._workdir])
         digest = f"sha256:{hashlib.sha256(state.encode()).hexdigest()}"
         return images.save_image(self._name, names, self._env, self._workdir, digest)
 
     def step(self, kind: str, flags: dict[str, str], rest: str) -> None:
-        """Carry one instruction out."""
-        known = {
+        supported = {
             "COPY": {"chown", "chmod", "link"},
             "ADD": {"chown", "chmod"},
             "FROM": {"platform"},
         }
-        if unknown := flags.keys() - known.get(kind, set()):
+        if unknown := flags.keys() - supported.get(kind, set()):
             raise ImageError(f"--{min(unknown)} is not supported")
         if not rest:
             raise ImageError("expected an argument")
@@ -231,7 +227,7 @@ class _Build:
         elif kind in ("COPY", "ADD"):
             self._copy(kind, flags, rest, variables)
         elif kind == "USER" and expand(rest, variables).partition(":")[0] not in ("root", "0"):
-            raise ImageError(f"expected root, got {rest}: sessions have no other user")
+            raise ImageError(f"expected root, got {rest}. Sessions have no other user")
         elif kind != "USER" and kind not in IGNORED.split():
             raise ImageError("this instruction is not supported")
 
@@ -243,7 +239,7 @@ class _Build:
         self._arguments = {}
 
     def _run(self, rest: str, variables: dict[str, str]) -> None:
-        """RUN, with a command, a list of words or a here-document."""
+        """RUN with a command, a JSON list of words or a here-document."""
         argv = [*self._shell, rest]
         if rest.startswith("<<"):
             argv = [*self._shell, "\n".join(rest.splitlines()[1:-1])]
@@ -259,28 +255,28 @@ class _Build:
 
     def _copy(self, kind: str, flags: dict[str, str], rest: str, variables: dict[str, str]) -> None:
         *sources, target = _words(rest) or shlex.split(expand(rest, variables))
-        found = [path for source in sources for path in self._find(kind, source)]
-        if not found:
+        paths = [path for source in sources for path in self._find(kind, source)]
+        if not paths:
             raise ImageError(f"expected SOURCE and TARGET, got {rest!r:.80}")
         at = os.path.normpath(os.path.join(self._workdir, target))
-        into = target.endswith(("/", ".")) or len(found) > 1 or self._is_folder(at)
-        folder = at if into or found[0].is_dir() else ""
-        files = [(path, f"{at}/{path.name}" if into and path.is_file() else at) for path in found]
+        into = target.endswith(("/", ".")) or len(paths) > 1 or self._is_folder(at)
+        folder = at if into or paths[0].is_dir() else ""
+        files = [(path, f"{at}/{path.name}" if into and path.is_file() else at) for path in paths]
         self._unpack(kind, folder, files, flags.get("chmod", ""))
 
     def _find(self, kind: str, source: str) -> list[Path]:
-        """The files and folders of COPY, which must be in the folder."""
+        """Find the sources of COPY or ADD, which must be in the folder of the Dockerfile."""
         if source.startswith("<<") or "://" in source:
-            raise ImageError(f"{source}: here-documents and addresses are not supported")
+            raise ImageError(f"{source}: here-documents and URLs are not supported")
         if kind == "ADD" and re.search(r"\.(tar|tgz|tar\.\w+)$", source):
-            raise ImageError(f"{source}: archives are not supported; COPY it, and RUN tar")
+            raise ImageError(f"{source}: archives are not supported. COPY it and RUN tar")
         pattern = os.path.normpath(source).lstrip("/")
-        found = [self._folder] if pattern in (".", "") else sorted(self._folder.glob(pattern))
-        if not found or not all(p.resolve().is_relative_to(self._folder.resolve()) for p in found):
+        paths = [self._folder] if pattern in (".", "") else sorted(self._folder.glob(pattern))
+        if not paths or not all(p.resolve().is_relative_to(self._folder.resolve()) for p in paths):
             raise ImageError(f"{source}: expected a file or folder in {self._folder}")
-        if (self._folder / ".dockerignore").is_file() and any(path.is_dir() for path in found):
-            raise ImageError(".dockerignore is not supported: copy files, or remove it")
-        return found
+        if (self._folder / ".dockerignore").is_file() and any(path.is_dir() for path in paths):
+            raise ImageError(".dockerignore is not supported. Copy files, or remove it")
+        return paths
 
     def _is_folder(self, path: str) -> bool:
         stack = Stack(self._layers)
@@ -290,7 +286,7 @@ class _Build:
     def _unpack(
         self, kind: str, folder: str, files: list[tuple[Path, str]], chmod: str = ""
     ) -> None:
-        """A layer of files, and of a folder if it is missing."""
+        """Make a layer of files, and of the folder if it is missing."""
         with tempfile.TemporaryFile() as file:
             with tarfile.open(fileobj=file, mode="w") as tar:
                 if folder and not self._is_folder(folder):
@@ -312,6 +308,6 @@ class _Build:
         self._layers = (*self._layers, str(final))
 
     def _next(self, *step: object) -> Path:
-        """Where the layer of a step is, on those that are below it."""
+        """The path of a step's layer, which depends on the layers below."""
         name = images.layer_name(*map(os.path.basename, self._layers), *step)
         return images.store_dir() / "layers" / name

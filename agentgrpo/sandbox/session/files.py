@@ -106,7 +106,6 @@ class Files(ProcessBound):
         self._root, self._channels, self._size_max = root, channels, size_max
 
     def close(self) -> None:
-        """Close the session's root directory."""
         self._root.close()
 
     def _full(self, path: str) -> str:
@@ -204,9 +203,7 @@ class Files(ProcessBound):
         return [self.write(str(file["path"]), file["data"]) for file in files]
 
     def list(self, path: str = ".", depth: int = 1) -> list[EntryInfo]:
-        """List a directory, depth levels deep, without following links. Skips the content of
-        subdirectories that cannot be read.
-        """
+        """List depth levels of a directory. Follows no links, skips unreadable directories."""
         if depth < 1:
             raise InvalidArgumentException(f"depth must be at least 1, got {depth}")
         entries = self._entries(path)
@@ -254,9 +251,7 @@ class Files(ProcessBound):
         self._remove_directory(os.path.normpath(self._full(path)))
 
     def _remove_directory(self, path: str) -> None:
-        """Delete a directory by a program in the session, which the session's code cannot trick
-        into deleting files of the host.
-        """
+        """Delete by a program in the session, so that its code cannot redirect it to the host."""
         argv = ["/bin/bash", "-c", REMOVE, path]
         program = Program(self._channels, argv, env={}, directory="/", output_max=MIB)
         program.close_stdin()
@@ -271,7 +266,6 @@ class Files(ProcessBound):
             program.close()
 
     def rename(self, old_path: str, new_path: str) -> EntryInfo:
-        """Move or rename an entry."""
         with self._parent(old_path) as (old, old_name), self._parent(new_path) as (new, new_name):
             os.rename(old_name, new_name, src_dir_fd=old, dst_dir_fd=new)
         return self.get_info(new_path)
@@ -291,7 +285,6 @@ class Files(ProcessBound):
         return bool(missing)
 
     def watch_dir(self, path: str, **_: object) -> None:
-        """Not supported."""
         raise NotSupportedException("watch_dir() is not supported; call list() again instead")
 
 

@@ -64,7 +64,6 @@ class Fork(NamedTuple):
     pool: SandboxPool
 
     def close(self) -> None:
-        """Delete the copied files."""
         self.pool.discard(self.image)
         _reserve_bytes(-self.bytes)
 

@@ -219,7 +219,6 @@ class HostTools:
         self.answers = _AnswerCache()
 
     def begin(self) -> "HostCalls":
-        """Start the calls of a rollout."""
         return HostCalls(self)
 
     @property

@@ -323,9 +323,7 @@ class SandboxPool(ProcessBound):
         }
 
     def close(self) -> None:
-        """End all sessions and zygotes. Idempotent. Does nothing in a forked child process: the
-        pool belongs to the parent.
-        """
+        """End all sessions and zygotes. Idempotent. Does nothing in a forked child process."""
         if self._closed:
             return
         self._closed = True

@@ -238,7 +238,6 @@ class Program:
             self.exit_code = os.WEXITSTATUS(how)
 
     def ended(self) -> bool:
-        """Whether the program has ended, without reading its output."""
         return self.exit_code is not None or self._channels.heard(self._channels.interpreter)
 
     def send_stdin(self, data: bytes) -> None:
@@ -272,7 +271,6 @@ class Program:
         threading.Thread(target=write, daemon=True).start()
 
     def close_stdin(self) -> None:
-        """Close standard input: the program reads its end."""
         with self._channels.borrowed() as channels, open(os.devnull, "wb") as null:
             os.dup2(null.fileno(), channels.request, inheritable=False)
 

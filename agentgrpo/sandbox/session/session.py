@@ -457,7 +457,6 @@ class Session(ProcessBound):
 
     @property
     def places(self) -> Places:
-        """Paths inside the session."""
         return self._channels.places
 
     @property
@@ -509,7 +508,6 @@ class Session(ProcessBound):
 
     @property
     def alive(self) -> bool:
-        """Whether another step can run."""
         return self._ended is None
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""Bounds a session as a whole, its memory above all, where no control group does.
+"""Limits the memory of a session as a whole where there is no control group.
 
-The kernel's limit of address space holds for each process; ten of them may use ten times as much.
-A thread adds up what the processes of each session use, its files, which lie in memory, and its
-sockets as if they were full, and kills a session that is over its limit. It looks every 50 ms, less
-often when looking at all of them takes long. What it cannot count (kernel memory of descriptors and
-mappings) makes the machine's memory fall below a floor: then the largest session is ended.
+The kernel's limit of address space holds for each process, so ten processes can use ten times as
+much. A thread sums the memory of the processes of each session, its files, which are in memory, and
+its sockets as if they were full, and kills a session over its limit. It checks every 50 ms, less
+often if a check of all sessions takes long. It cannot count kernel memory of descriptors and
+mappings. So when the machine's available memory falls below a floor, it kills the largest session.
 """
 
 import contextlib
@@ -26,23 +26,21 @@ from agentgrpo.support.control_groups import lines_of, memory_bounds
 log = logging.getLogger(__name__)
 INTERVAL_S = 0.05
 SHARE = 0.1
-"""Share of the time spent looking at memory, as long as MAX_PAUSE_S allows it."""
+"""Share of the time spent in checks, as far as MAX_PAUSE_S allows."""
 MAX_PAUSE_S = 0.25
-"""Longest time between two looks. A session that forks constantly can make one look take a second;
-others must be watched all the same."""
+"""Longest time between two checks. A session that forks constantly can make one check take a
+second; the others must still be checked."""
 STOPS = 8
-"""How often a tree is listed until all its processes are stopped."""
+"""Attempts to list and stop all processes of a session."""
 FLOOR = 0.02
-"""Of the machine's memory: with less available, the largest session is ended."""
+"""Share of the machine's memory: with less available, the largest session is killed."""
 SOCKET_KIB = 2 * 208
-"""What a socket holds at most, sent and received: policy.py lets none of its buffers be enlarged,
-and csrc/sandbox_spawn.c sets what TCP's grow to."""
+"""Maximum size of a socket's two buffers: policy.py denies larger ones, and csrc/sandbox_spawn.c
+sets the maximum of TCP's."""
 
 
 def sockets_kib(pid: int) -> int:
-    """What the sockets of a process's network namespace hold at most, those too that nobody has
-    accepted.
-    """
+    """Maximum buffers of all sockets in a process's network namespace, also those not accepted."""
     with contextlib.suppress(*GONE):
         used = Path(f"/proc/{pid}/net/sockstat").read_text().split(maxsplit=3)[2]
         return int(used) * SOCKET_KIB
@@ -50,17 +48,17 @@ def sockets_kib(pid: int) -> int:
 
 
 def files_kib(pid: int, directories: Iterable[str] = PRIVATE) -> int:
-    """What lies in a session's private directories, deleted files that are open included."""
+    """Size of a session's private directories, including deleted files that are open."""
     total = 0
     with contextlib.suppress(*GONE):
         for directory in directories:
-            found = os.statvfs(f"/proc/{pid}/root{directory}")
-            total += (found.f_blocks - found.f_bfree) * found.f_frsize
+            info = os.statvfs(f"/proc/{pid}/root{directory}")
+            total += (info.f_blocks - info.f_bfree) * info.f_frsize
     return total >> 10
 
 
 def tasks(pids: list[int]) -> int:
-    """Processes and threads, which the kernel counts by user: not all sessions have their own."""
+    """Number of processes and threads. The kernel's own count is per user, not per session."""
     total = 0
     for pid in pids:
         with contextlib.suppress(*GONE):
@@ -69,22 +67,21 @@ def tasks(pids: list[int]) -> int:
 
 
 def used_kib(session: Session, enough_kib: int) -> int:
-    """What a session uses, its processes together; not exact while it is below enough_kib, where
-    that costs too much: forks share pages, so that their sum is an upper bound. Without namespaces
-    of its own, what its processes have mapped.
+    """Memory of a session. Up to enough_kib an upper bound, because an exact count costs too much:
+    pages that forks share count for each. Without namespaces, only the memory of its processes.
     """
-    own = (
+    other_kib = (
         0
         if session.degraded
         else (sockets_kib(session.pid) + files_kib(session.pid, session.places.private))
     )
-    most = session.limits.processes
-    return own + _C.sandbox_tree_kib(session.init_pid, most, enough_kib - own)
+    max_processes = session.limits.processes
+    return other_kib + _C.sandbox_tree_kib(session.init_pid, max_processes, enough_kib - other_kib)
 
 
 def stopped_kib(session: Session, enough_kib: int) -> int:
-    """used_kib() while its processes are stopped: of those that come and go none counts twice. What
-    forks faster than it can be stopped is counted as it runs.
+    """used_kib() while the session's processes are stopped, so that none counts twice together with
+    its successor. Processes that fork faster than they can be stopped are counted as they run.
     """
     stopped: list[int] = []
     try:
@@ -96,7 +93,7 @@ def stopped_kib(session: Session, enough_kib: int) -> int:
             _signal(new, signal.SIGSTOP)
         return used_kib(session, enough_kib)
     finally:
-        _signal(stopped[::-1], signal.SIGCONT)  # no shell sees that its child was stopped
+        _signal(stopped[::-1], signal.SIGCONT)  # children first: no shell sees a stopped child
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:
@@ -106,19 +103,17 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 
 def available() -> float:
-    """The part of the memory that this process may use, of the machine's or of a control group's
-    around it, that is available.
-    """
-    facts = dict(line.split(":", 1) for line in lines_of("/proc/meminfo"))
-    total, left = (int(facts[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
-    return min([left / total, *((limit - used) / limit for limit, used in memory_bounds())])
+    """Available share of the memory, of the machine or of a control group around this process."""
+    fields = dict(line.split(":", 1) for line in lines_of("/proc/meminfo"))
+    total, free = (int(fields[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
+    return min([free / total, *((limit - used) / limit for limit, used in memory_bounds())])
 
 
-def keep_polite(pid: int, niceness: int) -> None:
-    """The kernel groups what setsid() sets apart, and weighs the groups by a niceness of their own
-    (sched(7), autogroup), which the process's counts for nothing against.
+def set_autogroup_niceness(pid: int, niceness: int) -> None:
+    """Set the niceness of a process's autogroup. setsid() makes a new autogroup, and between groups
+    the kernel ignores the niceness of the processes (sched(7)).
     """
-    with contextlib.suppress(OSError):  # it has ended; not in this kernel; ten times a second
+    with contextlib.suppress(OSError):  # ended; no autogroups; EAGAIN above ten times a second
         group = Path(f"/proc/{pid}/autogroup")
         if group.read_text().endswith(" nice 0\n"):
             group.write_text(str(niceness))
@@ -129,7 +124,7 @@ class MemoryWatchdog:
 
     def __init__(self, limit_mib: int, sessions: Callable[[], Iterable[Session]]) -> None:
         self._limit_kib, self._sessions = limit_mib << 10, sessions
-        self._told = ""
+        self._last_warning = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sandbox-memory", daemon=True)
         self._thread.start()
@@ -139,44 +134,46 @@ class MemoryWatchdog:
         while not self._stop.wait(pause):
             started = time.thread_time()
             try:
-                self._look()
-            except OSError as error:  # no descriptors: there may be some for the next look
-                self._tell(f"the memory of sessions was not looked at: {error}")
+                self._check()
+            except OSError as error:  # for example no free descriptor: try again at the next check
+                self._warn(f"the memory of sessions was not checked: {error}")
             pause = min(MAX_PAUSE_S, max(INTERVAL_S, (time.thread_time() - started) / SHARE))
 
-    def _tell(self, text: str) -> None:
-        if text != self._told:  # not twenty times a second
-            self._told = text
+    def _warn(self, text: str) -> None:
+        if text != self._last_warning:  # not twenty times per second
+            self._last_warning = text
             log.warning(text)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         largest: tuple[int, Session] | None = None
         for session in self._sessions():
-            most = session.limits.processes
+            max_processes = session.limits.processes
             try:
-                pids = process_tree(session.init_pid, most)
+                pids = process_tree(session.init_pid, max_processes)
                 for pid in pids[1:]:
-                    keep_polite(pid, session.limits.niceness)
-                many = session.degraded and os.geteuid() != 0 and tasks(pids) > most
-                used = 0 if many else used_kib(session, self._limit_kib)
+                    set_autogroup_niceness(pid, session.limits.niceness)
+                count_tasks = session.degraded and os.geteuid() != 0
+                too_many = count_tasks and tasks(pids) > max_processes
+                used = 0 if too_many else used_kib(session, self._limit_kib)
                 if used > self._limit_kib:
                     used = stopped_kib(session, self._limit_kib)
-            except PermissionError:  # its program is a file that nobody may read
-                session.end_by(StepStatus.OOM, "it does not let its memory be counted")
+            except PermissionError:  # the process runs a file without read permission
+                session.end_by(StepStatus.OOM, "its memory cannot be counted")
                 continue
-            if not session.healthy():  # what had its number may be another's by now
+            if not session.healthy():  # its pids may belong to another session now
                 continue
-            if many:
-                session.end_by(StepStatus.SIGNAL, f"over {most} processes and threads together")
+            if too_many:
+                detail = f"over {max_processes} processes and threads together"
+                session.end_by(StepStatus.SIGNAL, detail)
             elif used > self._limit_kib:
                 limit = f"over {self._limit_kib >> 10} MiB of memory, all processes together"
                 session.end_by(StepStatus.OOM, limit)
             elif largest is None or used > largest[0]:
                 largest = used, session
         if largest is not None and available() < FLOOR:
-            largest[1].end_by(StepStatus.OOM, "the machine has no memory left, and it used most")
+            detail = "the machine has no memory left, and this session used the most"
+            largest[1].end_by(StepStatus.OOM, detail)
 
     def close(self) -> None:
-        """Stop watching."""
         self._stop.set()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""What several attacks ask of the session afterwards."""
+"""Checks that several attacks share."""
 
 from __future__ import annotations
 

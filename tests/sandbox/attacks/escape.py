@@ -46,7 +46,7 @@ def as_it_was(session: Session) -> bool:
 
 row = Table(__name__).row
 # fmt: off
-row("System calls with a history of holes are not there", denied("""
+row("System calls with a history of vulnerabilities are denied", denied("""
     bpf: 321, 0, 0, 0; perf_event_open: 298, 0, 0, 0, 0, 0; io_uring_setup: 425, 1, 0;
     io_uring_enter: 426, 0, 0, 0, 0, 0; userfaultfd: 323, 0; keyctl: 250, 0, 0;
     add_key: 248, 0, 0, 0, 0, 0; request_key: 249, 0, 0, 0, 0; kexec_load: 246, 0, 0, 0, 0;
@@ -62,7 +62,7 @@ row("System calls with a history of holes are not there", denied("""
     memfd_create: 319, b'x', 0; shmget: 29, 0, 4096, 896; sigqueue: 129, 2, 10, 0;
     personality: 135, 0xffffffff; setxattrat: 463, -100, b'f', 0, 0, 0, 0;
     a call of the future: 5000"""), needs=require_x86)
-row("Only unix and internet sockets can be made, and of those only streams and datagrams", ("""
+row("Only unix, TCP and UDP sockets can be made", ("""
     import socket, errno
     got = []
     for family in range(50):
@@ -73,7 +73,7 @@ row("Only unix and internet sockets can be made, and of those only streams and d
        got.append((family, kind, proto))
     sorted({(f, k) for f, k, p in got}), sorted({p for f, k, p in got if f in (2, 10)})
     """, plain_sockets))
-row("Options of sockets load no kernel modules and attach no programs", ("""
+row("Socket options cannot load kernel modules or attach programs", ("""
     import socket
     a = socket.create_server(('127.0.0.1', 0))
     s = socket.create_connection(a.getsockname()); got = []
@@ -82,7 +82,7 @@ row("Options of sockets load no kernel modules and attach no programs", ("""
      try: s.setsockopt(level, name, value); got.append(name)
      except OSError as e: got += [name] * (e.errno != 92)
     s.setsockopt(6, 1, 1); s.setsockopt(1, 7, 65536); got""", "[]"))
-row("32-bit and x32 system calls do not get around the filter",
+row("32-bit and x32 system calls do not bypass the filter",
     denied("x32 getpid: 0x40000000 + 39"), ("""
     import mmap
     m = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)
@@ -95,7 +95,7 @@ row("Loopback is the only network device, and it works", ("""
     client = socket.create_connection(server.getsockname())
     devices = '/proc/self/net/dev'
     open(devices).read().count(':') if os.path.exists(devices) else 1""", "1"))
-row("A set-user-id bit on an own file gains nothing", ("""
+row("A set-user-id bit on a session's file has no effect", ("""
     import os, shutil, subprocess
     os.close(os.open('id', os.O_CREAT, 0o6755)); shutil.copyfile('/usr/bin/id', 'id')
     os.chmod('id', 0o6755)
@@ -105,14 +105,14 @@ row("Devices cannot be made; FIFOs can",
     refused(["os.mknod('d', stat.S_IFCHR | 0o666, os.makedev(1, 1))",
              "os.mknod('d', stat.S_IFBLK | 0o666, os.makedev(1, 1))"], "import os, stat"),
     ("os.mkfifo('f')", OK))
-row("Characters cannot be pushed into a terminal", ("""
+row("Characters cannot be typed into a terminal", ("""
     import fcntl
     got = []
     for request in (0x5412, 0x541C, 0x5412 | 1 << 32):
      try: fcntl.ioctl(0, request & 0xffffffff, b'x'); got.append(request)
      except OSError as e: got.append(e.errno)
     got""", "[25, 25, 25]"))
-row("The machine's file systems are asked for nothing but files", ("""
+row("File system ioctls on the machine's files are denied", ("""
     import fcntl, os
     got = []
     for p in ('/usr', '/usr/bin/env', os.__file__, '/home/user', '/dev/null'):
@@ -121,10 +121,10 @@ row("The machine's file systems are asked for nothing but files", ("""
       try: fcntl.ioctl(fd, request, bytes(64)); got.append((p, request))
       except OSError as e: got += [] if e.errno == 25 else [(p, request, e.errno)]
     got""", "[]"))
-row("GPUs, disks, kvm, the kernel's memory are not in /dev",
+row("/dev has no GPUs, disks, kvm or kernel memory",
     ("import os; ' '.join(sorted(os.listdir('/dev')))",
      "'fd full null random shm stderr stdin stdout urandom zero'"))
-row("A directory held open across chdir and fchdir leads nowhere new", ("""
+row("A directory descriptor and chdir do not lead out of the root", ("""
     import os
     fd = os.open('/', os.O_RDONLY); os.fchdir(fd)
     for _ in range(50): os.chdir('..')
@@ -134,21 +134,21 @@ row("/proc/*/root and /proc/*/cwd stay inside", ("""
     import os, glob
     [p for p in glob.glob('/proc/*/root') + glob.glob('/proc/*/cwd')
      if os.path.exists(p + '/etc/shadow') or os.path.exists(p + '/root/.bashrc')]""", "[]"))
-row("Namespace flags hidden in the upper half of the argument do not pass the filter",
+row("Namespace flags in the upper half of the argument do not pass the filter",
     denied("clone: 56, (1 << 40) | 0x10000000 | 17, 0, 0, 0, 0"), needs=require_x86)
-row("Shared read-only files cannot be leased or watched to hold up their owner", refused(
+row("Leases and watches on shared read-only files are denied", refused(
     ["fcntl.fcntl(fd, 1024, 0)", "fcntl.fcntl(fd, 1024, 1)", "fcntl.fcntl(d, 1026, 1)"], """
 import fcntl, os
 fd, d = (os.open(p, os.O_RDONLY) for p in (os.__file__, os.path.dirname(os.__file__)))"""))
 row("The times of the machine's devices cannot be set", refused(
     [f"os.utime('/dev/{name}')" for name in ("null", "zero", "full", "random", "urandom")],
     "import os"))
-row("The name of a control group says nothing of the machine",
+row("The control group's path shows nothing of the machine",
     ("{line.split(':')[2] for line in open('/proc/self/cgroup')}", "{'/\\n'}"), needs=require_proc)
-row("/proc shows processes and nothing of the machine",
+row("/proc shows only processes",
     ("import os; sorted(p for p in os.listdir('/proc') if not p.isdigit())",
      ("['self', 'thread-self']", "[]")))
-row("No call that names a process reaches PID 1: limits, priority, processors, clocks, signals",
+row("No call with a process id reaches PID 1: limits, priority, processors, clocks, signals",
     (LIBC,), ("""
     null = ctypes.create_string_buffer(64)
     one, named = ctypes.c_uint32(1), os.open('/proc/1' if os.path.exists('/proc/1') else '/', 0)
@@ -170,7 +170,7 @@ row("No call that names a process reaches PID 1: limits, priority, processors, c
      got[name] = call(*call_)
     {k: v for k, v in got.items() if v not in ('ESRCH', 'EPERM', 'EINVAL', 'ENOSYS')}""", "{}"),
     as_it_was, ALIVE, needs=require_x86)
-row("PID 1 outlives a storm of orphans that was to use up its time, and reports the end", ("""
+row("PID 1 outlives a storm of orphans and reports the end", ("""
     import os, resource, time
     for what in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_AS):
      try: resource.prlimit(1, what, (0, 0))
@@ -187,9 +187,9 @@ row("PID 1 outlives a storm of orphans that was to use up its time, and reports 
       os._exit(0)
      os.waitpid(p, 0)
     os._exit(7)""", (EXIT, lambda result: result.exit_code == 7)), alone=True)
-row("kill(-1, SIGKILL) kills nothing outside, not even init",
+row("kill(-1, SIGKILL) kills nothing outside and not init",
     ("import os; os.kill(-1, 9)", (OK, SIGNAL, ERROR)))
-row("Nothing of init can be opened: descriptors, memory, environment", ("""
+row("Descriptors, memory and environment of init cannot be opened", ("""
     got = []
     import os
     for n in ('fd', 'mem', 'environ', 'maps', 'root', 'cwd', 'exe', 'fdinfo'):
@@ -197,7 +197,7 @@ row("Nothing of init can be opened: descriptors, memory, environment", ("""
       try: got.append((n, go(f'/proc/1/{n}')))
       except OSError: pass
     got""", "[]"))
-row("The interpreter holds its three streams and two pipes, and nothing else", ("""
+row("The interpreter has only its three streams and two pipes open", ("""
     import fcntl
     got = []
     for fd in range(5000):
@@ -209,7 +209,7 @@ row("The interpreter holds its three streams and two pipes, and nothing else", (
 
 @on_pool
 def environment_of_the_host(pool: SandboxPool) -> None:
-    """The environment of the host is not inherited, nor to be read from any process."""
+    """The environment of the host is not inherited and cannot be read from any process."""
     token = secrets.token_hex(8)
     os.environ["AGENTGRPO_SELFTEST_TOKEN"] = token
     try:
@@ -243,7 +243,7 @@ def neighbours_sockets(pool: SandboxPool) -> None:
 
 @on_pool
 def neighbours_memory(pool: SandboxPool) -> None:
-    """Another session's shared memory, files and processes are not there."""
+    """Another session's shared memory, files and processes are not visible."""
     with pool.acquire() as a, pool.acquire() as b:
         code = LIBC + (
             "open('/tmp/a', 'w'); open('/dev/shm/a', 'w'); open('/home/user/a', 'w')\n"

@@ -1,4 +1,4 @@
-"""Attacks on what the kernel counts for the whole machine, per user, or not at all."""
+"""Attacks on resources that the kernel counts for the machine, per user, or not at all."""
 
 import os
 from pathlib import Path
@@ -55,7 +55,7 @@ def no_locks(session: Session) -> bool:
 
 row = Table(__name__).row
 # fmt: off
-row("No option of a socket or a process takes memory of the kernel that nothing counts",
+row("No socket or process option takes kernel memory that is not counted",
     (LIBC,), ("""
     import socket; s = socket.socket(); big = ctypes.create_string_buffer(512)
     got = [o for o in ((6, 14), (6, 32), (6, 38), (0, 35), (0, 39), (41, 17), (41, 42), (1, 60))
@@ -64,7 +64,7 @@ row("No option of a socket or a process takes memory of the kernel that nothing 
     r, w = os.pipe(); s.setsockopt(1, 7, 1 << 24)
     got += [c for c in (1031, 1024, 1033) if libc.fcntl(w, c, 1 << 20) >= 0]
     got, s.getsockopt(1, 7) < 1 << 20""", "([], True)"))
-row("What sockets buffer in the kernel is bounded like other memory", ("""
+row("Socket buffers are limited like other memory", ("""
     import socket, time
     server = socket.create_server(('127.0.0.1', 0), backlog=200)
     keep = []; n = 0
@@ -76,7 +76,7 @@ row("What sockets buffer in the kernel is bounded like other memory", ("""
      except BlockingIOError: pass
     time.sleep(1); n >> 20  # a watchdog's time""",
     (OK, OOM, TIMEOUT, at_most(2 * LIMITS.memory_mib))))
-row("A crash cannot be made to start the machine's core dump handler", ("""
+row("A crash cannot start the machine's core dump handler", ("""
     import resource as r, ctypes, mmap
     libc = ctypes.CDLL(None)
     r.setrlimit(r.RLIMIT_CORE, (0, 0)); libc.setrlimit(4, (ctypes.c_uint64 * 2)(0, 0))
@@ -94,16 +94,16 @@ row("The machine's pool of huge pages cannot be used", ("""
     except OSError as e: got.append(e.errno)
     libc.shmget(0, 2 << 20, 0o4600); got.append(ctypes.get_errno()); set(got) <= {12, 38}
     """, "True"))
-row("sync() says that it was done, and flushes nothing of the machine",
+row("sync() returns success and flushes nothing",
     ("import os; [os.sync() for _ in range(1000)] == [None] * 1000", "True"))
-row("Pages cannot be merged with equal ones of others, cores not be kept from them", ("""
+row("Page merging and core scheduling are denied", ("""
     import ctypes, mmap
     libc = ctypes.CDLL(None, use_errno=True); got = []
     try: mmap.mmap(-1, 8192).madvise(12); got.append('merged')
     except OSError: pass
     got += [p for p in ((62, 1, 0, 0, 0), (67, 1, 0, 0, 0)) if libc.prctl(*p) == 0]
     got""", "[]"))
-row("A machine without memory left ends sessions first, and no session can change that",
+row("Without free memory the kernel kills sessions first, and no session can change that",
     lambda s: Path(f"/proc/{s.init_pid}/oom_score_adj").read_text() == "1000\n",
     ("open('/proc/self/oom_score_adj', 'w').write('-1000')", ERROR))
 row("No file gets an access control list: 64 KiB that no limit counts", ("""
@@ -113,20 +113,20 @@ row("No file gets an access control list: 64 KiB that no limit counts", ("""
      try: os.setxattr(f, 'user.x', b'', follow_symlinks=follow); got.append('set')
      except OSError as e: got.append(e.errno)
     got""", "[95, 95, 95]"))
-row("A hundred thousand locks of records take no memory of the kernel", ("""
+row("A hundred thousand record locks take no kernel memory", ("""
     import fcntl
     f = open('f', 'w')
     for i in range(100_000): fcntl.lockf(f, fcntl.LOCK_EX, 1, 2 * i)""", OK), no_locks)
-row("Flushing a file flushes no disk: what a session can write is in memory",
+row("fsync() returns success and flushes no disk",
     (f"{LIBC}[libc.fsync(-1), libc.fdatasync(-1), libc.sync_file_range(-1, 0, 0, 7)]",
      "[0, 0, 0]"))  # not even the descriptor was looked at
-row("Further filters cannot be installed: their compiled code uses up what the machine has",
+row("More seccomp filters cannot be installed: their code would use up a limit of the machine",
     (LIBC,), ("""
     class P(ctypes.Structure): _fields_ = [('len', ctypes.c_ushort), ('f', ctypes.c_void_p)]
     allow = ctypes.create_string_buffer(bytes.fromhex('060000000000ff7f'))
     p = P(1, ctypes.addressof(allow))
     libc.prctl(22, 2, ctypes.byref(p), 0, 0)""", "-1"))
-row("Shared memory that is unmapped but for a page is bounded all the same", (LIBC,), ("""
+row("Shared memory that is unmapped except for a page is limited", (LIBC,), ("""
     libc.mmap.restype = ctypes.c_void_p; n = 0
     zero = libc.open(b'/dev/zero', os.O_RDWR)
     for flags, fd in 20 * [(0x21, -1), (0x1, zero)]:
@@ -135,9 +135,9 @@ row("Shared memory that is unmapped but for a page is bounded all the same", (LI
      ctypes.memset(at, 1, 20 << 20); n += 20
      libc.munmap(ctypes.c_void_p(at + 4096), ctypes.c_size_t((20 << 20) - 4096))
     n""", (OK, OOM, at_most(LIMITS.memory_mib))))
-row("Memory held by processes that are replaced by their children all the time is bounded",
+row("Memory of processes that constantly replace themselves by children is limited",
     (hops, (OK, OOM, bounded), 30.0), alone=True)
-row("What unix sockets buffer in the kernel is bounded like other memory", ("""
+row("Buffers of unix sockets are limited like other memory", ("""
     import os, signal, socket, time
     read, write = os.pipe()
     def fill():
@@ -185,7 +185,7 @@ def _queued() -> int:
 
 @on_pool
 def descriptors_in_flight(pool: SandboxPool) -> None:
-    """Descriptors that a session leaves in flight keep no other one from starting."""
+    """Descriptors that a session leaves in flight do not keep others from starting."""
     code = (
         "import socket\nkeep = []\ntry:\n while True:\n  keep += socket.socketpair()\n"
         "  for _ in range(4): socket.send_fds(keep[-2], [b'x'], [0] * 250)\n"
@@ -200,7 +200,7 @@ def descriptors_in_flight(pool: SandboxPool) -> None:
 
 @on_pool
 def counted_per_user(pool: SandboxPool) -> None:
-    """What the kernel counts per user (pipes, descriptors under way) is each session's own."""
+    """Kernel limits per user (pipes, descriptors in flight) are separate for each session."""
     with pool.acquire() as a, pool.acquire() as b:
         if os.stat(f"/proc/{a.pid}").st_uid == os.stat(f"/proc/{b.pid}").st_uid:
             raise Skip("sessions share a user of the machine (no root to give them their own)")

@@ -1,4 +1,4 @@
-"""Attacks on functions of the host: other names, other data, other moments than theirs."""
+"""Attacks on host functions: other names, other data, at other times."""
 
 from functools import cache
 from typing import Any
@@ -85,7 +85,7 @@ DATA = (
 
 @on_pool
 def other_names(pool: SandboxPool) -> None:
-    """A forged call of any other name reaches no function of the host and ends the session."""
+    """A forged call of another name reaches no host function and ends the session."""
     for name in NAMES:
         with pool.acquire() as session:
             run_steps(session, offered, (CALL,), (f"ask({name!r})", BROKEN), safe)
@@ -93,7 +93,7 @@ def other_names(pool: SandboxPool) -> None:
 
 @on_pool
 def other_data(pool: SandboxPool) -> None:
-    """A forged call whose arguments are no data is not made and ends the session."""
+    """A forged call whose arguments are not JSON is not made and ends the session."""
     for data in DATA:
         with pool.acquire() as session:
             run_steps(session, offered, (CALL,), (f"ask('counted', {data!r})", BROKEN), safe)
@@ -116,7 +116,7 @@ def other_frames(pool: SandboxPool) -> None:
 
 @on_pool
 def without_tools(pool: SandboxPool) -> None:
-    """A session that was offered no functions cannot call any."""
+    """A session without host functions cannot call any."""
     with pool.acquire() as session:
         run_steps(session, (CALL,), ("'echo' in globals()", "False"))
         forged = "os.write(4, told(b'echo', b'[[1],{}]', 3)); time.sleep(9)"
@@ -125,7 +125,7 @@ def without_tools(pool: SandboxPool) -> None:
 
 row = Table(__name__).row
 # fmt: off
-row("What a function of the host is made of leads to no other", offered, ("""
+row("The closure of a host function gives no access to others", offered, ("""
     import gc, sys
     found = [v for c in echo.__closure__ for v in [c.cell_contents] if hasattr(v, 'call')]
     got = []
@@ -133,11 +133,11 @@ row("What a function of the host is made of leads to no other", offered, ("""
      try: got.append(found[0].function(name, '')(1))
      except RuntimeError: pass
     got""", BROKEN), safe)
-row("A storm that goes on when it is refused ends its session", offered, ("""
+row("A storm of refused calls ends the session", offered, ("""
     while True:
      try: echo('x' * 8000)
      except RuntimeError: pass""", (BROKEN, few, lambda result: result.host_refused <= 1001)))
-row("Calls go on in no thread after the step", offered, ("""
+row("Threads cannot call after the step", offered, ("""
     import threading, time
     got = []
     def go():
@@ -147,7 +147,7 @@ row("Calls go on in no thread after the step", offered, ("""
       except RuntimeError as error: got.append('no')
     thread = threading.Thread(target=go); thread.start()""", (OK, few)),
     ("import time; time.sleep(0.01); 1", "1"), ("thread.join()",), ("len(got)", "9"), ALIVE)
-row("Many threads may call at once, and each gets its own answer", offered, ("""
+row("Threads can call at the same time, and each gets its own answer", offered, ("""
     import threading
     got, threads = {}, []
     def go(n): got[n] = echo(n)
@@ -166,19 +166,19 @@ row("A fork cannot call, and does not disturb a call of its parent", offered, ("
      os._exit(0)
     os.waitpid(p, 0)
     os.read(read, 99), echo('parent')""", "(b'refused', 'parent')"), ALIVE)
-row("A process of its own finds no way to call", offered,
+row("A subprocess cannot call", offered,
     ("import subprocess, sys; r = subprocess.run(['ls', '/proc/self/fd'], close_fds=False)",
      lambda result: result.stdout.split() == ["0", "1", "2", "3"]), safe, needs=require_proc)
-row("A forged call of a function that is offered is a call of it, checked and counted", offered,
+row("A forged call of an offered function is checked and counted like a call", offered,
     (CALL,), ("os.write(4, told(b'counted', b'[[5],{}]')); os.read(3, 999)",
               (BROKEN, lambda result: [call.answer for call in result.host_calls] == [(b"5",)])),
     safe)
-row("A frame that waits for the next step ends the session", offered, (CALL,),
+row("A frame queued for the next step ends the session", offered, (CALL,),
     ("os.write(4, told(b'unlisted', b'[[],{}]', 4))",), ("1", BROKEN), safe)
-row("An interrupt during a call leaves the state and the channel whole", offered,
+row("An interrupt during a call keeps the state and the channel intact", offered,
     ("import time\nx = 7\nwhile True: echo(x) if x < 9 else 0; x += 1; time.sleep(0)",
      TIMEOUT, 0.2), ("echo(x > 7)", "True"), ALIVE)
-row("Replacing what a call is made of reaches nothing", offered, ("""
+row("Replacing the functions of a call gives no access", offered, ("""
     import builtins, json, os
     def bad(*a, **k): raise RuntimeError('replaced')
     for n in ('type', 'len', 'isinstance', 'zip', 'getattr', 'vars'): setattr(builtins, n, bad)

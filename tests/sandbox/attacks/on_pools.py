@@ -1,4 +1,4 @@
-"""Attacks on the pool: what dies, what is left over, who notices."""
+"""Attacks on the pool: killed processes, leftovers, failure reports."""
 
 import os
 import textwrap
@@ -49,7 +49,7 @@ LEAVES_NO_ROOM = {
 
 @on_pool
 def no_room_for_programs(pool: SandboxPool) -> None:
-    """A session that lets no program start has itself to blame, not the machine."""
+    """A session that prevents programs from starting is not an infra_error."""
     for way, code in LEAVES_NO_ROOM.items():
         with pool.acquire() as session:
             seen = [session.step(textwrap.dedent(code), 5.0)]

@@ -1,4 +1,4 @@
-"""Attacks on what the host says of code: on grades, on whose failure it was, on the record."""
+"""Attacks on verdicts, on the classification of failures, and on records."""
 
 import time
 
@@ -44,7 +44,7 @@ SLACK_S = 30.0
 
 @on_pool
 def answers_are_not_asked_of_the_code(pool: SandboxPool) -> None:
-    """An object of the code's is not asked whether it is, or has, what a test looks for."""
+    """Objects of the code cannot claim to equal or contain the expected value."""
     for says in AGREES:
         code = f"class Yes:\n {says}\ndef f(x): return Yes()"
         for tests in ASKS:
@@ -55,7 +55,7 @@ def answers_are_not_asked_of_the_code(pool: SandboxPool) -> None:
 
 @on_pool
 def answers_end(pool: SandboxPool) -> None:
-    """An answer that comes in pieces for ever is no way around the time of the tests."""
+    """An endless answer in pieces does not bypass the time limit of the tests."""
     for size, pause in ((0, 0.0), (pool.limits.value_kib << 10, 0.0), (1 << 16, 0.1), (7, 0.1)):
         code = NEVER_ENDS.replace("SIZE", str(size)).replace("PAUSE", str(pause))
         started = time.monotonic()
@@ -69,7 +69,7 @@ def answers_end(pool: SandboxPool) -> None:
 
 @on_pool
 def reasons_can_be_recorded(pool: SandboxPool) -> None:
-    """What code says can be written down, whatever it is: no record of a run fails by it."""
+    """Any output of code can be recorded: no record of a run fails."""
     for code in UNPRINTABLE:
         verdict = check_tests(pool, code, "assert f(1) == 2, f(1)")
         assert not verdict.passed
@@ -78,7 +78,7 @@ def reasons_can_be_recorded(pool: SandboxPool) -> None:
 
 @on_pool
 def depth_is_not_the_hosts(pool: SandboxPool) -> None:
-    """Directories nested deep are listed and removed, however deep they are."""
+    """Directories of any depth are listed and removed."""
     with Sandbox(pool=pool) as sandbox:
         deep = "import os\nfor _ in range(400): os.mkdir('d'); os.chdir('d')"
         assert sandbox.run_code(deep).error is None

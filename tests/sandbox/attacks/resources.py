@@ -42,7 +42,7 @@ row("SIGSTOP to itself ends in a kill",
     ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", KILLED, 0.2))
 row("A 2 GB bytearray ends that session or raises MemoryError",
     ("x = bytearray(2 << 30); x[::4096] = b'1' * len(x[::4096])", (OOM, ERROR)))
-row("Many small children together meet the memory limit, and the host is told", ("""
+row("Many small children together reach the memory limit, and the host counts them", ("""
     import os
     filled, write = os.pipe(); hold, end = os.pipe()
     for _ in range(12):
@@ -51,14 +51,14 @@ row("Many small children together meet the memory limit, and the host is told", 
       os.close(write); os.read(hold, 1); os._exit(0)
     os.close(write); os.read(filled, 1); os.close(end)  # each is full or dead by now
     """, (OK, OOM, told), 60.0))
-row("Files in /dev/shm, /tmp and home are bounded",
+row("Files in /dev/shm, /tmp and home are limited",
     *((FILL.format(directory), at_most(mib << 20)) for directory, mib in
       (("/dev/shm", LIMITS.shm_mib), ("/tmp", LIMITS.tmp_mib), (".", LIMITS.home_mib))))
 row("A sparse file of many gigabytes cannot be made",
     ("f = open('f', 'wb'); f.truncate(100 << 30)", (ERROR, lambda r: r.error is not None)))
-row("The shell's fork bomb does not outlive its session",
+row("The shell's fork bomb ends with its session",
     ("import os; os.system(': () { : | : & }; : 2> /dev/null')", None, 0.5), alone=True)
-row("Threads are bounded like processes: no more start, or the watchdog ends the session", ("""
+row("Threads are limited like processes: no more start, or the watchdog ends the session", ("""
     import threading
     lock = threading.Lock(); lock.acquire(); n = 0
     try:
@@ -76,7 +76,7 @@ row("Orphans are reaped: 200 double forks leave nothing behind", ("""
     while many > 4 and time.monotonic() < stop:
      many = len([p for p in os.listdir('/proc') if p.isdigit()])
     many""", at_most(4), 60.0))
-row("A stack overflow kills only the interpreter that has it",
+row("A stack overflow kills only its own interpreter",
     ("import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
      (SIGNAL, OOM, ERROR, TIMEOUT, KILLED), 2.0))
 row("Resource limits cannot be raised", refused(

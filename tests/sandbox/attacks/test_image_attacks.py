@@ -1,4 +1,4 @@
-"""What root in a session of an image cannot do: 29 attacks, each in a session of its own."""
+"""Attacks by root in a session of an image: 29, each in its own session."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_root_of_an_image_does_not_get_out(name: str, pool: SandboxPool, secret: Path) -> None:
+def test_root_in_an_image_cannot_escape(name: str, pool: SandboxPool, secret: Path) -> None:
     with pool.acquire() as session:
         result = session.step(ATTACKS[name].replace("@SECRET", str(secret)), 20.0)
     assert "REACHED" not in result.stdout, result
     assert "not found" not in result.stderr, result
 
 
-def test_a_file_of_a_layer_is_changed_for_nobody_else(pool: SandboxPool) -> None:
+def test_changes_to_a_layer_file_are_private(pool: SandboxPool) -> None:
     with pool.acquire() as session:
         session.step("echo 2 > /etc/version; rm -rf /usr/lib/python3*; touch -d @0 /etc/passwd")
     with pool.acquire() as session:

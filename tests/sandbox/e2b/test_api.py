@@ -1,4 +1,4 @@
-"""The E2B-shaped API: what moves over by changing an import, and what is refused."""
+"""The E2B API: what works after changing an import, and what raises."""
 
 import asyncio
 import contextlib
@@ -124,7 +124,7 @@ CELLS: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_run_code(sandbox: Sandbox, name: str) -> None:
+def test_run_code_returns_results_and_errors(sandbox: Sandbox, name: str) -> None:
     if JS in (options for _, options, _ in CELLS[name]):
         needs_groups(sandbox)
     for code, options, comes in CELLS[name]:
@@ -143,7 +143,7 @@ def test_run_code(sandbox: Sandbox, name: str) -> None:
 
 
 class TestRunCode:
-    def test_result_count_and_listeners(self, sandbox: Sandbox) -> None:
+    def test_execution_count_and_listeners(self, sandbox: Sandbox) -> None:
         results: list[Result] = []
         errors: list[ExecutionError] = []
         code = "40 + 2"
@@ -201,7 +201,7 @@ class TestRunCode:
                     sandbox.run_code(endless, language="js", timeout=0.3)
                 assert sandbox.run_code("a", language="js").text == "7"
 
-    def test_contexts_have_states_of_their_own_and_share_files(self, sandbox: Sandbox) -> None:
+    def test_contexts_have_separate_state_and_shared_files(self, sandbox: Sandbox) -> None:
         held = roots()
         context = sandbox.create_code_context(language="python", cwd="/tmp")
         sandbox.run_code("y = 1; open('f', 'w').write('shared')", context=context)
@@ -268,7 +268,7 @@ def test_files_and_commands_outlive_an_interpreter(
     assert [info.pid for info in sandbox.commands.list()] == [sleeper.pid]
 
 
-def test_the_end_of_the_session_is_the_end_of_the_sandbox(pool: SandboxPool) -> None:
+def test_the_sandbox_ends_with_its_session(pool: SandboxPool) -> None:
     live = pool.metrics()["live"]
     with Sandbox(pool=pool) as sandbox:
         threading.Timer(0.2, os.kill, (sandbox._session.init_pid, 9)).start()
@@ -321,7 +321,7 @@ COMMANDS: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_command(sandbox: Sandbox, name: str) -> None:
+def test_command_returns_output_and_exit_code(sandbox: Sandbox, name: str) -> None:
     for cmd, options, comes in COMMANDS[name]:
         if isinstance(comes, str):
             result = sandbox.commands.run(cmd, **options)
@@ -333,13 +333,13 @@ def test_command(sandbox: Sandbox, name: str) -> None:
 
 
 class TestCommands:
-    def test_what_a_command_printed_before_it_failed(self, sandbox: Sandbox) -> None:
+    def test_output_of_a_failed_command_is_kept(self, sandbox: Sandbox) -> None:
         with pytest.raises(CommandExitException) as caught:
             sandbox.commands.run("echo out; echo err >&2; exit 3")
         error = caught.value
         assert (error.exit_code, error.stdout, error.stderr) == (3, "out\n", "err\n")
 
-    def test_timeout_kills(self, sandbox: Sandbox) -> None:
+    def test_timeout_kills_the_command(self, sandbox: Sandbox) -> None:
         with pytest.raises(TimeoutException):
             sandbox.commands.run("sleep 100", timeout=0.2)
         assert sandbox.commands.list() == []
@@ -365,7 +365,7 @@ class TestCommands:
         assert isinstance(result, CommandResult)
         assert result.stdout == "x" * 1_000_000 == "".join(pieces)
 
-    def test_survives_the_death_of_the_interpreters_state(self, sandbox: Sandbox) -> None:
+    def test_commands_survive_the_end_of_the_interpreter(self, sandbox: Sandbox) -> None:
         sandbox.run_code("import sys; sys.modules.clear()")
         assert start(sandbox, "echo ok").wait().stdout == "ok\n"
 
@@ -391,13 +391,13 @@ class TestFiles:
         assert sandbox.files.make_dir("e/f")
         assert not sandbox.files.make_dir("e/f")
 
-    def test_directories_that_may_not_be_changed_are_removed(self, sandbox: Sandbox) -> None:
+    def test_read_only_directories_are_removed(self, sandbox: Sandbox) -> None:
         sandbox.run_code(LOCKED)
         sandbox.files.remove("top")
         assert [entry.name for entry in sandbox.files.list()] == ["kept"]
         assert sandbox.files.get_info("kept").mode == 0o500
 
-    def test_missing(self, sandbox: Sandbox) -> None:
+    def test_missing_files_raise(self, sandbox: Sandbox) -> None:
         for act in (sandbox.files.read, sandbox.files.remove, sandbox.files.get_info):
             with pytest.raises(FileNotFoundException):
                 act("nothing")
@@ -426,7 +426,7 @@ class TestFiles:
         sandbox.files.remove("link")
         assert sandbox.files.exists("t/f")
 
-    def test_sizes_are_bounded(self, sandbox: Sandbox) -> None:
+    def test_file_sizes_are_limited(self, sandbox: Sandbox) -> None:
         """By the largest directory of a session, 64 MiB here."""
         size = 40 << 20
         for data in (b"x" * size, "x" * size, io.BytesIO(b"x" * size), io.StringIO("x" * size)):
@@ -442,7 +442,7 @@ class TestFiles:
         with pytest.raises(InvalidArgumentException, match="larger"):
             sandbox.files.read("sparse")
 
-    def test_full_file_system(self, sandbox: Sandbox) -> None:
+    def test_a_full_file_system_raises(self, sandbox: Sandbox) -> None:
         for i in range(4):
             code = f"with open('f{i}', 'wb') as f:\n for _ in range(240): f.write(x)"
             sandbox.run_code(f"x = b'x' * 65536\n{code}")
@@ -450,13 +450,13 @@ class TestFiles:
             sandbox.files.write("one more", b"x" * (15 << 20))
 
     @pytest.mark.parametrize("path", ["", "a\0b", "."])
-    def test_nonsense_paths(self, sandbox: Sandbox, path: str) -> None:
+    def test_invalid_paths_raise(self, sandbox: Sandbox, path: str) -> None:
         with pytest.raises(SandboxException):
             sandbox.files.remove(path)
 
 
 class TestLifecycle:
-    def test_kill_and_use_after_it(self, sandbox: Sandbox) -> None:
+    def test_use_after_kill_raises(self, sandbox: Sandbox) -> None:
         assert sandbox.is_running()
         assert sandbox.kill()
         assert not sandbox.kill()
@@ -466,7 +466,7 @@ class TestLifecycle:
         with pytest.raises(SandboxNotFoundException):
             sandbox.commands.run("true")
 
-    def test_lifetime(self, sandbox: Sandbox) -> None:
+    def test_timeout_ends_the_sandbox(self, sandbox: Sandbox) -> None:
         sandbox.set_timeout(0.05)
         assert sandbox._timer is not None
         sandbox._timer.join()
@@ -474,13 +474,13 @@ class TestLifecycle:
             with pytest.raises(SandboxNotFoundException):
                 act()
 
-    def test_info(self, pool: SandboxPool) -> None:
+    def test_get_info_has_template_and_metadata(self, pool: SandboxPool) -> None:
         with Sandbox.create(pool=pool, metadata={"run": "7"}, timeout=60) as made:
             info = made.get_info()
             assert (info.sandbox_id, info.metadata) == (made.sandbox_id, {"run": "7"})
             assert 59 <= info.end_at - info.started_at <= 61
 
-    def test_what_a_local_jail_cannot_do_is_refused(self, sandbox: Sandbox) -> None:
+    def test_features_of_the_cloud_are_refused(self, sandbox: Sandbox) -> None:
         with pytest.raises(NotSupportedException):
             Sandbox.create(allow_internet_access=True)
         for refused in (lambda: sandbox.pty, lambda: sandbox.files.watch_dir(".")):
@@ -510,7 +510,7 @@ class TestLifecycle:
         with pytest.raises(InvalidArgumentException, match=r"AsyncSandbox\.create"):
             AsyncSandbox()
 
-    def test_list_while_others_are_made(
+    def test_list_works_while_others_are_created(
         self, pool: SandboxPool, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def running(one: Sandbox) -> bool:
@@ -520,7 +520,7 @@ class TestLifecycle:
         monkeypatch.setattr(Sandbox, "is_running", running)
         assert sandbox.sandbox_id in [info.sandbox_id for info in Sandbox.list()]
 
-    def test_arguments_of_e2bs_connection_are_ignored_with_one_warning(
+    def test_connection_arguments_are_ignored_with_one_warning(
         self, pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(guards, "_warned", [])
@@ -576,7 +576,7 @@ class TestLifecycle:
         threading.Thread(target=run, daemon=True).start()
         assert within(lambda: listed == [3], 60)
 
-    def test_async_has_all_that_there_is(self, pool: SandboxPool) -> None:
+    def test_async_has_all_methods(self, pool: SandboxPool) -> None:
         async def work() -> None:
             async with await AsyncSandbox.create(pool=pool) as sandbox:
                 context = await sandbox.create_code_context(language="bash")
@@ -592,7 +592,7 @@ class TestLifecycle:
             *vars(AsyncSandbox)
         }
 
-    def test_async_is_async_all_through(self, pool: SandboxPool) -> None:
+    def test_all_async_results_are_awaitable(self, pool: SandboxPool) -> None:
         """What is returned, listened to and found waits in threads as well."""
         ticks: list[int] = []
         heard: list[str] = []
@@ -633,7 +633,7 @@ class TestLifecycle:
         asyncio.run(work())
         assert heard == ["done\n", "1\n"]
 
-    def test_who_is_cancelled_leaves_nothing_behind(self) -> None:
+    def test_cancellation_leaves_nothing_behind(self) -> None:
         async def work(pool: SandboxPool) -> None:
             for _ in range(5):
                 making = asyncio.create_task(AsyncSandbox.create(pool=pool))

@@ -1,4 +1,4 @@
-"""Handles and what they name: none of them reaches what got the same number afterwards."""
+"""Handles never reach a process or descriptor that later got the same number."""
 
 import contextlib
 import fcntl
@@ -56,7 +56,7 @@ def untouched(keep: list[int]) -> bool:
             os.close(fd)
 
 
-def test_a_handle_that_was_waited_for_reaches_nothing(pool: SandboxPool) -> None:
+def test_a_finished_handle_cannot_reach_other_processes(pool: SandboxPool) -> None:
     with Sandbox.create(pool=pool) as sandbox, Sandbox.create(pool=pool) as other:
         handle = background(sandbox, "cat > /dev/null", stdin=True)
         sandbox.commands.close_stdin(handle.pid)
@@ -74,7 +74,7 @@ def test_a_handle_that_was_waited_for_reaches_nothing(pool: SandboxPool) -> None
 
 
 @pytest.mark.parametrize("end", ["kill", "timer", "the code itself"])
-def test_a_dead_sandbox_has_no_files(pool: SandboxPool, end: str) -> None:
+def test_files_of_a_dead_sandbox_raise(pool: SandboxPool, end: str) -> None:
     with Sandbox.create(pool=pool) as a:
         a.files.write("secret", "a's")
         if end == "kill":
@@ -100,7 +100,7 @@ def test_a_dead_sandbox_has_no_files(pool: SandboxPool, end: str) -> None:
             assert b.files.read("secret") == "b's"
 
 
-def test_what_a_dead_sandbox_leads_to_is_nobodys(pool: SandboxPool) -> None:
+def test_handles_of_a_dead_sandbox_reach_no_other_session(pool: SandboxPool) -> None:
     """Even a name that is resolved after the last process has gone stays in its own mounts."""
     with Sandbox.create(pool=pool) as a:
         a.files.write("f", "own")
@@ -132,7 +132,7 @@ def test_borrowed_descriptors_are_closed_by_the_last_borrower() -> None:
         pass
 
 
-def test_what_ran_in_the_background_keeps_nothing() -> None:
+def test_ended_background_commands_release_descriptors() -> None:
     with SandboxPool(min_idle=0, zygotes=1) as pool, Sandbox.create(pool=pool) as sandbox:
         sandbox.commands.run("true")
         before = len(os.listdir("/proc/self/fd"))
@@ -167,7 +167,7 @@ def test_a_step_within_a_step_of_the_same_session_is_refused(pool: SandboxPool) 
     assert refused
 
 
-def test_a_forked_child_waits_for_no_thread_that_is_not_there() -> None:
+def test_a_forked_child_does_not_wait_for_locks_of_the_parent() -> None:
     """Whoever holds a lock in the parent when it forks; each of them is found, and held."""
     code = textwrap.dedent(
         """
@@ -251,7 +251,7 @@ def test_ctrl_c_does_not_wait_for_the_end_of_a_step() -> None:
     assert time.monotonic() - started < 30
 
 
-def test_interleavings_of_create_kill_wait_read_and_send() -> None:
+def test_create_kill_wait_read_and_send_can_interleave() -> None:
     """Each sandbox's file and output hold its own number: whatever else is read is another's.
 
     What took the numbers of the closed: pipes of this process, into which nothing may be written.

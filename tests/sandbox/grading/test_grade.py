@@ -1,4 +1,4 @@
-"""What tries to look right without being right does not pass."""
+"""Grading: right code passes, cheating code does not."""
 
 import threading
 import time
@@ -76,7 +76,7 @@ def test_right_code_passes(pool: SandboxPool) -> None:
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_cheat_fails(pool: SandboxPool, cheat: str) -> None:
+def test_cheating_code_fails(pool: SandboxPool, cheat: str) -> None:
     verdict = check_tests(pool, CHEATS[cheat], TESTS, timeout_s=0.5 if "never" in cheat else 5.0)
     assert not verdict.passed
     assert not verdict.infra_error
@@ -137,7 +137,7 @@ FORGERS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_of_tests_judges(pool: SandboxPool, form: str) -> None:
+def test_each_form_of_tests_passes_right_and_fails_wrong_code(pool: SandboxPool, form: str) -> None:
     tests, named = FORMS[form]
     assert faults_of_tests(pool, [(tests, named.get("names"), named.get("entry_point"))]) == [""]
     verdict = check_tests(pool, "def add(a, b): return a + b", tests, **named)
@@ -200,9 +200,7 @@ FAULTY: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", FAULTY)
-def test_tests_that_judge_nothing_are_shown_by_programs_that_do_nothing(
-    pool: SandboxPool, case: str
-) -> None:
+def test_useless_tests_are_found_by_programs_that_do_nothing(pool: SandboxPool, case: str) -> None:
     tests, entry_point, fault = FAULTY[case]
     sound = (TESTS, None, None)
     rows = [sound, (tests, None, entry_point or None), sound]
@@ -215,7 +213,7 @@ def test_tests_that_judge_nothing_are_shown_by_programs_that_do_nothing(
     assert faults[1].startswith(fault), faults[1]
 
 
-def test_tests_of_types_alone_are_shown_by_programs_that_return_one_value(
+def test_tests_of_types_alone_are_found_by_constant_programs(
     pool: SandboxPool,
 ) -> None:
     weak = (
@@ -229,7 +227,7 @@ def test_tests_of_types_alone_are_shown_by_programs_that_return_one_value(
     assert faults == ["they pass a program that does nothing"] * len(weak) + ["", ""]
 
 
-def test_rows_are_not_judged_by_what_those_before_them_left(pool: SandboxPool) -> None:
+def test_checks_of_rows_do_not_affect_each_other(pool: SandboxPool) -> None:
     """Sessions are shared by rows: what is patched, defined or never ends stays in its row."""
     patched = "import math, solution\nmath.isclose = lambda *a: True\nassert solution.add(1) == 2"
     for before in (patched, "while not add(1): pass", "import os\nadd(1)\nos._exit(0)"):
@@ -253,7 +251,7 @@ FAULTY_BY_PYTEST = {
 }
 
 
-def test_pytest_runs_what_imports_it() -> None:
+def test_tests_that_import_pytest_run_under_pytest() -> None:
     site, head = str(Path(pytest.__file__).parents[1]), "import pytest\nfrom solution import add\n"
     wrong = ("def add(a, b): return 0", "def add(a, b): raise SystemExit", "add = 3",
              "import pytest\ndef add(a, b): pytest.skip('no')")  # fmt: skip
@@ -270,7 +268,7 @@ def test_pytest_runs_what_imports_it() -> None:
         assert bool(fault) == bool(expected), fault
 
 
-def test_a_constant_is_used_where_tests_look_at_it(pool: SandboxPool) -> None:
+def test_a_constant_counts_as_used(pool: SandboxPool) -> None:
     """Of what tests would call a constant shows nothing, though nothing fails."""
     for tests, passes in (
         ("assert LIMIT == 3", True), ("import solution\nassert solution.LIMIT == 3", True),
@@ -282,7 +280,7 @@ def test_a_constant_is_used_where_tests_look_at_it(pool: SandboxPool) -> None:
     assert check_tests(pool, squares, "assert y == 9", names={"y": "f(3)"}).passed
 
 
-def test_a_builtin_is_not_the_codes(pool: SandboxPool) -> None:
+def test_a_builtin_is_not_a_name_of_the_code(pool: SandboxPool) -> None:
     """Who writes no `sorted` is not paid for Python's."""
     named: dict[str, Any] = {"entry_point": "sorted"}
     tests = "def check(candidate): assert candidate([2, 1]) == [1, 2]"
@@ -290,7 +288,7 @@ def test_a_builtin_is_not_the_codes(pool: SandboxPool) -> None:
     assert check_tests(pool, "def sorted(x): return x[::-1]", tests, **named).passed
 
 
-def test_classes_exceptions_and_other_names(pool: SandboxPool) -> None:
+def test_classes_exceptions_and_renamed_functions_work(pool: SandboxPool) -> None:
     code = (
         "class Stack:\n"
         " def __init__(self): self.items = []\n"
@@ -314,18 +312,18 @@ def test_classes_exceptions_and_other_names(pool: SandboxPool) -> None:
     ).passed
 
 
-def test_program_output(pool: SandboxPool) -> None:
+def test_check_output_compares_lines(pool: SandboxPool) -> None:
     code = "print(sum(map(int, input().split())))"
     cases = [("1 2\n", "3"), ("5 6\n", "11\n"), ("1 1\n", "3")]
     assert [v.passed for v in check_all(pool, code, cases)] == [True, True, False]
 
 
-def test_a_program_that_does_not_fit_is_wrong(pool: SandboxPool) -> None:
+def test_a_program_larger_than_the_disk_fails(pool: SandboxPool) -> None:
     verdict = check_output(pool, "#" * (70 << 20), "")
     assert (verdict.passed, verdict.infra_error) == (False, False), verdict
 
 
-def test_a_sandbox_outlives_the_time_of_its_program(
+def test_the_sandbox_outlives_the_time_of_its_program(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create, asked = Sandbox.create, []
@@ -350,7 +348,7 @@ def test_a_sandbox_outlives_the_time_of_its_program(
         ("while True: print('3' * 9999)", "too much output"),
     ],
 )
-def test_program_that_fails(pool: SandboxPool, code: str, why: str) -> None:
+def test_a_failing_program_has_a_reason(pool: SandboxPool, code: str, why: str) -> None:
     verdict = check_output(pool, code, "3", timeout_s=0.5 if why == "still running" else 30.0)
     assert not verdict.passed
     assert why in verdict.reason
@@ -495,7 +493,7 @@ JUDGED: dict[str, list[tuple[str, str, bool]]] = {
 
 
 @pytest.mark.parametrize("kind", JUDGED)
-def test_the_judge_judges(pool: SandboxPool, kind: str) -> None:
+def test_the_verdict_comes_from_the_judge(pool: SandboxPool, kind: str) -> None:
     for code, tests, passes in JUDGED[kind]:
         verdict = check_tests(pool, code, tests, timeout_s=20.0)
         assert verdict.passed is passes, (code, tests[:500], verdict)
@@ -503,7 +501,7 @@ def test_the_judge_judges(pool: SandboxPool, kind: str) -> None:
         assert not verdict.infra_error
 
 
-def test_tests_say_what_they_test(pool: SandboxPool) -> None:
+def test_names_under_test_are_found_or_required(pool: SandboxPool) -> None:
     code = "class N: pass\ndef f(x): return type(x)"
     with pytest.raises(ValueError, match="'tests' use f, N and define none"):
         check_tests(pool, code, "assert f(N()) == N")
@@ -519,11 +517,11 @@ def test_tests_say_what_they_test(pool: SandboxPool) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_no_warning_refuses_tests() -> None:
+def test_warnings_do_not_reject_tests() -> None:
     assert names_of(r"assert f(1) is 1 and f(2) == '\d'", None)[:2] == ([], {"f": "f"})
 
 
-def test_tests_may_be_longer_than_code() -> None:
+def test_tests_can_be_longer_than_the_code_limit() -> None:
     """Neither they nor the judge are the code's, whose length is bounded."""
     tests = f"data = {'x' * 300_000!r}\nassert f(data) == len(data)"
     with SandboxPool(limits=Limits(code_kib=1), min_idle=0, zygotes=1) as pool:
@@ -533,7 +531,7 @@ def test_tests_may_be_longer_than_code() -> None:
         assert not check_tests(pool, "f = len" + "#" * 1024, tests).infra_error
 
 
-def test_tests_that_fit_nowhere_are_no_fault_of_the_code() -> None:
+def test_too_large_tests_are_an_infra_error() -> None:
     tests = f"data = {[*range(300_000)]!r}\nassert f(data) == len(data)"
     with SandboxPool(limits=Limits(memory_mib=64), min_idle=0, zygotes=1) as pool:
         verdict = check_tests(pool, "f = len", tests, timeout_s=60.0)
@@ -545,7 +543,7 @@ def refuse(*_: object) -> None:
     raise CgroupsUnavailable("refused by the test")
 
 
-def test_gradings_do_not_wait_for_rollouts() -> None:
+def test_grading_does_not_wait_for_rollouts() -> None:
     with SandboxPool(min_idle=0, zygotes=1, max_live=1, all_cpus=1.5) as pool, pool.acquire():
         graders = GradingPool(pool)
         try:
@@ -582,7 +580,7 @@ def test_cases_share_their_time(pool: SandboxPool) -> None:
     assert [verdict.reason[:5] for verdict in verdicts] == ["still", "not r", "not r"]
 
 
-def test_cases_do_not_pay_for_the_wait_for_a_place() -> None:
+def test_waiting_for_a_place_does_not_count_as_case_time() -> None:
     with SandboxPool(min_idle=0, zygotes=1, max_live=1) as pool:
         held = pool.acquire()
         threading.Timer(3.5, held.close).start()
@@ -590,14 +588,14 @@ def test_cases_do_not_pay_for_the_wait_for_a_place() -> None:
         assert all(verdict.passed for verdict in verdicts), verdicts
 
 
-def test_what_nobody_may_print_is_not_expected(pool: SandboxPool) -> None:
+def test_too_long_expected_output_raises(pool: SandboxPool) -> None:
     most = pool.limits.output_max_mib << 20
     with pytest.raises(ValueError, match="expected output has"):
         check_output(pool, "", "x" * (most + 1))
     assert check_output(pool, f"print('x' * {most - 1})", "x" * (most - 1) + "\n").passed
 
 
-def test_what_ends_a_line_is_what_print_writes(pool: SandboxPool) -> None:
+def test_only_newlines_end_lines(pool: SandboxPool) -> None:
     for text in ("a\x0bb", "a\u2028b", "a\x85b\x1cc", "a\fb", "a\u2029"):
         code = f"print({text!r}); print('end ')"
         assert check_output(pool, code, f"{text}\nend\n").passed
@@ -620,7 +618,7 @@ WAITS, LOOPS = "import time; time.sleep(1.2)\n", "while True: pass\n"
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_the_time_of_a_verdict_is_the_processors(pool: SandboxPool, waits: bool) -> None:
+def test_verdict_time_is_cpu_time(pool: SandboxPool, waits: bool) -> None:
     """A machine that has none for it for a while makes right code no wrong one."""
     code = WAITS if waits else LOOPS
     verdicts = [
@@ -635,7 +633,7 @@ def test_the_time_of_a_verdict_is_the_processors(pool: SandboxPool, waits: bool)
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_an_answer_that_the_judge_has_no_memory_for_is_no_wrong_one(
+def test_an_answer_too_large_for_the_judge_is_an_infra_error(
     grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the kernel ends the judge or Python has a MemoryError."""
@@ -658,7 +656,7 @@ def f(x):
     assert _failed_judge(broke, "before the judge's own words").infra_error
 
 
-def test_an_answer_is_carried_in_bytes(pool: SandboxPool) -> None:
+def test_answers_are_passed_as_bytes(pool: SandboxPool) -> None:
     """The host reads none of it: it holds an answer's memory, and has nearly no work."""
     for size, passes in ((2_500_000, True), (9_000_000, False)):
         tests = f"assert len(f({size})) == {size}\nassert len(f(2)) == 2"
@@ -672,7 +670,7 @@ def test_an_answer_is_carried_in_bytes(pool: SandboxPool) -> None:
         assert time.thread_time() - began < 1.0
 
 
-def test_no_output_and_no_message_is_long_for_the_host(pool: SandboxPool) -> None:
+def test_outputs_and_messages_are_cut_for_the_host(pool: SandboxPool) -> None:
     """Four million empty lines were 600 MiB of lists; what an assert says may be any text."""
     tracemalloc.start()
     verdict = check_output(pool, "print('\\n' * 4_000_000 + 'x')", "x")
@@ -705,7 +703,7 @@ NARROW = {
 }  # fmt: skip
 
 
-def test_numbers_and_arrays_cross_as_the_widest_of_their_kind() -> None:
+def test_numbers_and_arrays_are_widened() -> None:
     np = pytest.importorskip("numpy")
     site = str(Path(np.__file__).parents[1])
     code = "import numpy as np\ndef f(n): return eval(n)"

@@ -1,4 +1,4 @@
-"""Whose failure it was: each thing that can die, each way, and what the step says.
+"""Statuses after each process that can die, in each way.
 
 infra_error only on evidence from outside of the session (docs/sandbox.md, "Whose failure").
 """
@@ -105,7 +105,7 @@ def alone(rung: Rung) -> SandboxPool:
 
 
 @pytest.mark.parametrize("during", [False, True], ids=["between steps", "during a step"])
-def test_what_is_killed_from_outside(rung: Rung, during: bool) -> None:
+def test_statuses_after_kills_from_outside(rung: Rung, during: bool) -> None:
     for kill, wanted in FROM_OUTSIDE:
         if during and kill is descriptor:
             continue
@@ -122,7 +122,7 @@ def test_what_is_killed_from_outside(rung: Rung, during: bool) -> None:
                 assert other.step("6 * 7").value == "42", kill
 
 
-def test_what_ends_from_inside(rung: Rung) -> None:
+def test_statuses_after_ends_from_inside(rung: Rung) -> None:
     with alone(rung) as pool:
         for way, (code, wanted) in FROM_INSIDE.items():
             with pool.acquire() as session:
@@ -130,7 +130,7 @@ def test_what_ends_from_inside(rung: Rung) -> None:
                 assert (result.status, result.state_lost) == (wanted, True), (way, result)
 
 
-def test_files_of_what_the_machine_ended(rung: Rung) -> None:
+def test_files_after_a_machine_failure_raise_infra_error(rung: Rung) -> None:
     """Nobody may take a file that the machine has lost for one that the code did not write."""
     for kill, wanted in FROM_OUTSIDE:
         if kill in (descriptor, interpreter):
@@ -149,7 +149,7 @@ def test_files_of_what_the_machine_ended(rung: Rung) -> None:
                     use()
 
 
-def test_a_further_interpreter(rung: Rung) -> None:
+def test_statuses_of_another_interpreter(rung: Rung) -> None:
     for kill, wanted in FROM_OUTSIDE:
         if kill in (descriptor, interpreter):
             continue
@@ -167,7 +167,7 @@ def test_a_further_interpreter(rung: Rung) -> None:
 
 
 @pytest.mark.parametrize("kill", [zygote, nsjail, init])
-def test_what_is_killed_while_it_is_graded(kill: Callable[[SandboxPool, Session], None]) -> None:
+def test_verdicts_after_kills_during_grading(kill: Callable[[SandboxPool, Session], None]) -> None:
     rung = Rung.ZYGOTE_USERNS
     need_isolation(rung)
     for check, code, wants in (
@@ -190,7 +190,7 @@ def test_what_is_killed_while_it_is_graded(kill: Callable[[SandboxPool, Session]
             assert (verdict.passed, verdict.infra_error) == wanted, verdict
 
 
-def test_no_descriptors_are_the_machines_failure() -> None:
+def test_missing_descriptors_are_an_infra_error() -> None:
     with SandboxPool(min_idle=0, zygotes=1) as pool:
         pool.acquire().close()
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -211,7 +211,7 @@ def test_no_descriptors_are_the_machines_failure() -> None:
             assert session.step("6 * 7").value == "42"
 
 
-def test_time_that_the_host_was_stopped_for_is_not_the_codes() -> None:
+def test_time_of_a_stopped_host_does_not_count() -> None:
     code = textwrap.dedent(
         """
         import os, signal, subprocess, sys

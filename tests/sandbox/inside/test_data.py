@@ -31,13 +31,13 @@ def sandbox() -> Iterator[Sandbox]:
     close_shared_pools()
 
 
-def test_it_is_the_default(sandbox: Sandbox) -> None:
+def test_data_is_the_default_template(sandbox: Sandbox) -> None:
     assert sandbox.get_info().template_id == "data"
     loaded = sandbox.run_code("import sys; [n in sys.modules for n in ('numpy', 'pandas')]")
     assert loaded.text == "[True, True]"
 
 
-def test_the_first_cell_is_the_first(sandbox: Sandbox) -> None:
+def test_execution_count_starts_at_1(sandbox: Sandbox) -> None:
     """Of those that the zygote has run to be warm nothing is left."""
     seen = "In[:-1], Out, _, 'x' in globals()"
     with Sandbox() as fresh:
@@ -75,7 +75,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("code", "forms", "text", "stdout"), CELLS.values(), ids=CELLS.keys())
-def test_cells_are_those_of_a_notebook(
+def test_cells_run_as_in_a_notebook(
     sandbox: Sandbox, code: str, forms: list[list[str]], text: str | None, stdout: str
 ) -> None:
     heard: list[Result] = []
@@ -92,7 +92,9 @@ def test_cells_are_those_of_a_notebook(
 
 
 @pytest.mark.parametrize(("code", "name", "shown"), FAILURES.values(), ids=FAILURES.keys())
-def test_a_failure_is_the_cells(sandbox: Sandbox, code: str, name: str, shown: int) -> None:
+def test_exceptions_are_reported_as_cell_errors(
+    sandbox: Sandbox, code: str, name: str, shown: int
+) -> None:
     execution = sandbox.run_code(code)
     assert execution.error is not None
     assert (execution.error.name, len(execution.results)) == (name, shown)
@@ -100,33 +102,33 @@ def test_a_failure_is_the_cells(sandbox: Sandbox, code: str, name: str, shown: i
     assert sandbox.run_code("6 * 7").text == "42"
 
 
-def test_what_does_not_fit_is_left_out(sandbox: Sandbox) -> None:
+def test_results_beyond_the_limit_are_omitted(sandbox: Sandbox) -> None:
     execution = sandbox.run_code("for _ in range(30): display('x' * 500_000)")
     assert 5 < len(execution.results) < 30
     assert "left out" in "".join(execution.logs.stderr)
     assert sandbox.run_code("6 * 7").text == "42"
 
 
-def test_contexts_are_notebooks_too(sandbox: Sandbox) -> None:
+def test_contexts_run_notebook_cells(sandbox: Sandbox) -> None:
     context = sandbox.create_code_context(language="python")
     execution = sandbox.run_code(f"{PLOT}\nplt.show()\n!echo a", context=context)
     assert [result.formats()[:2] for result in execution.results] == [["text", "png"]]
     assert execution.logs.stdout == ["a\n"]
 
 
-def test_charts_are_structured(sandbox: Sandbox) -> None:
+def test_charts_have_structured_data(sandbox: Sandbox) -> None:
     pytest.importorskip("e2b_charts")
     (result,) = sandbox.run_code(f"{PLOT}; plt.title('t')\nplt.show()").results
     assert (result.chart.title, result.chart.elements[0].points) == ("t", [(1, 3), (2, 4)])
 
 
-def test_what_a_session_says_it_displayed_is_its_own_affair() -> None:
+def test_forged_displays_do_not_break_the_host() -> None:
     for told in (b"", b"[1]", b"[" * 9999, b'[{"data":{"text/html":7},"main":1}]', b"\xff"):
         step = StepResult(status=StepStatus.OK, results=told)
         assert not any(result.is_main_result for result in results_of(step))
 
 
-def test_a_missing_module_names_what_has_it() -> None:
+def test_a_missing_module_names_the_template() -> None:
     with SandboxPool(template=Template(), limits=Limits(), min_idle=0, zygotes=1) as pool:
         with Sandbox(pool=pool) as plain:
             for module, hint in (
@@ -163,7 +165,7 @@ PYTHONS = {
 
 
 @pytest.mark.parametrize("name", PYTHONS)
-def test_commands_see_the_packages_of_cells(sandbox: Sandbox, name: str) -> None:
+def test_commands_can_import_the_packages_of_cells(sandbox: Sandbox, name: str) -> None:
     command, printed = PYTHONS[name]
     logs = sandbox.run_code(command, language="bash").logs
     assert printed in "".join(logs.stdout), logs
@@ -175,7 +177,7 @@ def test_commands_see_the_packages_of_cells(sandbox: Sandbox, name: str) -> None
     assert printed in "".join(text)
 
 
-def test_programs_of_a_cell_see_its_packages(sandbox: Sandbox) -> None:
+def test_subprocesses_of_a_cell_can_import_its_packages(sandbox: Sandbox) -> None:
     program = f"[sys.executable, '-c', {IMPORT!r}], env={{}}"
     code = f"import subprocess, sys\nsubprocess.check_output({program})"
     context = sandbox.create_code_context()
@@ -186,7 +188,7 @@ def test_programs_of_a_cell_see_its_packages(sandbox: Sandbox) -> None:
         assert REMEDY in "".join(sandbox.run_code(magic).logs.stderr)
 
 
-def test_without_ipython_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ipython_there_is_no_data_template(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentgrpo.sandbox.isolation.templates.home_of", lambda name: None)
     with pytest.raises(Exception, match="pip install ipython numpy"):
         find_template("data")

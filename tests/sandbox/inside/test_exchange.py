@@ -1,4 +1,4 @@
-"""Whatever the wire says, what is read is of the closed set of types, exactly, or Malformed."""
+"""exchange.decode() returns only the closed set of types, or raises Malformed."""
 
 import json
 import random
@@ -134,12 +134,12 @@ def wire(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("tree", MALFORMED, ids=str)
-def test_what_is_not_spelled_so_is_malformed(tree: Any) -> None:
+def test_other_spellings_are_malformed(tree: Any) -> None:
     with pytest.raises(Malformed):
         wire(tree)
 
 
-def test_arrays_are_read_as_they_are_spelled() -> None:
+def test_arrays_round_trip() -> None:
     pytest.importorskip("numpy")
     for tree in ARRAYS:
         with pytest.raises(Malformed):
@@ -149,7 +149,7 @@ def test_arrays_are_read_as_they_are_spelled() -> None:
 
 
 @pytest.mark.parametrize("tree", GOOD, ids=str)
-def test_what_is_spelled_so_is_read(tree: Any) -> None:
+def test_valid_texts_are_decoded(tree: Any) -> None:
     assert is_data(wire(tree))
     assert json.loads(encode(wire(tree), lambda graded: graded.number)) == tree
 
@@ -184,7 +184,7 @@ def any_tree(rng: random.Random, room: int) -> Any:
     return [kind, *([rng.choice(TAGS)] if kind == "made" else []), *parts]
 
 
-def test_whatever_is_read_is_data_or_malformed() -> None:
+def test_any_text_decodes_to_data_or_malformed() -> None:
     rng, read_well = random.Random(18), 0
     for _ in range(30_000):
         tree = any_tree(rng, 4)

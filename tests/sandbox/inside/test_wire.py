@@ -1,4 +1,4 @@
-"""The one description of what crosses the jail's wall, and those who speak it in other words."""
+"""The protocol of wire.py and its implementations in C and JavaScript agree."""
 
 import re
 import shutil
@@ -45,7 +45,7 @@ def layout(name: str) -> str:
     return shown
 
 
-def test_a_frame_is_what_the_description_says() -> None:
+def test_a_frame_has_the_documented_bytes() -> None:
     assert wire.encode(7, [b"run", b"", b""]) == FRAME
     assert wire.decode(FRAME, 4) == wire.decode(FRAME[4:]) == (7, [b"run", b"", b""])
 
@@ -56,12 +56,12 @@ def test_a_frame_is_what_the_description_says() -> None:
      FRAME[:8] + b"\2\0\0\0" + FRAME[12:], FRAME[:12] + b"\xff" * 4 + FRAME[16:],
      FRAME[:8] + bytes(4), *(FRAME[:size] for size in (0, 3, 4, 11))],
 )  # fmt: skip
-def test_lengths_that_do_not_add_up_are_malformed(frame: bytes) -> None:
+def test_inconsistent_lengths_are_malformed(frame: bytes) -> None:
     with pytest.raises(wire.Malformed):
         wire.decode(frame, 4)
 
 
-def test_fields_beyond_a_bound_are_malformed_before_any_is_made() -> None:
+def test_too_many_fields_are_malformed_before_allocation() -> None:
     assert wire.decode(FRAME, 4, 3) == wire.decode(FRAME, 4)
     with pytest.raises(wire.Malformed, match="3 fields"):
         wire.decode(FRAME, 4, 2)
@@ -74,7 +74,7 @@ def test_fields_beyond_a_bound_are_malformed_before_any_is_made() -> None:
         set_answer(raw, StepResult(status=StepStatus.OK))
 
 
-def test_the_c_side_has_the_same_numbers() -> None:
+def test_c_and_python_constants_agree() -> None:
     header = c("sandbox.h")
     assert layout("sandbox_report") == wire.REPORT.format
     assert layout("sandbox_order") == wire.ORDER.format
@@ -87,7 +87,7 @@ def test_the_c_side_has_the_same_numbers() -> None:
     assert {name: getattr(wire, name) for name in modes} == dict(zip(modes, range(3), strict=True))
 
 
-def test_node_speaks_the_same() -> None:
+def test_node_implements_the_same_protocol() -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node here")

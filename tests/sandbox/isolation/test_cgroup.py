@@ -81,7 +81,7 @@ def run_in(own: Path, controller: str, code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_sessions_run_in_groups_of_their_own(delegated: tuple[Path, str]) -> None:
+def test_each_session_runs_in_its_own_group(delegated: tuple[Path, str]) -> None:
     own, controller = delegated
     code = """
         def where(pid):
@@ -108,7 +108,7 @@ def test_sessions_run_in_groups_of_their_own(delegated: tuple[Path, str]) -> Non
     assert run_in(own, controller, code) == 2 * one
 
 
-def test_controllers_that_were_not_delegated_are_named(delegated: tuple[Path, str]) -> None:
+def test_missing_controllers_are_named(delegated: tuple[Path, str]) -> None:
     own, _ = delegated
     code = """
         cgroup.V2_CONTROLLERS = ("memory", "pids")
@@ -123,7 +123,7 @@ def test_controllers_that_were_not_delegated_are_named(delegated: tuple[Path, st
     assert shown == [f"{own} does not have the controllers memory and pids", "[]"]
 
 
-def test_no_groups_for_a_user_who_may_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_groups_without_permission(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(self: Path, *_: object) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -133,7 +133,7 @@ def test_no_groups_for_a_user_who_may_not(monkeypatch: pytest.MonkeyPatch, tmp_p
         Cgroups(Limits())
 
 
-def test_no_cgroup_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cgroup_file_system_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "mounted_groups", dict)
     with pytest.raises(CgroupsUnavailable, match="no cgroup file system"):
         Cgroups(Limits())
@@ -143,7 +143,7 @@ def throttled(stat: Path) -> bool:
     return "nr_throttled 0\n" not in stat.read_text()
 
 
-def test_processors_are_bounded_for_all_sessions_and_for_each() -> None:
+def test_processors_are_limited_per_pool_and_per_session() -> None:
     limits = Limits(cpus=0.05)
     with SandboxPool(limits=limits, all_cpus=0.1, min_idle=0, zygotes=1) as pool:
         groups = pool._spawner.cgroups
@@ -169,7 +169,7 @@ def test_processors_are_bounded_for_all_sessions_and_for_each() -> None:
 
 
 @pytest.mark.parametrize(("niceness", "shares"), [(1, 5120), (5, 1024), (19, 269)])
-def test_niceness_is_the_weight_of_all_sessions(niceness: int, shares: int, tmp_path: Path) -> None:
+def test_niceness_sets_the_weight_of_the_pool(niceness: int, shares: int, tmp_path: Path) -> None:
     limits = Limits(niceness=niceness)
     for name in ("cpu.max", "cpu.weight"):
         (tmp_path / name).touch()
@@ -191,7 +191,7 @@ def test_niceness_is_the_weight_of_all_sessions(niceness: int, shares: int, tmp_
 
 
 @pytest.mark.parametrize("file", ["cpu.cfs_period_us", "cpu.cfs_quota_us"])
-def test_memory_is_bounded_where_processors_are_not(
+def test_memory_is_limited_without_a_cpu_controller(
     file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = cgroup._write
@@ -215,7 +215,7 @@ def test_memory_is_bounded_where_processors_are_not(
         assert session.step("6 * 7").value == "42"
 
 
-def test_a_smaller_share_of_the_machine_is_no_obstacle() -> None:
+def test_a_smaller_quota_of_the_parent_group_is_accepted() -> None:
     """A container's quota of processors: no group beneath may have more."""
     parent = control_groups.mounted_groups().get("cpu")
     if parent is None or not os.access(parent, os.W_OK):
@@ -237,7 +237,7 @@ def test_a_smaller_share_of_the_machine_is_no_obstacle() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"cpus": 0.005}, {"processes": 5_000_000}])
-def test_limits_that_the_kernel_does_not_take_are_refused(wrong: dict[str, Any]) -> None:
+def test_limits_that_the_kernel_rejects_raise(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"limits.{next(iter(wrong))} must be"):
         Limits(**wrong)
     most = Limits(cpus=1e9, processes=1 << 22, memory_mib=10**9)

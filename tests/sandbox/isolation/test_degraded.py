@@ -60,7 +60,7 @@ def bare(bare_pool: SandboxPool) -> Iterator[Session]:
         yield session
 
 
-def test_every_result_is_flagged(bare: Session) -> None:
+def test_every_result_is_degraded(bare: Session) -> None:
     codes = ("1", "1 / 0", "import sys; sys.exit()", "#" * (2 << 20), "import os; os._exit(0)")
     results = [bare.step(code) for code in (*codes, "1")]
     assert [r.status for r in results] == ["ok", "error", "exit", "error", "exit", "exit"]
@@ -72,7 +72,7 @@ def test_isolated_sessions_are_not_flagged(session: Session) -> None:
     assert not session.step("1").degraded
 
 
-def test_the_pool_warns_and_says_so() -> None:
+def test_pool_warns_and_describes_the_degradation() -> None:
     with pytest.warns(UserWarning, match="sandbox degraded"):
         pool = make_pool()
     with pool:
@@ -80,7 +80,7 @@ def test_the_pool_warns_and_says_so() -> None:
         assert pool.describe()["degraded"] is True
 
 
-def test_the_weakest_rung_is_not_to_be_had_by_accident() -> None:
+def test_bare_rung_requires_allow_degraded() -> None:
     with pytest.raises(SandboxUnavailable):
         SandboxPool(rungs=())
     with pytest.raises(ValueError, match="allow_degraded"):
@@ -88,13 +88,13 @@ def test_the_weakest_rung_is_not_to_be_had_by_accident() -> None:
 
 
 @pytest.mark.nsjail
-def test_a_better_rung_is_taken_where_there_is_one(pool: SandboxPool) -> None:
+def test_a_better_rung_is_preferred(pool: SandboxPool) -> None:
     with SandboxPool(allow_degraded=True, min_idle=0, zygotes=1) as allowed:
         assert allowed.describe()["rung"] == pool.describe()["rung"]
         assert not allowed.run("1").degraded
 
 
-def test_files_commands_interpreters_and_gradings(bare_pool: SandboxPool) -> None:
+def test_files_commands_interpreters_and_grading_work(bare_pool: SandboxPool) -> None:
     """As on every rung; but for names that lead out of the one directory that it has."""
     with Sandbox.create(pool=bare_pool) as sandbox:
         sandbox.files.write("d/f", "text")
@@ -129,7 +129,7 @@ def test_files_commands_interpreters_and_gradings(bare_pool: SandboxPool) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="others have no home that they may not enter")
-def test_an_interpreter_in_a_home_that_only_its_owner_may_enter(tmp_path: Path) -> None:
+def test_an_interpreter_in_a_private_home_works(tmp_path: Path) -> None:
     """As of most containers' root: what sessions need of it lies in a place of its own."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "pack.py").write_text("import json\nx = 42")
@@ -149,7 +149,7 @@ def test_an_interpreter_in_a_home_that_only_its_owner_may_enter(tmp_path: Path) 
         SandboxPool(template=Template(mounts=(str(tmp_path / "site"),)), **options).close()
 
 
-def test_state_files_and_programs(bare: Session) -> None:
+def test_state_files_and_programs_work(bare: Session) -> None:
     bare.step("import os, subprocess; x = 1; open('f', 'w').write('kept')")
     assert bare.step("x, open('f').read(), os.environ['HOME'] == os.getcwd()").value == (
         "(1, 'kept', True)"
@@ -158,7 +158,7 @@ def test_state_files_and_programs(bare: Session) -> None:
     assert shown.value == "'f\\n'"
 
 
-def test_functions_of_the_host_can_be_called(bare_pool: SandboxPool) -> None:
+def test_host_functions_can_be_called(bare_pool: SandboxPool) -> None:
     def double(number: int) -> int:
         """Twice as much."""
         return 2 * number
@@ -171,7 +171,7 @@ def test_functions_of_the_host_can_be_called(bare_pool: SandboxPool) -> None:
 
 
 @pytest.mark.skipif(_C.sandbox_landlock_version() == 0, reason="no Landlock in this kernel")
-def test_files_of_the_machine_are_out_of_reach(bare: Session) -> None:
+def test_files_of_the_machine_cannot_be_opened(bare: Session) -> None:
     code = (
         "import os\ngot = []\n"
         f"for p in ('/etc/passwd', '/etc/shadow', '/root', '/tmp', '/home', '/proc', '/', '/var',\n"
@@ -185,7 +185,7 @@ def test_files_of_the_machine_are_out_of_reach(bare: Session) -> None:
     assert bare.step(code).value == "[]"
 
 
-def test_neighbours_files_are_out_of_reach(bare_pool: SandboxPool) -> None:
+def test_files_of_other_sessions_cannot_be_opened(bare_pool: SandboxPool) -> None:
     with bare_pool.acquire() as a, bare_pool.acquire() as b:
         home = a.step("import os; open('secret', 'w').write('s'); os.getcwd()").value
         assert home is not None
@@ -195,7 +195,7 @@ def test_neighbours_files_are_out_of_reach(bare_pool: SandboxPool) -> None:
             assert error.name == "PermissionError"
 
 
-def test_other_processes_and_sockets_are_out_of_reach(
+def test_other_processes_and_sockets_cannot_be_reached(
     bare_pool: SandboxPool, bare: Session
 ) -> None:
     with bare_pool.acquire() as other:
@@ -232,7 +232,7 @@ def test_close_leaves_nothing(bare_pool: SandboxPool) -> None:
     assert not os.path.exists(home.strip("'"))
 
 
-def test_the_host_ends_what_a_zygote_that_is_starved_cannot(bare: Session) -> None:
+def test_host_kills_the_group_when_the_zygote_is_starved(bare: Session) -> None:
     """Or the trainer's end, which is the zygote's, would leave it: SIGSTOP is a storm of forks."""
     bare.step("import os\nfor _ in range(4):\n if os.fork() == 0:\n  while 1: pass")
     tree = process_tree(bare.init_pid)
@@ -245,14 +245,14 @@ def test_the_host_ends_what_a_zygote_that_is_starved_cannot(bare: Session) -> No
         os.kill(zygote, signal.SIGCONT)
 
 
-def test_orphans_do_not_outlive_an_interpreter_that_ends(bare: Session) -> None:
+def test_orphans_end_with_the_interpreter(bare: Session) -> None:
     bare.step("import os\nfor _ in range(4):\n if os.fork() == 0:\n  while 1: pass")
     tree = process_tree(bare.init_pid)
     assert bare.step("os._exit(0)").status is StepStatus.EXIT
     assert all(gone(pid) for pid in tree)
 
 
-def test_bounds_hold(bare_pool: SandboxPool) -> None:
+def test_limits_hold(bare_pool: SandboxPool) -> None:
     with bare_pool.acquire() as session:
         session.limits = replace(session.limits, grace_s=30.0)  # of a busy machine
         session.step("x = 1")
@@ -294,7 +294,7 @@ def test_config_keys_reach_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("victim", ["trainer", "init"])
-def test_nothing_outlives_a_trainer_or_an_init_that_is_killed(victim: str) -> None:
+def test_no_process_outlives_a_killed_trainer_or_init(victim: str) -> None:
     code = (
         "import time, warnings\nwarnings.simplefilter('ignore')\n"
         "from agentgrpo.sandbox import SandboxPool\n"
@@ -313,7 +313,7 @@ def test_nothing_outlives_a_trainer_or_an_init_that_is_killed(victim: str) -> No
         owner.kill()
 
 
-def test_pairs_of_sockets_reach_nobody_outside(bare: Session) -> None:
+def test_socketpairs_reach_no_process_outside(bare: Session) -> None:
     """A datagram socket would: it sends to any address."""
     code = (
         "import os, socket\n"
@@ -340,9 +340,7 @@ def test_pairs_of_sockets_reach_nobody_outside(bare: Session) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's sessions are other users")
 @pytest.mark.parametrize("package_first", [True, False])
-def test_this_package_may_lie_in_a_directory_of_the_template(
-    tmp_path: Path, package_first: bool
-) -> None:
+def test_site_dirs_can_contain_this_package(tmp_path: Path, package_first: bool) -> None:
     """Of a home that only root may enter."""
     tmp_path.chmod(0o700)
     package = tmp_path / "site" / "package"

@@ -1,4 +1,4 @@
-"""No exception of Python's own comes out of the sandbox; none of a policy's making ends a run."""
+"""Public calls raise sandbox exceptions, and untrusted code cannot cause one that ends a run."""
 
 import os
 import tempfile
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.nsjail
      (OverflowError("x"), InvalidArgumentException), (ValueError("x"), ValueError),
      (RuntimeError("x"), RuntimeError), (SandboxUnavailable("x"), SandboxUnavailable)],
 )  # fmt: skip
-def test_what_comes_over_the_line(raised: Exception, comes: type[Exception]) -> None:
+def test_os_errors_become_sandbox_errors(raised: Exception, comes: type[Exception]) -> None:
     @wraps_os_errors
     class Called:
         def act(self) -> None:
@@ -42,7 +42,7 @@ def test_what_comes_over_the_line(raised: Exception, comes: type[Exception]) -> 
     assert str(raised) in str(caught.value)
 
 
-def test_names_of_any_bytes(pool: SandboxPool) -> None:
+def test_file_names_can_have_any_bytes(pool: SandboxPool) -> None:
     with Sandbox.create(pool=pool) as sandbox:
         sandbox.run_code(
             "import os; os.makedirs(b'd/\\xff/e'); open(b'd/\\xff/f\\xfe', 'w').write('x')"
@@ -57,7 +57,7 @@ def test_names_of_any_bytes(pool: SandboxPool) -> None:
             assert int(counted.stdout) == len(as_bytes(text))
 
 
-def test_code_that_stops_what_removes_its_files_keeps_nobody(
+def test_remove_times_out_if_code_stops_it(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stops = (
@@ -80,7 +80,7 @@ def test_code_that_stops_what_removes_its_files_keeps_nobody(
             remove()
 
 
-def test_no_character_is_split(pool: SandboxPool) -> None:
+def test_characters_are_not_split_between_pieces(pool: SandboxPool) -> None:
     text = "é\N{SNOWMAN}\N{GRINNING FACE}"
     slowly = (
         f"import os, time\nfor byte in {text.encode()!r} + b'\\xf0\\x9f':\n"
@@ -96,7 +96,7 @@ def test_no_character_is_split(pool: SandboxPool) -> None:
         assert "".join(pieces) == text + "\ufffd"
 
 
-def test_what_a_listener_raises_is_raised_after_the_step(
+def test_an_exception_of_a_listener_is_raised_after_the_step(
     pool: SandboxPool, session: Session
 ) -> None:
     heard = []
@@ -122,7 +122,7 @@ def test_what_a_listener_raises_is_raised_after_the_step(
                 call()
 
 
-def test_a_machine_without_room_for_another_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_for_another_zygote_is_an_infra_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with SandboxPool(max_live=2, min_idle=0, zygotes=1) as pool:
         (zygote,) = pool._spawner._zygotes
         os.kill(zygote.pid, 9)

@@ -1,4 +1,4 @@
-"""Each usual reason why a machine cannot isolate has its remedy, and no other's."""
+"""Each usual reason why a machine cannot isolate has its own remedy."""
 
 import os
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_recorded_machines_get_their_remedies(
     assert hints.masked_proc() == (covered if files is DOCKER else [])
 
 
-def test_a_limit_that_cannot_be_raised_is_named() -> None:
+def test_failed_setrlimit_names_the_limit() -> None:
     told = "util::setrlimit(0, RLIMIT_STACK, 8): Operation not permitted"
     assert "hard limit" in hints.remedy(told)
     assert "ulimit -n" in hints.remedy("pipe: Too many open files")

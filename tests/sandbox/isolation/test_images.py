@@ -1,4 +1,4 @@
-"""Images: what is read, what is refused, and that a layer writes nowhere else."""
+"""Images: sources, invalid sources, and hostile layers."""
 
 import contextlib
 import gzip
@@ -139,7 +139,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("title", HOSTILE)
-def test_a_layer_writes_nowhere_else(title: str, tmp_path: Path) -> None:
+def test_a_layer_cannot_write_outside_its_directory(title: str, tmp_path: Path) -> None:
     outside, top, below = (tmp_path / name for name in ("outside", "top", "below"))
     for folder in (outside, top, below):
         folder.mkdir()
@@ -162,7 +162,7 @@ def test_a_layer_writes_nowhere_else(title: str, tmp_path: Path) -> None:
         assert path.is_symlink() or set(os.listxattr(path)) <= {OPAQUE}
 
 
-def test_a_directory_exchanged_for_a_link_while_it_is_unpacked(tmp_path: Path) -> None:
+def test_a_directory_replaced_by_a_link_during_unpacking_is_not_followed(tmp_path: Path) -> None:
     outside, top = tmp_path / "outside", tmp_path / "top"
     for folder in (outside, top):
         folder.mkdir()
@@ -304,7 +304,7 @@ def extracted(folder: Path, data: bytes) -> Path:
 
 
 @pytest.mark.parametrize("title", SOURCES)
-def test_sources(title: str, tmp_path: Path) -> None:
+def test_each_kind_of_source_can_be_added(title: str, tmp_path: Path) -> None:
     image = add_image("x", SOURCES[title](tmp_path))
     assert shown(image) == "bin->usr/bin etc/ etc/os=one"
     assert image == get_image("x")
@@ -325,7 +325,7 @@ def damaged(kind: str, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("kind", ["flipped", "truncated", "other"])
 @pytest.mark.parametrize("renamed", [False, True], ids=["in place", "with a new digest"])
-def test_a_layer_that_is_not_what_its_digests_say(kind: str, renamed: bool, tmp_path: Path) -> None:
+def test_a_layer_with_a_wrong_digest_is_refused(kind: str, renamed: bool, tmp_path: Path) -> None:
     folder = write_layout(tmp_path / "s", ROOT)
     blobs = folder / "blobs" / "sha256"
     blob = next(path for path in blobs.iterdir() if path.read_bytes().startswith(b"\x1f\x8b"))
@@ -380,7 +380,7 @@ def refused_sources(at: Path) -> dict[str, tuple[Path, str]]:
     }  # fmt: skip
 
 
-def test_sources_that_are_refused(tmp_path: Path) -> None:
+def test_invalid_sources_raise(tmp_path: Path) -> None:
     for title, (source, expected) in refused_sources(tmp_path).items():
         with pytest.raises(ImageError, match=expected):
             raise AssertionError(f"{title}: {add_image('x', source)}")
@@ -392,7 +392,9 @@ def test_sources_that_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["bytes", "sparse", "files", "header"])
-def test_bombs(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decompression_bombs_are_refused(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("agentgrpo.sandbox.isolation.layers.MAX_FILES", 100)
     monkeypatch.setattr("agentgrpo.sandbox.isolation.layers.MAX_BYTES", 1 << 20)
     entries = {
@@ -421,7 +423,7 @@ ADD = (
 )
 
 
-def test_processes_that_add_the_same_layers(tmp_path: Path) -> None:
+def test_processes_can_add_the_same_layers_at_once(tmp_path: Path) -> None:
     source = write_layout(tmp_path / "s", ROOT, tar_of(" ".join(f"d{i}/f=1" for i in range(500))))
     names = ["a", "b", "c"]
     started = [
@@ -436,7 +438,7 @@ def test_processes_that_add_the_same_layers(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_replaced(tmp_path: Path) -> None:
     folder = write_layout(tmp_path / "s", ROOT, tar_of("x=2"))
     blobs = {path.name: path for path in (folder / "blobs" / "sha256").iterdir()}
     slow = blobs[sha256(gzipped(tar_of("x=2")))]
@@ -459,7 +461,7 @@ def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
     assert not list((store_dir() / "layers").glob(".new-*"))
 
 
-def test_layers_are_deleted_when_nothing_uses_them(tmp_path: Path) -> None:
+def test_unused_layers_are_deleted(tmp_path: Path) -> None:
     add_image("x", write_layout(tmp_path / "x", ROOT, tar_of("x=1")))
     kept = add_image("y", write_layout(tmp_path / "y", ROOT))
     with images.hold():
@@ -471,7 +473,7 @@ def test_layers_are_deleted_when_nothing_uses_them(tmp_path: Path) -> None:
         remove_image("x")
 
 
-def test_the_environment_and_directory_of_an_image(tmp_path: Path) -> None:
+def test_environment_and_directory_of_an_image_are_applied(tmp_path: Path) -> None:
     config: dict[str, Any] = {"Env": ["A=b=c", "PATH=/opt/bin"], "WorkingDir": "/app"}
     image = add_image("x", write_layout(tmp_path / "x", ROOT, **config))
     assert (image.env, image.workdir) == ({"PATH": "/opt/bin", "A": "b=c"}, "/app")
@@ -481,7 +483,7 @@ def test_the_environment_and_directory_of_an_image(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_nobody_adds_an_image(tmp_path: Path) -> None:
+def test_an_unprivileged_user_can_add_an_image(tmp_path: Path) -> None:
     home = Path(tempfile.mkdtemp(dir="/tmp"))
     try:
         home.chmod(0o777)
@@ -580,7 +582,7 @@ def registry(tmp_path: Path) -> Iterator[tuple[type[Registry], str]]:
 
 
 @pytest.mark.parametrize("by", ["tag", "digest"])
-def test_an_image_of_a_registry(registry: tuple[type[Registry], str], by: str) -> None:
+def test_an_image_is_pulled_from_a_registry(registry: tuple[type[Registry], str], by: str) -> None:
     handler, name = registry
     digest = json.loads((handler.folder / "index.json").read_text())["manifests"][0]["digest"]
     image = add_image("x", f"{name}:v1" if by == "tag" else f"{name}@{digest}")
@@ -594,7 +596,7 @@ def test_an_image_of_a_registry(registry: tuple[type[Registry], str], by: str) -
 
 
 @pytest.mark.parametrize("wrong", ["manifest", "blob", "cut"])
-def test_a_registry_that_sends_something_else(
+def test_wrong_content_from_a_registry_is_refused(
     registry: tuple[type[Registry], str], wrong: str
 ) -> None:
     handler, name = registry
@@ -605,7 +607,7 @@ def test_a_registry_that_sends_something_else(
     assert list(store_dir().glob("*/*")) == []
 
 
-def test_references(registry: tuple[type[Registry], str]) -> None:
+def test_registry_references_are_parsed(registry: tuple[type[Registry], str]) -> None:
     with pytest.raises(ImageError, match="404"):
         add_image("x", f"{registry[1]}:v2")
     for reference in ("docker://", "docker://UPPER", "docker://x@sha256:12", "docker://a b"):
@@ -613,7 +615,7 @@ def test_references(registry: tuple[type[Registry], str]) -> None:
             add_image("x", reference)
 
 
-def test_errors_name_a_few_images_and_the_source_that_is_out_of_reach(
+def test_errors_name_similar_images_and_the_unreachable_source(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = [images.Image(f"harbor/task-{n}", (), {}, "/", "", 0) for n in range(1000)]

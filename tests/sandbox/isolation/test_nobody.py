@@ -1,4 +1,4 @@
-"""What a user without any rights gets: the whole hostile suite, and the degraded rung."""
+"""Selftest and degraded rung as user nobody."""
 
 import os
 import shutil
@@ -68,7 +68,7 @@ def _python() -> str:
 
 
 @pytest.mark.slow
-def test_whole_suite_as_nobody(place: Path) -> None:
+def test_selftest_passes_as_nobody(place: Path) -> None:
     done = as_nobody(place, "-m", "agentgrpo.sandbox", "selftest")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "isolation: zygote-userns" in done.stdout
@@ -137,7 +137,7 @@ with SandboxPool(rungs=(), allow_degraded=True, min_idle=0, zygotes=1,
 """
 
 
-def test_degraded_as_nobody(place: Path) -> None:
+def test_degraded_rung_isolates_as_nobody(place: Path) -> None:
     if _C.sandbox_landlock_version() == 0:
         pytest.skip("no Landlock in this kernel")
     texts = f"CHANGE, THREADS, ORDINARY, SPREAD = {CHANGE, THREADS, ORDINARY, SPREAD}\n"
@@ -149,7 +149,7 @@ def test_degraded_as_nobody(place: Path) -> None:
     assert done.stdout.splitlines() == seen, done
 
 
-def test_directories_that_may_not_be_changed_are_removed(place: Path) -> None:
+def test_read_only_directories_are_removed(place: Path) -> None:
     """Nothing lets nobody move them as they are."""
     code = (
         "from agentgrpo.sandbox import Sandbox, SandboxPool\n"
@@ -176,6 +176,6 @@ print(len(examine()[0]) > 3)
 """
 
 
-def test_no_process_more_is_said(place: Path) -> None:
+def test_exhausted_process_limit_is_reported(place: Path) -> None:
     done = as_nobody(place, "-c", FEW)
     assert done.stdout.split() == ["True"] * 3, done.stdout + done.stderr

@@ -320,7 +320,7 @@ def test_limits_can_be_read_and_core_dumps_not_enabled(machine: str, namespaced:
     assert other == (ALLOW if namespaced else denied(errno.EPERM))
 
 
-def test_without_namespaces_no_call_reaches_another_process() -> None:
+def test_without_namespaces_calls_that_reach_processes_are_denied() -> None:
     program, arch = policy.build("x86_64", namespaced=False), policy.AUDIT_ARCH["x86_64"]
     known = policy.system_calls("x86_64")
     for name in policy.OUTSIDE.split():

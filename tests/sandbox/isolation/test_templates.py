@@ -84,17 +84,17 @@ def test_failed_build_leaves_the_old_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a/b", "python", ".hidden"])
-def test_names_are_checked(name: str) -> None:
+def test_invalid_names_raise(name: str) -> None:
     with pytest.raises(ValueError, match="template name"):
         build_template(name)
 
 
-def test_setup_that_fails_is_found_at_once() -> None:
+def test_failing_setup_raises_when_the_pool_starts() -> None:
     with pytest.raises(SandboxUnavailable, match="ZeroDivisionError"):
         SandboxPool(template=Template(setup="1 / 0"), min_idle=0)
 
 
-def test_bad_paths_and_variables_are_refused(tmp_path: Path) -> None:
+def test_invalid_paths_and_variables_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"template\.site_dirs"):
         Template(site_dirs=("relative",))
     with pytest.raises(ValueError, match=r"template\.mounts"):
@@ -103,7 +103,7 @@ def test_bad_paths_and_variables_are_refused(tmp_path: Path) -> None:
         Template(env={"A=B": "1"})
 
 
-def test_limits_of_a_template_are_those_of_its_sessions(tmp_path: Path) -> None:
+def test_sessions_have_the_limits_of_their_template(tmp_path: Path) -> None:
     limits = Limits(processes=17, timeout_s=3.5)
     built, fresh = build_template("small", limits=limits)
     assert fresh
@@ -119,7 +119,7 @@ def test_limits_of_a_template_are_those_of_its_sessions(tmp_path: Path) -> None:
         assert pool.limits == Limits()
 
 
-def test_limits_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_sets_limits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["template", "build", "mine", "--limit", "timeout_s=2", "--limit", "steps=9"]) == 0
     assert find_template("mine").limits == Limits(timeout_s=2.0, steps=9)
     assert "mine: built" in capsys.readouterr().out
@@ -134,7 +134,7 @@ def test_limits_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         find_template("other")
 
 
-def test_what_is_preloaded_lies_in_huge_pages(tmp_path: Path) -> None:
+def test_preloaded_memory_is_in_huge_pages(tmp_path: Path) -> None:
     """A fork copies one entry for each, in place of 512."""
     site = tmp_path / "site"
     site.mkdir()
@@ -156,7 +156,7 @@ def test_what_is_preloaded_lies_in_huge_pages(tmp_path: Path) -> None:
         assert session.step("import bulky; len(bulky.kept)").value == "40000"
 
 
-def test_an_interpreter_that_a_sessions_own_directory_would_cover_is_refused() -> None:
+def test_an_interpreter_under_a_private_directory_is_refused() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         python = Path(folder, "bin", "python3")
         python.parent.mkdir()
@@ -177,7 +177,7 @@ def test_an_interpreter_that_a_sessions_own_directory_would_cover_is_refused() -
         ("opt", "alice", False),
     ],
 )
-def test_a_home_that_python_was_installed_in_is_not_shown(
+def test_a_home_with_a_python_installation_is_not_visible(
     installed: str, home: str, theirs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = tmp_path / installed
@@ -198,7 +198,7 @@ def test_a_home_that_python_was_installed_in_is_not_shown(
     assert shown == [str(prefix / name) for name in wanted]
 
 
-def test_any_number_of_files_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_paths_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = jail.shown_paths
 
     def many(template: Template, extension: str) -> list[jail.Bind]:
@@ -211,7 +211,7 @@ def test_any_number_of_files_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("home", [".", "elsewhere"])
-def test_a_session_sees_of_its_interpreter_what_it_needs(
+def test_a_session_sees_only_the_needed_files_of_its_interpreter(
     home: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = Path(Template().interpreter)

@@ -1,4 +1,4 @@
-"""A template's tree: files of the machine that each session has as its own."""
+"""A template's tree: each session changes its own copy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(open("inner/a.txt").read(), sorted(os.listdir(".")), sorted(os.listdir("in
 """
 
 
-def test_what_a_session_changes_is_its_own(pool: SandboxPool, tree: Path) -> None:
+def test_changes_of_a_session_are_private(pool: SandboxPool, tree: Path) -> None:
     with pool.acquire() as first, pool.acquire() as second:
         assert first.step(CHANGE).stdout == "one! ['inner'] ['a.txt', 'new.txt']\n"
         with closing(second.files()) as files:
@@ -56,7 +56,7 @@ def test_what_a_session_changes_is_its_own(pool: SandboxPool, tree: Path) -> Non
     assert sorted(os.listdir(tree)) == ["b.txt", "inner"]
 
 
-def test_the_folder_itself_is_seen_nowhere(pool: SandboxPool, tree: Path) -> None:
+def test_the_original_folder_is_not_visible(pool: SandboxPool, tree: Path) -> None:
     """Neither where it lies on the machine, nor where it is shown to the kernel, nor the copies."""
     places = str(tree), "/sandbox/tree", "/tmp"
     look = f"import os\n[os.path.exists(p) and os.listdir(p) for p in {places!r}]"
@@ -67,6 +67,6 @@ def test_the_folder_itself_is_seen_nowhere(pool: SandboxPool, tree: Path) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="zygote-root needs root")
-def test_it_needs_user_namespaces(tree: Path) -> None:
+def test_template_tree_needs_user_namespaces(tree: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="needs user namespaces"):
         SandboxPool(template=Template(tree=str(tree)), rungs=(Rung.ZYGOTE_ROOT,))

@@ -1,4 +1,4 @@
-"""Who a session is on the machine: nobody that the machine has, and nobody that another is."""
+"""User ids of sessions: not those of the machine, and not shared."""
 
 import os
 import resource
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.nsjail
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has users to give away")
 @pytest.mark.parametrize("rung", LADDER)
-def test_every_session_of_a_root_has_a_user_of_its_own(rung: Rung) -> None:
+def test_each_session_of_root_has_its_own_user_id(rung: Rung) -> None:
     with SandboxPool(min_idle=0, zygotes=2, rungs=[rung]) as pool:
         sessions = [pool.acquire() for _ in range(6)]
         users = [os.stat(f"/proc/{session.pid}").st_uid for session in sessions]
@@ -31,7 +31,7 @@ def test_every_session_of_a_root_has_a_user_of_its_own(rung: Rung) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has users to give away")
 @pytest.mark.parametrize("rung", LADDER)
-def test_a_session_under_a_user_of_the_machine_is_none(
+def test_a_session_with_a_user_id_of_the_machine_is_refused(
     rung: Rung, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Zygote, "_next_uid", lambda self: JAIL_ID)
@@ -50,7 +50,7 @@ def test_a_session_under_a_user_of_the_machine_is_none(
         (True, "1610612737 0 268435456\n", False),
     ],
 )
-def test_users_are_given_out_where_there_are_any(
+def test_has_own_ids_reads_the_uid_map(
     root: bool, spans: str, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
@@ -62,7 +62,7 @@ def test_users_are_given_out_where_there_are_any(
 
 
 @pytest.mark.parametrize("rung", LADDER)
-def test_the_umask_of_the_host_is_no_sessions(rung: Rung) -> None:
+def test_sessions_do_not_inherit_the_umask(rung: Rung) -> None:
     if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
         pytest.skip("zygote-root needs root")
     need_isolation(rung)
@@ -88,7 +88,7 @@ with SandboxPool(min_idle=0, zygotes=1) as pool:
 
 
 @pytest.mark.parametrize("kind", HARD)
-def test_the_hard_limits_of_the_host_are_no_obstacle(kind: str) -> None:
+def test_sessions_start_under_low_hard_limits(kind: str) -> None:
     if kind == "CORE" and jail._core_pattern().startswith("|"):
         pytest.skip("this machine starts a program for each crash at a limit of 0")
     asked = [sys.executable, "-c", LIMITED, kind, str(HARD[kind])]
@@ -96,7 +96,7 @@ def test_the_hard_limits_of_the_host_are_no_obstacle(kind: str) -> None:
     assert done.stdout == "True\n", done.stderr
 
 
-def test_no_crash_starts_a_program_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_pattern_pipe_with_hard_limit_0_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jail, "_core_pattern", lambda: "|/usr/share/apport/apport %p\n")
     SandboxPool(min_idle=0, zygotes=1).close()
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (0, 0))

@@ -1,4 +1,4 @@
-"""Functions of the host that the tests let sessions call, and what they were called with."""
+"""Host functions for the tests, and a list of their calls."""
 
 import asyncio
 import sys
@@ -76,6 +76,6 @@ def tools(*functions: Callable[..., Any], cached: Any = "no", **budget: Any) -> 
                      cached=cached)  # fmt: skip
 
 
-def told(result: StepResult) -> tuple[str, str]:
+def error_of(result: StepResult) -> tuple[str, str]:
     assert result.error is not None, result
     return result.error.name, result.error.value

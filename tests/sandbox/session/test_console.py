@@ -25,7 +25,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("lines", SCRIPTS, ids=lambda lines: lines[0])
-def test_transcript_is_pythons(session: Session, lines: list[str]) -> None:
+def test_transcript_equals_that_of_python(session: Session, lines: list[str]) -> None:
     console = Console(session)
     for line in lines:
         console.type(line)
@@ -52,12 +52,12 @@ def test_timeout_keeps_the_console(session: Session, monkeypatch: pytest.MonkeyP
     assert console.type("x").shown == "1\n"
 
 
-def test_exit_is_seen(pool: SandboxPool) -> None:
+def test_sys_exit_has_status_exit(pool: SandboxPool) -> None:
     with pool.acquire() as session:
         console = Console(session)
         assert console.type("import sys; sys.exit(2)").step.status is StepStatus.EXIT
 
 
-def test_one_line_at_a_time(session: Session) -> None:
+def test_a_line_with_newline_raises(session: Session) -> None:
     with pytest.raises(ValueError, match="one line"):
         Console(session).type("1\n2")

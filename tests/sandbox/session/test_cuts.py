@@ -68,7 +68,7 @@ def test_long_output_is_cut_in_whole_characters(sandbox: Sandbox, shift: int) ->
         (b"a\xff", b"\x80\x80\x80\x80", "a\ufffd\n... 96 bytes left out ...\n" + "\ufffd" * 4),
     ],
 )
-def test_ends_of_a_stream(head: bytes, tail: bytes, shown: str) -> None:
+def test_both_ends_of_a_stream_are_kept(head: bytes, tail: bytes, shown: str) -> None:
     assert _joined(Stream(head, tail, 102)) == shown
 
 
@@ -79,7 +79,7 @@ def check(text: str, character: str, size: int) -> None:
     assert size - 400 < len(text.encode()) <= size + 60
 
 
-def test_the_image_interpreter_cuts_as_ours_does() -> None:
+def test_the_image_interpreter_cuts_like_ours() -> None:
     """inside/plain.py is passed to an image's python3 and can import nothing of ours."""
     guest = Path(__file__).parents[3] / "agentgrpo/sandbox/inside"
     bodies = []

@@ -30,11 +30,11 @@ PARSED = {
 
 
 @pytest.mark.parametrize("text", PARSED)
-def test_instructions(text: str) -> None:
+def test_instructions_are_parsed(text: str) -> None:
     assert list(instructions(text)) == PARSED[text]
 
 
-def test_variables() -> None:
+def test_variables_are_expanded() -> None:
     variables = {"A": "1", "E": ""}
     text = r"$A ${A}b ${B:-2} ${E:-3} ${A:+4} ${B:+5} \$A $B."
     assert expand(text, variables) == "1 1b 2 3 4  $A ."
@@ -98,7 +98,9 @@ BUILT = {
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("steps", BUILT)
-def test_built(steps: str, builder: Builder, folder: Path, pool: SandboxPool) -> None:
+def test_dockerfiles_are_built(
+    steps: str, builder: Builder, folder: Path, pool: SandboxPool
+) -> None:
     command, expected = BUILT[steps]
     image = build(builder, folder, f"FROM tiny\n{steps}\n")
     with pool.acquire(image) as session:
@@ -108,13 +110,13 @@ def test_built(steps: str, builder: Builder, folder: Path, pool: SandboxPool) ->
 REFUSED = {
     "": "no FROM",
     "RUN true": "1: RUN: expected FROM first",
-    "FROM nothing": r"1: FROM: image: expected one of the store \(.*image add nothing",
+    "FROM nothing": r"1: FROM: image: expected one in the store \(.*image add nothing",
     "FROM tiny AS a\nFROM tiny": "1: FROM: expected one stage",
     "FROM tiny\nFROM tiny": "2: FROM: expected one stage",
     "FROM tiny\n\nUSER app": "3: USER: expected root, got app",
     "FROM tiny\nCOPY --from=a /x /y": "2: COPY: --from is not supported",
     "FROM tiny\nRUN --mount=type=cache,target=/c true": "2: RUN: --mount is not supported",
-    "FROM tiny\nADD https://x/y /z": "2: ADD: https://x/y: here-documents and addresses",
+    "FROM tiny\nADD https://x/y /z": "2: ADD: https://x/y: here-documents and URLs",
     "FROM tiny\nADD a.tar.gz /z": "2: ADD: a.tar.gz: archives",
     "FROM tiny\nCOPY <<E /z\nx\nE": "2: COPY: <<E: here-documents",
     "FROM tiny\nCOPY none /z": "2: COPY: none: expected a file or folder in",
@@ -131,7 +133,9 @@ REFUSED = {
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("text", REFUSED)
-def test_refused_with_the_line(text: str, builder: Builder, folder: Path) -> None:
+def test_unsupported_instructions_raise_with_their_line(
+    text: str, builder: Builder, folder: Path
+) -> None:
     with pytest.raises(ImageError, match=REFUSED[text]):
         build(builder, folder, text, "refused")
     assert "refused" not in {image.name for image in images.list_images()}
@@ -139,7 +143,7 @@ def test_refused_with_the_line(text: str, builder: Builder, folder: Path) -> Non
 
 
 @pytest.mark.nsjail
-def test_steps_are_run_once(builder: Builder, folder: Path) -> None:
+def test_steps_are_cached(builder: Builder, folder: Path) -> None:
     step = "RUN cat /proc/sys/kernel/random/uuid > /f"
     first = build(builder, folder, f"FROM tiny\n{step}\n", "a")
     again = build(builder, folder, f"FROM tiny\n{step}\nRUN true", "b")
@@ -153,7 +157,7 @@ def test_steps_are_run_once(builder: Builder, folder: Path) -> None:
 
 
 @pytest.mark.nsjail
-def test_a_run_that_makes_links_out_of_its_layer(folder: Path, tmp_path: Path) -> None:
+def test_links_of_a_run_step_do_not_lead_out_of_its_layer(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "resolv.conf").write_text(Path("/etc/resolv.conf").read_text())
     text = f"FROM tiny\nRUN rm -r /etc && ln -s {tmp_path} /etc\n"
     (folder / "Dockerfile").write_text(text)
@@ -165,7 +169,7 @@ def test_a_run_that_makes_links_out_of_its_layer(folder: Path, tmp_path: Path) -
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("network", [False, True])
-def test_the_network_of_a_build(network: bool, folder: Path) -> None:
+def test_network_is_available_only_on_request(network: bool, folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -185,7 +189,7 @@ def test_the_network_of_a_build(network: bool, folder: Path) -> None:
     assert get_image("net") == image
 
 
-def test_names_may_be_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_names_can_be_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "root" / "etc").mkdir(parents=True)
     image = add_image("org/x:1.0", tmp_path / "root")

@@ -79,7 +79,7 @@ def layers() -> set[Path]:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_a_copy_is_as_the_session_was(pool: SandboxPool, name: str) -> None:
+def test_a_copy_equals_the_session(pool: SandboxPool, name: str) -> None:
     change, show = SAME[name]
     with pool.acquire() as session:
         session.step(change)
@@ -99,7 +99,7 @@ def test_a_copy_is_as_the_session_was(pool: SandboxPool, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_what_cannot_be_copied_is_repeated(pool: SandboxPool, name: str) -> None:
+def test_a_session_with_uncopiable_state_is_not_copied(pool: SandboxPool, name: str) -> None:
     before = layers()
     with pool.acquire() as session:
         session.step(REPEATED[name])
@@ -112,7 +112,7 @@ def test_what_cannot_be_copied_is_repeated(pool: SandboxPool, name: str) -> None
     assert forks._bytes == 0
 
 
-def test_a_copy_of_a_copy(pool: SandboxPool) -> None:
+def test_a_copy_can_be_copied(pool: SandboxPool) -> None:
     before, copies = layers(), []
     session = pool.acquire()
     for number in range(5):
@@ -133,7 +133,7 @@ def test_a_copy_of_a_copy(pool: SandboxPool) -> None:
     assert forks._bytes == 0
 
 
-def test_copies_have_bounds(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_of_copies_is_limited(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for one that is being made, and of those that are, for 2 MiB."""
     monkeypatch.setattr(forks, "MAX_BYTES", (LIMITS.home_mib + 2) << 20)
     before = layers()
@@ -150,7 +150,7 @@ def test_copies_have_bounds(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) 
     assert layers() == before
 
 
-def test_a_copy_costs_no_step(pool: SandboxPool) -> None:
+def test_a_copy_does_not_count_as_a_step(pool: SandboxPool) -> None:
     limits = Limits(timeout_s=20.0, memory_mib=256, home_mib=16, inodes=4096, steps=2)
     template = Template(image="tiny")
     with SandboxPool(template=template, limits=limits, min_idle=0, zygotes=1) as few:
@@ -197,7 +197,7 @@ LIST = "f() { find /a /b /c /d /etc /root /var $* 2>/dev/null | sort; }; f -prin
 
 
 @pytest.mark.parametrize("name", ABOVE)
-def test_all_changes_since_the_image_are_one_layer(pool: SandboxPool, name: str) -> None:
+def test_snapshot_since_has_one_layer_with_all_changes(pool: SandboxPool, name: str) -> None:
     with pool.acquire() as session:
         image = session.places.image
         assert image is not None

@@ -1,4 +1,4 @@
-"""The host's functions wherever code runs: sandboxes, consoles, loops of steps."""
+"""Host functions in sandboxes, contexts, consoles and loops of steps."""
 
 import pytest
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
 
 
 @pytest.mark.slow
-def test_in_a_sandbox_alone_and_its_contexts(pool: SandboxPool) -> None:
+def test_host_functions_in_a_sandbox_and_its_contexts(pool: SandboxPool) -> None:
     with Sandbox.create(pool=pool, host_tools=[add]) as sandbox:
         sandbox.run_code("x = add(40, 2)")
         assert sandbox.run_code("x").text == "42"
@@ -27,7 +27,7 @@ def test_in_a_sandbox_alone_and_its_contexts(pool: SandboxPool) -> None:
         assert "".join(heard) == "a\nb\n"
 
 
-def test_in_a_console(pool: SandboxPool) -> None:
+def test_host_functions_in_a_console(pool: SandboxPool) -> None:
     with pool.acquire(host=tools().begin()) as session:
         console = Console(session)
         assert console.type("add(1)").shown == "2\n"
@@ -36,7 +36,7 @@ def test_in_a_console(pool: SandboxPool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [10, 50_000, 200_000])
-def test_output_around_calls_is_one_output(pool: SandboxPool, size: int) -> None:
+def test_output_before_and_after_calls_is_joined(pool: SandboxPool, size: int) -> None:
     with pool.acquire(host=tools().begin()) as session, pool.acquire() as plain:
         code = "print('a' * {n}); {call}; print('b' * {n}); {call}; print('c' * {n})"
         result = session.step(code.format(n=size, call="add(1)"))

@@ -1,4 +1,4 @@
-"""What calls of the host's functions may use: time, and a budget over a rollout's sessions."""
+"""Limits of host functions: time, and the budget of a rollout."""
 
 import threading
 import time
@@ -14,18 +14,18 @@ from agentgrpo.sandbox import (
     StepResult,
 )
 from agentgrpo.sandbox.session.host_tools import HostCalls
-from tests.sandbox.session.hosted import LATE, release, seen, told, tools
+from tests.sandbox.session.hosted import LATE, error_of, release, seen, tools
 
 pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
 
 # --- time
 
 
-def test_a_call_that_hangs_has_its_own_limit(pool: SandboxPool) -> None:
+def test_a_hanging_call_times_out(pool: SandboxPool) -> None:
     host = tools(call_s=0.2).begin()
     with pool.acquire(host=host) as session:
         result = session.step("hang()", timeout_s=40)
-        assert told(result) == ("TimeoutError", "hang(): the host did not answer in time")
+        assert error_of(result) == ("TimeoutError", "hang(): the host did not answer in time")
         assert 0.2 <= result.wall_s < 0.2 + LATE
         release.set()  # what it says now is nobody's
         assert session.step("add(1)").value == "2"
@@ -44,7 +44,7 @@ def test_a_call_that_hangs_has_its_own_limit(pool: SandboxPool) -> None:
         ("import threading; threading.Thread(target=hang).start()", "timeout"),
     ],
 )
-def test_a_step_ends_within_its_limit_and_the_grace(
+def test_a_step_with_calls_ends_within_limit_and_grace(
     pool: SandboxPool, code: str, status: str
 ) -> None:
     """Of two limits each is the one that holds, calls included; of a busy machine's making is LATE,
@@ -88,7 +88,7 @@ def test_a_function_cannot_step_the_session_that_calls_it(pool: SandboxPool) -> 
         return str(session.step("1").status)
 
     with pool.acquire(host=tools(again).begin()) as session:
-        assert "session that waits for it" in told(session.step("again()"))[1]
+        assert "session that waits for it" in error_of(session.step("again()"))[1]
         assert session.step("1").value == "1"
 
 
@@ -120,7 +120,7 @@ def answer(calls: HostCalls, name: str, data: bytes = b"[[],{}]") -> HostCall:
     return calls.answer(name, data, 0, 9.0, None, lambda: False)
 
 
-def test_who_asks_at_once_is_told_the_same_and_failures_are_not_kept() -> None:
+def test_concurrent_calls_share_an_answer_and_failures_are_not_cached() -> None:
     def flaky() -> int:
         """Fails once, and is another one each time."""
         seen.append(1)
@@ -137,7 +137,7 @@ def test_who_asks_at_once_is_told_the_same_and_failures_are_not_kept() -> None:
         assert len({one.result().answer for one in both}) == 1
 
 
-def test_the_cache_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_drops_the_oldest_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentgrpo.sandbox.session.host_tools.CACHE_MIB", 1)
     calls = tools(cached="run", total_kib=9999, argument_kib=256).begin()
     for value in (b"a", b"b", b"c", b"d", b"e", b"a"):
@@ -146,7 +146,7 @@ def test_the_cache_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("cached", ["no", "rollout", "run"])
-def test_recall_says_whether_all_of_it_was_asked_for(cached: str) -> None:
+def test_replay_reports_whether_the_calls_were_the_same(cached: str) -> None:
     call = HostCall("add", b"[[1],{}]", "returned", (b"2",), 0.5)
     host = tools(cached=cached).begin()
     for asked, whole in (([b"[[1],{}]"], True), ([], False), ([b"[[3],{}]"], False),
@@ -179,7 +179,7 @@ def test_recall_says_whether_all_of_it_was_asked_for(cached: str) -> None:
         ({"total_kib": 1}, "later(0.0, 'x' * 300)", "the budget of 1 KiB"),
     ],
 )
-def test_a_budget_holds_over_the_sessions_of_a_rollout(
+def test_a_budget_holds_across_sessions_of_a_rollout(
     pool: SandboxPool, budget: Any, code: str, wanted: str
 ) -> None:
     host = tools(**budget).begin()
@@ -187,7 +187,7 @@ def test_a_budget_holds_over_the_sessions_of_a_rollout(
     for _ in range(6):
         with pool.acquire(host=host) as session:
             result = session.step(code)
-            failures += [told(result)] if result.error else []
+            failures += [error_of(result)] if result.error else []
     assert ("RuntimeError", f"{wanted} for host functions is used up") in failures
     assert host.calls == len(seen)
     assert host.failures == len(failures)

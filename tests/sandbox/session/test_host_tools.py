@@ -1,4 +1,4 @@
-"""Functions of the host that sessions call: what is offered, and what crosses."""
+"""Host functions: their declaration, and the values that pass."""
 
 import asyncio
 import datetime
@@ -18,7 +18,7 @@ from agentgrpo.sandbox import (
 from agentgrpo.sandbox.inside.data import EncodeError, decode, encode
 from agentgrpo.sandbox.inside.wire import Malformed
 from agentgrpo.sandbox.session.host_tools import HostCalls
-from tests.sandbox.session.hosted import add, seen, told, tools
+from tests.sandbox.session.hosted import add, error_of, seen, tools
 
 pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
     [None, True, 0, -(2**63), 2**99, 1.5, -0.0, 1e300, "", "é\N{SNOWMAN}\0", [],
      {"a": [1, {}]}],
 )  # fmt: skip
-def test_data_crosses_as_it_is(value: Any) -> None:
+def test_json_round_trip_keeps_values(value: Any) -> None:
     text = encode(value, 1000)
     again = decode(text, 1000)
     assert repr(again) == repr(value)
@@ -40,7 +40,7 @@ def test_data_crosses_as_it_is(value: Any) -> None:
     [10**5000, float("nan"), float("inf"), (1,), {1}, b"x", 1j, object(), {1: 2}, "x" * 999],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_data_crosses_nowhere(value: Any) -> None:
+def test_encoding_other_values_raises(value: Any) -> None:
     for held in (value, [value], {"a": [value]}):
         with pytest.raises(EncodeError):
             encode(held, 999)
@@ -49,7 +49,7 @@ def test_what_is_no_data_crosses_nowhere(value: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["", "NaN", "Infinity", "1e999", "9" * 5000, "[" * 5000, "nul", "(1,)"]
 )  # fmt: skip
-def test_a_text_that_is_no_data_has_no_value(text: str) -> None:
+def test_decoding_invalid_text_raises(text: str) -> None:
     with pytest.raises(EncodeError):
         decode(text.encode(), 999)
 
@@ -64,12 +64,12 @@ def test_a_text_that_is_no_data_has_no_value(text: str) -> None:
         ([partial(int, 1)], "not Python builtins"),
     ],
 )
-def test_what_cannot_be_offered_is_refused(functions: Any, message: str) -> None:
+def test_invalid_functions_raise(functions: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentException, match=message):
         HostTools(functions)
 
 
-def test_names_of_python_and_annotations_that_cannot_be_checked_are_refused() -> None:
+def test_builtin_names_and_unchecked_annotations_raise() -> None:
     def open() -> None: ...
 
     def takes(a: "Nowhere") -> None: ...  # type: ignore[name-defined] # noqa: F821
@@ -89,7 +89,7 @@ def test_names_of_python_and_annotations_that_cannot_be_checked_are_refused() ->
 CLIENT = threading.Event()
 
 
-def test_a_default_that_is_no_data_is_refused() -> None:
+def test_a_default_that_is_not_json_raises() -> None:
     def search(query: str, client: Any = CLIENT) -> None: ...
 
     wanted = r"search: the default of client is not JSON.*functools.partial\(search, client="
@@ -102,7 +102,7 @@ def answer(calls: HostCalls, name: str, arguments: str) -> HostCall:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_partial_binds_is_neither_shown_nor_to_be_set(is_async: bool) -> None:
+def test_arguments_bound_by_partial_are_hidden_and_fixed(is_async: bool) -> None:
     def search(base: str, query: str, api_key: str, client: Any = CLIENT, top_n: int = 3) -> Any:
         """Of the web."""
         return [base, query, api_key, top_n, client is CLIENT]
@@ -134,7 +134,9 @@ def test_what_partial_binds_is_neither_shown_nor_to_be_set(is_async: bool) -> No
      (datetime.date, "2026-11-24", datetime.date(2026, 11, 24)), (dict[str, int], {"a": 1.0}, None),
      (Literal["a", "b"], "a", "a"), (Literal["a", "b"], "c", None), (Any, "5", "5")],
 )  # fmt: skip
-def test_an_argument_is_of_its_annotation(annotation: Any, value: Any, wanted: Any) -> None:
+def test_arguments_are_checked_against_annotations(
+    annotation: Any, value: Any, wanted: Any
+) -> None:
     def f(*several: Any, a: Any) -> None:
         seen.append((several, a))
 
@@ -147,7 +149,7 @@ def test_an_argument_is_of_its_annotation(annotation: Any, value: Any, wanted: A
         assert (told.kind, seen) == ("returned", [((wanted,), wanted)])
 
 
-def test_only_what_is_exact_reaches_a_function() -> None:
+def test_malformed_calls_do_not_reach_a_function() -> None:
     calls = tools().begin()
     assert answer(calls, "add", "[[1],{}]").answer == (b"2",)
     for name, data in (("fail2", "[[],{}]"), ("add", "[[1]]"), ("add", "{}"),
@@ -157,7 +159,7 @@ def test_only_what_is_exact_reaches_a_function() -> None:
     assert seen == [(1, 1)]
 
 
-def test_a_function_is_called_like_any_other(pool: SandboxPool) -> None:
+def test_host_functions_are_called_like_python_functions(pool: SandboxPool) -> None:
     with pool.acquire(host=tools().begin()) as session:
         assert session.step("add(1), add(1, 2), add(b=5, a=1), add(**{'a': 0})").value == (
             "(2, 3, 6, 1)"
@@ -192,17 +194,17 @@ def test_a_function_is_called_like_any_other(pool: SandboxPool) -> None:
         ("add({1: 2})", "TypeError", "its arguments cannot be passed: a tuple, or a key"),
     ],
 )
-def test_a_failure_is_an_exception_of_the_session(
+def test_a_failed_call_raises_in_the_session(
     pool: SandboxPool, call: str, name: str, value: str
 ) -> None:
     with pool.acquire(host=tools().begin()) as session:
-        kind, text = told(session.step(call))
+        kind, text = error_of(session.step(call))
         assert kind == name
         assert value in text
         assert session.step("add(20)").value == "21", "the session goes on"
 
 
-def test_what_a_function_prints_and_how_much_it_says_stay_apart(
+def test_output_of_a_function_stays_on_the_host(
     pool: SandboxPool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     host = tools(answer_kib=1).begin()
@@ -210,15 +212,17 @@ def test_what_a_function_prints_and_how_much_it_says_stay_apart(
         result = session.step("fail('print')")
         assert (result.value, result.stdout) == ("'printed'", "")
         assert "own stdout" in capfd.readouterr().out
-        assert "more than 1024 bytes" in told(session.step("fail('large')"))[1]
-        assert len(told(session.step("fail('long')"))[1]) == 2000
+        assert "more than 1024 bytes" in error_of(session.step("fail('large')"))[1]
+        assert len(error_of(session.step("fail('long')"))[1]) == 2000
         assert (host.calls, host.failures) == (3, 2)
 
 
 @pytest.mark.parametrize(
     ("kind", "said"), [("machine", "the index is down"), ("unprintable", "fail(): RuntimeError")]
 )
-def test_the_machines_fault_is_that_of_the_step(pool: SandboxPool, kind: str, said: str) -> None:
+def test_machine_errors_end_the_step_with_infra_error(
+    pool: SandboxPool, kind: str, said: str
+) -> None:
     with pool.acquire(host=tools().begin()) as session:
         result = session.step(f"try: fail({kind!r})\nexcept BaseException: pass")
         assert (result.status, result.state_lost) == ("infra_error", True)

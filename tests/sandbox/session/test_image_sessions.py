@@ -86,7 +86,7 @@ def add_layer(store: Path, name: str, files: dict[str, str]) -> str:
     return name
 
 
-def test_a_step_is_bash_with_state_in_the_root_directory_of_the_image(session: Session) -> None:
+def test_steps_run_in_one_bash_in_the_image(session: Session) -> None:
     assert shell(session, "pwd; id -u; cat /etc/version") == "/app/work\n0\n1"
     assert shell(session, 'X="a b"; cd /tmp; f() { echo "$X in $PWD"; }') == ""
     assert shell(session, "f") == "a b in /tmp"
@@ -94,7 +94,7 @@ def test_a_step_is_bash_with_state_in_the_root_directory_of_the_image(session: S
     assert shell(session, "grep -c localhost /etc/hosts; ls /dev/null") == "2\n/dev/null"
 
 
-def test_variables_are_those_of_the_image_of_the_pool_and_of_the_session(store: Path) -> None:
+def test_variables_come_from_image_pool_and_session(store: Path) -> None:
     template = Template(image="tiny", env={"TEMPLATE": "t"})
     with (
         SandboxPool(template=template, limits=LIMITS, min_idle=0, zygotes=1) as pool,
@@ -106,7 +106,7 @@ def test_variables_are_those_of_the_image_of_the_pool_and_of_the_session(store: 
         assert shell(session, 'echo "$STEP"') == ""
 
 
-def test_what_a_session_changes_is_its_own(pool: SandboxPool, store: Path) -> None:
+def test_changes_of_a_session_are_private(pool: SandboxPool, store: Path) -> None:
     with pool.acquire() as first, pool.acquire() as second:
         shell(first, "echo 2 > /etc/version; rm -r /usr/lib/python3*/json; echo x > /new")
         assert shell(second, "cat /etc/version; ls -d /usr/lib/python3*/json") != "2"
@@ -128,7 +128,7 @@ def test_one_pool_serves_all_images(pool: SandboxPool, store: Path) -> None:
         pool.acquire(image="nowhere")
 
 
-def test_files_commands_and_sandboxes_work_as_with_other_templates(pool: SandboxPool) -> None:
+def test_files_and_commands_work_as_with_other_templates(pool: SandboxPool) -> None:
     with Sandbox(pool=pool) as sandbox:
         assert printed(sandbox, "pwd; echo $GREETING") == "/app/work\nhello world\n"
         sandbox.files.write("a/b.txt", "text")
@@ -139,7 +139,7 @@ def test_files_commands_and_sandboxes_work_as_with_other_templates(pool: Sandbox
         assert not sandbox.files.exists("/app/work/a")
 
 
-def test_an_image_may_have_no_bash(store: Path, pool: SandboxPool) -> None:
+def test_an_image_without_bash_runs_commands_with_sh(store: Path, pool: SandboxPool) -> None:
     add_tiny_image("plain", python=False, tools=["sh", "cat", "rm", "chmod"])
     with pool.acquire("plain") as session:
         error = session.step("echo hi").error
@@ -164,7 +164,7 @@ print(told.decode())
 """
 
 
-def test_cells_are_run_by_the_python_of_the_image(pool: SandboxPool) -> None:
+def test_python_cells_run_in_the_python_of_the_image(pool: SandboxPool) -> None:
     with Sandbox(pool=pool) as sandbox:
         assert sandbox.run_code("import sys; x = 20; sys.argv").text == "['']"
         assert sandbox.run_code("x + 22").text == "42"
@@ -187,7 +187,7 @@ def test_cells_are_run_by_the_python_of_the_image(pool: SandboxPool) -> None:
         assert sandbox.run_code("x").text == "20"
 
 
-def test_languages_that_an_image_lacks_are_named(store: Path, pool: SandboxPool) -> None:
+def test_missing_languages_of_an_image_are_named(store: Path, pool: SandboxPool) -> None:
     add_tiny_image("shell", python=False)
     with Sandbox(pool=pool, image="shell") as sandbox:
         assert sandbox.get_info().template_id == "shell"
@@ -201,7 +201,7 @@ def test_languages_that_an_image_lacks_are_named(store: Path, pool: SandboxPool)
         Sandbox(pool=pool, host_tools=[double])
 
 
-def test_snapshots_by_the_names_of_e2b(pool: SandboxPool) -> None:
+def test_snapshots_work_through_the_e2b_api(pool: SandboxPool) -> None:
     with Sandbox.create(pool=pool) as sandbox:
         sandbox.files.write("/root/f", "1")
         snapshot = sandbox.create_snapshot()
@@ -211,7 +211,7 @@ def test_snapshots_by_the_names_of_e2b(pool: SandboxPool) -> None:
         plain.create_snapshot()
 
 
-def test_terminals_are_the_sessions_own(session: Session) -> None:
+def test_terminals_are_private(session: Session) -> None:
     told = shell(session, f"python3 -c '{TERMINALS}'")
     assert "/dev/pts/0" in told
     assert "got text" in told
@@ -219,13 +219,13 @@ def test_terminals_are_the_sessions_own(session: Session) -> None:
     assert session.step(f'python3 -c "{typed}"').status is StepStatus.ERROR
 
 
-def test_proc_has_the_machine_and_is_read_only(session: Session) -> None:
+def test_proc_shows_the_machine_and_is_read_only(session: Session) -> None:
     assert "MemTotal" in shell(session, "cat /proc/meminfo")
     assert shell(session, "ls -d /proc/[0-9]* | wc -l") != "0"
     assert session.step("echo 1 > /proc/sys/net/ipv4/ip_forward").status is StepStatus.ERROR
 
 
-def test_root_of_an_image_may_do_what_package_managers_do(session: Session) -> None:
+def test_root_in_an_image_can_run_package_managers(session: Session) -> None:
     shell(session, "echo 1 > f; chmod 000 f; cat f; echo 2 >> f; chown nobody:nogroup f")
     shell(session, "mkdir r; chroot / true; mkfifo p; install() { cp -a /etc/passwd r; }; install")
     shell(session, "python3 -c 'import os; os.setgroups([]); os.setresuid(65534, 65534, 65534)'")
@@ -249,12 +249,12 @@ def test_other_rungs_refuse_images(rung: Rung, needs_root: bool, store: Path) ->
     ("key", "value"),
     [("preload", ("json",)), ("site_dirs", ("/usr",)), ("setup", "x = 1"), ("tree", "/usr")],
 )
-def test_settings_that_an_image_leaves_without_effect_are_refused(key: str, value: Any) -> None:
+def test_settings_without_effect_in_an_image_raise(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"template.{key}: expected nothing"):
         Template(image="tiny", **{key: value})
 
 
-def test_a_pool_without_an_image_takes_none(store: Path) -> None:
+def test_a_pool_without_image_refuses_images(store: Path) -> None:
     with SandboxPool(min_idle=0, zygotes=1) as plain:
         with pytest.raises(
             InvalidArgumentException, match=r"image: expected None.*Template\(image"
@@ -268,13 +268,11 @@ def test_a_pool_without_an_image_takes_none(store: Path) -> None:
 
 def test_an_image_whose_layer_was_removed_is_named(pool: SandboxPool, store: Path) -> None:
     record("broken", ["gone"])
-    with pytest.raises(SandboxException, match=r"'broken': layer .*gone is not there; remedy"):
+    with pytest.raises(SandboxException, match=r"'broken': layer .*gone does not exist; remedy"):
         pool.acquire(image="broken")
 
 
-def test_an_image_with_more_layers_than_a_mount_takes_is_refused(
-    pool: SandboxPool, store: Path
-) -> None:
+def test_an_image_with_too_many_layers_is_refused(pool: SandboxPool, store: Path) -> None:
     names = [add_layer(store, f"{'l' * 16}{n:04}", {}) for n in range(200)]
     record("deep", [*names[:127]])
     with pool.acquire(image="deep") as session:
@@ -298,7 +296,7 @@ def test_an_image_whose_mount_points_are_links_is_refused(
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_policy_of_images_adds_exactly_its_tables(machine: str) -> None:
+def test_the_policy_of_images_adds_only_its_tables(machine: str) -> None:
     """Held against the policy of other sessions, call by call and option by option."""
     plain, image = policy.build(machine), policy.build(machine, image=True)
     arch, numbers = policy.AUDIT_ARCH[machine], policy.system_calls(machine, True)
@@ -333,7 +331,7 @@ ls /proc | grep -c '^[0-9]'
 """
 
 
-def test_a_branch_has_the_files_of_the_snapshot_and_no_process(pool: SandboxPool) -> None:
+def test_a_branch_has_the_files_but_no_processes(pool: SandboxPool) -> None:
     with pool.acquire() as session:
         shell(session, CHANGE)
         snapshot = session.snapshot()
@@ -353,7 +351,7 @@ def test_a_branch_has_the_files_of_the_snapshot_and_no_process(pool: SandboxPool
         assert shell(session, "cat /etc/version; ls /root") == "1"
 
 
-def test_snapshots_are_removed_with_their_pool_and_kept_by_name(store: Path) -> None:
+def test_unnamed_snapshots_are_removed_with_their_pool(store: Path) -> None:
     with SandboxPool(template=Template(image="tiny"), limits=LIMITS, min_idle=0) as pool:
         with pool.acquire() as session:
             shell(session, "echo 1 > /root/f")
@@ -374,7 +372,7 @@ def test_snapshots_are_removed_with_their_pool_and_kept_by_name(store: Path) -> 
         session.snapshot()
 
 
-def test_whatever_is_passed_is_answered_with_an_error_or_a_session(pool: SandboxPool) -> None:
+def test_any_image_argument_gives_an_error_or_a_session(pool: SandboxPool) -> None:
     """As test_fuzz.py has it: no other exception, and each can be printed."""
     image = get_image("tiny")
     wrong = image._replace(layers=("/etc", "../../etc", "a:b", "a,upperdir=/"))
@@ -455,7 +453,7 @@ swap()
 """
 
 
-def test_a_tree_that_changes_while_it_is_copied_leads_nowhere(pool: SandboxPool) -> None:
+def test_a_tree_that_changes_during_the_copy_stays_inside(pool: SandboxPool) -> None:
     with pool.acquire() as session, closing(session.files()) as files:
         files.write("/root/race.py", RACE)
         shell(session, "python3 /root/race.py & sleep 0.2")

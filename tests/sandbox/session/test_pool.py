@@ -38,7 +38,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     assert within(condition), what
 
 
-def test_idle_sessions_are_made_in_the_background_and_handed_out() -> None:
+def test_idle_sessions_are_started_in_the_background() -> None:
     with SandboxPool(min_idle=3, max_live=4) as pool:
         wait_for(lambda: pool.metrics()["idle"] == 3, "three idle sessions")
         with pool.acquire() as session:
@@ -47,7 +47,7 @@ def test_idle_sessions_are_made_in_the_background_and_handed_out() -> None:
         wait_for(lambda: pool.metrics()["idle"] == 3, "the pool to fill up again")
 
 
-def test_idle_session_that_died_is_not_handed_out() -> None:
+def test_a_dead_idle_session_is_not_returned() -> None:
     with SandboxPool(min_idle=1, max_live=2) as pool:
         wait_for(lambda: pool.metrics()["idle"] == 1, "an idle session")
         init = pool._idle[0].init_pid
@@ -111,7 +111,7 @@ def test_dead_zygotes_leave_nothing_behind() -> None:
         assert session.step("1").status is StepStatus.INFRA_ERROR
 
 
-def test_who_waits_for_a_pool_that_closes_is_told() -> None:
+def test_acquire_raises_when_the_pool_closes() -> None:
     pool = SandboxPool(min_idle=0, zygotes=1, max_live=1)
     pool.acquire()
     with ThreadPoolExecutor(3) as threads:
@@ -125,7 +125,7 @@ def test_who_waits_for_a_pool_that_closes_is_told() -> None:
     assert pool.metrics()["live"] == 0
 
 
-def test_closed_pool_gives_nothing_and_leaves_nothing() -> None:
+def test_closed_pool_raises_and_leaves_no_process() -> None:
     before = len(os.listdir("/proc/self/fd"))
     pool = SandboxPool(min_idle=2)
     session = pool.acquire()
@@ -139,7 +139,7 @@ def test_closed_pool_gives_nothing_and_leaves_nothing() -> None:
     assert within(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
-def test_environment_of_a_session_is_not_seen_by_the_next() -> None:
+def test_environment_of_a_session_is_private() -> None:
     with SandboxPool(min_idle=0, zygotes=1) as pool:
         with pool.acquire(env={"SECRET": "s3cr3t"}) as session:
             assert session.step("import os; os.environ['SECRET']").value == "'s3cr3t'"
@@ -159,7 +159,7 @@ def test_stateless_runs_share_nothing(pool: SandboxPool) -> None:
     assert pool.metrics()["live"] == live
 
 
-def test_session_time_and_steps_are_bounded() -> None:
+def test_session_time_and_steps_are_limited() -> None:
     with SandboxPool(limits=Limits(steps=2), min_idle=0) as pool, pool.acquire() as session:
         assert [session.step("1").status for _ in range(3)] == ["ok", "ok", "timeout_killed"]
     with SandboxPool(limits=Limits(session_s=0.5), min_idle=0) as pool, pool.acquire() as session:
@@ -168,7 +168,7 @@ def test_session_time_and_steps_are_bounded() -> None:
         assert session.step("1").status is StepStatus.TIMEOUT_KILLED
 
 
-def test_time_of_a_session_ends_between_its_steps_too() -> None:
+def test_session_time_ends_between_steps() -> None:
     limits = Limits(session_s=0.5)
     with SandboxPool(limits=limits, min_idle=1, max_live=2, zygotes=1) as pool:
         sessions = [pool.acquire(), pool.acquire()]
@@ -269,7 +269,7 @@ def test_killed_trainer_leaves_no_process(tmp_path: Path, stopped: bool) -> None
     assert not [path for path in traces if path.parent != tmp_path], traces
 
 
-def test_what_a_killed_owner_left_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_killed_process_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory() as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
         ended = subprocess.Popen(["/bin/true"])
@@ -289,7 +289,7 @@ def test_what_a_killed_owner_left_is_cleared_away(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes process namespaces everywhere")
-def test_a_trainer_in_another_container_is_left_alone(tmp_path: Path) -> None:
+def test_directories_of_another_container_are_not_removed(tmp_path: Path) -> None:
     """It shares the directory, and its process numbers mean nothing outside of its namespace."""
     code = (
         "import os, sys, tempfile\nfrom agentgrpo.sandbox.isolation.cgroup import owner_name\n"
@@ -307,7 +307,7 @@ def test_a_trainer_in_another_container_is_left_alone(tmp_path: Path) -> None:
     other.communicate(b"\n")
 
 
-def test_version_2_groups_speak_the_files_of_version_2(tmp_path: Path) -> None:
+def test_cgroup_v2_uses_the_files_of_v2(tmp_path: Path) -> None:
     names = ("memory.max", "pids.max", "cpu.max", "memory.events", "pids.current", "cgroup.procs")
     for name in names:  # and no memory.swap.max: a kernel without swap has none
         (tmp_path / name).write_text("max")

@@ -1,4 +1,4 @@
-"""What a step shows, and what stays from one step to the next."""
+"""Results of steps, and state between steps."""
 
 import os
 import signal
@@ -57,11 +57,11 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_step(session: Session, name: str) -> None:
+def test_step_reports_value_output_and_status(session: Session, name: str) -> None:
     run_steps(session, *ROWS[name])
 
 
-def test_what_code_shows_of_an_object_is_the_same_in_each_run() -> None:
+def test_printed_addresses_are_the_same_in_each_run() -> None:
     shown = set()
     for _ in range(2):
         with SandboxPool() as pool, pool.acquire() as session:
@@ -83,7 +83,7 @@ def test_syntax_error_looks_like_pythons(session: Session) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e9, "1"])
-def test_nonsense_timeout_is_refused(session: Session, timeout: float) -> None:
+def test_invalid_timeout_raises(session: Session, timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout_s must be positive"):
         session.step("1", timeout_s=timeout)
     assert session.step("1").status is StepStatus.OK
@@ -106,7 +106,7 @@ def test_limits_are_validated(change: dict[str, float], message: str) -> None:
         Limits(**change)  # type: ignore[arg-type]
 
 
-def test_a_report_that_takes_long_is_waited_for(session: Session) -> None:
+def test_a_late_report_of_init_is_awaited(session: Session) -> None:
     init, interpreter = session.init_pid, session.pid
     os.kill(init, signal.SIGSTOP)
     os.kill(interpreter, signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_a_report_that_takes_long_is_waited_for(session: Session) -> None:
     assert (result.status, result.signal) == (StepStatus.SIGNAL, signal.SIGKILL), result
 
 
-def test_limit_of_cpu_time_is_the_codes_and_not_its_inits(session: Session) -> None:
+def test_cpu_limit_holds_for_the_code_and_not_for_init(session: Session) -> None:
     def limit(pid: int) -> str:
         lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
         return next(line for line in lines if line.startswith("Max cpu time")).split()[3]

@@ -1,4 +1,4 @@
-"""Memory where no control group may be made: all processes of a session count together."""
+"""The watchdog: without control groups, all processes of a session count together."""
 
 import errno
 import os
@@ -105,7 +105,7 @@ def test_memory_of_many_processes_counts_together(attack: str, groupless: Sandbo
         assert neighbour.step("1").value == "1"
 
 
-def test_memory_that_moves_is_seen_while_the_trainer_computes(groupless: SandboxPool) -> None:
+def test_moving_memory_is_counted_while_the_trainer_computes(groupless: SandboxPool) -> None:
     """Each read of a file in Python would wait for the lock that the other thread holds."""
     done = threading.Event()
 
@@ -123,7 +123,7 @@ def test_memory_that_moves_is_seen_while_the_trainer_computes(groupless: Sandbox
         thread.join()
 
 
-def test_between_steps_too(groupless: SandboxPool) -> None:
+def test_memory_is_checked_between_steps(groupless: SandboxPool) -> None:
     with groupless.acquire() as session:
         session.step("import os\nif os.fork() == 0:\n" + textwrap.indent(spread(8, 30), " "))
         assert within(lambda: not session.healthy())
@@ -135,7 +135,7 @@ def test_between_steps_too(groupless: SandboxPool) -> None:
     [spread(3, 12), SHARED, COMING],
     ids=["little", "pages that forks share", "forks_and_ends"],
 )
-def test_memory_below_the_limit_is_left_alone(
+def test_a_session_below_the_limit_is_not_killed(
     code: str, groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with groupless.acquire() as session:
@@ -153,7 +153,7 @@ def test_memory_below_the_limit_is_left_alone(
         assert 36 << 10 < used_kib(session, 0) < 128 << 10, "pages count once"
 
 
-def test_a_verdict_is_of_stopped_processes(
+def test_processes_are_stopped_before_the_final_count(
     groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that come and go could count twice."""
@@ -206,7 +206,7 @@ def test_orphans_and_children_of_threads_are_found(groupless: SandboxPool) -> No
         assert within(lambda: len(process_tree(session.init_pid)) == 6)
 
 
-def test_what_keeps_from_being_counted_is_ended(
+def test_a_session_that_cannot_be_counted_is_killed(
     groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
@@ -220,7 +220,7 @@ def test_what_keeps_from_being_counted_is_ended(
         assert "counted" in result.detail
 
 
-def test_without_memory_left_the_largest_session_is_ended(
+def test_without_free_memory_the_largest_session_is_killed(
     groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with groupless.acquire() as small, groupless.acquire() as large:
@@ -236,7 +236,7 @@ def test_without_memory_left_the_largest_session_is_ended(
     assert watchdog.available() == 0.01
 
 
-def test_a_host_without_descriptors_goes_on_watching(
+def test_watching_continues_without_free_descriptors(
     groupless: SandboxPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks = 0
@@ -256,7 +256,7 @@ def test_a_host_without_descriptors_goes_on_watching(
         assert result.status is StepStatus.OOM, "it still watches"
 
 
-def test_memory_is_what_the_kernel_says() -> None:
+def test_available_memory_is_read_from_the_kernel() -> None:
     code = (
         "x = bytearray(50 << 20); x[::4096] = b'1' * len(x[::4096]); print(1, flush=True); input()"
     )
@@ -272,20 +272,20 @@ def test_memory_is_what_the_kernel_says() -> None:
     assert process_tree(os.getpid())[0] == os.getpid()
 
 
-def test_watching_ends_with_the_pool(groupless: SandboxPool) -> None:
+def test_the_watchdog_ends_with_the_pool(groupless: SandboxPool) -> None:
     assert groupless._watchdog is not None
     assert groupless._watchdog._thread.is_alive()
     assert "watchdog" in groupless.describe()["memory_limit"]
 
 
-def test_with_control_groups_nothing_is_watched(pool: SandboxPool, session: Session) -> None:
+def test_no_watchdog_with_control_groups(pool: SandboxPool, session: Session) -> None:
     if pool._spawner.cgroups is None:
         pytest.skip("no control groups here")
     assert pool._watchdog is None
     assert session.step("1").processes_left == 0
 
 
-def test_files_are_memory_too(groupless: SandboxPool) -> None:
+def test_files_count_as_memory(groupless: SandboxPool) -> None:
     """Deleted ones that are open as well."""
     with groupless.acquire() as session:
         session.step("open('/tmp/f', 'wb').write(bytes(20 << 20))")
@@ -298,7 +298,7 @@ def test_no_directory_is_larger_than_the_memory() -> None:
     assert Limits(memory_mib=50).private_mib == (50, 50, 16)
 
 
-def test_connections_that_nobody_has_accepted_are_memory_too(groupless: SandboxPool) -> None:
+def test_unaccepted_connections_count_as_memory(groupless: SandboxPool) -> None:
     """They need no descriptors: those that made them have closed theirs."""
     code = (
         "import socket\nkeep = []\nfor i in range(100):\n"
@@ -320,7 +320,7 @@ def test_connections_that_nobody_has_accepted_are_memory_too(groupless: SandboxP
         assert sockets_kib(session.pid) < 10 * SOCKET_KIB
 
 
-def test_who_calls_setsid_stays_polite(groupless: SandboxPool) -> None:
+def test_niceness_holds_after_setsid(groupless: SandboxPool) -> None:
     code = "import os, time\nif os.fork() == 0: os.setsid(); time.sleep(60)"
     with groupless.acquire() as session:
         session.step(code)
