@@ -1,7 +1,7 @@
 /* TreePlan: the rollouts of a step as prefix trees under a token budget (tree.c), laid out one tree
- * at a time, so that a step's batches need not all be in memory at once.
+ * at a time, so that not all batches of a step are in memory at once.
  *
- * This file reads and checks the arrays and owns the memory; the work itself runs without the GIL.
+ * This file checks the arrays and owns the memory. tree.c does the work, without the GIL.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,8 +13,8 @@
 #include "methods.h"
 #include "tree.h"
 
-/* The arrays of a plan: the step's token ids and the log-probabilities of those that were sampled,
- * then one element per segment, then one per row: a rollout has one or more.
+/* The arrays of a plan: the step's token ids and the log-probabilities of the sampled ones, then
+ * one element per segment, then one per row. A rollout has one or more rows.
  */
 enum { IDS, LOGP, START, SIZE, LOGP_START, ADVANTAGE, LENGTH, SAMPLE, WEIGHT, NUM_ARRAYS };
 
@@ -24,7 +24,7 @@ static char *names[] = {
     "advantages",          "num_segments",   "samples",        "weights", "max_tokens",
     "drop_zero_advantage", "share_prefixes", "whole_rollouts", NULL};
 
-/* Everything a plan holds; all of it zero or NULL until acquired. */
+/* A plan. All members are zero or NULL until acquired. */
 typedef struct {
     PyObject_HEAD Py_buffer arrays[NUM_ARRAYS];
     Segment *segments;
@@ -36,7 +36,7 @@ typedef struct {
     int drop_zero, share, whole;
 } Plan;
 
-/* Marks a function that is compiled for wide vectors too; the loader takes what the machine has. */
+/* Compiles a function also for AVX2; the loader selects the version for the machine. */
 #if defined(__x86_64__) && defined(__gnu_linux__)
 #define WIDE __attribute__((target_clones("avx2", "default")))
 #else
@@ -63,27 +63,27 @@ static Py_ssize_t
 first_not_finite(const float *logp, Py_ssize_t n)
 {
     const uint32_t exponent = 0x7f800000; /* all ones in nan and infinity */
-    uint32_t found = 0;
+    uint32_t any = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
         uint32_t bits;
         memcpy(&bits, logp + i, sizeof bits);
-        found |= (bits & exponent) == exponent;
+        any |= (bits & exponent) == exponent;
     }
-    Py_ssize_t i = found ? 0 : n;
+    Py_ssize_t i = any ? 0 : n;
     while (i < n && isfinite(logp[i])) {
         i++;
     }
     return i;
 }
 
-/* Returns what is wrong with view, or NULL. */
+/* Returns the fault of a view, or NULL. */
 static const char *
 fault(const Py_buffer *view, char format)
 {
     if (view->ndim != 1) {
         return "not 1-d";
     }
-    /* both types are four bytes long; another ABI may spell them otherwise */
+    /* both types have four bytes; another ABI may use other format characters */
     if (view->itemsize != 4 || view->format[0] != format || view->format[1] != '\0') {
         return "of another type";
     }
@@ -204,7 +204,7 @@ lies_within(const Plan *plan, int array, int32_t start, int32_t size)
     return start >= 0 && size >= 0 && start <= plan->arrays[array].shape[0] - size;
 }
 
-/* Reads segment i, the s-th of rollout r. Returns 0, or -1. An empty one has size 0. */
+/* Reads segment i, the s-th of rollout r. Returns 0, or -1. An empty segment has size 0. */
 static int
 get_segment(const Plan *plan, Py_ssize_t i, int32_t r, int32_t s, Segment *segment)
 {
@@ -253,17 +253,18 @@ check_values(const Segment *segment, int32_t r, int32_t s)
     return -1;
 }
 
-/* Where reading the rows has got to. */
+/* The state of reading the rows. */
 typedef struct {
     Py_ssize_t index;                 /* of the next segment, in the arrays */
-    Segment *next;                    /* where it goes */
-    const Segment *above, *above_end; /* of the row before, what may be the next ones' memory too */
+    Segment *next;                    /* where to store it */
+    const Segment *above, *above_end; /* segments of the previous row that may be the same memory */
     int32_t turn;                     /* sampled segments so far in rows of the same rollout */
-    int32_t unit;                     /* the first path of the current unit */
-    int matters;                      /* something of that unit moves the loss */
+    int32_t unit;                     /* first path of the current unit */
+    int matters;                      /* whether the unit changes the loss */
 } Reader;
 
-/* Whether the row before began with the same memory up to and with this segment: it is checked. */
+/* Whether the previous row starts with the same memory up to this segment: it is checked already.
+ */
 static int
 is_known(Reader *reader, const Segment *segment)
 {
@@ -274,7 +275,7 @@ is_known(Reader *reader, const Segment *segment)
     return known;
 }
 
-/* Drops the current unit if nothing of it moves the loss, and begins another. */
+/* Drops the current unit if it does not change the loss, and starts another. */
 static void
 next_unit(Plan *plan, Reader *reader)
 {
@@ -283,7 +284,7 @@ next_unit(Plan *plan, Reader *reader)
     reader->matters = !plan->drop_zero;
 }
 
-/* Reads row r and makes it a path of the current unit if it has loss terms. */
+/* Reads row r. It becomes a path of the current unit if it has loss terms. */
 static int
 get_path(Plan *plan, Reader *reader, int32_t r)
 {
@@ -377,7 +378,7 @@ raise_excess(const Plan *plan, const Excess *excess)
 PyDoc_STRVAR(sizes_doc, "sizes($self, /)\n"
                         "--\n"
                         "\n"
-                        "Each tree's number of tokens and of loss terms, (T, N).");
+                        "Number of tokens T and of loss terms N of each tree, as (T, N).");
 
 static PyObject *
 plan_sizes(PyObject *self, PyObject *Py_UNUSED(ignored))
@@ -396,15 +397,16 @@ plan_sizes(PyObject *self, PyObject *Py_UNUSED(ignored))
     return sizes;
 }
 
-PyDoc_STRVAR(lay_out_doc,
-             "lay_out($self, tree, /)\n"
-             "--\n"
-             "\n"
-             "A tree's runs of tokens and of loss terms, each a bytearray of int32 columns in no\n"
-             "order: start, source, position, tout; and start, source, source of logprobs, row,\n"
-             "sample, turn, the bits of the float32 advantage and weight. Releases the GIL.");
+PyDoc_STRVAR(
+    lay_out_doc,
+    "lay_out($self, tree, /)\n"
+    "--\n"
+    "\n"
+    "The runs of tokens and of loss terms of a tree, each a bytearray of int32 columns in\n"
+    "any order: start, source, position, tout; and start, source, source of logprobs, row,\n"
+    "sample, turn, the bits of the float32 advantage and weight. Releases the GIL.");
 
-/* A bytearray for the table's runs, in which it is to write them now. */
+/* Makes a bytearray for the counted runs, and points the table to it. */
 static PyObject *
 allot(Table *table, int columns)
 {
@@ -433,7 +435,7 @@ plan_lay_out(PyObject *self, PyObject *arg)
         return NULL;
     }
     Layout out = {.ids = plan->arrays[IDS].buf, .logp = plan->arrays[LOGP].buf};
-    Py_BEGIN_ALLOW_THREADS
+    Py_BEGIN_ALLOW_THREADS /* without columns it only counts the runs */
         tree_lay_out(plan->paths, plan->leaves, bin, scratch, &out);
     Py_END_ALLOW_THREADS
     PyObject *tokens = allot(&out.tokens, TOKEN_COLUMNS), *terms = allot(&out.terms, TERM_COLUMNS);
@@ -527,16 +529,16 @@ PyDoc_STRVAR(
     "         samples, weights, max_tokens, drop_zero_advantage, share_prefixes, whole_rollouts)\n"
     "--\n"
     "\n"
-    "How the rows of a step lie in prefix trees of at most max_tokens tokens, or side by side if\n"
-    "not share_prefixes. With whole_rollouts all rows of a rollout lie in one tree.\n"
+    "Plan the prefix trees of a step's rows, with at most max_tokens tokens each. Without\n"
+    "share_prefixes every row is a tree of its own. With whole_rollouts all rows of a rollout are\n"
+    "in one tree.\n"
     "\n"
-    "token_ids (int32) and logprobs (float32) are the step's, in any order. starts, sizes,\n"
-    "logprob_starts (int32; -1 where the policy did not sample) and advantages (float32) have the\n"
-    "segments of all rows in turn. num_segments (int32), samples (int32: which rollout it belongs\n"
-    "to; rows of one rollout are neighbours) and weights (float32) have one element per row. The\n"
-    "arrays are held, not copied. Raises TypeError or ValueError naming the rollout and the "
-    "field.\n"
-    "Releases the GIL.");
+    "token_ids (int32) and logprobs (float32) have the values of the step, in any order. starts,\n"
+    "sizes, logprob_starts (int32; -1: not sampled by the policy) and advantages (float32) have\n"
+    "one element per segment, row by row. num_segments (int32), samples (int32: the rollout of\n"
+    "the row; rows of a rollout are adjacent) and weights (float32) have one element per row. The\n"
+    "plan keeps references to the arrays, no copies. Raises TypeError or ValueError with the\n"
+    "rollout and the field. Releases the GIL.");
 
 static PyMethodDef plan_methods[] = {
     {"sizes", plan_sizes, METH_NOARGS, sizes_doc},

@@ -99,7 +99,7 @@ each_thread(int pid, int (*visit)(int pid, int thread, void *context), void *con
 }
 
 struct listing {
-    struct pids *found;
+    struct pids *pids;
     const struct pids *skipped;
 };
 
@@ -115,7 +115,7 @@ add_children(int pid, int thread, void *context)
     }
     int failed = 0;
     for (int child; !failed && fscanf(file, "%d", &child) == 1;) {
-        failed = !holds(listing->skipped, child) && push(listing->found, child) < 0;
+        failed = !holds(listing->skipped, child) && push(listing->pids, child) < 0;
     }
     fclose(file);
     return failed ? -1 : 0;
@@ -124,13 +124,13 @@ add_children(int pid, int thread, void *context)
 /* Lists a process and its descendants, without those in skipped, until there are more than most.
  * Returns 0, or -1. */
 static int
-list_tree(int root, size_t most, struct pids *found, const struct pids *skipped)
+list_tree(int root, size_t most, struct pids *pids, const struct pids *skipped)
 {
-    struct listing listing = {found, skipped};
-    found->count = 0;
-    int failed = push(found, root);
-    for (size_t i = 0; !failed && i < found->count && found->count <= most; i++) {
-        failed = each_thread(found->at[i], add_children, &listing);
+    struct listing listing = {pids, skipped};
+    pids->count = 0;
+    int failed = push(pids, root);
+    for (size_t i = 0; !failed && i < pids->count && pids->count <= most; i++) {
+        failed = each_thread(pids->at[i], add_children, &listing);
     }
     return failed;
 }

@@ -265,10 +265,10 @@ set_limits(const struct session_spec *spec)
 static void
 drop_privileges(const struct session_spec *spec)
 {
-    const unsigned int kept = has_image(spec) ? ROOT_CAPABILITIES : 0;
+    const unsigned int retained = has_image(spec) ? ROOT_CAPABILITIES : 0;
     const int has_capabilities = spec->mode != MODE_BARE || geteuid() == 0;
     for (unsigned long capability = 0; has_capabilities; capability++) {
-        if (capability < 32 && (kept >> capability & 1) != 0) {
+        if (capability < 32 && (retained >> capability & 1) != 0) {
             continue;
         }
         if (prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0) {
@@ -285,7 +285,7 @@ drop_privileges(const struct session_spec *spec)
         refuse(spec, SANDBOX_SETUP_PRIVILEGES);
     }
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
-    struct __user_cap_data_struct data[2] = {{kept, kept, kept}, {0, 0, 0}};
+    struct __user_cap_data_struct data[2] = {{retained, retained, retained}, {0, 0, 0}};
     if (prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) < 0 ||
         syscall(SYS_capset, &header, data) < 0 || prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0) {
         refuse(spec, SANDBOX_SETUP_PRIVILEGES);
@@ -376,8 +376,8 @@ run_session(struct session_spec *spec)
         setsid();
     }
     const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    const int wanted[] = {null, spec->out, spec->err, spec->request, spec->response};
-    sandbox_take_descriptors(spec->status, wanted, 5, &spec->bounds);
+    const int sources[] = {null, spec->out, spec->err, spec->request, spec->response};
+    sandbox_take_descriptors(spec->status, sources, 5, &spec->bounds);
     close(5); /* the status socket, open until here for failure reports */
 }
 

@@ -151,15 +151,15 @@ static void
 drain_stream(struct step *step, int channel, struct capture *into, uint64_t at_most)
 {
     char chunk[CHUNK];
-    uint64_t seen = 0;
-    while (step->fds[channel] >= 0 && seen < at_most) {
+    uint64_t num_read = 0;
+    while (step->fds[channel] >= 0 && num_read < at_most) {
         const ssize_t count = read(step->fds[channel], chunk, sizeof chunk);
         if (count > 0) {
             capture_bytes(into, chunk, (size_t)count);
             if (step->listener != NULL && into != &step->background) {
                 call_listener(step, channel - OUT, chunk, count);
             }
-            seen += (uint64_t)count;
+            num_read += (uint64_t)count;
         } else if (count == 0 || errno != EAGAIN) {
             step->fds[channel] = -1;
         }
@@ -223,8 +223,7 @@ goes_on(struct step *step)
     if (failed) {
         finish(step, LOST);
     } else if (more && !step->interrupted && seconds() >= step->deadline) {
-        interrupt_code(
-            step); /* the time ended during the call: interrupt before the next request */
+        interrupt_code(step); /* the time ended during the call */
     }
     if (more && step->ending == RUNNING) {
         send_request(step);
@@ -512,10 +511,10 @@ run_step(PyObject *Py_UNUSED(module), PyObject *args)
     PyEval_RestoreThread(step.waiting);
     PyObject *result = PyErr_Occurred() ? NULL : step_result(&step);
     PyBuffer_Release(&step.request);
-    char *const kept[] = {stream[0].head, stream[0].tail,       stream[1].head,
-                          stream[1].tail, step.background.head, step.answer};
-    for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) {
-        free(kept[i]);
+    char *const buffers[] = {stream[0].head, stream[0].tail,       stream[1].head,
+                             stream[1].tail, step.background.head, step.answer};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) {
+        free(buffers[i]);
     }
     return result;
 }

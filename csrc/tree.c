@@ -1,9 +1,9 @@
 /* The prefix tree of a step's rollouts (tree.h).
  *
- * Sorting is a merge sort that remembers shared lengths, so that no token that two paths are known
- * to share is compared twice (Ng and Kakehi, "Merging string sequences by longest common
- * prefixes", 2008): O(all tokens + n log n) however long the common prompt. Segments that are the
- * same memory, as a group's prompt is, are not read at all.
+ * Sorting is a merge sort that stores shared lengths, so that tokens which two paths are known to
+ * share are not compared again (Ng and Kakehi, "Merging string sequences by longest common
+ * prefixes", 2008): O(all tokens + n log n), however long the common prompt is. Segments in the
+ * same memory, such as a group's prompt, are not read at all.
  */
 #include "tree.h"
 
@@ -28,7 +28,7 @@ advance(Cursor *at, int32_t count)
     }
 }
 
-/* How many leading elements a and b share, n at most. */
+/* The number of leading elements that a and b share, at most n. */
 static int32_t
 first_difference(const int32_t *a, const int32_t *b, int32_t n)
 {
@@ -103,7 +103,7 @@ merge(const Path *paths, Leaf *a, Leaf *a_end, Leaf *b, Leaf *b_end, Leaf *out)
     memcpy(out + (a_end - a), b, (size_t)(b_end - b) * sizeof *b);
 }
 
-/* Sorts leaves; other has as much room. */
+/* Sorts leaves. other is scratch of the same size. */
 static void
 sort_leaves(const Path *paths, int32_t n, Leaf *leaves, Leaf *other)
 {
@@ -131,13 +131,13 @@ typedef struct {
     int32_t head, tail; /* leaves, linked by next[] */
 } Load;
 
-/* The leaves of one unit as far as they have been read, and how many are still to come. */
+/* The leaves of a unit that have been read, and the number of those that follow. */
 typedef struct {
     Load load;
     int32_t to_come;
 } Unit;
 
-/* A branch point on the path of the leaf last read: its depth, and where its loads begin. */
+/* A branch point on the path of the last leaf: its depth, and the index of its first load. */
 typedef struct {
     int32_t depth;
     int32_t first_load;
@@ -153,7 +153,7 @@ larger_first(const void *a, const void *b)
     return (x->head > y->head) - (x->head < y->head);
 }
 
-/* What two leaves share: the least that any neighbours between them do. */
+/* The length that two leaves share: the minimum over the neighbours between them. */
 static int32_t
 shared_between(const Leaf *leaves, int32_t before, int32_t after)
 {
@@ -181,10 +181,10 @@ read_leaf(const Path *paths, const Leaf *leaves, int32_t i, Unit *unit, int32_t 
     unit->to_come--;
 }
 
-/* First fit decreasing of the loads under a branch point. Any two share `depth` tokens at least, so
- * that no bin holds more than is counted. Units of one path share exactly that, except two bins
- * that a deeper branch was cut into, which did not fit together there and so do not fit here.
- * Returns how many loads are left.
+/* First fit decreasing of the loads under a branch point. Any two share at least `depth` tokens, so
+ * no bin has more tokens than are counted. Units of one path share exactly `depth`, except two bins
+ * that were cut from a deeper branch: those did not fit together there and do not fit here. Returns
+ * the number of loads that remain.
  */
 static int32_t
 first_fit(Load *loads, int32_t n, int32_t depth, int32_t max_tokens, int32_t *next)
@@ -208,10 +208,10 @@ first_fit(Load *loads, int32_t n, int32_t depth, int32_t max_tokens, int32_t *ne
     return used;
 }
 
-/* Gives each of the sorted leaves its bin, deepest branch points first, so that a subtree which
- * fits stays whole and one which does not is cut at its branch points. A unit is a load under the
- * branch points of its last leaf. Returns the number of bins, or TREE_EXCESS. loads and next have
- * room for n, branches for n + 1; units, by their first path, are to come with all their paths.
+/* Assigns a bin to each of the sorted leaves, deepest branch points first: a subtree that fits
+ * stays together, and one that does not is cut at its branch points. A unit becomes a load under
+ * the branch points of its last leaf. Returns the number of bins, or TREE_EXCESS. loads and next
+ * have room for n, branches for n + 1. units, indexed by first path, have all paths in to_come.
  */
 static int32_t
 assign_bins(const Path *paths, Leaf *leaves, int32_t n, int32_t max_tokens, Unit *units,
@@ -253,7 +253,7 @@ assign_bins(const Path *paths, Leaf *leaves, int32_t n, int32_t max_tokens, Unit
     return num_loads;
 }
 
-/* Orders the leaves by bin, sorted within each, and sums the bins up. last is scratch for one
+/* Orders the leaves by bin, sorted within each, and sums their sizes. last is scratch for one
  * number per bin.
  */
 static void
@@ -329,7 +329,7 @@ append(Table *table, const int32_t *values, int count)
     table->count++;
 }
 
-/* The runs of the current path, root first, and its length. A path has a run per branch point. */
+/* The runs of the current path, root first, and its length. A path has one run per branch point. */
 typedef struct {
     Run *runs;
     int32_t count, length;
@@ -352,7 +352,7 @@ append_tokens(const Path *path, const Run *run, int32_t from, int32_t end, int32
     }
 }
 
-/* Closes what is open from depth `shared` on: those subtrees end at packed index t. */
+/* Closes the open runs from depth `shared` on: their subtrees end at packed index t. */
 static void
 close_from(const Path *paths, Open *open, int32_t shared, int32_t t, Layout *out)
 {
@@ -365,8 +365,8 @@ close_from(const Path *paths, Open *open, int32_t shared, int32_t t, Layout *out
     }
 }
 
-/* Appends a sampled segment's loss terms from index `term` on: a token is predicted at the one
- * before it, and the first of these lies at `depth`.
+/* Appends the loss terms of a sampled segment from index `term` on. A token is predicted at the
+ * position before it; the first such position is `depth`.
  */
 static void
 append_terms(const Path *path, const Segment *segment, int32_t depth, int32_t term,
