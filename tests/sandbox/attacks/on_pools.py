@@ -18,7 +18,7 @@ LEAVES_NO_ROOM = {
          try:
           if os.fork() == 0: signal.pause()
          except OSError: break""",
-    "whatever starts is killed": """
+    "every new process is killed": """
         import os
         if os.fork() == 0:
          me = os.getpid()
@@ -31,7 +31,7 @@ LEAVES_NO_ROOM = {
         try:
          for _ in range(100_000): keep.append(bytearray(1 << 16))
         except MemoryError: pass""",
-    "descriptors are under way": """
+    "descriptors are in flight": """
         import socket
         keep = []
         try:

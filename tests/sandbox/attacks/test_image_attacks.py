@@ -50,7 +50,7 @@ ATTACKS = {  # each prints REACHED if it worked
     "mount": "mount -t tmpfs x /tmp && echo REACHED",
     "mount the root again": "mount -o remount,rw / && echo REACHED",
     "unmount /proc": "umount /proc && echo REACHED",
-    "a further user namespace": "unshare -Ur true && echo REACHED",
+    "another user namespace": "unshare -Ur true && echo REACHED",
     "the namespaces of PID 1": "nsenter -t 1 -m true && echo REACHED",
     "device of a disk": "mknod /root/sda b 8 0 && echo REACHED",
     "whiteout by mknod": python("os.mknod('/root/w', 0o20600, 0); print('REACHED')"),

@@ -92,17 +92,17 @@ CELLS: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
     "a timeout is raised and keeps state": [
         ("x = 1", {}, None), ("while True: pass", {"timeout": 0.2}, TimeoutException),
         ("x", {}, "1")],
-    "timeouts that mean nothing": [
+    "invalid timeouts": [
         ("1", {"timeout": timeout}, InvalidArgumentException)
         for timeout in (-1, float("nan"), float("inf"))],
     "bash keeps variables and directory": [
         ("x=5; cd /tmp", BASH, None), ('echo "$x $PWD"', BASH, ["5 /tmp\n"])],
-    "environment of a call of bash": [
+    "environment of a bash cell": [
         ('set -eu; echo "$GREETING $A"', {**BASH, "envs": {"A": GREETING, "GREETING": "b"}},
          [f"b {GREETING}\n"]),
         ('echo "$GREETING ${A-none}"', BASH, [GREETING + " none\n"]),
         ("env | grep -c ^GREETING=", BASH, ["1\n"])],
-    "environment of a call of javascript": [
+    "environment of a javascript cell": [
         ("process.env.GREETING + process.env.A", {**JS, "envs": {"A": "1", "GREETING": "b"}},
          "b1"),
         ("[process.env.GREETING.length, process.env.A]", JS, f"[ {len(GREETING)}, undefined ]")],
@@ -308,7 +308,7 @@ COMMANDS: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
     "environment": [('echo "$GREETING$A"', {"envs": {"A": "'"}}, f"{GREETING}'\n")],
     "reading without stdin ends at once": [("cat", {}, "")],
     "endless output is killed": [("yes", {}, (CommandExitException, "too much output"))],
-    "what cannot be passed is refused": [
+    "arguments that cannot be passed raise": [
         ("echo \0", {}, (InvalidArgumentException, "NUL")),
         ("x" * 500_000, {}, (InvalidArgumentException, "bytes")),
         ("true", {"envs": {"A=B": "1"}}, (InvalidArgumentException, "A=B")),

@@ -57,7 +57,7 @@ CHEATS = {
     ),
     "raises nothing": "def add(a, b): raise StopIteration",
     "never returns": "def add(a, b):\n while True: pass",
-    "is not there": "x = 1",
+    "is not defined": "x = 1",
     "does not parse": "def add(a, b)",
     "forges an answer": (
         "import os, struct\n"
@@ -161,7 +161,7 @@ FAULTY: dict[str, tuple[str, str, str]] = {
     "a doctest": ('"""\n>>> add(1, 2)\n3\n"""', "", "ValueError: 'tests' use nothing"),
     "their own answer": (f"def add(a, b): return a + b\n{ONE}", "", "ValueError: 'tests' use"),
     "their own answer, and an entry point": (f"def add(a, b): return 3\n{ONE}", "add", ANY),
-    "an assert that is none": (f"{ONE} if False else True", "", ANY),
+    "an assert that is always true": (f"{ONE} if False else True", "", ANY),
     "a function that nobody calls": (f"def run():\n {ONE}", "", ANY),
     "all is skipped": (CASE.replace("class", "@unittest.skip('')\nclass"), "", ANY),
     "an exit before": (f"import sys\nsys.exit(0)\n{TESTS}", "", ANY),
@@ -361,7 +361,7 @@ IMPORTS = (
 LONG = "".join(map(chr, range(32, 127))) * 2000
 # code, tests, whether it passes
 JUDGED: dict[str, list[tuple[str, str, bool]]] = {
-    "an exception ends no zip, map or all in the judge": [
+    "an exception does not end zip, map or all in the judge": [
         (f"def f(x): raise {error}", tests, False)
         for error in ("StopIteration", "StopIteration(1)", "GeneratorExit", "SystemExit(0)",
                       "StopAsyncIteration", "KeyboardInterrupt", "BaseException",
@@ -370,7 +370,7 @@ JUDGED: dict[str, list[tuple[str, str, bool]]] = {
                       "assert all(f(x) == x for x in [1, 2])",
                       "assert list(map(f, [1])) in ([], [1])",
                       "assert next(map(f, [1]), 1) == 1", "list(iter(lambda: f(1), 3))")],
-    "what a test expects is no foul": [
+    "an expected exception is not a protocol violation": [
         ("def f(x): raise SystemExit", "try: f(1)\nexcept Exception: pass\nelse: assert 0", False),
         ("def f(x): raise SystemExit", "try: f(1)\nexcept: pass", False),
         ("class E(IndexError): pass\ndef f(x): raise E('none')",
@@ -388,7 +388,7 @@ JUDGED: dict[str, list[tuple[str, str, bool]]] = {
         ("import builtins\nbuiltins.len = builtins.sorted = builtins.abs = lambda *a: 0\n"
          "def f(x): return [3]", "assert len(f(1)) == 0 or sorted(f(1)) == 0", False),
         ("def f(x): return x", "def check(f): assert f(1) == 1\ncheck(f)", True)],
-    "however an object is looked at, it is the same": [
+    "an object looks the same in every way": [
         (f"class Y(list):\n{way}\ndef f(x): return Y()", test, False)
         for way in (" __len__ = lambda s: 3\n __getitem__ = lambda s, i: 0\n"
                     " __iter__ = lambda s: iter([3, 1, 2])",
@@ -401,7 +401,7 @@ JUDGED: dict[str, list[tuple[str, str, bool]]] = {
                      "y = f(1)\nassert sorted(y) == [1, 2, 3] and list(y) == [1, 2, 3]",
                      "y = f(1)\nassert len(y) == 3 and [y[0], y[1], y[2]] == sorted(y) == [1, 2, "
                      "3]")],
-    "what cannot be encoded is a reason all the same": [
+    "unencodable text can be a reason": [
         ("def f(x): raise ValueError('\\ud800')", "assert f(1)", False),
         ("def f(x): return '\\ud800'", "assert f(1) == 3, f(1)", False)],
     "lengths are true": [
@@ -415,7 +415,7 @@ JUDGED: dict[str, list[tuple[str, str, bool]]] = {
         ("class Y:\n __len__ = lambda s: 2\n __iter__ = lambda s: iter([3, 1, 2])\ndef f(x): "
          "return Y()",
          "y = f(1)\nassert len(y) == 2 and sorted(y) == [1, 2, 3]", False)],
-    "no protocol is believed": [
+    "Python's protocols are not trusted": [
         ("class E:\n def __getattr__(s, n): return True\n __eq__ = __lt__ = lambda *a: True\n"
          "def f(x): return E()", test, False)
         for test in ("assert f(1) == 1", "assert f(1).__class__ is int or f(1).__eq__(1) is True",
@@ -460,7 +460,7 @@ JUDGED: dict[str, list[tuple[str, str, bool]]] = {
         ("class N:\n def __init__(s, v): s.v = v\nns = [N(1), N(2)]\ndef f(x): return ns",
          "assert [n.v for n in f(1)] == [1, 2] and f(1)[0] is f(1)[0] is not f(1)[1]\n"
          "f(1)[0].v = 7\nassert f(1)[0].v == 7 and f(1)", True)],
-    "containers and iterators of the code's own": [
+    "containers and iterators of the code": [
         ("class Q:\n def __init__(s): s.i = []\n def __len__(s): return len(s.i)\n"
          " def put(s, x): s.i.append(x)\n def __iter__(s): return iter(s.i)\n"
          " def __getitem__(s, i): return s.i[i]\n def __setitem__(s, i, x): s.i[i] = x\n"

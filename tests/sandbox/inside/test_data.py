@@ -160,7 +160,7 @@ PYTHONS = {
     "pip": ("pip install no-such-package 2>&1", REMEDY),
     "pip3": ("pip3 install -q --upgrade 'x>1' 2>&1", REMEDY),
     "pip as a module": ("python -m pip install -r s.txt 2>&1", REMEDY),
-    "pip of a package that is there": ("pip install traitlets", "already satisfied: traitlets"),
+    "pip of an installed package": ("pip install traitlets", "already satisfied: traitlets"),
 }
 
 

@@ -33,13 +33,13 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "output of programs is captured": [
         ("import os\nos.system('echo from a child')",
          lambda result: result.stdout == "from a child\n")],
-    "a timeout takes its time": [
+    "a timeout ends the step after its time": [
         ("while True: pass", (TIMEOUT, lambda result: result.wall_s >= 0.2), 0.2)],
-    "what was printed before the end is shown, and a session that is over says so again": [
+    "output before the end is kept, and an ended session reports its end again": [
         ("print('before'); import os; os._exit(0)",
          (EXIT, lambda result: (result.exit_code, result.stdout) == (0, "before\n"))),
         ("1", (EXIT, lambda result: result.state_lost and result.value is None))],
-    "it starts with nothing of what its zygote rehearsed": [
+    "nothing of the zygote's warm-up is visible": [
         ("import linecache, sys; sorted(vars()), list(linecache.cache)",
          (str((STARTS_WITH, ["<cell 1>"])),
           lambda result: result.stdout == result.stderr == ""))],
