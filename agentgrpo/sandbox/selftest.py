@@ -143,10 +143,7 @@ def run_case(case: Case, pool: SandboxPool) -> None:
 def run_cases(
     cases: Sequence[Case], pool: SandboxPool
 ) -> Iterator[tuple[Case, BaseException | None]]:
-    """Run the cases, in parallel except those that run alone.
-
-    Yields each case with None if its property holds, with Skip, or with the exception.
-    """
+    """Run the cases, most in parallel. Yields each case with None, Skip or its exception."""
 
     def error_of(case: Case) -> tuple[Case, BaseException | None]:
         try:

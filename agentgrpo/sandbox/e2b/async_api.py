@@ -21,17 +21,13 @@ _threads: ThreadPoolExecutor
 
 
 def _make_threads() -> None:
-    """Make the executor, also in a forked child, where the parent's threads do not exist.
-
-    asyncio's default executor has six threads on two cores, so sixty rollouts would wait for each
-    other.
-    """
+    """Make the executor: asyncio's default has too few threads (six on two cores)."""
     global _threads
     _threads = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="sandbox-wait")
 
 
 _make_threads()
-os.register_at_fork(after_in_child=_make_threads)
+os.register_at_fork(after_in_child=_make_threads)  # a child has none of the parent's threads
 
 
 def _submit(call: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":

@@ -370,11 +370,7 @@ def _relay(graded: Session, judge: Session, clock: VerdictClock) -> Verdict:
 
 
 def source_of(tests: Any) -> str:
-    """The source code of tests, given as text or a list of texts, or as JSON or Python of a list.
-
-    Raises:
-        ValueError: the tests have another type.
-    """
+    """The source of tests: text, a list of texts, or such a list as JSON. Otherwise ValueError."""
     parts = tests
     if isinstance(tests, str) and tests.lstrip().startswith("["):
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
@@ -391,11 +387,7 @@ def source_of(tests: Any) -> str:
 def names_of(
     tests: Any, names: Mapping[str, str] | None, entry_point: str | None = None
 ) -> NamesOfTests:
-    """The names that must be defined for tests; arguments as for check_tests().
-
-    Raises:
-        ValueError: the tests are not Python, or they use several undefined names, or none.
-    """
+    """Names to define for tests, see check_tests(). ValueError if they are missing or unclear."""
     tests = source_of(tests)
     free, (homes, imported, values) = _free_names(tests), _imports(tests, entry_point or "")
     stdlib = [name for name in free if name in sys.stdlib_module_names and name != entry_point]

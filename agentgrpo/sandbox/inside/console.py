@@ -22,10 +22,7 @@ class Console(InteractiveInterpreter):
         self._raised: BaseException | None = None
 
     def push(self, line: str) -> tuple[bool, BaseException | None]:
-        """Add a line. Returns whether the statement needs more lines, and its exception.
-
-        SystemExit is raised; every other exception is printed, as in Python.
-        """
+        """Add a line. Returns whether the statement needs more lines, and its exception."""
         self._lines.append(line)
         self._raised, more, name = None, False, "<stdin>"
         source = "\n".join(self._lines)

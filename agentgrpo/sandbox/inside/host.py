@@ -22,14 +22,7 @@ NEVER = (StopIteration, StopAsyncIteration)
 
 
 class Calls:
-    """The host functions of a session.
-
-    Args:
-        put: sends the fields of an answer to the running step.
-        take: receives the fields of the next request.
-        max_arguments: bytes of a call's arguments.
-        max_answer: bytes of a call's answer.
-    """
+    """A session's host functions. put() sends an answer's fields, take() receives a request's."""
 
     def __init__(
         self,

@@ -73,10 +73,7 @@ def ask(what: str, *args: Any) -> Any:
 
 
 def error_of(names: list[str], error_args: tuple[Any, ...], text: str) -> BaseException:
-    """Recreate an exception of the graded code as the nearest builtin class.
-
-    Exceptions that would end the process or an iterator are replaced; see PEP 479.
-    """
+    """An exception of the graded code as a builtin one, but none that ends an iterator."""
     classes = (getattr(builtins, str(name), None) for name in names)
     kind = next((c for c in classes if isinstance(c, type) and issubclass(c, BaseException)), None)
     message = f"{names[0]}: {text}"

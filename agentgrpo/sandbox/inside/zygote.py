@@ -32,11 +32,7 @@ OTHERS = 512  # processes of other sessions of the same user; watchdog.py limits
 
 
 def preload(settings: dict[str, Any]) -> None:
-    """Import the modules that all sessions share, in the sessions' environment.
-
-    Raises:
-        RuntimeError: a module started a thread.
-    """
+    """Import the shared modules, in the sessions' environment. RuntimeError if one has threads."""
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
     sys.path += settings["site_dirs"]
     os.environ.update(settings["python_env"])  # keeps the zygote's variables that prevent threads

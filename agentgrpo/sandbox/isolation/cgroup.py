@@ -265,10 +265,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def stale_of(parent: Path) -> Iterator[Path]:
-    """Entries of a directory, named owner_name().*, whose processes have ended.
-
-    Entries of another machine or pid namespace are skipped: their pids mean nothing here.
-    """
+    """Entries named owner_name().* of ended processes of this machine and pid namespace."""
     prefix = f"{_pid_scope()}."
     for path in parent.glob(f"{prefix}*"):
         pid, start = (*path.name.removeprefix(prefix).split("."), "")[:2]

@@ -63,10 +63,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def process_tree(root: int, limit: float = math.inf) -> list[int]:
-    """A process and its descendants. Stops soon after limit processes.
-
-    Orphans of a session are children of its init, so they are included.
-    """
+    """A process and its descendants, orphans included. Stops soon after limit processes."""
     pids = [root]
     for pid in pids:  # the loop appends to the list
         pids += children_of(pid) if len(pids) <= limit else []

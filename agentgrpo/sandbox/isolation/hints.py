@@ -71,10 +71,7 @@ def cgroup_remedy() -> str:
 
 
 def masked_proc() -> list[str]:
-    """Paths under /proc that a container runtime has covered by mounts.
-
-    While there is one, the kernel refuses to mount a new /proc.
-    """
+    """Mount points over parts of /proc. While there is one, the kernel refuses a new /proc."""
     points = [printable(line.split(" ")[4]) for line in lines_of("/proc/self/mountinfo")]
     return [p for p in points if p.startswith("/proc/") and p != "/proc/sys/fs/binfmt_misc"]
 

@@ -128,11 +128,7 @@ def layer_name(*key: object) -> str:
 
 @contextlib.contextmanager
 def new_layer(name: str) -> Iterator[Path | None]:
-    """Yield a directory that becomes the layer; None if the layer exists.
-
-    If two processes make the same layer, the first to finish names it. Call it within hold():
-    otherwise delete_unused() treats the directory as left by a killed process.
-    """
+    """Yield a directory that becomes the layer, None if the layer exists. Call it within hold()."""
     final = store_dir() / "layers" / name
     if final.is_dir():
         yield None

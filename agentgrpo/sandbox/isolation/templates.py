@@ -154,10 +154,7 @@ def build_template(
 
 
 def _replace(home: Path, requirements: Path | None) -> None:
-    """Replace directory home by a new one with the packages in site/.
-
-    Both moves are renames, so a reader never sees half of a template.
-    """
+    """Replace directory home, by renames: a reader never sees half of a template."""
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
         new = Path(scratch, "new")

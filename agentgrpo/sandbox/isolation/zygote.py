@@ -272,12 +272,7 @@ class Zygote:
     def spawn(
         self, group: ControlGroup | None = None, image: Image | None = None
     ) -> tuple[Channels, Callable[[], None]]:
-        """Start a session, in a control group if given. image is its root directory, which it needs
-        if the template has an image.
-
-        Returns:
-            the session's descriptors, and the function that cleans up after its end.
-        """
+        """Start a session, with an image if given. Returns its descriptors and the clean-up."""
         number, uid, places = next(self._numbers), self._next_uid(), self._places
         if self.rung is Rung.BARE:
             home = no_namespaces.make_home(self._scratch, number, uid)

@@ -131,12 +131,7 @@ class HostTool:
     def check(
         self, args: list[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert JSON arguments to the annotated types: an array to a tuple, a text to a date. A
-        text is not converted to a number.
-
-        Raises:
-            TypeError: an argument has another type.
-        """
+        """Convert JSON arguments to the annotated types (array to tuple, text to date)."""
         bound = self._signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             try:
@@ -304,10 +299,7 @@ class _AnswerCache:
 
 
 class HostCalls:
-    """The calls of one rollout: their use of the budget, and their answers.
-
-    The sessions of a rollout share it, one after another or at the same time.
-    """
+    """The calls of one rollout, shared by its sessions: the used budget and the answers."""
 
     def __init__(self, tools: HostTools) -> None:
         self.tools = tools
@@ -334,15 +326,9 @@ class HostCalls:
         self, name: str, data: bytes, num_calls: int, timeout_s: float, session: object,
         stopped: Callable[[], bool],
     ) -> HostCall:  # fmt: skip
-        """Make a call, or answer it from the replay or the cache.
+        """Make a call with arguments as JSON, or answer it from the replay or the cache.
 
-        Args:
-            name: of the function.
-            data: the arguments as JSON.
-            num_calls: calls that the step has made before.
-            timeout_s: the rest of the step's time.
-            session: the caller, which the function cannot step.
-            stopped: whether to stop waiting.
+        The step has made num_calls before and has timeout_s left. stopped() ends the wait.
 
         Raises:
             Malformed: the call is invalid; the session's own code does not send it.

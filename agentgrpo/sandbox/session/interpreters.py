@@ -43,11 +43,7 @@ def language_of(name: str | None) -> str:
 def command_of(
     language: str, places: Places, limits: Limits, template: Template | None = None
 ) -> list[str]:
-    """The command line of a language's interpreter.
-
-    Raises:
-        NotSupportedException: it is not installed.
-    """
+    """The command line of a language's interpreter. NotSupportedException if there is none."""
     if places.image is not None:
         return _command_in_image(language, limits)
     python = [places.interpreter, *PYTHON_OPTIONS]

@@ -465,11 +465,7 @@ class Session(ProcessBound):
         return None if self._channels.is_closed() else self._channels
 
     def files(self) -> Files:
-        """Open the session's file system. Closed by the caller or by close().
-
-        Raises:
-            SandboxNotFoundException: the session has ended.
-        """
+        """Open the session's file system. The caller or close() closes it."""
         with self._channels.borrowed() as channels:
             root = Root(channels, self.pid)
             self._roots -= {closed for closed in [*self._roots] if closed.is_closed()}

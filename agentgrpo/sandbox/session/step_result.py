@@ -221,11 +221,7 @@ def set_output(raw: RawStep, result: StepResult) -> None:
 
 
 def set_answer(raw: RawStep, result: StepResult) -> None:
-    """Parse the interpreter's answer into the result. C has checked its length and step number.
-
-    Raises:
-        Malformed: the answer does not have the form of inside/repl.py.
-    """
+    """Parse the interpreter's answer into the result. Malformed if it is not one of repl.py."""
     _, (kind, *rest) = decode(raw.answer or b"", most=MAX_FIELDS)
     num_fields = {b"ok": 0, b"more": 0, b"error": 3, b"exit": 1}.get(kind)
     if num_fields is None or len(rest) < num_fields or (len(rest) - num_fields) % 2:
