@@ -62,7 +62,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_a_beams_width_is_how_many_go_on_from_one_point",
         "test_epochs_are_rounds_through_what_a_stage_selected",
         "test_the_base_entropy_is_no_other_rollouts_of_the_call",
-        "test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step",
+        "test_sigmas_decay_to_zero_at_the_last_step",
     ),
     "one function or none, said in the prompt": (
         "test_the_rule_of_one_call_is_in_the_prompt",

@@ -36,7 +36,7 @@ from agentgrpo.recipe.processes import Part, command, require_same_work, run_par
 from agentgrpo.records import checkpoint
 from agentgrpo.records.rollouts import read_rollout, read_rollouts, rollout_record
 from agentgrpo.records.run_folder import lock_run_dir
-from agentgrpo.rewards.answer_quality import Quality, quality_by
+from agentgrpo.rewards.answer_quality import Quality, make_quality
 from agentgrpo.support.atomic_files import append_lines, complete_lines, write_json
 from agentgrpo.support.checks import Check
 from agentgrpo.support.files import read_table
@@ -101,7 +101,7 @@ def select(recipe: RecipeConfig, stage: int, player: Parts, stream: Tasks) -> di
         done = read_table(folder_of(recipe, stage - 1) / "select.json")
         stream.load_state_dict(done["stream"])
     groups = [group for some in _chunks(recipe, stage, player, stream) for group in some]
-    quality = quality_by("answer", weight=recipe.reward.answer)
+    quality = make_quality("answer", weight=recipe.reward.answer)
     chosen = _selected(recipe, stage, groups, quality)
     seen = [contrast(group, quality) for group in groups]
     summary = {

@@ -26,7 +26,7 @@ from agentgrpo.recipe.measures import measure_tasks
 from agentgrpo.recipe.processes import command
 from agentgrpo.recipe.report import markdown, markdown_of_comparison, report, rows_of
 from agentgrpo.records.run_folder import require_folder
-from agentgrpo.rewards.answer_quality import conciseness, quality_by
+from agentgrpo.rewards.answer_quality import conciseness, make_quality
 from agentgrpo.support import parallel
 from agentgrpo.support.atomic_files import write_json, write_text
 from agentgrpo.support.files import read_table
@@ -71,7 +71,7 @@ def evaluate_recipe(config: RecipeConfig, player: Parts) -> dict[str, Any]:
     measured = partial(
         measure_tasks,
         groups,
-        quality_by(c.quality, weight=config.reward.answer, judge=judge),
+        make_quality(c.quality, weight=config.reward.answer, judge=judge),
         concise=None if votes is None else conciseness(votes, text_of),
         ks=c.pass_k,
     )

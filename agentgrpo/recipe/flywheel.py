@@ -51,7 +51,7 @@ from agentgrpo.recipe.operators import (
 from agentgrpo.recipe.processes import command, require_same_work
 from agentgrpo.recipe.trajectories import Trajectory, TrajectoryPlayer
 from agentgrpo.records.run_folder import lock_run_dir, require_folder
-from agentgrpo.rewards.answer_quality import Quality, quality_by
+from agentgrpo.rewards.answer_quality import Quality, make_quality
 from agentgrpo.support.atomic_files import (
     append_lines,
     complete_lines,
@@ -273,7 +273,7 @@ def run_flywheel(recipe: RecipeConfig, parts: Parts, tasks: Sequence[Task]) -> A
         return endpoint_of(parts.models[name], loop, parts.chat)
 
     judge = named(recipe.measures.judge) if recipe.measures.judge else None
-    quality = quality_by(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
+    quality = make_quality(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
     runner = EpisodeRunner(3 * config.concurrency, recipe.rollout.call_timeout_s)
     context = OperatorContext(
         player=TrajectoryPlayer(

@@ -1,1 +1,1 @@
-"""What a rollout was worth."""
+"""Reward functions and the code that scores rollouts with them."""

@@ -1,4 +1,4 @@
-"""How good the answer of a rollout is: by its reward, by comparing it, or by asking a model."""
+"""Answer quality in [0, 1]: from the reward, by comparison, or from a judge model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentgrpo.rewards.answers import (
 from agentgrpo.types import Rollout, Task
 
 Quality = Callable[[Rollout], float]
-"""How good the answer of a rollout is, in [0, 1]."""
+"""Rollout -> quality of its answer, in [0, 1]."""
 
 JUDGE = """Question: {question}
 Accepted answers: {accepted}
@@ -33,38 +33,41 @@ Is any of its tool calls redundant or ineffective, so that it could be left out?
 
 
 TRIES = 3
-"""How often a judge is asked that says neither the one nor the other."""
+"""How often a judge is called until its reply contains a verdict."""
 
 
 def says_correct(reply: str) -> bool | None:
-    """A judge's verdict: "correct", and neither "incorrect", "not correct" nor "wrong".
+    """Parse a judge's verdict: "incorrect", "not correct" and "wrong" are False.
 
-    None: it gave none.
+    None: the reply has no verdict.
     """
-    said = reply.lower()
-    if re.search(r"incorrect|wrong|not\s+correct", said):
+    text = reply.lower()
+    if re.search(r"incorrect|wrong|not\s+correct", text):
         return False
-    return True if "correct" in said else None
+    return True if "correct" in text else None
 
 
 def says_yes(reply: str) -> bool | None:
-    """Whether the first word that is yes or no is yes; None: there is no such word."""
-    found = re.search(r"\b(yes|no)\b", reply.lower())
-    return None if found is None else found.group() == "yes"
+    """Whether the first word among "yes" and "no" is "yes". None: there is neither."""
+    match = re.search(r"\b(yes|no)\b", reply.lower())
+    return None if match is None else match.group() == "yes"
 
 
-def judged(judge: Endpoint) -> Quality:
-    """Quality by a model: 1.0 where it finds the answer equivalent to an accepted one.
+def judge_quality(judge: Endpoint) -> Quality:
+    """Quality by a judge model: 1.0 if it finds the answer equivalent to an accepted one.
 
-    An equal answer is not put to it. Its first verdict counts: asking until it agrees
-    would count its mistakes as the policy's merits. It is asked again only while it gives none.
+    The judge is not called if the answer equals an accepted one. Its first verdict counts: retrying
+    until it agrees would reward the policy for the judge's mistakes. It is called again only if the
+    reply contains no verdict.
     """
 
     def quality(rollout: Rollout) -> float:
         if rollout.answer is None:
             return 0.0
         accepted = accepted_answers(rollout.task)
-        if _plain(rollout.answer) in map(_plain, accepted) or math_equal(rollout.answer, accepted):
+        if _plain_words(rollout.answer) in map(_plain_words, accepted) or math_equal(
+            rollout.answer, accepted
+        ):
             return 1.0
         prompt = JUDGE.format(
             question=last_question(rollout.task), accepted=accepted, answer=rollout.answer
@@ -76,56 +79,57 @@ def judged(judge: Endpoint) -> Quality:
             if (verdict := says_correct(reply)) is not None:
                 return float(verdict)
         raise InfrastructureError(
-            f"task {rollout.task.id}: the judge said neither Correct nor Incorrect, {TRIES} times; "
-            f"the last: {reply[:80]!r}"
+            f"task {rollout.task.id}: expected Correct or Incorrect from the judge, got neither in "
+            f"{TRIES} replies; the last: {reply[:80]!r}"
         )
 
     return quality
 
 
-def _plain(text: str) -> list[str]:
-    """Without case, space and articles; not words(), to which x/2 and x*2 are the same."""
-    said = text.lower().split()
-    return [word for word in said if word not in ARTICLES] or said
+def _plain_words(text: str) -> list[str]:
+    """Lower-case words without articles. Not words(), which would make x/2 and x*2 equal."""
+    text_words = text.lower().split()
+    return [word for word in text_words if word not in ARTICLES] or text_words
 
 
 def conciseness(judge: Endpoint, text_of: Callable[[Rollout], str], *, votes: int = 10) -> Quality:
     """1.0 unless more than half of the judge's votes call a tool call of the rollout redundant.
 
-    It is asked `votes` times at temperature 0.6; a tie is concise, no vote no voice.
+    The judge is sampled `votes` times at temperature 0.6. A tie counts as concise; replies without
+    yes or no are ignored.
     """
 
     def concise(rollout: Rollout) -> float:
         prompt = REDUNDANT.format(question=last_question(rollout.task), trajectory=text_of(rollout))
         replies = judge.complete([{"role": "user", "content": prompt}], n=votes, temperature=0.6)
-        cast = [vote for vote in map(says_yes, replies) if vote is not None]
-        if not cast:
+        verdicts = [vote for vote in map(says_yes, replies) if vote is not None]
+        if not verdicts:
             raise InfrastructureError(
-                f"task {rollout.task.id}: none of {votes} votes says yes or no; the first: "
-                f"{replies[0][:80]!r}"
+                f"task {rollout.task.id}: expected yes or no from the judge, got neither in "
+                f"{votes} replies; the first: {replies[0][:80]!r}"
             )
-        return float(2 * sum(cast) <= len(cast))
+        return float(2 * sum(verdicts) <= len(verdicts))
 
     return concise
 
 
 COMPARISONS = {"f1": f1, "exact": exact_match, "math": math_equal}
-"""Qualities that compare the answer with the accepted ones."""
+"""Functions that compare an answer with the accepted answers, by their name in the config."""
 
 
 def last_question(task: Task) -> str:
-    """What was asked: the last message of the user."""
+    """The last user message of a task."""
     return next((m["content"] for m in reversed(task.messages) if m["role"] == "user"), "")
 
 
-def quality_by(name: str, *, weight: float = 1.0, judge: Endpoint | None = None) -> Quality:
-    """The quality that a config names."""
+def make_quality(name: str, *, weight: float = 1.0, judge: Endpoint | None = None) -> Quality:
+    """Make the quality function that `measures.quality` names."""
     if name == "answer":
-        return lambda rollout: min(1.0, max(0.0, _judged_answer(rollout, weight)))
+        return lambda rollout: min(1.0, max(0.0, _environment_or_reward(rollout, weight)))
     if name == "judge":
         if judge is None:
             raise ValueError("measures.quality: 'judge' needs measures.judge, the endpoint's name")
-        return judged(judge)
+        return judge_quality(judge)
     if name not in COMPARISONS:
         raise ValueError(
             f"measures.quality: expected answer, f1, exact, math or judge, got {name!r}"
@@ -139,7 +143,7 @@ def quality_by(name: str, *, weight: float = 1.0, judge: Endpoint | None = None)
 
 
 def require_answer(name: str, task: Task) -> None:
-    """That a quality of this name can be told of a task's rollouts."""
+    """Check that a task has the answer that a quality needs. Raises ValueError if not."""
     try:
         if name != "answer":
             (expected_mathematics if name == "math" else expected_texts)(task)
@@ -147,8 +151,8 @@ def require_answer(name: str, task: Task) -> None:
         raise ValueError(f"measures.quality = {name!r}: {error}") from None
 
 
-def _judged_answer(rollout: Rollout, weight: float) -> float:
-    """What the environment says (`solved`), else the reward: `answer`, or a share as `partial`."""
+def _environment_or_reward(rollout: Rollout, weight: float) -> float:
+    """The environment's `solved`, else the reward's `answer` plus `partial` over its weight."""
     if "solved" in rollout.rewards:
         return rollout.rewards["solved"]
     return (rollout.rewards.get("answer", 0.0) + rollout.rewards.get("partial", 0.0)) / weight

@@ -1,4 +1,4 @@
-"""A reward for being right with few tool calls and few tokens, compared with one's own siblings.
+"""A reward for correct answers with fewer tool calls and tokens than the group's average.
 
 The reward of ET-Agent for rollout i of a group G that answers one question:
 
@@ -6,14 +6,14 @@ The reward of ET-Agent for rollout i of a group G that answers one question:
     f_len  = 2 / (1 + exp(sigma_length * z_i))                  z: tokens, standardised in G
     R      = answer * f_tool * f_len + (0 if well formed else -1)
 
-It multiplies, so a wrong answer gains nothing by being short. Both factors lie in (0, 2) and are 1
-for the group's average. Sigmas decay to 0 in the course of a stage: efficient first, then accurate.
-What the factors add or take away is a part of its own, `answer_efficiency`, so that `answer` still
-says whether the answer was right. The part `partial`, where a reward has one, counts with `answer`.
+The factors multiply, so a wrong answer gains nothing by being short. Both factors lie in (0, 2) and
+are 1 for the group's average. The sigmas decay to 0 during a stage: efficiency first, then
+accuracy. The change that the factors cause is a separate part, `answer_efficiency`, so that
+`answer` still shows whether the answer was right. A reward's part `partial` is added to `answer`.
 
-Unlike the released code, only what the policy sampled is counted: a tool call is one that was
-parsed and carried out (one of sandbox.host_tools by the policy's code is another), and a long
-document that a search returned makes no rollout long.
+Unlike the released code, this counts only what the policy sampled: tool calls that were parsed and
+executed (including calls of sandbox.host_tools by the policy's code), and sampled tokens. A long
+document in a search result does not make a rollout long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentgrpo.types import Group, Rollout, Status
 
 
 def well_formed(rollout: Rollout) -> bool:
-    """It ended by answering in the asked form, and no turn of it was malformed."""
+    """Whether the rollout completed with an answer and without a malformed turn."""
     answered = rollout.status is Status.COMPLETED and rollout.answer is not None
     return answered and not rollout.stats.get("malformed", 0.0)
 
@@ -38,9 +38,9 @@ def add_efficiency(
 ) -> None:
     """Add the part `answer_efficiency` to a scored group's rewards, and replace the part `format`.
 
-    The part `format` is -1 of a rollout that is not well_formed(), else 0. Rollouts that do not
-    count (Rollout.in_baseline) have no part in means. The sigmas: how much a call, or a standard
-    deviation of tokens, above the group's mean costs; 0: nothing.
+    `format` becomes 0 for a well_formed() rollout and -1 for any other. Rollouts outside the
+    baseline (Rollout.in_baseline) do not enter the means. sigma_tool: cost of a call above the
+    group's mean. sigma_length: cost of a standard deviation of tokens above it. 0: no cost.
     """
     for name, sigma in (("sigma_tool", sigma_tool), ("sigma_length", sigma_length)):
         if not sigma >= 0:
@@ -60,18 +60,18 @@ def add_efficiency(
         z = (rollout.num_sampled - mean_length) / deviation if deviation else 0.0
         factor = _factor(sigma_tool * (rollout.num_calls - mean_calls))
         factor *= _factor(sigma_length * z)
-        worth = rollout.rewards["answer"] + rollout.rewards.get("partial", 0.0)
-        rollout.rewards["answer_efficiency"] = worth * (factor - 1.0)
+        earned = rollout.rewards["answer"] + rollout.rewards.get("partial", 0.0)
+        rollout.rewards["answer_efficiency"] = earned * (factor - 1.0)
         rollout.rewards["format"] = rollout.weighted("format", 1.0, well_formed(rollout) - 1.0)
 
 
 def decay(step: int, steps: int) -> float:
-    """What the sigmas are multiplied by: 1 in the first step (0) of a stage, 0 in the last."""
+    """Return the sigmas' multiplier: 1 in the first step (0) of a stage, 0 in the last step."""
     return max(0.0, (steps - 1 - step) / (steps - 1)) if steps > 1 else 1.0
 
 
 def _factor(excess: float) -> float:
-    """2 / (1 + exp(excess)), without overflow."""
+    """Compute 2 / (1 + exp(excess)) without overflow."""
     if excess > 0:
         small = exp(-excess)
         return 2.0 * small / (1.0 + small)

@@ -1,11 +1,12 @@
-r"""Whether two texts are the same mathematics, by the package math-verify, in a process of its own.
+r"""Compare formulas with the package math-verify, in a separate process.
 
-What a policy answers can keep a computer algebra system busy for ever (`$9^{9^{9^9}}$`, `$10^9!$`),
-within one multiplication that no timer of Python interrupts. So the comparison runs in a child that
-the kernel ends when one comparison has used CPU_SECONDS or MEMORY_BYTES: such an answer is equal to
-nothing. A busy machine changes no verdict, since no wall clock is read.
+An answer can keep a computer algebra system busy for ever (`$9^{9^{9^9}}$`, `$10^9!$`), within one
+multiplication that no Python timer can interrupt. The comparison therefore runs in a child process,
+which the kernel kills when one comparison has used CPU_SECONDS or MEMORY_BYTES. Such an answer
+equals nothing. The limit is CPU time, not wall-clock time, so a busy machine changes no result.
 
-This file, run as a program, is that child: [wanted, said] a line in, a Comparison a line out.
+This file, run as a program, is the child. It reads lines of JSON [expected, answer] and writes one
+Comparison per line.
 """
 
 from __future__ import annotations
@@ -28,62 +29,64 @@ from agentgrpo.support.optional_deps import require_installed
 CPU_SECONDS = 3
 MEMORY_BYTES = 2 << 30
 READY = "ready"
-BY_THE_TEXT = (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT)
-"""How the child ends where a text was too much for it."""
+SIGNALS_OF_LIMITS = (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT)
+"""Signals that end the child when a text exceeds its limits."""
 
 
 class Comparison(NamedTuple):
-    """The result of comparing what was said with what was wanted."""
+    """The result of comparing an answer with the expected answer."""
 
-    wanted_read: bool
-    """The wanted text holds a formula."""
-    said_read: bool
+    expected_parsed: bool
+    """The expected answer contains a formula."""
+    answer_parsed: bool
+    """The answer contains a formula."""
     equal: bool
 
 
-TOO_MUCH = Comparison(wanted_read=True, said_read=False, equal=False)
-"""Of a comparison that did not come to its end."""
+LIMIT_EXCEEDED = Comparison(expected_parsed=True, answer_parsed=False, equal=False)
+"""The result of a comparison that was killed."""
 
 
-def compare(wanted: str, said: str) -> Comparison:
-    r"""Compare two texts; formulas stand in dollars or `\boxed{}`, as math-verify reads them."""
+def compare(expected: str, answer: str) -> Comparison:
+    r"""Compare two texts. Formulas stand between dollars or in `\boxed{}`, as in math-verify."""
     with _LOCK:
-        return _CHILD.compare(wanted, said)
+        return _PROCESS.compare(expected, answer)
 
 
-class Child:
-    """The process, started when it is first needed and after it was ended."""
+class ComparisonProcess:
+    """A child process, started at first use and again after it was killed."""
 
     def __init__(self, cpu_seconds: int = CPU_SECONDS) -> None:
         self._cpu_seconds = cpu_seconds
         self._process: subprocess.Popen[str] | None = None
 
-    def compare(self, wanted: str, said: str) -> Comparison:
+    def compare(self, expected: str, answer: str) -> Comparison:
         try:
-            return self._compare(wanted, said)
-        except BaseException:  # what an interrupted one still says is no answer to the next
+            return self._compare(expected, answer)
+        except BaseException:
+            # After Ctrl-C the child may still write its result, which the next call would read.
             if self._process is not None:
                 self._process.kill()
                 self.stop()
             raise
 
-    def _compare(self, wanted: str, said: str) -> Comparison:
+    def _compare(self, expected: str, answer: str) -> Comparison:
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: so does its output
-            process.stdin.write(json.dumps([wanted, said]) + "\n")
+        with contextlib.suppress(BrokenPipeError):  # the child has exited: readline() returns ""
+            process.stdin.write(json.dumps([expected, answer]) + "\n")
             process.stdin.flush()
         line = process.stdout.readline()
         if line:
             return Comparison(*json.loads(line))
-        ended = self.stop()
-        if -ended not in BY_THE_TEXT:
-            raise RuntimeError(f"the comparison of formulas ended with {ended}")
-        return TOO_MUCH
+        exit_status = self.stop()
+        if -exit_status not in SIGNALS_OF_LIMITS:
+            raise RuntimeError(f"the comparison of formulas ended with {exit_status}")
+        return LIMIT_EXCEEDED
 
     def stop(self) -> int:
-        """End the process, if it runs; its exit status."""
+        """End the process if it runs. Returns its exit status."""
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -93,48 +96,53 @@ class Child:
 
     def _start(self) -> subprocess.Popen[str]:
         self._process = process = subprocess.Popen(
-            # -P: the modules beside this file stay out of sight
+            # -P: keep this file's folder out of sys.path, where its modules could shadow others
             [sys.executable, "-P", __file__, str(self._cpu_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the run
+            start_new_session=True,  # Ctrl-C must reach the run only
         )
         assert process.stdout is not None
         if process.stdout.readline().strip() != READY:
             self.stop()
             require_installed("math_verify", "reward.kind = 'math'")
-            raise ValueError("reward.kind = 'math': the package math-verify does not import")
+            raise ValueError("reward.kind = 'math': the package math-verify cannot be imported")
         return process
 
 
-_CHILD, _LOCK = Child(), threading.Lock()
-atexit.register(_CHILD.stop)
+_PROCESS, _LOCK = ComparisonProcess(), threading.Lock()
+atexit.register(_PROCESS.stop)
 
 
 def _serve(cpu_seconds: int) -> None:
-    """Answer comparisons until the parent closes the pipe."""
+    """Process comparisons until the parent closes the pipe."""
     from math_verify import parse, verify
 
-    logging.disable()  # it warns of every comparison without a timeout
+    logging.disable()  # math-verify warns at every comparison without a timeout
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    wanted_formula = lru_cache(1024)(lambda text: parse(text, parsing_timeout=None))
+    parse_expected = lru_cache(1024)(lambda text: parse(text, parsing_timeout=None))
     print(READY, flush=True)  # noqa: T201
     for line in sys.stdin:
         _allow(cpu_seconds)
-        wanted, said = json.loads(line)
+        expected, answer = json.loads(line)
         try:
-            gold, found = wanted_formula(wanted), parse(said, parsing_timeout=None)
-            equal = bool(gold and found) and verify(gold, found, timeout_seconds=None)
-            told = Comparison(bool(gold), bool(found), bool(equal))
-        except Exception:  # what a text makes of sympy: out of memory, of depth, of digits, ...
-            told = TOO_MUCH
-        print(json.dumps(told), flush=True)  # noqa: T201
+            parsed_expected, parsed_answer = (
+                parse_expected(expected),
+                parse(answer, parsing_timeout=None),
+            )
+            equal = bool(parsed_expected and parsed_answer) and verify(
+                parsed_expected, parsed_answer, timeout_seconds=None
+            )
+            result = Comparison(bool(parsed_expected), bool(parsed_answer), bool(equal))
+        except Exception:  # sympy can exceed memory, recursion depth, number of digits, ...
+            result = LIMIT_EXCEEDED
+        print(json.dumps(result), flush=True)  # noqa: T201
 
 
 def _allow(seconds: int) -> None:
-    """Let the kernel end this process when it has used so much more of the CPU."""
+    """Let the kernel kill this process after that many more seconds of CPU time."""
     used: Any = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = math.ceil(used.ru_utime + used.ru_stime) + seconds

@@ -1,4 +1,4 @@
-"""What a reward function sees of a rollout, and those that are shipped by name."""
+"""RolloutView, the argument of reward functions, and the two functions that are built in."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class RolloutView:
-    """A finished rollout for a reward: all that it has, and its texts, decoded when asked for."""
+    """A finished rollout for a reward: its fields, and its texts (decoded on first access)."""
 
     rollout: Rollout
     decode: Decode
 
     @property
     def task(self) -> Task:
-        """With the hidden spec."""
+        """The task, including its hidden spec."""
         return self.rollout.task
 
     @property
@@ -31,36 +31,38 @@ class RolloutView:
 
     @property
     def stats(self) -> Mapping[str, float]:
-        """Counts and costs of the episode: turns, tool_calls, tool_errors, ..."""
+        """Counts and costs of the rollout: turns, tool_calls, tool_errors, ..."""
         return self.rollout.stats
 
     def __getattr__(self, name: str) -> Any:
-        """What else the rollout has: status, rewards, num_sampled, ..."""
-        if name.startswith("_"):  # nothing of Python's own protocols
+        """Forward to the rollout: status, rewards, num_sampled, ..."""
+        # Without this check, copy and pickle would look up __deepcopy__ and the like before
+        # `rollout` is set, and recurse without end.
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.rollout, name)
 
     @cached_property
     def turns(self) -> tuple[str, ...]:
-        """What the policy wrote, turn by turn."""
+        """The policy's text, one entry per turn."""
         return tuple(
             self.decode(s.token_ids.tolist()) for s in self.rollout.all_segments if s.sampled
         )
 
     @property
     def text(self) -> str:
-        """All that the policy wrote, and nothing that it was shown."""
+        """All turns of the policy, without observations."""
         return "\n".join(self.turns)
 
     @cached_property
     def observations(self) -> tuple[str, ...]:
-        """What it was shown after the prompt: tools' answers with the template around them."""
-        given = [s for row in self.rollout.rows for s in row[1:] if not s.sampled]
-        return tuple(self.decode(s.token_ids.tolist()) for s in given)
+        """Texts after the prompt that the policy did not write: tool results, with the template."""
+        segments = [s for row in self.rollout.rows for s in row[1:] if not s.sampled]
+        return tuple(self.decode(s.token_ids.tolist()) for s in segments)
 
     @property
     def turn_spans(self) -> tuple[tuple[int, int], ...]:
-        """Token range of each turn, for SpanReward."""
+        """Token range [start, end) of each turn, for SpanReward."""
         spans, start = [], 0
         for segment in self.rollout.all_segments:
             end = start + len(segment.token_ids)
@@ -71,15 +73,15 @@ class RolloutView:
 
 
 def length(view: RolloutView) -> float:
-    """Minus the sampled tokens, in thousands."""
+    """The negative number of sampled tokens, in thousands."""
     return -view.rollout.num_sampled / 1000
 
 
 def exact(view: RolloutView) -> float:
-    """One for an answer that is the expected text, but for space around it."""
+    """1 if the answer equals the expected text, ignoring surrounding whitespace; else 0."""
     expected = view.task.spec.get("answer")
     if expected is None:
-        raise ValueError("the task's spec has no 'answer'")
+        raise ValueError(f"task {view.task.id}: its spec has no 'answer'")
     return float(view.answer is not None and view.answer.strip() == str(expected).strip())
 
 

@@ -1,4 +1,4 @@
-"""A rollout's reward: the shipped one (rewards.py), then the user's own functions.
+"""Score rollouts: first the shipped reward (shipped.py), then the user's reward functions.
 
     [reward.functions]
     "my_rewards:brevity" = 0.2     # module:function = weight
@@ -10,18 +10,19 @@ A function takes a RolloutView and returns one of
     {name: number}                  several parts
     a list of SpanReward            rewards of single turns or lines, named by themselves
     None                            this rollout cannot be scored: it leaves its group's baseline,
-                                    as one that the machine broke, also with on_error = "raise"
+                                    as an infrastructure error does, also with on_error = "raise"
 
-each times the function's weight. A function with a parameter `completions` is in TRL's form, and is
-called as those are (rewards/trl_functions.py); all of them together are then the reward, unless
-reward.kind names another besides. A function may be `async def`: those of all rollouts of a step
-wait for one another's network, not in line. One that raises is the machine's failure, not the
-policy's: the rollout is set to Status.INFRA_ERROR with a message that names task, rollout and
-function, or the run stops there (reward.on_error = "raise").
+The values are multiplied by the function's weight. A function with a parameter `completions` has
+TRL's signature and is called as in TRL (rewards/trl_functions.py). If there is such a function, the
+functions alone are the reward, unless reward.kind names another reward. A function may be
+`async def`: the calls for all rollouts of a step then wait for the network concurrently. An
+exception in a function is an infrastructure error, not the policy's failure: the rollout gets
+Status.INFRA_ERROR and a message that names task, rollout and function. With
+reward.on_error = "raise", the run stops instead.
 
-A group is scored as soon as its last rollout has ended, while others play: on one thread beside the
-run's, and one group after another but for what is awaited. Alarms cannot be set there:
-math_verify.parse does, unless parsing_timeout is None.
+A group is scored as soon as its last rollout has ended, while other groups are still being played.
+One background thread scores the groups one after another; only awaited calls overlap. SIGALRM
+cannot be used on that thread: math_verify.parse uses it unless parsing_timeout is None.
 """
 
 from __future__ import annotations
@@ -56,17 +57,16 @@ class _Function:
     name: str
     weight: float
     call: Callable[..., Any]
-    of_group: bool
-    """It is in TRL's form."""
+    in_trl_form: bool
+    """Whether it has TRL's signature: it is called once per group."""
 
     @property
-    def said(self) -> str:
-        """In words."""
+    def description(self) -> str:
         return f"the reward function {self.name}"
 
 
 class Scoring:
-    """A run's reward: the built-in one, then the functions."""
+    """A run's reward: the shipped or user-defined base reward, then the functions."""
 
     def __init__(
         self, base: Reward, config: RewardConfig, decode: Decode, *, total_steps: int = 1,
@@ -78,91 +78,98 @@ class Scoring:
         self._functions = [_load(name, weight) for name, weight in config.functions.items()]
         self._logged: defaultdict[str, list[float]] = defaultdict(list)
         self.steps_done: Callable[[], int] = lambda: 0
-        """The learner's optimizer steps so far, for functions in TRL's form."""
+        """Returns the learner's optimizer steps so far, for functions with TRL's signature."""
         names = [function.name for function in self._functions]
         if len(set(names)) < len(names):
-            raise ValueError(f"reward.functions: two of one name among {', '.join(names)}")
+            raise ValueError(f"reward.functions: expected different names, got {', '.join(names)}")
 
     def score(self, groups: Sequence[Group], *, step: int | None = None) -> None:
-        """Set the rewards of every rollout that the machine did not break.
+        """Set the rewards of every rollout without an infrastructure error.
 
-        `step`: of the training; None in an evaluation, where no rollout is compared with others.
+        `step` is the training step. It is None in an evaluation, where rollouts are not compared
+        with their group.
         """
-        in_background(self._score(groups, step)).result()
+        run_in_background(self._score(groups, step)).result()
 
     def require_columns(self, task: Task, *, environments: bool) -> None:
-        """That there is what functions in TRL's form ask for: columns of the task, environments."""
+        """Check that the task has the columns that functions with TRL's signature need.
+
+        Raises:
+            ValueError: a column is missing, or `environments` are needed and not available.
+        """
         for function in self._functions:
-            if function.of_group:
+            if function.in_trl_form:
                 name, call = function.name, function.call
                 require_columns(name, call, task.spec, environments=environments)
 
     def view(self, rollout: Rollout) -> RolloutView:
-        """A rollout as functions see it."""
+        """The view of a rollout that reward functions get."""
         return RolloutView(rollout, self._decode)
 
     def take_logged(self) -> dict[str, list[float]]:
-        """What functions have given to log_metric since this was last asked, by name."""
+        """Return the values passed to log_metric since the last call, by name."""
         taken, self._logged = dict(self._logged), defaultdict(list)
         return taken
 
     def begin(self, group: Group, *, step: int | None = None) -> Future[None]:
-        """Begin to score a group in the background."""
-        return in_background(self._score([group], step))
+        """Start scoring a group on the background thread."""
+        return run_in_background(self._score([group], step))
 
     async def _score(self, groups: Sequence[Group], step: int | None) -> None:
-        sound = [
+        scorable = [
             [(i, r) for i, r in enumerate(group.rollouts) if r.status is not Status.INFRA_ERROR]
             for group in groups
         ]
         for group in groups:
             await score_async(group, self._base, self.view, limit_s=self._limit_s)
         if self._functions:
-            await asyncio.gather(*(self._apply_all(rollouts) for rollouts in sound if rollouts))
+            await asyncio.gather(*(self._apply_all(rollouts) for rollouts in scorable if rollouts))
         if self._config.solved_at is not None:
-            for rollouts in sound:
+            for rollouts in scorable:
                 for _, rollout in rollouts:
                     rollout.stats["solved"] = float(rollout.reward >= self._config.solved_at)
         if step is not None:
             for group in groups:
-                self._compare(group, step)
+                self._add_efficiency(group, step)
         for group in groups:
             for rollout in group.rollouts:
                 rollout.environment = None
 
-    def _compare(self, group: Group, step: int) -> None:
-        """Reward spending less than one's siblings, where the config says so."""
+    def _add_efficiency(self, group: Group, step: int) -> None:
+        """Apply reward.sigma_tool and reward.sigma_length, which decay over the run."""
         c = self._config
         if c.sigma_tool or c.sigma_length:
-            left = decay(step, self._total_steps)
-            tool, length = c.sigma_tool * left, c.sigma_length * left
+            sigma_scale = decay(step, self._total_steps)
+            tool, length = c.sigma_tool * sigma_scale, c.sigma_length * sigma_scale
             add_efficiency(group, sigma_tool=tool, sigma_length=length)
 
     async def _apply_all(self, rollouts: Sequence[tuple[int, Rollout]]) -> None:
-        """Apply all functions to the sound rollouts of a group, in order."""
+        """Apply all functions in order to a group's rollouts (given with their index)."""
         views = [self.view(rollout) for _, rollout in rollouts]
-        of_group = {
+        group_values = {
             function.name: asyncio.ensure_future(
                 values_of_group(
-                    function.call, views, what=function.said, limit_s=self._limit_s,
+                    function.call, views, what=function.description, limit_s=self._limit_s,
                     step=self.steps_done(), total_steps=self._total_steps, logged=self._logged,
                 )
             )
             for function in self._functions
-            if function.of_group
+            if function.in_trl_form
         }  # fmt: skip
 
         async def parts_of(function: _Function, place: int) -> dict[str, float] | None:
             index, rollout = rollouts[place]
-            task, read = rollout.task.id, partial(_parts, rollout, function)
-            if not function.of_group:
+            task, read = rollout.task.id, partial(_weighted_parts, rollout, function)
+            if not function.in_trl_form:
                 call = partial(function.call, views[place])
-                return await ask(call, task, index, read, what=function.said, limit_s=self._limit_s)
-            value = (await of_group[function.name])[place]
+                return await ask(
+                    call, task, index, read, what=function.description, limit_s=self._limit_s
+                )
+            value = (await group_values[function.name])[place]
             if value is None:
                 rollout.not_applicable.append(function.name)
                 return {}
-            with user_call(function.call, function.said, task=task, rollout=index):
+            with user_call(function.call, function.description, task=task, rollout=index):
                 return read(value)
 
         try:
@@ -170,9 +177,9 @@ class Scoring:
                 *(self._apply(i, r, place, parts_of) for place, (i, r) in enumerate(rollouts))
             )
         finally:
-            for asked in of_group.values():
-                asked.cancel()
-            await asyncio.gather(*of_group.values(), return_exceptions=True)
+            for task_values in group_values.values():
+                task_values.cancel()
+            await asyncio.gather(*group_values.values(), return_exceptions=True)
 
     async def _apply(
         self, index: int, rollout: Rollout, place: int,
@@ -183,38 +190,38 @@ class Scoring:
             try:
                 parts = await parts_of(function, place)
             except Exception as error:
-                if not isinstance(error, UserCodeError):  # a shipped one
-                    failed = UserCodeError(
-                        function.said, describe_error(error), task=task, rollout=index
+                if not isinstance(error, UserCodeError):  # raised by a built-in function
+                    failure = UserCodeError(
+                        function.description, describe_error(error), task=task, rollout=index
                     )
-                else:  # of a group it is every rollout's
-                    failed = UserCodeError(
+                else:  # the error of a group's call names no rollout: add this one
+                    failure = UserCodeError(
                         error.function, error.failure, error.line, task=task, rollout=index
                     )
-                # sys.exit() and its like were never meant for one rollout
-                left = not isinstance(error.__cause__, Exception | None)
-                if self._raise or left:
-                    raise failed from error.__cause__
+                # sys.exit() and KeyboardInterrupt stop the run, also with on_error = "drop"
+                exits = not isinstance(error.__cause__, Exception | None)
+                if self._raise or exits:
+                    raise failure from error.__cause__
             else:
                 if parts is not None:
                     rollout.rewards |= parts
                     continue
-                said = "gave None: this rollout cannot be scored"
-                failed = UserCodeError(function.said, said, task=task, rollout=index)
-            rollout.status, rollout.error = Status.INFRA_ERROR, str(failed)
+                message = "returned None: this rollout cannot be scored"
+                failure = UserCodeError(function.description, message, task=task, rollout=index)
+            rollout.status, rollout.error = Status.INFRA_ERROR, str(failure)
             return
         if rollout.not_applicable and not rollout.rewards and not rollout.span_rewards:
-            rollout.status = Status.INFRA_ERROR  # as in TRL: no zero, and no part of the baseline
+            rollout.status = Status.INFRA_ERROR  # as in TRL: not 0, but outside the baseline
             rollout.error = f"task {task!r}, rollout {index}: no reward function applies"
 
 
-def in_background(work: Coroutine[Any, Any, None]) -> Future[None]:
-    """Start work on the event loop of all rewards, which is the process's."""
-    return asyncio.run_coroutine_threadsafe(work, event_loop("rewards"))
+def run_in_background(coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+    """Start a coroutine on the process's event loop for rewards."""
+    return asyncio.run_coroutine_threadsafe(coroutine, event_loop("rewards"))
 
 
 def reward_function(name: str) -> Callable[[RolloutView], Any]:
-    """What a key of `reward.functions` names."""
+    """Resolve a key of `reward.functions` to its function."""
     return resolve_name(name, BUILT_IN, key="reward.functions")
 
 
@@ -223,8 +230,8 @@ def _load(name: str, weight: float) -> _Function:
     return _Function(name.rpartition(":")[2], weight, function, is_trl_form(function))
 
 
-def _parts(rollout: Rollout, function: _Function, value: Any) -> dict[str, float] | None:
-    """The parts that a function returned, times its weight; spans are put in place."""
+def _weighted_parts(rollout: Rollout, function: _Function, value: Any) -> dict[str, float] | None:
+    """Multiply a function's parts by its weight; append its span rewards to the rollout."""
     if value is None:
         return None
     spans: Sequence[SpanReward] = ()
@@ -235,22 +242,22 @@ def _parts(rollout: Rollout, function: _Function, value: Any) -> dict[str, float
         spans = value
     else:
         parts = {function.name: value}
-    # a part has one weight
-    there = rollout.rewards.keys() | {span.name for span in rollout.span_rewards}
+    # Each part has one weight (gdpo divides by it), so two functions cannot share a part.
+    existing = rollout.rewards.keys() | {span.name for span in rollout.span_rewards}
     for name in [*parts, *(span.name for span in spans)]:
-        if name in there:
+        if name in existing:
             raise WrongResult(f"the reward has a part {name!r} already")
-    rollout.span_rewards += [_weighted(rollout, span, function.weight) for span in spans]
-    made = {}
+    rollout.span_rewards += [_weighted_span(rollout, span, function.weight) for span in spans]
+    weighted = {}
     for name, part in parts.items():
         number = as_number(part)
         if number is None:
             raise WrongResult(f"expected a finite number as {name}, got {part!r:.80}")
-        made[name] = rollout.weighted(name, function.weight, number)
-    return made
+        weighted[name] = rollout.weighted(name, function.weight, number)
+    return weighted
 
 
-def _weighted(rollout: Rollout, span: SpanReward, weight: float) -> SpanReward:
+def _weighted_span(rollout: Rollout, span: SpanReward, weight: float) -> SpanReward:
     total = sum(len(segment.token_ids) for segment in rollout.all_segments)
     value = as_number(span.value)
     if value is None or not 0 <= span.start < span.end <= total:

@@ -1,10 +1,10 @@
-"""What a rollout was worth, in named parts whose sum is the reward.
+"""The shipped rewards. A reward consists of named parts; their sum is the rollout's reward.
 
 A reward is any callable that takes a finished rollout as a RolloutView (its task with the hidden
-spec, the final answer, texts, status, counts) and returns {part: value}. Rollouts that the machine
-broke are not scored.
-A shipped one that compares answers has `expected`, its own reading of what a task's spec expects,
-which raises what the reward would: every task is read by it before a run.
+spec, the final answer, texts, status, counts) and returns {part: value}. Rollouts that failed with
+an infrastructure error are not scored.
+A shipped reward that compares answers has a function `expected`, which parses the expected answer
+of a task's spec and raises what the reward would raise. Every task is checked with it before a run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentgrpo.rewards.answers import (
     same_mathematics,
     words,
 )
-from agentgrpo.rewards.choices import chosen, expected_choices, options_of
+from agentgrpo.rewards.choices import chosen_option, expected_choices, options_of
 from agentgrpo.rewards.rollout_view import RolloutView
 from agentgrpo.support.user_calls import (
     UserCodeError,
@@ -43,18 +43,19 @@ from agentgrpo.support.user_calls import (
 )
 from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 
-Made = TypeVar("Made")
+T = TypeVar("Made")
 Reward = Callable[[Any], Any]
-"""Of a RolloutView, see the module's docstring; the user's own may be a coroutine function."""
+"""RolloutView -> {part: value}. A user's reward may be a coroutine function."""
 
 
 def try_reward(reward: Reward, task: Task) -> None:
-    """Score two attempts at a task that were never made: without an answer, and with the right one,
-    each one turn that says nothing.
+    """Score two dummy rollouts of a task, one without an answer and one with the right answer.
+
+    Each has one empty turn. Raises UserCodeError if the reward cannot score them.
     """
     for answer in (None, str(task.spec.get("answer", ""))):
         prompt = Segment(np.zeros(1, np.int32))
-        attempt = Rollout(
+        rollout = Rollout(
             task=task,
             segments=[prompt, Segment(np.zeros(1, np.int32), np.zeros(1, np.float32))],
             status=Status.COMPLETED,
@@ -62,7 +63,7 @@ def try_reward(reward: Reward, task: Task) -> None:
             stats=dict.fromkeys(COUNTS, 0.0) | {"turns": 1.0},
         )
         try:
-            score(Group(task=task, rollouts=[attempt]), reward)
+            score(Group(task=task, rollouts=[rollout]), reward)
         except UserCodeError as error:
             error.rollout = None
             error.failure += f" for the answer {answer!r:.80}"
@@ -70,67 +71,72 @@ def try_reward(reward: Reward, task: Task) -> None:
 
 
 def score(group: Group, reward: Reward) -> None:
-    """As score_async(), waited for, by rewards that read no texts."""
-    work = score_async(group, reward, functools.partial(RolloutView, decode=lambda ids: ""))
-    asyncio.run_coroutine_threadsafe(work, event_loop("rewards")).result()
+    """Run score_async() and wait for it. For rewards that read no texts."""
+    coroutine = score_async(group, reward, functools.partial(RolloutView, decode=lambda ids: ""))
+    asyncio.run_coroutine_threadsafe(coroutine, event_loop("rewards")).result()
 
 
 async def score_async(
     group: Group, reward: Reward, view: Callable[[Rollout], RolloutView], *,
     limit_s: float | None = None,
 ) -> None:  # fmt: skip
-    """Add rewards to what the environment gave, of all rollouts that the machine did not break."""
+    """Add the reward's parts to those of the environment, without infrastructure errors."""
     for index, rollout in enumerate(group.rollouts):
         if rollout.status is Status.INFRA_ERROR:
             continue
         call, task = functools.partial(reward, view(rollout)), group.task.id
-        given = await ask(call, task, index, _given, limit_s=limit_s)
-        if given.keys() & rollout.rewards.keys():
+        parts = await ask(call, task, index, _named_parts, limit_s=limit_s)
+        if parts.keys() & rollout.rewards.keys():
             raise ValueError(
-                f"task {group.task.id}: both the environment and the reward give "
-                f"{sorted(given.keys() & rollout.rewards.keys())}"
+                f"task {group.task.id}: both the environment and the reward return the parts "
+                f"{sorted(parts.keys() & rollout.rewards.keys())}"
             )
-        rollout.rewards |= given
+        rollout.rewards |= parts
 
 
-def _given(parts: Any) -> dict[str, float]:
-    given = named_numbers(parts)
-    if given is None:
+def _named_parts(parts: Any) -> dict[str, float]:
+    numbers = named_numbers(parts)
+    if numbers is None:
         raise WrongResult(f"expected {{name: finite number}}, got {parts!r:.80}")
-    return given
+    return numbers
 
 
 async def ask(
-    function: Callable[[], Any], task: str, index: int | None, read: Callable[[Any], Made], *,
+    function: Callable[[], Any], task: str, index: int | None, read: Callable[[Any], T], *,
     what: str = "", limit_s: float | None = None,
-) -> Made:  # fmt: skip
-    """What a reward function, a coroutine or not, says of a rollout, or of a group."""
+) -> T:  # fmt: skip
+    """Call a reward function (async or not) for a rollout or a group; return `read` of its result.
+
+    `limit_s` applies to the call, and to each wait for a coroutine.
+    """
     what = what or f"the reward {name_of(function)}"
     with user_call(function, what, task=task, rollout=index, limit_s=limit_s):
         value = function()
         if not inspect.isawaitable(value):
             return read(value)
-    longest = limit_s and 2 * limit_s  # of one that keeps the loop for itself
+    # within() cancels a coroutine that waits too long. One that blocks the event loop cannot be
+    # cancelled: user_call() ends the command then, after twice the limit.
+    longest = limit_s and 2 * limit_s
     with user_call(function, what, task=task, rollout=index, limit_s=longest):
         return read(await await_within(limit_s, value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericReward:
-    """`answer` for the right number, `format` for getting to a number by running code.
+    """`answer` for the right number, `format` for a number that was found by running code.
 
-    The number of an answer is its last one, so "12 * 3 = 36" answers 36 and so does "36 pens".
-    The expected one is read in the same way, so that GSM8K's "...#### 72" is 72; of several in a
-    list any will do.
+    The last number in an answer counts: "12 * 3 = 36" and "36 pens" are both 36. The expected
+    answer is parsed in the same way, so GSM8K's "...#### 72" is 72. In a list of expected answers,
+    any one is accepted.
 
     Raises (when called):
-        ValueError: `task.spec["answer"]` is missing, or it or one of a list holds no number.
+        ValueError: `task.spec["answer"]` is missing, or it or an element of a list has no number.
     """
 
     answer: float = 1.0
-    """For an answer equal to `task.spec["answer"]`, or to one of a list there."""
+    """Value of an answer equal to `task.spec["answer"]`, or to an element of a list there."""
     format: float = 0.1
-    """For a number as answer, after code that ran without an error, with no malformed turn."""
+    """Value of a numeric answer after code that ran without an error, with no malformed turn."""
     strict: bool = False
     """Accept only an answer that is a number and nothing else."""
     expected = staticmethod(expected_numbers)
@@ -140,7 +146,7 @@ class NumericReward:
         expected = self.expected(rollout.task)
         read = only_number if self.strict else last_number
         number = None if rollout.answer is None else read(rollout.answer)
-        well_formed = number is not None and _acted_well(rollout)
+        well_formed = number is not None and _used_tools_well(rollout)
         return {
             "answer": rollout.weighted("answer", self.answer, number in expected),
             "format": rollout.weighted("format", self.format, well_formed),
@@ -149,25 +155,25 @@ class NumericReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReward:
-    """Nothing for the answer, which the environment judges; `format` for acting well."""
+    """No part for the answer, since the environment scores it; `format` for correct tool use."""
 
     answer: float = 1.0
-    """Not read: the environment's own rewards count as they are."""
+    """Ignored: the environment's rewards count unchanged."""
     format: float = 0.0
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
-        """The part `format` where it is worth anything."""
+        """The part `format`, if its value is not 0."""
         if not self.format:
             return {}
-        return {"format": rollout.weighted("format", self.format, _acted_well(rollout))}
+        return {"format": rollout.weighted("format", self.format, _used_tools_well(rollout))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MathReward:
-    """`answer` for an answer equal to the expected one as mathematics, by the package math-verify.
+    """`answer` for an answer that is mathematically equal to the expected one (math-verify).
 
     Raises (when called):
-        ValueError: `task.spec["answer"]` is missing or empty, or there is no such package.
+        ValueError: `task.spec["answer"]` is missing or empty, or math-verify is not installed.
     """
 
     answer: float = 1.0
@@ -176,20 +182,22 @@ class MathReward:
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` and `format`, each its full value or 0.0."""
-        said = rollout.answer or ""
-        seen = [same_mathematics(said, gold) for gold in self.expected(rollout.task)]
-        said_read = any(comparison.said_read for comparison in seen)
+        answer = rollout.answer or ""
+        comparisons = [same_mathematics(answer, gold) for gold in self.expected(rollout.task)]
+        answer_is_formula = any(comparison.said_read for comparison in comparisons)
         return {
             "answer": rollout.weighted(
-                "answer", self.answer, any(comparison.equal for comparison in seen)
+                "answer", self.answer, any(comparison.equal for comparison in comparisons)
             ),
-            "format": rollout.weighted("format", self.format, said_read and _acted_well(rollout)),
+            "format": rollout.weighted(
+                "format", self.format, answer_is_formula and _used_tools_well(rollout)
+            ),
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceReward:
-    """`answer` for naming the expected option of a multiple choice (rewards/choices.py)."""
+    """`answer` for the expected option of a multiple-choice question (rewards/choices.py)."""
 
     answer: float = 1.0
     format: float = 0.0
@@ -197,24 +205,27 @@ class ChoiceReward:
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` and `format`, each its full value or 0.0."""
-        label = chosen(rollout.answer or "", options_of(rollout.task))
-        right, well_formed = label in self.expected(rollout.task), label and _acted_well(rollout)
+        label = chosen_option(rollout.answer or "", options_of(rollout.task))
+        is_right, well_formed = (
+            label in self.expected(rollout.task),
+            label and _used_tools_well(rollout),
+        )
         return {
-            "answer": rollout.weighted("answer", self.answer, right),
+            "answer": rollout.weighted("answer", self.answer, is_right),
             "format": rollout.weighted("format", self.format, bool(well_formed)),
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReward:
-    """`answer` for an exact match, else `partial`: the share of it that the token F1 is (SQuAD's).
+    """`answer` for an exact match, else `partial`: SQuAD's token F1 times `answer`.
 
-    Several expected answers in a list: the best counts. Compared without case, punctuation,
-    articles and repeated space; another answer of more than max_words words is worth nothing, so
-    that reciting everything does not pay.
+    In a list of expected answers, the best match counts. Case, punctuation, articles and repeated
+    spaces are ignored. An inexact answer of more than max_words words scores 0, so that listing
+    everything does not pay.
 
     Raises (when called):
-        ValueError: `task.spec["answer"]` is missing, or it or one of a list is empty.
+        ValueError: `task.spec["answer"]` is missing, or it or an element of a list is empty.
     """
 
     answer: float = 1.0
@@ -225,20 +236,20 @@ class TextReward:
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         """The parts `answer` or `partial`, together in [0, answer], and `format`."""
         answer = rollout.answer or ""
-        said, accepted = words(answer), self.expected(rollout.task)
+        answer_words, accepted = words(answer), self.expected(rollout.task)
         score, exact = f1(answer, accepted), bool(exact_match(answer, accepted))
-        short = exact or len(said) <= self.max_words
-        worth = rollout.weighted("answer", self.answer, score * short)
-        well_formed = bool(said) and short and _acted_well(rollout)
+        is_short = exact or len(answer_words) <= self.max_words
+        earned = rollout.weighted("answer", self.answer, score * is_short)
+        well_formed = bool(answer_words) and is_short and _used_tools_well(rollout)
         return {
-            "answer": worth if exact else 0.0,
-            "partial": 0.0 if exact else worth,
+            "answer": earned if exact else 0.0,
+            "partial": 0.0 if exact else earned,
             "format": rollout.weighted("format", self.format, well_formed),
         }
 
 
 def with_costs(reward: Reward, config: RewardConfig) -> Reward:
-    """The reward, less what the rollout's calls and its use of the sandbox cost, as parts."""
+    """Wrap a reward to add negative parts for tool calls and for use of the sandbox."""
     rates = {
         "tool_cost": config.tool_cost,
         "wall_cost": config.cost_per_wall_s,
@@ -248,32 +259,38 @@ def with_costs(reward: Reward, config: RewardConfig) -> Reward:
     if not any(rates.values()):
         return reward
 
-    def with_cost(given: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
-        used = rollout.stats.get
-        spent = {
+    def add_costs(parts: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
+        count = rollout.stats.get
+        amounts = {
             "tool_cost": rollout.num_calls,
-            "wall_cost": used("sandbox_wall_s", 0.0),
-            "cpu_cost": used("sandbox_cpu_s", 0.0),
-            "mib_cost": used("sandbox_bytes", 0.0) / (1 << 20),
+            "wall_cost": count("sandbox_wall_s", 0.0),
+            "cpu_cost": count("sandbox_cpu_s", 0.0),
+            "mib_cost": count("sandbox_bytes", 0.0) / (1 << 20),
         }
         costs = {
-            part: rollout.weighted(part, rate, -spent[part]) for part, rate in rates.items() if rate
+            part: rollout.weighted(part, rate, -amounts[part])
+            for part, rate in rates.items()
+            if rate
         }
-        return {**given, **costs}
+        return {**parts, **costs}
 
     @functools.wraps(reward)
     def costed(rollout: Rollout) -> Any:
         parts = reward(rollout)
-        return later(parts, rollout) if inspect.isawaitable(parts) else with_cost(parts, rollout)
+        return (
+            add_costs_async(parts, rollout)
+            if inspect.isawaitable(parts)
+            else add_costs(parts, rollout)
+        )
 
-    async def later(parts: Any, rollout: Rollout) -> dict[str, float]:
-        return with_cost(await parts, rollout)
+    async def add_costs_async(parts: Any, rollout: Rollout) -> dict[str, float]:
+        return add_costs(await parts, rollout)
 
     return costed
 
 
-def _acted_well(rollout: Rollout) -> bool:
-    """An action that worked, no malformed turn, and an answer."""
+def _used_tools_well(rollout: Rollout) -> bool:
+    """At least one tool call without an error, no malformed turn, and an answer."""
     count = rollout.stats.get
-    worked = count("tool_calls", 0.0) > count("tool_errors", 0.0)
-    return worked and not count("malformed", 0.0) and rollout.answer is not None
+    some_call_worked = count("tool_calls", 0.0) > count("tool_errors", 0.0)
+    return some_call_worked and not count("malformed", 0.0) and rollout.answer is not None

@@ -30,7 +30,7 @@ from agentgrpo.recipe.measures import (
     pass_hat_k,
 )
 from agentgrpo.recipe.report import markdown, markdown_of_comparison, report, rows_of
-from agentgrpo.rewards.answer_quality import conciseness, judged, last_question, quality_by
+from agentgrpo.rewards.answer_quality import conciseness, judge_quality, last_question, make_quality
 from agentgrpo.rewards.answers import (
     accepted_answers,
     exact_match,
@@ -119,7 +119,7 @@ def test_S3_10_judge() -> None:
         asked.append(messages[0]["content"])
         return replies.pop(0)
 
-    quality = judged(ScriptedEndpoint(reply))
+    quality = judge_quality(ScriptedEndpoint(reply))
     played = a_rollout(task=task(answer=["USA", "America"]), answer="United States")
     for said, expected in [
         ("Correct.", 1.0),
@@ -175,7 +175,7 @@ def test_S3_16_calls_succeed_by_status_and_length_is_the_policys() -> None:
         if changed:
             played[0].segments.insert(2, documents)
         groups = [Group(task=task(str(i)), rollouts=[r]) for i, r in enumerate(played)]
-        seen = estimates(measure_tasks(groups, quality_by("answer")))
+        seen = estimates(measure_tasks(groups, make_quality("answer")))
         assert seen["successful_execution"].value == 3 / 4
         assert seen["reasoning_tokens"].value == 8
         assert seen["tool_calls"].value == 2
@@ -193,7 +193,7 @@ def test_measures_of_a_graded_task() -> None:
     rollouts[2].answer = None
     broken = Group(task=task("b"), rollouts=[a_rollout(status=Status.INFRA_ERROR)])
     groups = [Group(task=task(kind="qa"), rollouts=rollouts), broken]
-    row, unknown = measure_tasks(groups, quality_by("answer", weight=2.0), ks=(1, 2, 4))
+    row, unknown = measure_tasks(groups, make_quality("answer", weight=2.0), ks=(1, 2, 4))
     assert (unknown.id, unknown.attempts, {*unknown.columns.values()}) == ("b", 0, {None})
     assert unknown.columns.keys() == row.columns.keys()
     left_out = {name: row.columns.pop(name) for name in ("pass@4", "pass^4")}  # type: ignore[attr-defined]
@@ -232,7 +232,7 @@ def test_a_task_that_the_machine_left_too_few_attempts_takes_no_part() -> None:
             )
             for name, values in worth.items()
         ]
-        return measure_tasks(groups, quality_by("answer"), ks=(1, 2))
+        return measure_tasks(groups, make_quality("answer"), ks=(1, 2))
 
     first = played(a=(1, 1), b=(1, None), c=(0, 0), d=(1, 0))
     seen = estimates(first)
@@ -261,15 +261,15 @@ def test_S2_11_pass_at_k_and_pass_hat_k_count_the_draws(attempts: int, data: st.
 
 def test_what_a_quality_needs_is_said() -> None:
     with pytest.raises(ValueError, match="expected answer, f1, exact, math or judge, got 'bleu'"):
-        quality_by("bleu")
+        make_quality("bleu")
     with pytest.raises(ValueError, match=r"needs measures\.judge"):
-        quality_by("judge")
+        make_quality("judge")
     with pytest.raises(ValueError, match="task t: spec"):
-        quality_by("f1")(a_rollout(task=task()))
-    assert quality_by("f1")(a_rollout(task=task(answer="a bee"), answer=None)) == 0.0
-    assert quality_by("f1")(a_rollout(task=task(answer="the bee"), answer="bee")) == 1.0
-    assert quality_by("answer")(a_rollout(rewards={"answer": 0.0, "solved": 1.0})) == 1.0
-    half = quality_by("answer", weight=2.0)
+        make_quality("f1")(a_rollout(task=task()))
+    assert make_quality("f1")(a_rollout(task=task(answer="a bee"), answer=None)) == 0.0
+    assert make_quality("f1")(a_rollout(task=task(answer="the bee"), answer="bee")) == 1.0
+    assert make_quality("answer")(a_rollout(rewards={"answer": 0.0, "solved": 1.0})) == 1.0
+    half = make_quality("answer", weight=2.0)
     for parts, expected in [
         ({"answer": -1.0}, 0.0),
         ({"answer": 1.0}, 0.5),
@@ -306,7 +306,7 @@ def test_a_judge_is_asked_greedily_first_and_not_for_equal_numbers() -> None:
             asked.append(temperature)
             return ["Hm." if len(asked) < 3 else "Correct"]
 
-    quality = judged(Judge())  # type: ignore[arg-type]
+    quality = judge_quality(Judge())  # type: ignore[arg-type]
     assert quality(a_rollout(task=task(answer="1000"), answer="1,000")) == 1.0
     assert asked == []
     assert quality(a_rollout(task=task(answer="UK"), answer="Britain")) == 1.0

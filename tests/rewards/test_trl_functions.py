@@ -1,4 +1,4 @@
-"""Reward functions in TRL's form: TRL's own code and ours call the same functions, and agree."""
+"""Reward functions with TRL's signature: TRL's code and ours call them with the same results."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def played(task: Task, answer: str) -> Rollout:
 
 def scoring(functions: dict[str, float], *, limit_s: float | None = None, **more: Any) -> Scoring:
     config = RewardConfig(functions=functions, **more)
-    made = Scoring(make_reward(config), config, decode, total_steps=8, limit_s=limit_s)
-    made.steps_done = lambda: 3
-    return made
+    result = Scoring(make_reward(config), config, decode, total_steps=8, limit_s=limit_s)
+    result.steps_done = lambda: 3
+    return result
 
 
 def trls_rewards(functions: dict[str, float], groups: Sequence[Group]) -> tuple[Any, Any, Any]:
@@ -167,7 +167,7 @@ FUNCTIONS = {
     [FUNCTIONS, {"trls:some": 1.0, "trls:right": -1.0}, {"trls:never": 1.0}],
     ids=["all", "some apply", "none applies"],
 )
-def test_the_totals_are_trls(functions: dict[str, float], is_text: bool) -> None:
+def test_totals_equal_trl(functions: dict[str, float], is_text: bool) -> None:
     pytest.importorskip("trl", reason="trl is in requirements-dev.txt")
     groups = groups_of(is_text=is_text)
     table, extra, metrics = trls_rewards(functions, groups)
@@ -196,9 +196,10 @@ PARTS = {"right": -2.0, "some": 1.0, "brevity": 0.01, "style": 0.1, "line": -0.3
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_gdpo_is_trls_whatever_a_part_weighs() -> None:
-    """TRL's own lines, on a table of what the parts are without weights; nan where one does not
-    apply. A part of a mapping, of spans and of costs weighs what it was made with.
+def test_gdpo_equals_trl_for_any_weights() -> None:
+    """Run TRL's lines on a table of unweighted parts (nan: does not apply) and compare.
+
+    Parts of mappings, spans and costs have the weight of their function or setting.
     """
     pytest.importorskip("trl", reason="trl is in requirements-dev.txt")
     weighted, raw = groups_of(is_text=True), groups_of(is_text=True)
@@ -215,13 +216,13 @@ def test_gdpo_is_trls_whatever_a_part_weighs() -> None:
         [float("nan") if name in r.not_applicable else reward_parts(r)[name] for name in PARTS]
         for group in raw for r in group.rollouts
     ]  # fmt: skip
-    wanted = trls_gdpo(torch.tensor(rows, dtype=torch.float64), [*PARTS.values()])
-    got = [rollout.advantage for group in weighted for rollout in group.rollouts]
-    assert got == pytest.approx(wanted.tolist(), rel=1e-6)
+    expected = trls_gdpo(torch.tensor(rows, dtype=torch.float64), [*PARTS.values()])
+    advantages = [rollout.advantage for group in weighted for rollout in group.rollouts]
+    assert advantages == pytest.approx(expected.tolist(), rel=1e-6)
 
 
 def trls_gdpo(table: torch.Tensor, weights: list[float]) -> torch.Tensor:
-    """What GRPOTrainer's branch for normalize_then_sum makes of it."""
+    """Execute GRPOTrainer's branch for normalize_then_sum on a table."""
     grpo: Any = importlib.import_module("trl.trainer.grpo_trainer")
     method = inspect.getsource(grpo.GRPOTrainer._generate_and_score_completions)
     (branch,) = (
@@ -238,11 +239,11 @@ def trls_gdpo(table: torch.Tensor, weights: list[float]) -> torch.Tensor:
     return advantages
 
 
-def told(messages: Any, *calls: tuple[str, dict[str, Any]]) -> tuple[Any, Any]:
+def turn_messages(messages: Any, *calls: tuple[str, dict[str, Any]]) -> tuple[Any, Any]:
     return list(calls), messages
 
 
-def test_a_conversation_is_the_policys_turns_and_what_it_was_told() -> None:
+def test_conversation_contains_turns_and_tool_messages() -> None:
     task = Task(id="q", messages=({"role": "user", "content": "?"},), spec={})
     segments = [
         encode("prompt"), encode("look", sampled=True), encode("~~"), encode("<a>", sampled=True),
@@ -251,14 +252,16 @@ def test_a_conversation_is_the_policys_turns_and_what_it_was_told() -> None:
     tool = {"role": "tool", "content": "seen"}
     rollout = Rollout(
         task=task, segments=segments, status=Status.COMPLETED,
-        tool_messages=[told([tool], ("find", {"x": 1})), told("[1]")],
+        tool_messages=[turn_messages([tool], ("find", {"x": 1})), turn_messages("[1]")],
     )  # fmt: skip
-    seen: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def function(completions: Any, completion_ids: Any) -> None: ...
 
-    seen = arguments_for(function, [RolloutView(rollout, decode)], None, lambda name, value: None)
-    assert seen == {
+    arguments = arguments_for(
+        function, [RolloutView(rollout, decode)], None, lambda name, value: None
+    )
+    assert arguments == {
         "completions": [
             [
                 {
@@ -278,11 +281,11 @@ def test_a_conversation_is_the_policys_turns_and_what_it_was_told() -> None:
 @pytest.mark.parametrize(
     ("name", "is_trls"), [("brevity", True), ("tokens", True), ("plain", False), ("exact", True)]
 )
-def test_the_form_is_known_by_the_names_of_parameters(name: str, is_trls: bool) -> None:
+def test_trl_signature_is_detected_by_parameter_names(name: str, is_trls: bool) -> None:
     assert is_trl_form(getattr(importlib.import_module("trls"), name)) is is_trls
 
 
-def test_a_list_of_functions_has_weight_one_each() -> None:
+def test_list_of_functions_has_weight_one_each() -> None:
     config = a_config('reward.functions=["trls:brevity", "trls:exact"]')
     assert config.reward.functions == {"trls:brevity": 1.0, "trls:exact": 1.0}
     with pytest.raises(ValueError, match=r"reward\.functions: expected different names"):
@@ -290,7 +293,7 @@ def test_a_list_of_functions_has_weight_one_each() -> None:
 
 
 @pytest.mark.parametrize(("function", "answers"), [("trls:exact", False), ("trls:plain", True)])
-def test_where_trls_functions_judge_no_number_is_compared(function: str, answers: bool) -> None:
+def test_trl_functions_replace_the_numeric_reward(function: str, answers: bool) -> None:
     config = RewardConfig(functions={function: 1.0})
     assert needs_answers(decide_reward(config, judges=False)) is answers
     rollout = played(Task(id="q", messages=(), spec={"answer": "4"}), "4")
@@ -299,35 +302,35 @@ def test_where_trls_functions_judge_no_number_is_compared(function: str, answers
     assert "format" in make_reward(asked)(rollout)
 
 
-def test_it_is_no_reward_kind() -> None:
+def test_trl_function_is_rejected_as_reward_kind() -> None:
     with pytest.raises(ValueError, match=r"reward.kind: 'trls:exact' .* reward.functions = "):
         load_reward("trls:exact")
 
 
 @pytest.mark.parametrize(
-    ("function", "row", "said"),
+    ("function", "row", "message"),
     [
-        ("exact", {"answer": "4"}, "'exact' needs 'solution', .* it has answer"),
-        ("brevity", {"prompts": 1}, "gives 'prompts' itself"),
+        ("exact", {"answer": "4"}, "'exact' needs the column 'solution', .* has answer"),
+        ("brevity", {"prompts": 1}, "'prompts' is reserved"),
         ("worlds", {}, "'worlds' needs 'environments'"),
         ("brevity", {"completion": 1}, ""),
         ("exact", {"solution": "4"}, ""),
         ("clash", {}, ""),
     ],
 )
-def test_what_a_function_needs_is_asked_for_before_a_model_is_loaded(
-    function: str, row: dict[str, Any], said: str
+def test_missing_columns_are_reported_before_the_run(
+    function: str, row: dict[str, Any], message: str
 ) -> None:
     ours = scoring({f"trls:{function}": 1.0})
     task = Task(id="q", messages=(), spec=row)
-    if not said:
+    if not message:
         ours.require_columns(task, environments=False)
         return
-    with pytest.raises(ValueError, match=f"reward.functions: {said}|reward.functions: .*{said}"):
+    with pytest.raises(ValueError, match=f"reward.functions: (.*){message}"):
         ours.require_columns(task, environments=False)
 
 
-def test_environments_are_the_instances_that_were_played_in() -> None:
+def test_environments_are_the_instances_of_the_rollouts() -> None:
     (group, _) = groups_of(is_text=False)
     for number, rollout in enumerate(group.rollouts):
         rollout.environment = SimpleNamespace(worth=number)
@@ -337,7 +340,7 @@ def test_environments_are_the_instances_that_were_played_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("short", "gave a wrong result: expected 4 values, one per completion, got 1"),
         ("nothing", "gave a wrong result: expected a list of 4 numbers or None, got None"),
@@ -345,20 +348,17 @@ def test_environments_are_the_instances_that_were_played_in() -> None:
         ("waits", "did not return within 0.05 s"),
     ],
 )
-def test_a_group_that_cannot_be_scored_names_function_task_rollout_and_line(
-    name: str, said: str
-) -> None:
+def test_error_in_a_group_names_function_task_rollout_and_line(name: str, message: str) -> None:
     (group, _) = groups_of(is_text=True)
     scoring({f"trls:{name}": 1.0}, limit_s=0.05 if name == "waits" else 60.0).score([group])
     assert {rollout.status for rollout in group.rollouts} == {Status.INFRA_ERROR}
     for place, rollout in enumerate(group.rollouts):
-        told = (
-            rf"the reward function {name} {said} \(task 'q0', rollout {place}, at .*trls.py:\d+\)"
-        )
-        assert re.fullmatch(told, str(rollout.error)), rollout.error
+        where = rf"\(task 'q0', rollout {place}, at .*trls.py:\d+\)"
+        pattern = rf"the reward function {name} {message} {where}"
+        assert re.fullmatch(pattern, str(rollout.error)), rollout.error
 
 
-def test_a_value_that_is_none_is_the_fault_of_one_rollout() -> None:
+def test_invalid_value_drops_only_its_rollout() -> None:
     (group, _) = groups_of(is_text=True)
     scoring({"trls:mixed": 1.0}).score([group])
     assert [rollout.in_baseline for rollout in group.rollouts] == [True, False, True, True]
@@ -366,7 +366,7 @@ def test_a_value_that_is_none_is_the_fault_of_one_rollout() -> None:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "drop"])
-def test_a_function_that_leaves_ends_the_run_and_not_the_loop(on_error: str) -> None:
+def test_trl_function_that_calls_sys_exit_stops_the_run(on_error: str) -> None:
     ours = scoring({"trls:leaves": 1.0}, on_error=on_error)
     for _ in range(2):
         with pytest.raises(

@@ -368,7 +368,9 @@ def test_environment_and_reward_parts_need_different_names() -> None:
         resolve(config({}, {"kind": f"{__name__}:Echo", "options": {"times": 1}})), None
     )
     played = play(Shouting(env), env, "yes!", given=task(answer=1))
-    with pytest.raises(ValueError, match=r"both the environment and the reward give \['solved'\]"):
+    with pytest.raises(
+        ValueError, match=r"both the environment and the reward return the parts \['solved'\]"
+    ):
         score(Group(task=played.task, rollouts=[played]), lambda _: {"solved": 1.0})
 
 

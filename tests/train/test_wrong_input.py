@@ -342,8 +342,8 @@ UNSCORED = [
     ("train reward.kind=numeric", "blue", "no number in the answer 'blue'"),
     *(("train reward.kind=numeric", answer, f"more than a number in the answer {answer!r}")
       for answer in ('{"truth": "5", "level": 3}', "[1, 2]", r"2\sqrt{3}", r"\boxed{2\pi}")),
-    ("train reward.kind=math", "$$", "there is nothing in the answer '$$'"),
-    ("train reward.kind=text", " ", "there is nothing in the answer ' '"),
+    ("train reward.kind=math", "$$", "the answer '$$' is empty"),
+    ("train reward.kind=text", " ", "the answer ' ' is empty"),
     ("train reward.kind=text", ["x", None], "or a list of these, got None"),
     ("heldout reward.kind=text", [], "must hold an answer (text, a number, true or false, or a"),
     *(
