@@ -1,4 +1,4 @@
-"""No environment: the answer alone counts, which rewards judge."""
+"""The environment `answer`: no actions; a reward scores the answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentgrpo.types import Task
 
 
 class AnswerEnv:
-    """See envs/base.py. For programs, which bring their tools with them."""
+    """Episodes without actions, for agent programs that bring their own tools."""
 
     answers: ClassVar[tuple[str, ...]] = ()
 

@@ -1,4 +1,4 @@
-"""What an environment answers to an action. One episode a rollout, used by a thread at a time."""
+"""Protocols of environments. A rollout has one episode, which one thread uses at a time."""
 
 from __future__ import annotations
 
@@ -10,58 +10,62 @@ from agentgrpo.types import Task
 
 
 class Episode(Protocol):
-    """The environment of one rollout. Who inherits from it gives no rewards and holds nothing."""
+    """The environment of one rollout. The defaults: no rewards, nothing to close."""
 
     def step(self, action: Action) -> Observation:
-        """Carry the action out. May block; never raises for what the policy caused.
+        """Execute the action. May block. A failure that the policy caused is an Observation.
 
         Raises:
-            InfrastructureError: see there.
+            InfrastructureError: the machine failed, not the policy.
         """
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """Rewards that the environment itself gives, by name; may block.
+        """Return the environment's rewards by name. May block.
 
-        It may also set `feedback`, text for a teacher (config.teacher): of nothing that is hidden;
-        and `measures`, numbers by name that become Rollout.stats.
+        May also set the attributes `feedback`, a text for a teacher (config.teacher) without hidden
+        information, and `measures`, numbers by name that are added to Rollout.stats.
 
-        Called once, when the rollout has ended in whatever way but a failure of the machine.
+        Called once, when the rollout has ended other than by an InfrastructureError.
 
         Args:
-            answer: what the policy answered in the end, if it did.
+            answer: the policy's final answer, or None.
 
         Raises:
-            InfrastructureError: see there.
+            InfrastructureError: the machine failed, not the policy.
         """
         return {}
 
     def close(self) -> None:
-        """Give everything back. Called once, also after an error."""
+        """Release all resources. Called once, also after an error."""
         return
 
 
 class CopiedEpisode(Episode, Protocol):
-    """An Episode that branches (rollout.branching) can start from without repeating its actions.
+    """An Episode from which branches (rollout.branching) can start without repeating its actions.
 
-    Both methods must be the class's own, so that a wrapper does not pass them on by accident.
+    Both methods must be defined on the class: a wrapper's __getattr__ must not forward them.
     """
 
     def snapshot(self) -> Any:
-        """A copy of its state, which several episodes can start from: an object whose close() is
-        called when the group has ended. None: none can be made, the actions are repeated.
+        """Copy the state for several episodes to start from.
+
+        The copy's close() is called when the group has ended. None: no copy is possible, and the
+        actions are repeated.
         """
 
     def resume(self, copy: Any) -> bool:
-        """Bring a fresh episode of the task to the state of a copy, before its first step().
-        False: it is not exactly that state. The episode is fresh again, the actions are repeated.
+        """Set a fresh episode of the task to the state of a copy, before its first step().
+
+        False: exactly that state was not reached. The episode is fresh again, and the actions are
+        repeated.
         """
 
 
 class AsyncEpisode(Protocol):
-    """An Episode whose methods are coroutines: all of a run wait on one thread's event loop."""
+    """An Episode whose methods are coroutines. One event loop runs all episodes of a run."""
 
     async def step(self, action: Action) -> Observation:
-        """As Episode's."""
+        """As Episode.step()."""
 
     async def finish(self, answer: str | None) -> Mapping[str, float]:
         return {}
@@ -76,15 +80,15 @@ AnyEpisode = Episode | AsyncEpisode
 class Environment(Protocol):
     """Makes episodes.
 
-    What else one may have is looked up by name: `tools(task)`, `tasks(split)`, `begin(task)`,
-    `judges`, `has_user`, `needs_actions` (shipped agents that do not act are refused),
-    `hosts_programs` (its episodes' `begin()` gives the session that programs run in), `close()`;
-    and `answers`, what its episodes take: "code", "lines" of a console, "tools", "search" (an
-    agent's `acts` are compared with it, where both say).
+    Optional attributes, looked up by name: `tools(task)`, `tasks(split)`, `begin(task)`, `judges`
+    (it scores answers itself), `has_user`, `needs_actions` (shipped agents that do not act are
+    rejected), `hosts_programs` (its episodes' `begin()` returns the session in which programs run),
+    `close()`, and `answers`, the kinds of actions that its episodes take: "code", "lines" of a
+    console, "tools", "search". `answers` is compared with the agent's `acts` if both are set.
     """
 
     def reset(self, task: Task) -> Any:
-        """A fresh Episode or AsyncEpisode of a task.
+        """Make a fresh Episode or AsyncEpisode of a task.
 
-        Cheap: what is expensive waits for the first step().
+        It must be cheap: expensive work belongs in the first step().
         """

@@ -1,4 +1,4 @@
-"""A calculator as a tool: arithmetic on numbers, read and never evaluated as code."""
+"""A calculator tool. It parses arithmetic and never evaluates code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-LONGEST = 200
+MAX_CHARS = 200
 
 
 def calculate(expression: str) -> str:
@@ -24,8 +24,8 @@ def calculate(expression: str) -> str:
     Args:
         expression: numbers, + - * / // % and brackets.
     """
-    if len(expression) > LONGEST:
-        raise ValueError(f"expected at most {LONGEST} characters")
+    if len(expression) > MAX_CHARS:
+        raise ValueError(f"expected at most {MAX_CHARS} characters")
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
     except SyntaxError as error:

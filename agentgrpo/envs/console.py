@@ -1,8 +1,8 @@
-"""Python's interactive console in the sandbox: what answers the REPL agent, line by line.
+"""Python's interactive console in the sandbox, for the REPL agent.
 
-A line is worth what `line_rewards` says of how it ended, credited to the tokens of that line alone
-(loss.span_credit). `submit_final_answer(value, ...)` ends the episode with str(value) as its
-answer, of several joined by ", "; it can be called once.
+`line_rewards` sets the reward of a line by its outcome; the reward goes to the tokens of that line
+only (loss.span_credit). `submit_final_answer(value, ...)` ends the episode with str(value) as its
+answer; several values are joined by ", ". It can be called once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentgrpo.sandbox import HostTools, SandboxPool, Session, StepResult, StepS
 from agentgrpo.types import Task
 
 Outcome = Literal["ok", "error", "syntax", "timeout", "died"]
-_DEFINE = f"""def {SUBMIT}(value, *values, **named):
+_DEFINE_SUBMIT = f"""def {SUBMIT}(value, *values, **named):
     values = (value, *values, *named.values())
     {SUBMIT}.answer = ", ".join(map(str, values))
     return values if len(values) > 1 else value"""
@@ -37,11 +37,11 @@ class ConsoleEnv:
     """Episodes whose actions are single lines typed at `>>> ` or `... `.
 
     Args:
-        pool: where sessions come from; the caller closes it.
-        timeout_s: wall-clock seconds of one line.
-        line_rewards: what a line is worth by its outcome: ok, error (an exception), syntax (a
-            syntax error), timeout, died (the interpreter ended). Outcomes left out are worth
-            nothing and leave no record.
+        pool: source of sessions; the caller closes it.
+        timeout_s: wall-clock limit of one line, in seconds.
+        line_rewards: reward of a line by its outcome: ok, error (an exception), syntax (a syntax
+            error), timeout, died (the interpreter ended). Omitted outcomes have no reward and are
+            not recorded.
         host_tools: functions of this process that the code may call (sandbox.host_tools).
     """
 
@@ -64,10 +64,10 @@ class ConsoleEnv:
 
 
 class ConsoleEpisode(SandboxEpisode):
-    """One rollout's terminal."""
+    """The console of one rollout."""
 
     restarted = RESTARTED
-    """What the policy reads of a session that was replaced."""
+    """Note to the policy after a session was replaced."""
 
     def __init__(self, env: ConsoleEnv) -> None:
         super().__init__(env.pool, env.host_tools)
@@ -77,58 +77,60 @@ class ConsoleEpisode(SandboxEpisode):
         self._statement: list[str] = []
 
     def step(self, action: Action) -> Observation:
-        """Type one line; what is shown ends with the next prompt."""
+        """Type one line. The observation ends with the next prompt."""
         if not isinstance(action, RunCode):
-            raise TypeError(f"the console takes lines of code, got {action}")
+            raise TypeError(f"env.kind = 'console': expected lines of code, got {action}")
         with as_infra_error():
             terminal = self._terminal or self._start()
-            typed = terminal.type(action.code, self._env.timeout_s)
-        if typed.step.status is StepStatus.INFRA_ERROR:
-            raise InfrastructureError(typed.step.detail)
+            result = terminal.type(action.code, self._env.timeout_s)
+        if result.step.status is StepStatus.INFRA_ERROR:
+            raise InfrastructureError(result.step.detail)
         self._statement.append(action.code)
-        outcome = outcome_of(typed.step)
-        rewards, counts = {}, {f"lines_{outcome}": 1.0, **self._used(typed.step)}
+        outcome = outcome_of(result.step)
+        rewards, counts = {}, {f"lines_{outcome}": 1.0, **self._used(result.step)}
         if outcome in self._env.line_rewards:
             rewards["line"] = self._env.line_rewards[outcome]
-        shown = typed.shown + terminal.prompt + self._diverged
-        told = Observation(shown, rewards=rewards, counts=counts)
-        told = replace(told, memory=typed.step.host_calls or None)
-        if typed.step.more:
-            return told
+        text = result.shown + terminal.prompt + self._diverged
+        observation = Observation(text, rewards=rewards, counts=counts)
+        observation = replace(observation, memory=result.step.host_calls or None)
+        if result.step.more:
+            return observation
         statement, self._statement = "\n".join(self._statement), []
-        if not typed.failed and is_submission(statement):
-            return replace(told, text=typed.shown, done=True, answer=self._submitted(typed.shown))
-        if typed.step.state_lost:
+        if not result.failed and is_submission(statement):
+            return replace(
+                observation, text=result.shown, done=True, answer=self._submitted(result.shown)
+            )
+        if result.step.state_lost:
             assert self._session is not None
             self._terminal, note = None, RESTARTED
-            if self._session.warm_up().status is not StepStatus.OK:  # it has ended, too
+            if self._session.warm_up().status is not StepStatus.OK:  # the session ended, too
                 self.close()
                 note = self.restarted
-            told = replace(told, text=f"{typed.shown}{note}\n>>> ")
-        return replace(told, failed=typed.failed)
+            observation = replace(observation, text=f"{result.shown}{note}\n>>> ")
+        return replace(observation, failed=result.failed)
 
     def _submitted(self, shown: str) -> str:
-        """The answer: str() of what was submitted; what was shown if the policy redefined it."""
+        """The answer: str() of the submitted value, or the output if the policy redefined it."""
         assert self._python is not None
-        told = self._python.step(f"{SUBMIT}.answer", self._env.timeout_s)
-        if told.status is StepStatus.INFRA_ERROR:
-            raise InfrastructureError(told.detail)
-        if told.status is StepStatus.OK and told.value is not None:
+        result = self._python.step(f"{SUBMIT}.answer", self._env.timeout_s)
+        if result.status is StepStatus.INFRA_ERROR:
+            raise InfrastructureError(result.detail)
+        if result.status is StepStatus.OK and result.value is not None:
             with suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-                # not where it was cut, or is none: the policy may have redefined it
-                return str(ast.literal_eval(told.value))
+                # fails if the value was truncated, or if the policy redefined the function
+                return str(ast.literal_eval(result.value))
         return shown.rstrip("\n")
 
     def _start(self) -> Terminal:
         self._python = python = self._interpreter(self._session or self._begin())
-        defined = python.step(_DEFINE)
-        if defined.status is not StepStatus.OK:
-            raise InfrastructureError(f"a fresh session did not start: {defined.detail}")
+        result = python.step(_DEFINE_SUBMIT)
+        if result.status is not StepStatus.OK:
+            raise InfrastructureError(f"a fresh session did not start: {result.detail}")
         self._terminal = Terminal(python)
         return self._terminal
 
     def _interpreter(self, session: Session) -> Session:
-        """The Python of a fresh session that is typed at."""
+        """The Python interpreter of a fresh session."""
         return session
 
     def close(self) -> None:
@@ -137,7 +139,7 @@ class ConsoleEpisode(SandboxEpisode):
 
 
 def outcome_of(step: StepResult) -> Outcome:
-    """How a line ended."""
+    """Classify the result of a line."""
     if step.status is StepStatus.OK:
         return "ok"
     if step.status is StepStatus.TIMEOUT:

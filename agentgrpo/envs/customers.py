@@ -1,8 +1,8 @@
-"""Simulated customers and their cases: what tau2-bench and tau-bench have in common.
+"""Simulated users, and the common part of tau2-bench and tau-bench.
 
-A customer called `scripted` says what it knows piece by piece, another is played by a model:
-`model` is the policy, whose words change as it is trained, `reference` and `endpoint:NAME` are
-models that stay as they are. One of the user's own is a class with the two methods of User.
+A `scripted` user sends its texts one by one. Otherwise a model is the user: `model` is the policy,
+whose texts change during training; `reference` and `endpoint:NAME` are fixed models. A user-defined
+class has the two methods of User.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from agentgrpo.envs.tools import tool_schema
 from agentgrpo.types import Task
 
 STOP_MARKERS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")
-"""What the benchmarks' customers write when they end the talk."""
-PLAYED_BY = {"model": "policy", "reference": "reference"}
-"""Modes in which a model is the customer, and which; besides `endpoint:NAME`."""
+"""Markers with which the benchmarks' customers end the dialogue."""
+MODEL_OF_MODE = {"model": "policy", "reference": "reference"}
+"""Modes in which a model is the user, and that model. There is also `endpoint:NAME`."""
 GREETING = "Hi! How can I help you today?"
 DONE = "done"
-ALONE = (
+TICKET_PROMPT = (
     "You are a customer service agent that handles a ticket on its own: nobody answers questions. "
     "Help the customer according to the policy, with tool calls only. Call done when you are done."
 )
-TALK = (
+DIALOGUE_PROMPT = (
     "You are a customer service agent that helps the customer according to the policy. In each "
     "turn, either send a message to the customer or make a tool call; not both."
 )
@@ -52,32 +52,32 @@ DONE_SCHEMA = tool_schema(
 
 
 class User(Protocol):
-    """A simulated customer of one episode."""
+    """The simulated user of one episode."""
 
-    def reply(self, said: str, *, satisfied: bool) -> str | ModelRequest | None:
-        """What the customer says; None: they hang up; a ModelRequest: the engine is to say it.
+    def reply(self, message: str, *, satisfied: bool) -> str | ModelRequest | None:
+        """Return the user's reply, None to end the dialogue, or a ModelRequest for a model's reply.
 
         Args:
-            said: what the agent said.
+            message: the agent's message.
             satisfied: the task's goal is reached.
         """
 
     def on_reply(self, text: str) -> str | None:
-        """After a ModelRequest, and only then: what the engine said; returns a text or None."""
+        """Convert the model's reply to a ModelRequest to the user's reply or None."""
 
 
 class ScriptedUser:
-    """Says its pieces, one a turn, then agrees; hangs up when satisfied.
+    """Sends its texts, one per turn, then consents; ends the dialogue when satisfied.
 
-    Deterministic: a function of the pieces and of how often the agent has spoken.
+    Deterministic: the reply depends only on the texts and the number of the agent's messages.
     """
 
     def __init__(self, pieces: Sequence[str], patience: int = 8) -> None:
         self._pieces, self._patience = list(pieces), patience
         self._turn = 0
 
-    def reply(self, said: str, *, satisfied: bool) -> str | None:
-        """The next piece; when all are told, consent until satisfied or out of patience."""
+    def reply(self, message: str, *, satisfied: bool) -> str | None:
+        """The next text, then consent until satisfied or out of patience."""
         self._turn += 1
         if self._turn <= len(self._pieces):
             return self._pieces[self._turn - 1]
@@ -86,12 +86,12 @@ class ScriptedUser:
         return "Yes, please go ahead."
 
     def on_reply(self, text: str) -> str | None:
-        """Never called: a script asks nobody."""
-        raise TypeError("a scripted customer asked nothing")
+        """Never called, since a script makes no ModelRequest."""
+        raise TypeError("a scripted user makes no request to a model")
 
 
 class ModelUser:
-    """A customer whom a model plays. What it says is never trained on."""
+    """A user played by a model. Its tokens are never trained on."""
 
     def __init__(
         self, system: str, opening: str, *, max_tokens: int, temperature: float = 0.0,
@@ -104,44 +104,44 @@ class ModelUser:
         ]
         self._temperature, self._max_tokens, self._model = temperature, max_tokens, model
 
-    def reply(self, said: str, *, satisfied: bool) -> ModelRequest:
-        """The talk so far, as the customer sees it: the agent is their user."""
-        self._messages.append({"role": "user", "content": said})
+    def reply(self, message: str, *, satisfied: bool) -> ModelRequest:
+        """Request a reply to the dialogue with swapped roles: the agent is the model's user."""
+        self._messages.append({"role": "user", "content": message})
         return ModelRequest(tuple(self._messages), self._max_tokens, self._temperature, self._model)
 
     def on_reply(self, text: str) -> str | None:
-        """What the customer says, without its thoughts; None where they end the talk."""
-        said = split_thoughts(text, "(?!)")[0].strip()
-        self._messages.append({"role": "assistant", "content": said})
-        return None if any(mark in said for mark in STOP_MARKERS) else said
+        """The reply without its thoughts, or None if it ends the dialogue."""
+        message = split_thoughts(text, "(?!)")[0].strip()
+        self._messages.append({"role": "assistant", "content": message})
+        return None if any(mark in message for mark in STOP_MARKERS) else message
 
 
 class UserSimulators:
-    """Makes the customers of an environment's episodes, as its options say."""
+    """Makes the users of an environment's episodes from its options."""
 
     def __init__(
         self, mode: str, silent: str, played: Sequence[str],
         models: Mapping[str, Model] = MODELS, max_tokens: int = 256,
     ) -> None:  # fmt: skip
         kind, colon, endpoint = mode.partition(":")
-        others = ("reference", "endpoint:NAME") if "model" in played else ()
-        modes = (silent, *played, *others)
+        model_modes = ("reference", "endpoint:NAME") if "model" in played else ()
+        modes = (silent, *played, *model_modes)
         if f"{kind}:NAME" not in modes and mode not in modes and (not colon or kind == "endpoint"):
             raise ValueError(f"mode: expected {', '.join(modes)} or 'module:Class', got {mode!r}")
-        name = endpoint if kind == "endpoint" else PLAYED_BY.get(mode)
+        name = endpoint if kind == "endpoint" else MODEL_OF_MODE.get(mode)
         if name is not None and name not in models:
-            known = f"no endpoint {name!r}; there are: {', '.join(models)}"
-            raise ValueError(f"mode: {NO_REFERENCE if name == 'reference' else known}")
-        self.talk = mode != silent
+            message = f"no endpoint {name!r}; there are: {', '.join(models)}"
+            raise ValueError(f"mode: {NO_REFERENCE if name == 'reference' else message}")
+        self.has_dialogue = mode != silent
         self._mode, self._max_tokens = mode, max_tokens
         self._model = None if name is None else models[name]
-        own = colon and name is None
-        self._own = load_callable(mode, key="env.options.mode") if own else None
+        is_user_class = colon and name is None
+        self._user_class = load_callable(mode, key="env.options.mode") if is_user_class else None
 
     def of(self, task: Task, pieces: Sequence[str], system: str) -> User | None:
-        """The customer of one episode; None where nobody talks."""
-        if self._own is not None:
-            return cast(User, self._own(task.spec))
+        """Make the user of one episode. None: the environment has no user."""
+        if self._user_class is not None:
+            return cast(User, self._user_class(task.spec))
         if self._mode == "scripted":
             return ScriptedUser(pieces)
         if self._model is None:
@@ -151,30 +151,32 @@ class UserSimulators:
 
 
 class UserDialogue:
-    """What a step of an episode does with its customer, and what was said to them."""
+    """The dialogue of one episode with its user."""
 
     def __init__(self, user: User | None) -> None:
         self.user = user
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.over = False
-        """The customer has ended the talk."""
+        """The user has ended the dialogue."""
 
     def say(self, text: str, *, satisfied: bool) -> Observation:
         if self.user is None:
-            return Observation("Error: nobody listens; make a tool call", failed=True)
-        self.said.append(text)
-        return self._told(self.user.reply(text, satisfied=satisfied))
+            return Observation(
+                "Error: there is no user in this task; call a tool instead", failed=True
+            )
+        self.messages.append(text)
+        return self._observation(self.user.reply(text, satisfied=satisfied))
 
     def on_reply(self, text: str) -> Observation:
         assert self.user is not None
-        return self._told(self.user.on_reply(text))
+        return self._observation(self.user.on_reply(text))
 
-    def has_said(self, wanted: Sequence[str], *more: str) -> bool:
-        """Whether each of the texts was said to the customer so far or in `more`."""
-        said = [text.lower().replace(",", "") for text in [*self.said, *more]]
-        return all(any(text.lower() in one for one in said) for text in wanted)
+    def has_said(self, expected: Sequence[str], *more: str) -> bool:
+        """Whether each expected text is in a message to the user or in `more`."""
+        messages = [text.lower().replace(",", "") for text in [*self.messages, *more]]
+        return all(any(text.lower() in message for message in messages) for text in expected)
 
-    def _told(self, reply: str | ModelRequest | None) -> Observation:
+    def _observation(self, reply: str | ModelRequest | None) -> Observation:
         if isinstance(reply, ModelRequest):
             return Observation("", ask=reply)
         self.over = reply is None
@@ -182,13 +184,13 @@ class UserDialogue:
 
 
 class SupportEnv:
-    """An environment whose tasks are customers' cases."""
+    """An environment whose tasks are customer-support cases."""
 
     answers = ("tools",)
     judges = True
 
     def __init__(self, customers: UserSimulators, schemas: Sequence[Schema], policy: str) -> None:
-        self.customers, self.has_user, self.policy = customers, customers.talk, policy
+        self.customers, self.has_user, self.policy = customers, customers.has_dialogue, policy
         self.schemas = (*schemas, *(() if self.has_user else (DONE_SCHEMA,)))
         self._gold: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -197,17 +199,19 @@ class SupportEnv:
         return self.schemas
 
     def messages(self, ticket: str, opening: str) -> tuple[Message, ...]:
-        """A task's: the policy, and the case as a ticket or the customer's first words."""
+        """A task's messages: the policy, and the ticket or the customer's first message."""
         system, first = (
-            (TALK, opening) if self.has_user else (ALONE, f"<ticket>\n{ticket}\n</ticket>")
+            (DIALOGUE_PROMPT, opening)
+            if self.has_user
+            else (TICKET_PROMPT, f"<ticket>\n{ticket}\n</ticket>")
         )
         return (
             {"role": "system", "content": f"{system}\n<policy>\n{self.policy}\n</policy>"},
             {"role": "user", "content": first},
         )
 
-    def once(self, key: str, compute: Callable[[], Any]) -> Any:
-        """What the ground truth of a case changes, computed when it is first asked for."""
+    def cached(self, key: str, compute: Callable[[], Any]) -> Any:
+        """Return the cached value of a key, or compute it."""
         with self._lock:
             if key not in self._gold:
                 self._gold[key] = compute()
@@ -215,10 +219,10 @@ class SupportEnv:
 
 
 class SupportEpisode(Episode):
-    """One customer's case: the agent calls tools or talks, until somebody ends it."""
+    """One case: the agent calls tools or sends messages until the agent or the user ends it."""
 
     ends: tuple[str, ...] = ()
-    """Tools whose call ends the case, besides `done` where nobody listens."""
+    """Tools whose call ends the case. `done` does, too, if there is no user."""
 
     def __init__(self, user: User | None) -> None:
         self.talk = UserDialogue(user)
@@ -226,11 +230,11 @@ class SupportEpisode(Episode):
 
     @abstractmethod
     def call(self, call: ToolCall) -> tuple[str, bool]:
-        """What a tool says, and whether it failed."""
+        """Execute a tool call. Returns its text and whether it failed."""
 
     @abstractmethod
     def reward(self, *more: str) -> float:
-        """What the case is worth after what was said to the customer so far and `more`."""
+        """The case's reward after the dialogue so far plus the messages `more`."""
 
     def step(self, action: Action) -> Observation:
         if isinstance(action, Say):
@@ -238,7 +242,9 @@ class SupportEpisode(Episode):
         if isinstance(action, ModelReply):
             return self.talk.on_reply(action.text)
         if not isinstance(action, CallTools):
-            raise TypeError(f"{type(self).__name__} answers tool calls and messages, got {action}")
+            raise TypeError(
+                f"{type(self).__name__}: expected tool calls or a message, got {action}"
+            )
         texts, errors = [], 0
         for call in action.calls:
             self._done = call.name in self.ends or (call.name == DONE and self.talk.user is None)
@@ -253,5 +259,5 @@ class SupportEpisode(Episode):
         )
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`solved`: the benchmark's reward; 0.0 where nobody ended the case."""
+        """`solved`: the benchmark's reward, or 0.0 if nobody ended the case."""
         return {"solved": self.reward() if self._done or self.talk.over else 0.0}

@@ -1,7 +1,7 @@
-"""A simulated user beside any environment: what the policy says is answered, what it does is done.
+"""A simulated user in front of any environment (config key `env.user`).
 
-`env.user` puts one there. The environment has a user then: agents say to them what is neither an
-action nor an answer (Say), and their reply is a chat message of the role user.
+A turn of the agent that is neither an action nor an answer is a message to the user (Say). The
+user's reply is a chat message with the role user. Actions go to the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PERSON = (
 
 
 class DialogueEnv:
-    """An environment whose tasks come from a user who can be talked with; all else is its own."""
+    """Adds a simulated user to an environment and forwards everything else."""
 
     has_user = True
 
@@ -39,22 +39,22 @@ class DialogueEnv:
         return getattr(self.inner, name)
 
     def user_of(self, task: Task) -> User:
-        """The user who brings a task."""
+        """Make the user of a task."""
         texts = self.texts_of(task)
         if self._mode == "scripted":
             return ScriptedUser(texts, patience=0)
         return cast(User, self._users.of(task, texts, PERSON.format("\n".join(texts))))
 
     def texts_of(self, task: Task) -> Sequence[str]:
-        """What the task's column says of the user; errors as of user_of()."""
+        """The texts in the task's column `user`. Raises ValueError if it has none."""
         if not self._reads:
             return ()
-        given = task.spec.get("user")
-        texts = [given] if isinstance(given, str) else given
+        value = task.spec.get("user")
+        texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
             raise ValueError(
-                f"column 'user': expected what the user of task {task.id!r} says, a text or a list "
-                f"of texts, got {given!r:.80}"
+                f"column 'user': expected the messages of the user of task {task.id!r}, a text or "
+                f"a list of texts, got {value!r:.80}"
             )
         return texts
 
@@ -65,42 +65,42 @@ class DialogueEnv:
 
 
 class DialogueEpisode:
-    """An episode and its user; what is not here is the environment's episode's."""
+    """An episode and its user. Other attributes are forwarded to the environment's episode."""
 
     def __init__(self, episode: AnyEpisode, user: User, max_replies: int) -> None:
         self._episode: Any = episode
-        self._talk, self._left = UserDialogue(user), max_replies
-        self._said: Say | None = None
-        """What the user is yet to answer."""
+        self._talk, self._num_replies_left = UserDialogue(user), max_replies
+        self._pending: Say | None = None
+        """The message to which a model, as the user, must still reply."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._episode, name)
 
-    def _is_users(self, action: Action) -> bool:
+    def _is_for_user(self, action: Action) -> bool:
         return isinstance(action, Say) or (
-            isinstance(action, ModelReply) and self._said is not None
+            isinstance(action, ModelReply) and self._pending is not None
         )
 
-    def _answered(self, action: Action) -> Observation:
-        """What the user answers; a rollout that they end has what was said last as its answer."""
+    def _user_reply(self, action: Action) -> Observation:
+        """Get the user's reply. If the user ends the dialogue, the last message is the answer."""
         if isinstance(action, Say):
-            if self._left == 0:
+            if self._num_replies_left == 0:
                 return Observation("", done=True, answer=action.answer)
-            self._said = action
-            told = self._talk.say(action.text, satisfied=False)
+            self._pending = action
+            observation = self._talk.say(action.text, satisfied=False)
         else:
             assert isinstance(action, ModelReply)
-            told = self._talk.on_reply(action.text)
-        if told.ask is not None:
-            return told
-        said, self._said = self._said, None
-        assert said is not None
-        if told.done:
-            return replace(told, answer=said.answer)
-        self._left -= 1
-        return told
+            observation = self._talk.on_reply(action.text)
+        if observation.ask is not None:
+            return observation
+        message, self._pending = self._pending, None
+        assert message is not None
+        if observation.done:
+            return replace(observation, answer=message.answer)
+        self._num_replies_left -= 1
+        return observation
 
     def step(self, action: Action) -> Observation:
-        if self._is_users(action):
-            return self._answered(action)
+        if self._is_for_user(action):
+            return self._user_reply(action)
         return cast(Observation, run_sync(self._episode.step(action), LOOP))

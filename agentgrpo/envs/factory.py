@@ -1,11 +1,11 @@
 """Environments as classes whose public methods are tools, as in TRL's environment_factory.
 
     class Counter:
-        def reset(self, **row) -> str | None: ...   # a text is added to the question
+        def reset(self, **row) -> str | None: ...   # a text is appended to the question
         def add(self, n: int) -> int: ...           # a tool
-        def get_reward(self) -> float: ...          # optional: the environment's own reward
+        def get_reward(self) -> float: ...          # optional: the environment's reward
 
-One instance per rollout, so that nothing is shared between the members of a group.
+Each rollout has its own instance, so the rollouts of a group share no state.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from agentgrpo.actions import Action, Observation, Schema
 from agentgrpo.config.read import load_callable
 from agentgrpo.envs.base import Episode
 from agentgrpo.envs.runner import LOOP
-from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed, require_same
+from agentgrpo.envs.tools import Tool, Toolset, calls_of, observation_of, require_same
 from agentgrpo.support.user_calls import as_number, run_sync
 from agentgrpo.types import Task
 
 NOT_TOOLS = ("reset", "get_reward", "close", "tasks")
-NOT_SHOWN = "\0"
-"""In place of what reset returned: the task's prompt was not made by begin()."""
+UNKNOWN = "\0"
+"""Stands for the text of reset() if begin() did not make the task's prompt."""
 
 
 class FactoryEnv:
     """Episodes of a user's class.
 
     Args:
-        factory: the class, or `module:Class`; called without arguments for every rollout. Public
-            methods but reset, get_reward, close and tasks are tools; they may be coroutines. An
-            attribute `done` that becomes true ends the episode, an attribute `answer` is then what
-            was answered, and no further call of the turn is made. A static or class method
-            `tasks(split)` may give the tasks, as rows.
+        factory: the class, or `module:Class`; called without arguments for every rollout. All
+            public methods except reset, get_reward, close and tasks are tools; they may be
+            coroutines. If an attribute `done` becomes true, the episode ends with the attribute
+            `answer` as its answer, and the remaining calls of the turn are skipped. A static or
+            class method `tasks(split)` may return the tasks as rows.
 
     Raises:
-        ValueError: the class has no public methods, or one has a parameter without annotation.
+        ValueError: the class has no public methods, or a method's parameter has no annotation.
     """
 
     answers = ("tools",)
@@ -51,11 +51,11 @@ class FactoryEnv:
         if isinstance(factory, str):
             factory = load_callable(factory, key="env.options.factory")
         self._factory = factory
-        self._first = first = factory()  # tells of every task, and is played with by none
+        self._probe = probe = factory()  # resets every task for its prompt; no rollout uses it
         self._openings: dict[tuple[str, str], str | None] = {}
-        """What reset said of each task, by its id and its last message."""
-        self.judges = hasattr(first, "get_reward")
-        self._schemas = Toolset(_tools(first)).schemas
+        """Text of reset() for each task, by the task's id and last message."""
+        self.judges = hasattr(probe, "get_reward")
+        self._schemas = Toolset(_tools(probe)).schemas
         if not self._schemas:
             raise ValueError(f"factory: {factory} has no public methods, so no tools")
 
@@ -63,92 +63,101 @@ class FactoryEnv:
         return self._schemas
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The class's own rows; what reset says of each is shown at the end of its question."""
-        give = getattr(self._factory, "tasks", None)
-        if give is None:
+        """Make tasks from the class's rows, with the text of reset() appended to the questions."""
+        make_rows = getattr(self._factory, "tasks", None)
+        if make_rows is None:
             raise ValueError("env.options.factory: the class has no tasks(split)")
-        return [self.task(f"{split}/{i}", row) for i, row in enumerate(give(split))]
+        return [self.task(f"{split}/{i}", row) for i, row in enumerate(make_rows(split))]
 
     def task(self, id: str, row: Mapping[str, Any]) -> Task:
-        """A task from a row: its `question`, with what reset says; the whole row is the spec."""
-        asked = {"role": "user", "content": str(row.get("question", ""))}
-        return self.begin(Task(id=id, messages=(asked,), spec=dict(row)))
+        """Make a task from a row: its `question` plus the text of reset(). The row is the spec."""
+        question = {"role": "user", "content": str(row.get("question", ""))}
+        return self.begin(Task(id=id, messages=(question,), spec=dict(row)))
 
     def begin(self, task: Task) -> Task:
-        """The task with what reset says of it at the end of its last message."""
-        opening, again = _reset(self._first, task.spec), FactoryEpisode(self._factory(), task)
+        """Append the text of reset() to the task's last message.
+
+        Two instances are reset, to detect a class that returns another text each time.
+        """
+        opening, second_episode = (
+            _reset(self._probe, task.spec),
+            FactoryEpisode(self._factory(), task),
+        )
         try:
-            again.begin(opening)
+            second_episode.begin(opening)
         finally:
-            again.close()
+            second_episode.close()
         *before, last = task.messages
         content = "\n\n".join(text for text in (last["content"], opening) if text)
         self._openings[task.id, content] = opening
         return replace(task, messages=(*before, {**last, "content": content}))
 
     def reset(self, task: Task) -> FactoryEpisode:
-        """A new instance; its reset runs before its first step."""
-        shown = self._openings.get((task.id, task.messages[-1]["content"]), NOT_SHOWN)
+        """Make a new instance, to be reset before its first step."""
+        shown = self._openings.get((task.id, task.messages[-1]["content"]), UNKNOWN)
         return FactoryEpisode(self._factory(), task, shown)
 
 
 def _tools(instance: Any) -> list[Tool]:
     names = [name for name in dir(instance) if not name.startswith("_") and name not in NOT_TOOLS]
-    found = {
+    members = {
         name: getattr(instance, name, None) for name in names if not _is_property(instance, name)
     }
-    return [Tool(value, name) for name, value in found.items() if inspect.isroutine(value)]
+    return [Tool(value, name) for name, value in members.items() if inspect.isroutine(value)]
 
 
 def _is_property(instance: Any, name: str) -> bool:
-    """Whether to read an attribute runs the user's code, which may need reset() first."""
+    """Whether reading the attribute runs user code, which may need reset() first."""
     return isinstance(inspect.getattr_static(instance, name, None), property | cached_property)
 
 
 def _reset(instance: Any, row: Mapping[str, Any]) -> str | None:
-    said = instance.reset(**row) if hasattr(instance, "reset") else None
-    if inspect.iscoroutine(said):
-        said.close()
+    text = instance.reset(**row) if hasattr(instance, "reset") else None
+    if inspect.iscoroutine(text):
+        text.close()
         name = type(instance).__name__
-        raise ValueError(f"factory: {name}: reset runs before the loop does: no coroutine")
-    return None if said is None else str(said)
+        raise ValueError(
+            f"factory: {name}.reset: expected a function, got a coroutine function. It runs before "
+            "the event loop does"
+        )
+    return None if text is None else str(text)
 
 
 class FactoryEpisode(Episode):
-    """An instance of the class; its reset runs before all else."""
+    """One instance of the class. Its reset() runs before everything else."""
 
-    def __init__(self, instance: Any, task: Task, shown: str | None = NOT_SHOWN) -> None:
+    def __init__(self, instance: Any, task: Task, shown: str | None = UNKNOWN) -> None:
         self._toolset = Toolset(_tools(instance))
         self.environment, self._task, self._shown = instance, task, shown
-        """The instance, which reward functions in TRL's form may ask for."""
+        """The instance, which reward functions with TRL's signature may use."""
         self._begun = False
 
     def begin(self, shown: str | None) -> None:
-        """Reset the instance once; it must return what the prompt shows."""
+        """Reset the instance once. It must return the text that the prompt shows."""
         if not self._begun:
             self._begun, name = True, type(self.environment).__name__
             opening = _reset(self.environment, self._task.spec)
-            if shown != NOT_SHOWN:
+            if shown != UNKNOWN:
                 require_same(f"factory: {name}.reset({self._task.id})", shown, opening, "the row")
 
     def _call(self, name: str) -> Any:
-        """A method of the instance, if it has one."""
+        """Call a method of the instance if it exists."""
         return run_sync(getattr(self.environment, name, dict)(), LOOP)
 
     def step(self, action: Action) -> Observation:
-        """Call the methods of a turn in their order, until one ends the episode."""
+        """Call the methods of a turn in order until one ends the episode."""
         self.begin(self._shown)
-        answers = []
+        results = []
         for call in calls_of(action):
-            answers.append(self._toolset.call(call))
+            results.append(self._toolset.call(call))
             if getattr(self.environment, "done", False):
                 answer = getattr(self.environment, "answer", None)
                 answer = None if answer is None else str(answer)
-                return replace(observed(answers), done=True, answer=answer)
-        return observed(answers)
+                return replace(observation_of(results), done=True, answer=answer)
+        return observation_of(results)
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """What get_reward says: a number (part `environment`) or named parts."""
+        """The value of get_reward(): a number (part `environment`) or named parts."""
         self.begin(self._shown)
         value = self._call("get_reward")
         if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
-"""Programs graded by tests the policy never sees, in sandboxes that its own code never enters.
+"""Grade programs with hidden tests, in sandboxes that the policy's code never enters.
 
-A task's spec has `tests` (Python source that raises where the answer is wrong, or a list of such)
-or `cases`, a list of [stdin, expected stdout]. `names` says what the names under test are called in
-the answer; it may be left out where the tests use but one that they do not define, import from
-`solution`, or define check(candidate) and the spec has an `entry_point`.
+A task's spec has `tests` (Python source that raises if the answer is wrong, or a list of sources)
+or `cases`, a list of [stdin, expected stdout]. `names` maps the names under test to their names in
+the answer. It may be omitted if the tests use only one name that they do not define, if they import
+from `solution`, or if they define check(candidate) and the spec has an `entry_point`.
 """
 
 from __future__ import annotations
@@ -36,43 +36,43 @@ from agentgrpo.sandbox.grading.grade import (
 from agentgrpo.sandbox.isolation.template import Template
 from agentgrpo.types import Task
 
-BLOCK = re.compile(
+FENCED_BLOCK = re.compile(
     r"^(?:[ \t]*+(?:(?:[-*+>]|\d+\.)[ \t]++)?|[^\n`]*+(?=```(?i:py|python|)[ \t\r]*+$))"
     r"(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<language>[^\s`]*+)"
     r"[^\n`]*+\n(?P<text>.*?)(?:^[ \t]*+(?P=fence)|(?P=fence)[ \t\r]*+$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""A fenced block, of Python behind words too; one that is not closed ends with the answer."""
-PYTHON = re.compile(r"\{?\.?py(?:thon)?[\d.]*\}?", re.IGNORECASE)
-"""Python, as fences name it: py, Python3.11, {.python}."""
+"""A fenced block. A Python fence may follow text on its line. An open one ends with the answer."""
+PYTHON_LANGUAGE = re.compile(r"\{?\.?py(?:thon)?[\d.]*\}?", re.IGNORECASE)
+"""Names of Python in fences: py, Python3.11, {.python}."""
 GRADERS = 4
 
 
 class GradingPool:
-    """Sandboxes for grading alone: no rollout holds one, so that grading never waits long."""
+    """Sandboxes for grading only. Rollouts cannot hold them, so grading never waits long."""
 
     def __init__(
-        self, like: SandboxPool, *, template: Template | None = None, memory_mib: int = 0
+        self, template_pool: SandboxPool, *, template: Template | None = None, memory_mib: int = 0
     ) -> None:
-        self._like, self._template, self._memory_mib = like, template, memory_mib
-        self.places = threading.BoundedSemaphore(GRADERS)
-        """Held by who grades."""
+        self._rollout_pool, self._template, self._memory_mib = template_pool, template, memory_mib
+        self.slots = threading.BoundedSemaphore(GRADERS)
+        """Acquired while an answer is graded: at most GRADERS at the same time."""
         self._pool: SandboxPool | None = None
         self._lock = threading.Lock()
 
     def pool(self) -> SandboxPool:
-        """They, started at the first use."""
+        """The pool, which starts at the first use."""
         with self._lock:
             if self._pool is None:
-                limits = replace(self._like.limits, niceness=1)  # verdicts before rollouts
+                limits = replace(self._rollout_pool.limits, niceness=1)  # grading before rollouts
                 self._pool = SandboxPool(
                     limits=replace(limits, memory_mib=max(limits.memory_mib, self._memory_mib)),
-                    template=self._template or self._like.template,
+                    template=self._template or self._rollout_pool.template,
                     max_live=2 * GRADERS,
                     min_idle=0,
                     zygotes=1,
-                    allow_degraded=self._like.degraded,
-                    all_cpus=self._like.all_cpus,
+                    allow_degraded=self._rollout_pool.degraded,
+                    all_cpus=self._rollout_pool.all_cpus,
                 )
             return self._pool
 
@@ -84,7 +84,7 @@ class GradingPool:
 
 
 def partial_credit(share: float) -> dict[str, float]:
-    """`solved` for all of a task, `partial` for less.
+    """The part `solved` if the share of passed tests is 1, else the part `partial`.
 
     >>> partial_credit(1.0), partial_credit(0.5)
     ({'solved': 1.0, 'partial': 0.0}, {'solved': 0.0, 'partial': 0.5})
@@ -93,23 +93,22 @@ def partial_credit(share: float) -> dict[str, float]:
 
 
 TESTS_TIMEOUT_S = 10.0
-"""Seconds of a processor for all tests of an answer, or five times as many by the wall; of
-programs, while they run."""
+"""CPU seconds for all tests of an answer. The wall-clock limit is five times as long. For `cases`,
+only the time in which programs run counts."""
 
 
-MOST_TRIED, MOST_WEAK = 2000, 20
-"""Tasks of a list whose tests are run before a run begins, evenly spread: by programs that do
-nothing, and by those that always return one value.
-"""
+MAX_SAMPLED_TASKS, MAX_WEAK_SAMPLES = 2000, 20
+"""Number of tasks, evenly spread over the data, whose tests are checked before a run: with programs
+that do nothing, and with programs that always return one value."""
 
 
 class UnitTestEnv(PythonEnv):
     """Episodes of PythonEnv whose answer is a program.
 
     Args:
-        pool: where the policy's own code runs.
-        timeout_s: of one of its steps.
-        host_tools: as for PythonEnv; tests have none.
+        pool: sandboxes for the policy's code steps.
+        timeout_s: limit of one code step, in seconds.
+        host_tools: as for PythonEnv. Tests cannot call them.
         tests: Column of the tests, such as HumanEval's `test` and MBPP's `test_list`.
     """
 
@@ -123,51 +122,54 @@ class UnitTestEnv(PythonEnv):
         self.graders, self._column = GradingPool(pool), tests
 
     def tests_of(self, task: Task) -> tuple[Any, dict[str, Any]]:
-        """A task's tests, None if it has cases, and what they call names of the answer."""
-        named = {"names": task.spec.get("names"), "entry_point": task.spec.get("entry_point")}
-        return task.spec.get(self._column), named
+        """A task's tests (None if it has cases), and its `names` and `entry_point`."""
+        names = {"names": task.spec.get("names"), "entry_point": task.spec.get("entry_point")}
+        return task.spec.get(self._column), names
 
     def check_tasks(self, tasks: Sequence[Task]) -> str:
-        """Grade programs that do nothing by the tasks' tests. Returns what was tried.
+        """Run the tasks' tests on programs that do nothing. Returns a summary.
 
         Raises:
-            ValueError: tasks whose tests such a program passes, or that no program can pass.
+            ValueError: such a program passes a task's tests, or no program can pass them.
         """
-        faults, tested = [], []
+        faults, testable = [], []
         for task in tasks:
             try:
                 self.reset(task)
             except ValueError as error:
                 faults.append(str(error))
             else:
-                tested += [task] * (self.tests_of(task)[0] is not None)
-        tried = tested[:: -(-len(tested) // MOST_TRIED) or 1]
-        for task, fault in self._try(tried, STUBS):
-            faults += [f"task {task.id}: its 'tests' cannot judge: {fault}"] * bool(fault)
+                testable += [task] * (self.tests_of(task)[0] is not None)
+        sampled = testable[:: -(-len(testable) // MAX_SAMPLED_TASKS) or 1]
+        for task, fault in self._grade_stubs(sampled, STUBS):
+            faults += [f"task {task.id}: its 'tests' cannot grade: {fault}"] * bool(fault)
         if faults:
             raise ValueError(
-                f"{len(faults)} of {len(tasks)} tasks cannot be graded; remove or mend their rows "
+                f"{len(faults)} of {len(tasks)} tasks cannot be graded. Remove or fix their rows "
                 "(modules for the tests: sandbox.site_dirs):\n" + "\n".join(faults[:20])
             )
-        some = tried[:: -(-len(tried) // MOST_WEAK) or 1]
-        weak = [
+        weak_sample = sampled[:: -(-len(sampled) // MAX_WEAK_SAMPLES) or 1]
+        weak_ids = [
             task.id
-            for task, fault in self._try(some, CONSTANTS)
+            for task, fault in self._grade_stubs(weak_sample, CONSTANTS)
             if fault.startswith(TESTS_FAULTS["passed"])
         ]
-        named = f"; tests of {len(weak)} of {len(some)} pass a program that always returns one "
-        named += f"value, such as those of {', '.join(weak[:3])}: compare with what is expected"
+        warning = (
+            f"; tests of {len(weak_ids)} of {len(weak_sample)} accept a program that always returns "
+            f"one value, such as those of {', '.join(weak_ids[:3])}: compare with the expected value"
+        )
         return (
-            f"tests of {len(tried)} of {len(tested)} tasks tried: a program that does nothing fails"
-        ) + (named if weak else "")
+            f"checked the tests of {len(sampled)} of {len(testable)} tasks: a program that does "
+            "nothing fails them"
+        ) + (warning if weak_ids else "")
 
-    def _try(self, tasks: Sequence[Task], stubs: Sequence[str]) -> list[tuple[Task, str]]:
-        """Tasks, and what these programs show of their tests."""
-        rows = [(tests, *named.values()) for tests, named in map(self.tests_of, tasks)]
+    def _grade_stubs(self, tasks: Sequence[Task], stubs: Sequence[str]) -> list[tuple[Task, str]]:
+        """Run the tasks' tests on the stub programs. Returns each task with its tests' fault."""
+        rows = [(tests, *names.values()) for tests, names in map(self.tests_of, tasks)]
 
         def try_share(first: int) -> list[tuple[Task, str]]:
-            shown = faults_of_tests(self.graders.pool(), rows[first::GRADERS], stubs=stubs)
-            return [*zip(tasks[first::GRADERS], shown, strict=True)]
+            messages = faults_of_tests(self.graders.pool(), rows[first::GRADERS], stubs=stubs)
+            return [*zip(tasks[first::GRADERS], messages, strict=True)]
 
         with as_infra_error(), ThreadPoolExecutor(GRADERS) as threads:
             return [*itertools.chain(*threads.map(try_share, range(GRADERS)))]
@@ -205,26 +207,26 @@ class UnitTestEnv(PythonEnv):
 
 
 class UnitTestEpisode(PythonEpisode):
-    """One rollout."""
+    """An episode whose answer is graded in a separate sandbox."""
 
     _env: UnitTestEnv
     feedback = ""
-    """What was wrong with the answer, for a teacher."""
+    """Why the answer failed, for a teacher (config.teacher)."""
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`solved`: all tests pass; with cases, `partial` is the share of those that do."""
-        tests, named = self._env.tests_of(self._task)
-        names = {} if tests is None else names_of(tests, **named).names
-        code = program_in(answer, names.values())
+        """`solved`: all tests pass. With cases, `partial` is the share that passes."""
+        tests, name_options = self._env.tests_of(self._task)
+        functions = {} if tests is None else names_of(tests, **name_options).names
+        code = program_in(answer, functions.values())
         if code is None:
             self.feedback = "there is no answer"
             return {"solved": 0.0}
-        with self._env.graders.places:
+        with self._env.graders.slots:
             verdicts = self._grade(code)
         for verdict in verdicts:
             if verdict.infra_error:
                 raise InfrastructureError(verdict.reason)
-        failed = [without_tests(verdict.reason) for verdict in verdicts if not verdict.passed]
+        failed = [redacted_reason(verdict.reason) for verdict in verdicts if not verdict.passed]
         if failed:
             self.feedback = f"{len(failed)} of {len(verdicts)} hidden tests fail: {failed[0]}"
         return partial_credit(sum(verdict.passed for verdict in verdicts) / len(verdicts))
@@ -232,43 +234,43 @@ class UnitTestEpisode(PythonEpisode):
     def _grade(self, code: str) -> list[Verdict]:
         pool, limit, spec = self._env.graders.pool(), TESTS_TIMEOUT_S, self._spec
         with as_infra_error():
-            tests, named = self._env.tests_of(self._task)
+            tests, name_options = self._env.tests_of(self._task)
             if tests is not None:
-                return [check_tests(pool, code, tests, timeout_s=limit, **named)]
-            cases = [(str(given), str(expected)) for given, expected in spec["cases"]]
+                return [check_tests(pool, code, tests, timeout_s=limit, **name_options)]
+            cases = [(str(stdin), str(expected)) for stdin, expected in spec["cases"]]
             return check_all(pool, code, cases, timeout_s=limit)
 
 
-def without_tests(reason: str) -> str:
-    """Why a program failed, and nothing of what is hidden: not what a test says or gives it."""
+def redacted_reason(reason: str) -> str:
+    """Why a program failed, without hidden data: no messages and inputs of tests."""
     if reason.startswith(("the code did not run", "still running", "not run")):
-        return reason[:2000]  # of the program's own code
+        return reason[:2000]  # an error in the program itself
     last = reason.rpartition("Traceback (most recent call last):\n")[2]
     names = re.findall(r"^\w+(?=:|$)", last, re.MULTILINE)
-    raised = [name for name in names if isinstance(getattr(builtins, name, None), type)]
-    return raised[0] if raised else "it gives nothing, or something else"
+    exceptions = [name for name in names if isinstance(getattr(builtins, name, None), type)]
+    return exceptions[0] if exceptions else "it gives nothing, or something else"
 
 
 def program_in(answer: str | None, names: Iterable[str] = ()) -> str | None:
-    r"""The program of an answer: its last block that says Python, else the last that names no
-    language, else all of it; None if there is none. Blocks that define more of the names under test
-    go before those that use them.
+    r"""Extract the program from an answer: its last Python block, else its last block without a
+    language, else the whole answer. None: the answer is empty. Blocks that define more of the names
+    under test take precedence.
 
     >>> program_in("For\n```text\n1\n```\n:\n```Python\nprint(1)\n```\nIt prints\n```\n1\n```")
     'print(1)\n'
     """
     if answer is None or not answer.strip():
         return None
-    asked = "|".join(re.findall(r"^\w+", "\n".join(map(str, names)), re.MULTILINE)) or "(?!)"
+    wanted_names = "|".join(re.findall(r"^\w+", "\n".join(map(str, names)), re.MULTILINE)) or "(?!)"
     defines = re.compile(
-        rf"^[ \t]*+(?:(?:async +)?def +|class +|(?=\w+ *(?::[^=\n]+)?=[^=]))({asked})\b",
+        rf"^[ \t]*+(?:(?:async +)?def +|class +|(?=\w+ *(?::[^=\n]+)?=[^=]))({wanted_names})\b",
         re.MULTILINE,
     )
     last: dict[bool, tuple[int, str]] = {}
-    for block in BLOCK.finditer(answer):
-        text, python = block["text"], bool(PYTHON.fullmatch(block["language"]))
-        if text.strip() and (python or not block["language"]):
-            found = len({*defines.findall(text)}), text
-            last[python] = max(found, last.get(python, found), key=itemgetter(0))
+    for block in FENCED_BLOCK.finditer(answer):
+        text, is_python = block["text"], bool(PYTHON_LANGUAGE.fullmatch(block["language"]))
+        if text.strip() and (is_python or not block["language"]):
+            candidate = len({*defines.findall(text)}), text
+            last[is_python] = max(candidate, last.get(is_python, candidate), key=itemgetter(0))
     _, text = last.get(True) or last.get(False) or (0, answer)
     return textwrap.dedent(text) if text.lstrip("\n")[:1].isspace() else text

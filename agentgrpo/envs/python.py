@@ -1,7 +1,8 @@
-"""An interpreter in the sandbox: each rollout has its own session, whose state persists or not.
+"""Interpreters in the sandbox. Each rollout has its own session, stateful or stateless.
 
-What a task may bring in its spec: `files`, {path: text}, is put into the session before the first
-code; `expected_files`, {path: text}, is compared with what lies there in the end (reward `files`).
+Optional keys of a task's spec: `files`, {path: text}, is written into the session before the first
+code; `expected_files`, {path: text}, is compared with the session's files at the end (reward
+`files`).
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from agentgrpo.sandbox.session.step_result import StepError, StepResult, StepSta
 from agentgrpo.types import Task
 
 MAX_CHARS = 20_000
-"""Of each part of what is shown; a longer one keeps its head and its tail."""
+"""Limit of each section of an observation. A longer one keeps its head and its tail."""
 DIVERGED = "\n(the step that was repeated made other calls of functions of the host)"
 RESTARTED = "(the interpreter was restarted: its variables are gone)"
 
 
 @contextmanager
 def as_infra_error() -> Iterator[None]:
-    """What the sandbox raises within is an InfrastructureError."""
+    """Convert exceptions of the sandbox to InfrastructureError."""
     try:
         yield
     except SandboxException as error:
@@ -42,21 +43,21 @@ def as_infra_error() -> Iterator[None]:
 
 
 class SandboxEpisode(Episode):
-    """What one rollout uses of the sandbox: sessions, one by one, and functions of the host."""
+    """An episode that uses the sandbox: one session after another, and host functions."""
 
     def __init__(self, pool: SandboxPool, host_tools: HostTools | None) -> None:
         self._pool = pool
         self._host = None if host_tools is None else host_tools.begin()
         self._session: Session | None = None
         self._image: Image | None = None
-        """What _begin() starts from; None: the pool's own."""
+        """The image from which _begin() starts a session. None: the pool's image."""
         self._cpu = 0.0
         self._diverged = ""
-        """What is said of a repeated step that made other calls, so that it shows something else
-        than the step that it repeats."""
+        """Note for a repeated step that made other host calls than the original step. It makes the
+        observation differ, so that the branch is discarded."""
 
     def recall(self, memory: tuple[HostCall, ...] | None) -> None:
-        """The next step repeats one of another episode: it is told the same answers of the host."""
+        """Make the next step return the host results of the step that it repeats."""
         if self._host is not None:
             self._host.replay_answers(memory or ())
 
@@ -66,20 +67,20 @@ class SandboxEpisode(Episode):
             self._session = None
 
     def _begin(self) -> Session:
-        """A session of the pool. Raises what acquire() does."""
+        """Acquire a session from the pool. Raises what acquire() raises."""
         self._session = session = self._pool.acquire(self._image, host=self._host)
         self._host, self._cpu = session.host, session.cpu_seconds()
         return session
 
     def _used(self, result: StepResult) -> dict[str, float]:
-        """What a step has used, by the names of Rollout.stats (docs/rollouts.md)."""
+        """The resources that a step used, by their names in Rollout.stats (docs/rollouts.md)."""
         assert self._session is not None
-        before, self._cpu = self._cpu, self._session.cpu_seconds()
+        previous_cpu, self._cpu = self._cpu, self._session.cpu_seconds()
         calls = result.host_calls
         size = result.stdout_bytes + result.stderr_bytes + sum(call.size for call in calls)
         counts = {
             "sandbox_wall_s": result.wall_s,
-            "sandbox_cpu_s": max(result.cpu_s, self._cpu - before),
+            "sandbox_cpu_s": max(result.cpu_s, self._cpu - previous_cpu),
             "sandbox_bytes": float(size),
         }
         if self._host is None:
@@ -97,8 +98,8 @@ class PythonEnv:
     """Episodes whose actions are code steps, in Python, bash or Node.js.
 
     Args:
-        pool: where sessions come from; the caller closes it.
-        timeout_s: wall-clock seconds of one step.
+        pool: source of sessions; the caller closes it.
+        timeout_s: wall-clock limit of one step, in seconds.
         stateless: every step has a fresh session. Otherwise variables and files live as long as
             the rollout.
         host_tools: functions of this process that the code may call (sandbox.host_tools).
@@ -118,21 +119,21 @@ class PythonEnv:
         self.stateless = stateless
 
     def require_language(self, language: str) -> None:
-        """That sessions can run code in this language."""
+        """Check that sessions can run this language. Raises ValueError if not."""
         try:
             command_of(language, jail_places(self.pool.template), self.pool.limits)
         except SandboxException as error:
             raise ValueError(f"language: {error}") from error
 
     def reset(self, task: Task) -> PythonEpisode:
-        """An episode without a session yet: most rollouts that never run code need none."""
+        """Make an episode. Its session starts with the first code, so some never need one."""
         return PythonEpisode(self, task)
 
 
 class PythonEpisode(SandboxEpisode):
-    """One rollout's interpreters."""
+    """The interpreters of one rollout."""
 
-    directory: str | None = None  # where those besides Python's start; None: at home
+    directory: str | None = None  # start directory of bash and Node.js; None: the home directory
     restarted = RESTARTED
 
     def __init__(self, env: PythonEnv, task: Task) -> None:
@@ -141,9 +142,9 @@ class PythonEpisode(SandboxEpisode):
         self._contexts: dict[str, Session] = {}
 
     def step(self, action: Action) -> Observation:
-        """Run the code; a session that died is replaced, and the policy is told so."""
+        """Run the code. A session that died is replaced, with a note to the policy."""
         if not isinstance(action, RunCode):
-            raise TypeError(f"the environment runs code, got {action}")
+            raise TypeError(f"env.kind = 'python': expected code, got {action}")
         result = self._run(action)
         if result.status == "infra_error":
             raise InfrastructureError(render(result))
@@ -163,34 +164,34 @@ class PythonEpisode(SandboxEpisode):
         )
 
     def snapshot(self) -> Fork | None:
-        """A copy of a session of an image in which only commands have run."""
+        """Copy a session of an image, if only shell commands have run in it."""
         if self._session is None or self._contexts or self._env.stateless:
             return None
         with as_infra_error():
             return fork(self._session, self._pool)
 
     def resume(self, copy: Fork) -> bool:
-        """Begin with a copied session."""
-        own, self._image = self._image, copy.image
+        """Start with a copied session."""
+        previous_image, self._image = self._image, copy.image
         try:
             with as_infra_error():
                 if copy.restore(self._begin()):
                     return True
         finally:
-            self._image = own  # where it begins again if its session dies
+            self._image = previous_image  # a session that replaces this one starts from it
         self.close()
         return False
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`files`: 1.0 if all expected files of the task's spec are there as they should be."""
+        """`files`: 1.0 if all `expected_files` of the task's spec have the expected content."""
         expected: Mapping[str, str] = self._spec.get("expected_files", {})
         if not expected:
             return {}
-        found = {path: self.read(path) for path in expected} if self._session else {}
-        return {"files": float(found == dict(expected))}
+        contents = {path: self.read(path) for path in expected} if self._session else {}
+        return {"files": float(contents == dict(expected))}
 
     def read(self, path: str) -> str | None:
-        """Download a text file of the session; None if there is none."""
+        """Read a text file of the session. None if it cannot be read."""
         if self._session is None:
             return None
         try:
@@ -198,7 +199,7 @@ class PythonEpisode(SandboxEpisode):
                 return files.read(path)
         except SandboxInfraError as error:
             raise InfrastructureError(str(error)) from error
-        except SandboxException:  # none, a directory, too large, the session is over ...
+        except SandboxException:  # missing, a directory, too large, the session has ended, ...
             return None
 
     def _run(self, action: RunCode) -> StepResult:
@@ -210,11 +211,13 @@ class PythonEpisode(SandboxEpisode):
             session = self._interpreter(self._session, action.language)
         except SandboxInfraError as error:
             raise InfrastructureError(str(error)) from error
-        except SandboxException as error:  # the session's own code leaves no room for it
-            ended = self._session.step("")
-            said = StepError(type(error).__name__, str(error), "")
+        except SandboxException as error:  # the policy's processes used up the session's limits
+            probe = self._session.step("")
+            error_of_start = StepError(type(error).__name__, str(error), "")
             return (
-                ended if ended.status != "ok" else StepResult(status=StepStatus.ERROR, error=said)
+                probe
+                if probe.status != "ok"
+                else StepResult(status=StepStatus.ERROR, error=error_of_start)
             )
         return session.step(action.code, timeout_s=self._env.timeout_s)
 
@@ -241,19 +244,19 @@ class PythonEpisode(SandboxEpisode):
 
 
 def render(result: StepResult) -> str:
-    """What a person at a terminal would have seen of a step, without the traceback's frames."""
+    """Format a step's output as in a terminal, without the traceback's frames."""
     parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n"), result.value or ""]
     timed_out = result.status in ("timeout", "timeout_killed")
     if result.error is not None and not timed_out:
         parts.append(f"{result.error.name}: {result.error.value}".rstrip(": "))
     elif result.status != "ok":
         parts.append(f"Error: {result.status.replace('_', ' ')}")
-    shown = [head_and_tail(text, MAX_CHARS) for text in parts if text]
-    return "\n".join(shown) or "(no output)"
+    sections = [head_and_tail(text, MAX_CHARS) for text in parts if text]
+    return "\n".join(sections) or "(no output)"
 
 
 def head_and_tail(text: str, max_chars: int) -> str:
-    r"""Text cut to max_chars, head and tail kept, the cut marked.
+    r"""Shorten a text to max_chars by removing its middle, with a note.
 
     >>> head_and_tail("abcdefgh", 4)
     'ab\n... 4 characters left out ...\ngh'

@@ -1,4 +1,4 @@
-"""Python in the sandbox and a search (envs/search.py) in one episode."""
+"""An environment with both Python in the sandbox and a search (envs/search.py)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class TaggedEnv(Search):
     """Episodes with a Python interpreter and, given a corpus or a retriever, a search.
 
     Args:
-        pool: where interpreters come from; the caller closes it.
-        timeout_s: wall-clock seconds of one code step.
+        pool: source of sessions; the caller closes it.
+        timeout_s: wall-clock limit of one code step, in seconds.
         host_tools: as for PythonEnv.
-        search: what it finds texts in, by the options of env.kind = "search".
-        models: the run's, by name.
-        retrievers: the run's, by name.
-        load_encoder: from folder and pooling to what encodes.
+        search: options of the search, as for env.kind = "search".
+        models: the run's models by name.
+        retrievers: the run's retrievers by name.
+        load_encoder: (folder, pooling) -> text encoder.
 
     Raises:
-        FileNotFoundError, ValueError: as Search.
+        FileNotFoundError, ValueError: as for Search.
     """
 
     answers = ("code", "search")
@@ -48,30 +48,30 @@ class TaggedEnv(Search):
         self._python = PythonEnv(pool, timeout_s, host_tools=host_tools)
 
     def reset(self, task: Task) -> TaggedEpisode:
-        """An interpreter, and a search where there is one."""
+        """Make an episode. It has a search if there is a corpus or a retriever."""
         search = self.episode(task) if self.searches else None
         return TaggedEpisode(self._python.reset(task), search)
 
 
 class TaggedEpisode:
-    """One rollout's interpreter and searches."""
+    """The interpreter and searches of one rollout."""
 
     def __init__(self, python: PythonEpisode, search: SearchEpisode | None) -> None:
         self._python, self._search = python, search
-        self._recalled: tuple[Any, ...] = ()
+        self._memories: tuple[Any, ...] = ()
 
     def recall(self, memory: Any) -> None:
-        self._recalled = (memory,)
+        self._memories = (memory,)
 
     def step(self, action: Action) -> Observation:
-        """Run code (the value of its last expression is shown) or search."""
-        does = self._search if isinstance(action, CallTools) else self._python
-        if does is None:
+        """Run code (the observation shows the value of its last expression) or search."""
+        episode = self._search if isinstance(action, CallTools) else self._python
+        if episode is None:
             return Observation("Error: there is no search here", failed=True)
-        for memory in self._recalled:
-            does.recall(memory)
-        self._recalled = ()
-        return does.step(action)
+        for memory in self._memories:
+            episode.recall(memory)
+        self._memories = ()
+        return episode.step(action)
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         return self._python.finish(answer)

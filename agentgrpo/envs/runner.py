@@ -1,11 +1,11 @@
-"""Where episodes run: blocking ones on threads, asynchronous ones on one event loop.
+"""Run episodes: blocking ones on threads, asynchronous ones on one event loop of the process.
 
-The loop is the process's: clients that outlive an episode, as a judge's, keep their connections.
+Clients that outlive an episode, such as a judge's, keep their connections on that loop.
 
-However an episode is written, its calls have one limit. One that takes longer, and one whose
-network fails (TimeoutError, ConnectionError), is an InfrastructureError: its rollout is played
-again or leaves its group. A coroutine is then cancelled. A thread cannot be: it is left to itself,
-another may begin in its place, and should it come back its episode is closed.
+All calls have the same time limit. A call that exceeds it, or that fails with TimeoutError or
+ConnectionError, is an InfrastructureError: its rollout is retried or leaves its group. A coroutine
+is then cancelled. A thread cannot be cancelled: it is abandoned, another thread may take its place,
+and its episode is closed if the call ever returns.
 """
 
 from __future__ import annotations
@@ -35,44 +35,47 @@ from agentgrpo.support.user_calls import (
 )
 
 LOOP = "episodes"
-"""The loop of all that environments await."""
-Of = tuple[str | None, int | None]
-"""The id of a task, and the place of a rollout in its group."""
+"""Name of the event loop for coroutines of environments."""
+RolloutId = tuple[str | None, int | None]
+"""A task's id and the rollout's index in its group."""
 
 
 class EpisodeRunner:
-    """Starts what episodes do and hands out its future; who has begun something waits for it.
+    """Starts calls of episodes and returns their futures.
 
-    Of blocking steps max_threads run at once; one call may take limit_s seconds, None: any.
+    At most max_threads blocking calls run at the same time. limit_s: time limit of one call, in
+    seconds; None: no limit.
     """
 
     def __init__(self, max_threads: int, limit_s: float | None = None) -> None:
         self._places = threading.Semaphore(max_threads)
         self._limit_s = limit_s
 
-    def step(self, episode: AnyEpisode, action: Action, of: Of = (None, None)) -> Future[Any]:
-        """Begin a step; gives its Observation."""
+    def step(
+        self, episode: AnyEpisode, action: Action, of: RolloutId = (None, None)
+    ) -> Future[Any]:
+        """Start a step. The result is its Observation."""
         return self._start(episode, of, episode.step, action, read=checked_observation)
 
     def snapshot(
-        self, episode: Any, keep: Callable[[Any], Any], of: Of = (None, None)
+        self, episode: Any, keep: Callable[[Any], Any], of: RolloutId = (None, None)
     ) -> Future[Any]:
-        """Begin to copy an episode (envs/base.py); gives what keep(copy) returns."""
+        """Start copying an episode (envs/base.py). The result is keep(copy)."""
         return self._start(episode, of, episode.snapshot, read=keep)
 
     def replay(
-        self, episode: AnyEpisode, actions: Sequence[tuple[Action, Any]], of: Of = (None, None),
-        copy: Any = None,
+        self, episode: AnyEpisode, actions: Sequence[tuple[Action, Any]],
+        of: RolloutId = (None, None), copy: Any = None,
     ) -> Future[list[Observation] | None]:  # fmt: skip
-        """Begin to carry out actions one after another, as they were in another episode.
+        """Start repeating the actions of another episode.
 
-        Each comes with the memory of its observation, which recall(), if there is one, is told.
-        None: the episode resumed from a copy of the other one instead.
+        Each action comes with the `memory` of its observation, which is passed to recall() if the
+        episode has it. The result is None if the episode resumed from a copy instead.
         """
-        run = _replay_async if _is_async(episode.step) else _replay
+        replay = _replay_async if _is_async(episode.step) else _replay
         return self._start(
-            episode, of, run, episode, actions, copy, called=episode.step,
-            read=lambda told: told and [checked_observation(one) for one in told],
+            episode, of, replay, episode, actions, copy, called=episode.step,
+            read=lambda observations: observations and [*map(checked_observation, observations)],
         )  # fmt: skip
 
     def ask(
@@ -80,59 +83,59 @@ class EpisodeRunner:
         episode: AnyEpisode,
         speaker: Callable[[ModelRequest], str],
         ask: ModelRequest,
-        of: Of = (None, None),
+        of: RolloutId = (None, None),
     ) -> Future[str]:
-        """Begin to have another model say what an episode asks for; gives its reply."""
+        """Start a request of the episode to another model. The result is the model's reply."""
         return self._start(episode, of, speaker, ask)
 
     def finish(
-        self, episode: AnyEpisode, answer: str | None, of: Of = (None, None)
+        self, episode: AnyEpisode, answer: str | None, of: RolloutId = (None, None)
     ) -> Future[Mapping[str, float]]:
-        """Begin the end of an episode: its rewards, then, whatever their outcome, its closing."""
+        """Start the end of an episode: get its rewards and close it, also after an error."""
         waits = _is_async(episode.finish) or _is_async(episode.close)
-        run = _finish_async if waits else _finish
+        finish = _finish_async if waits else _finish
         return self._start(
-            episode, of, run, episode, answer, called=episode.finish, read=checked_rewards
+            episode, of, finish, episode, answer, called=episode.finish, read=checked_rewards
         )
 
-    def close(self, episode: AnyEpisode, of: Of = (None, None)) -> Future[None]:
-        """Begin to close an episode that did not come to its end."""
+    def close(self, episode: AnyEpisode, of: RolloutId = (None, None)) -> Future[None]:
+        """Start closing an episode that did not end by finish()."""
         return self._start(episode, of, episode.close)
 
     def _start(
-        self, episode: AnyEpisode, of: Of, function: Callable[..., Any], *args: Any,
+        self, episode: AnyEpisode, of: RolloutId, function: Callable[..., Any], *args: Any,
         called: Any = None, read: Callable[[Any], Any] = lambda result: result,
     ) -> Future[Any]:  # fmt: skip
         future: Future[Any] = Future()
         work = _Work(future, episode, called or function, read, of, self._limit_s)
         if _is_async(function):
-            future.set_running_or_notify_cancel()  # it has begun: it cannot be taken back
-            asyncio.run_coroutine_threadsafe(work.wait(function, *args), event_loop(LOOP))
+            future.set_running_or_notify_cancel()  # from here on, future.cancel() has no effect
+            asyncio.run_coroutine_threadsafe(work.run_async(function, *args), event_loop(LOOP))
         else:
-            # threading's start() waits for the thread to run: a millisecond where hundreds do
-            _thread.start_new_thread(work.run, (self._places, function, *args))
+            # Thread.start() waits until the thread runs: a millisecond with hundreds of threads
+            _thread.start_new_thread(work.run_blocking, (self._places, function, *args))
         return future
 
 
 class _Nothing(Episode):
     def step(self, action: Action) -> Observation:
-        raise TypeError("there is no environment that could do anything")
+        raise TypeError("this rollout has no environment, so it cannot take an action")
 
 
 NOTHING = _Nothing()
-"""The episode of a rollout that has no environment, or none yet."""
+"""The episode of a rollout without an environment, or before it has one."""
 
 
-def checked_episode(made: Any) -> AnyEpisode:
-    """What reset() returned."""
-    if not all(callable(getattr(made, name, None)) for name in ("step", "finish", "close")):
-        raise WrongResult(f"expected an episode: step(), finish(), close(), got {made!r:.80}")
-    return made  # type: ignore[no-any-return]
+def checked_episode(episode: Any) -> AnyEpisode:
+    """Check the return value of reset()."""
+    if not all(callable(getattr(episode, name, None)) for name in ("step", "finish", "close")):
+        raise WrongResult(f"expected an episode: step(), finish(), close(), got {episode!r:.80}")
+    return episode  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def networks_fault(called: Any) -> Iterator[None]:
-    """A TimeoutError or ConnectionError that an environment raises is an InfrastructureError."""
+def network_errors_as_infra_errors(called: Any) -> Iterator[None]:
+    """Convert an environment's TimeoutError or ConnectionError to InfrastructureError."""
     try:
         yield
     except UserCodeError as error:
@@ -141,71 +144,75 @@ def networks_fault(called: Any) -> Iterator[None]:
         if isinstance(error.__cause__, TimeoutError | ConnectionError):
             raise InfrastructureError(str(error)) from error
         raise
-    except (TimeoutError, ConnectionError) as error:  # of a shipped one
+    except (TimeoutError, ConnectionError) as error:  # raised by a shipped environment
         raise InfrastructureError(f"{name_of(called)} {describe_error(error)}") from error
 
 
 class Abandoned(InfrastructureError):
-    """A call has not come back. Who has it closes the episode, should it ever come back."""
+    """A call exceeded its limit. Its thread closes the episode if the call ever returns."""
 
 
 class _Work:
-    """One call of an episode's: `future` is told its outcome, once, which `read` makes of it."""
+    """One call of an episode. Sets `future` once, to read(result) or an exception."""
 
     def __init__(
         self, future: Future[Any], episode: AnyEpisode, called: Any, read: Callable[[Any], Any],
-        of: Of, limit_s: float | None,
+        of: RolloutId, limit_s: float | None,
     ) -> None:  # fmt: skip
         self._future, self._episode, self._called = future, episode, called
         self._read, self._limit_s = read, limit_s
         self._task, self._rollout = of
         self._lock = threading.Lock()
 
-    def run(self, places: threading.Semaphore, function: Callable[..., Any], *args: Any) -> None:
+    def run_blocking(
+        self, places: threading.Semaphore, function: Callable[..., Any], *args: Any
+    ) -> None:
         places.acquire()
         if not self._future.set_running_or_notify_cancel():
             places.release()
             return
 
-        def late(said: str) -> None:
-            if self._end(None, Abandoned(said)):
+        def on_timeout(message: str) -> None:
+            if self._set_outcome(None, Abandoned(message)):
                 places.release()
 
         error = result = None
         try:
-            with self._named(limit_s=self._limit_s, late=late):
+            with self._error_context(limit_s=self._limit_s, late=on_timeout):
                 result = self._read(run_sync(function(*args), LOOP, self._limit_s))
-        except BaseException as raised:
-            error = raised
-        in_time = self._end(result, error)
+        except BaseException as exception:
+            error = exception
+        in_time = self._set_outcome(result, error)
         if in_time:
             places.release()
-        if self._is_left(in_time, error) and function != _finish:
+        if self._must_close(in_time, error) and function != _finish:
             run_sync(self._episode.close(), LOOP)
 
-    async def wait(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> None:
-        """Await a coroutine of this function. What keeps the loop for itself ends the command."""
+    async def run_async(
+        self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any
+    ) -> None:
+        """Await the function's coroutine. One that blocks the event loop ends the command."""
         error = result = None
         try:
-            with self._named(limit_s=self._limit_s and 2 * self._limit_s):
+            with self._error_context(limit_s=self._limit_s and 2 * self._limit_s):
                 result = self._read(await await_within(self._limit_s, function(*args)))
-        except BaseException as raised:
-            error = raised
-        if self._is_left(self._end(result, error), error) and function != _finish_async:
-            await settled(self._episode.close())
+        except BaseException as exception:
+            error = exception
+        if self._must_close(self._set_outcome(result, error), error) and function != _finish_async:
+            await await_if_needed(self._episode.close())
 
     @contextlib.contextmanager
-    def _named(self, **limit: Any) -> Iterator[None]:
+    def _error_context(self, **limit: Any) -> Iterator[None]:
         call = user_call(self._called, task=self._task, rollout=self._rollout, **limit)
-        with networks_fault(self._called), call:
+        with network_errors_as_infra_errors(self._called), call:
             yield
 
-    def _is_left(self, in_time: bool, error: BaseException | None) -> bool:
-        """Whether nobody else closes the episode now."""
+    def _must_close(self, in_time: bool, error: BaseException | None) -> bool:
+        """Whether this call must close the episode, because the caller has given it up."""
         return (not in_time or isinstance(error, Abandoned)) and self._called != self._episode.close
 
-    def _end(self, result: Any, error: BaseException | None) -> bool:
-        """Tell the future, if it has not been told."""
+    def _set_outcome(self, result: Any, error: BaseException | None) -> bool:
+        """Set the future's outcome. Returns False if it was set before, by the time limit."""
         with self._lock:
             if self._future.done():
                 return False
@@ -220,7 +227,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function)
 
 
-def _recalled(episode: Any, actions: Sequence[tuple[Action, Any]]) -> Iterator[Action]:
+def _actions_with_recall(episode: Any, actions: Sequence[tuple[Action, Any]]) -> Iterator[Action]:
     recall = getattr(episode, "recall", None)
     for action, memory in actions:
         if recall is not None:
@@ -233,15 +240,17 @@ def _replay(
 ) -> list[Observation] | None:
     if copy is not None and run_sync(episode.resume(copy), LOOP):
         return None
-    return [run_sync(episode.step(action), LOOP) for action in _recalled(episode, actions)]
+    return [
+        run_sync(episode.step(action), LOOP) for action in _actions_with_recall(episode, actions)
+    ]
 
 
 async def _replay_async(
     episode: Any, actions: Sequence[tuple[Action, Any]], copy: Any
 ) -> list[Observation] | None:
-    if copy is not None and await settled(episode.resume(copy)):
+    if copy is not None and await await_if_needed(episode.resume(copy)):
         return None
-    return [await episode.step(action) for action in _recalled(episode, actions)]
+    return [await episode.step(action) for action in _actions_with_recall(episode, actions)]
 
 
 def _finish(episode: Any, answer: str | None) -> Any:
@@ -253,11 +262,11 @@ def _finish(episode: Any, answer: str | None) -> Any:
 
 async def _finish_async(episode: Any, answer: str | None) -> Any:
     try:
-        return await settled(episode.finish(answer))
+        return await await_if_needed(episode.finish(answer))
     finally:
-        await settled(episode.close())
+        await await_if_needed(episode.close())
 
 
-async def settled(value: Any) -> Any:
-    """The value, awaited if need be: of an episode only some methods may be coroutines."""
+async def await_if_needed(value: Any) -> Any:
+    """Await a value if it is awaitable: only some methods of an episode may be coroutines."""
     return await value if inspect.isawaitable(value) else value

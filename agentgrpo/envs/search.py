@@ -1,8 +1,8 @@
-"""Search: by words (BM25) or by meaning in the user's own texts, or by a retriever's server.
+"""Search in the user's texts (BM25 or dense vectors), or by a retriever's server.
 
-A corpus is JSON lines with `id`, `title` and `text`. By words it is searched by SQLite's FTS5, by
-meaning with the vectors of an encoder (models/text_encoder.py); both are deterministic. A retriever
-is an endpoint (models/endpoints.py); what it, web pages and a summarizer answer can be kept in a
+A corpus is JSON lines with `id`, `title` and `text`. BM25 uses SQLite's FTS5; dense search uses the
+vectors of a text encoder (models/text_encoder.py). Both are deterministic. A retriever is an
+endpoint (models/endpoints.py). Results of a retriever, web pages and summaries can be cached in a
 file. The policy calls search(query) as a tool.
 """
 
@@ -31,17 +31,17 @@ from typing_extensions import TypedDict
 from agentgrpo.actions import Action, InfrastructureError, Observation, Schema
 from agentgrpo.config.section import Positive, Section, UserPath
 from agentgrpo.envs.base import Episode
-from agentgrpo.envs.tools import Answer, Tool, Toolset, calls_of, observed
+from agentgrpo.envs.tools import Tool, ToolResult, Toolset, calls_of, observation_of
 from agentgrpo.support.atomic_files import numbered_rows
 from agentgrpo.types import Task
 
 WORD = re.compile(r"\w+")
 MAX_WORDS = 32
-BUSY_S = 60.0
-"""How long a file of kept answers may be locked by other processes."""
+LOCK_TIMEOUT_S = 60.0
+"""How long to wait for a cache file that other processes have locked."""
 MAX_QUERY = 2000
-"""Characters of a query; what is longer might be refused by a server, which would be the machine's
-fault."""
+"""Maximum characters of a query. A server might reject a longer one, which would count as an
+infrastructure error."""
 SUMMARY = (
     "Question: {question}\n\nA search for {query!r} found these texts:\n\n{texts}\n\nWrite down "
     "what they say that helps to answer the question, with names and numbers as they say them, in "
@@ -54,56 +54,56 @@ Find = Callable[[str, int], list[Text]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """What a search knows of the rollout that it is for."""
+class _Context:
+    """The rollout for which a search runs."""
 
     question: str
-    asked: list[str] = field(default_factory=list)
-    """What had to be asked elsewhere: documents, page, summary."""
+    requests: list[str] = field(default_factory=list)
+    """Requests that the cache could not answer: documents, page, summary."""
 
 
-_step: ContextVar[_Step] = ContextVar("step")
+_context: ContextVar[_Context] = ContextVar("step")
 
 
 class Dense(Section):
-    """A search by meaning."""
+    """Dense search with a text encoder."""
 
     encoder: UserPath
-    """Folder of a text encoder, as transformers loads it."""
+    """Folder of a text encoder in transformers' format."""
     pooling: Literal["mean", "cls", "last"] = "mean"
-    """Which of a text's hidden states are its vector: their mean, the first, the last."""
+    """How a text's hidden states become its vector: their mean, the first or the last."""
     query_prefix: str = ""
-    """What the encoder is shown before a query."""
+    """Prefix of a query for the encoder."""
     text_prefix: str = ""
-    """What it is shown before a text of the corpus."""
+    """Prefix of a text of the corpus for the encoder."""
     index: UserPath | None = None
-    """Folder where the corpus's vectors are kept, for other runs too."""
+    """Folder in which the corpus's vectors are stored, also for other runs."""
 
 
 class Summary(Section):
-    """What stands between the texts that are found and what is shown."""
+    """A summary of the found texts by a model, shown instead of them."""
 
     endpoint: str
     """Name of an endpoint of kind http or script."""
     prompt: str = SUMMARY
-    """What it is asked, with {question}, {query} and {texts}."""
+    """Its prompt, with {question}, {query} and {texts}."""
     max_tokens: Positive = 512
-    """Of its reply."""
+    """Maximum tokens of the summary."""
 
     @pydantic.field_validator("prompt")
     @classmethod
     def _names_texts(cls, prompt: str) -> str:
         try:
-            shown = prompt.format(question="", query="", texts="\0")
+            text = prompt.format(question="", query="", texts="\0")
         except (ValueError, LookupError, AttributeError) as error:
             raise ValueError(f"expected {{question}}, {{query}} and {{texts}}: {error!r}") from None
-        if "\0" not in shown:
-            raise ValueError("expected {texts} in it")
+        if "\0" not in text:
+            raise ValueError(f"expected {{texts}} in the prompt, got {prompt!r:.80}")
         return prompt
 
 
 class SearchOptions(TypedDict, total=False):
-    """What a search is given, as of Search."""
+    """Options of a search, as for Search."""
 
     __pydantic_config__ = pydantic.ConfigDict(extra="forbid")  # type: ignore[misc]
     corpus: Corpus
@@ -117,31 +117,31 @@ class SearchOptions(TypedDict, total=False):
 
 
 class Search:
-    """What finds texts, and how they are shown.
+    """Finds texts and formats them for the policy.
 
     Args:
-        corpus: the file of texts, or the texts themselves as (id, title, text).
-        dense: searches the corpus by meaning, not by words. `encoder`: folder of a text encoder;
-            `pooling`: "mean" (E5, GTE), "cls" (BGE) or "last" (Qwen3-Embedding) of its states;
-            `query_prefix`, `text_prefix`: what it is shown before a query ("query: " with E5) and
-            before a text ("passage: "); `index`: folder where the vectors are kept for other runs.
-        retriever: name of the endpoint of kind "retriever" that is asked instead of a corpus.
-        pages: a retriever's document is shown as the text of the web page at its `url`.
-        summary: has a model write what the texts say about the task's question, which is then what
-            is shown. `endpoint`: its name; `prompt`, with {question}, {query} and {texts};
-            `max_tokens` of its reply, 512.
-        cache: SQLite file where what retriever, pages and summary came to is kept; runs and
-            processes may share it.
+        corpus: the file of texts, or the texts as (id, title, text).
+        dense: searches the corpus with vectors instead of BM25. `encoder`: folder of a text
+            encoder; `pooling`: "mean" (E5, GTE), "cls" (BGE) or "last" (Qwen3-Embedding) of its
+            states; `query_prefix` ("query: " with E5), `text_prefix` ("passage: "); `index`: folder
+            in which the vectors are stored for other runs.
+        retriever: name of an endpoint of kind "retriever", used instead of a corpus.
+        pages: shows a retriever's document as the text of the web page at its `url`.
+        summary: shows a model's summary of the texts for the task's question instead of the texts.
+            `endpoint`: the model's name; `prompt`, with {question}, {query} and {texts};
+            `max_tokens` of the summary, 512.
+        cache: SQLite file for the results of retriever, pages and summary. Runs and processes may
+            share it.
         top_k: results of a search.
-        max_chars: of a result's text, its title not counted.
-        models: the run's, by name.
-        retrievers: the run's, by name.
-        load_encoder: from folder and pooling to what encodes.
+        max_chars: maximum characters of a result's text, without its title.
+        models: the run's models by name.
+        retrievers: the run's retrievers by name.
+        load_encoder: (folder, pooling) -> text encoder.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a row is bad (says file and line), an argument is out of range, does nothing or
-            names no endpoint.
+        FileNotFoundError: the file does not exist.
+        ValueError: a row is invalid (the message has file and line), or an argument is out of
+            range, has no effect or names no endpoint.
     """
 
     def __init__(
@@ -162,27 +162,27 @@ class Search:
         for name, number in (("top_k", top_k), ("max_chars", max_chars)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}: expected a number of at least 1, got {number!r}")
-        for name, value, need, given in (
+        for name, value, requirement, is_met in (
             ("dense", dense, "corpus", corpus is not None),
             ("pages", pages, "retriever", retriever),
             ("cache", cache, "retriever or summary", retriever or summary),
         ):
-            if value and not given:
-                raise ValueError(f"{name}: it does nothing without {need}")
+            if value and not is_met:
+                raise ValueError(f"{name}: it has no effect without {requirement}")
         if corpus is not None and retriever:
-            raise ValueError(f"corpus: excluded by retriever {retriever!r}")
+            raise ValueError(f"corpus: expected none with retriever {retriever!r}")
         self._top_k, self._max_chars, self._pages, self._summary = top_k, max_chars, pages, summary
-        self._retriever = _named(retrievers, retriever, "retriever", "retriever")
+        self._retriever = _endpoint_named(retrievers, retriever, "retriever", "retriever")
         if summary is not None:
-            self._summarizer = _named(
+            self._summarizer = _endpoint_named(
                 models, summary.endpoint, "summary.endpoint", "http or script"
             )
-        self._find: Find | None = self._ask if retriever else None
+        self._find: Find | None = self._retrieve if retriever else None
         if corpus is not None:
             texts = read_corpus(Path(corpus)) if isinstance(corpus, str | Path) else list(corpus)
             self._find = _ByWords(texts)
             if dense is not None:
-                self._find = _ByMeaning(texts, _encoder(dense, load_encoder), dense)
+                self._find = _ByMeaning(texts, _load_encoder(dense, load_encoder), dense)
         self._cache = None if cache is None else DiskCache(Path(cache).expanduser())
         self.toolset = Toolset([Tool(self._tool())])
 
@@ -199,11 +199,11 @@ class Search:
 
     @property
     def searches(self) -> bool:
-        """Whether there is anything to search in."""
+        """Whether there is a corpus or a retriever."""
         return self._find is not None
 
     def episode(self, task: Task) -> SearchEpisode:
-        """One without a state of its own."""
+        """Make the searches of one rollout."""
         return SearchEpisode(self.toolset, str(task.messages[-1]["content"]))
 
     def close(self) -> None:
@@ -216,55 +216,58 @@ class Search:
         if len(query) > MAX_QUERY:
             raise ValueError(f"the query has more than {MAX_QUERY} characters")
         assert self._find is not None
-        found = self._find(query, self._top_k)
-        shown = "\n".join(
-            f"[{i}] {title}\n{text[: self._max_chars]}" for i, (title, text) in enumerate(found, 1)
+        results = self._find(query, self._top_k)
+        text = "\n".join(
+            f"[{i}] {title}\n{text[: self._max_chars]}"
+            for i, (title, text) in enumerate(results, 1)
         )
-        return self._summarized(query, shown) if found else "(nothing found)"
+        return self._summarize(query, text) if results else "(nothing found)"
 
-    def _summarized(self, query: str, texts: str) -> str:
+    def _summarize(self, query: str, texts: str) -> str:
         if self._summary is None:
             return texts
-        said = {"question": _step.get().question, "query": query, "texts": texts}
-        messages = [{"role": "user", "content": self._summary.prompt.format(**said)}]
+        fields = {"question": _context.get().question, "query": query, "texts": texts}
+        messages = [{"role": "user", "content": self._summary.prompt.format(**fields)}]
         sampling = {"temperature": 0.0, "max_tokens": self._summary.max_tokens}
-        asked = ["summary", self._summarizer.identity, messages, sampling]
-        summary: str = self._kept(
-            asked, lambda: self._summarizer.complete(messages, **sampling)[0].strip()
+        key = ["summary", self._summarizer.identity, messages, sampling]
+        summary: str = self._cached(
+            key, lambda: self._summarizer.complete(messages, **sampling)[0].strip()
         )
         return summary
 
-    def _ask(self, query: str, count: int) -> list[Text]:
-        """What the retriever finds."""
-        asked = ["documents", self._retriever.identity, query, count]
-        rows = self._kept(asked, lambda: self._retriever.retrieve(query, count))
+    def _retrieve(self, query: str, count: int) -> list[Text]:
+        """Documents of the retriever, with the text of their web pages if `pages` is set."""
+        key = ["documents", self._retriever.identity, query, count]
+        rows = self._cached(key, lambda: self._retriever.retrieve(query, count))
         urls = {row["url"] for row in rows if self._pages and row["url"]}
         pages: dict[str, str] = {}
         if urls:
             with ThreadPoolExecutor(len(urls)) as threads:
-                reading = {url: threads.submit(copy_context().run, self._page, url) for url in urls}
-            pages = {url: read.result() for url, read in reading.items()}
+                futures = {
+                    url: threads.submit(copy_context().run, self._read_page, url) for url in urls
+                }
+            pages = {url: future.result() for url, future in futures.items()}
         return [(row["title"], pages.get(row["url"], row["text"])) for row in rows]
 
-    def _page(self, url: str) -> str:
-        text: str = self._kept(["page", url], lambda: self._retriever.page(url))
+    def _read_page(self, url: str) -> str:
+        text: str = self._cached(["page", url], lambda: self._retriever.page(url))
         return text
 
-    def _kept(self, asked: Sequence[Any], answer: Callable[[], Any]) -> Any:
-        step = _step.get()
+    def _cached(self, key: Sequence[Any], compute: Callable[[], Any]) -> Any:
+        step = _context.get()
 
-        def ask() -> Any:
-            step.asked.append(asked[0])
-            return answer()
+        def call() -> Any:
+            step.requests.append(key[0])
+            return compute()
 
-        return ask() if self._cache is None else self._cache.get(asked, ask)
+        return call() if self._cache is None else self._cache.get(key, call)
 
 
 class DiskCache:
-    """Answers by what was asked, in an SQLite file that runs and processes share.
+    """Results by request, in an SQLite file that runs and processes share.
 
-    The first answer that is kept is everybody's, also of who asked at the same time: whoever plays
-    the same rollouts again is told the same. Only answers are kept, never that there was none.
+    The first stored result is returned to all, also to concurrent requests: replaying a rollout
+    returns the same results. Failures are not stored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -272,7 +275,7 @@ class DiskCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = sqlite3.connect(
-                path, timeout=BUSY_S, check_same_thread=False, isolation_level=None
+                path, timeout=LOCK_TIMEOUT_S, check_same_thread=False, isolation_level=None
             )
             weakref.finalize(self, self._file.close)
             self._file.execute(
@@ -281,17 +284,17 @@ class DiskCache:
         except (sqlite3.Error, OSError) as error:
             raise ValueError(f"cache: {path}: {error}") from error
 
-    def get(self, asked: Any, answer: Callable[[], Any]) -> Any:
-        """The answer that is kept; if there is none, the one that is had now, then kept."""
-        key = json.dumps(asked, sort_keys=True)
-        told = self._told(key)
-        if told is None:
-            new = json.dumps(answer())
+    def get(self, request: Any, compute: Callable[[], Any]) -> Any:
+        """Return the stored result, or compute and store it."""
+        key = json.dumps(request, sort_keys=True)
+        stored = self._lookup(key)
+        if stored is None:
+            new = json.dumps(compute())
             self._execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", key, new)
-            told = self._told(key) or new
-        return json.loads(told)
+            stored = self._lookup(key) or new
+        return json.loads(stored)
 
-    def _told(self, key: str) -> str | None:
+    def _lookup(self, key: str) -> str | None:
         rows = self._execute("SELECT answer FROM answers WHERE asked = ?", key)
         return rows[0][0] if rows else None
 
@@ -310,7 +313,7 @@ class SearchEnv(Search):
     """Episodes whose only tool is a search.
 
     Args:
-        corpus: the file of texts, or the texts themselves as (id, title, text).
+        corpus: the file of texts, or the texts as (id, title, text).
     """
 
     answers = ("tools",)
@@ -330,34 +333,34 @@ class SearchEnv(Search):
 class SearchEpisode(Episode):
     """The searches of one rollout.
 
-    What was found is remembered with a step: an episode that repeats it asks nobody again, and is
-    told the same whatever the web says by then.
+    The results are the memory of a step: an episode that repeats it gets the same results without
+    new requests.
     """
 
     def __init__(self, toolset: Toolset, question: str) -> None:
         self._toolset, self._question = toolset, question
-        self._told: tuple[Answer, ...] | None = None
+        self._results: tuple[ToolResult, ...] | None = None
 
     def recall(self, memory: Any) -> None:
-        """The next step repeats one of another episode, which had this memory of it."""
-        self._told = memory
+        """Make the next step return the results of the step that it repeats."""
+        self._results = memory
 
     def step(self, action: Action) -> Observation:
-        told, self._told = self._told, None
-        of = _Step(self._question)
-        if told is None:
-            token = _step.set(of)
+        results, self._results = self._results, None
+        context = _Context(self._question)
+        if results is None:
+            token = _context.set(context)
             try:
-                told = tuple(self._toolset.call(call) for call in calls_of(action))
+                results = tuple(self._toolset.call(call) for call in calls_of(action))
             finally:
-                _step.reset(token)
-        found = observed(told)
-        counts = {**found.counts, "search_asked": float(len(of.asked))}
-        return replace(found, counts=counts, memory=told)
+                _context.reset(token)
+        observation = observation_of(results)
+        counts = {**observation.counts, "search_asked": float(len(context.requests))}
+        return replace(observation, counts=counts, memory=results)
 
 
 class _ByWords:
-    """BM25 over a corpus; a title's words count twice."""
+    """BM25 search. Words of a title have weight 2."""
 
     def __init__(self, texts: Sequence[tuple[str, str, str]]) -> None:
         self._lock = threading.Lock()
@@ -368,7 +371,7 @@ class _ByWords:
 
     def __call__(self, query: str, count: int) -> list[Text]:
         match = " OR ".join(f'"{word}"' for word in WORD.findall(query)[:MAX_WORDS])
-        with self._lock:  # one connection; a search takes a millisecond
+        with self._lock:  # one connection for all threads; a search takes a millisecond
             return self._index.execute(
                 "SELECT title, text FROM texts WHERE texts MATCH ? "
                 "ORDER BY bm25(texts, 0.0, 2.0, 1.0), rowid LIMIT ?",
@@ -377,19 +380,19 @@ class _ByWords:
 
 
 class _ByMeaning:
-    """The texts whose vectors' products with the query's are largest, in their order."""
+    """Dense search: the texts with the largest dot products with the query."""
 
     def __init__(self, texts: Sequence[tuple[str, str, str]], encoder: Any, config: Dense) -> None:
         self._texts = [(title, text) for _, title, text in texts]
         self._encoder, self._prefix = encoder, config.query_prefix
-        shown = [f"{config.text_prefix}{title}\n{text}".strip() for title, text in self._texts]
+        passages = [f"{config.text_prefix}{title}\n{text}".strip() for title, text in self._texts]
         if config.index is None:
-            self._vectors = encoder.encode(shown)
+            self._vectors = encoder.encode(passages)
             return
-        of = hashlib.sha256(json.dumps([encoder.checksum, shown]).encode()).hexdigest()
-        path = config.index / f"{of[:32]}.npy"
+        checksum = hashlib.sha256(json.dumps([encoder.checksum, passages]).encode()).hexdigest()
+        path = config.index / f"{checksum[:32]}.npy"
         if not path.exists():
-            _write(path, encoder.encode(shown))
+            _save_array(path, encoder.encode(passages))
         self._vectors = np.load(path, mmap_mode="r")
 
     def __call__(self, query: str, count: int) -> list[Text]:
@@ -398,8 +401,8 @@ class _ByMeaning:
         return [self._texts[row] for row in best]
 
 
-def _write(path: Path, rows: Any) -> None:
-    """A file of numpy's, whole or absent, whoever else writes it too."""
+def _save_array(path: Path, rows: Any) -> None:
+    """Write a .npy file atomically: other processes may write the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
         np.save(file, rows)
@@ -408,33 +411,33 @@ def _write(path: Path, rows: Any) -> None:
     Path(file.name).replace(path)
 
 
-def _encoder(dense: Dense, load: Callable[[Path, str], Any] | None) -> Any:
+def _load_encoder(dense: Dense, load: Callable[[Path, str], Any] | None) -> Any:
     if load is None:
-        raise ValueError("dense: it needs load_encoder")
+        raise ValueError("dense: expected load_encoder, got None")
     try:
         return load(dense.encoder, dense.pooling)
     except ValueError as error:
         raise ValueError(f"dense.encoder: {error}") from error
 
 
-def _named(there: Mapping[str, Any], name: str, key: str, kind: str) -> Any:
-    """The endpoint that an option names; None if it names none."""
-    found = there.get(name)
-    if name and (found is None or isinstance(found, str)):
+def _endpoint_named(endpoints: Mapping[str, Any], name: str, key: str, kind: str) -> Any:
+    """Return the endpoint that an option names. None: the option is empty."""
+    endpoint = endpoints.get(name)
+    if name and (endpoint is None or isinstance(endpoint, str)):
         raise ValueError(
             f"{key}: expected an endpoint of kind {kind}, got {name!r}; there are: "
-            f"{', '.join(k for k, v in there.items() if not isinstance(v, str)) or 'none'}"
+            f"{', '.join(k for k, v in endpoints.items() if not isinstance(v, str)) or 'none'}"
         )
-    return found if name else None
+    return endpoint if name else None
 
 
 def read_corpus(path: Path) -> list[tuple[str, str, str]]:
-    """The texts of a file, as (id, title, text)."""
+    """Read a file of texts as (id, title, text)."""
     rows = []
     for number, row in numbered_rows(path):
         if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"]:
-            raise ValueError(f"{path}:{number}: expected an object with a 'text'")
+            raise ValueError(f"{path}:{number}: expected an object with a 'text', got {row!r:.80}")
         rows.append((str(row.get("id", number)), str(row.get("title", "")), row["text"]))
     if not rows:
-        raise ValueError(f"{path}: no texts")
+        raise ValueError(f"{path}: expected texts, got an empty file")
     return rows

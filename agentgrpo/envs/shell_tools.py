@@ -1,4 +1,4 @@
-"""Episodes in a directory of a session, by code steps or by tools that run commands there."""
+"""Episodes in a directory of a session, with code steps and tools that run commands there."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 from agentgrpo.actions import Action, CallTools, InfrastructureError, Observation
 from agentgrpo.envs.python import PythonEpisode, as_infra_error
-from agentgrpo.envs.tools import Tool, Toolset, calls_of, observed
+from agentgrpo.envs.tools import Tool, Toolset, calls_of, observation_of
 from agentgrpo.sandbox import SandboxInfraError
 from agentgrpo.sandbox.session.program import Program
 
-MAX_OUTPUT = 6000  # bytes of a tool's answer, the last ones
+MAX_OUTPUT = 6000  # a tool's result is the last MAX_OUTPUT bytes
 
 
 class ShellEpisode(PythonEpisode):
-    """Code and tool calls, in any order. A subclass sets `directory` and adds a tool."""
+    """Code steps and tool calls in any order. A subclass sets `directory` and adds a tool."""
 
     directory: str
-    searched = ""
-    """Options of grep: the files that search() reads."""
+    grep_options = ""
+    """Options of grep that select the files for search()."""
     _env: Any
     _session: Any
 
@@ -32,10 +32,9 @@ class ShellEpisode(PythonEpisode):
         if self._session is None:
             with as_infra_error():
                 self._begin()
-        return observed([self.toolset().call(call) for call in calls_of(action)])
+        return observation_of([self.toolset().call(call) for call in calls_of(action)])
 
     def functions(self) -> list[Callable[..., str]]:
-        """The tools."""
         return [self.read, self.search, self.replace]
 
     def toolset(self) -> Toolset:
@@ -54,8 +53,8 @@ class ShellEpisode(PythonEpisode):
             )  # fmt: skip
             with contextlib.closing(program):
                 program.close_stdin()
-                late = "" if program.wait(timeout_s) else f"\nstill running after {timeout_s:g} s"
-                return program.stdout[-MAX_OUTPUT:].decode("utf-8", "replace") + late
+                note = "" if program.wait(timeout_s) else f"\nstill running after {timeout_s:g} s"
+                return program.stdout[-MAX_OUTPUT:].decode("utf-8", "replace") + note
         except SandboxInfraError as error:
             raise InfrastructureError(str(error)) from error
 
@@ -65,8 +64,8 @@ class ShellEpisode(PythonEpisode):
 
     def search(self, pattern: str) -> str:
         """Lines of the repository's files that match a pattern of grep -E."""
-        found = f"grep -rnE {self.searched} -e {shlex.quote(pattern)} ."
-        return self._shell(f"{found} |& head -60")
+        command = f"grep -rnE {self.grep_options} -e {shlex.quote(pattern)} ."
+        return self._shell(f"{command} |& head -60")
 
     def replace(self, path: str, old: str, new: str) -> str:
         """Replace a text that stands in a file of the repository exactly once."""

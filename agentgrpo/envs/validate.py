@@ -1,4 +1,4 @@
-"""What a user's environment, agent or sampler gives of a rollout, checked when it is given."""
+"""Checks of values that a user's environment, agent or sampler returns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from agentgrpo.actions import Observation
 from agentgrpo.support.user_calls import WrongResult, named_numbers
 from agentgrpo.types import Status
 
-PLAYED = (
+SAMPLER_COUNTS = (
     *("turns", "said", "asked", "asked_tokens", "branched_by_snapshot", "branched_by_replay"),
 )
-"""What the sampler alone counts: no environment adds to it."""
-OWN_NUMBERS = frozenset(
+"""Counts of the sampler, which an environment must not return."""
+RESERVED_NAMES = frozenset(
     {
         *("rollouts", "infra_errors", "reward", "solved", "answered", "sampled_tokens"),
         *(f"status_{status}" for status in Status),
@@ -25,42 +25,44 @@ OWN_NUMBERS = frozenset(
         *("model", "seed", "tasks", "measures", "kinds", "left_out", "per_task"),
     }
 )
-"""Beside the means of the counts in a line of metrics.jsonl or a report: a count of such a name
-would take its place."""
+"""Keys of a line of metrics.jsonl or of a report. A count with such a name would overwrite one."""
 
 
-def checked_observation(told: Any) -> Observation:
-    """What step() returned, an Observation, with its rewards and counts as floats."""
-    if not isinstance(told, Observation):
-        raise WrongResult(f"expected an Observation, got {told!r:.80}")
-    for text in (told.text, *told.outputs):
+def checked_observation(observation: Any) -> Observation:
+    """Check the return value of step() and convert its rewards and counts to floats."""
+    if not isinstance(observation, Observation):
+        raise WrongResult(f"expected an Observation, got {observation!r:.80}")
+    for text in (observation.text, *observation.outputs):
         if not isinstance(text, str):
             raise WrongResult(f"expected a text, got {text!r:.80}")
     return replace(
-        told, failed=bool(told.failed), answer=checked_answer(told.answer),
-        rewards=checked_rewards(told.rewards), counts=checked_counts(told.counts, PLAYED),
+        observation, failed=bool(observation.failed), answer=checked_answer(observation.answer),
+        rewards=checked_rewards(observation.rewards),
+        counts=checked_counts(observation.counts, SAMPLER_COUNTS),
     )  # fmt: skip
 
 
 def checked_answer(answer: Any) -> str | None:
-    """A text, or None."""
+    """Check that an answer is a text or None."""
     if not isinstance(answer, str | None):
         raise WrongResult(f"answer: expected a text or None, got {answer!r:.80}")
     return answer
 
 
-def checked_counts(counts: Any, taken: Collection[str] = ()) -> dict[str, float]:
-    """Counts of a rollout by name, as floats."""
-    made = checked_rewards(counts)
-    for name in made:
-        if name in OWN_NUMBERS or name in taken or "/" in name:
-            raise WrongResult(f"counts: {name!r} is a number of the run's own; choose another name")
-    return made
+def checked_counts(counts: Any, reserved: Collection[str] = ()) -> dict[str, float]:
+    """Check counts by name and convert them to floats. `reserved`: further forbidden names."""
+    numbers = checked_rewards(counts)
+    for name in numbers:
+        if name in RESERVED_NAMES or name in reserved or "/" in name:
+            raise WrongResult(
+                f"counts: {name!r} is a name of the run's metrics; choose another name"
+            )
+    return numbers
 
 
 def checked_rewards(rewards: Any) -> dict[str, float]:
-    """Finite numbers by name, as floats."""
-    made = named_numbers(rewards)
-    if made is None:
+    """Check finite numbers by name and convert them to floats."""
+    numbers = named_numbers(rewards)
+    if numbers is None:
         raise WrongResult(f"expected {{name: finite number}}, got {rewards!r:.80}")
-    return made
+    return numbers

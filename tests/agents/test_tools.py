@@ -409,7 +409,7 @@ def test_arguments_arrive_as_the_functions_types() -> None:
     ("source", "message"),
     [
         ("def f(x): ...", "tool f: parameter 'x' has no annotation"),
-        ("def f(*x: int): ...", "cannot be given by its name"),
+        ("def f(*x: int): ...", "cannot be passed by name"),
         ("def f(x: 'Nothing'): ...", "tool f: .*Nothing"),
         ("import threading\ndef f(x: threading.Lock): ...", "tool f: "),
         ("import functools\nf = functools.partial(print)", "expected functions, got functools.p"),

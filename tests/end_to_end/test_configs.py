@@ -24,7 +24,7 @@ from agentgrpo.config.read import load_config, load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.envs.adapters.tau2 import pieces_of
 from agentgrpo.envs.adapters.tau_bench import pieces_of as requests_of
-from agentgrpo.envs.runner import settled
+from agentgrpo.envs.runner import await_if_needed
 from agentgrpo.examples import FOLDER
 from agentgrpo.examples.functions.env import FUNCTIONS
 from agentgrpo.recipe.recipe import parts_of
@@ -147,10 +147,10 @@ def calls_servers_of_its_own(stage: Stage, play: Any, task: Any) -> None:
 
     async def together() -> int:
         for episode in episodes:
-            assert (await settled(episode.step(asked))).text == "2"
+            assert (await await_if_needed(episode.step(asked))).text == "2"
         servers = processes_below("server.py")
         for episode in episodes:
-            await settled(episode.close())
+            await await_if_needed(episode.close())
         return servers
 
     assert asyncio.run_coroutine_threadsafe(together(), event_loop("episodes")).result(60) == 2

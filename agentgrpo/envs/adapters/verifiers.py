@@ -1,13 +1,13 @@
-"""Environments of the package verifiers, as it is from version 0.4 on (its module verifiers.v1).
+"""Environments of the package verifiers, version 0.4 and later (its module verifiers.v1).
 
-They run as they are: an episode is one call of their `Env.run_episode()`, with its harnesses, tool
-servers, judges and rewards, on the event loop of programs. Between a harness and its model stands
-their own server, which records each turn for the rewards; its model is the endpoint of programs,
-under the rollout's key. So agent.kind = "program" plays them, without a command of its own.
+They run unchanged: an episode is one call of `Env.run_episode()`, with the package's harnesses,
+tool servers, judges and rewards, on the event loop of programs. Between a harness and its model is
+the package's server, which records each turn for the rewards. Its model is this project's endpoint
+for programs, with the rollout's key. So agent.kind = "program" plays them, without a command.
 
-One thing is done in another way. The loop of their harness `null`, a chat with tools, is a script
-that they start anew for every rollout, in an environment that uv makes: 2 s of CPU each. Here the
-same script runs in this process.
+There is one difference. The package starts the loop of its harness `null` (a chat with tools) as a
+script in a uv environment for every rollout, which takes 2 s of CPU. Here the same script runs in
+this process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from agentgrpo.support.user_calls import error_location, event_loop, print_stder
 from agentgrpo.types import Task
 
 KEY = "x-agentgrpo-key"
-"""The header of a client's config, never sent, that holds a rollout's key."""
-MACHINE = ("InterceptionError", "SandboxError", "ToolsetError", "TunnelError")
-"""Of their errors, those that neither the policy nor the environment's author is to blame for."""
+"""Header in a client's config that holds a rollout's key. It is never sent."""
+INFRASTRUCTURE_ERRORS = ("InterceptionError", "SandboxError", "ToolsetError", "TunnelError")
+"""Errors of the package that neither the policy nor the environment's author causes."""
 CLOSING_S = 20.0
 
 
@@ -44,22 +44,22 @@ class VerifiersEnv:
     Args:
         load: the taskset: a module or an installed package, as verifiers' `taskset.id`.
         args: settings of the taskset.
-        env: settings of the environment besides its taskset: `{ id = "best-of-n", n = 1 }`, or of a
-            role, `{ agent = { max_turns = 8 } }`. A role that says nothing else runs on this
-            machine, by the taskset's own harness or else by `null`.
-        select: which tasks, as verifiers' SelectConfig: `{ shuffle = true, limit = 500 }`.
-        heldout: settings of the taskset that are others for the held-out tasks:
-            `{ split = "test" }`. Without it, data.heldout = "split" sets some aside.
+        env: settings of the environment without its taskset: `{ id = "best-of-n", n = 1 }`, or of a
+            role, `{ agent = { max_turns = 8 } }`. By default a role runs on this machine, with the
+            taskset's harness or else with `null`.
+        select: selection of tasks, as verifiers' SelectConfig: `{ shuffle = true, limit = 500 }`.
+        heldout: settings of the taskset that differ for the held-out tasks: `{ split = "test" }`.
+            Without it, use data.heldout = "split".
 
     Raises:
-        ValueError: there is no such taskset or environment, a setting is not one of its, a role is
-            not to be trained and has no model of its own, or the package is missing or older.
+        ValueError: the taskset or environment does not exist, a setting is unknown, a role is not
+            trainable and has no model of its own, or the package is missing or too old.
     """
 
     answers: ClassVar[tuple[str, ...]] = ()
     judges = True
     plays = True
-    """Its episodes play themselves against the endpoint."""
+    """Its episodes act by themselves, through the endpoint."""
 
     def __init__(
         self, load: str, args: Mapping[str, Any] | None = None,
@@ -68,21 +68,22 @@ class VerifiersEnv:
     ) -> None:  # fmt: skip
         self._select = dict(select or {})
         self._heldout = {**(args or {}), **heldout} if heldout else None
-        import_optional("verifiers.v1", "env.kind = 'verifiers'")  # of version 0.4 on
+        import_optional("verifiers.v1", "env.kind = 'verifiers'")  # exists from version 0.4 on
         _add_folder_to_path()
-        _play_null_here()
+        _run_null_in_process()
         self.upstream = _load(load, dict(args or {}), dict(env or {}))
         self._tasks: dict[str, Sequence[Any]] = {}
-        self._served: asyncio.Task[None] | None = None
+        self._server_task: asyncio.Task[None] | None = None
         self._done = asyncio.Event()
         self._ready: asyncio.Future[None] | None = None
 
     # --- tasks
 
     def tasks(self, split: str) -> list[Task]:
-        """Those of its taskset, in its order.
+        """The tasks of its taskset, in order.
 
-        A task without a prompt, whose user speaks first, is shown by its description or name.
+        A task without a prompt (its user sends the first message) is shown by its description or
+        name.
         """
         return [
             Task(id=f"{split}/{i}", messages=_messages(task.data), spec=_spec(task.data))
@@ -91,10 +92,10 @@ class VerifiersEnv:
 
     def _of_split(self, split: str) -> Sequence[Any]:
         if split not in self._tasks:
-            self._tasks[split] = self._taken(split)
+            self._tasks[split] = self._load_split(split)
         return self._tasks[split]
 
-    def _taken(self, split: str) -> Sequence[Any]:
+    def _load_split(self, split: str) -> Sequence[Any]:
         from verifiers.v1 import SelectConfig, load_taskset
         from verifiers.v1.utils.compile import resolve_runtime_config
 
@@ -102,18 +103,18 @@ class VerifiersEnv:
         if split == "heldout":
             if self._heldout is None:
                 raise ValueError(
-                    "data.heldout: env.options.heldout says which tasks of the taskset are held "
-                    'out, or data.heldout = "split"'
+                    "data.heldout: expected env.options.heldout (settings of the held-out tasks) "
+                    'or data.heldout = "split", got neither'
                 )
             config = self.upstream.config.taskset
             taskset = load_taskset(type(config)(**{**self._heldout, "id": config.id}))
         taskset = taskset.select(SelectConfig(**self._select))
         if not taskset.bounded:
-            raise ValueError("select: the taskset has no end; expected a `limit`")
-        found, roles = list(taskset), [*_roles(self.upstream).values()]
-        for task in found if len(roles) == 1 else ():
-            resolve_runtime_config(roles[0].runtime, task)  # raises for what it cannot be
-        return found
+            raise ValueError("select: expected a `limit`, since the taskset is unbounded")
+        tasks, roles = list(taskset), [*_roles(self.upstream).values()]
+        for task in tasks if len(roles) == 1 else ():
+            resolve_runtime_config(roles[0].runtime, task)  # raises if a task cannot run in it
+        return tasks
 
     def reset(self, task: Task) -> VerifiersEpisode:
         split, _, number = task.id.rpartition("/")
@@ -121,11 +122,11 @@ class VerifiersEnv:
 
     # --- what all episodes share
 
-    async def served(self) -> Any:
-        """Their environment, once its tool servers and the server before its model listen."""
-        if self._served is None:
+    async def running_upstream(self) -> Any:
+        """The package's environment, after its tool servers and its model's server have started."""
+        if self._server_task is None:
             self._ready = asyncio.get_running_loop().create_future()
-            self._served = asyncio.create_task(self._serve(self._ready))
+            self._server_task = asyncio.create_task(self._serve(self._ready))
         assert self._ready is not None
         await asyncio.shield(self._ready)
         return self.upstream
@@ -146,58 +147,56 @@ class VerifiersEnv:
             ready.set_exception(error)
 
     def close(self) -> None:
-        served = self._served
-        if served is not None:
+        running_upstream = self._server_task
+        if running_upstream is not None:
 
             async def stop() -> None:
                 self._done.set()
-                if not (await asyncio.wait({served}, timeout=CLOSING_S))[0]:
-                    print_stderr(
-                        f"verifiers: a server of the environment runs on after {CLOSING_S:g} s"
-                    )
+                if not (await asyncio.wait({running_upstream}, timeout=CLOSING_S))[0]:
+                    print_stderr(f"verifiers: a server of the environment still runs after {CLOSING_S:g} s")
 
             asyncio.run_coroutine_threadsafe(stop(), event_loop("programs")).result()
 
 
 class VerifiersEpisode(AsyncEpisode):
-    """One episode of theirs."""
+    """One episode of the package."""
 
     def __init__(self, env: VerifiersEnv, task: Any) -> None:
         self._env, self._task = env, task
         self._reward = 0.0
 
-    async def play(self, told: Any, *, base_url: str, api_key: str, model: str) -> str:
-        """Play it against the endpoint; the last reply is the answer."""
+    async def play(self, task: Any, *, base_url: str, api_key: str, model: str) -> str:
+        """Run the episode with the endpoint as its model. The answer is the last reply."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
-        env = await self._env.served()
+        env = await self._env.running_upstream()
         client = EvalClientConfig(base_url=base_url, headers={KEY: api_key})
         episode = await env.run_episode(self._task, ModelContext(model=model, client=client))
         if not env.complete(episode):
-            _raise_of(episode)
+            _raise_error_of(episode)
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         self._reward = sum(float(trace.reward) for trace in traces) / max(len(traces), 1)
         return str(traces[-1].last_reply) if traces else ""
 
     async def step(self, action: Action) -> Observation:
-        """Never called: its harness acts."""
-        raise TypeError("an environment of verifiers acts by itself")
+        """Never called, since the episode's harness acts."""
+        raise TypeError("env.kind = 'verifiers': its episodes act by themselves")
 
     async def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`environment`: what its traces are paid, the mean of several; 0 if it did not end."""
+        """`environment`: the mean reward of its trainable traces, or 0 if it did not end."""
         return {"environment": self._reward}
 
 
-def _raise_of(episode: Any) -> None:
-    """The first thing that went wrong in an episode."""
+def _raise_error_of(episode: Any) -> None:
+    """Raise the first error of an episode."""
     errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
     if not errors:
-        raise RuntimeError("the environment says that the episode is not complete")
+        raise RuntimeError("the episode is incomplete and has no error")
     first = errors[0]
-    said = f"{first.type}: {first.message}"
-    if any(error.type in MACHINE for error in errors):
-        raise InfrastructureError(said)
-    raise RuntimeError(f"{said}\n{first.traceback or ''}".strip())
+    message = f"{first.type}: {first.message}"
+    if any(error.type in INFRASTRUCTURE_ERRORS for error in errors):
+        raise InfrastructureError(message)
+    raise RuntimeError(f"{message}\n{first.traceback or ''}".strip())
 
 
 # --- tasks and settings
@@ -208,10 +207,10 @@ def _messages(data: Any) -> tuple[dict[str, str], ...]:
 
     system = [] if data.system_prompt is None else [("system", data.system_prompt)]
     if isinstance(data.prompt, list):
-        asked = [(message.role, content_text(message.content)) for message in data.prompt]
+        messages = [(message.role, content_text(message.content)) for message in data.prompt]
     else:
-        asked = [("user", data.prompt or data.description or data.name or "")]
-    return tuple({"role": role, "content": text} for role, text in (*system, *asked))
+        messages = [("user", data.prompt or data.description or data.name or "")]
+    return tuple({"role": role, "content": text} for role, text in (*system, *messages))
 
 
 def _spec(data: Any) -> dict[str, Any]:
@@ -220,7 +219,7 @@ def _spec(data: Any) -> dict[str, Any]:
 
 
 def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """The environment, its roles at home on this machine."""
+    """Load the environment. Roles without a runtime get this machine."""
     from verifiers.v1 import AgentConfig, default_harness_id, env_config_type, load_environment
 
     with user_call(None, f"env.options.load: {load!r}"):
@@ -230,17 +229,20 @@ def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
                 plugin = load.replace(".", "_").lower()
                 sys.modules[plugin] = import_module(load)
             kind = env_config_type(plugin, settings.get("id", ""))
-            own = default_harness_id(plugin)
+            default_harness = default_harness_id(plugin)
             for name, field in kind.model_fields.items():
                 if isinstance(field.default, AgentConfig):
                     role = dict(settings.get(name, {}))
                     if "runtime" not in field.default.model_fields_set:
                         role.setdefault("runtime", {"type": "subprocess"})
                     if field.default.harness is None:
-                        role.setdefault("harness", {"id": "null" if own == "bash" else own})
+                        role.setdefault(
+                            "harness",
+                            {"id": "null" if default_harness == "bash" else default_harness},
+                        )
                     settings[name] = role
-            whole = {**settings, "taskset": {**args, "id": plugin}}
-            env = load_environment(kind.model_validate(whole))
+            config = {**settings, "taskset": {**args, "id": plugin}}
+            env = load_environment(kind.model_validate(config))
         except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
             if error_location(error, _load):  # in code of the user's
                 raise
@@ -251,15 +253,16 @@ def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
 
 
 def _roles(env: Any) -> dict[str, Any]:
-    """The settings of those who play, by name."""
+    """The configs of the environment's roles by name."""
     from verifiers.v1 import AgentConfig
 
     return {name: value for name, value in env.config if isinstance(value, AgentConfig)}
 
 
 def _check_roles(env: Any) -> None:
-    """That harnesses have the machine they need, and that the policy plays none that is not to be
-    trained; tells of what nothing isolates.
+    """Check that the harnesses fit their runtimes, and that untrainable roles have a model.
+
+    Warns about code that runs without isolation.
     """
     from verifiers.v1 import EvalClientConfig, ModelContext, SubprocessConfig, Task
     from verifiers.v1.utils.compile import validate_pairing
@@ -272,18 +275,18 @@ def _check_roles(env: Any) -> None:
         agent = getattr(agents, name)
         if not agent.trainable and role.client is None:
             raise ValueError(
-                f"env.{name}: a role that is not to be trained needs a model of its own: "
+                f"env.{name}: expected a model for a role that is not trained. Set "
                 f"env.{name}.model and env.{name}.client.base_url"
             )
         validate_pairing(agent.harness, task, role.runtime)
         if agent.harness.EXECUTES_CODE and isinstance(role.runtime, SubprocessConfig):
-            print_stderr(f"verifiers: what {name!r} runs, runs as you, isolated by nothing")
+            print_stderr(f"verifiers: warning: {name!r} runs code as your user, without isolation")
     if not any(getattr(agents, name).trainable for name in roles):
-        raise ValueError(f"env: none of its roles is to be trained: {', '.join(roles)}")
+        raise ValueError(f"env: expected a trainable role, got {', '.join(roles)}")
 
 
 def _add_folder_to_path() -> None:
-    """Their tool servers are processes, which find modules where this one does."""
+    """Add the working directory to PYTHONPATH, for the modules of tool-server processes."""
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     if os.getcwd() not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), *paths])
@@ -294,10 +297,10 @@ def _keyed_server() -> Any:
     from verifiers.v1.interception import InterceptionServer
 
     class KeyedServer(InterceptionServer):  # type: ignore[misc]
-        """Their server before a model, with one HTTP client for all rollouts, each with its key."""
+        """The package's server with one HTTP client for all rollouts, and a key per rollout."""
 
         def _client(self, config: Any) -> Any:
-            if KEY not in config.headers:  # a role's own model
+            if KEY not in config.headers:  # a role with its own model
                 return super()._client(config)
             plain = config.model_copy(update={"headers": {}})
             client = copy.copy(super()._client(plain))
@@ -311,28 +314,28 @@ def _keyed_server() -> Any:
 
 
 @cache
-def _play_null_here() -> None:
-    """Let the harness `null` run its script here wherever it would start a process here."""
+def _run_null_in_process() -> None:
+    """Make the harness `null` run its script in this process instead of a subprocess."""
     from verifiers.v1.harnesses.null import NullHarness
     from verifiers.v1.runtimes import SubprocessRuntime
 
     setup, launch = NullHarness.setup, NullHarness.launch
 
-    async def here(self: Any, runtime: Any) -> None:
+    async def setup_here(self: Any, runtime: Any) -> None:
         if not isinstance(runtime, SubprocessRuntime):
             await setup(self, runtime)
 
     async def launch_here(
         self: Any, ctx: Any, trace: Any, runtime: Any, *args: Any, **more: Any
     ) -> Any:
-        at = _Here(runtime) if isinstance(runtime, SubprocessRuntime) else runtime
+        at = _InProcessRuntime(runtime) if isinstance(runtime, SubprocessRuntime) else runtime
         return await launch(self, ctx, trace, at, *args, **more)
 
-    NullHarness.setup, NullHarness.launch = here, launch_here
+    NullHarness.setup, NullHarness.launch = setup_here, launch_here
 
 
-class _Here:
-    """A runtime of theirs in which their script is a coroutine of this process."""
+class _InProcessRuntime:
+    """A runtime of the package that runs the harness's script as a coroutine of this process."""
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
@@ -344,7 +347,7 @@ class _Here:
         return []
 
     async def run_program(self, argv: Sequence[str], env: Mapping[str, str]) -> Any:
-        """Their script's main(), with names of its own: it keeps nothing between two runs."""
+        """Run the script's main() with a fresh namespace, so that runs share no state."""
         import openai
         from verifiers.v1 import ProgramResult
 
@@ -370,8 +373,8 @@ class _Here:
         except Exception:
             return ProgramResult(1, "", traceback.format_exc())
         finally:
-            for one in clients:
-                await one.close()
+            for client in clients:
+                await client.close()
         return ProgramResult(0, "", "")
 
 
@@ -384,7 +387,7 @@ def _script() -> Any:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Made once: each takes 20 ms."""
+    """Created once, since each takes 20 ms."""
     return ssl.create_default_context()
 
 

@@ -28,7 +28,7 @@ def solve(env: Tau2Env, task: Any) -> Any:
     """The episode of a task after its ground truth's calls."""
     upstream = env._tasks[task.spec["tau2_id"]]
     episode = env.reset(task)
-    episode.talk.said = list(upstream.evaluation_criteria.communicate_info or [])
+    episode.talk.messages = list(upstream.evaluation_criteria.communicate_info or [])
     for action in upstream.evaluation_criteria.actions or []:
         episode.step(CallTools((ToolCall(action.name, action.arguments),)))
     return episode
@@ -194,7 +194,7 @@ def test_tables_are_shared_until_a_record_is_asked_for() -> None:
     table["d"] = [4]
     assert shared == {"a": [1], "b": [2], "c": [3]}
     assert dict(table) == {"a": [1, 9], "b": [2, 9], "c": [3], "d": [4]}
-    assert table.own == {"a", "b", "d"}
+    assert table.copied_keys == {"a", "b", "d"}
 
 
 def test_changes_are_what_differs_types_of_numbers_included() -> None:
