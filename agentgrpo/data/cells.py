@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from agentgrpo.programs.messages import ROLES, ChatMessage, Message, Role, named
+from agentgrpo.programs.messages import ROLES, ChatMessage, Message, Role, with_tool_names
 
 MISSING = object()
 """Value of a column or field that a row does not have."""
@@ -116,7 +116,7 @@ def messages_of(question: Any, column: str, *, drop_last: bool) -> list[Message]
             "write. data.drop_last_message = true leaves it out; data.answer can refer to it, "
             f'data.answer = "{column}.-1.{"value" if "value" in raw[-1] else "content"}"'
         )
-    return [*named(messages)]
+    return [*with_tool_names(messages)]
 
 
 def _is_message(value: Any) -> bool:
@@ -135,7 +135,7 @@ def message_of(raw: Any, where: str) -> Message:
     role = NAMES.get(name.lower(), name.lower())
     role, known_role = (role, role) if role in get_args(Role) else (name, "user")
     try:
-        parsed = ChatMessage.model_validate({**fields, "role": known_role}).read()
+        parsed = ChatMessage.model_validate({**fields, "role": known_role}).to_message()
     except ValidationError as error:
         key, reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
         raise ValueError(f"{where}: {'.'.join(map(str, key))}: {reason}, got {raw!r:.80}") from None

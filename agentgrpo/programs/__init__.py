@@ -1,1 +1,1 @@
-"""Programs of the user's that ask the policy over HTTP: agent.kind = "program"."""
+"""User programs that call the policy over HTTP (agent.kind = "program")."""

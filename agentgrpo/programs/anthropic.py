@@ -1,4 +1,4 @@
-"""Anthropic's messages: contents are blocks, and what tools gave are blocks of the user's."""
+"""Anthropic's Messages protocol. Contents are blocks; tool results are blocks of the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from agentgrpo.programs.messages import BadRequest, Call, Message, Text, named, parsed
+from agentgrpo.programs.messages import (
+    BadRequest,
+    Call,
+    Message,
+    Text,
+    parse_arguments,
+    with_tool_names,
+)
 from agentgrpo.programs.requests import (
     MODEL,
     Api,
@@ -28,10 +35,10 @@ IGNORED = (
     "metadata", "service_tier", "cache_control", "speed", "inference_geo", "diagnostics",
     "user_profile_id", "billing_policy", "fallback_credit_token",
 )  # fmt: skip
-"""By which no answer is another: whose it is, how fast it comes, what it costs."""
+"""Options without effect on the reply: user, speed, cost."""
 REFUSED = ("container", "mcp_servers", "compaction", "fallbacks", "thread")
 UNTHREADED = "thread_unsupported_request"
-"""The error behind which Anthropic's runner of tools goes on with whole conversations."""
+"""The error after which Anthropic's tool runner sends whole conversations."""
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 BLOCKS = {
     "user": {"text", "tool_result"}, "system": {"text"},
@@ -41,7 +48,7 @@ ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error",
 }  # fmt: skip
-"""Types of errors by their status; others are invalid requests, or from 500 on the server's."""
+"""Error types by HTTP status. Others are invalid_request_error, or api_error from 500 on."""
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -65,21 +72,21 @@ class _BlockMessage(BaseModel):
     content: Annotated[list[_Block], BeforeValidator(_as_blocks)]
 
     @model_validator(mode="after")
-    def _has_its_own(self) -> Self:
+    def _check_block_types(self) -> Self:
         if wrong := {block.type for block in self.content} - BLOCKS[self.role]:
             raise ValueError(f"{self.role} has no block of type {sorted(wrong)[0]}")
         return self
 
-    def read(self) -> list[Message]:
-        """The messages that it is: what a tool gave is one of its own."""
-        made: list[Message] = []
+    def to_messages(self) -> list[Message]:
+        """Convert to messages. Each tool result becomes a message."""
+        messages: list[Message] = []
         for block in self.content:
             if block.type == "tool_result":
-                made.append(Message("tool", block.content, call_id=block.tool_use_id))
+                messages.append(Message("tool", block.content, call_id=block.tool_use_id))
                 continue
-            if not made or made[-1].role != self.role:
-                made.append(Message(self.role))
-            last = made.pop()
+            if not messages or messages[-1].role != self.role:
+                messages.append(Message(self.role))
+            last = messages.pop()
             if block.type == "thinking":
                 last = replace(last, reasoning=(last.reasoning or "") + block.thinking)
             elif block.type == "tool_use":
@@ -87,8 +94,8 @@ class _BlockMessage(BaseModel):
                 last = replace(last, calls=(*last.calls, call))
             else:
                 last = replace(last, content=last.content + block.text)
-            made.append(last)
-        return made or [Message(self.role)]
+            messages.append(last)
+        return messages or [Message(self.role)]
 
 
 class _BlockTool(BaseModel):
@@ -118,31 +125,36 @@ class MessagesBody(Body):
     output_format: Any = None
 
 
-def read(body: Mapping[str, Any]) -> TurnRequest:
-    """A request to /v1/messages."""
+def parse_request(body: Mapping[str, Any]) -> TurnRequest:
+    """Parse a request to /v1/messages."""
     if body.get("thread"):
         raise BadRequest("thread: is not offered", UNTHREADED, "thread")
-    read = parse_body(MessagesBody, body, IGNORED, REFUSED)
-    choice, wishes = read.tool_choice or _ToolChoice(), read.output_config or {}
-    told = [message for one in read.messages for message in one.read()]
-    if told[-1].role == "assistant":
+    parsed_body = parse_body(MessagesBody, body, IGNORED, REFUSED)
+    choice, output_config = (
+        parsed_body.tool_choice or _ToolChoice(),
+        parsed_body.output_config or {},
+    )
+    messages = [message for sent in parsed_body.messages for message in sent.to_messages()]
+    if messages[-1].role == "assistant":
         raise BadRequest("messages: to begin an answer is not offered", param="messages")
     tools = [
         tool.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-        for tool in read.tools or ()
+        for tool in parsed_body.tools or ()
     ]
     return turn_request(
-        read,
+        parsed_body,
         tools=[{"type": "function", "function": tool} for tool in tools],
         choice=CHOICES.get(choice.type) or choice_named(choice.name),
         overrides={
-            "response_format": wishes.get("format") or read.output_format,
-            "reasoning_effort": wishes.get("effort"),
-            "thinking": read.thinking,
+            "response_format": output_config.get("format") or parsed_body.output_format,
+            "reasoning_effort": output_config.get("effort"),
+            "thinking": parsed_body.thinking,
         },
-        messages=named([*([Message("system", read.system)] if read.system else []), *told]),
-        max_tokens=read.max_tokens,
-        stop=tuple(read.stop_sequences or ()),
+        messages=with_tool_names(
+            [*([Message("system", parsed_body.system)] if parsed_body.system else []), *messages]
+        ),
+        max_tokens=parsed_body.max_tokens,
+        stop=tuple(parsed_body.stop_sequences or ()),
         one_call=choice.disable_parallel_tool_use is True,
         objects=True,
     )
@@ -152,7 +164,7 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def to_json(reply: Reply) -> dict[str, Any]:
-    """The answer in one piece."""
+    """Format a reply as one response."""
     message, stopped = reply.message, reply.turn.stop_reason
     reason = REASONS.get(reply.finish_reason)
     if reason is None:
@@ -161,10 +173,10 @@ def to_json(reply: Reply) -> dict[str, Any]:
     if message.content or not message.calls:
         blocks.append({"type": "text", "text": message.content})
     for call in message.calls:
-        given = parsed(call.arguments)
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
-    used = usage(reply)
-    cached = used["prompt_tokens_details"]["cached_tokens"]
+        arguments = parse_arguments(call.arguments)
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+    token_usage = usage(reply)
+    cached = token_usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "id": f"msg_{reply.id}",
         "type": "message",
@@ -174,26 +186,26 @@ def to_json(reply: Reply) -> dict[str, Any]:
         "stop_reason": reason,
         "stop_sequence": stopped if reason == "stop_sequence" else None,
         "usage": {
-            "input_tokens": used["prompt_tokens"] - cached,
+            "input_tokens": token_usage["prompt_tokens"] - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
-            "output_tokens": used["completion_tokens"],
+            "output_tokens": token_usage["completion_tokens"],
         },
     }
 
 
 def to_stream(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
-    """The answer as events of a stream; usage is in it, asked for or not."""
+    """Format a reply as events of a stream, which always have the usage."""
     answer = to_json(reply)
     blocks, end = answer["content"], ("stop_reason", "stop_sequence")
-    begun = {**answer, "content": [], **dict.fromkeys(end)}
-    begun["usage"] = {**answer["usage"], "output_tokens": 0}
-    yield {"type": "message_start", "message": begun}
+    start_message = {**answer, "content": [], **dict.fromkeys(end)}
+    start_message["usage"] = {**answer["usage"], "output_tokens": 0}
+    yield {"type": "message_start", "message": start_message}
     for index, block in enumerate(blocks):
         kind, at = block["type"], {"index": index}
-        nothing = {"text": "", "input": {}}
-        empty = {name: nothing.get(name, value) for name, value in block.items()}
-        yield {"type": "content_block_start", **at, "content_block": empty}
+        empty_values = {"text": "", "input": {}}
+        empty_block = {name: empty_values.get(name, value) for name, value in block.items()}
+        yield {"type": "content_block_start", **at, "content_block": empty_block}
         if kind == "tool_use":
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
@@ -206,15 +218,15 @@ def to_stream(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
 
 
 def error(error: Exception, status: int) -> dict[str, Any]:
-    """An error as Anthropic's clients read it."""
+    """Format an error for Anthropic's clients."""
     kind = ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     text, code = str(error), getattr(error, "code", None)
     if code == "context_length_exceeded":
         text = f"prompt is too long: {text}"
-    told: dict[str, Any] = {"type": kind, "message": text}
+    error_json: dict[str, Any] = {"type": kind, "message": text}
     if code is not None:
-        told["details"] = {"error_code": code}
-    return {"type": "error", "error": told}
+        error_json["details"] = {"error_code": code}
+    return {"type": "error", "error": error_json}
 
 
-MESSAGES = Api(read, to_json, to_stream, error)
+MESSAGES = Api(parse_request, to_json, to_stream, error)

@@ -1,18 +1,18 @@
-"""The conversations of one rollout, and the rows of tokens that they are sampled in.
+"""The conversations of one rollout, and the rows of tokens in which they are sampled.
 
-A program may lead several conversations, go on from any earlier answer, rewrite its history or drop
-it. Messages make a tree. A node that is an answer of the policy's knows where in which row its
-tokens end. A request goes on from the deepest such node among its messages:
+A program may have several conversations, continue from any earlier turn, and rewrite or drop its
+history. Messages form a tree. A node that is a turn of the policy knows the row and the position
+where its tokens end. A request continues from the deepest such node among its messages:
 
-* the row ends there: what is new is appended, and the row goes on
-* the row goes on otherwise by then (a retry, best of n, sub-agents of equal beginnings), or none of
-  its messages was answered, or it says that the policy said what it did not: another row begins
-  with the whole prompt, of which nothing is trained on there
+* If the row ends there, the new messages are appended to the row.
+* A new row starts with the whole prompt, which is not trained on, if the row already continues
+  otherwise (a retry, best of n, sub-agents with equal prefixes), if no message is a turn of the
+  policy, or if the request contains an assistant message that the policy did not write.
 
-A turn that the run cuts short ends its conversation: no request goes on from it.
+A turn that the run truncates ends its conversation: no request continues from it.
 
-So each sampled token is in the one row that it was sampled in, whole, and every row is what the
-engine saw. Which row a turn belongs to is decided when it is answered.
+So each sampled token is in exactly one row, the one in which it was sampled, and every row is what
+the engine saw. The row of a turn is decided when its response is delivered.
 """
 
 from __future__ import annotations
@@ -25,55 +25,64 @@ from typing import Any
 import numpy as np
 
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.programs.messages import STRINGS, BadRequest, Message, json_key, letters, pieces
+from agentgrpo.programs.messages import (
+    STRINGS,
+    BadRequest,
+    Message,
+    alphanumerics,
+    json_key,
+    pieces,
+)
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import Completion, Int32, Turn
 
 TASK, PROBE = "the task", "conversations without the task's text"
-"""What turns are of: a library asks for some before it is given the task."""
+"""Kinds of turns. A library may make requests (probes) before it gets the task."""
 
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """Tokens that follow each other, and the engine's account of the turns in them."""
+    """A sequence of tokens, with the engine's account of its turns."""
 
     transcript: Transcript
     turns: list[tuple[int, Turn]] = field(default_factory=list)
-    """With their places among all turns of the rollout."""
+    """Each turn with its index among all turns of the rollout."""
     opening: str = ""
-    """Hash of the prompt that it begins with."""
+    """Hash of the prompt with which the row starts."""
     kind: str = PROBE
-    """TASK as soon as a request that goes on in it has the task's text."""
+    """TASK as soon as a request that continues the row contains the task's text."""
     cut: bool = False
-    """Whether its last turn was cut short by the run."""
+    """Whether the run truncated the last turn."""
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
-    """A turn of the policy's that its client was given."""
+class DeliveredTurn:
+    """A turn of the policy that was delivered to its client."""
 
     row: Row
     end: int
-    """How long the row was behind it."""
+    """Length of the row after the turn."""
 
 
 @dataclass(eq=False, slots=True)
 class _Node:
     message: Message
-    answer: Answer | None = None
+    answer: DeliveredTurn | None = None
     below: dict[Hashable, list[_Node]] = field(default_factory=dict)
 
     def find(self, message: Message) -> _Node | None:
-        """The one below that is meant: of several the likest, and of these the last."""
+        """The child for a message: the most similar one, and of equally similar ones the last."""
 
-        def alike(node: _Node) -> tuple[bool, bool]:
+        def similarity(node: _Node) -> tuple[bool, bool]:
             return message.ids == node.message.ids, message.content == node.message.content
 
         nodes = reversed(self.below.get(message.key, ()))
-        meant = (n for n in nodes if (message.is_of(n.message) if n.answer else all(alike(n))))
-        return max(meant, key=alike, default=None)
+        candidates = (
+            n for n in nodes if (message.may_be(n.message) if n.answer else all(similarity(n)))
+        )
+        return max(candidates, key=similarity, default=None)
 
-    def add(self, message: Message, answer: Answer | None = None) -> _Node:
+    def add(self, message: Message, answer: DeliveredTurn | None = None) -> _Node:
         node = _Node(message, answer)
         self.below.setdefault(message.key, []).append(node)
         return node
@@ -81,28 +90,28 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the engine is to continue for a request."""
+    """The engine's prompt for a request."""
 
     token_ids: Int32
     messages: tuple[Message, ...]
     root: Hashable
-    """Of its tree: the tools that it shows."""
-    after: Answer | None
-    """What it goes on from; None: it is rendered whole."""
+    """Key of its tree: the tools in the prompt."""
+    after: DeliveredTurn | None
+    """The turn from which it continues. None: the whole prompt is rendered."""
     kind: str
-    """TASK if it has the task's text, or text of an answer to a conversation that had it."""
+    """TASK if it contains the task's text, or text of a turn of such a conversation."""
     ended: bool
-    """Whether it goes on from a turn that the run cut short."""
+    """Whether it continues from a turn that the run truncated."""
 
 
 class Conversations:
-    """All of a rollout's. Used on one thread, but for prompt(), which may run beside the others."""
+    """All conversations of a rollout. Only prompt() may run on another thread."""
 
     def __init__(self, chat: ChatTemplate, task: Sequence[str] = ("",)) -> None:
-        """`task`: its texts. The empty one is in every conversation."""
+        """`task`: texts of the task. The empty text is in every conversation."""
         self._chat = chat
-        forms = [*task, *map(json.dumps, task), *(json.dumps(t, ensure_ascii=False) for t in task)]
-        self._known = dict.fromkeys(piece for form in forms for piece in pieces(form, 0))
+        texts = [*task, *map(json.dumps, task), *(json.dumps(t, ensure_ascii=False) for t in task)]
+        self._known_pieces = dict.fromkeys(piece for form in texts for piece in pieces(form, 0))
         self._roots: dict[Hashable, _Node] = {}
         self.rows: list[Row] = []
         self.num_turns = 0
@@ -110,65 +119,78 @@ class Conversations:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> Prompt:
         root = json_key(json.dumps(list(tools)))
         for message in messages:
-            _ = message.key  # made here, beside the others where that takes long; kept for said()
+            _ = message.key  # computed and cached here, off the event loop, for add_message()
         node = self._roots.get(root)
-        after, known = None, 0
-        for place, message in enumerate(messages, 1):
+        delivered, num_known = None, 0
+        for position, message in enumerate(messages, 1):
             node = None if node is None else node.find(message)
             if node is None:
                 break
             if node.answer is not None:
-                after, known = node.answer, place
-        kind = TASK if after and after.row.kind == TASK else self._kind(messages)
-        ended = after is not None and after.row.cut and after.end == len(after.row.transcript)
-        new = messages[known:]
+                delivered, num_known = node.answer, position
+        kind = TASK if delivered and delivered.row.kind == TASK else self._kind(messages)
+        ended = (
+            delivered is not None
+            and delivered.row.cut
+            and delivered.end == len(delivered.row.transcript)
+        )
+        new = messages[num_known:]
         ids = None
-        if after is not None and new and all(m.role != "assistant" for m in new):
-            ids = self._appended(messages[: known - 1], after, new, tools=bool(tools))
+        if delivered is not None and new and all(m.role != "assistant" for m in new):
+            ids = self._continue_row(messages[: num_known - 1], delivered, new, tools=bool(tools))
         if ids is None:
-            after, ids = None, self._rendered(messages, tools)
-        return Prompt(ids, tuple(messages), root, after, kind, ended)
+            delivered, ids = None, self._render(messages, tools)
+        return Prompt(ids, tuple(messages), root, delivered, kind, ended)
 
     def _kind(self, messages: Sequence[Message]) -> str:
-        text = letters("\n".join(f"{message.call_id} {message.content}" for message in messages))
-        return TASK if any(piece in text for piece in [*self._known]) else PROBE
+        text = alphanumerics(
+            "\n".join(f"{message.call_id} {message.content}" for message in messages)
+        )
+        return TASK if any(piece in text for piece in [*self._known_pieces]) else PROBE
 
-    def know(self, message: Message) -> None:
-        """An answer of the task's: sub-agents are asked what a call says."""
+    def add_known_text(self, message: Message) -> None:
+        """Add a turn's text to the task's text: sub-agents get the arguments of calls."""
         parts = pieces(message.content)
         for call in message.calls:
             values = [text for text, is_key in STRINGS.findall(call.arguments) if not is_key]
             parts += [call.id, *(piece for value in values for piece in pieces(value, 3))]
-        self._known |= dict.fromkeys(parts)
+        self._known_pieces |= dict.fromkeys(parts)
 
-    def _appended(
-        self, before: Sequence[Message], after: Answer, new: Sequence[Message], *, tools: bool
+    def _continue_row(
+        self,
+        before: Sequence[Message],
+        after: DeliveredTurn,
+        new: Sequence[Message],
+        *,
+        tools: bool,
     ) -> Int32 | None:
-        """None: the template does not show such messages behind a turn."""
-        told = [message.shown() for message in new]
-        held = after.row.transcript.ids[: after.end]
+        """Append messages to a row. None: the template cannot render them after a turn."""
+        rendered_messages = [message.for_template() for message in new]
+        prefix = after.row.transcript.ids[: after.end]
         roles = [message.role for message in before]
         try:
-            said = self._chat.observation_ids(told, last_id=int(held[-1]), tools=tools, roles=roles)
+            observation = self._chat.observation_ids(
+                rendered_messages, last_id=int(prefix[-1]), tools=tools, roles=roles
+            )
         except ValueError:
             return None
-        joined: Int32 = np.concatenate([held, said])
-        return joined
+        token_ids: Int32 = np.concatenate([prefix, observation])
+        return token_ids
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Any]) -> Int32:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any]) -> Int32:
         try:
-            ids = self._chat.prompt_ids([message.shown() for message in messages], tools)
+            ids = self._chat.prompt_ids([message.for_template() for message in messages], tools)
         except ValueError as error:
             raise BadRequest(f"messages: {error}", param="messages") from None
-        shown = self._chat.tokenizer.decode(ids) if tools else ""
-        if unseen := [name for t in tools if (name := t["function"]["name"]) not in shown]:
-            why = f"does not show tools ({unseen[0]!r:.80} is not in the prompt)"
+        prompt_text = self._chat.tokenizer.decode(ids) if tools else ""
+        if missing := [name for t in tools if (name := t["function"]["name"]) not in prompt_text]:
+            problem = f"does not show tools ({missing[0]!r:.80} is not in the prompt)"
             remedy = "take a model made for tool calls, or describe them in a message"
-            raise BadRequest(f"tools: the model's chat template {why}: {remedy}", param="tools")
+            raise BadRequest(f"tools: the model's chat template {problem}: {remedy}", param="tools")
         return ids
 
-    def answered(self, prompt: Prompt, turn: Completion, asked_tokens: int) -> Row:
-        """Put a turn where it belongs; its message follows, see said()."""
+    def add_turn(self, prompt: Prompt, turn: Completion, asked_tokens: int) -> Row:
+        """Add a turn to its row, or to a new row. add_message() must follow."""
         after, ids = prompt.after, prompt.token_ids
         if after is not None and len(after.row.transcript) == after.end:
             row = after.row
@@ -182,10 +204,10 @@ class Conversations:
         self.num_turns += 1
         return row
 
-    def said(self, prompt: Prompt, row: Row, message: Message) -> None:
-        """Remember what the client is given, so that it is known when it comes back."""
-        answer = Answer(row, len(row.transcript))
+    def add_message(self, prompt: Prompt, row: Row, message: Message) -> None:
+        """Store the message that is delivered to the client, to recognise it in later requests."""
+        answer = DeliveredTurn(row, len(row.transcript))
         node = self._roots.setdefault(prompt.root, _Node(Message("")))
-        for one in prompt.messages:
-            node = node.find(one) or node.add(one)
+        for prompt_message in prompt.messages:
+            node = node.find(prompt_message) or node.add(prompt_message)
         node.add(message, answer)

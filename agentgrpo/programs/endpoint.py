@@ -1,7 +1,8 @@
-"""The endpoint that programs ask: OpenAI's and Anthropic's protocols over HTTP, on a loopback port.
+"""The endpoint for programs: OpenAI's and Anthropic's protocols over HTTP on a loopback port.
 
-It is no second engine and no proxy: a request becomes a turn of the loop that plays all rollouts,
-on the same weights. Its thread reads, renders, encodes and writes; the engine's thread samples.
+There is no second engine and no proxy: a request becomes a turn of the loop that plays all
+rollouts, with the same weights. The endpoint's thread parses, renders, encodes and responds; the
+engine's thread samples.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from agentgrpo.programs.session import Pending, Session
 from agentgrpo.support.user_calls import event_loop, print_stderr
 
 BODY_MIB, BODY_S = 8, 60.0
-"""What a request's body may have, and how long it may take to come."""
+"""Maximum size of a request's body, and how long it may take to arrive."""
 READ_MIB = 64
-"""Of a request that is answered before its end: what is still read, so that the answer is."""
+"""How much of a request is read after an early response, so that the client reads the response."""
 RECEIVED_MIB = 32
-"""Of bodies that a rollout sends at once."""
+"""Maximum size of all bodies that a rollout sends at the same time."""
 HEAD_KIB = 64
-"""Of a request's line and headers."""
+"""Maximum size of a request's line and headers."""
 KEEP_ALIVE_S = 5.0
-"""Between the comments of a stream that waits for its turn."""
+"""Interval of the comments in a stream that waits for its turn."""
 CONNECTIONS = 128
-"""Of a session of the sandbox, which needs few."""
+"""Maximum connections of a sandbox session, which needs few."""
 DESCRIPTORS = 1 << 16
 STATUS = {
     "rollout_over": 403, "rate_limit": 429, "too_large": 413, "invalid_api_key": 401,
@@ -57,27 +58,27 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """A socket that is answered on."""
+    """A listening socket."""
 
     server: asyncio.Server
     state: Any
 
     def close(self) -> None:
-        """On the endpoint's thread: the socket, and every connection that came by it."""
+        """Close the socket and its connections. Call it on the endpoint's thread."""
         self.server.close()
         for connection in [*self.state.connections]:
             connection.transport.abort()
 
 
-def raise_descriptors() -> None:
-    """Let this process have as many connections as it may, up to DESCRIPTORS."""
+def raise_descriptor_limit() -> None:
+    """Raise the limit of open files to the hard limit, up to DESCRIPTORS."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    target = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, target), hard))
 
 
-def ask_directly() -> None:
-    """Have no client in this process ask the endpoint by a proxy of the environment's."""
+def bypass_proxy_for_loopback() -> None:
+    """Make clients in this process connect to the endpoint without the environment's proxy."""
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = [host for host in known.split(",") if host]
     if "*" not in hosts:
@@ -86,9 +87,7 @@ def ask_directly() -> None:
 
 
 def connection_class(app: Any) -> Any:
-    """HTTP by uvicorn for clients that are not trusted: what they send has a size, and `most` of
-    them may be connected to a listener.
-    """
+    """Uvicorn's HTTP protocol for untrusted clients: it limits request sizes and connections."""
     import uvicorn
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -97,13 +96,13 @@ def connection_class(app: Any) -> Any:
         server_header=False,
     )  # fmt: skip
     config.load()
-    quiet = logging.getLogger(f"{__name__}.clients")
-    quiet.setLevel(logging.ERROR)  # not each client that sends no HTTP; what the app raises
+    logger = logging.getLogger(f"{__name__}.clients")
+    logger.setLevel(logging.ERROR)  # hides warnings about clients that send invalid HTTP
 
     class Connection(HttpToolsProtocol):
-        def __init__(self, *, most: float, **more: Any) -> None:
-            super().__init__(config=config, **more)
-            self.logger, self._most = quiet, most
+        def __init__(self, *, max_connections: float, **kwargs: Any) -> None:
+            super().__init__(config=config, **kwargs)
+            self.logger, self._most = logger, max_connections
             self._got, self._limit = 0, HEAD_KIB << 10
 
         def connection_made(self, transport: Any) -> None:
@@ -129,19 +128,19 @@ def connection_class(app: Any) -> Any:
 
 
 class Endpoint:
-    """A server on 127.0.0.1, and the sessions that it knows by their keys."""
+    """A server on 127.0.0.1, with one session per API key."""
 
     def __init__(self) -> None:
-        raise_descriptors()
-        ask_directly()
+        raise_descriptor_limit()
+        bypass_proxy_for_loopback()
         self._loop = event_loop("endpoint")
         self._sessions: dict[str, Session] = {}
         self._connection: Any = None
-        self.port: int = self.run(self._start())
+        self.port: int = self.run_on_loop(self._start())
 
-    def run(self, work: Awaitable[Result]) -> Result:
+    def run_on_loop(self, awaitable: Awaitable[Result]) -> Result:
         async def wait() -> Result:
-            return await work
+            return await awaitable
 
         return asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
 
@@ -150,35 +149,35 @@ class Endpoint:
         return f"http://127.0.0.1:{self.port}"
 
     def open(self, make: Callable[[str], Session]) -> Session:
-        """A session under a new key, which nobody can guess."""
+        """Open a session with a new random key."""
 
         async def work() -> Session:
             key = f"sk-{secrets.token_urlsafe(24)}"
             session = self._sessions[key] = make(key)
             return session
 
-        return self.run(work())
+        return self.run_on_loop(work())
 
     def end(self, session: Session) -> None:
         async def work() -> None:
             self._sessions.pop(session.key, None)
             session.close()
 
-        self.run(work())
+        self.run_on_loop(work())
 
     def listen(self, listener: socket.socket, session: Session) -> Future[Listening]:
-        """Answer on a socket that listens elsewhere, as that session whatever key is sent."""
+        """Serve a session on a socket in its sandbox. The key in requests is ignored there."""
         return asyncio.run_coroutine_threadsafe(self._serve(listener, session), self._loop)
 
-    def hang_up(self, listening: Listening) -> None:
-        """Close a socket of listen(), and all connections that came by it."""
+    def stop_listening(self, listening: Listening) -> None:
+        """Close a socket of listen() and its connections."""
         self._loop.call_soon_threadsafe(listening.close)
 
     def close(self) -> None:
         async def work() -> None:
             self._listening.close()
 
-        self.run(work())
+        self.run_on_loop(work())
 
     async def _start(self) -> int:
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
@@ -191,38 +190,40 @@ class Endpoint:
         if self._connection is None:
             self._connection = connection_class(self._app())
         state = ServerState()
-        make = functools.partial(
+        make_connection = functools.partial(
             self._connection, server_state=state, app_state={"session": session},
-            most=math.inf if session is None else CONNECTIONS,
+            max_connections=math.inf if session is None else CONNECTIONS,
         )  # fmt: skip
-        return Listening(await self._loop.create_server(make, sock=listener), state)
+        return Listening(await self._loop.create_server(make_connection, sock=listener), state)
 
     def _app(self) -> Any:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
         def post(path: str, api: Api, answer: Any) -> Any:
-            return Route(path, self._answering(answer, api), methods=["POST"])
+            return Route(path, self._make_handler(answer, api), methods=["POST"])
 
-        nothing = functools.partial(self._answering, _nothing_there)
+        nothing = functools.partial(self._make_handler, _not_found)
         return Starlette(
             routes=[
                 *(post(p, api, functools.partial(self._turn, api)) for p, api in APIS.items()),
-                Route("/v1/models", self._answering(self._models), methods=["GET"]),
+                Route("/v1/models", self._make_handler(self._models), methods=["GET"]),
                 Route("/v1/messages{path:path}", nothing(MESSAGES), methods=METHODS),
                 Route("/{path:path}", nothing(CHAT), methods=METHODS),
             ]
         )
 
-    def _answering(self, answer: Callable[[Any, Session], Awaitable[Any]], api: Api = CHAT) -> Any:
-        """What a route calls: finds the session, and says errors as its protocol does."""
+    def _make_handler(
+        self, answer: Callable[[Any, Session], Awaitable[Any]], api: Api = CHAT
+    ) -> Any:
+        """Wrap a route's function: find the session, and format errors for the protocol."""
         from starlette.requests import ClientDisconnect
         from starlette.responses import Response
 
-        told = False
+        is_reported = False
 
         async def respond(request: Any) -> Any:
-            nonlocal told
+            nonlocal is_reported
             session = None
             try:
                 session = self._session_of(request)
@@ -232,24 +233,28 @@ class Endpoint:
             except BadRequest as error:
                 if session is not None:
                     session.last_refusal = str(error)
-                body, code = refusal(api, session, error)
-                return answered(body, code, {"retry-after": "1"} if code == 429 else None)
+                body, code = error_response(api, session, error)
+                return json_response(body, code, {"retry-after": "1"} if code == 429 else None)
             except InfrastructureError as error:
-                return answered(*refusal(api, session, error), {"x-should-retry": "false"})
-            except Exception as error:  # a fault of ours, of this request alone
-                said = f"the endpoint failed at {request.url.path}: {type(error).__name__}: {error}"
-                if not told:
-                    told = True
-                    print_stderr("".join([*traceback.format_exception(error), said]))
-                fault = refusal(api, session, InfrastructureError(said))
-                return answered(*fault, {"x-should-retry": "false"})
+                return json_response(
+                    *error_response(api, session, error), {"x-should-retry": "false"}
+                )
+            except Exception as error:  # a bug of the endpoint: only this request fails
+                message = (
+                    f"the endpoint failed at {request.url.path}: {type(error).__name__}: {error}"
+                )
+                if not is_reported:
+                    is_reported = True
+                    print_stderr("".join([*traceback.format_exception(error), message]))
+                response_parts = error_response(api, session, InfrastructureError(message))
+                return json_response(*response_parts, {"x-should-retry": "false"})
 
         return respond
 
     def _session_of(self, request: Any) -> Session:
-        given: Session | None = request.scope["state"].get("session")
-        if given is not None:
-            return given
+        session_of_listener: Session | None = request.scope["state"].get("session")
+        if session_of_listener is not None:
+            return session_of_listener
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         session = self._sessions.get(key)
@@ -258,20 +263,20 @@ class Endpoint:
         return session
 
     async def _models(self, request: Any, session: Session) -> Any:
-        """The one model, as OpenAI's and Anthropic's clients read it."""
-        one = {
+        """The model, with the fields of both OpenAI's and Anthropic's protocols."""
+        model = {
             "id": MODEL, "object": "model", "created": 0, "owned_by": "agentgrpo", "type": "model",
             "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z",
             "max_model_len": session.max_model_len,
         }  # fmt: skip
         ends = {"first_id": MODEL, "last_id": MODEL, "has_more": False}
-        return answered({"object": "list", "data": [one], **ends})
+        return json_response({"object": "list", "data": [model], **ends})
 
     async def _turn(self, api: Api, request: Any, session: Session) -> Any:
         from starlette.responses import Response, StreamingResponse
 
-        pending = await begun(request, session, api)
-        if pending.asked.stream:
+        pending = await begin_turn(request, session, api)
+        if pending.request.stream:
             response = StreamingResponse(
                 _events(api, session, pending), media_type="text/event-stream",
                 headers={"cache-control": "no-cache"},
@@ -285,52 +290,55 @@ class Endpoint:
 
             return stream
         try:
-            if not await _is_whole(pending.turn, request):
-                return Response(status_code=499)  # nobody is there to read it
-            return answered(api.to_json(session.deliver(pending)))
+            if not await _wait_for_turn(pending.turn, request):
+                return Response(status_code=499)  # the client has disconnected
+            return json_response(api.to_json(session.deliver(pending)))
         finally:
             session.leave(pending)
 
 
-async def _nothing_there(request: Any, session: Session) -> Any:
+async def _not_found(request: Any, session: Session) -> Any:
     raise BadRequest(
         f"{request.method} {request.url.path} is not offered: there are POST {', '.join(APIS)} and "
         "GET /v1/models", "not_offered",
     )  # fmt: skip
 
 
-def refusal(api: Api, session: Session | None, error: Exception) -> tuple[dict[str, Any], int]:
-    """An error as its protocol writes it, with # for numbers: a program may print it, and a reward
-    take a number in it for the answer.
+def error_response(
+    api: Api, session: Session | None, error: Exception
+) -> tuple[dict[str, Any], int]:
+    """Format an error for its protocol, with # in place of numbers.
+
+    A program may print the error, and a reward must not read a number in it as the answer.
     """
     status = STATUS.get(error.code or "", 400) if isinstance(error, BadRequest) else 500
     if session is not None:
         session.refusals.add(re.sub(r"\d+", "#", str(error)))
-    said = json.dumps(api.error(error, status), ensure_ascii=False)
-    return json.loads(re.sub(r"\d+", "#", said)), status
+    text = json.dumps(api.error(error, status), ensure_ascii=False)
+    return json.loads(re.sub(r"\d+", "#", text)), status
 
 
-def answered(said: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Any:
-    """A response of JSON; in ASCII, as half of a surrogate pair has no other bytes."""
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Any:
+    """A JSON response in ASCII, since a lone surrogate has no UTF-8 encoding."""
     from starlette.responses import Response
 
-    return Response(json.dumps(said), status, headers, "application/json")
+    return Response(json.dumps(body), status, headers, "application/json")
 
 
-async def begun(request: Any, session: Session, api: Api) -> Pending:
-    """A turn that is sampled for a request."""
+async def begin_turn(request: Any, session: Session, api: Api) -> Pending:
+    """Parse a request and start sampling its turn."""
     async with body_of(request, session) as raw:
         session.require_size(len(raw))
-        asked = await session.run_off_loop(len(raw), lambda: api.read(json_object(raw)))
-        return await session.begin(asked, len(raw))
+        turn_request = await session.run_off_loop(len(raw), lambda: api.read(json_object(raw)))
+        return await session.begin(turn_request, len(raw))
 
 
 @contextlib.asynccontextmanager
 async def body_of(request: Any, session: Session) -> AsyncIterator[bytes]:
-    """The body of a request, which counts among what the rollout sends at once until it is read."""
+    """Receive a request's body. Its size counts against RECEIVED_MIB until the context ends."""
     too_large = BadRequest(f"a request may have {BODY_MIB} MiB", "too_large")
-    told = request.headers.get("content-length", "0")
-    if not told.isdigit() or int(told) > BODY_MIB << 20:
+    declared_size = request.headers.get("content-length", "0")
+    if not declared_size.isdigit() or int(declared_size) > BODY_MIB << 20:
         raise too_large
     raw = bytearray()
     try:
@@ -342,18 +350,18 @@ async def body_of(request: Any, session: Session) -> AsyncIterator[bytes]:
                     if len(raw) > BODY_MIB << 20:
                         raise too_large
                     if session.receiving > RECEIVED_MIB << 20:
-                        most = f"a rollout may send {RECEIVED_MIB} MiB at once"
-                        raise BadRequest(most, "rate_limit")
+                        message = f"a rollout may send {RECEIVED_MIB} MiB at once"
+                        raise BadRequest(message, "rate_limit")
         except TimeoutError:
-            late = f"the body did not come within {BODY_S:g} s"
-            raise BadRequest(late, "timeout") from None
+            message = f"the body did not come within {BODY_S:g} s"
+            raise BadRequest(message, "timeout") from None
         yield bytes(raw)
     finally:
         session.receiving -= len(raw)
 
 
 def json_object(raw: bytes) -> Mapping[str, Any]:
-    """The JSON object that a body is."""
+    """Parse a body as a JSON object."""
     try:
         body = json.loads(raw)
     except ValueError as error:
@@ -363,38 +371,38 @@ def json_object(raw: bytes) -> Mapping[str, Any]:
     return body
 
 
-async def _is_whole(turn: asyncio.Future[Any], request: Any) -> bool:
-    """Wait for a turn; false if its client goes away before."""
+async def _wait_for_turn(turn: asyncio.Future[Any], request: Any) -> bool:
+    """Wait for a turn. Returns False if its client disconnects first."""
 
-    async def gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    left = asyncio.ensure_future(gone())
+    disconnected = asyncio.ensure_future(wait_for_disconnect())
     try:
-        await asyncio.wait({turn, left}, return_when=asyncio.FIRST_COMPLETED)
-        return not left.done()
+        await asyncio.wait({turn, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        return not disconnected.done()
     finally:
-        left.cancel()
+        disconnected.cancel()
 
 
 async def _events(api: Api, session: Session, pending: Pending) -> AsyncIterator[str]:
-    """A stream: comments while the turn is sampled, then all of it."""
+    """Stream a turn: comments while it is sampled, then the whole turn."""
     while not pending.turn.done():
         await asyncio.wait({pending.turn}, timeout=KEEP_ALIVE_S)
         yield ": waiting\n\n"
     try:
         reply = session.deliver(pending)
     except (BadRequest, InfrastructureError) as error:
-        yield framed({**refusal(api, session, error)[0], "type": "error"})
+        yield server_sent_event({**error_response(api, session, error)[0], "type": "error"})
         return
-    for data in api.to_stream(reply, pending.asked.usage_in_stream):
-        await asyncio.sleep(0)  # others have their turn, and a client that left is noticed
-        yield framed(data)
+    for data in api.to_stream(reply, pending.request.usage_in_stream):
+        await asyncio.sleep(0)  # lets other requests run, and a disconnected client be noticed
+        yield server_sent_event(data)
 
 
-def framed(data: Mapping[str, Any] | str) -> str:
-    """A server-sent event, named where its data has a type."""
+def server_sent_event(data: Mapping[str, Any] | str) -> str:
+    """Format a server-sent event. Its name is the type of its data, if it has one."""
     if isinstance(data, str):
         return f"data: {data}\n\n"
     name = f"event: {data['type']}\n" if "type" in data else ""

@@ -1,8 +1,7 @@
-"""Runs a program in a session of the sandbox: its source is the code of a step there.
+"""Run a program in a sandbox session. The source of this file is the code of a step there.
 
-A Python program is a fork of the session's interpreter: it has what that has imported, ends as
-Python does (its threads, what it wanted done at exit), and whatever it dies of, its files can be
-read.
+A Python program runs in a fork of the session's interpreter: it has the interpreter's imports, ends
+like any Python process (threads, atexit), and its files can be read even if it crashes.
 """
 
 import atexit
@@ -17,12 +16,12 @@ from typing import Any
 
 
 def main(command: list[str], programs: list[str], task: str, python: tuple[str, ...]) -> int:
-    """Run a command, the task as its input; its exit code."""
+    """Run a command with the task file as its standard input. Returns its exit code."""
     for name in programs:
         os.chmod(name, 0o755)
-    told = os.open(task, os.O_RDONLY)
-    os.dup2(told, 0)
-    os.close(told)
+    task_file = os.open(task, os.O_RDONLY)
+    os.dup2(task_file, 0)
+    os.close(task_file)
     if command[0] not in python:
         return subprocess.run(command).returncode
     child = os.fork()
@@ -33,17 +32,17 @@ def main(command: list[str], programs: list[str], task: str, python: tuple[str, 
     os._exit(_as_python(command[1:]))
 
 
-def _as_python(words: list[str]) -> int:
+def _as_python(args: list[str]) -> int:
     code = 0
     sys.path.insert(0, "")
     try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        if args[0] == "-m":
+            sys.argv = args[1:]
+            runpy.run_module(args[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = words
-            sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
-            runpy.run_path(words[0], run_name="__main__")
+            sys.argv = args
+            sys.path[0] = os.path.dirname(os.path.abspath(args[0]))
+            runpy.run_path(args[0], run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, str):
             sys.stderr.write(f"{end.code}\n")

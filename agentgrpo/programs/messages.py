@@ -1,8 +1,8 @@
-"""What a client sends, in the one form in which messages are compared and rendered.
+"""Messages of clients in one form, in which they are compared and rendered.
 
-A client sends its conversation whole with every request. Which of the policy's turns it contains is
-found by comparing its messages with those that were answered, never with text that is rendered from
-ids: clients drop thoughts, write JSON in another way, and send null where "" was sent.
+A client sends its whole conversation with every request. To find the policy's turns in it, its
+messages are compared with delivered messages, never with text rendered from token ids: clients drop
+thoughts, reformat JSON, and send null instead of "".
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pydantic import BaseModel, BeforeValidator
 from agentgrpo.actions import shallow
 
 ROLES = {"developer": "system", "function": "tool"}
-"""Roles that are another by an older or newer name."""
+"""Old and new names of roles."""
 TEXTS = (None, "text", "input_text", "output_text", "reasoning_text")
-"""Types of a content's parts that are text."""
+"""Types of content parts that are text."""
 
 
 PIECE = 16
-"""Letters in sequence that two texts share only if one was made from the other."""
+"""Two texts that share that many letters in sequence were copied from each other."""
 STRINGS = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?')
-"""In JSON; what follows keys."""
+"""Strings in JSON. The second group matches after keys."""
 
 
 class BadRequest(ValueError):
-    """A request that is not answered; what is wrong with it, for the client."""
+    """A request that is refused, with the reason for the client."""
 
     def __init__(self, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -40,12 +40,12 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a tool in an assistant's message."""
+    """One tool call in an assistant message."""
 
     id: str
     name: str
     arguments: str
-    """As text: JSON, if the policy wrote it well."""
+    """Text as the policy wrote it: valid JSON or not."""
 
 
 @dataclass(frozen=True)
@@ -57,62 +57,67 @@ class Message:
     calls: tuple[Call, ...] = ()
     reasoning: str | None = None
     call_id: str = ""
-    """Which call a tool's message answers."""
+    """The id of the call to which a tool message belongs."""
     name: str = ""
 
     @cached_property
     def key(self) -> Hashable:
-        """Equal for messages that may mean the same. What clients leave out or rewrite is no part:
-        reasoning, ids of calls, text beside calls, white space around an answer's lines.
+        """Equal for messages that may be the same. It ignores what clients drop or rewrite:
+        reasoning, ids of calls, text next to calls, trailing spaces.
         """
         calls = tuple((call.name, json_key(call.arguments)) for call in self.calls)
-        content = "" if calls else self._bare if self.role == "assistant" else self.content
-        name = "" if self.role == "tool" else self.name  # filled in from the call, or made up
+        content = (
+            "" if calls else self._without_outer_space if self.role == "assistant" else self.content
+        )
+        # a tool message's name is copied from the call, or made up by the client
+        name = "" if self.role == "tool" else self.name
         return self.role, content, calls, self.call_id, name
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Those of its calls."""
+        """The ids of its calls."""
         return tuple(call.id for call in self.calls)
 
     @property
-    def _bare(self) -> str:
+    def _without_outer_space(self) -> str:
         return "\n".join(map(str.rstrip, self.content.strip().splitlines()))
 
-    def is_of(self, answered: Message) -> bool:
-        """Whether a client that was given `answered` may send it back as this, which has its key.
+    def may_be(self, delivered: Message) -> bool:
+        """Whether this message, with an equal key, may be `delivered` as a client sends it back.
 
-        The ids of calls identify an answer without the text beside them (crewai, semantic-kernel),
-        the text one whose ids a client makes anew.
+        Some clients drop the text next to calls (crewai, semantic-kernel): the ids identify the
+        message. Others make new ids: the text identifies it.
         """
-        kept = self.reasoning is None or self.reasoning == (answered.reasoning or "")
-        dropped = not self.content and self.ids == answered.ids
-        return kept and (self._bare == answered._bare or dropped)
+        has_same_reasoning = self.reasoning is None or self.reasoning == (delivered.reasoning or "")
+        has_only_calls = not self.content and self.ids == delivered.ids
+        return has_same_reasoning and (
+            self._without_outer_space == delivered._without_outer_space or has_only_calls
+        )
 
-    def shown(self) -> dict[str, Any]:
-        """For a chat template."""
-        shown: dict[str, Any] = {"role": self.role, "content": self.content}
+    def for_template(self) -> dict[str, Any]:
+        """Convert to a message for a chat template."""
+        template_message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
-            shown["tool_calls"] = [
+            template_message["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": parsed(call.arguments)},
+                    "function": {"name": call.name, "arguments": parse_arguments(call.arguments)},
                 }
                 for call in self.calls
             ]
         if self.reasoning:
-            shown["reasoning_content"] = self.reasoning
+            template_message["reasoning_content"] = self.reasoning
         if self.role == "tool":
-            shown |= {"tool_call_id": self.call_id} if self.call_id else {}
+            template_message |= {"tool_call_id": self.call_id} if self.call_id else {}
         if self.name:
-            shown["name"] = self.name
-        return shown
+            template_message["name"] = self.name
+        return template_message
 
 
-def parsed(arguments: str) -> Any:
-    """The arguments of a call as templates want them: an object, if they are one, of what
-    actions.shallow() takes.
+def parse_arguments(arguments: str) -> Any:
+    """Parse arguments to an object for a template. Returns the text if they are not an object
+    that actions.shallow() accepts.
     """
     try:
         value = shallow(json.loads(arguments or "{}"))
@@ -122,11 +127,11 @@ def parsed(arguments: str) -> Any:
 
 
 def json_key(text: str) -> str:
-    """Equal for texts that are the same JSON value; other text, and what is nested deeper than
-    actions.shallow() takes, is compared as it is.
+    """Return equal keys for texts with the same JSON value. Other texts are their own key, also
+    those nested deeper than actions.shallow() accepts.
 
-    Order of keys, spaces and escapes do not matter, nor does 1 against 1.0, which some clients
-    write for each other. True is not 1.
+    The order of keys, spaces and escapes do not matter. 1 equals 1.0, since some clients convert
+    one to the other. True is not 1.
 
     >>> json_key('{"b": 2,  "a":1.0}') == json_key('{"a":1,"b":2}')
     True
@@ -140,7 +145,7 @@ def json_key(text: str) -> str:
 
 
 def is_object(text: str) -> bool:
-    """Whether text is a JSON object."""
+    """Whether a text is a JSON object."""
     try:
         return isinstance(_value(text), dict)
     except (ValueError, RecursionError):
@@ -148,30 +153,33 @@ def is_object(text: str) -> bool:
 
 
 def _value(text: str) -> Any:
-    return shallow(json.loads(text, parse_int=float, parse_constant=_no_number))
+    return shallow(json.loads(text, parse_int=float, parse_constant=_reject_constant))
 
 
-def _no_number(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ValueError(name)
 
 
 def pieces(text: str, least: int = PIECE) -> list[str]:
-    """What other text has if it was made from this: any PIECE of its letters and digits, or all of
-    a shorter one of at least `least`. Case and quoting do not matter.
+    """Fragments that a text copied from this one contains: PIECE letters and digits in sequence, or
+    all of a shorter text with at least `least`. Case and quoting are ignored.
     """
-    plain = letters(text)
-    if len(plain) < PIECE:
-        return [plain] if len(plain) >= least else []
-    return [plain[i : i + PIECE] for i in range(0, len(plain) - PIECE + 1, 1 + len(plain) // 2048)]
+    normalized = alphanumerics(text)
+    if len(normalized) < PIECE:
+        return [normalized] if len(normalized) >= least else []
+    return [
+        normalized[i : i + PIECE]
+        for i in range(0, len(normalized) - PIECE + 1, 1 + len(normalized) // 2048)
+    ]
 
 
-def letters(text: str) -> str:
+def alphanumerics(text: str) -> str:
     """The letters and digits of a text, in lower case."""
     return re.sub(r"[\W_]+", "", text.casefold())
 
 
 def text_of(content: Any) -> str:
-    """A content: text, nothing, or parts that are text, which are joined."""
+    """Convert a content to text: a text, null, or a list of text parts, which are joined."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -193,7 +201,7 @@ Text = Annotated[str, BeforeValidator(text_of)]
 
 
 def _as_text(arguments: Any) -> Any:
-    """Arguments as text, which data and some clients write as an object."""
+    """Convert arguments to text. Data sets and some clients write them as an object."""
     return json.dumps(arguments) if isinstance(arguments, dict) else arguments
 
 
@@ -208,7 +216,7 @@ class _ChatCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message of a request; what is not here says nothing to a template."""
+    """A message of a chat completions request. Templates do not use other fields."""
 
     role: Role
     content: Text = ""
@@ -218,7 +226,7 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
     name: str | None = None
 
-    def read(self) -> Message:
+    def to_message(self) -> Message:
         role = ROLES.get(self.role, self.role)
         if role != "assistant":
             call_id = self.tool_call_id if role == "tool" else None
@@ -231,13 +239,13 @@ class ChatMessage(BaseModel):
         return Message(role, self.content, calls, thoughts)
 
 
-def named(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """A conversation, its tools' messages named after the calls that they answer."""
+def with_tool_names(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Set the `name` of tool messages to the function of the call to which they belong."""
     names: dict[str, str] = {}
-    made = []
+    result = []
     for message in messages:
         names |= {call.id: call.name for call in message.calls}
         if message.role == "tool" and not message.name:
             message = replace(message, name=names.get(message.call_id, ""))
-        made.append(message)
-    return tuple(made)
+        result.append(message)
+    return tuple(result)

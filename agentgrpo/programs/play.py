@@ -1,7 +1,7 @@
-"""Plays tasks with a program of the user's: each rollout is one run of it.
+"""Play tasks with a user's program. Each rollout is one run of the program.
 
-The programs work at their own pace. What they ask the endpoint becomes turns of the engine's one
-loop; how they end, and what the endpoint last said to them, is how their rollouts end.
+The programs run concurrently. Their requests to the endpoint become turns of the engine's one loop.
+A rollout's status follows from its program's exit and the endpoint's last response.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentgrpo.envs.base import AnyEpisode, Environment
 from agentgrpo.envs.runner import NOTHING, EpisodeRunner
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.endpoint import Endpoint
-from agentgrpo.programs.launch import Awaited, Hosted, Launcher, Outcome, Running
+from agentgrpo.programs.launch import AsyncFunction, Hosted, Launcher, Outcome, Running
 from agentgrpo.programs.session import UNENFORCED, SampleRequest, Session
 from agentgrpo.rollout.engine_protocol import Decoder, Ended, SamplerStats
 from agentgrpo.rollout.groups import Groups
@@ -34,7 +34,7 @@ from agentgrpo.types import COUNTS, Completion, Group, Rollout, Segment, Status,
 
 
 class ProgramSampler(AnySampler):
-    """See AnySampler."""
+    """A sampler whose rollouts are runs of a program (see AnySampler)."""
 
     def __init__(
         self, engine: Decoder, agent: ProgramAgent, launcher: Launcher | None, env: Environment,
@@ -46,12 +46,12 @@ class ProgramSampler(AnySampler):
         self._max_live, self._timeout_s = max_live, agent.timeout_s
         self._act_in_thoughts = agent.act_in_thoughts
         self._endpoint: Endpoint | None = None
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._probes: set[str] = set()
 
     def _tell_once(self, kind: str, line: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._reported:
+            self._reported.add(kind)
             print_stderr(line)
 
     def close(self) -> None:
@@ -67,65 +67,70 @@ class ProgramSampler(AnySampler):
             self._endpoint = Endpoint()
         endpoint = self._endpoint
 
-        plays = getattr(self._env, "plays", False)  # its prompts are its own affair
-        given = self._chat, config, self._engine.max_model_len, self._read_calls
-        own = self._act_in_thoughts, self._tell_once
+        # episodes that run themselves also make their prompts: all of them are trained on
+        is_own_program = getattr(self._env, "plays", False)
+        model_args = self._chat, config, self._engine.max_model_len, self._read_calls
+        session_options = self._act_in_thoughts, self._tell_once
 
-        def session(ask: Any, task: Task) -> Session:
-            texts = [m["content"] for m in task.messages if m["role"] == "user" and not plays]
-            return endpoint.open(lambda key: Session(key, *given, ask, *own, texts or ("",)))
+        def open_session(on_request: Any, task: Task) -> Session:
+            texts = [
+                m["content"] for m in task.messages if m["role"] == "user" and not is_own_program
+            ]
+            return endpoint.open(
+                lambda key: Session(key, *model_args, on_request, *session_options, texts or ("",))
+            )
 
         runner = EpisodeRunner(self._max_live, config.call_timeout_s)
-        played = Groups(tasks, seed, self._env, config, group_size, ended)
-        play = _Play(
-            self._engine, self._launcher, played, runner, endpoint, session, config,
+        groups = Groups(tasks, seed, self._env, config, group_size, ended)
+        player = _Player(
+            self._engine, self._launcher, groups, runner, endpoint, open_session, config,
             self._timeout_s, filters, self._max_live, self._probes,
         )  # fmt: skip
-        play.queue.extend((index, 0) for index in range(len(tasks) * group_size))
-        groups = play.run()
-        self._say_what_is_ignored(groups)
-        return groups, play.stats
+        player.queue.extend((index, 0) for index in range(len(tasks) * group_size))
+        finished_groups = player.run()
+        self._report_ignored_options(finished_groups)
+        return finished_groups, player.stats
 
-    def _say_what_is_ignored(self, groups: Sequence[Group]) -> None:
-        """Once, of what programs ask for."""
+    def _report_ignored_options(self, groups: Sequence[Group]) -> None:
+        """Report each ignored option of requests once."""
         stats = {name for group in groups for rollout in group.rollouts for name in rollout.stats}
         ignored = {name.removeprefix(UNENFORCED) for name in stats if name.startswith(UNENFORCED)}
-        if new := sorted(ignored - self._said):
-            self._said |= ignored
+        if new := sorted(ignored - self._reported):
+            self._reported |= ignored
             print_stderr(
-                f"programs ask for {', '.join(new)}, which is not obeyed: what is trained on is "
-                "sampled and rendered as the run says (docs/agent-programs.md)"
+                f"programs set {', '.join(new)}, which is ignored: the run's config decides how "
+                "trained turns are sampled and rendered (docs/agent-programs.md)"
             )
 
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A rollout whose program runs."""
+    """A rollout whose program is running."""
 
     task: Task
     attempt: int
     session: Session
     episode: AnyEpisode
     running: Running
-    until: float
-    """On the clock of time.monotonic()."""
+    deadline: float
+    """Time limit, on the clock of time.monotonic()."""
     overdue: bool = False
     broken: str | None = None
-    """What the machine said, if it failed the program."""
+    """The infrastructure error, if there was one."""
     failed: Outcome | None = None
-    """How its program failed, if that is nobody else's doing."""
-    began: float = field(default_factory=time.perf_counter)
-    asked: float | None = None
-    """When it did for the first time."""
+    """The program's failure, if nothing else caused it."""
+    started_at: float = field(default_factory=time.perf_counter)
+    first_request_at: float | None = None
+    """Time of the program's first request."""
 
 
 @dataclass(slots=True, eq=False)
-class _Play:
+class _Player:
     """One call of play(); see Groups for indices."""
 
     engine: Decoder
     launcher: Launcher | None
-    """None: its episodes play themselves."""
+    """None: the environment's episodes run themselves."""
     groups: Groups
     runner: EpisodeRunner
     endpoint: Endpoint
@@ -137,28 +142,28 @@ class _Play:
     probes: set[str]
     """See Session.rows()."""
     queue: deque[tuple[int, int]] = field(default_factory=deque)
-    """Index and attempt of rollouts that wait for their places."""
+    """Index and attempt of rollouts that have not started."""
     live: dict[int, _Live] = field(default_factory=dict)
     inbox: SimpleQueue[tuple[int, Any]] = field(default_factory=SimpleQueue)
-    """From other threads: of a rollout, a SampleRequest, or the Future of what has ended."""
+    """From other threads: a rollout's index, and a SampleRequest or a finished Future."""
     decoding: dict[str, tuple[int, SampleRequest]] = field(default_factory=dict)
     finishing: dict[int, tuple[Rollout, AnyEpisode]] = field(default_factory=dict)
     failures: list[Outcome] = field(default_factory=list)
-    asked: int = 0
+    num_requests: int = 0
 
     @property
     def stats(self) -> SamplerStats:
-        """What is counted of it."""
+        """Counts of this call."""
         return self.groups.stats
 
     def run(self) -> list[Group]:
-        """Play until every program has ended; whatever happens, none is left running."""
+        """Play until every program has ended. No program is left running, even after an error."""
         try:
             while self.queue or self.live or self.finishing:
                 while self.queue and len(self.live) + len(self.finishing) < self.max_live:
                     self._start(*self.queue.popleft())
                 self._end_overdue()
-                self._take()
+                self._process_inbox()
                 if self.decoding:
                     self._decode()
         finally:
@@ -170,14 +175,14 @@ class _Play:
 
     def _start(self, index: int, attempt: int) -> None:
         task = self.groups.task(index)
-        session = self.session(lambda wanted: self.inbox.put((index, wanted)), task)
+        session = self.session(lambda request: self.inbox.put((index, request)), task)
         episode: Any = NOTHING
         try:
             episode = self.groups.reset(index)
-            launcher = self.launcher or Awaited(episode.play)
+            launcher = self.launcher or AsyncFunction(episode.play)
             limits = [self.timeout_s, self.config.max_seconds or self.timeout_s]
             if isinstance(launcher, Hosted):
-                launcher = launcher.of(episode)
+                launcher = launcher.for_episode(episode)
                 limits.append(episode.timeout_s)
             running = launcher.start(task, session, self.endpoint)
         except BaseException as error:
@@ -186,116 +191,121 @@ class _Play:
                 self.runner.close(episode, self.groups.name(index)).result()
             if not isinstance(error, InfrastructureError):
                 raise
-            rollout = _without_a_turn(session, task, str(error))
+            rollout = _rollout_without_turns(session, task, str(error))
             rollout.treatment = treatment_of(rollout.status, self.config)
-            self._broken(index, attempt, rollout)
+            self._retry_or_record(index, attempt, rollout)
             return
-        until = time.monotonic() + min(limits)
-        self.live[index] = _Live(task, attempt, session, episode, running, until)
+        deadline = time.monotonic() + min(limits)
+        self.live[index] = _Live(task, attempt, session, episode, running, deadline)
         running.outcome.add_done_callback(lambda future: self.inbox.put((index, future)))
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
         for live in self.live.values():
-            if not live.overdue and now >= live.until:
+            if not live.overdue and now >= live.deadline:
                 live.overdue = True
                 live.session.ended_by = Status.TIMED_OUT
                 live.running.stop()
 
-    def _take(self) -> None:
-        """What has come from other threads; waits for something if nothing decodes."""
+    def _process_inbox(self) -> None:
+        """Process messages of other threads. Waits for one if the engine has nothing to decode."""
         block = not self.decoding and bool(self.live or self.finishing)
         while True:
-            started = time.perf_counter()
+            wait_start = time.perf_counter()
             try:
-                index, what = self.inbox.get(block, self._seconds_left() if block else None)
+                index, item = self.inbox.get(block, self._seconds_left() if block else None)
             except Empty:
                 break
             finally:
-                self.stats.idle_s += (time.perf_counter() - started) * block
+                self.stats.idle_s += (time.perf_counter() - wait_start) * block
             block = False
-            if isinstance(what, SampleRequest):
-                self._ask(index, what)
+            if isinstance(item, SampleRequest):
+                self._submit(index, item)
             elif index in self.finishing:
-                self._finished(index, what)
+                self._on_rewards(index, item)
             else:
-                self._ended(index, what)
+                self._on_program_end(index, item)
 
     def _seconds_left(self) -> float | None:
-        """Until the next program has had its time; None: none has a limit left."""
-        until = [live.until for live in self.live.values() if not live.overdue]
-        return max(0.0, min(until) - time.monotonic()) if until else None
+        """Seconds until the next program's time limit. None: no program has one left."""
+        deadlines = [live.deadline for live in self.live.values() if not live.overdue]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     # --- turns
 
-    def _ask(self, index: int, wanted: SampleRequest) -> None:
+    def _submit(self, index: int, request: SampleRequest) -> None:
         live = self.live.get(index)
         if live is None or live.overdue:
-            wanted.on_result(InfrastructureError("the rollout is over"))
+            request.on_result(InfrastructureError("the rollout is over"))
             return
-        live.asked = live.asked or time.perf_counter()
-        seed = self.groups.seed(index, live.attempt, *wanted.seed_key)
-        self.asked += 1
-        request_id = f"{index}.{self.asked}"
-        asked = wanted.temperature
-        temperature = self.config.temperature if asked is None else asked
+        live.first_request_at = live.first_request_at or time.perf_counter()
+        seed = self.groups.seed(index, live.attempt, *request.seed_key)
+        self.num_requests += 1
+        request_id = f"{index}.{self.num_requests}"
+        temperature = request.temperature
+        if temperature is None:
+            temperature = self.config.temperature
         self.engine.add_request(
             request_id,
-            wanted.token_ids,
-            max_tokens=wanted.max_tokens,
+            request.token_ids,
+            max_tokens=request.max_tokens,
             temperature=temperature,
             seed=seed if temperature else None,
-            stop=wanted.stop,
+            stop=request.stop,
             stop_token_ids=live.session.chat.stop_token_ids,
             top_logprobs=0,
             filters=self.filters,
         )
-        self.decoding[request_id] = index, wanted
+        self.decoding[request_id] = index, request
 
     def _decode(self) -> None:
         for turn in self.groups.decode(self.engine):
-            self._print_stderr(*self.decoding.pop(turn.request_id), turn)
+            self._deliver(*self.decoding.pop(turn.request_id), turn)
 
-    def _print_stderr(self, index: int, wanted: SampleRequest, turn: Completion) -> None:
+    def _deliver(self, index: int, request: SampleRequest, turn: Completion) -> None:
         self.stats.total_sampled_tokens += len(turn.token_ids)
         self.stats.cached_tokens += turn.num_cached_tokens
-        self.stats.prompt_tokens += len(wanted.token_ids)
+        self.stats.prompt_tokens += len(request.token_ids)
         if turn.finish_reason in ("stop", "length"):
-            wanted.on_result(turn)
+            request.on_result(turn)
         else:
-            said = f"the engine gave up a request: finish_reason {turn.finish_reason!r}"
-            self.live[index].broken = said
-            wanted.on_result(InfrastructureError(said))
+            message = f"the engine aborted a request: finish_reason {turn.finish_reason!r}"
+            self.live[index].broken = message
+            request.on_result(InfrastructureError(message))
 
     # --- ends
 
-    def _ended(self, index: int, future: Future[Outcome]) -> None:
-        """A program has ended: what it came to."""
+    def _on_program_end(self, index: int, future: Future[Outcome]) -> None:
+        """Make a rollout of a program that has ended, and get its rewards."""
         live = self.live.pop(index)
-        mine = [(name, w) for name, (of, w) in self.decoding.items() if of == index]
-        self.engine.abort([name for name, _ in mine])
-        for name, _ in mine:
-            del self.decoding[name]
+        pending = [
+            (request_id, request)
+            for request_id, (request_index, request) in self.decoding.items()
+            if request_index == index
+        ]
+        self.engine.abort([request_id for request_id, _ in pending])
+        for request_id, _ in pending:
+            del self.decoding[request_id]
         self.endpoint.end(live.session)
-        rollout = self._rollout(live, future)
+        rollout = self._make_rollout(live, future)
         rollout.treatment = treatment_of(rollout.status, self.config)
-        rollout.timings["program_s"] = time.perf_counter() - live.began
-        if live.asked is not None:
-            rollout.timings["start_s"] = live.asked - live.began
-        again = rollout.treatment is Treatment.RETRY and live.attempt < self.config.max_retries
-        if live.failed is not None and not again:
+        rollout.timings["program_s"] = time.perf_counter() - live.started_at
+        if live.first_request_at is not None:
+            rollout.timings["start_s"] = live.first_request_at - live.started_at
+        will_retry = rollout.treatment is Treatment.RETRY and live.attempt < self.config.max_retries
+        if live.failed is not None and not will_retry:
             self.failures.append(live.failed)
-        if again or rollout.status is Status.INFRA_ERROR:
+        if will_retry or rollout.status is Status.INFRA_ERROR:
             self.runner.close(live.episode, self.groups.name(index)).result()
-            self._broken(index, live.attempt, rollout)
+            self._retry_or_record(index, live.attempt, rollout)
             return
         rollout.environment = getattr(live.episode, "environment", None)
         self.finishing[index] = rollout, live.episode
         finish = self.runner.finish(live.episode, rollout.answer, self.groups.name(index))
         finish.add_done_callback(lambda future: self.inbox.put((index, future)))
 
-    def _broken(self, index: int, attempt: int, rollout: Rollout) -> None:
-        """Play it again, if that is what is made of its end; else it ends so."""
+    def _retry_or_record(self, index: int, attempt: int, rollout: Rollout) -> None:
+        """Queue the rollout again if it is to be retried, else record it."""
         self.stats.infra_failures += rollout.status is Status.INFRA_ERROR
         if rollout.treatment is Treatment.RETRY and attempt < self.config.max_retries:
             self.stats.retries += 1
@@ -303,29 +313,29 @@ class _Play:
         else:
             self.groups.record(index, rollout)
 
-    def _rollout(self, live: _Live, future: Future[Outcome]) -> Rollout:
-        """What the endpoint has of it, and how it ended.
-
-        What the endpoint said last decides, then what the program did.
+    def _make_rollout(self, live: _Live, future: Future[Outcome]) -> Rollout:
+        """Make a rollout from the endpoint's rows. Its status follows from the endpoint's last
+        response first, then from the program's outcome.
         """
         session, error = live.session, live.broken
-        outcome, ours = Outcome(None), error is not None
+        outcome, is_infra_error = Outcome(None), error is not None
         if not future.cancelled():
             try:
                 outcome = future.result()
             except InfrastructureError as raised:
-                error, ours = str(raised), True
+                error, is_infra_error = str(raised), True
         rows, aside = session.rows(self.probes)
-        refused = session.refused if outcome.failed else None  # which it did not survive
-        cut = Status.TRUNCATED_LENGTH if rows and rows[-1].cut else Status.COMPLETED
-        status = session.ended_by or refused or cut
+        # a refused request matters only if the program failed after it
+        refused_status = session.refused if outcome.failed else None
+        end_status = Status.TRUNCATED_LENGTH if rows and rows[-1].cut else Status.COMPLETED
+        status = session.ended_by or refused_status or end_status
         if live.overdue:
             status = Status.TIMED_OUT
         elif error is None and not rows:
-            asked = "the program ended and had asked for nothing that is trained on"
-            told = session.last_refusal and f"its last request was refused: {session.last_refusal}"
-            error = ". ".join(part for part in (asked, told, outcome.failed) if part)
-        if outcome.failed and not ours and status is Status.COMPLETED:
+            reason = "the program ended without a request that is trained on"
+            note = session.last_refusal and f"its last request was refused: {session.last_refusal}"
+            error = ". ".join(part for part in (reason, note, outcome.failed) if part)
+        if outcome.failed and not is_infra_error and status is Status.COMPLETED:
             live.failed = outcome
             session.stats["program_failed"] += 1
         if error is not None:
@@ -340,9 +350,11 @@ class _Play:
         if probes:
             tokens = [turn.sampled_tokens for row in aside for _, turn in row.turns]
             session.stats |= {"probe_turns": len(tokens), "probe_tokens": sum(tokens)}
-            told = f"conversations without the task's text are not trained on: {probes[0]!r:.300}"
-            session.tell_once("probe", told)
-        segments = [row.transcript.segments for row in rows] or [[_nothing(session, live.task)]]
+            note = f"conversations without the task's text are not trained on: {probes[0]!r:.300}"
+            session.tell_once("probe", note)
+        segments = [row.transcript.segments for row in rows] or [
+            [_prompt_segment(session, live.task)]
+        ]
         return Rollout(
             task=live.task,
             segments=segments[-1],
@@ -355,7 +367,7 @@ class _Play:
             stats={**dict.fromkeys(COUNTS, 0.0), **{k: float(v) for k, v in session.stats.items()}},
         )
 
-    def _finished(self, index: int, future: Future[Mapping[str, float]]) -> None:
+    def _on_rewards(self, index: int, future: Future[Mapping[str, float]]) -> None:
         rollout, episode = self.finishing.pop(index)
         try:
             rewards = future.result()
@@ -369,9 +381,9 @@ class _Play:
         self.groups.record(index, rollout)
 
     def _require_some_ran(self) -> None:
-        """A program that fails of itself in every rollout is no policy's fault.
+        """Raise UserCodeError if the program itself failed in every rollout.
 
-        What the policy's code may have done to it (no program_fault) is told, and ends nothing.
+        Failures that the policy's code may have caused (no program_fault) are only reported.
         """
         if not self.failures:
             return
@@ -382,7 +394,7 @@ class _Play:
         print_stderr(f"{failed}; the first {first.failed}")
 
     def _stop(self) -> None:
-        """End what still runs, and leave no environment open."""
+        """Stop running programs and close their environments."""
         try:
             self.engine.abort(list(self.decoding))
         finally:
@@ -396,18 +408,18 @@ class _Play:
             wait(closing)
 
 
-def _without_a_turn(session: Session, task: Task, error: str) -> Rollout:
-    """One that the machine broke before its program began."""
+def _rollout_without_turns(session: Session, task: Task, error: str) -> Rollout:
+    """The rollout of a program that could not start because of an infrastructure error."""
     return Rollout(
         task=task,
-        segments=[_nothing(session, task)],
+        segments=[_prompt_segment(session, task)],
         status=Status.INFRA_ERROR,
         error=error,
         stats=dict.fromkeys(COUNTS, 0.0),
     )
 
 
-def _nothing(session: Session, task: Task) -> Segment:
-    """In place of a row where there is none: the task as a prompt."""
+def _prompt_segment(session: Session, task: Task) -> Segment:
+    """The task as a prompt, for a rollout without rows."""
     ids = session.chat.prompt_ids([dict(message) for message in task.messages])
     return Segment(np.asarray(ids, np.int32))

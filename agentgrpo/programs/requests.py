@@ -1,7 +1,7 @@
-"""What a request of a protocol asks for, and how its answer is written: OpenAI's chat completions.
+"""Requests and replies of all protocols, and OpenAI's chat completions.
 
-The answer is one message, made once a turn is whole; the plain reply and the chunks of a stream are
-both written from it, so they cannot differ.
+A reply is one message, which is made when its turn is complete. The plain response and the chunks
+of a stream are both generated from it, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from pydantic import (
 )
 
 from agentgrpo.actions import inlined
-from agentgrpo.programs.messages import BadRequest, Call, ChatMessage, Message, named
+from agentgrpo.programs.messages import BadRequest, Call, ChatMessage, Message, with_tool_names
 from agentgrpo.types import Completion
 
 MODEL = "policy"
 FROZEN = "policy:frozen"
-"""The same weights, by a name that keeps a turn out of training."""
+"""Model name for turns with the same weights that are not trained on."""
 OVERRIDES = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "response_format", "structured_outputs", "seed", "logit_bias",
     "reasoning_effort", "verbosity", "context_management",
 )  # fmt: skip
-"""Keys of what the run decides: counted and not obeyed, since its own sampling is trained on."""
-NOTHING = (None, "disabled", {"type": "text"}, {"type": "disabled"})
-"""Values of such keys that ask for no change."""
+"""Options that the run's config decides. In requests they are counted and ignored, since the run
+trains on its own sampling."""
+NO_CHANGE = (None, "disabled", {"type": "text"}, {"type": "disabled"})
+"""Values of such options that change nothing."""
 IGNORED = (
     "user", "metadata", "store", "service_tier", "prediction", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
 )  # fmt: skip
-"""By which no answer is another: whose it is, how fast it comes, where it is kept."""
+"""Options without effect on the reply: user, speed, storage."""
 REFUSED = (
     "audio", "function_call", "functions", "moderation", "web_search_options", "logprobs",
     "top_logprobs",
 )  # fmt: skip
 OTHER_FIELDS = 32
-"""Fields of other servers that are counted in a request, and characters of their names."""
+"""How many unknown fields of a request are counted, and how many characters of their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class TurnRequest:
     """A request for one turn."""
 
     model: str
-    """By the program's name for it, which only FROZEN makes another."""
+    """The program's name of the model. Only FROZEN has an effect."""
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int | None = None
@@ -62,45 +63,45 @@ class TurnRequest:
     stream: bool = False
     usage_in_stream: bool = False
     frozen: bool = False
-    """The turn is in no record and not trained on."""
+    """The turn is not recorded and not trained on."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """What it asks for that the run's own sampling and template decide, by the protocol's keys."""
+    """Options that the run's config decides, by the protocol's keys."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Those that it is to be rendered with."""
+    """Options of the chat template (chat_template_kwargs)."""
     objects: bool = False
-    """Whether the protocol has no form for a call whose arguments are no JSON object."""
+    """Whether the protocol requires a JSON object as the arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a turn came to."""
+    """The reply to a request."""
 
     id: str
-    """Without the prefix that a protocol gives it."""
+    """Without the protocol's prefix."""
     message: Message
     finish_reason: str
-    """Of the protocol: "stop", "length" or "tool_calls"."""
+    """"stop", "length" or "tool_calls"."""
     turn: Completion
     created: int
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """A protocol: how its requests are read, and its answers, streams and errors are written."""
+    """A protocol: parses requests, and formats replies, streams and errors."""
 
     read: Callable[[Mapping[str, Any]], TurnRequest]
     to_json: Callable[[Reply], dict[str, Any]]
     to_stream: Callable[[Reply, bool], Iterator[Mapping[str, Any] | str]]
-    """With the usage, if that was asked for."""
+    """The second argument: include the usage."""
     error: Callable[[Exception, int], dict[str, Any]]
-    """For a status of HTTP."""
+    """The second argument: the HTTP status."""
 
 
 # --- requests
 
 
 def choice_of(choice: Any) -> Any:
-    """A choice of a tool as chat completions name it."""
+    """Validate a tool choice and convert it to the form of chat completions."""
     match choice:
         case None | "auto" | "none" | "required":
             return choice
@@ -117,9 +118,9 @@ def choice_named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def as_list(given: Any) -> Any:
-    """One text as a list of one."""
-    return [given] if isinstance(given, str) else given
+def as_list(value: Any) -> Any:
+    """Wrap a text in a list; return a list unchanged."""
+    return [value] if isinstance(value, str) else value
 
 
 Choice = Annotated[Any, AfterValidator(choice_of)]
@@ -128,7 +129,7 @@ Tokens = Annotated[int, Field(ge=1)]
 
 
 class Body(BaseModel):
-    """What the requests of all protocols have."""
+    """The fields of requests in all protocols."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     model: str = MODEL
@@ -167,63 +168,66 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def parse_body(
-    kind: type[Kind], body: Mapping[str, Any], ignored: Collection[str], refused: Collection[str]
+    model_class: type[Kind],
+    body: Mapping[str, Any],
+    ignored: Collection[str],
+    rejected: Collection[str],
 ) -> Kind:
-    """A request's body, checked."""
-    for name in refused:
-        if body.get(name) not in (None, False, "", []):  # {} asks for it
+    """Validate a request's body. Raises BadRequest with the first wrong field."""
+    for name in rejected:
+        if body.get(name) not in (None, False, "", []):  # {} enables an option
             raise BadRequest(f"{name}: is not offered", param=name)
     try:
-        skipped = {*ignored, *refused}
-        return kind.model_validate({k: v for k, v in body.items() if k not in skipped})
+        dropped = {*ignored, *rejected}
+        return model_class.model_validate({k: v for k, v in body.items() if k not in dropped})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        places = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
-        param = "".join(places).removeprefix(".")
-        said = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-        said += f", got {first['input']!r:.80}"
-        raise BadRequest(f"{param}: {said}", param=param) from None
+        path = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+        param = "".join(path).removeprefix(".")
+        message = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        message += f", got {first['input']!r:.80}"
+        raise BadRequest(f"{param}: {message}", param=param) from None
 
 
 def turn_request(
     body: Body, *, tools: Sequence[Mapping[str, Any]], choice: Any,
-    one_call: bool, overrides: Mapping[str, Any] = MappingProxyType({}), **more: Any,
+    one_call: bool, overrides: Mapping[str, Any] = MappingProxyType({}), **fields: Any,
 ) -> TurnRequest:  # fmt: skip
-    """What a body asks for; tools, a choice and overrides as chat completions have them."""
-    given = {name: getattr(body, name, None) for name in OVERRIDES} | {**overrides}
-    extra = sorted((body.model_extra or {}).items())[:OTHER_FIELDS]
-    given |= {re.sub(r"\W", "_", name[:OTHER_FIELDS]): value for name, value in extra}
-    given = {name: value for name, value in given.items() if value not in NOTHING}
+    """Make a TurnRequest. `tools` and `choice` have the form of chat completions."""
+    overridden = {name: getattr(body, name, None) for name in OVERRIDES} | {**overrides}
+    unknown = sorted((body.model_extra or {}).items())[:OTHER_FIELDS]
+    overridden |= {re.sub(r"\W", "_", name[:OTHER_FIELDS]): value for name, value in unknown}
+    overridden = {name: value for name, value in overridden.items() if value not in NO_CHANGE}
     if choice not in (None, "auto", "none"):
         name = None if choice == "required" else choice["function"]["name"]
         if name is not None and all(tool["function"]["name"] != name for tool in tools):
             raise BadRequest(f"tool_choice: none of the tools is {name!r:.80}", param="tool_choice")
-        given["tool_choice"] = choice
+        overridden["tool_choice"] = choice
     if one_call:
-        given["parallel_tool_calls"] = False
+        overridden["parallel_tool_calls"] = False
     try:
         tools = [inlined(tool) for tool in tools]
     except ValueError as error:
         raise BadRequest(f"tools: {error}", param="tools") from None
     return TurnRequest(
         model=body.model, tools=() if choice == "none" else tuple(tools), stream=bool(body.stream),
-        frozen=body.model.endswith(FROZEN), overrides=given, **more,
+        frozen=body.model.endswith(FROZEN), overrides=overridden, **fields,
     )  # fmt: skip
 
 
 def read_chat(body: Mapping[str, Any]) -> TurnRequest:
-    """A request to /v1/chat/completions."""
-    read = parse_body(ChatBody, body, IGNORED, REFUSED)
+    """Parse a request to /v1/chat/completions."""
+    parsed = parse_body(ChatBody, body, IGNORED, REFUSED)
     return turn_request(
-        read,
-        tools=body.get("tools") or (),  # as they are: a template shows all that they say
-        choice=read.tool_choice,
-        messages=named([message.read() for message in read.messages]),
-        max_tokens=read.max_completion_tokens or read.max_tokens,
-        stop=tuple(read.stop or ()),
-        one_call=read.parallel_tool_calls is False,
-        usage_in_stream=bool((read.stream_options or {}).get("include_usage")),
-        template_options=read.chat_template_kwargs or {},
+        parsed,
+        tools=body.get("tools") or (),  # unvalidated fields too, since a template may show them
+        choice=parsed.tool_choice,
+        messages=with_tool_names([message.to_message() for message in parsed.messages]),
+        max_tokens=parsed.max_completion_tokens or parsed.max_tokens,
+        stop=tuple(parsed.stop or ()),
+        one_call=parsed.parallel_tool_calls is False,
+        usage_in_stream=bool((parsed.stream_options or {}).get("include_usage")),
+        template_options=parsed.chat_template_kwargs or {},
     )
 
 
@@ -231,7 +235,7 @@ def read_chat(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def usage(reply: Reply) -> dict[str, Any]:
-    """Tokens of prompt and turn, as the engine counted them."""
+    """Token counts of prompt and turn, from the engine."""
     turn, sampled = reply.turn, len(reply.turn.token_ids)
     prompt = turn.account.prompt_tokens
     return {
@@ -243,22 +247,27 @@ def usage(reply: Reply) -> dict[str, Any]:
 
 
 def chat_json(reply: Reply) -> dict[str, Any]:
-    """The answer in one piece."""
+    """Format a reply as one response."""
     message = reply.message
-    said: dict[str, Any] = {
+    message_json: dict[str, Any] = {
         "role": "assistant",
         "content": message.content or (None if message.calls else ""),
         "refusal": None,
-        "reasoning_content": message.reasoning,  # without it litellm looks for thoughts in content
+        "reasoning_content": message.reasoning,  # else litellm searches content for thoughts
     }
     if message.calls:
-        said["tool_calls"] = [_call_json(call) for call in message.calls]
-    choice = {"index": 0, "message": said, "finish_reason": reply.finish_reason, "logprobs": None}
-    return {**_head(reply, "chat.completion"), "choices": [choice], "usage": usage(reply)}
+        message_json["tool_calls"] = [_call_json(call) for call in message.calls]
+    choice = {
+        "index": 0,
+        "message": message_json,
+        "finish_reason": reply.finish_reason,
+        "logprobs": None,
+    }
+    return {**_metadata(reply, "chat.completion"), "choices": [choice], "usage": usage(reply)}
 
 
 def chat_chunks(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any] | str]:
-    """The answer as data of server-sent events."""
+    """Format a reply as the data of server-sent events."""
     message = reply.message
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     if message.reasoning:
@@ -267,7 +276,7 @@ def chat_chunks(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any] | 
         deltas.append({"content": message.content})
     for index, call in enumerate(message.calls):
         deltas.append({"tool_calls": [{"index": index, **_call_json(call)}]})
-    head = _head(reply, "chat.completion.chunk")
+    head = _metadata(reply, "chat.completion.chunk")
     ends = [None] * len(deltas) + [reply.finish_reason]
     for delta, end in zip([*deltas, {}], ends, strict=True):
         choice = {"index": 0, "delta": delta, "finish_reason": end, "logprobs": None}
@@ -277,7 +286,7 @@ def chat_chunks(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any] | 
     yield "[DONE]"
 
 
-def _head(reply: Reply, kind: str) -> dict[str, Any]:
+def _metadata(reply: Reply, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": MODEL}
 
 
@@ -287,7 +296,7 @@ def _call_json(call: Call) -> dict[str, Any]:
 
 
 def error_json(error: Exception, status: int) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Format an error for OpenAI's clients."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     code, param = getattr(error, "code", None), getattr(error, "param", None)
     return {"error": {"message": str(error), "type": kind, "code": code, "param": param}}

@@ -1,4 +1,4 @@
-"""OpenAI's responses: a conversation as items, of which a turn has several."""
+"""OpenAI's Responses protocol. A conversation is a list of items; a turn has several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
-from agentgrpo.programs.messages import ROLES, Call, Message, Role, Text, named
+from agentgrpo.programs.messages import ROLES, Call, Message, Role, Text, with_tool_names
 from agentgrpo.programs.requests import (
     MODEL,
     Api,
@@ -27,7 +27,7 @@ IGNORED = (
     "user", "metadata", "store", "service_tier", "stream_options", "safety_identifier",
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "max_tool_calls",
 )  # fmt: skip
-"""By which no answer is another; a number of calls is of the tools of OpenAI's servers."""
+"""Options without effect on the reply. max_tool_calls concerns tools of OpenAI's servers."""
 REFUSED = (
     "access_programs", "background", "conversation", "image", "moderation", "previous_response_id",
     "prompt", "top_logprobs",
@@ -47,15 +47,15 @@ class _Item(BaseModel):
     output: Text = ""
 
     @model_validator(mode="after")
-    def _says_whose(self) -> Self:
+    def _check_required_fields(self) -> Self:
         if self.type == "message" and self.role is None:
             raise ValueError("a message has a role")
         if self.type == "function_call" and not self.name:
             raise ValueError("a function_call has a name")
         return self
 
-    def read(self) -> Message:
-        """The message that it is, alone."""
+    def to_message(self) -> Message:
+        """Convert one item to a message."""
         match self.type:
             case "message":
                 assert self.role is not None
@@ -76,8 +76,8 @@ class _FlatTool(BaseModel):
     strict: bool | None = None
 
 
-def _as_items(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+def _as_items(input: Any) -> Any:
+    return [{"role": "user", "content": input}] if isinstance(input, str) else input
 
 
 def _without_logprobs(include: list[Any]) -> list[Any]:
@@ -101,64 +101,68 @@ class ResponsesBody(Body):
     include: Annotated[list[Any], AfterValidator(_without_logprobs)] | None = None
 
 
-def read(body: Mapping[str, Any]) -> TurnRequest:
-    """A request to /v1/responses."""
-    read = parse_body(ResponsesBody, body, IGNORED, REFUSED)
-    first = [Message("system", read.instructions)] if read.instructions else []
-    text, thoughts = read.text or {}, read.reasoning or {}
-    tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in read.tools or ()]
+def parse_request(body: Mapping[str, Any]) -> TurnRequest:
+    """Parse a request to /v1/responses."""
+    parsed_body = parse_body(ResponsesBody, body, IGNORED, REFUSED)
+    system_messages = (
+        [Message("system", parsed_body.instructions)] if parsed_body.instructions else []
+    )
+    text, reasoning = parsed_body.text or {}, parsed_body.reasoning or {}
+    tools = [
+        tool.model_dump(exclude_none=True, exclude={"type"}) for tool in parsed_body.tools or ()
+    ]
     return turn_request(
-        read,
+        parsed_body,
         tools=[{"type": "function", "function": tool} for tool in tools],
-        choice=read.tool_choice,
+        choice=parsed_body.tool_choice,
         overrides={
             "response_format": text.get("format"),
             "verbosity": text.get("verbosity"),
-            "reasoning_effort": thoughts.get("effort"),
-            "reasoning_summary": thoughts.get("summary") or thoughts.get("generate_summary"),
-            "include": read.include or None,
-            "truncation": read.truncation,
+            "reasoning_effort": reasoning.get("effort"),
+            "reasoning_summary": reasoning.get("summary") or reasoning.get("generate_summary"),
+            "include": parsed_body.include or None,
+            "truncation": parsed_body.truncation,
         },
-        messages=named([*first, *_messages(read.input)]),
-        max_tokens=read.max_output_tokens,
-        one_call=read.parallel_tool_calls is False,
+        messages=with_tool_names([*system_messages, *_messages(parsed_body.input)]),
+        max_tokens=parsed_body.max_output_tokens,
+        one_call=parsed_body.parallel_tool_calls is False,
     )
 
 
 def _messages(items: Sequence[_Item]) -> list[Message]:
-    """The messages that items are: those of one turn are one message."""
-    made: list[Message] = []
+    """Convert items to messages. The items of one turn become one message."""
+    messages: list[Message] = []
     rank = 0
     for item in items:
-        one = item.read()
-        if one.role != "assistant":
-            made.append(one)
+        message = item.to_message()
+        if message.role != "assistant":
+            messages.append(message)
             continue
-        goes_on = bool(made) and made[-1].role == "assistant"
-        if goes_on and (item.type == "function_call" or rank < RANKS[item.type]):
-            last = made.pop()
-            one = Message(
-                "assistant", last.content + one.content, last.calls + one.calls,
-                last.reasoning if one.reasoning is None else one.reasoning,
+        continues = bool(messages) and messages[-1].role == "assistant"
+        if continues and (item.type == "function_call" or rank < RANKS[item.type]):
+            last = messages.pop()
+            message = Message(
+                "assistant", last.content + message.content, last.calls + message.calls,
+                last.reasoning if message.reasoning is None else message.reasoning,
             )  # fmt: skip
-        made.append(one)
+        messages.append(message)
         rank = RANKS[item.type]
-    return made
+    return messages
 
 
 # --- answers
 
 
 def to_json(reply: Reply) -> dict[str, Any]:
-    """The answer in one piece. What the request said is not repeated in it."""
-    cut = reply.finish_reason == "length"
-    used = usage(reply)
+    """Format a reply as one response. It does not repeat the request's fields."""
+    is_truncated = reply.finish_reason == "length"
+    token_usage = usage(reply)
     return {
         "id": f"resp_{reply.id}",
         "object": "response",
         "created_at": reply.created,
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": "incomplete" if is_truncated else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
         "error": None,
         "model": MODEL,
         "output": _items(reply),
@@ -166,60 +170,70 @@ def to_json(reply: Reply) -> dict[str, Any]:
         "tool_choice": "auto",
         "tools": [],
         "usage": {
-            "input_tokens": used["prompt_tokens"],
-            "input_tokens_details": {"cache_write_tokens": 0, **used["prompt_tokens_details"]},
-            "output_tokens": used["completion_tokens"],
+            "input_tokens": token_usage["prompt_tokens"],
+            "input_tokens_details": {
+                "cache_write_tokens": 0,
+                **token_usage["prompt_tokens_details"],
+            },
+            "output_tokens": token_usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": used["total_tokens"],
+            "total_tokens": token_usage["total_tokens"],
         },
     }
 
 
 def _items(reply: Reply) -> list[dict[str, Any]]:
-    message, made = reply.message, list[dict[str, Any]]()
+    message, items = reply.message, list[dict[str, Any]]()
     if message.content or not message.calls:
-        said = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
-        made.append(
+        text_part = {
+            "type": "output_text",
+            "text": message.content,
+            "annotations": [],
+            "logprobs": [],
+        }
+        items.append(
             {
                 "type": "message", "id": f"msg_{reply.id}", "role": "assistant",
-                "status": "completed", "content": [said],
+                "status": "completed", "content": [text_part],
             }
         )  # fmt: skip
-    made += (
+    items += (
         {
             "type": "function_call", "id": f"fc_{reply.id}_{number}", "status": "completed",
             "call_id": call.id, "name": call.name, "arguments": call.arguments,
         }
         for number, call in enumerate(message.calls)
     )  # fmt: skip
-    return made
+    return items
 
 
 def to_stream(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
-    """The answer as events of a stream; the last has the usage, asked for or not."""
+    """Format a reply as events of a stream. The last event always has the usage."""
     count = itertools.count()
 
-    def event(kind: str, **more: Any) -> dict[str, Any]:
-        return {"type": f"response.{kind}", "sequence_number": next(count), **more}
+    def event(kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": f"response.{kind}", "sequence_number": next(count), **fields}
 
     answer = to_json(reply)
-    nothing: dict[str, Any] = {
+    in_progress: dict[str, Any] = {
         "status": "in_progress",
         "output": [],
         "usage": None,
         "incomplete_details": None,
     }
-    yield event("created", response={**answer, **nothing})
-    yield event("in_progress", response={**answer, **nothing})
-    for place, item in enumerate(answer["output"]):
-        at: dict[str, Any] = {"item_id": item["id"], "output_index": place}
+    yield event("created", response={**answer, **in_progress})
+    yield event("in_progress", response={**answer, **in_progress})
+    for index, item in enumerate(answer["output"]):
+        at: dict[str, Any] = {"item_id": item["id"], "output_index": index}
         empty: Any = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        begun = {**item, **empty, "status": "in_progress"}
-        yield event("output_item.added", output_index=place, item=begun)
+        start_item = {**item, **empty, "status": "in_progress"}
+        yield event("output_item.added", output_index=index, item=start_item)
         if item["type"] == "function_call":
-            said = item["arguments"]
-            yield event("function_call_arguments.delta", **at, delta=said)
-            yield event("function_call_arguments.done", **at, name=item["name"], arguments=said)
+            arguments = item["arguments"]
+            yield event("function_call_arguments.delta", **at, delta=arguments)
+            yield event(
+                "function_call_arguments.done", **at, name=item["name"], arguments=arguments
+            )
         else:
             (part,) = item["content"]
             at["content_index"] = 0
@@ -227,8 +241,8 @@ def to_stream(reply: Reply, with_usage: bool) -> Iterator[Mapping[str, Any]]:
             yield event("output_text.delta", **at, delta=part["text"], logprobs=[])
             yield event("output_text.done", **at, text=part["text"], logprobs=[])
             yield event("content_part.done", **at, part=part)
-        yield event("output_item.done", output_index=place, item=item)
+        yield event("output_item.done", output_index=index, item=item)
     yield event(answer["status"], response=answer)
 
 
-RESPONSES = Api(read, to_json, to_stream, error_json)
+RESPONSES = Api(parse_request, to_json, to_stream, error_json)

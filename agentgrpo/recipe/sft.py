@@ -155,7 +155,9 @@ def _turns(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[tuple[str, Told]]]:
     """The messages before the assistant's first; then each of its texts with what follows it."""
-    messages = [message_of(m, f"message {i}").shown() for i, m in enumerate(messages, start=1)]
+    messages = [
+        message_of(m, f"message {i}").for_template() for i, m in enumerate(messages, start=1)
+    ]
     roles = [message["role"] for message in messages]
     for key in ("tool_calls", "reasoning_content"):
         if any(key in message for message in messages if message["role"] == "assistant"):

@@ -43,7 +43,7 @@ from agentgrpo.support.user_calls import (
 )
 from agentgrpo.types import COUNTS, Group, Rollout, Segment, Status, Task
 
-T = TypeVar("Made")
+T = TypeVar("T")
 Reward = Callable[[Any], Any]
 """RolloutView -> {part: value}. A user's reward may be a coroutine function."""
 
@@ -184,7 +184,7 @@ class MathReward:
         """The parts `answer` and `format`, each its full value or 0.0."""
         answer = rollout.answer or ""
         comparisons = [same_mathematics(answer, gold) for gold in self.expected(rollout.task)]
-        answer_is_formula = any(comparison.said_read for comparison in comparisons)
+        answer_is_formula = any(comparison.answer_parsed for comparison in comparisons)
         return {
             "answer": rollout.weighted(
                 "answer", self.answer, any(comparison.equal for comparison in comparisons)

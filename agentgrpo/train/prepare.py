@@ -307,9 +307,9 @@ def _sandbox_config(config: TrainConfig) -> SandboxConfig:
         return config.sandbox
     # a program's modules are preloaded in the sandbox: with the environment variables that the
     # program itself will have, since clients read them on import
-    from agentgrpo.programs.launch import QUIET, session_variables
+    from agentgrpo.programs.launch import NO_TELEMETRY, session_variables
 
-    env = {**QUIET, **session_variables("of-the-rollout"), **config.sandbox.env}
+    env = {**NO_TELEMETRY, **session_variables("of-the-rollout"), **config.sandbox.env}
     return config.sandbox.model_copy(update={"env": env})
 
 

@@ -177,4 +177,4 @@ def users_of(config: UserConfig, models: Mapping[str, Model] = MODELS) -> UserSi
         users = UserSimulators(config.mode, "nobody", ("scripted", "model"), models, max_tokens=64)
     except ValueError as error:
         raise ValueError(f"env.user.{str(error).removeprefix('env.options.')}") from None
-    return users if users.talk else None
+    return users if users.has_dialogue else None

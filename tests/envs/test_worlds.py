@@ -334,7 +334,7 @@ def test_tests_that_one_value_passes_are_named(graded: UnitTestEnv) -> None:
     rows = [task(tests="assert isinstance(f(2), int)"), task(**TESTS)]
     message = graded.check_tasks(rows)
     assert message.startswith("tests of 2 of 2 tasks tried: ")
-    assert "1 of 2 pass a program that always returns one value, such as those of " in message
+    assert "1 of 2 accept a program that always returns one value, such as those of " in message
     assert "one value" not in graded.check_tasks(rows[1:])
 
 

@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentgrpo.programs.launch import QUIET
+from agentgrpo.programs.launch import NO_TELEMETRY
 
 SYSTEM = "Be brief."
 ENVIRONMENT = {
-    **QUIET,
+    **NO_TELEMETRY,
     "MSWEA_SILENT_STARTUP": "1",
     "MSWEA_GLOBAL_CONFIG_DIR": tempfile.gettempdir(),
 }

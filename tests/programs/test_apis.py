@@ -20,7 +20,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from agentgrpo.programs import anthropic as messages
 from agentgrpo.programs import requests, responses
 from agentgrpo.programs.anthropic import MESSAGES
-from agentgrpo.programs.endpoint import APIS, framed
+from agentgrpo.programs.endpoint import APIS, server_sent_event
 from agentgrpo.programs.messages import BadRequest, Call
 from agentgrpo.programs.messages import Message as Said
 from agentgrpo.programs.requests import Reply
@@ -158,7 +158,7 @@ def test_answers_and_events_are_of_the_clients_types(path: str, said: Reply) -> 
     events: Any = api.to_stream(said, True)
     for data in events:
         assert data == "[DONE]" or pydantic.TypeAdapter(event).validate_python(data, strict=True)
-        head, _, body = framed(data).rpartition("data: ")
+        head, _, body = server_sent_event(data).rpartition("data: ")
         assert body.endswith("\n\n")
         assert head == (f"event: {data['type']}\n" if "type" in data else "")
     if path in ("/v1/responses", "/v1/messages"):  # an answer without words is one, too
@@ -300,10 +300,10 @@ def test_errors_have_the_form_of_their_protocol_and_end_nothing() -> None:
 
 def test_what_the_engine_gives_up_is_told_in_a_stream() -> None:
     async def use(c: Any) -> str:
-        with pytest.raises(openai.APIError, match="gave up a request"):
+        with pytest.raises(openai.APIError, match="aborted a request"):
             async for _ in await c.openai.responses.create(**GOOD[RESPONSES], stream=True):
                 pass
-        with pytest.raises(anthropic.APIError, match="gave up a request"):
+        with pytest.raises(anthropic.APIError, match="aborted a request"):
             async for _ in await c.anthropic.messages.create(**GOOD[BLOCKS], stream=True):
                 pass
         return "told"

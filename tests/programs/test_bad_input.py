@@ -161,8 +161,8 @@ def test_connections_have_a_number_and_end_with_their_rollout() -> None:
         ask = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
         refused = [client for client in clients if not _answers(client, ask)]
         assert len(refused) == 9
-        made.hang_up(listening)
-        made.run(asyncio.sleep(0))  # until it has
+        made.stop_listening(listening)
+        made.run_on_loop(asyncio.sleep(0))  # until it has
         assert not any(_answers(client, ask) for client in clients)
         for client in clients:
             client.close()

@@ -109,7 +109,7 @@ class Client:
         messages = read_messages([*sent, *new])
         assert [m.key for m in asked.messages] == [m.key for m in messages]
         prompt = self.talks.prompt(asked.messages, asked.tools)
-        shown = [message.shown() for message in messages]
+        shown = [message.for_template() for message in messages]
         if held is None:
             expected = CHAT.prompt_ids(shown, TOOLS[tools])
         else:
@@ -120,7 +120,7 @@ class Client:
             expected = np.concatenate([held, between])
         assert prompt.token_ids.tolist() == expected.tolist()
         turn = completed(prompt.token_ids, sampled(rng))
-        row = self.talks.answered(prompt, turn, 99)
+        row = self.talks.add_turn(prompt, turn, 99)
         number = len(self.turns)
         made = tuple(
             Call(f"c{number}.{i}", "f", json.dumps({"a": 1.5, "é": [i, True], "b": number}))
@@ -130,7 +130,7 @@ class Client:
             "assistant", f"said {number} " * (rng.random() < 0.8 or not made), made,
             rng.choice([None, "thought"]),
         )  # fmt: skip
-        self.talks.said(prompt, row, message)
+        self.talks.add_message(prompt, row, message)
         self.turns.append(turn.token_ids.tobytes())
         ids = np.concatenate([expected, turn.token_ids])
         self.known.append(([*sent, *new, as_client(rng, message)], ids, tools))
@@ -190,10 +190,10 @@ def test_arguments_are_compared_as_values(one: str, other: str, same: bool) -> N
 
 def test_reasoning_may_be_left_out_and_may_not_be_another() -> None:
     given = Message("assistant", "x", reasoning="because")
-    assert Message("assistant", "x").is_of(given)
-    assert Message("assistant", "x", reasoning="because").is_of(given)
-    assert not Message("assistant", "x", reasoning="not so").is_of(given)
-    assert Message("assistant", " x \r\n").is_of(given)
+    assert Message("assistant", "x").may_be(given)
+    assert Message("assistant", "x", reasoning="because").may_be(given)
+    assert not Message("assistant", "x", reasoning="not so").may_be(given)
+    assert Message("assistant", " x \r\n").may_be(given)
 
 
 CALLS = (Call("c1", "f", '{"a": 1}'),)
@@ -220,8 +220,8 @@ def test_an_answer_with_calls_is_known_by_their_ids(back: Message, same: bool) -
     talks, question = Conversations(CHAT), [Message("user", "Q")]
     prompt = talks.prompt(question, [])
     turn = completed(prompt.token_ids, np.array([7, CHAT.end_of_turn_id], np.int32))
-    row = talks.answered(prompt, turn, 9)
-    talks.said(prompt, row, Message("assistant", "so \n", CALLS))
+    row = talks.add_turn(prompt, turn, 9)
+    talks.add_message(prompt, row, Message("assistant", "so \n", CALLS))
     after = talks.prompt([*question, back, Message("tool", "3", call_id="c1")], []).after
     assert (after is not None) is same
 
@@ -250,8 +250,8 @@ def test_of_answers_that_white_space_or_ids_tell_apart_the_likest_is_meant(
     for number, text in enumerate(("x", "x ", "c1 x", "c2 x")):
         prompt = talks.prompt(question, [])
         ids = np.array([7 + number, CHAT.end_of_turn_id], np.int32)
-        row = talks.answered(prompt, completed(prompt.token_ids, ids), 9)
-        talks.said(prompt, row, message(text))
+        row = talks.add_turn(prompt, completed(prompt.token_ids, ids), 9)
+        talks.add_message(prompt, row, message(text))
         ends.append(row)
     after = talks.prompt([*question, message(sent), Message("user", "on")], []).after
     assert after is not None
@@ -265,7 +265,7 @@ def test_messages_of_a_clients_own_with_the_same_calls_are_not_one() -> None:
         told = [Message("user", "Q"), Message("assistant", text, CALLS), Message("user", "on")]
         prompt = talks.prompt(told, [])
         turn = completed(prompt.token_ids, np.array([7, CHAT.end_of_turn_id], np.int32))
-        talks.said(prompt, talks.answered(prompt, turn, 9), Message("assistant", "x"))
+        talks.add_message(prompt, talks.add_turn(prompt, turn, 9), Message("assistant", "x"))
         ends.append((told, prompt))
     for told, prompt in ends:
         asked = talks.prompt([*told, Message("assistant", "x"), Message("user", "more")], [])
@@ -278,8 +278,8 @@ def test_of_equal_answers_the_one_is_gone_on_from_whose_thoughts_come_back() -> 
     for thought in ("a", "b"):
         prompt = talks.prompt(question, [])
         ids = np.array([len(prompts) + 7, CHAT.end_of_turn_id], np.int32)
-        row = talks.answered(prompt, completed(prompt.token_ids, ids), 9)
-        talks.said(prompt, row, Message("assistant", "x", reasoning=thought))
+        row = talks.add_turn(prompt, completed(prompt.token_ids, ids), 9)
+        talks.add_message(prompt, row, Message("assistant", "x", reasoning=thought))
         prompts.append(np.concatenate([prompt.token_ids, ids]))
     for thought, held in zip(("a", "b"), prompts, strict=True):
         back = Message("assistant", "x", reasoning=thought)
@@ -290,7 +290,7 @@ def test_of_equal_answers_the_one_is_gone_on_from_whose_thoughts_come_back() -> 
 @pytest.mark.parametrize(("depth", "kind"), [(99, dict), (100, str), (900, str)])
 def test_arguments_are_shown_as_an_object_unless_nested_too_deep(depth: int, kind: type) -> None:
     text = f'{{"a":{"[" * depth}{"]" * depth}}}'
-    (call,) = Message("assistant", "", (Call("1", "f", text),)).shown()["tool_calls"]
+    (call,) = Message("assistant", "", (Call("1", "f", text),)).for_template()["tool_calls"]
     assert type(call["function"]["arguments"]) is kind
     assert is_object(text) is (kind is dict)
 

@@ -14,7 +14,7 @@ from agentgrpo.config import RolloutConfig
 from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.envs.answer import AnswerEnv
-from agentgrpo.programs.launch import Awaited
+from agentgrpo.programs.launch import AsyncFunction
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.recipe import flywheel, recipe
 from agentgrpo.rollout.tensor_parallel import Leader, TeamSampler
@@ -48,7 +48,7 @@ def test_ranks_of_one_engine_play_programs_together() -> None:
         await o.ask([{"role": "user", "content": o.task["question"]}])
         return str(o.task["question"])
 
-    program = Awaited(cast(Any, asking(use)))
+    program = AsyncFunction(cast(Any, asking(use)))
     board, config = Board(), RolloutConfig(max_retries=0)
     engines = [scripted(lambda number, prompt: turn(f"said {prompt}")) for _ in range(3)]
     found: list[Any] = [None] * 3

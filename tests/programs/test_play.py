@@ -22,7 +22,7 @@ from agentgrpo.envs.answer import AnswerEnv
 from agentgrpo.envs.base import Environment
 from agentgrpo.inspect.verify.tokens import rollout_faults
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.programs.launch import Awaited, Launcher
+from agentgrpo.programs.launch import AsyncFunction, Launcher
 from agentgrpo.programs.play import ProgramSampler
 from agentgrpo.programs.session import TOO_LONG
 from agentgrpo.support.user_calls import UserCodeError
@@ -87,7 +87,7 @@ def sampler_of(
     **config: Any,
 ) -> tuple[ProgramSampler, StubEngine]:
     """What plays a program, and its engine."""
-    launcher: Any = program if hasattr(program, "start") else Awaited(cast(Any, program))
+    launcher: Any = program if hasattr(program, "start") else AsyncFunction(cast(Any, program))
     engine = engine if isinstance(engine, StubEngine) else scripted(engine)
     settings = {"max_turns": 9, "max_turn_tokens": 99, "max_retries": 0, **config}
     agent: Any = SimpleNamespace(
@@ -297,7 +297,7 @@ def test_who_was_refused_and_asks_again_is_given_no_other_clients_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """OpenAI's client counts its retries of a 429 as of any failure."""
-    monkeypatch.setattr("agentgrpo.programs.session.TOO_MANY", 2)
+    monkeypatch.setattr("agentgrpo.programs.session.MAX_PENDING", 2)
 
     async def program(client: Any, o: Any) -> str:
         asked = [o.ask([{"role": "user", "content": "Q"}]) for _ in range(5)]

@@ -165,7 +165,7 @@ def test_conversations_without_the_tasks_text_are_answered_and_not_trained_on(
     assert list(status_faults(rollout, of_a_run(max_turns=2))) == []
     told = capsys.readouterr().err
     assert told.count("conversations without the task's text are not trained on") == bool(aside)
-    assert told.count("programs send no task's text") == (name == "no task at all")
+    assert told.count("programs do not send the task's text") == (name == "no task at all")
 
 
 def test_a_rollout_that_only_probes_has_asked_nothing_where_others_show_what_a_probe_is() -> None:
@@ -289,7 +289,7 @@ def test_every_name_of_a_model_is_answered_and_the_first_is_reported(
     (rollout,) = playing(use, numbered)
     assert (rollout.answer, len(rollout.turns), rollout.stats["frozen_turns"]) == ("done", 4, 4)
     told = capsys.readouterr().err
-    assert told.count("the policy answers for the model 'gpt-4o'") == 1
+    assert told.count("the policy also serves the model name 'gpt-4o'") == 1
     assert "claude" not in told
 
 

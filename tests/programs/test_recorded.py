@@ -65,8 +65,8 @@ class Replay:
         read = APIS[request["path"]].read(request["body"])
         prompt = self.talks.prompt(read.messages, read.tools)
         ids = np.array([9 + len(self.turns), CHAT.end_of_turn_id], np.int32)
-        row = self.talks.answered(prompt, completed(prompt.token_ids, ids), 99)
-        self.talks.said(prompt, row, said(request["answered"]))
+        row = self.talks.add_turn(prompt, completed(prompt.token_ids, ids), 99)
+        self.talks.add_message(prompt, row, said(request["answered"]))
         self.turns.append(ids)
         return True
 

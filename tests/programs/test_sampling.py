@@ -36,7 +36,7 @@ def test_what_bends_the_distribution_is_counted_in_training_and_said_once(
     for request in engine.requests:
         assert (request.options["temperature"], request.options["filters"]) == (0.7, {})
     said = capsys.readouterr().err
-    told = "ask for reasoning_effort, response_format, seed, temperature, top_p, which is not obey"
+    told = "set reasoning_effort, response_format, seed, temperature, top_p, which is igno"
     assert said.count(told) == 1
 
 

@@ -298,5 +298,7 @@ def test_the_users_environment_goes_before_what_silences_libraries(
 @pytest.mark.parametrize("command", [["python"], ["python", "-u", "agent.py"]])
 def test_options_of_the_sessions_interpreter_are_refused(command: list[str]) -> None:
     agent: Any = SimpleNamespace(env=None, call="", command=command, sandbox="session", pool=None)
-    with pytest.raises(ValueError, match=r"agent\.options\.command: after `python` expected"):
+    with pytest.raises(
+        ValueError, match=r"agent\.options\.command: expected a file or -m after `python`"
+    ):
         launcher_of(agent)

@@ -373,8 +373,8 @@ class _InProcessRuntime:
         except Exception:
             return ProgramResult(1, "", traceback.format_exc())
         finally:
-            for client in clients:
-                await client.close()
+            for opened in clients:
+                await opened.close()
         return ProgramResult(0, "", "")
 
 
