@@ -1,1 +1,1 @@
-"""The recipe: data from a policy's own attempts, fine-tuning, RL in stages."""
+"""The recipe: data from the policy's rollouts (flywheel), fine-tuning, staged RL."""

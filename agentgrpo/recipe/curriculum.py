@@ -1,17 +1,16 @@
-"""Stages of rollout, selection and training: `agentgrpo curriculum CONFIG [...]`.
+"""Train in stages of rollout, selection and RL: `agentgrpo curriculum CONFIG [...]`.
 
-Stage k starts from the last checkpoint of stage k-1 (the first from config.model, or from what
-fine-tuning made). Its policy plays `candidates` training tasks; those that teach most are selected
-(recipe/pareto.py); reinforcement learning runs on them for the stage's steps. Everything is in
-out_dir/stage_k:
+Stage k starts from the last checkpoint of stage k-1 (stage 0 from config.model or the fine-tuned
+model). Its policy plays `candidates` training tasks. The most informative ones are selected
+(recipe/pareto.py), and RL runs on them for the stage's steps. out_dir/stage_k contains:
 
-    pool.jsonl     the candidates' rollouts; grows by chunks
-    select.json    which were selected, counts, where the stream of tasks stands; written last
-    rl/            the training run, as of agentgrpo.train
-    stage.json     from which model to which checkpoint; written when the stage is done
+    pool.jsonl     the candidates' rollouts, appended in chunks
+    select.json    the selected tasks, counts, the state of the task stream; written last
+    rl/            the training run, as of `agentgrpo train`
+    stage.json     start model and final checkpoint; written when the stage is finished
 
-Kill it at any moment and repeat the command (processes.py): playing goes on behind the last whole
-chunk and training from its last checkpoint.
+After an interruption at any time, the same command resumes (processes.py): playing continues after
+the last complete chunk, training from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ from agentgrpo.train.prepare import training_stream
 from agentgrpo.types import Group
 
 SAVED = ("stage_*/pool.jsonl", f"stage_*/rl/{checkpoint.SAVED}")
-"""What it continues from."""
+"""Files below out_dir from which the command continues."""
 MAY_CHANGE = ("curriculum.stages", "curriculum.steps", "curriculum.epochs")
-"""Settings of the curriculum that may be raised to go on."""
+"""Settings of the curriculum that may be raised to continue."""
 
 
 def folder_of(recipe: RecipeConfig, stage: int) -> Path:
-    """Where a stage, counted from 0, keeps everything."""
+    """The folder of a stage (from 0)."""
     return recipe.out_dir / f"stage_{stage}"
 
 
@@ -64,14 +63,16 @@ def start_model(recipe: RecipeConfig, stage: int) -> str:
     if stage == 0 and recipe.curriculum.start == "model":
         return recipe.model
     folder = recipe.out_dir / "sft" if stage == 0 else folder_of(recipe, stage - 1) / "rl"
-    found = checkpoint.newest(folder)
-    if found is None:
-        raise ValueError(f"stage {stage} starts from the last checkpoint in {folder}: none there")
-    return str(found)
+    newest = checkpoint.newest(folder)
+    if newest is None:
+        raise ValueError(
+            f"stage {stage}: expected a checkpoint in {folder} to start from, got none"
+        )
+    return str(newest)
 
 
 def steps_of(recipe: RecipeConfig, stage: int, selected: int | None = None) -> int:
-    """Optimizer steps of a stage, counted from 0."""
+    """Optimizer steps of a stage (from 0)."""
     c = recipe.curriculum
     if c.epochs is None:
         return c.steps[min(stage, len(c.steps) - 1)]
@@ -81,7 +82,7 @@ def steps_of(recipe: RecipeConfig, stage: int, selected: int | None = None) -> i
 
 
 def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
-    """The stage's run, from the model that it starts from; its tasks are selected_tasks()."""
+    """The config of a stage's training run, whose tasks are selected_tasks()."""
     model, steps = start_model(recipe, stage), steps_of(recipe, stage)
     out_dir = str(folder_of(recipe, stage) / "rl")
     return recipe.of_run(model=model, out_dir=out_dir, steps=steps)
@@ -90,25 +91,28 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
 # -- the parts of a stage --------------------------------------------------------------------------
 
 
-def select(recipe: RecipeConfig, stage: int, player: Parts, stream: Tasks) -> dict[str, Any]:
-    """Play the candidates and write what is selected of them.
+def play_and_select(
+    recipe: RecipeConfig, stage: int, player: Parts, stream: Tasks
+) -> dict[str, Any]:
+    """Play the candidates, select from them and write select.json.
 
-    ValueError: none has both right and wrong rollouts, as selection = "pareto" asks.
+    Raises:
+        ValueError: no candidate has both right and wrong rollouts (selection = "pareto").
     """
     folder = folder_of(recipe, stage)
     folder.mkdir(parents=True, exist_ok=True)
     if stage > 0:
-        done = read_table(folder_of(recipe, stage - 1) / "select.json")
-        stream.load_state_dict(done["stream"])
-    groups = [group for some in _chunks(recipe, stage, player, stream) for group in some]
+        previous = read_table(folder_of(recipe, stage - 1) / "select.json")
+        stream.load_state_dict(previous["stream"])
+    groups = [group for chunk in _play_chunks(recipe, stage, player, stream) for group in chunk]
     quality = make_quality("answer", weight=recipe.reward.answer)
-    chosen = _selected(recipe, stage, groups, quality)
-    seen = [contrast(group, quality) for group in groups]
+    selected_indices = _select_candidates(recipe, stage, groups, quality)
+    contrasts = [contrast(group, quality) for group in groups]
     summary = {
         "model": player.played,
         "candidates": len(groups),
-        "mixed": sum(point.mixed for point in seen),
-        "selected": [*dict.fromkeys(groups[index].task.id for index in chosen)],
+        "mixed": sum(point.mixed for point in contrasts),
+        "selected": [*dict.fromkeys(groups[index].task.id for index in selected_indices)],
         "quality": sum(quality(r) for g in groups for r in g.rollouts)
         / sum(len(g.rollouts) for g in groups),
         "stream": stream.state_dict(),
@@ -117,32 +121,33 @@ def select(recipe: RecipeConfig, stage: int, player: Parts, stream: Tasks) -> di
     return summary
 
 
-def _selected(
+def _select_candidates(
     recipe: RecipeConfig, stage: int, groups: Sequence[Group], quality: Quality
 ) -> list[int]:
-    """Which candidates are trained on, ascending; errors as of select()."""
+    """Ascending indices of the selected candidates. Raises as play_and_select()."""
     c = recipe.curriculum
     if c.selection == "random":
         rng = random.Random(f"{recipe.seed}/selection {stage}")
         return sorted(rng.sample(range(len(groups)), min(c.select, len(groups))))
-    chosen = select_groups(
+    selected_indices = select_groups(
         groups,
         c.select,
         quality,
         kind=(lambda group: kind_of(group.task)) if c.by_kind else (lambda group: ""),
     )
-    if not chosen:
+    if not selected_indices:
         raise ValueError(
-            f"stage {stage}: of {len(groups)} candidates none has both right and wrong rollouts; "
-            "play more (curriculum.candidates, curriculum.group_size) or other tasks"
+            f"stage {stage}: expected candidates with both right and wrong rollouts, got none of "
+            f"{len(groups)}. Raise curriculum.candidates or curriculum.group_size, or use other "
+            "tasks"
         )
-    return chosen
+    return selected_indices
 
 
-def _chunks(
+def _play_chunks(
     recipe: RecipeConfig, stage: int, player: Parts, stream: Tasks
 ) -> Iterator[list[Group]]:
-    """The candidates' groups: from disk as far as they are there, then played and recorded."""
+    """Yield the candidates' groups in chunks: recorded ones from disk, the others played now."""
     c, path = recipe.curriculum, folder_of(recipe, stage) / "pool.jsonl"
     recorded, progress = complete_lines(path), player.progress
     for start in range(0, c.candidates, c.chunk):
@@ -151,15 +156,19 @@ def _chunks(
         if len(recorded) >= size:
             rollouts = [read_rollout(json.loads(line)) for line in recorded[:size]]
             recorded = recorded[size:]
-            played = [rollouts[i : i + c.group_size] for i in range(0, size, c.group_size)]
-            groups = [Group(task=members[0].task, rollouts=members) for members in played]
+            rollouts_by_group = [
+                rollouts[i : i + c.group_size] for i in range(0, size, c.group_size)
+            ]
+            groups = [
+                Group(task=members[0].task, rollouts=members) for members in rollouts_by_group
+            ]
             for task, group in zip(tasks, groups, strict=True):
                 if task.id != group.task.id:
                     raise ValueError(
-                        f"{path}: holds task {group.task.id!r} where this recipe plays {task.id!r}"
+                        f"{path}: expected task {task.id!r} of this recipe, got {group.task.id!r}"
                     )
         else:
-            if recorded:  # of a chunk that is not whole
+            if recorded:  # rollouts of an incomplete chunk
                 os.truncate(path, path.stat().st_size - sum(len(line) + 1 for line in recorded))
                 recorded = []
             seed = recipe.seed_of(1_000_000 + stage * 1000 + start // c.chunk, 0)
@@ -174,17 +183,18 @@ def _chunks(
 
 
 def selected_tasks(recipe: RecipeConfig, stage: int, stream: Tasks) -> RowTasks:
-    """The stage's tasks as they were played, drawn as the recipe says."""
+    """The stage's selected tasks as they were played, in the recipe's drawing order."""
     folder = folder_of(recipe, stage)
     pool = folder / "pool.jsonl"
-    played = {r.task.id: r.task for _, r in read_rollouts(pool)}
+    played_tasks = {r.task.id: r.task for _, r in read_rollouts(pool)}
     for task in stream.rows if isinstance(stream, RowTasks) else ():
-        if task.id in played:  # in the words that were played: an environment says them anew
-            task = replace(task, messages=played[task.id].messages)
-            if question_and_spec(task) != question_and_spec(played[task.id]):
-                raise ValueError(f"task {task.id!r} is another one than was played for {pool}")
-            played[task.id] = task
-    rows = [played[name] for name in read_table(folder / "select.json")["selected"]]
+        # An environment makes its messages again: keep those that were played.
+        if task.id in played_tasks:
+            task = replace(task, messages=played_tasks[task.id].messages)
+            if question_and_spec(task) != question_and_spec(played_tasks[task.id]):
+                raise ValueError(f"task {task.id!r}: it differs from the task played in {pool}")
+            played_tasks[task.id] = task
+    rows = [played_tasks[name] for name in read_table(folder / "select.json")["selected"]]
     source, seed = f"stage {stage}, {digest_of(rows)}", recipe.seed + stage
     tasks = RowTasks(rows, source=source, seed=seed)
     earlier = [folder_of(recipe, number) / "stage.json" for number in range(stage)]
@@ -196,29 +206,29 @@ def selected_tasks(recipe: RecipeConfig, stage: int, stream: Tasks) -> RowTasks:
 
 
 def parts_of(recipe: RecipeConfig) -> list[Part]:
-    """Two of each stage, "K.select" and "K.train"; what is done of them is seen on disk."""
+    """The parts "K.select" and "K.train" of each stage K. Files on disk show if they are done."""
 
-    def selected(stage: int) -> bool:
+    def is_selected(stage: int) -> bool:
         return (folder_of(recipe, stage) / "select.json").exists()
 
-    def trained(stage: int) -> bool:
+    def is_trained(stage: int) -> bool:
         path = folder_of(recipe, stage) / "stage.json"
         return path.exists() and bool(read_table(path)["steps"] >= steps_of(recipe, stage))
 
     return [
         Part(
-            name=f"{stage}.{what}",
-            word="curriculum",
-            more=partial(list, ["--part", f"{stage}.{what}"]),
-            done=partial(done, stage),
+            name=f"{stage}.{action}",
+            command="curriculum",
+            extra_arguments=partial(list, ["--part", f"{stage}.{action}"]),
+            is_done=partial(is_done, stage),
         )
         for stage in range(recipe.curriculum.stages)
-        for what, done in (("select", selected), ("train", trained))
+        for action, is_done in (("select", is_selected), ("train", is_trained))
     ]
 
 
 def finish_stage(recipe: RecipeConfig, stage: int) -> None:
-    """Write stage.json."""
+    """Write stage.json, which marks the stage as finished."""
     folder = folder_of(recipe, stage)
     selected = read_table(folder / "select.json")
     trained = Path(start_model(recipe, stage + 1))
@@ -236,19 +246,21 @@ def finish_stage(recipe: RecipeConfig, stage: int) -> None:
 
 
 def require_stages(recipe: RecipeConfig, *, write: bool) -> None:
-    """Make the stages in out_dir this recipe's; `write`: their settings, else only compare them."""
+    """Compare the settings with those of the stages in out_dir; with `write`, store them."""
     require_same_work(recipe, "curriculum", SAVED, may_change=MAY_CHANGE, write=write)
     c, parts = recipe.curriculum, parts_of(recipe)
     for stage in range(c.stages - 1):
-        if (folder_of(recipe, stage + 1) / "pool.jsonl").exists() and parts[2 * stage + 1].left({}):
+        if (folder_of(recipe, stage + 1) / "pool.jsonl").exists() and parts[
+            2 * stage + 1
+        ].is_pending({}):
             raise ValueError(
-                f"curriculum.{'steps' if c.epochs is None else 'epochs'}: stage {stage + 1} has "
-                f"begun from stage {stage}, which cannot be trained for longer now: set it back"
+                f"curriculum.{'steps' if c.epochs is None else 'epochs'}: expected the old value "
+                f"for stage {stage}, since stage {stage + 1} has already started from it"
             )
 
 
 def of_stages(recipe: RecipeConfig) -> Check:
-    """What the stages would do."""
+    """Describe the stages, for the plan of a dry run."""
     c = recipe.curriculum
     numbers = ", ".join(str(steps_of(recipe, stage, c.select)) for stage in range(c.stages))
     trained = f"{numbers} steps" if c.epochs is None else f"at most {numbers} steps"
@@ -259,12 +271,12 @@ def of_stages(recipe: RecipeConfig) -> Check:
     )
 
 
-def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | None:
-    """Do the parts that are left, each in a process of its own; or one of them; or say what."""
+def run_curriculum(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | None:
+    """Run the remaining parts, each in its own process; or one part; or print the plan."""
     if args.part:
-        stage, _, what = args.part.partition(".")
-        part = {"select": select_part, "train": train_part}[what]
-        return part(recipe, int(stage), begin)
+        stage, _, action = args.part.partition(".")
+        run_part = {"select": select_part, "train": train_part}[action]
+        return run_part(recipe, int(stage), begin)
     with contextlib.nullcontext() if args.dry_run else lock_run_dir(recipe.out_dir):
         config = recipe.of_run(model=start_model(recipe, 0))
         with contextlib.closing(prepare(config)) as parts:
@@ -280,32 +292,32 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> int | N
 
 
 def select_part(recipe: RecipeConfig, stage: int, begin: Begin) -> None:
-    """Play a stage's candidates and select, in this process."""
+    """Run a stage's part "select" in this process."""
     config = recipe.of_run(model=start_model(recipe, stage))
     with lock_run_dir(folder_of(recipe, stage)), contextlib.closing(build_eval(config)) as player:
         tasks = training_stream(config, player)
         begin()
-        select(recipe, stage, player, tasks)
+        play_and_select(recipe, stage, player, tasks)
 
 
 def train_part(recipe: RecipeConfig, stage: int, begin: Begin) -> int:
-    """Train on what a stage selected, in this process; the exit status."""
+    """Run a stage's part "train" in this process. Returns the exit status."""
 
-    def drawn(stream: Tasks) -> Tasks:
+    def draw_tasks(stream: Tasks) -> Tasks:
         tasks = selected_tasks(recipe, stage, stream)
-        print(f"stage {stage}: trains on the {len(tasks)} that were selected", flush=True)  # noqa: T201
+        print(f"stage {stage}: training on {len(tasks)} selected tasks", flush=True)  # noqa: T201
         return tasks
 
-    status = train.train(training_config(recipe, stage), begin, partial(build, draw=drawn))
+    status = train.train(training_config(recipe, stage), begin, partial(build, draw=draw_tasks))
     if not status:
         finish_stage(recipe, stage)
     return status
 
 
 def main(arguments: list[str]) -> int:
-    """Parse the command line, go through the stages. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     return command(
-        "curriculum", __doc__, arguments, run,
+        "curriculum", __doc__, arguments, run_curriculum,
         lambda parser: parser.add_argument("--part", default="", help=argparse.SUPPRESS),
         saved=SAVED,
     )  # fmt: skip

@@ -1,12 +1,11 @@
-"""Held-out tasks, played and measured: `agentgrpo evaluate CONFIG [section.key=value ...]`.
+"""Evaluate a model on the held-out tasks: `agentgrpo evaluate CONFIG [section.key=value ...]`.
 
-It plays them with config.model and prints the metrics as JSON;
-`model=RUN/checkpoints/step_000010` evaluates a checkpoint, an adapter's too (on the model that its
-adapter_config.json names). What is measured besides, with intervals and by kind of task, is in its
-"measures" (measures/, [measures] of the config). `--report DIR`
-writes all of it, per task, as report.json and report.md; `--compare DIR/report.json` adds the
-paired difference to an earlier report on the same tasks. Under torchrun every rank plays its share,
-and there is one report.
+It plays the tasks with config.model and prints metrics as JSON. `model=RUN/checkpoints/step_000010`
+evaluates a checkpoint, also an adapter (on the base model in its adapter_config.json). The key
+"measures" has further measures with confidence intervals, overall and by kind of task ([measures]
+of the config). `--report DIR` writes everything, also per task, as report.json and report.md.
+`--compare DIR/report.json` adds the paired difference to an earlier report on the same tasks. Under
+torchrun each rank plays its share, and there is one report.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from agentgrpo.types import Rollout
 
 
 def evaluate_recipe(config: RecipeConfig, player: Parts) -> dict[str, Any]:
-    """Play the held-out tasks as the config says; the metrics and measures.report()'s measures.
+    """Play the held-out tasks. Returns a report (recipe/report.py) with the metrics.
 
-    On several ranks all must call it: each plays its share of the tasks. The first one asks the
-    judges and gets the report, the others an empty one.
+    On several ranks all must call it, and each plays its share. Rank 0 calls the judges and gets
+    the report; the others get an empty dict.
     """
     c = config.measures
     groups, metrics = evaluate(
@@ -65,44 +64,46 @@ def evaluate_recipe(config: RecipeConfig, player: Parts) -> dict[str, Any]:
     )
 
     def text_of(rollout: Rollout) -> str:
-        told = [segment.token_ids for segment in rollout.segments[1:]]
-        return "".join(player.chat.tokenizer.decode(ids) for ids in told)
+        ids_per_segment = [segment.token_ids for segment in rollout.segments[1:]]
+        return "".join(player.chat.tokenizer.decode(ids) for ids in ids_per_segment)
 
-    measured = partial(
+    measure = partial(
         measure_tasks,
         groups,
         make_quality(c.quality, weight=config.reward.answer, judge=judge),
         concise=None if votes is None else conciseness(votes, text_of),
         ks=c.pass_k,
     )
-    return report(loop.serve_while(measured), model=player.played, seed=config.seed, **metrics)
+    return report(loop.serve_while(measure), model=player.played, seed=config.seed, **metrics)
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """An earlier report.json."""
-    written = read_table(path)
+    """Read an earlier report.json. Raises ValueError if it is not a report."""
+    report_values = read_table(path)
     try:
-        markdown(written)
-        rows_of(written)
-        written["model"]
+        markdown(report_values)
+        rows_of(report_values)
+        report_values["model"]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a report of --report: {error!r}") from error
-    return written
+        raise ValueError(f"{path}: expected a report of --report, got {error!r}") from error
+    return report_values
 
 
-def write_report(folder: Path, made: dict[str, Any], before: dict[str, Any] | None) -> None:
-    """report.json and report.md, with the comparison if there is an earlier report."""
+def write_report(
+    folder: Path, report_values: dict[str, Any], before: dict[str, Any] | None
+) -> None:
+    """Write report.json and report.md, with a comparison if there is an earlier report."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "report.json", made)
-    text = f"Model: {made['model']}\n\n{markdown(made)}"
+    write_json(folder / "report.json", report_values)
+    text = f"Model: {report_values['model']}\n\n{markdown(report_values)}"
     if before is not None:
         text += f"\nBefore: {before['model']}\n\n"
-        text += markdown_of_comparison({"before": before, "after": made})
+        text += markdown_of_comparison({"before": before, "after": report_values})
     write_text(folder / "report.md", text)
 
 
-def asked_for(config: RecipeConfig, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The earlier report, folders checked."""
+def check_report_options(config: RecipeConfig, args: argparse.Namespace) -> dict[str, Any] | None:
+    """Check --report and --compare. Returns the earlier report."""
     if args.compare and not args.report:
         raise ValueError("--compare needs --report")
     if args.report is not None:
@@ -110,9 +111,9 @@ def asked_for(config: RecipeConfig, args: argparse.Namespace) -> dict[str, Any] 
     return None if args.compare is None else read_report(args.compare)
 
 
-def run(config: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
-    """Play, measure and report, or say what would be played."""
-    before = asked_for(config, args)
+def run_evaluation(config: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
+    """Evaluate and report, or print the plan of a dry run."""
+    before = check_report_options(config, args)
     if args.dry_run:
         with contextlib.closing(prepare_run(config, trained=False)) as parts:
             lines = playing_lines(config, parts, parts.heldout)
@@ -124,13 +125,17 @@ def run(config: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
         progress = Progress(config.steps, console)
         with contextlib.closing(build_eval(config, progress=progress)) as player:
             begin()
-            made = evaluate_recipe(config, player)
+            report_values = evaluate_recipe(config, player)
             if parallel.rank() > 0:
                 return
             if args.report:
-                write_report(args.report, made, before)
-            shown = {key: value for key, value in made.items() if key not in ("per_task", "kinds")}
-            print(json.dumps(shown, indent=1))  # noqa: T201
+                write_report(args.report, report_values, before)
+            summary = {
+                key: value
+                for key, value in report_values.items()
+                if key not in ("per_task", "kinds")
+            }
+            print(json.dumps(summary, indent=1))  # noqa: T201
     finally:
         parallel.stop()
 
@@ -141,5 +146,5 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Parse the command line, play, print. Returns the exit status."""
-    return command("evaluate", __doc__, arguments, run, _options)
+    """Run the command. Returns the exit status."""
+    return command("evaluate", __doc__, arguments, run_evaluation, _options)

@@ -1,22 +1,23 @@
-"""The self-evolving data flywheel: `agentgrpo flywheel CONFIG [key=value ...]`.
+"""Generate fine-tuning data with operators: `agentgrpo flywheel CONFIG [key=value ...]`.
 
-For each question a buffer of trajectories grows from one attempt of the policy. `rounds` times the
-best one not yet used is taken (right before wrong, then with the fewest tool calls) and every
-operator of its kind makes a new one of it (recipe/operators.py); each new one is played to its end
-with fresh results of its tools, and judged. out_dir/flywheel then holds
+Each question has a buffer of trajectories, which starts with one rollout of the policy. In each of
+`rounds` rounds the best unused trajectory is taken (right before wrong, then fewest tool calls).
+Every operator for its kind makes a new trajectory from it (recipe/operators.py), which is played to
+its end with fresh tool results, and scored. out_dir/flywheel then contains
 
-    buffer.jsonl      a line per question as it is finished: all of its trajectories, and a log
+    buffer.jsonl      a line per finished question: all of its trajectories, and a log
     rollouts.jsonl    every trajectory, as a rollout record
     sft.jsonl         the fine-tuning set, which agentgrpo.recipe.sft reads
-    summary.json      counts by operator, what the filter let through
+    summary.json      counts by operator, and of selected trajectories
 
-Into the fine-tuning set go trajectories that are right (by [measures] quality, at least 0.75) and
-well formed (ended by answering, no malformed turn), no two of a question saying the same, of each
-question at most [flywheel] keep: those with the fewest tool calls, then with the fewest tokens.
+The fine-tuning set has trajectories that are right ([measures] quality of at least 0.75) and well
+formed (ended by an answer, no malformed turn), without duplicates, and per question at most
+[flywheel] keep: those with the fewest tool calls, then with the fewest tokens.
 
-Many questions are worked on at once, all on one engine. Kill it at any moment and repeat the
-command: finished questions stay, the others begin again. A question that the machine failed at is
-left out and begins again next time. Sampling depends on what else is in flight: two runs differ.
+Many questions run concurrently on one engine. After an interruption at any time, the same command
+keeps finished questions and starts the others again. A question with an infrastructure error is
+skipped, and started again by the next command. Sampling depends on the other requests in flight, so
+two runs differ.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ from agentgrpo.train.progress import Progress
 from agentgrpo.types import Task
 
 SAVED = ("flywheel/buffer.jsonl",)
-"""What it continues from."""
+"""Files below out_dir from which the command continues."""
 MAY_CHANGE = (
     *("flywheel.tasks", "flywheel.concurrency", "flywheel.keep"),
     *("learner.lora.rank", "learner.trained_layers"),
 )
-"""Settings of the flywheel that may be otherwise when it goes on."""
+"""Settings that may differ when the flywheel continues."""
 
 
 class Question:
@@ -87,9 +88,9 @@ class Question:
         self.buffer: list[Trajectory] = []
         self.log: list[dict[str, Any]] = []
 
-    def work(self) -> None:
-        """Fill the buffer: an attempt, then in each round what is made of the best not yet used."""
-        self._take(self._context.player.play(self.task, operator="fresh"))
+    def run(self) -> None:
+        """Fill the buffer: one rollout, then in each round new ones from the best unused one."""
+        self._add(self._context.player.play(self.task, operator="fresh"))
         used: set[int] = set()
         for number in range(self._context.config.rounds):
             unused = [index for index in range(len(self.buffer)) if index not in used]
@@ -97,79 +98,83 @@ class Question:
                 return
             best = min(unused, key=lambda index: self.buffer[index].rank)
             used.add(best)
-            self._round(number, best)
+            self._run_round(number, best)
 
-    def _round(self, number: int, index: int) -> None:
-        """Apply every operator to one trajectory; new ones enter the buffer in operators' order."""
-        table = FOR_RIGHT if self.buffer[index].right else FOR_WRONG
-        names = [name for name in self._context.config.operators if name in table]
-        asked = [self._operators.submit(self._make, name, number, index) for name in names]
-        for name, future in zip(names, asked, strict=True):
-            made, why, seconds = future.result()
+    def _run_round(self, number: int, index: int) -> None:
+        """Apply every operator to one trajectory. The buffer keeps the operators' order."""
+        operators = FOR_RIGHT if self.buffer[index].right else FOR_WRONG
+        names = [name for name in self._context.config.operators if name in operators]
+        futures = [
+            self._operators.submit(self._apply_operator, name, number, index) for name in names
+        ]
+        for name, future in zip(names, futures, strict=True):
+            trajectory, reason, seconds = future.result()
             entry = {"round": number, "operator": name, "parent": index, "seconds": seconds}
-            if made is None:
-                self.log.append({**entry, "made": None, "why": why})
+            if trajectory is None:
+                self.log.append({**entry, "made": None, "why": reason})
             else:
                 self.log.append({**entry, "made": len(self.buffer)})
-                self._take(made)
+                self._add(trajectory)
 
-    def _make(self, name: str, number: int, index: int) -> tuple[Trajectory | None, str, float]:
+    def _apply_operator(
+        self, name: str, number: int, index: int
+    ) -> tuple[Trajectory | None, str, float]:
         started = time.perf_counter()
-        made, why = None, ""
-        chosen = Candidate(
+        trajectory, reason = None, ""
+        candidate = Candidate(
             task=self.task,
             trajectory=self.buffer[index],
             index=index,
             rng=random.Random(f"{self._seed}/{self.task.id}/{number}/{name}"),
         )
         try:
-            made = {**FOR_RIGHT, **FOR_WRONG}[name](self._context, chosen)
-        except OperatorSkipped as reason:
-            why = str(reason)
+            trajectory = {**FOR_RIGHT, **FOR_WRONG}[name](self._context, candidate)
+        except OperatorSkipped as skipped:
+            reason = str(skipped)
         except InfrastructureError as error:
-            why = f"the machine failed: {error}"
-        return made, why, time.perf_counter() - started
+            reason = f"infrastructure error: {error}"
+        return trajectory, reason, time.perf_counter() - started
 
-    def _take(self, trajectory: Trajectory) -> None:
+    def _add(self, trajectory: Trajectory) -> None:
         self.buffer.append(replace(trajectory, quality=self._quality(trajectory.rollout)))
 
     def record(self) -> dict[str, Any]:
         """A line of buffer.jsonl."""
-        trajectories = [one.record() for one in self.buffer]
+        trajectories = [trajectory.record() for trajectory in self.buffer]
         return {"id": self.task.id, "trajectories": trajectories, "log": self.log}
 
 
 def filter_trajectories(
     trajectories: Sequence[Mapping[str, Any]], keep: int
 ) -> list[Mapping[str, Any]]:
-    """Records of one question that go into the fine-tuning set; see the module's docstring."""
+    """Select a question's records for the fine-tuning set (see the module's docstring)."""
 
     def cost(record: Mapping[str, Any]) -> tuple[float, int]:
-        return (record["stats"]["tool_calls"], sum(map(len, _learned(record))))
+        return (record["stats"]["tool_calls"], sum(map(len, _policy_tokens(record))))
 
-    good = [r for r in trajectories if r["flywheel"]["right"] and r["flywheel"]["valid"]]
-    said: list[list[list[int]]] = []
-    chosen = []
-    for record in sorted(good, key=cost):
-        if _learned(record) not in said:
-            said.append(_learned(record))
-            chosen.append(record)
-    return chosen[:keep]
+    eligible = [r for r in trajectories if r["flywheel"]["right"] and r["flywheel"]["valid"]]
+    contents: list[list[list[int]]] = []
+    selected = []
+    for record in sorted(eligible, key=cost):
+        if _policy_tokens(record) not in contents:
+            contents.append(_policy_tokens(record))
+            selected.append(record)
+    return selected[:keep]
 
 
-def _learned(record: Mapping[str, Any]) -> list[list[int]]:
-    """The tokens that somebody wrote for the policy, and its own."""
-    written = zip(record["segments"], record["flywheel"]["authors"], strict=True)
-    return [segment["token_ids"] for segment, author in written if author is not None]
+def _policy_tokens(record: Mapping[str, Any]) -> list[list[int]]:
+    """The tokens of the policy, whether it sampled them or a model wrote them for it."""
+    segments_with_authors = zip(record["segments"], record["flywheel"]["authors"], strict=True)
+    return [segment["token_ids"] for segment, author in segments_with_authors if author is not None]
 
 
 def questions_of(recipe: RecipeConfig, stream: Tasks, *, write: bool) -> list[Task]:
-    """The tasks that are worked on; settings and data are written, or else only compared."""
+    """Draw the tasks and compare settings and data with earlier work; with `write`, store them."""
     tasks, data = stream.next(recipe.flywheel.tasks), {"data.train": stream.state_dict()["source"]}
-    if (differ := len({task.id for task in tasks})) != len(tasks):
+    if (num_ids := len({task.id for task in tasks})) != len(tasks):
         raise ValueError(
-            f"flywheel.tasks: {len(tasks)} are asked for, and the data has {differ} that have "
-            "different ids"
+            f"flywheel.tasks: expected at most the number of different task ids in the data, "
+            f"{num_ids}, got {len(tasks)}"
         )
     require_same_work(recipe, "flywheel", SAVED, may_change=MAY_CHANGE, data=data, write=write)
     return tasks
@@ -182,37 +187,37 @@ def process_questions(
     recipe: RecipeConfig,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Work on every task that is not done, then write the results; returns the summary.
+    """Process every unfinished task, then write the results. Returns the summary.
 
-    Called from a thread of its own while the engine is served by another.
+    Runs on its own thread while another thread runs the engine.
     """
     folder, config = recipe.out_dir / "flywheel", recipe.flywheel
     buffer = folder / "buffer.jsonl"
-    done = {json.loads(line)["id"] for line in complete_lines(buffer)}
-    left = [task for task in tasks if task.id not in done]
-    progress.print(f"flywheel: {len(tasks)} questions, {len(tasks) - len(left)} done before")
+    finished_ids = {json.loads(line)["id"] for line in complete_lines(buffer)}
+    remaining = [task for task in tasks if task.id not in finished_ids]
+    progress.print(f"flywheel: {len(tasks)} questions, {len(tasks) - len(remaining)} already done")
     failed = 0
     with (
         ThreadPoolExecutor(3 * config.concurrency, "operator") as operators,
         ThreadPoolExecutor(config.concurrency, "question") as threads,
     ):
         futures: dict[Future[None], Question] = {}
-        for task in left:
+        for task in remaining:
             question = Question(task, context, quality, operators, recipe.seed)
-            futures[threads.submit(question.work)] = question
+            futures[threads.submit(question.run)] = question
         try:
             for number, future in enumerate(as_completed(futures), 1):
                 question = futures.pop(future)
-                place = f"{number}/{len(left)}  {question.task.id}"
+                position = f"{number}/{len(remaining)}  {question.task.id}"
                 try:
                     future.result()
                 except InfrastructureError as error:
-                    progress.print(f"{place}: the machine failed: {error}")
+                    progress.print(f"{position}: infrastructure error: {error}")
                     failed += 1
                     continue
                 append_lines(buffer, [question.record()])
-                right = sum(one.right for one in question.buffer)
-                progress.print(f"{place}: {right} of {len(question.buffer)} trajectories right")
+                right = sum(trajectory.right for trajectory in question.buffer)
+                progress.print(f"{position}: {right} of {len(question.buffer)} trajectories right")
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
@@ -223,40 +228,40 @@ def process_questions(
 def write_results(
     folder: Path, records: Sequence[Mapping[str, Any]], keep: int, failed: int
 ) -> dict[str, Any]:
-    """rollouts.jsonl, sft.jsonl and summary.json from the buffer's records; returns the summary."""
-    everything = [one for record in records for one in record["trajectories"]]
-    chosen = [
-        one for record in records for one in filter_trajectories(record["trajectories"], keep)
+    """Write rollouts.jsonl, sft.jsonl and summary.json from the buffer. Returns the summary."""
+    all_records = [item for record in records for item in record["trajectories"]]
+    selected = [
+        item for record in records for item in filter_trajectories(record["trajectories"], keep)
     ]
-    made = [one["flywheel"] for one in everything]
+    infos = [item["flywheel"] for item in all_records]
     summary = {
         "questions": len(records),
         "failed_by_the_machine": failed,
-        "trajectories": len(made),
-        "right": sum(one["right"] for one in made),
-        "right_and_valid": sum(one["right"] and one["valid"] for one in made),
-        "kept": len(chosen),
+        "trajectories": len(infos),
+        "right": sum(item["right"] for item in infos),
+        "right_and_valid": sum(item["right"] and item["valid"] for item in infos),
+        "kept": len(selected),
         "rule": f"right, valid, different, at most {keep} of a question by calls, then by tokens",
         "operators": {
             name: {
-                "made": sum(one["operator"] == name for one in made),
-                "right": sum(one["operator"] == name and one["right"] for one in made),
-                "kept": sum(one["flywheel"]["operator"] == name for one in chosen),
+                "made": sum(item["operator"] == name for item in infos),
+                "right": sum(item["operator"] == name and item["right"] for item in infos),
+                "kept": sum(item["flywheel"]["operator"] == name for item in selected),
             }
-            for name in dict.fromkeys(one["operator"] for one in made)
+            for name in dict.fromkeys(item["operator"] for item in infos)
         },
         "nothing_made": Counter(
             entry["operator"] for record in records for entry in record["log"] if "why" in entry
         ),
     }
-    write_lines(folder / "rollouts.jsonl", everything)
-    write_lines(folder / "sft.jsonl", chosen)
+    write_lines(folder / "rollouts.jsonl", all_records)
+    write_lines(folder / "sft.jsonl", selected)
     write_json(folder / "summary.json", summary)
     return summary
 
 
 def run_flywheel(recipe: RecipeConfig, parts: Parts, tasks: Sequence[Task]) -> Any:
-    """Run the flywheel on an engine; returns the summary."""
+    """Run the flywheel on a started engine. Returns the summary."""
     config = recipe.flywheel
     loop = EngineLoop(parts.engine)
     limits = recipe.rollout.model_copy(
@@ -269,18 +274,18 @@ def run_flywheel(recipe: RecipeConfig, parts: Parts, tasks: Sequence[Task]) -> A
         }
     )
 
-    def named(name: str) -> Endpoint:
+    def endpoint(name: str) -> Endpoint:
         return endpoint_of(parts.models[name], loop, parts.chat)
 
-    judge = named(recipe.measures.judge) if recipe.measures.judge else None
+    judge = endpoint(recipe.measures.judge) if recipe.measures.judge else None
     quality = make_quality(recipe.measures.quality, weight=recipe.reward.answer, judge=judge)
     runner = EpisodeRunner(3 * config.concurrency, recipe.rollout.call_timeout_s)
     context = OperatorContext(
         player=TrajectoryPlayer(
             loop, parts.agent, parts.env, parts.chat, parts.reward, runner, limits
         ),
-        reflector=named(config.reflector),
-        critic=named(config.critic),
+        reflector=endpoint(config.reflector),
+        critic=endpoint(config.critic),
         config=config,
     )
     return loop.serve_while(
@@ -289,18 +294,18 @@ def run_flywheel(recipe: RecipeConfig, parts: Parts, tasks: Sequence[Task]) -> A
 
 
 def check(recipe: RecipeConfig) -> None:
-    """Refuse settings that no flywheel can turn with."""
+    """Check the settings. Raises ValueError if the flywheel cannot run with them."""
     if recipe.agent.kind == "program":
         raise ValueError(
-            "agent.kind: a flywheel takes attempts up in the middle, and 'program' plays its own "
-            "turns: expected another kind"
+            "agent.kind: expected another kind than 'program', since a flywheel continues rollouts "
+            "from the middle"
         )
     recipe.require_sessions()
     require_folder(recipe.out_dir)
 
 
-def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
-    """Turn the flywheel, or say what it would do."""
+def run_command(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
+    """Run the flywheel, or print the plan of a dry run."""
     check(recipe)
     with contextlib.ExitStack() as undo:
         if not args.dry_run:
@@ -311,15 +316,15 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
         if args.dry_run:
             c = recipe.flywheel
             work = f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"
-            lines = [*playing_lines(recipe, parts, tasks), plan_line("the work", work)]
+            lines = [*playing_lines(recipe, parts, tasks), plan_line("flywheel", work)]
             print(format_plan(recipe, parts, lines, trained=False, saved=SAVED))  # noqa: T201
             return
         start_engine(recipe, parts)
         begin()
-        made = run_flywheel(recipe, parts, tasks)
-        parts.progress.print(f"kept {made['kept']} of {made['trajectories']} trajectories")
+        summary = run_flywheel(recipe, parts, tasks)
+        parts.progress.print(f"kept {summary['kept']} of {summary['trajectories']} trajectories")
 
 
 def main(arguments: list[str]) -> int:
-    """Parse the command line, run the flywheel. Returns the exit status."""
-    return command("flywheel", __doc__, arguments, run, saved=SAVED)
+    """Run the command. Returns the exit status."""
+    return command("flywheel", __doc__, arguments, run_command, saved=SAVED)

@@ -1,12 +1,12 @@
-"""What rollouts are measured by besides reward: quality, economy, and how sure the numbers are.
+"""Measures of rollouts other than reward: quality and efficiency, with confidence intervals.
 
-One row per task (means over its rollouts), and measures as functions of the rows' means, so that
-one bootstrap over tasks gives every measure its 95 % interval, ratios included, and the difference
-of two runs on the same tasks its paired one. Rollouts that the machine broke are left out; a task
-that has too few others takes no part.
+There is one row per task (means over its rollouts), and measures are functions of the rows' means.
+So one bootstrap over tasks gives the 95 % interval of every measure, also of ratios, and the paired
+interval of the difference of two runs on the same tasks. Rollouts with an infrastructure error are
+excluded; so is a task with too few other rollouts.
 
 Tool calls, their failures and the policy's tokens are counted by status and by token span, never by
-searching text: a document that contains `<search>` or "error" changes no number.
+text search: a document that contains `<search>` or "error" changes no number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agentgrpo.types import Group, Rollout, Status, Task
 
 Floats = NDArray[np.float64]
 SOLVED_AT = 0.75
-"""Quality from which on a task counts as solved where it is graded."""
+"""Minimum quality of a solved rollout."""
 
 
 # -- many attempts ---------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
 
 
 def pass_hat_k(attempts: int, solved: int, k: int) -> float:
-    """Probability that all of k attempts solved it, as unbiased (tau-bench's pass^k)."""
+    """Probability that all of k attempts solved it (unbiased; tau-bench's pass^k)."""
     _check_attempts(attempts, solved, k)
     return math.comb(solved, k) / math.comb(attempts, k)
 
@@ -60,15 +60,15 @@ def _check_attempts(attempts: int, solved: int, k: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRow:
-    """One task, played: counts and means over its rollouts."""
+    """Counts and means over the rollouts of one task."""
 
     id: str
     kind: str
     attempts: int
     solved: int
-    """Attempts of a quality of SOLVED_AT or more."""
+    """Attempts with a quality of SOLVED_AT or more."""
     columns: Mapping[str, float | None]
-    """Means over the attempts, by name; None: too few of them were valid, none or for this k."""
+    """Means over the attempts, by name. None: too few valid attempts."""
 
 
 COLUMNS: dict[str, Callable[[Rollout, float], float]] = {
@@ -80,10 +80,10 @@ COLUMNS: dict[str, Callable[[Rollout, float], float]] = {
     "answered": lambda r, q: float(r.answer is not None),
     "reasoning_tokens": lambda r, q: float(r.num_sampled),
 }
-"""What is averaged over a task's rollouts, from the rollout and its quality."""
+"""Functions of a rollout and its quality that are averaged over a task's rollouts."""
 
 
-def _share_that_worked(mean: Mapping[str, Floats]) -> Floats:
+def _successful_share(mean: Mapping[str, Floats]) -> Floats:
     calls = mean["tool_calls"]
     return np.divide(
         mean["successful_calls"], calls, out=np.full_like(calls, np.nan), where=calls > 0
@@ -98,7 +98,7 @@ MEASURES: dict[str, Callable[[Mapping[str, Floats]], Floats]] = {
         100 * mean["quality"] * mean["tool_calls"] / (mean["tool_calls"] + 0.1)
     ),
     "tool_calls": lambda mean: mean["tool_calls"],
-    "successful_execution": _share_that_worked,
+    "successful_execution": _successful_share,
     "answered": lambda mean: mean["answered"],
     "reasoning_tokens": lambda mean: mean["reasoning_tokens"],
 }
@@ -106,7 +106,7 @@ MEASURES: dict[str, Callable[[Mapping[str, Floats]], Floats]] = {
 
 quality: mean of the answers' quality. efficiency: quality per tool call, by rollout (the quality
 itself without a call). tool_productivity: ET-Agent's 100 acc C / (C + 0.1), C being the mean calls.
-successful_execution: calls that did not fail / calls, by status; unknown without calls.
+successful_execution: share of calls that did not fail, by status; undefined without calls.
 reasoning_tokens: tokens that the policy sampled.
 """
 
@@ -118,9 +118,9 @@ def measure_tasks(
     concise: Quality | None = None,
     ks: Sequence[int] = (),
 ) -> list[TaskRow]:
-    """One row per group, scored, one per task.
+    """Make one row per scored group.
 
-    `ks`: for which pass@k and pass^k are wanted; None for a task with fewer valid rollouts.
+    `ks`: values of k for pass@k and pass^k, which are None for a task with fewer valid rollouts.
     """
     rows = []
     for group in groups:
@@ -153,7 +153,7 @@ def _mean_of(values: Sequence[float]) -> float | None:
 
 
 def kind_of(task: Task) -> str:
-    """What sort of task it is: `spec["kind"]`, else its level, else "task"."""
+    """The kind of a task: `spec["kind"]`, else its level, else "task"."""
     if "kind" in task.spec:
         return str(task.spec["kind"])
     return f"level {task.spec['level']}" if "level" in task.spec else "task"
@@ -161,81 +161,91 @@ def kind_of(task: Task) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A number and its 95 % interval; None where it is undefined (no tool call, no task)."""
+    """A value and its 95 % interval. None: undefined (no tool call, no task)."""
 
     value: float | None
     low: float | None
     high: float | None
 
 
-def known(rows: Sequence[TaskRow]) -> list[TaskRow]:
-    """Those of tasks that the machine left attempts enough for every column."""
+def complete_rows(rows: Sequence[TaskRow]) -> list[TaskRow]:
+    """Rows of tasks with enough valid attempts for every column."""
     return [row for row in rows if None not in row.columns.values()]
 
 
 def estimates(rows: Sequence[TaskRow], *, resamples: int = 2000) -> dict[str, Estimate]:
-    """Every measure over the known tasks, its interval by the percentile bootstrap over them.
+    """Every measure over the complete rows, with intervals by the percentile bootstrap over tasks.
 
-    Where each task is simply solved or not, as after one attempt, the interval is Wilson's: the
-    bootstrap's would have no width once all tasks are solved. Resampling is seeded: same rows, same
-    intervals.
+    If each task is either solved or not, as after one attempt, the interval is Wilson's, since the
+    bootstrap's would have width 0 if all tasks are solved. Resampling is seeded: equal rows have
+    equal intervals.
     """
-    measures, rows = _measures(rows), known(rows)
+    measures, rows = _all_measures(rows), complete_rows(rows)
     if not rows:
         return dict.fromkeys(measures, Estimate(None, None, None))
-    drawn = _resample(len(rows), resamples)
-    out = {}
+    resampled_indices = _resample(len(rows), resamples)
+    result = {}
     for name, measure in measures.items():
         values = _column(rows, name) if name in rows[0].columns else None
         value = measure(_means(rows, None))
         if values is not None and np.isin(values, (0.0, 1.0)).all():
             low, high = wilson(int(values.sum()), len(values))
         else:
-            low, high = _percentiles(measure(_means(rows, drawn)))
-        out[name] = _estimate(float(value[0]), low, high)
-    return out
+            low, high = _percentiles(measure(_means(rows, resampled_indices)))
+        result[name] = _estimate(float(value[0]), low, high)
+    return result
 
 
 def differences(
     before: Sequence[TaskRow], after: Sequence[TaskRow], *, resamples: int = 2000
 ) -> dict[str, Estimate]:
-    """`after` minus `before` for every measure of both, paired by the tasks known in both."""
+    """`after` minus `before` for every common measure, paired by tasks complete in both."""
     by_id = {row.id: row for row in after}
-    odd = by_id.keys() ^ {row.id for row in before}
-    if odd or len(by_id) != len(after) or len(before) != len(after) or not before:
-        named = f"; {min(odd)!r} is in one of them only" if odd else ""
+    unmatched_ids = by_id.keys() ^ {row.id for row in before}
+    if unmatched_ids or len(by_id) != len(after) or len(before) != len(after) or not before:
+        example = f"; {min(unmatched_ids)!r} is in one of them only" if unmatched_ids else ""
         raise ValueError(
-            f"two runs are compared on the same tasks, got {len(before)} and {len(after)}{named}"
+            f"expected two runs on the same tasks, got {len(before)} and {len(after)}{example}"
         )
-    then, now = _measures(before), _measures(after)
-    both = [(row, by_id[row.id]) for row in known(before) if known([by_id[row.id]])]
-    if not both:
-        return dict.fromkeys((name for name in then if name in now), Estimate(None, None, None))
-    before, after = zip(*both, strict=True)
-    drawn = _resample(len(before), resamples)
-    out = {}
-    for name in (name for name in then if name in now):
-        value = now[name](_means(after, None)) - then[name](_means(before, None))
-        spread = now[name](_means(after, drawn)) - then[name](_means(before, drawn))
-        out[name] = _estimate(float(value[0]), *_percentiles(spread))
-    return out
+    before_measures, after_measures = _all_measures(before), _all_measures(after)
+    paired_rows = [
+        (row, by_id[row.id]) for row in complete_rows(before) if complete_rows([by_id[row.id]])
+    ]
+    if not paired_rows:
+        return dict.fromkeys(
+            (name for name in before_measures if name in after_measures), Estimate(None, None, None)
+        )
+    before, after = zip(*paired_rows, strict=True)
+    resampled_indices = _resample(len(before), resamples)
+    result = {}
+    for name in (name for name in before_measures if name in after_measures):
+        value = after_measures[name](_means(after, None)) - before_measures[name](
+            _means(before, None)
+        )
+        resampled = after_measures[name](_means(after, resampled_indices)) - before_measures[name](
+            _means(before, resampled_indices)
+        )
+        result[name] = _estimate(float(value[0]), *_percentiles(resampled))
+    return result
 
 
-def _measures(rows: Sequence[TaskRow]) -> dict[str, Callable[[Mapping[str, Floats]], Floats]]:
-    """The standing ones, and the means of what the rows have besides (pass@k, conciseness)."""
+def _all_measures(rows: Sequence[TaskRow]) -> dict[str, Callable[[Mapping[str, Floats]], Floats]]:
+    """MEASURES, and the means of the rows' other columns (pass@k, conciseness)."""
     if not rows:
         return {}
-    extra = [name for name in rows[0].columns if name not in COLUMNS]
-    return {**MEASURES, **{name: itemgetter(name) for name in extra}}
+    extra_names = [name for name in rows[0].columns if name not in COLUMNS]
+    return {**MEASURES, **{name: itemgetter(name) for name in extra_names}}
 
 
 def _column(rows: Sequence[TaskRow], name: str) -> Floats:
     return np.array([row.columns[name] for row in rows], np.float64)
 
 
-def _means(rows: Sequence[TaskRow], drawn: NDArray[np.int64] | None) -> dict[str, Floats]:
-    """Means over tasks by column: [1], or [resamples] with drawn [resamples, tasks]."""
-    index = np.arange(len(rows))[None, :] if drawn is None else drawn
+def _means(
+    rows: Sequence[TaskRow], resampled_indices: NDArray[np.int64] | None
+) -> dict[str, Floats]:
+    """Means over tasks by column: [1], or [resamples] with indices [resamples, tasks]."""
+    index = np.arange(len(rows))[None, :] if resampled_indices is None else resampled_indices
     return {name: _column(rows, name)[index].mean(axis=1) for name in rows[0].columns}
 
 
@@ -244,10 +254,10 @@ def _resample(tasks: int, resamples: int) -> NDArray[np.int64]:
 
 
 def _percentiles(values: Floats) -> tuple[float, float]:
-    known = values[np.isfinite(values)]
-    if not len(known):
+    finite = values[np.isfinite(values)]
+    if not len(finite):
         return math.nan, math.nan
-    low, high = np.percentile(known, [2.5, 97.5])
+    low, high = np.percentile(finite, [2.5, 97.5])
     return float(low), float(high)
 
 

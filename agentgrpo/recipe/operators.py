@@ -1,10 +1,9 @@
-"""The operators of the flywheel: how a trajectory is turned into a better one.
+"""The flywheel's operators, which make a better trajectory from a trajectory (ET-Agent).
 
-Each takes one trajectory and returns another, made from the same question: kept turns, something
-edited, and the generator going on from there with fresh results of its tools. What a model must
-say for it is asked in words and read strictly; a reply in another form makes no trajectory.
-(ET-Agent's operators. There, hints were added by their single characters, refined text came back in
-lower case, and judges were asked until they agreed.)
+Each operator keeps some turns, edits something, and lets the generator continue with fresh tool
+results. Replies of the critic and the reflector are parsed strictly: a reply in another form makes
+no trajectory. (In the released code, hints were added character by character, refined text came
+back in lower case, and judges were called until they agreed.)
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from agentgrpo.types import Segment, Task
 
 
 class OperatorSkipped(Exception):
-    """The operator made no trajectory; says why."""
+    """The operator made no trajectory. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorContext:
-    """What operators work with."""
+    """The player and the models that operators use."""
 
     player: TrajectoryPlayer
     reflector: Endpoint
@@ -39,7 +38,7 @@ class OperatorContext:
     config: FlywheelConfig
 
     def ask(self, endpoint: Endpoint, prompt: str) -> str:
-        """One reply."""
+        """Get one reply of a model."""
         (reply,) = endpoint.complete(
             [{"role": "user", "content": prompt}],
             temperature=self.config.critic_temperature,
@@ -50,12 +49,12 @@ class OperatorContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What an operator is applied to."""
+    """A trajectory to which an operator is applied."""
 
     task: Task
     trajectory: Trajectory
     index: int
-    """Of the trajectory in the question's buffer."""
+    """Index of the trajectory in the question's buffer."""
     rng: random.Random
 
 
@@ -98,43 +97,49 @@ Analysis: {analysis}
 Write a new last step in the same form, with its tool call if any, and nothing else."""
 
 
-def fresh(context: OperatorContext, chosen: Candidate) -> Trajectory:
-    """Another attempt from the start."""
-    return context.player.play(chosen.task, operator="fresh")
+def fresh(context: OperatorContext, candidate: Candidate) -> Trajectory:
+    """Play another rollout from the start."""
+    return context.player.play(candidate.task, operator="fresh")
 
 
-def redundant(context: OperatorContext, chosen: Candidate) -> Trajectory:
-    """The critic corrects the first redundant step; the generator goes on behind it."""
-    reply = context.ask(context.critic, _prompt(REDUNDANT, chosen))
+def redundant(context: OperatorContext, candidate: Candidate) -> Trajectory:
+    """The critic corrects the first redundant step; the generator continues after it."""
+    reply = context.ask(context.critic, _prompt(REDUNDANT, candidate))
     if re.match(r"\s*Step:\s*no\b", reply, re.IGNORECASE):
         raise OperatorSkipped("the critic found no redundant step")
-    number = _step_in(reply, chosen)
-    _, found, corrected = reply.partition("Corrected step:")
-    if not found:
+    number = _step_in(reply, candidate)
+    _, separator, corrected = reply.partition("Corrected step:")
+    if not separator:
         raise OperatorSkipped("the critic's reply has no 'Corrected step:'")
-    new = _written(context, corrected.strip(), "critic", chosen.task)
-    return _continued(context, chosen, "redundant", [*chosen.trajectory.turns[:number], new])
+    new_turn = _make_turn(context, corrected.strip(), "critic", candidate.task)
+    return _continue_from(
+        context, candidate, "redundant", [*candidate.trajectory.turns[:number], new_turn]
+    )
 
 
-def refinement(context: OperatorContext, chosen: Candidate) -> Trajectory:
-    """The critic rewrites the thoughts; what was done and its results stay, verbatim."""
-    turns = chosen.trajectory.turns
-    reply = context.ask(context.critic, _prompt(REFINE, chosen))
-    said = {
+def refinement(context: OperatorContext, candidate: Candidate) -> Trajectory:
+    """The critic rewrites the thoughts; actions and results stay unchanged."""
+    turns = candidate.trajectory.turns
+    reply = context.ask(context.critic, _prompt(REFINE, candidate))
+    thoughts = {
         int(n): text.strip() for n, text in re.findall(r"^Thought (\d{1,9}):(.*)$", reply, re.M)
     }
-    wanted = {i for i, turn in enumerate(turns, 1) if _split(context, turn.text)[0].strip()}
-    if not wanted:
+    expected = {
+        i for i, turn in enumerate(turns, 1) if _split_action(context, turn.text)[0].strip()
+    }
+    if not expected:
         raise OperatorSkipped("there is no thought to refine")
-    if said.keys() != wanted:
-        raise OperatorSkipped(f"thoughts of steps {sorted(wanted)} wanted, got {sorted(said)}")
-    if any(mark in text for text in said.values() for mark in context.config.marks):
-        raise OperatorSkipped("a refined thought acts")
+    if thoughts.keys() != expected:
+        raise OperatorSkipped(
+            f"expected thoughts of steps {sorted(expected)}, got {sorted(thoughts)}"
+        )
+    if any(mark in text for text in thoughts.values() for mark in context.config.marks):
+        raise OperatorSkipped("the rewritten thought contains an action tag")
     refined = tuple(
-        _rethought(context, turn, said[number]) if number in said else turn
+        _with_thought(context, turn, thoughts[number]) if number in thoughts else turn
         for number, turn in enumerate(turns, 1)
     )
-    old = chosen.trajectory.rollout
+    old = candidate.trajectory.rollout
     return Trajectory(
         turns=refined,
         rollout=replace(
@@ -145,44 +150,44 @@ def refinement(context: OperatorContext, chosen: Candidate) -> Trajectory:
             span_rewards=[],
         ),
         operator="refinement",
-        parent=chosen.index,
+        parent=candidate.index,
     )
 
 
-def reflection(context: OperatorContext, chosen: Candidate) -> Trajectory:
-    """The reflector analyses up to the first flawed step and rewrites that step."""
-    number = _first_flaw(context, chosen)
-    turns = chosen.trajectory.turns
-    seen = _steps(turns[: number + 1])
-    question = last_question(chosen.task)
-    analysis = context.ask(context.reflector, ANALYSE.format(question=question, steps=seen))
+def reflection(context: OperatorContext, candidate: Candidate) -> Trajectory:
+    """The reflector analyses the steps up to the first flawed one, and rewrites that step."""
+    number = _first_flaw(context, candidate)
+    turns = candidate.trajectory.turns
+    steps = _steps(turns[: number + 1])
+    question = last_question(candidate.task)
+    analysis = context.ask(context.reflector, ANALYSE.format(question=question, steps=steps))
     if not analysis.strip():
         raise OperatorSkipped("the reflector's analysis is empty")
-    prompt = REWRITE.format(question=question, steps=seen, analysis=analysis.strip())
+    prompt = REWRITE.format(question=question, steps=steps, analysis=analysis.strip())
     rewritten = context.ask(context.reflector, prompt).strip()
-    new = _written(context, rewritten, "reflector", chosen.task)
-    return _continued(context, chosen, "reflection", [*turns[:number], new])
+    new_turn = _make_turn(context, rewritten, "reflector", candidate.task)
+    return _continue_from(context, candidate, "reflection", [*turns[:number], new_turn])
 
 
-def step_hint(context: OperatorContext, chosen: Candidate) -> Trajectory:
-    """Everything up to the first flawed step stays; the next turn begins with a hint."""
-    number = _first_flaw(context, chosen)
-    kept = chosen.trajectory.turns[: number + 1]
-    if kept[-1].result is None:
-        raise OperatorSkipped("the flawed step is the last one: nothing follows it")
-    hint = chosen.rng.choice(list(context.config.step_hints))
-    return _continued(context, chosen, "step_hint", kept, begin=hint)
+def step_hint(context: OperatorContext, candidate: Candidate) -> Trajectory:
+    """Keep everything up to the first flawed step; the next turn starts with a hint."""
+    number = _first_flaw(context, candidate)
+    kept_turns = candidate.trajectory.turns[: number + 1]
+    if kept_turns[-1].result is None:
+        raise OperatorSkipped("the flawed step is the last one, so there is no next turn")
+    hint = candidate.rng.choice(list(context.config.step_hints))
+    return _continue_from(context, candidate, "step_hint", kept_turns, begin=hint)
 
 
-def trajectory_hint(context: OperatorContext, chosen: Candidate) -> Trajectory:
-    """The wrong answer is taken back: its turn keeps the thought and goes on with a hint."""
-    *kept, last = chosen.trajectory.turns
+def trajectory_hint(context: OperatorContext, candidate: Candidate) -> Trajectory:
+    """Remove the wrong answer: its turn keeps the thought and continues with a hint."""
+    *kept_turns, last = candidate.trajectory.turns
     if last.result is not None:
-        raise OperatorSkipped("there is no answer to take back")
-    thought = _split(context, last.text)[0]
-    hint = chosen.rng.choice(list(context.config.trajectory_hints))
+        raise OperatorSkipped("there is no answer to remove")
+    thought = _split_action(context, last.text)[0]
+    hint = candidate.rng.choice(list(context.config.trajectory_hints))
     begin = f"{thought.rstrip()} {hint}" if thought.strip() else hint
-    return _continued(context, chosen, "trajectory_hint", kept, begin=begin)
+    return _continue_from(context, candidate, "trajectory_hint", kept_turns, begin=begin)
 
 
 FOR_RIGHT: Mapping[str, Operator] = {
@@ -197,41 +202,44 @@ FOR_WRONG: Mapping[str, Operator] = {
 }
 
 
-def _continued(
+def _continue_from(
     context: OperatorContext,
-    chosen: Candidate,
+    candidate: Candidate,
     operator: str,
-    kept: Sequence[PlayedTurn],
+    kept_turns: Sequence[PlayedTurn],
     begin: str = "",
 ) -> Trajectory:
     return context.player.play(
-        chosen.task,
+        candidate.task,
         operator=operator,
-        parent=chosen.index,
-        kept=kept,
+        parent=candidate.index,
+        kept_turns=kept_turns,
         begin=begin,
         author="hint" if begin else "",
     )
 
 
-def _first_flaw(context: OperatorContext, chosen: Candidate) -> int:
-    """Index of the step that the critic says is the first flawed one."""
-    return _step_in(context.ask(context.critic, _prompt(FLAW, chosen)), chosen)
+def _first_flaw(context: OperatorContext, candidate: Candidate) -> int:
+    """Index of the first flawed step according to the critic."""
+    return _step_in(context.ask(context.critic, _prompt(FLAW, candidate)), candidate)
 
 
-def _step_in(reply: str, chosen: Candidate) -> int:
-    found = re.search(r"^[ \t]*Step:\s*(\d{1,9})\s*$", reply, re.MULTILINE)
-    count = len(chosen.trajectory.turns)
-    if found is None or not 1 <= int(found[1]) <= count:
+def _step_in(reply: str, candidate: Candidate) -> int:
+    match = re.search(r"^[ \t]*Step:\s*(\d{1,9})\s*$", reply, re.MULTILINE)
+    count = len(candidate.trajectory.turns)
+    if match is None or not 1 <= int(match[1]) <= count:
         raise OperatorSkipped(f"expected 'Step: NUMBER' from 1 to {count}, got {reply[:80]!r}")
-    return int(found[1]) - 1
+    return int(match[1]) - 1
 
 
-def _prompt(template: str, chosen: Candidate) -> str:
-    fields = {"question": last_question(chosen.task), "steps": _steps(chosen.trajectory.turns)}
+def _prompt(template: str, candidate: Candidate) -> str:
+    fields = {
+        "question": last_question(candidate.task),
+        "steps": _steps(candidate.trajectory.turns),
+    }
     accepted = ""
-    with contextlib.suppress(ValueError):  # it has none: the environment alone judges
-        accepted = f"Accepted answers: {', '.join(accepted_answers(chosen.task))}\n"
+    with contextlib.suppress(ValueError):  # no accepted answer: the environment scores
+        accepted = f"Accepted answers: {', '.join(accepted_answers(candidate.task))}\n"
     return template.format(**fields, accepted=accepted)
 
 
@@ -242,28 +250,28 @@ def _steps(turns: Sequence[PlayedTurn]) -> str:
     )
 
 
-def _written(context: OperatorContext, text: str, author: str, task: Task) -> PlayedTurn:
+def _make_turn(context: OperatorContext, text: str, author: str, task: Task) -> PlayedTurn:
     try:
-        return context.player.written(text, author, task)
+        return context.player.make_written_turn(text, author, task)
     except ValueError as error:
         raise OperatorSkipped(str(error)) from None
 
 
-def _split(context: OperatorContext, text: str) -> tuple[str, str]:
-    """(thought, what is done)."""
+def _split_action(context: OperatorContext, text: str) -> tuple[str, str]:
+    """Split a turn's text at the first action tag: (thought, action)."""
     starts = [at for at in (text.find(mark) for mark in context.config.marks) if at >= 0]
     at = min(starts, default=len(text))
     return text[:at], text[at:]
 
 
-def _rethought(context: OperatorContext, turn: PlayedTurn, thought: str) -> PlayedTurn:
-    """The turn with another thought; the space around the old one stays."""
-    old, action = _split(context, turn.text)
+def _with_thought(context: OperatorContext, turn: PlayedTurn, thought: str) -> PlayedTurn:
+    """Replace a turn's thought, keeping the whitespace around it."""
+    old, action = _split_action(context, turn.text)
     lead, trail = old[: len(old) - len(old.lstrip())], old[len(old.rstrip()) :]
     text = f"{lead}{thought}{trail}{action}"
     chat = context.player.chat
     ids = chat.text_ids(text, own=True)
-    end = int(turn.pieces[-1][0].token_ids[-1])
-    if end in chat.stop_token_ids:
-        ids = np.append(ids, np.int32(end))
+    last_token = int(turn.pieces[-1][0].token_ids[-1])
+    if last_token in chat.stop_token_ids:
+        ids = np.append(ids, np.int32(last_token))
     return replace(turn, text=text, pieces=((Segment(ids), "critic"),))

@@ -1,12 +1,11 @@
-"""Which questions are worth training on: those whose rollouts differ, in tool use and in outcome.
+"""Select questions for training whose rollouts differ in tool use and in outcome.
 
-Group-wise Pareto sampling (ET-Agent): a question is a point, (variance of the
-number of tool calls, variance of correctness) over its rollouts, both to be large. Questions are
-taken front by front, as NSGA-II does (Deb et al., 2002); the front that does not fit is cut by
-crowding distance. Differences to the released code, both on purpose: questions without contrast in
-correctness leave before the selection and not after, so that `count` are returned where there are
-as many; and kinds of questions may be selected apart, since the variance of 0/1 outcomes is larger
-than that of graded ones.
+Group-wise Pareto sampling (ET-Agent): a question is a point (variance of the number of tool calls,
+variance of correctness) over its rollouts; both are maximised. Questions are selected front by
+front as in NSGA-II (Deb et al., 2002); the last front is cut by crowding distance. Two intended
+differences to the released code: questions without contrast in correctness are removed before the
+selection instead of after it, so that `count` questions are returned if there are enough; and kinds
+of questions may be selected separately, since 0/1 outcomes have a larger variance than graded ones.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class Contrast:
     correctness: float
     """Population variance of the correctness, which is in [0, 1]."""
     mixed: bool
-    """Some rollouts are right and some are wrong."""
+    """Whether some rollouts are right and some are wrong."""
 
 
 def contrast(group: Group, correctness: Callable[[Rollout], float]) -> Contrast:
-    """The question's point; rollouts that the machine broke are left out."""
+    """Compute a question's point. Rollouts with an infrastructure error are excluded."""
     valid = [rollout for rollout in group.rollouts if rollout.status is not Status.INFRA_ERROR]
     if not valid:
         return Contrast(0.0, 0.0, mixed=False)
@@ -56,50 +55,49 @@ def select_groups(
     *,
     kind: Callable[[Group], str] = lambda group: "",
 ) -> list[int]:
-    """The indices, ascending, of the `count` questions that teach most; all mixed ones if there are
-    fewer.
+    """Ascending indices of the `count` best questions, or of all mixed ones if there are fewer.
 
-    `correctness` is of a rollout, in [0, 1]. Questions of one `kind` are compared with each other
-    only, and each kind gets its share of `count` by its number of mixed questions.
+    `correctness` of a rollout is in [0, 1]. Questions are only compared with others of their
+    `kind`. Each kind gets a share of `count` in proportion to its number of mixed questions.
     """
     if count < 1:
         raise ValueError(f"count: expected at least 1, got {count}")
-    seen = [contrast(group, correctness) for group in groups]
+    contrasts = [contrast(group, correctness) for group in groups]
     kinds: dict[str, list[int]] = {}
-    for index, point in enumerate(seen):
+    for index, point in enumerate(contrasts):
         if point.mixed:
             kinds.setdefault(kind(groups[index]), []).append(index)
     shares = _shares([len(members) for members in kinds.values()], count)
-    chosen: list[int] = []
+    selected_indices: list[int] = []
     for members, share in zip(kinds.values(), shares, strict=True):
-        points = np.array([[seen[i].tools, seen[i].correctness] for i in members])
-        chosen += [members[position] for position in select(points, share)]
-    return sorted(chosen)
+        points = np.array([[contrasts[i].tools, contrasts[i].correctness] for i in members])
+        selected_indices += [members[position] for position in select_points(points, share)]
+    return sorted(selected_indices)
 
 
-def select(points_N2: Points, count: int) -> Int32:
-    """The best `count` of N points [N, 2], ascending, by front, the last front by crowding
-    distance.
+def select_points(points_N2: Points, count: int) -> Int32:
+    """Ascending indices of the best `count` of N points [N, 2].
 
-    Both objectives are to be large. Of equally crowded points of the cut front, the first.
+    Both objectives are maximised. Fronts are taken in order, the last one by crowding distance;
+    ties in it go to the first point.
     """
     front_N = fronts(points_N2)
     by_front = np.argsort(front_N, kind="stable")
     if count >= len(by_front):
         return np.arange(len(by_front), dtype=np.int32)
-    cut = front_N[by_front[count]]
-    whole = np.flatnonzero(front_N < cut)
-    last = np.flatnonzero(front_N == cut)
-    least_crowded = np.argsort(-crowding(points_N2[last]), kind="stable")
-    chosen = np.concatenate([whole, last[least_crowded[: count - len(whole)]]])
-    return np.sort(chosen).astype(np.int32)
+    cut_front = front_N[by_front[count]]
+    complete = np.flatnonzero(front_N < cut_front)
+    last_front = np.flatnonzero(front_N == cut_front)
+    least_crowded = np.argsort(-crowding(points_N2[last_front]), kind="stable")
+    indices = np.concatenate([complete, last_front[least_crowded[: count - len(complete)]]])
+    return np.sort(indices).astype(np.int32)
 
 
 def fronts(points_N2: Points) -> Int32:
-    """The non-dominated front that each point [N, 2] is in, 0 being the best.
+    """The index of the non-dominated front of each point [N, 2]; 0 is the best.
 
-    p dominates q if it is at least as good in both objectives and better in one; equal points are
-    in one front. ValueError: a coordinate is not finite, or there are not two.
+    p dominates q if it is at least as good in both objectives and better in one. Equal points are
+    in the same front. Raises ValueError for a non-finite coordinate or another shape.
     """
     if points_N2.ndim != 2 or points_N2.shape[1] != 2 or not np.isfinite(points_N2).all():
         raise ValueError(f"points: expected finite [N, 2], got shape {points_N2.shape}")
@@ -107,16 +105,17 @@ def fronts(points_N2: Points) -> Int32:
     dominates_NN = np.all(p >= q, axis=-1) & np.any(p > q, axis=-1)
     front_N = np.full(len(points_N2), -1, np.int32)
     number = 0
-    while (left := front_N < 0).any():
-        front_N[left & ~dominates_NN[left].any(0)] = number
+    while (unassigned := front_N < 0).any():
+        front_N[unassigned & ~dominates_NN[unassigned].any(0)] = number
         number += 1
     return front_N
 
 
 def crowding(points_F2: Points) -> NDArray[np.float64]:
-    """How far the neighbours of each point of a front lie apart; infinite for a front's ends.
+    """Crowding distance of each point: how far apart its neighbours in the front are.
 
-    Summed over the objectives, each divided by its range; an objective without a range is skipped.
+    The distances per objective are divided by its range and summed; an objective with range 0 is
+    skipped. The ends of a front have infinite distance.
     """
     total_F = np.zeros(len(points_F2))
     for values_F in points_F2.T:
@@ -130,7 +129,7 @@ def crowding(points_F2: Points) -> NDArray[np.float64]:
 
 
 def _shares(sizes: Sequence[int], count: int) -> list[int]:
-    """`count` divided in proportion to the sizes, by largest remainder."""
+    """Divide `count` in proportion to the sizes, by the largest remainder method."""
     total = sum(sizes)
     shares = [count * size // total for size in sizes]
     by_remainder = sorted(range(len(sizes)), key=lambda i: -(count * sizes[i] % total))

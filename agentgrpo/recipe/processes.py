@@ -1,8 +1,8 @@
-"""How every command of a recipe runs, and how several run in order: a recipe is a list of parts.
+"""Run the parts of a recipe in order. Each part is one command.
 
-Each part has a process of its own, so that it gets the device as a fresh run would. Kill it at any
-moment and repeat the command: finished parts are skipped, the others go on as they do by
-themselves. out_dir/recipe.json has the parts that ended well, with their seconds.
+Each part runs in its own process, so that it gets the device in the state of a fresh run. After an
+interruption at any time, the same command skips finished parts, and the next part resumes.
+out_dir/recipe.json lists the finished parts with their seconds.
 """
 
 from __future__ import annotations
@@ -29,68 +29,72 @@ class Part:
     """One command of a recipe, as a process."""
 
     name: str
-    word: str
-    """Behind `agentgrpo`."""
-    more: Callable[[], Sequence[str]] = tuple
-    """Arguments behind the recipe's own; asked for when its turn has come."""
-    done: Callable[[], bool] | None = None
-    """Whether nothing is left of it; else it is done when it has ended well once."""
+    command: str
+    """The command: `agentgrpo COMMAND`."""
+    extra_arguments: Callable[[], Sequence[str]] = tuple
+    """Returns arguments after the recipe's own. Called just before the part starts."""
+    is_done: Callable[[], bool] | None = None
+    """Whether the part is finished. None: it is finished after its first success."""
     quiet: bool = False
-    """What it prints is in the report."""
+    """Discard its output, which is in the report."""
 
-    def left(self, seconds: Mapping[str, float]) -> bool:
-        """Whether it is to be run."""
-        return self.name not in seconds if self.done is None else not self.done()
+    def is_pending(self, seconds: Mapping[str, float]) -> bool:
+        """Whether the part must run. `seconds`: durations of finished parts."""
+        return self.name not in seconds if self.is_done is None else not self.is_done()
 
 
 def require_same_work(
     recipe: RecipeConfig, command: str, saved: Collection[str], *,
     may_change: Collection[str] = (), data: Mapping[str, str] = MappingProxyType({}), write: bool,
 ) -> None:  # fmt: skip
-    """Make what a command has begun in out_dir this recipe's: settings/COMMAND.json says whose.
+    """Compare the settings with those of the command's earlier work in out_dir, and store them.
 
-    All settings that it reads must be as it was begun, but for what any run may change and
-    `may_change`. `saved`: patterns, below out_dir, of what it continues from. `data`: what was
-    read, for a setting that names it. Not `write`: they are only compared.
+    They are in settings/COMMAND.json. All settings that the command reads must be equal, except
+    those that any run may change and `may_change`. `saved`: patterns, below out_dir, of files from
+    which it continues. `data`: the content that a setting names. Without `write` nothing is stored.
     """
     path = recipe.out_dir / "settings" / f"{command}.json"
-    any_of = "*.json" if command == "recipe" else path.name  # its parts may have begun alone
-    begun = newest_saved(recipe.out_dir, saved) is not None
-    if begun and not [*path.parent.glob(any_of)]:
+    pattern = (
+        "*.json" if command == "recipe" else path.name
+    )  # its parts may have run as single commands
+    has_begun = newest_saved(recipe.out_dir, saved) is not None
+    if has_begun and not [*path.parent.glob(pattern)]:
         raise ValueError(
-            f"out_dir {str(recipe.out_dir)!r} holds work without settings/{path.name}: choose "
-            "another out_dir"
+            f"out_dir: expected settings/{path.name} beside earlier work in "
+            f"{str(recipe.out_dir)!r}, got none. Choose another out_dir"
         )
     table = flatten(recipe.model_dump(mode="json"))
-    now = {key: value for key, value in table.items() if uses(command, key)} | {**data}
-    require_same_settings(path, now, MAY_CHANGE.union(may_change), begun=begun, write=write)
+    settings = {key: value for key, value in table.items() if uses(command, key)} | {**data}
+    require_same_settings(
+        path, settings, MAY_CHANGE.union(may_change), begun=has_begun, write=write
+    )
 
 
 def run_parts(
     recipe: RecipeConfig, parts: Sequence[Part], arguments: Sequence[str]
 ) -> dict[str, float]:
-    """Run the parts that are left, in order, with these command-line arguments.
+    """Run the remaining parts in order with these command-line arguments.
 
-    Returns the seconds that each part has taken, in this call or an earlier one.
+    Returns the seconds of each part, in this call or an earlier one.
     """
     path = recipe.out_dir / "recipe.json"
     seconds: dict[str, float] = read_table(path) if path.exists() else {}
     for part in parts:
-        if not part.left(seconds):
+        if not part.is_pending(seconds):
             continue
         print(f"== {part.name}", flush=True)  # noqa: T201
-        command = [sys.executable, "-m", "agentgrpo", part.word, *arguments, "--of-recipe"]
-        command += part.more()
+        command = [sys.executable, "-m", "agentgrpo", part.command, *arguments, "--of-recipe"]
+        command += part.extra_arguments()
         started = time.perf_counter()
-        status, asked = run_child(command, stdout=subprocess.DEVNULL if part.quiet else None)
+        status, interrupted = run_child(command, stdout=subprocess.DEVNULL if part.quiet else None)
         if status:
             raise ChildFailed(part.name, status)
         seconds[part.name] = time.perf_counter() - started
         write_json(path, seconds)
-        if asked:
+        if interrupted:
             raise KeyboardInterrupt
     return seconds
 
 
 command = partial(run_command, kind=RecipeConfig)
-"""One command of a recipe, as agentgrpo.train.command_line has it."""
+"""agentgrpo.train.command_line.command() for a RecipeConfig."""

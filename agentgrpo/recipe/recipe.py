@@ -1,16 +1,16 @@
-"""A whole recipe by one command: `agentgrpo recipe CONFIG [section.key=value ...]`.
+"""Run a whole recipe: `agentgrpo recipe CONFIG [section.key=value ...]`.
 
-In order (processes.py), in out_dir:
+The parts run in this order (processes.py) and write to out_dir:
 
-    prompting               the held-out tasks, played by config.model           measures/prompting/
+    prompting               config.model on the held-out tasks                   measures/prompting/
     flywheel                flywheel.py                                          flywheel/
-    sft                     sft.py, on what the flywheel kept                    sft/
-    tuned                   the held-out tasks, played by the tuned model        measures/tuned/
-    0.select, 0.train, ...  curriculum.py, from there                            stage_0/, ...
-    trained                 the held-out tasks, played by the last checkpoint    measures/trained/
+    sft                     sft.py, on the flywheel's selected trajectories      sft/
+    tuned                   the fine-tuned model on the held-out tasks           measures/tuned/
+    0.select, 0.train, ...  curriculum.py, from the fine-tuned model             stage_0/, ...
+    trained                 the last checkpoint on the held-out tasks            measures/trained/
 
-and report.md and report.json: performance and efficiency of the three, what was made and selected,
-who played which role, and where the time went.
+At the end it writes report.md and report.json: quality and efficiency of the three models, what was
+generated and selected, the model of each role, and the time of each part.
 """
 
 from __future__ import annotations
@@ -34,49 +34,49 @@ from agentgrpo.train.command_line import Begin
 from agentgrpo.train.dry_run import format_plan, plan_line, training_lines
 
 SAVED = ("recipe.json", *flywheel.SAVED, *sft.SAVED, *curriculum.SAVED)
-"""What it continues from."""
+"""Files below out_dir from which the command continues."""
 MEASURED = ("prompting", "tuned", "trained")
 STAGE_COLUMNS = ["stage", "candidates", "mixed", "selected", "steps", "rollouts", "branched"]
 
 
 def parts_of(recipe: RecipeConfig) -> list[Part]:
-    """All parts, in their order."""
+    """All parts in order."""
 
-    def measured(name: str, model: Callable[[], str]) -> Part:
+    def measure_part(name: str, model: Callable[[], str]) -> Part:
         folder = _measures(recipe, name)
 
-        def done() -> bool:
-            """Whether the checkpoint that is there now was measured; out_dir may have moved."""
+        def is_measured() -> bool:
+            """Whether the current checkpoint was measured. out_dir may have moved since."""
             path = folder / "report.json"
-            told = read_table(path)["model"] if path.exists() else ""
-            now = Path(model()).relative_to(recipe.out_dir).parts
-            return Path(told).parts[-len(now) :] == now
+            measured_model = read_table(path)["model"] if path.exists() else ""
+            model_path = Path(model()).relative_to(recipe.out_dir).parts
+            return Path(measured_model).parts[-len(model_path) :] == model_path
 
         return Part(
             name=name,
-            word="evaluate",
-            more=lambda: [f"model={model()}", "--report", str(folder)],
-            done=None if name == "prompting" else done,
+            command="evaluate",
+            extra_arguments=lambda: [f"model={model()}", "--report", str(folder)],
+            is_done=None if name == "prompting" else is_measured,
             quiet=True,
         )
 
     return [
-        measured("prompting", lambda: recipe.model),
-        Part(name="flywheel", word="flywheel"),
-        Part(name="sft", word="sft"),
-        measured("tuned", lambda: start_model(recipe, 0)),
+        measure_part("prompting", lambda: recipe.model),
+        Part(name="flywheel", command="flywheel"),
+        Part(name="sft", command="sft"),
+        measure_part("tuned", lambda: start_model(recipe, 0)),
         *curriculum.parts_of(recipe),
-        measured("trained", lambda: start_model(recipe, recipe.curriculum.stages)),
+        measure_part("trained", lambda: start_model(recipe, recipe.curriculum.stages)),
     ]
 
 
-def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
-    """Do the parts that are left, and report; or say what they would do.
+def run_recipe(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
+    """Run the remaining parts and write the report, or print the plan of a dry run.
 
-    Fine-tuning's data and what stages begin with are made on the way, and checked there.
+    The fine-tuning data and the stages' start models do not exist yet: their parts check them.
     """
     if recipe.curriculum.start != "sft":
-        raise ValueError("curriculum.start: a recipe's stages start from 'sft', got 'model'")
+        raise ValueError("curriculum.start: expected 'sft' in a recipe, got 'model'")
     flywheel.check(recipe)
     sft.settings_of(recipe)
     with contextlib.nullcontext() if args.dry_run else lock_run_dir(recipe.out_dir):
@@ -95,10 +95,12 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
                 print(format_plan(recipe, parts, lines, saved=SAVED))  # noqa: T201
                 return
         begin()
-        made = report(recipe, run_parts(recipe, parts_of(recipe), [args.config, *args.overrides]))
-        write_json(recipe.out_dir / "report.json", made)
-        write_text(recipe.out_dir / "report.md", markdown(made))
-        print(f"{markdown(made)}\neverything is in {recipe.out_dir}")  # noqa: T201
+        report_values = report(
+            recipe, run_parts(recipe, parts_of(recipe), [args.config, *args.overrides])
+        )
+        write_json(recipe.out_dir / "report.json", report_values)
+        write_text(recipe.out_dir / "report.md", markdown(report_values))
+        print(f"{markdown(report_values)}\nresults are in {recipe.out_dir}")  # noqa: T201
 
 
 def _measures(recipe: RecipeConfig, part: str) -> Path:
@@ -109,7 +111,7 @@ def _measures(recipe: RecipeConfig, part: str) -> Path:
 
 
 def report(recipe: RecipeConfig, seconds: dict[str, float]) -> dict[str, Any]:
-    """All that report.md says, as JSON values."""
+    """The content of report.md as JSON values."""
     reports = {part: read_table(_measures(recipe, part) / "report.json") for part in MEASURED}
     return {
         "model": recipe.model,
@@ -137,33 +139,35 @@ def _role(recipe: RecipeConfig, name: str) -> str:
 
 
 def _stage(folder: Path) -> dict[str, Any]:
-    """stage.json, with how many of its training rollouts branched off another."""
+    """The content of stage.json, with the number of rollouts and of branched rollouts."""
     rows = numbered_rows(folder / "rl" / "rollouts.jsonl")
-    played = [row for _, row in rows if row["split"] == "train"]
-    branched = sum(rollout["parent"] is not None for rollout in played)
+    training_rows = [row for _, row in rows if row["split"] == "train"]
+    num_branched = sum(rollout["parent"] is not None for rollout in training_rows)
     stage: dict[str, Any] = read_table(folder / "stage.json")
-    return {**stage, "rollouts": len(played), "branched": branched}
+    return {**stage, "rollouts": len(training_rows), "branched": num_branched}
 
 
-def markdown(made: dict[str, Any]) -> str:
-    """The report for people."""
-    reports, flywheel = made["reports"], made["flywheel"]
-    judged = "a model judges" if made["quality"] == "judge" else "no model judges"
-    roles = "; ".join(f"{role}: {who}" for role, who in made["roles"].items())
-    spent = ", ".join(f"{part} {value:.0f} s" for part, value in made["seconds"].items())
+def markdown(report_values: dict[str, Any]) -> str:
+    """Format the report as Markdown."""
+    reports, flywheel = report_values["reports"], report_values["flywheel"]
+    judge = "a model judges" if report_values["quality"] == "judge" else "no model judges"
+    role_text = "; ".join(f"{role}: {who}" for role, who in report_values["roles"].items())
+    durations = ", ".join(
+        f"{part} {value:.0f} s" for part, value in report_values["seconds"].items()
+    )
     lines = [
-        f"# Recipe: {made['model']}, seed {made['seed']}",
+        f"# Recipe: {report_values['model']}, seed {report_values['seed']}",
         "",
-        f"Held-out tasks: {reports['trained']['tasks']}. Quality: `{made['quality']}`, {judged}. "
-        "Efficiency: quality per tool call. Values with 95 % intervals; the difference is of "
-        "`trained` to `prompting`, paired by task.",
+        f"Held-out tasks: {reports['trained']['tasks']}. Quality: `{report_values['quality']}`, "
+        f"{judge}. Efficiency: quality per tool call. Values with 95 % intervals. Difference: "
+        "`trained` minus `prompting`, paired by task.",
         "",
         markdown_of_comparison(reports),
         "By kind of task (quality, efficiency, tool calls):",
         "",
         table_of(["kind", *MEASURED], _by_kind(reports)),
         f"Flywheel: {flywheel['trajectories']} trajectories of {flywheel['questions']} questions, "
-        f"{flywheel['kept']} kept ({flywheel['rule']}). Roles: {roles}.",
+        f"{flywheel['kept']} kept ({flywheel['rule']}). Roles: {role_text}.",
         "",
         table_of(
             ["operator", "made", "right", "kept"],
@@ -173,9 +177,9 @@ def markdown(made: dict[str, Any]) -> str:
         "",
         table_of(
             STAGE_COLUMNS,
-            [[str(stage[key]) for key in STAGE_COLUMNS] for stage in made["stages"]],
+            [[str(stage[key]) for key in STAGE_COLUMNS] for stage in report_values["stages"]],
         ),
-        f"Time: {sum(made['seconds'].values()) / 60:.1f} minutes ({spent}).",
+        f"Time: {sum(report_values['seconds'].values()) / 60:.1f} minutes ({durations}).",
     ]
     return "\n".join(lines) + "\n"
 
@@ -184,13 +188,13 @@ def _by_kind(reports: dict[str, Any]) -> list[list[str]]:
     names = ("quality", "efficiency", "tool_calls")
 
     def cell(part: str, kind: str) -> str:
-        seen = [reports[part]["kinds"][kind]["measures"][name]["value"] for name in names]
-        return ", ".join("-" if value is None else f"{value:.3f}" for value in seen)
+        values = [reports[part]["kinds"][kind]["measures"][name]["value"] for name in names]
+        return ", ".join("-" if value is None else f"{value:.3f}" for value in values)
 
     kinds = reports["trained"]["kinds"]
     return [[kind, *(cell(part, kind) for part in MEASURED)] for kind in kinds]
 
 
 def main(arguments: list[str]) -> int:
-    """Parse the command line, do the parts, print the report. Returns the exit status."""
-    return command("recipe", __doc__, arguments, run, saved=SAVED)
+    """Run the command. Returns the exit status."""
+    return command("recipe", __doc__, arguments, run_recipe, saved=SAVED)

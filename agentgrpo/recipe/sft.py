@@ -1,18 +1,18 @@
-"""Fine-tuning on kept rollouts or conversations: `agentgrpo sft CONFIG [key=value ...]`.
+"""Fine-tune on rollouts or conversations: `agentgrpo sft CONFIG [key=value ...]`.
 
 The data is a .jsonl file ([sft] data). A row is one of
 
-* a rollout, as a run's rollouts.jsonl and the flywheel's sft.jsonl hold them: its tokens as they
-  are. Trained are the segments that the policy sampled, of the flywheel's those with an author;
-* a conversation, {"messages": [...]}, for a cold start: rendered as a rollout is, by the same chat
-  template and behind the agent's own prompt. Trained are the assistant's messages,
-  and the token that closes one unless it ends with a stop string of the agent, after which
-  sampling would have ended too. A message of the role "observation" goes into the assistant's turn
-  as it is, for agents whose tools answer there.
+* a rollout, as in a run's rollouts.jsonl or the flywheel's sft.jsonl. Its tokens are used as they
+  are. Trained segments: those that the policy sampled; for the flywheel, those with an author.
+* a conversation, {"messages": [...]}, for a cold start. It is rendered like a rollout: with the
+  same chat template, after the agent's prompt. Trained: the assistant's messages, with the closing
+  token unless the message ends with a stop string of the agent, where sampling would have ended. A
+  message with the role "observation" is inserted into the assistant's turn unchanged, for agents
+  whose tool results are there.
 
-Prompt and tool results are never trained on. It is the learner of reinforcement learning, with its
-packing, masters and checkpoints, given every example an advantage of 1; the loss is the mean
-negative log-likelihood per trained token, over all of a step. vLLM is not started.
+Prompts and tool results are never trained on. The learner is that of RL, with its packing, master
+weights and checkpoints; every example has advantage 1. The loss is the mean negative log-likelihood
+per trained token, over all tokens of a step. vLLM is not started.
 """
 
 from __future__ import annotations
@@ -52,64 +52,68 @@ if TYPE_CHECKING:  # it imports torch, which a faulty config does without
     from agentgrpo.learn.learner import Learner
 
 SAVED = (f"sft/{checkpoint.SAVED}",)
-"""What fine-tuning continues from."""
+"""Files below out_dir from which the command continues."""
 
 
 def read_examples(
     path: Path, config: SftConfig, chat: ChatTemplate, agent: Agent, *, max_tokens: int
 ) -> list[Rollout]:
-    """The examples of a file, in order, each with advantage 1.
+    """Read the examples of a file in order, each with advantage 1.
 
-    ValueError: a row is bad or too long, nothing is left, or nothing of an example is trained; the
-    message starts with file:line.
+    Raises:
+        ValueError: a row is invalid or too long, an example has no trained token, or no example is
+            selected. The message starts with file:line.
     """
     examples = []
     for number, row in numbered_rows(path):
         try:
             example = _example(row, config, chat, agent, name=f"{path.name}:{number}")
         except (KeyError, TypeError, ValueError) as error:
-            said = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{path}:{number}: {said}") from error
+            message = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path}:{number}: {message}") from error
         if example is None:
             continue
         length = max(sum(len(s.token_ids) for s in part) for part in example.rows)
         if length > max_tokens:
             raise ValueError(
-                f"{path}:{number}: {length} tokens, engine.max_model_len is {max_tokens}"
+                f"{path}:{number}: expected at most engine.max_model_len = {max_tokens} tokens, "
+                f"got {length}"
             )
         examples.append(example)
     if not examples:
-        raise ValueError(f"{path}: no example is left (sft.keep = {config.keep!r})")
+        raise ValueError(f"{path}: expected examples, got none with sft.keep = {config.keep!r}")
     return examples
 
 
 def _example(
     row: Mapping[str, Any], config: SftConfig, chat: ChatTemplate, agent: Agent, *, name: str
 ) -> Rollout | None:
-    """The row as a rollout to be imitated; None if it is not kept."""
-    closed: list[list[Segment]] = []
+    """Convert a row to a rollout with advantage 1. None: sft.keep excludes it."""
+    closed_rows: list[list[Segment]] = []
     if "messages" in row:
         segments = conversation(row["messages"], chat, agent)
         task = Task(id=name, messages=(), spec={})
     else:
         if row.get("split") == "heldout":
             return None
-        played = read_rollout(dict(row))
-        if played.status is Status.INFRA_ERROR or (config.keep == "solved" and not played.solved):
+        rollout = read_rollout(dict(row))
+        if rollout.status is Status.INFRA_ERROR or (config.keep == "solved" and not rollout.solved):
             return None
-        rows = [[_segment(s.token_ids, s.sampled) for s in part] for part in played.rows]
+        rows = [[_segment(s.token_ids, s.sampled) for s in part] for part in rollout.rows]
         if "flywheel" in row:
             authors = row["flywheel"]["authors"]
-            written = zip(played.segments, authors, strict=True)
-            rows = [[_segment(s.token_ids, author is not None) for s, author in written]]
-        *closed, segments = rows
-        task = played.task
-    if not any(s.sampled and len(s.token_ids) for part in (*closed, segments) for s in part):
-        raise ValueError("nothing of this example is the policy's own")
+            segments_with_authors = zip(rollout.segments, authors, strict=True)
+            rows = [
+                [_segment(s.token_ids, author is not None) for s, author in segments_with_authors]
+            ]
+        *closed_rows, segments = rows
+        task = rollout.task
+    if not any(s.sampled and len(s.token_ids) for part in (*closed_rows, segments) for s in part):
+        raise ValueError("expected tokens of the policy, got none in this example")
     return Rollout(
         task=task,
         segments=segments,
-        closed_rows=closed,
+        closed_rows=closed_rows,
         status=Status.COMPLETED,
         advantage=1.0,
     )
@@ -118,89 +122,93 @@ def _example(
 def conversation(
     messages: Sequence[Mapping[str, Any]], chat: ChatTemplate, agent: Agent
 ) -> list[Segment]:
-    """A conversation's tokens, as a rollout would hold them; the assistant's are `sampled`.
+    """Tokenize a conversation as a rollout. The assistant's segments are `sampled`.
 
-    At least one message before the assistant's first, and one of the assistant's. The agent's own
-    prompt is in front, and its prefill in the first turn.
+    It needs a message before the first assistant message. The agent's prompt is added in front, and
+    the agent's prefill in the first turn.
     """
-    head, turns = _turns(messages)
-    task = Task(id="conversation", messages=tuple(head), spec={})
-    shown, tools = agent.messages(task), agent.tools(task)
-    chat.require_shown(shown, tools)
-    segments = [_segment(chat.prompt_ids(shown, tools), trained=False)]
+    prompt, turns = _turns(messages)
+    task = Task(id="conversation", messages=tuple(prompt), spec={})
+    prompt_messages, tools = agent.messages(task), agent.tools(task)
+    chat.require_shown(prompt_messages, tools)
+    segments = [_segment(chat.prompt_ids(prompt_messages, tools), trained=False)]
     if prefill := agent.prefill(task):
         segments.append(_segment(chat.text_ids(prefill, own=True), trained=False))
-    roles = [message["role"] for message in shown]
-    for index, (text, told) in enumerate(turns):
-        said = chat.text_ids(text.removeprefix(prefill) if index == 0 else text, own=True)
-        acts = any(text.endswith(stop) for stop in agent.stop)
-        if not acts and not isinstance(told, str):
-            said = np.append(said, np.int32(chat.closing_id(told)))
-        segments.append(_segment(said, trained=True))
-        if isinstance(told, str):
-            segments.append(_segment(chat.text_ids(told), trained=False))
-        elif told:
-            last_id = int(said[-1]) if len(said) else None
-            ids = chat.observation_ids(list(told), last_id=last_id, tools=bool(tools), roles=roles)
-            roles += ["assistant", *(message["role"] for message in told)]
+    roles = [message["role"] for message in prompt_messages]
+    for index, (text, observation) in enumerate(turns):
+        ids_of_turn = chat.text_ids(text.removeprefix(prefill) if index == 0 else text, own=True)
+        ends_with_stop = any(text.endswith(stop) for stop in agent.stop)
+        if not ends_with_stop and not isinstance(observation, str):
+            ids_of_turn = np.append(ids_of_turn, np.int32(chat.closing_id(observation)))
+        segments.append(_segment(ids_of_turn, trained=True))
+        if isinstance(observation, str):
+            segments.append(_segment(chat.text_ids(observation), trained=False))
+        elif observation:
+            last_id = int(ids_of_turn[-1]) if len(ids_of_turn) else None
+            ids = chat.observation_ids(
+                list(observation), last_id=last_id, tools=bool(tools), roles=roles
+            )
+            roles += ["assistant", *(message["role"] for message in observation)]
             segments.append(_segment(ids, trained=False))
     return segments
 
 
-Told = str | Sequence[Mapping[str, Any]]
-"""What the environment says after a turn: text within it, or messages (none after the last)."""
+Following = str | Sequence[Mapping[str, Any]]
+"""What follows a turn: text within the assistant's turn, or messages (none after the last)."""
 
 
 def _turns(
     messages: Sequence[Mapping[str, Any]],
-) -> tuple[list[Mapping[str, Any]], list[tuple[str, Told]]]:
-    """The messages before the assistant's first; then each of its texts with what follows it."""
+) -> tuple[list[Mapping[str, Any]], list[tuple[str, Following]]]:
+    """Split messages: those before the first assistant message, then each turn with its result."""
     messages = [
         message_of(m, f"message {i}").for_template() for i, m in enumerate(messages, start=1)
     ]
     roles = [message["role"] for message in messages]
     for key in ("tool_calls", "reasoning_content"):
         if any(key in message for message in messages if message["role"] == "assistant"):
-            raise ValueError(f"{key}: expected it in `content`, written as the model writes it")
+            raise ValueError(f"{key}: expected it in `content`, in the model's own format")
     if "assistant" not in roles or roles[0] == "assistant":
         raise ValueError(f"expected a prompt and then an assistant message, got roles {roles}")
     first = roles.index("assistant")
-    turns: list[tuple[str, Told]] = []
+    turns: list[tuple[str, Following]] = []
     for message in messages[first:]:
-        told: Told = turns[-1][1] if turns else ()
+        observation: Following = turns[-1][1] if turns else ()
         if message["role"] == "assistant":
-            if turns and not told:
+            if turns and not observation:
                 raise ValueError(f"an assistant message follows another one, got roles {roles}")
             turns.append((message["content"], ()))
         elif message["role"] == "observation":
-            if told:
+            if observation:
                 raise ValueError(f"an observation must follow an assistant message, got {roles}")
             turns[-1] = (turns[-1][0], message["content"])
         else:
-            if isinstance(told, str):
-                raise ValueError(f"a turn that goes on cannot be followed by a message: {roles}")
-            turns[-1] = (turns[-1][0], [*told, message])
+            if isinstance(observation, str):
+                raise ValueError(
+                    f"expected an assistant message after an observation, got roles {roles}"
+                )
+            turns[-1] = (turns[-1][0], [*observation, message])
     return list(messages[:first]), turns
 
 
 def _segment(ids: Int32, trained: bool) -> Segment:
-    """A trained one has log-probabilities of 0: the learner's gap to them is its likelihood."""
+    # With log-probabilities of 0, the learner's gap to the sampler is the negative log-likelihood.
     return Segment(ids, np.zeros(len(ids), np.float32) if trained else None)
 
 
 def batch_of(step: int, count: int, batch_size: int, seed: int) -> list[int]:
-    """Which of `count` examples an optimizer step is on: another order in each epoch.
+    """Indices of the examples of an optimizer step. Each epoch has another order.
 
-    The last step of an epoch has what is left.
+    The last step of an epoch may be smaller.
     """
     per_epoch = math.ceil(count / batch_size)
-    epoch, place = divmod(step, per_epoch)
+    epoch, position = divmod(step, per_epoch)
     order = np.random.default_rng((seed, epoch)).permutation(count)
-    return [int(i) for i in order[place * batch_size : (place + 1) * batch_size]]
+    return [int(i) for i in order[position * batch_size : (position + 1) * batch_size]]
 
 
 def learn(learner: Learner, examples: Sequence[Rollout], config: TrainConfig) -> Metrics:
-    """One optimizer step on the examples together.
+    """Make one optimizer step on the examples.
 
     Returns the learner's metrics; `nll` is the mean negative log-likelihood in nats per token.
     """
@@ -220,7 +228,7 @@ def learn(learner: Learner, examples: Sequence[Rollout], config: TrainConfig) ->
 def make_learner(
     model: str, config: TrainConfig, total_steps: int, *, adapter: SavedAdapter | None = None
 ) -> Learner:
-    """The learner of reinforcement learning, without a sampler to agree with."""
+    """Make RL's learner without a sampler, and so without a limit for their difference."""
     import torch
 
     from agentgrpo.learn.learner import Learner
@@ -245,7 +253,7 @@ def make_learner(
 
 
 def settings_of(recipe: RecipeConfig) -> TrainConfig:
-    """The run that fine-tuning is: the recipe's, in out_dir/sft, with a loss that is likelihood."""
+    """The config of the fine-tuning run in out_dir/sft, whose loss is the likelihood."""
     rate = recipe.sft.learning_rate or recipe.learner.learning_rate
     return recipe.of_run(
         out_dir=str(recipe.out_dir / "sft"),
@@ -258,22 +266,22 @@ def settings_of(recipe: RecipeConfig) -> TrainConfig:
 
 
 def data_of(recipe: RecipeConfig) -> Path:
-    """The file of a recipe's examples, which is looked for before all else."""
-    made = recipe.out_dir / "flywheel" / "sft.jsonl"
-    data = Path(recipe.sft.data or made)
+    """The file of examples. Raises FileNotFoundError if it does not exist."""
+    flywheel_data = recipe.out_dir / "flywheel" / "sft.jsonl"
+    data = Path(recipe.sft.data or flywheel_data)
     if data.exists():
         return data
     remedy = "; `agentgrpo flywheel CONFIG` writes it, or set sft.data=FILE"
-    raise FileNotFoundError(f"sft.data: {not_found(data)}{remedy if data == made else ''}")
+    raise FileNotFoundError(f"sft.data: {not_found(data)}{remedy if data == flywheel_data else ''}")
 
 
 def steps_of(sft: SftConfig, examples: int) -> int:
-    """Optimizer steps on so many examples."""
+    """Optimizer steps for a number of examples."""
     return sft.epochs * math.ceil(examples / sft.batch_size)
 
 
-def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
-    """Fine-tune from the newest checkpoint in out_dir/sft, or say what it would be."""
+def run_sft(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
+    """Fine-tune, from the newest checkpoint in out_dir/sft if any, or print the plan."""
     config, sft, path = settings_of(recipe), recipe.sft, data_of(recipe)
     with contextlib.ExitStack() as undo:
         if not args.dry_run:
@@ -290,10 +298,10 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
         steps = steps_of(sft, len(examples))
         if args.dry_run:
             longest = max(sum(len(s.token_ids) for s in part) for e in examples for part in e.rows)
-            run = f"{sft.epochs} epochs: {steps} steps of {sft.batch_size}"
+            length_text = f"{sft.epochs} epochs: {steps} steps of {sft.batch_size}"
             lines = [
                 plan_line("data", f"{len(examples)} examples, the longest has {longest} tokens"),
-                plan_line("the run", f"{run}, saved every {config.save_every}"),
+                plan_line("the run", f"{length_text}, saved every {config.save_every}"),
             ]
             print(format_plan(config, parts, lines, sampled=False))  # noqa: T201
             return
@@ -326,11 +334,11 @@ def run(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
                 f"{metrics['packed_tokens']:.0f} tokens in {metrics['seconds']:.1f}s"
             )
             if (step + 1) % config.save_every == 0 or step + 1 == steps:
-                kept = config.keep_checkpoints
-                saved = checkpoint.save(config.out_dir, learner.step_count, write, keep=kept)
+                num_kept = config.keep_checkpoints
+                saved = checkpoint.save(config.out_dir, learner.step_count, write, keep=num_kept)
                 say(f"saved {saved}")
 
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, fine-tune. Returns the exit status."""
-    return command("sft", __doc__, arguments, run, saved=SAVED)
+    return command("sft", __doc__, arguments, run_sft, saved=SAVED)

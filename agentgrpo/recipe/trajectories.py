@@ -1,9 +1,9 @@
-"""Attempts that can be taken up in the middle: kept turns, an edited one, then the model goes on.
+"""Rollouts that resume in the middle: kept turns, an edited turn, then new turns of the model.
 
-A Trajectory is a rollout by turns. A turn's tokens are those that the engine sampled, or the
-encoding of what somebody else wrote. It is played as any rollout (rollout/play.py), by an engine
-that says the kept turns again before it goes on: so their actions are carried out in a fresh
-episode, the environment is as it was, and what the new turn does is answered again.
+A Trajectory is a rollout split into turns. A turn's tokens were sampled by the engine, or encode a
+text that another model wrote. A trajectory is played like any rollout (rollout/play.py), with an
+engine that first repeats the kept turns. So their actions run again in a fresh episode, which
+restores the environment's state for the new turns.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from agentgrpo.rewards.scoring import Scoring
 from agentgrpo.rollout.play import Play
 from agentgrpo.types import Completion, Int32, Rollout, Segment, Status, Task, Turn
 
-Pieces = tuple[tuple[Segment, str], ...]
-"""Tokens of a turn, run by run, each with its author: "generator" (sampled), or who wrote it."""
+AuthoredSegments = tuple[tuple[Segment, str], ...]
+"""Segments of a turn, each with its author: "generator" (sampled) or the writer's role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlayedTurn:
-    """What was done in one turn, by whom, and what the environment said to it."""
+    """One turn with its authors, and the environment's observation."""
 
     text: str
-    """Without the token that closes it."""
-    pieces: Pieces
+    """Text without the closing token."""
+    pieces: AuthoredSegments
     result: Segment | None = None
-    """The tokens of the environment's answer; None after the last turn, and before the answer."""
+    """The observation's tokens. None: the last turn, or the observation does not exist yet."""
     result_text: str = ""
 
     @property
     def segments(self) -> list[Segment]:
-        """Of the turn and of the environment's answer."""
+        """The segments of the turn and of the observation."""
         return [segment for segment, _ in self.pieces] + ([self.result] if self.result else [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """One attempt at a task."""
+    """One rollout of a task by turns."""
 
     turns: tuple[PlayedTurn, ...]
     rollout: Rollout
-    """Of the same tokens, scored. Written turns are not `sampled` there."""
+    """The scored rollout with the same tokens. Written turns are not `sampled` in it."""
     operator: str
-    """What made it: "fresh", "redundant", ..."""
+    """The operator that made it: "fresh", "redundant", ..."""
     parent: int | None = None
-    """Which of the question's trajectories it was made from."""
+    """Index of the question's trajectory from which it was made."""
     quality: float = math.nan
-    """Of its answer, in [0, 1], once it is judged."""
+    """Quality of its answer, in [0, 1], once it is scored."""
 
     @property
     def right(self) -> bool:
@@ -71,19 +71,19 @@ class Trajectory:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Better ones are smaller: by correctness, then by tool calls."""
+        """Sort key, smallest for the best: by correctness, then by tool calls."""
         return (-min(self.quality, SOLVED_AT), self.rollout.stats["tool_calls"])
 
     def record(self) -> dict[str, Any]:
-        """JSON values that records.read_rollout() reads; `flywheel` says how it was made.
+        """A rollout record (records.read_rollout()) with a key `flywheel`.
 
-        Its `authors` has who wrote each segment; None: the prompt, or the environment.
+        Its `authors` has the author of each segment; None: the prompt or the environment.
         """
         authors: list[str | None] = [None]  # the prompt
         for turn in self.turns:
             authors += [author for _, author in turn.pieces]
             authors += [None] * (turn.result is not None)
-        made = {
+        info = {
             "operator": self.operator,
             "parent": self.parent,
             "authors": authors,
@@ -91,14 +91,14 @@ class Trajectory:
             "right": self.right,
             "valid": well_formed(self.rollout),
         }
-        return {**rollout_record(self.rollout), "flywheel": made}
+        return {**rollout_record(self.rollout), "flywheel": info}
 
 
 class TrajectoryPlayer:
-    """Plays attempts, from the start or from kept turns. May be used by many threads at once.
+    """Plays trajectories, from the start or after kept turns. Thread-safe.
 
-    `env`: reset() and episodes are used from the calling thread's attempt only. `runner`: where
-    episodes run. `config`: what one attempt may use, kept turns included; history must be "append".
+    `env`: each episode is used by one call only. `runner`: runs the episodes. `config`: limits of a
+    rollout, including kept turns; history must be "append".
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class TrajectoryPlayer:
         self._loop, self._env, self._reward = loop, env, reward
         self._runner, self._config = runner, config
 
-    def written(self, text: str, author: str, task: Task) -> PlayedTurn:
-        """A turn that somebody wrote: cut behind the first stop string, else closed."""
+    def make_written_turn(self, text: str, author: str, task: Task) -> PlayedTurn:
+        """Make a turn from a written text: cut after the first stop string, or closed."""
         for stop in self.agent.stop:
-            head, found, _ = text.partition(stop)
-            text = head + found
+            head, stop_string, _ = text.partition(stop)
+            text = head + stop_string
         if not text.strip():
             raise ValueError("an empty step")
         action = self.agent.parse(text, task)
@@ -130,55 +130,56 @@ class TrajectoryPlayer:
         *,
         operator: str,
         parent: int | None = None,
-        kept: Sequence[PlayedTurn] = (),
+        kept_turns: Sequence[PlayedTurn] = (),
         begin: str = "",
         author: str = "",
     ) -> Trajectory:
-        """An attempt. What its kept turns do is done again; `author` wrote what the next one begins
-        with.
+        """Play a trajectory. The actions of its kept turns are executed again.
+
+        `begin`: prefix of the first new turn. `author`: its author.
         """
-        given = self.chat.text_ids(begin, own=True) if begin else np.zeros(0, np.int32)
-        agent = _Listening(self.agent)
-        played = Play(
-            _Continued(self._loop, kept, given), cast(Agent, agent), self._env, self.chat,
-            self._runner, self._config, tasks=[task], group_size=1, seed=0, filters={},
+        prefix_ids = self.chat.text_ids(begin, own=True) if begin else np.zeros(0, np.int32)
+        agent = _RecordingAgent(self.agent)
+        play = Play(
+            _ResumingEngine(self._loop, kept_turns, prefix_ids), cast(Agent, agent), self._env,
+            self.chat, self._runner, self._config, tasks=[task], group_size=1, seed=0, filters={},
         )  # fmt: skip
-        (group,) = played.run(max_live=1)
+        (group,) = play.run(max_live=1)
         (rollout,) = group.rollouts
         if rollout.status is Status.INFRA_ERROR:
             raise InfrastructureError(rollout.error or "")
         turns: list[PlayedTurn] = []
         for segment in rollout.segments[1:]:
             if not segment.sampled:
-                at = len(turns) - 1
-                turns[at] = replace(turns[at], result=segment, result_text=agent.results[at])
-            elif len(turns) < len(kept):
-                turns.append(replace(kept[len(turns)], result=None, result_text=""))
+                last = len(turns) - 1
+                turns[last] = replace(turns[last], result=segment, result_text=agent.results[last])
+            elif len(turns) < len(kept_turns):
+                turns.append(replace(kept_turns[len(turns)], result=None, result_text=""))
             else:
-                first = len(given) if len(turns) == len(kept) else 0
+                first = len(prefix_ids) if len(turns) == len(kept_turns) else 0
                 turns.append(
                     PlayedTurn(
                         text=self.chat.decode(segment.token_ids),
-                        pieces=_pieces(segment, first, author),
+                        pieces=_authored_segments(segment, first, author),
                     )
                 )
         rollout.segments = [rollout.segments[0], *(s for turn in turns for s in turn.segments)]
-        rollout.turns = []  # the engine's accounts are of turns that are not all its own
+        rollout.turns = []  # the engine's accounts do not fit: it did not sample all turns
         self._reward.begin(group).result()
         return Trajectory(turns=tuple(turns), rollout=rollout, operator=operator, parent=parent)
 
 
-def _pieces(segment: Segment, given: int, author: str) -> Pieces:
-    """A turn as Play recorded it, its first tokens given and not sampled."""
-    if not given:
+def _authored_segments(segment: Segment, prefix_length: int, author: str) -> AuthoredSegments:
+    """Split a turn that Play recorded into its prefix, which was not sampled, and the rest."""
+    if not prefix_length:
         return ((segment, "generator"),)
     assert segment.logprobs is not None
-    sampled = Segment(segment.token_ids[given:], segment.logprobs[given:])
-    return ((Segment(segment.token_ids[:given]), author), (sampled, "generator"))
+    sampled = Segment(segment.token_ids[prefix_length:], segment.logprobs[prefix_length:])
+    return ((Segment(segment.token_ids[:prefix_length]), author), (sampled, "generator"))
 
 
-class _Listening:
-    """An agent, and what it was told, turn by turn."""
+class _RecordingAgent:
+    """An agent that records the text of each observation."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -187,24 +188,26 @@ class _Listening:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
 
-    def observe(self, action: Action, shown: Observation) -> Sequence[Message] | str:
-        self.results.append("\n".join(shown.outputs) or shown.text)
-        return self._agent.observe(action, shown)
+    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
+        self.results.append("\n".join(observation.outputs) or observation.text)
+        return self._agent.observe(action, observation)
 
 
-class _Continued:
-    """A Decoder for one rollout that says kept turns again, then has the engine go on.
+class _ResumingEngine:
+    """A Decoder for one rollout that repeats the kept turns, then lets the engine continue.
 
-    Since histories are appended to, a request of the policy's goes on from its last one; what does
-    not is of a second role, which the engine answers.
+    Since the history is append-only, a request of the policy starts with its previous prompt. Any
+    other request is of a second role, which the engine samples.
     """
 
-    def __init__(self, loop: EngineLoop, kept: Sequence[PlayedTurn], given: Int32) -> None:
+    def __init__(
+        self, loop: EngineLoop, kept_turns: Sequence[PlayedTurn], prefix_ids: Int32
+    ) -> None:
         self.max_model_len = loop.max_model_len
-        self._loop, self._kept, self._given = loop, kept, given
-        self._turn, self._last = -1, given[:0]
-        self._head = given
-        self._asked: Future[Completion] = Future()
+        self._loop, self._kept_turns, self._prefix_ids = loop, kept_turns, prefix_ids
+        self._turn, self._last_prompt = -1, prefix_ids[:0]
+        self._request_prefix = prefix_ids
+        self._future: Future[Completion] = Future()
         self._request_id = ""
 
     def add_request(
@@ -212,33 +215,37 @@ class _Continued:
         **options: Any,
     ) -> None:  # fmt: skip
         self._request_id = request_id
-        own = np.array_equal(prompt_ids[: len(self._last)], self._last)
-        if own:
-            self._turn, self._last = self._turn + 1, prompt_ids.copy()
-        new = self._turn - len(self._kept)
-        self._head = self._given if own and new == 0 else self._given[:0]
-        if own and new < 0:
-            ids = np.concatenate([s.token_ids for s, _ in self._kept[self._turn].pieces])
-            self._asked = Future()
-            self._asked.set_result(_completion(prompt_ids, ids, "stop"))
+        is_policy = np.array_equal(prompt_ids[: len(self._last_prompt)], self._last_prompt)
+        if is_policy:
+            self._turn, self._last_prompt = self._turn + 1, prompt_ids.copy()
+        num_new_turns = self._turn - len(self._kept_turns)
+        self._request_prefix = (
+            self._prefix_ids if is_policy and num_new_turns == 0 else self._prefix_ids[:0]
+        )
+        if is_policy and num_new_turns < 0:
+            ids = np.concatenate([s.token_ids for s, _ in self._kept_turns[self._turn].pieces])
+            self._future = Future()
+            self._future.set_result(_completion(prompt_ids, ids, "stop"))
             return
-        prompt = np.concatenate([prompt_ids, self._head])
-        room = min(max_tokens, self.max_model_len - len(prompt))
-        if room > 0:
-            self._asked = self._loop.submit(prompt, max_tokens=room, **options)
+        prompt = np.concatenate([prompt_ids, self._request_prefix])
+        max_new_tokens = min(max_tokens, self.max_model_len - len(prompt))
+        if max_new_tokens > 0:
+            self._future = self._loop.submit(prompt, max_tokens=max_new_tokens, **options)
         else:
-            self._asked = Future()
-            self._asked.set_result(_completion(prompt_ids, self._given[:0], "length"))
+            self._future = Future()
+            self._future.set_result(_completion(prompt_ids, self._prefix_ids[:0], "length"))
 
     def step(self) -> list[Completion]:
-        done = self._asked.result()
-        ids = np.concatenate([self._head, done.token_ids])
-        logprobs = np.concatenate([np.zeros(len(self._head), np.float32), done.logprobs])
-        said = {"request_id": self._request_id, "token_ids": ids, "logprobs": logprobs}
-        return [replace(done, **said)]
+        completion = self._future.result()
+        ids = np.concatenate([self._request_prefix, completion.token_ids])
+        logprobs = np.concatenate(
+            [np.zeros(len(self._request_prefix), np.float32), completion.logprobs]
+        )
+        fields = {"request_id": self._request_id, "token_ids": ids, "logprobs": logprobs}
+        return [replace(completion, **fields)]
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """What the engine still says is not listened to."""
+        """Ignore the request's result, since the engine cannot abort it here."""
 
 
 def _completion(prompt: Int32, ids: Int32, finish_reason: str) -> Completion:

@@ -412,7 +412,10 @@ def test_arguments_arrive_as_the_functions_types() -> None:
         ("def f(*x: int): ...", "cannot be passed by name"),
         ("def f(x: 'Nothing'): ...", "tool f: .*Nothing"),
         ("import threading\ndef f(x: threading.Lock): ...", "tool f: "),
-        ("import functools\nf = functools.partial(print)", "expected functions, got functools.p"),
+        (
+            "import functools\nf = functools.partial(print)",
+            "expected named functions, got functools.p",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused(source: str, message: str) -> None:

@@ -320,7 +320,7 @@ def test_a_fault_of_ours_is_a_500_in_the_form_of_its_protocol_and_ends_nothing_e
             raise TypeError("unhashable")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Session, "_temperature", fail)
+            patch.setattr(Session, "_temperature_of", fail)
             for _ in range(2):
                 with pytest.raises(openai.InternalServerError) as one:
                     await c.openai.responses.create(**GOOD[RESPONSES])

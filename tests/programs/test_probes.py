@@ -187,7 +187,7 @@ def test_a_rollout_that_only_probes_has_asked_nothing_where_others_show_what_a_p
     assert (first.status, first.answer, len(first.turns)) == (Status.COMPLETED, "asked", 1)
     assert (second.status, second.answer) == (Status.INFRA_ERROR, None)
     assert second.error is not None
-    assert "asked for nothing that is trained on" in second.error
+    assert "ended without a request that is trained on" in second.error
 
 
 def test_a_turn_cut_short_ends_its_conversation_and_no_other() -> None:
@@ -304,7 +304,7 @@ def test_what_is_asked_of_reasoning_is_reported(capsys: pytest.CaptureFixture[st
     (rollout,) = playing(use, numbered)
     counts = [rollout.stats[f"unenforced_{name}"] for name in ("reasoning_summary", "include")]
     assert counts == [2, 1]
-    assert "ask for include, reasoning_summary, which is not" in capsys.readouterr().err
+    assert "set include, reasoning_summary, which is ignored" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -255,7 +255,7 @@ def test_every_command_is_run_or_said_why_not() -> None:
         assert how in (ROOT / file).read_text(), file
         if "recipe.toml" in command:
             parts = recipe.parts_of(load_config_of(RecipeConfig, "recipe"))
-            assert command.split()[1] in {part.word for part in parts}
+            assert command.split()[1] in {part.command for part in parts}
     for file in re.findall(r"\S+\.py", " ".join(NOT_HERE.values())):
         assert (ROOT / file).is_file(), file
 

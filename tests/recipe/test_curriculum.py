@@ -23,8 +23,8 @@ from agentgrpo.recipe.curriculum import (
     folder_of,
     of_stages,
     parts_of,
-    run,
-    select,
+    play_and_select,
+    run_curriculum,
     selected_tasks,
     steps_of,
     training_config,
@@ -86,7 +86,7 @@ class FakeParts:
 
 def play_stage(recipe: RecipeConfig, stage: int, player: FakeParts) -> dict[str, Any]:
     stream = WordProblemTasks(seed=recipe.seed)
-    return select(recipe, stage, player, stream)  # type: ignore[arg-type]
+    return play_and_select(recipe, stage, player, stream)  # type: ignore[arg-type]
 
 
 def test_S3_15_candidates_are_played_and_mixed_ones_selected(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_pool_of_other_tasks_is_refused(tmp_path: Path) -> None:
     play_stage(recipe, 0, FakeParts())
     stream = WordProblemTasks(seed=0)
     with pytest.raises(ValueError, match=r"holds task .* where this recipe plays"):
-        select(recipe, 0, FakeParts(), stream)  # type: ignore[arg-type]
+        play_and_select(recipe, 0, FakeParts(), stream)  # type: ignore[arg-type]
 
 
 def test_a_random_selection_takes_any_candidates(tmp_path: Path) -> None:
@@ -227,11 +227,11 @@ def fake_parts(recipe: RecipeConfig, monkeypatch: pytest.MonkeyPatch) -> list[st
 
 def do(recipe: RecipeConfig, part: str = "") -> int | None:
     args = Namespace(config="config.toml", overrides=["seed=3"], dry_run=False, part=part)
-    return run(recipe, args, lambda: None)
+    return run_curriculum(recipe, args, lambda: None)
 
 
 def left(recipe: RecipeConfig) -> list[str]:
-    return [part.name for part in parts_of(recipe) if part.left({})]
+    return [part.name for part in parts_of(recipe) if part.is_pending({})]
 
 
 def test_S3_15_stages_run_in_order_and_leave_their_metadata(
@@ -318,7 +318,7 @@ def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path) -> None:
         for n in range(5)
     ]
     stream = RowTasks(made, source="rows")  # in the second round the same tasks again
-    chosen = select(recipe, 0, FakeParts(), stream)["selected"]  # type: ignore[arg-type]
+    chosen = play_and_select(recipe, 0, FakeParts(), stream)["selected"]  # type: ignore[arg-type]
     tasks: Any = selected_tasks(recipe, 0, stream)
     assert sorted(chosen) == [task.id for task in made]
     assert all(task.spec is made[int(task.id[2:])].spec for task in tasks.rows)
@@ -381,7 +381,7 @@ def test_kinds_are_selected_apart_if_asked_for(tmp_path: Path, by_kind: bool) ->
         next=lambda count: [next(given) for _ in range(count)],
         state_dict=dict,
     )
-    chosen = select(recipe, 0, player, stream)["selected"]  # type: ignore[arg-type]
+    chosen = play_and_select(recipe, 0, player, stream)["selected"]  # type: ignore[arg-type]
     kinds = {int(name[2:]) % 5 == 1 for name in chosen}
     assert kinds == ({True, False} if by_kind else {False})
 

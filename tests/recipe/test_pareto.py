@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgrpo.recipe.pareto import contrast, crowding, fronts, select, select_groups
+from agentgrpo.recipe.pareto import contrast, crowding, fronts, select_groups, select_points
 from agentgrpo.types import Group, Rollout, Status, Task
 from tests.given import a_rollout
 
@@ -64,7 +64,7 @@ def test_S3_11_crowding_is_the_textbooks(points: list[Point]) -> None:
 
 @given(POINTS, st.integers(0, 45))
 def test_S3_11_nothing_left_out_dominates_what_was_taken(points: list[Point], count: int) -> None:
-    chosen = select(array(points), count).tolist()
+    chosen = select_points(array(points), count).tolist()
     assert len(chosen) == len(set(chosen)) == min(count, len(points))
     assert chosen == sorted(chosen)
     front = naive_fronts(points)
@@ -96,7 +96,7 @@ def worked_example() -> list[tuple[list[int], list[float]]]:
 def test_S3_11_the_worked_example() -> None:
     points = array([(pvariance(calls), pvariance(right)) for calls, right in worked_example()])
     front = fronts(points)
-    chosen = select(points, 6).tolist()
+    chosen = select_points(points, 6).tolist()
     assert chosen == [1, 6, 8, 9, 10, 11]
     assert [int(front[i]) for i in chosen] == [0, 0, 0, 0, 0, 1]
 

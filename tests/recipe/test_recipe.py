@@ -52,7 +52,7 @@ def make_recipe(folder: Path, out: str = "out", **curriculum: Any) -> RecipeConf
 def run(recipe: RecipeConfig, arguments: list[str]) -> None:
     config, *overrides = arguments
     args = Namespace(config=config, overrides=overrides, dry_run=False)
-    recipes.run(recipe, args, lambda: None)
+    recipes.run_recipe(recipe, args, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ from agentgrpo.train.command_line import report_errors
 from agentgrpo.recipe.processes import Part, run_parts
 from agentgrpo.train.interrupt import interruptible
 
-parts = [Part(name=name, word="slow_part") for name in ("first", "second")]
+parts = [Part(name=name, command="slow_part") for name in ("first", "second")]
 with interruptible(), report_errors() as outcome:
     run_parts(SimpleNamespace(out_dir=pathlib.Path()), parts, ["quickstart"])
 sys.exit(outcome.status)

@@ -23,7 +23,7 @@ from agentgrpo.recipe.sft import (
     learn,
     make_learner,
     read_examples,
-    run,
+    run_sft,
     settings_of,
 )
 from agentgrpo.records.checkpoint import newest
@@ -276,7 +276,7 @@ def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
 
 
 def finetune(made: RecipeConfig) -> Path:
-    run(made, Namespace(dry_run=False), lambda: None)
+    run_sft(made, Namespace(dry_run=False), lambda: None)
     last = newest(made.out_dir / "sft")
     assert last is not None
     return last
