@@ -155,8 +155,9 @@ class UnitTestEnv(PythonEnv):
             if fault.startswith(TESTS_FAULTS["passed"])
         ]
         warning = (
-            f"; tests of {len(weak_ids)} of {len(weak_sample)} accept a program that always returns "
-            f"one value, such as those of {', '.join(weak_ids[:3])}: compare with the expected value"
+            f"; tests of {len(weak_ids)} of {len(weak_sample)} accept a program that always "
+            f"returns one value, such as those of {', '.join(weak_ids[:3])}: compare with the "
+            "expected value"
         )
         return (
             f"checked the tests of {len(sampled)} of {len(testable)} tasks: a program that does "

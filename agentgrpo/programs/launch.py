@@ -407,8 +407,8 @@ class Hosted(Sandboxed):
             command_line = f"{shlex.join(['chmod', '+x', *executable])}; " * bool(executable)
             command_line += f"exec {shlex.join(self._command)} < {env['AGENTGRPO_TASK']}"
             program = Program(
-                sandbox_session.channels, ["/bin/bash", "-c", command_line], env=env, directory=sandbox_session.places.home,
-                output_max=4 << 20,
+                sandbox_session.channels, ["/bin/bash", "-c", command_line], env=env,
+                directory=sandbox_session.places.home, output_max=4 << 20,
             )  # fmt: skip
             stack.callback(program.close)
             run.set_stop(program.kill)

@@ -25,15 +25,13 @@ from tests.rollout.test_tensor_parallel import Board, Member
 AGENT = ProgramAgent(pool=None, call_reader=lambda parser: cast(Any, None), call="x:y")
 
 
-@pytest.mark.parametrize("command", [flywheel, recipe])
-def test_what_takes_attempts_up_in_the_middle_refuses_a_program(
-    command: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("run", [flywheel.run_command, recipe.run_recipe])
+def test_what_takes_attempts_up_in_the_middle_refuses_a_program(run: Any, tmp_path: Path) -> None:
     """Before a model is looked for."""
     overrides = ["agent.kind=program", "model=nowhere", f"out_dir={tmp_path}"]
     config = load_config_of(RecipeConfig, "recipe", overrides)
-    with pytest.raises(ValueError, match=r"agent\.kind: a flywheel takes attempts up in the mid"):
-        command.run(config, SimpleNamespace(dry_run=False), None)
+    with pytest.raises(ValueError, match=r"agent\.kind: expected another kind than .program"):
+        run(config, SimpleNamespace(dry_run=False), None)
 
 
 def test_sampling_without_a_trainer_refuses_one() -> None:

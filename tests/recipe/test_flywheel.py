@@ -245,11 +245,15 @@ def test_S3_13_log_and_summary_say_what_was_made(tmp_path: Path) -> None:
         ("redundant", "Step: 1\nAnalysis: x", "has no 'Corrected step:'"),
         ("redundant", "Step: 1\nCorrected step:\n", "an empty step"),
         ("redundant", "Step: 1\nCorrected step:\n<code>x", "a malformed step"),
-        ("refinement", "", "thoughts of steps [1, 2] wanted, got []"),
-        ("refinement", "Thought 1: x", "wanted, got [1]"),
-        ("refinement", "Thought 1: x\nThought 2: y\nThought 3: z", "wanted, got [1, 2, 3]"),
-        ("refinement", "Thought 1: Answer: 1\nThought 2: y", "a refined thought acts"),
-        ("step_hint", "Step: 2", "the flawed step is the last one: nothing follows it"),
+        ("refinement", "", "expected thoughts of steps [1, 2], got []"),
+        ("refinement", "Thought 1: x", "steps [1, 2], got [1]"),
+        ("refinement", "Thought 1: x\nThought 2: y\nThought 3: z", "steps [1, 2], got [1, 2, 3]"),
+        (
+            "refinement",
+            "Thought 1: Answer: 1\nThought 2: y",
+            "the rewritten thought contains an action tag",
+        ),
+        ("step_hint", "Step: 2", "the flawed step is the last one, so there is no next turn"),
     ],
 )
 def test_S3_13_a_reply_in_another_form_makes_nothing(
@@ -328,7 +332,7 @@ def test_another_flywheels_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"with data\.train = 'a\.jsonl', now it is 'b\.jsonl'"):
         questions_of(World(tmp_path).recipe, other, write=False)
     World(tmp_path, keep=1, concurrency=2).run_flywheel(question("easy"))
-    with pytest.raises(ValueError, match="the data has 1 that have different ids"):
+    with pytest.raises(ValueError, match="different task ids in the data, 1, got 2"):
         World(tmp_path).run_flywheel(question("a"), question("a"))
 
 
@@ -371,7 +375,7 @@ def test_what_the_machine_breaks_is_left_out_and_begins_again(tmp_path: Path) ->
     assert summary["failed_by_the_machine"] == 1
     (record,) = made.lines("buffer.jsonl")
     assert record["id"] == "hard"
-    assert record["log"][0]["why"] == "the machine failed: no session"
+    assert record["log"][0]["why"] == "infrastructure error: no session"
     made.env.on_call = lambda code: None
     assert made.run_flywheel(question("easy"), question("hard"))["questions"] == 2
 
@@ -385,7 +389,7 @@ def test_a_critic_that_does_not_answer_makes_nothing_and_says_so(tmp_path: Path)
     summary = made.run_flywheel(question("easy"))
     (record,) = made.lines("buffer.jsonl")
     assert [entry["made"] for entry in record["log"]] == [None, 1]
-    assert record["log"][0]["why"] == "the machine failed: endpoint c: HTTP 500: busy"
+    assert record["log"][0]["why"] == "infrastructure error: endpoint c: HTTP 500: busy"
     assert summary["nothing_made"] == {"redundant": 1}
     assert summary["failed_by_the_machine"] == 0
 
@@ -426,7 +430,11 @@ def test_kept_turns_are_said_again_where_a_second_role_is_asked_too() -> None:
 
         def work() -> tuple[Trajectory, Trajectory]:
             first = player.play(question("Hello."), operator="fresh")
-            more: dict[str, Any] = {"kept": first.turns[:2], "begin": "Well, ", "author": "hint"}
+            more: dict[str, Any] = {
+                "kept_turns": first.turns[:2],
+                "begin": "Well, ",
+                "author": "hint",
+            }
             return first, player.play(question("Hello."), operator="step_hint", **more)
 
         playing = side.submit(work)

@@ -131,7 +131,9 @@ def test_S3_10_judge() -> None:
         assert quality(played) == expected
         assert not replies
     replies = [""] * 3
-    with pytest.raises(InfrastructureError, match=r"task .*neither Correct nor Incorrect, 3 times"):
+    with pytest.raises(
+        InfrastructureError, match=r"task .*expected Correct or Incorrect .* in 3 replies"
+    ):
         quality(played)
     assert all(text in asked[0] for text in ("Who?", "USA", "America", "United States"))
     played.answer = "the USA"
@@ -155,7 +157,7 @@ def test_S3_16_what_is_no_vote_is_not_counted() -> None:
     votes = iter(["Hm.", "yes", "", "yes", "no"])
     judge = ScriptedEndpoint(lambda messages: next(votes, ""))
     assert conciseness(judge, lambda r: "", votes=5)(a_rollout()) == 0.0  # 2 of 3
-    with pytest.raises(InfrastructureError, match="none of 2 votes"):
+    with pytest.raises(InfrastructureError, match="got neither in 2 replies"):
         conciseness(judge, lambda r: "", votes=2)(a_rollout())
 
 

@@ -110,7 +110,7 @@ def test_a_tool_may_answer_within_the_turn() -> None:
         ([*PLAYED[:3], {"role": "observation", "content": ""}], "an observation must follow"),
         (
             [*PLAYED[:2], {"role": "observation", "content": "x"}, PLAYED[2]],
-            "a turn that goes on cannot be followed by a message",
+            "expected an assistant message after an observation",
         ),
         ([{"content": "x"}], "message 1: expected .'role': text"),
         ([{"role": "critic", "content": "x"}, PLAYED[3]], ".*cannot begin a conversation"),
@@ -160,13 +160,15 @@ def test_bad_data_is_named(tmp_path: Path) -> None:
         return read_examples(path, SftConfig(), CHAT, AGENT, max_tokens=70)
 
     short = {"messages": [{"role": "user", "content": "x"}, PLAYED[3]]}
-    with pytest.raises(ValueError, match=r"d\.jsonl:2: \d+ tokens, engine.max_model_len is 70"):
+    with pytest.raises(
+        ValueError, match=r"d\.jsonl:2: expected at most engine.max_model_len = 70 tokens, got \d+"
+    ):
         read([short, {"messages": PLAYED}])
     record = rollout_record(as_rollout())
-    with pytest.raises(ValueError, match=r"d\.jsonl: no example is left"):
+    with pytest.raises(ValueError, match=r"d\.jsonl: expected examples, got none"):
         read([{**record, "split": "heldout"}])
     record["flywheel"] = {"authors": [None] * 4}
-    with pytest.raises(ValueError, match=r"d\.jsonl:1: nothing of this example"):
+    with pytest.raises(ValueError, match=r"d\.jsonl:1: expected tokens of the policy, got none"):
         read([record])
     with pytest.raises(ValueError, match=r"d\.jsonl:1: "):
         read([{}])

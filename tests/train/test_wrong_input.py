@@ -378,7 +378,7 @@ ABSURD = {
     "train c.toml engine.tensor_parallel_size=64": "start it with torchrun",
     "train c.toml learner.lora.rank=256": "learner.lora.rank must be at most 64",
     "train c.toml data.num_heldout=5000000": "data.num_heldout: expected below ",
-    "flywheel recipe.toml flywheel.tasks=500": "500 are asked for, and the data has 16",
+    "flywheel recipe.toml flywheel.tasks=500": "different task ids in the data, 16, got 500",
 }
 
 

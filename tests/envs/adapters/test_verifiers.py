@@ -183,7 +183,7 @@ def test_held_out_tasks(made: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "split", "message"),
     [
-        ({}, "heldout", r"data\.heldout: env\.options\.heldout says which"),
+        ({}, "heldout", r"data\.heldout: expected env\.options\.heldout"),
         ({"args": {"size": None}}, "train", "select: expected a `limit`"),
         ({"load": "no-such-tasks"}, "", "load: 'no-such-tasks': taskset 'no-such-tasks' not found"),
         ({"args": {"sise": 1}}, "", "(?s)load: 'vf_sums': .*sise"),
