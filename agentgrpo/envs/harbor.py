@@ -1,4 +1,4 @@
-"""Task folders in Harbor's form, each played in a session of its image and judged by its tests."""
+"""Task folders in Harbor's format: sessions of the task's image, scored by its hidden tests."""
 
 from __future__ import annotations
 
@@ -36,50 +36,52 @@ from agentgrpo.sandbox.session.interpreters import start_context
 from agentgrpo.sandbox.session.program import Program
 from agentgrpo.types import Task
 
-SYSTEM = (
+SYSTEM_PATHS = (
     *("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "run", "boot", "dev", "proc"),
     *("sys", "var/lib/dpkg", "var/lib/apt", "var/cache", "root/.*", "home/*/.*"),
 )
-"""Paths that decide how tests run. A fresh verdict does not take the agent's changes of them."""
-JUDGES = ("tests", "logs", "solution", "installed-agent")
-"""Paths of Harbor's, never taken. The last has the files of a program that is the agent."""
+"""Paths that affect how tests run. A fresh verdict ignores the agent's changes of them."""
+HARBOR_PATHS = ("tests", "logs", "solution", "installed-agent")
+"""Harbor's paths, always ignored. The last one has the files of an agent program."""
 OFFLINE = {"PIP_RETRIES": "0", "UV_OFFLINE": "1"}
-"""Variables of scripts: installers that cannot reach the network end at once."""
-WAIT_S = 7200.0
-"""For a place for a verdict: as long as those before it may take."""
+"""Variables for scripts, so that installers without network access fail at once."""
+VERDICT_WAIT_S = 7200.0
+"""How long a verdict may wait for a session: verdicts before it may take that long."""
 
 
-def kept_by(image: Image, keep: Sequence[str]) -> Keep:
-    """Which of an agent's changes a fresh verdict takes: those below `keep`, or, without, all but
-    SYSTEM, the directories of PATH and what lies directly in the root directory.
+def changes_to_keep(image: Image, keep: Sequence[str]) -> Keep:
+    """Select the agent's changes for a fresh verdict: those below `keep`. Without `keep`, all
+    except SYSTEM_PATHS, the directories of PATH and files directly in the root directory.
     """
-    wanted = [os.path.normpath(path).strip("/") for path in keep]
+    kept_paths = [os.path.normpath(path).strip("/") for path in keep]
     below = f"/{image.workdir.strip('/')}/"
     prefixes = [
         os.path.normpath(path).removesuffix("/bin").removesuffix("/sbin").strip("/")
         for path in image.env.get("PATH", PATH).split(":")
     ]
     programs = [prefix for prefix in prefixes if prefix and not below.startswith(f"/{prefix}/")]
-    refused = [*JUDGES, *([] if wanted else [*SYSTEM, *programs])]
+    ignored_patterns = [*HARBOR_PATHS, *([] if kept_paths else [*SYSTEM_PATHS, *programs])]
 
     def decide(path: str, is_directory: bool) -> Kept:
         parts = path.split("/")
         matches = [
             fnmatchcase("/".join(parts[: pattern.count("/") + 1]), pattern)
             and len(parts) > pattern.count("/")
-            for pattern in refused
+            for pattern in ignored_patterns
         ]
         if any(matches):
             return Kept.NO
         above = [
             not path or fnmatchcase(path, "/".join(pattern.split("/")[: len(parts)]))
-            for pattern in (*refused, *wanted)
+            for pattern in (*ignored_patterns, *kept_paths)
             if not path or pattern.count("/") >= len(parts)
         ]
         if any(above):
             return Kept.PARTLY if is_directory else Kept.NO
-        if wanted:
-            inside = any(path == one or path.startswith(f"{one}/") for one in wanted)
+        if kept_paths:
+            inside = any(
+                path == kept_path or path.startswith(f"{kept_path}/") for kept_path in kept_paths
+            )
             return Kept.ALL if inside else Kept.NO
         return Kept.ALL if is_directory or len(parts) > 1 else Kept.NO
 
@@ -87,16 +89,16 @@ def kept_by(image: Image, keep: Sequence[str]) -> Keep:
 
 
 class HarborEnv(PythonEnv):
-    """Episodes in an image's session: bash, tools (read, search, replace, run), a Python console.
+    """Episodes in a session of an image: bash, tools (read, search, replace, run) or a console.
 
     Args:
-        pool: what the pools of images are made like.
-        timeout_s: of one step.
-        verifier: "fresh": the tests run in a new session, which has the agent's changes but for
-            system paths. "same": they run in the agent's own session, as Harbor does; see
-            docs/environments.md for the cheats that this believes.
-        keep: of the agent's changes a fresh verdict takes those below these paths only.
-        console: the agent types lines at the image's own python3 (agent.kind = "repl").
+        pool: template of the images' pools.
+        timeout_s: limit of one step, in seconds.
+        verifier: "fresh": the tests run in a new session with the agent's changes except those of
+            system paths. "same": they run in the agent's session, as in Harbor; docs/environments.md
+            lists the cheats that then succeed.
+        keep: a fresh verdict uses only the agent's changes below these paths.
+        console: the agent types lines at the image's python3 (agent.kind = "repl").
         grant: environment variables of this process that ${NAME} in a task.toml may read.
     """
 
@@ -114,9 +116,13 @@ class HarborEnv(PythonEnv):
     ) -> None:  # fmt: skip
         super().__init__(pool, timeout_s)
         if pool.degraded:
-            raise ValueError("env.kind: 'harbor' needs namespaces, and this machine makes none")
-        if wrong := [path for path in keep if not path.startswith("/") or not path.strip("/")]:
-            raise ValueError(f"keep: expected absolute paths below /, got {wrong[0]!r}")
+            raise ValueError(
+                "env.kind: 'harbor' needs namespaces, which this machine does not have"
+            )
+        if invalid_paths := [
+            path for path in keep if not path.startswith("/") or not path.strip("/")
+        ]:
+            raise ValueError(f"keep: expected absolute paths below /, got {invalid_paths[0]!r}")
         self.verifier, self.keep, self.grant = verifier, tuple(keep), tuple(grant)
         self._needs_python = console
         self.console, self.answers = console, ("lines",) if console else ("code", "tools")
@@ -133,17 +139,17 @@ class HarborEnv(PythonEnv):
         return HarborEpisode(self, task).toolset().schemas
 
     def begin(self, task: Task) -> Task:
-        """Check a row before a model is loaded: its folder, its image, and that sessions start."""
-        self._try(*self.folder(task))
+        """Check a row before a model is loaded: its folder, its image, and a session's start."""
+        self._check_session(*self.folder(task))
         return task
 
     def require_python(self) -> None:
-        """That all images have a python3, also those of tasks that have begun."""
+        """Check that all images have a python3, also those of tasks already checked."""
         self._needs_python = True
         for parts in self._tasks.values():
-            self._try(*parts)
+            self._check_session(*parts)
 
-    def _try(self, harbor: HarborTask, image: Image, judge: Image) -> None:
+    def _check_session(self, harbor: HarborTask, image: Image, judge: Image) -> None:
         del judge
         pool = self.sessions(harbor.limits, image)
         if self._needs_python:
@@ -157,12 +163,15 @@ class HarborEnv(PythonEnv):
         return HarborConsole(self, task) if self.console else HarborEpisode(self, task)
 
     def folder(self, task: Task) -> tuple[HarborTask, Image, Image]:
-        """A row's task, its image and that of its verdicts; ValueError if they have changed since
-        the row was made.
+        """A row's task, its image and the image of its verdicts.
+
+        Raises ValueError if they have changed since the row was made.
         """
         missing = {"folder", "image", "judge", "digest"} - task.spec.keys()
         if missing:
-            raise ValueError(f"task {task.id}: no row of a harbor task, it has no {min(missing)}")
+            raise ValueError(
+                f"task {task.id}: expected a row of a harbor task, got none of {min(missing)!r}"
+            )
         key = task.spec["folder"]
         with self._lock:
             if key not in self._tasks:
@@ -177,7 +186,7 @@ class HarborEnv(PythonEnv):
             return self._tasks[key]
 
     def sessions(self, limits: Limits, image: Image) -> SandboxPool:
-        """The pool of all tasks with these limits."""
+        """The pool for all tasks with these limits."""
         with self._lock:
             if limits not in self._pools:
                 self._pools[limits] = SandboxPool(
@@ -191,17 +200,17 @@ class HarborEnv(PythonEnv):
             pool.close()
 
 
-class Judged(SandboxEpisode):
-    """What all rollouts of a task have, however they act."""
+class HarborSandboxEpisode(SandboxEpisode):
+    """The common part of episodes with code, tools and a console."""
 
     _env: Any
     directory: Any
     restarted = "(the session was restarted: its files and variables are as at the start)"
     feedback = ""
     output = ""
-    """Of the tests' script; hidden from the policy and from teachers."""
+    """Output of the tests' script, hidden from the policy and from teachers."""
 
-    def _read(self, task: Task) -> None:
+    def _load_task(self, task: Task) -> None:
         self.measures: dict[str, float] = {}
         self.task, self.image, self.judge = self._env.folder(task)
         self.directory = self.image.workdir or "/"
@@ -209,18 +218,20 @@ class Judged(SandboxEpisode):
 
     @property
     def timeout_s(self) -> float:
-        """Of a program."""
+        """Time limit of a program."""
         return float(self.task.agent.timeout_sec)
 
     def begin(self) -> Session:
-        """The session in which a program acts."""
+        """Start the session in which a program runs."""
         with as_infra_error():
             return self._begin()
 
-    def _late(self) -> Observation | None:
-        """What ends the episode when its time is over."""
-        over = time.monotonic() > self._ends_at
-        return Observation("the time of the task is over", failed=True, done=True) if over else None
+    def _time_limit_observation(self) -> Observation | None:
+        """The observation that ends the episode after its time limit, or None."""
+        is_over = time.monotonic() > self._ends_at
+        return (
+            Observation("the time of the task is over", failed=True, done=True) if is_over else None
+        )
 
     def _begin(self) -> Session:
         self._pool = self._env.sessions(self.task.limits, self.image)
@@ -231,7 +242,7 @@ class Judged(SandboxEpisode):
         return session
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """The tests' reward: `solved` if it is 1, else `partial`."""
+        """`solved` if the tests' reward is 1, else `partial`."""
         del answer
         with as_infra_error():
             reward = self._verdict()
@@ -240,74 +251,76 @@ class Judged(SandboxEpisode):
         return partial_credit(reward)
 
     def _verdict(self) -> float:
-        """Judge, where the environment says; 0 for what the agent has made impossible."""
+        """Score in the agent's or a fresh session. 0 if the agent has made that impossible."""
         if self._env.verifier == "same":
-            return self._judge(self._session or self._begin())
+            return self._run_tests(self._session or self._begin())
         pool, session = self._env.sessions(self.task.limits, self.image), self._session
         if session is None:
-            with pool.acquire(self.judge, WAIT_S) as judge:
-                return self._judge(judge)
+            with pool.acquire(self.judge, VERDICT_WAIT_S) as judge:
+                return self._run_tests(judge)
         try:
-            changes = session.snapshot(keep=kept_by(self.image, self._env.keep), since=self.image)
+            changes = session.snapshot(
+                keep=changes_to_keep(self.image, self._env.keep), since=self.image
+            )
         except SandboxInfraError:
             raise
         except SandboxException as error:
             self.feedback = str(error)
             return 0.0
-        self.close()  # its place in the pool is free
+        self.close()  # frees a place in the pool for the verdict
         try:
-            with self._fresh(pool, changes) as judge:
-                return 0.0 if judge is None else self._judge(judge)
+            with self._fresh_session(pool, changes) as judge:
+                return 0.0 if judge is None else self._run_tests(judge)
         finally:
             pool.discard(changes)
 
     @contextlib.contextmanager
-    def _fresh(self, pool: SandboxPool, changes: Image) -> Iterator[Session | None]:
-        """A session with the agent's changes; None if only they keep it from starting."""
-        both = self.judge._replace(layers=(*self.judge.layers, changes.layers[-1]))
+    def _fresh_session(self, pool: SandboxPool, changes: Image) -> Iterator[Session | None]:
+        """A session with the agent's changes, or None if they prevent its start."""
+        image = self.judge._replace(layers=(*self.judge.layers, changes.layers[-1]))
         try:
-            session = pool.acquire(both, WAIT_S)
+            session = pool.acquire(image, VERDICT_WAIT_S)
         except SandboxInfraError:
-            pool.acquire(self.judge, WAIT_S).close()  # raises if it is the machine
+            pool.acquire(self.judge, VERDICT_WAIT_S).close()  # raises if the machine is the cause
             self.feedback = "no session starts with the changed files"
             yield None
             return
         with session:
             yield session
 
-    def _judge(self, session: Session) -> float:
+    def _run_tests(self, session: Session) -> float:
         """Copy the tests into a session, run them, end the session, read the reward."""
         try:
-            ended = self._run_script(
+            ended_by_itself = self._run_script(
                 session, "tests", "test.sh", self.task.verifier.env, self.task.verifier.timeout_sec
             )
         except SandboxInfraError:
             raise
         except SandboxException as error:
-            self.output, ended = str(error), False
+            self.output, ended_by_itself = str(error), False
         if session.channels is None:
             return 0.0
         with session.channels.borrowed() as channels:
             channels.signal()
-            gone = select.poll()
-            gone.register(channels.init, select.POLLIN)
-            gone.poll()  # PID 1 ends after all other processes of the session
-            reward, self.measures = read_reward(channels.upper) if ended else (0.0, {})
+            poll = select.poll()
+            poll.register(channels.init, select.POLLIN)
+            poll.poll()  # PID 1 ends last: then no process can change the reward file
+            reward, self.measures = read_reward(channels.upper) if ended_by_itself else (0.0, {})
             return reward
 
     def _run_script(
         self, session: Session, folder: str, script: str, env: Mapping[str, str], timeout_s: float
     ) -> bool:
-        """Whether a script of the task's folder, copied to /FOLDER, ended by itself."""
+        """Copy a folder of the task to /FOLDER and run its script. True: it ended by itself."""
         executable = []
         with contextlib.closing(session.files()) as files:
             for name in ("reward.json", "reward.txt"):
                 if files.exists(f"/logs/verifier/{name}"):
                     files.remove(f"/logs/verifier/{name}")
             files.make_dir("/logs/verifier")
-            for name, (data, runs) in files_of(self.task.folder / folder).items():
+            for name, (data, is_executable) in files_of(self.task.folder / folder).items():
                 files.write(f"/{folder}/{name}", data)
-                executable += [f"/{folder}/{name}"] if runs or name == script else []
+                executable += [f"/{folder}/{name}"] if is_executable or name == script else []
         assert session.channels is not None
         command = f'chmod +x "$@"; exec /{folder}/{script}'
         program = Program(
@@ -317,25 +330,25 @@ class Judged(SandboxEpisode):
         )  # fmt: skip
         with contextlib.closing(program):
             program.close_stdin()
-            ended = program.wait(timeout_s)
+            ended_by_itself = program.wait(timeout_s)
         self.output = (program.stdout + program.stderr)[-4000:].decode("utf-8", "replace")
         if program.machine_failed:
             raise SandboxInfraError(program.machine_failed)
-        return ended and program.signal is None and not program.error
+        return ended_by_itself and program.signal is None and not program.error
 
     def solve(self) -> bool:
-        """Play the task's own solution."""
+        """Run the task's solution. Returns whether it ended by itself."""
         session, agent = self._begin(), self.task.agent
         env = self.task.solution.env
         return self._run_script(session, "solution", "solve.sh", env, agent.timeout_sec)
 
 
-class HarborEpisode(Judged, ShellEpisode):
-    """One rollout of a task, by code or tools."""
+class HarborEpisode(HarborSandboxEpisode, ShellEpisode):
+    """A rollout with code steps or tools."""
 
     def __init__(self, env: HarborEnv, task: Task) -> None:
         super().__init__(env, task)
-        self._read(task)
+        self._load_task(task)
 
     def functions(self) -> list[Callable[..., str]]:
         return [*super().functions(), self.run]
@@ -345,7 +358,7 @@ class HarborEpisode(Judged, ShellEpisode):
         return self._shell(f"({command}\n) 2>&1")
 
     def step(self, action: Action) -> Observation:
-        return self._late() or super().step(action)
+        return self._time_limit_observation() or super().step(action)
 
     def _interpreter(self, session: Session, language: str) -> Session:
         if language != "bash":
@@ -353,23 +366,24 @@ class HarborEpisode(Judged, ShellEpisode):
         return session
 
 
-class HarborConsole(Judged, ConsoleEpisode):
-    """One rollout of a task, at a console."""
+class HarborConsole(HarborSandboxEpisode, ConsoleEpisode):
+    """A rollout with console lines."""
 
     def __init__(self, env: HarborEnv, task: Task) -> None:
         super().__init__(cast(Any, env))
-        self._read(task)
+        self._load_task(task)
 
     def step(self, action: Action) -> Observation:
-        return self._late() or super().step(action)
+        return self._time_limit_observation() or super().step(action)
 
     def _interpreter(self, session: Session) -> Session:
         return start_context(session, "python", Template(), directory=self.directory)
 
 
 def read_reward(upper: int) -> tuple[float, dict[str, float]]:
-    """Harbor's reward in the directory of a session's changes, 0 if there is none; and the other
-    numbers of reward.json, as measures.
+    """Read Harbor's reward (0 without one) and the other numbers of reward.json as measures.
+
+    `upper`: descriptor of the directory of a session's changes. The files are untrusted.
     """
     names, flags = ("logs", "verifier"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.ExitStack() as stack:

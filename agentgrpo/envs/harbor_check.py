@@ -1,4 +1,4 @@
-"""Play the solution of each task folder, and nothing: tests must give 1 and 0."""
+"""Check task folders: the solution must score 1, and doing nothing 0."""
 
 from __future__ import annotations
 
@@ -16,38 +16,48 @@ from agentgrpo.sandbox import SandboxException, SandboxPool
 from agentgrpo.sandbox.session.dockerfile import Builder
 from agentgrpo.types import Task
 
-LACKS = {
+NOT_AVAILABLE = {
     "nested containers": (b"docker ", b"podman "), "systemd": (b"systemctl",),
     "ptrace": (b"strace", b"gdb "), "mount": (b"mount ",),
     "a network": INSTALLS,
 }  # fmt: skip
-"""What sessions do not have, and words of scripts that use it: hints where a check fails."""
+"""What sessions do not offer, with words of scripts that need it: hints for a failed check."""
 
 
 def check(folder: Path, env: HarborEnv, builder: Builder) -> str:
-    """What is wrong with a task; "" if its solution, if any, gives 1 and doing nothing gives 0."""
+    """Return a task's problem, or "" if its solution (if any) scores 1 and doing nothing 0."""
     try:
         row = make_row(folder, builder, env.grant)
         task = Task(id=folder.name, messages=(), spec=row)
         with closing(env.reset(task)) as idle:
-            nothing = _score(idle)
+            idle_score = _score(idle)
         if not _has_solution(folder):
-            return f"nothing {nothing:g}, expected 0\n{idle.output[-600:]}" if nothing else ""
+            return f"nothing {idle_score:g}, expected 0\n{idle.output[-600:]}" if idle_score else ""
         with closing(env.reset(task)) as solved:
-            ended = solved.solve()
-            printed = "" if ended else f"; solve.sh did not end by itself: {solved.output[-600:]}"
+            finished = solved.solve()
+            problem = (
+                "" if finished else f"; solve.sh did not end by itself: {solved.output[-600:]}"
+            )
             score = _score(solved)
     except (ValueError, SandboxException, InfrastructureError) as error:
         return str(error)
-    if nothing == 0 and score == 1:
+    if idle_score == 0 and score == 1:
         return ""
     scripts = b"".join(
         data for part in ("tests", "solution") for data, _ in files_of(folder / part).values()
     )
-    used = [name for name, words in LACKS.items() if any(word in scripts for word in words)]
-    hint = f"; its scripts use {' and '.join(used)}, which sessions do not have" if used else ""
+    unsupported = [
+        name for name, words in NOT_AVAILABLE.items() if any(word in scripts for word in words)
+    ]
+    hint = (
+        f"; its scripts use {' and '.join(unsupported)}, which sessions do not have"
+        if unsupported
+        else ""
+    )
     tail = (solved if score != 1 else idle).output[-600:]
-    return f"solution {score:g}, expected 1; nothing {nothing:g}, expected 0{hint}{printed}\n{tail}"
+    return (
+        f"solution {score:g}, expected 1; nothing {idle_score:g}, expected 0{hint}{problem}\n{tail}"
+    )
 
 
 def _has_solution(folder: Path) -> bool:
@@ -59,11 +69,11 @@ def _score(episode: Any) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check folders; 0 if all can be played."""
+    """Run the command. Returns 0 if all folders pass."""
     parser = argparse.ArgumentParser(prog="agentgrpo harbor", description=__doc__)
     parser.add_argument("action", choices=["check"])
     parser.add_argument("folder", type=Path, nargs="+")
-    parser.add_argument("--network", action="store_true", help="images are built with the network")
+    parser.add_argument("--network", action="store_true", help="build images with network access")
     parser.add_argument("--verifier", choices=["fresh", "same"], default="fresh")
     parser.add_argument("--keep", action="append", default=[], metavar="PATH")
     parser.add_argument("--grant", action="append", default=[], metavar="VARIABLE")
@@ -79,10 +89,10 @@ def main(arguments: Sequence[str]) -> int:
             ) as env,
         ):
             for folder in folders:
-                wrong = check(folder, env, builder)
-                failed += bool(wrong)
+                problem = check(folder, env, builder)
+                failed += bool(problem)
                 solution = "solution 1" if _has_solution(folder) else "no solution/solve.sh"
-                print(f"{folder.name}: {wrong or f'ok: {solution}, nothing 0'}", flush=True)  # noqa: T201
+                print(f"{folder.name}: {problem or f'ok: {solution}, nothing 0'}", flush=True)  # noqa: T201
     except (ValueError, SandboxException) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2

@@ -1,4 +1,4 @@
-"""Task folders in Harbor's form: read, refused by name, turned into rows (docs/environments.md)."""
+"""Read task folders in Harbor's format and convert them to rows (docs/environments.md)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from agentgrpo.sandbox.session.dockerfile import Builder
 from agentgrpo.support.atomic_files import write_lines
 
 MAX_FILE = 16 << 20
-"""Bytes of a file of tests/ or solution/."""
+"""Maximum bytes of a file in tests/ or solution/."""
 PROMPT = (
     "You work in a Linux container. Write bash between <code> and </code>; you see what it prints. "
     "Variables, directory and files stay. When the task is done, reply with: Answer: done"
 )
 INSTALLS = (b"apt-get ", b"apt ", b"pip install", b"pip3 install", b"curl ", b"wget ", b"uvx ")
-"""Words of scripts that use the network."""
-REHEARSE = "mkdir -p /logs/verifier; chmod +x /tests/test.sh; /tests/test.sh; true"
+"""Words of scripts that need the network."""
+RUN_TESTS = "mkdir -p /logs/verifier; chmod +x /tests/test.sh; /tests/test.sh; true"
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Network = Literal["public", "no-network"]
@@ -40,7 +40,7 @@ Empty = Annotated[tuple[()], Field(strict=False)]
 
 
 class _Table(pydantic.BaseModel):
-    """A table of task.toml: the keys that are played here. Others are refused by name."""
+    """A table of task.toml with the supported keys. Others are rejected by name."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -81,7 +81,7 @@ class _Solution(_Table):
 
 
 class HarborTask(_Table):
-    """A task.toml, and the folder that it is in."""
+    """A task.toml and its folder."""
 
     folder: Path
     schema_version: str = ""
@@ -97,29 +97,33 @@ class HarborTask(_Table):
 
     @property
     def limits(self) -> Limits:
-        """Of its sessions. What they write is memory; seconds are counted by the episode."""
-        asked = self.environment
+        """Limits of its sessions, whose files are in memory. The episode limits the time."""
+        environment = self.environment
         memory, storage = (
-            int(old.rstrip("iB")[:-1]) << 10 * (old.rstrip("iB")[-1] == "G") if old else mib
-            for old, mib in ((asked.memory, asked.memory_mb), (asked.storage, asked.storage_mb))
+            int(text.rstrip("iB")[:-1]) << 10 * (text.rstrip("iB")[-1] == "G") if text else mib
+            for text, mib in (
+                (environment.memory, environment.memory_mb),
+                (environment.storage, environment.storage_mb),
+            )
         )
         return Limits(
-            memory_mib=memory, home_mib=min(memory, storage), cpus=asked.cpus, inodes=1 << 17,
+            memory_mib=memory, home_mib=min(memory, storage), cpus=environment.cpus, inodes=1 << 17,
             processes=512, open_files=1024, steps=10_000, timeout_s=3600, cpu_s=86_400,
             session_s=2 * 86_400,
         )  # fmt: skip
 
     def digest(self, image: Image) -> str:
-        """Of what decides a verdict: task.toml, the tests and the image."""
-        whole = hashlib.sha256(image.digest.encode() + (self.folder / "task.toml").read_bytes())
+        """Digest of everything that decides a verdict: task.toml, the tests and the image."""
+        digest = hashlib.sha256(image.digest.encode() + (self.folder / "task.toml").read_bytes())
         for name, (data, executable) in files_of(self.folder / "tests").items():
-            whole.update(f"{name}\0{executable}\0{len(data)}\0".encode() + data)
-        return whole.hexdigest()
+            digest.update(f"{name}\0{executable}\0{len(data)}\0".encode() + data)
+        return digest.hexdigest()
 
 
 def files_of(folder: Path) -> dict[str, tuple[bytes, bool]]:
-    """Content of each file, and whether it is executable, by its path; ValueError if one is too
-    large or leads out of the folder.
+    """Content and executable bit of each file by its path.
+
+    Raises ValueError if a file is too large or a link out of the folder.
     """
     files = {}
     for path in sorted(folder.rglob("*")):
@@ -134,14 +138,15 @@ def files_of(folder: Path) -> dict[str, tuple[bytes, bool]]:
 
 
 def read_task(folder: Path, grant: Sequence[str] = ()) -> HarborTask:
-    """Read a folder's task.toml, with `grant` as the variables of this process that its ${NAME}
-    may read; ValueError names what is malformed or cannot be played.
+    """Read a folder's task.toml. `grant`: variables of this process that ${NAME} in it may read.
+
+    Raises ValueError with the malformed or unsupported key or file.
     """
     environment = folder / "environment"
     try:
-        for found in (*environment.glob("*compose*.y*ml"), folder / "steps"):
-            if found.exists():
-                raise ValueError(f"expected one container and one step, got {found.name}")
+        for unsupported in (*environment.glob("*compose*.y*ml"), folder / "steps"):
+            if unsupported.exists():
+                raise ValueError(f"expected one container and one step, got {unsupported.name}")
         if (folder / "tests/Dockerfile").exists():
             raise ValueError("expected tests in the task's own image, got tests/Dockerfile")
         for name in ("instruction.md", "tests/test.sh"):
@@ -155,10 +160,10 @@ def read_task(folder: Path, grant: Sequence[str] = ()) -> HarborTask:
             raise ValueError("expected environment/Dockerfile or environment.docker_image")
     except pydantic.ValidationError as error:
         lines = [
-            f"{key}: not supported here, got {one[0]['input']!r:.80}"
-            if one[0]["type"] == "extra_forbidden"
-            else format_error(key, *one)
-            for key, one in by_key(error).items()
+            f"{key}: not supported here, got {error_and_path[0]['input']!r:.80}"
+            if error_and_path[0]["type"] == "extra_forbidden"
+            else format_error(key, *error_and_path)
+            for key, error_and_path in by_key(error).items()
         ]
         raise ValueError("\n".join(f"{folder}/task.toml: {line}" for line in lines)) from None
     except (ValueError, OSError) as error:
@@ -184,23 +189,26 @@ def _grant(name: str, table: Any, grant: Sequence[str]) -> None:
 
 
 def folders_of(source: Path) -> list[Path]:
-    """The task folders below a folder, or it alone."""
-    found = sorted(path.parent.resolve() for path in source.rglob("task.toml"))
-    if not found:
+    """The task folders in a folder, which may be a task folder itself."""
+    folders = sorted(path.parent.resolve() for path in source.rglob("task.toml"))
+    if not folders:
         raise ValueError(f"{source}: expected folders with a task.toml, got none")
-    return found
+    return folders
 
 
 def make_row(folder: Path, builder: Builder, grant: Sequence[str] = ()) -> Mapping[str, Any]:
-    """The row of a task, its image built; ValueError or SandboxException if it cannot be played."""
+    """Build a task's image and make its row.
+
+    Raises ValueError or SandboxException if the task is not supported.
+    """
     task = read_task(folder, grant)
     if task.environment.docker_image:
         image = builder.base(task.environment.docker_image)
     else:
         source, timeout_s = folder / "environment", task.environment.build_timeout_sec
-        name = f"harbor/{re.sub(r'[^A-Za-z0-9._-]', '-', folder.name)}-{_key(source)}"
+        name = f"harbor/{re.sub(r'[^A-Za-z0-9._-]', '-', folder.name)}-{_content_key(source)}"
         image = builder.build(name, source, timeout_s=timeout_s)
-    judge = rehearse(task, image, builder)
+    judge = build_verdict_image(task, image, builder)
     return {
         "id": folder.name, "question": (folder / "instruction.md").read_text().strip(),
         "folder": str(folder), "image": image.name, "judge": judge.name,
@@ -208,30 +216,31 @@ def make_row(folder: Path, builder: Builder, grant: Sequence[str] = ()) -> Mappi
     }  # fmt: skip
 
 
-def rehearse(task: HarborTask, image: Image, builder: Builder) -> Image:
-    """The image of verdicts: with the network, what the tests' script installs is a layer of it."""
+def build_verdict_image(task: HarborTask, image: Image, builder: Builder) -> Image:
+    """Make the image for verdicts. With the network, the tests' installations are a layer of it."""
     script = (task.folder / "tests/test.sh").read_bytes()
     if not builder.network or not any(word in script for word in INSTALLS):
         return image
     workdir = task.environment.workdir or image.workdir or "/"
-    steps = [f"FROM {image.name}", "COPY tests /tests", f"WORKDIR {workdir}", f"RUN {REHEARSE}"]
+    steps = [f"FROM {image.name}", "COPY tests /tests", f"WORKDIR {workdir}", f"RUN {RUN_TESTS}"]
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(task.folder / "tests", Path(folder, "tests"))
         Path(folder, "Dockerfile").write_text("\n".join(steps))
-        name = f"{image.name}-tests-{_key(task.folder / 'tests')}"
+        name = f"{image.name}-tests-{_content_key(task.folder / 'tests')}"
         return builder.build(name, folder, timeout_s=task.verifier.timeout_sec)
 
 
-def _key(folder: Path) -> str:
+def _content_key(folder: Path) -> str:
     content = sorted((name, *file) for name, file in files_of(folder).items())
     return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
 
 
-def write(
+def write_rows(
     sources: Sequence[str], config: Path, *, network: bool, grant: Sequence[str] = ()
 ) -> list[str]:
-    """Write rows beside a config to be: the file to train on, and its settings. About a quarter is
-    held out, by instruction. What a folder that is left out lacks is printed.
+    """Write rows next to a future config. Returns the training file and settings.
+
+    About a quarter is held out, by instruction. The reason for each skipped folder is printed.
     """
     rows, console = [], Console(stderr=True)
     folders = [folder for source in sources for folder in folders_of(Path(source))]
@@ -240,19 +249,22 @@ def write(
             try:
                 rows.append(make_row(folder, builder, grant))
             except (ValueError, SandboxException) as error:
-                console.print(f"left out: {error}", markup=False, highlight=False)
+                console.print(f"skipped: {error}", markup=False, highlight=False)
     hashes = [hashlib.sha256(row["question"].encode()).digest() for row in rows]
-    different = sorted({*hashes})
-    if len(different) < 2:
-        raise ValueError(f"--harbor: expected 2 or more tasks that differ, got {len(different)}")
-    held = different[: max(1, len(different) // 4)]
+    hashes_seen = sorted({*hashes})
+    if len(hashes_seen) < 2:
+        raise ValueError(f"--harbor: expected 2 or more different tasks, got {len(hashes_seen)}")
+    heldout_hashes = hashes_seen[: max(1, len(hashes_seen) // 4)]
     paths = [config.resolve().with_suffix(f".{name}.jsonl") for name in ("train", "heldout")]
-    for path, out in zip(paths, (False, True), strict=True):
-        write_lines(path, [r for r, h in zip(rows, hashes, strict=True) if (h in held) is out])
+    for path, is_heldout in zip(paths, (False, True), strict=True):
+        write_lines(
+            path,
+            [r for r, k in zip(rows, hashes, strict=True) if (k in heldout_hashes) is is_heldout],
+        )
     verdict_s = max(read_task(Path(row["folder"]), grant).verifier.timeout_sec for row in rows)
     return [
         str(paths[0]), "env.kind=harbor", "reward.format=0.0", f"data.heldout={paths[1]}",
-        f"data.num_heldout={min(64, sum(h in held for h in hashes))}",
+        f"data.num_heldout={min(64, sum(key in heldout_hashes for key in hashes))}",
         f"agent.options.system_prompt={PROMPT}", "agent.options.language=bash",
         "rollout.max_turns=10", "sandbox.timeout_s=60", f"rollout.call_timeout_s={verdict_s + 300}",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A broken package in a sandbox, to be repaired; its own tests decide (repair_judge.py)."""
+"""Repair a broken package in a sandbox. The package's tests decide (repair_judge.py)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from agentgrpo.envs.shell_tools import ShellEpisode
 from agentgrpo.sandbox import HostTools, SandboxPool, Session
 from agentgrpo.types import Task
 
-VERDICT_S = 30.0  # of a processor, for the tests of an answer
+VERDICT_S = 30.0  # CPU seconds for the tests of an answer
 
 
 class RepairEnv(PythonEnv):
-    """Episodes in ~/repo, by code, tools (read, search, replace, run_tests) or a console's lines.
+    """Episodes in ~/repo, with code, tools (read, search, replace, run_tests) or a console.
 
     Args:
-        pool: what the packages' pools are made like.
-        timeout_s: of one step.
-        partial: less than all is worth its share of the tests that were broken.
-        answer: what counts: the files of the tree; or the answer's text, which is the one line that
-            the question asks for, or of a program what RepairEpisode.changed() gave it.
+        pool: template of the packages' pools.
+        timeout_s: limit of one step, in seconds.
+        partial: reward a partial repair with the share of broken tests that pass.
+        answer: what is scored: "tree", the files of the tree; "line", the answer's text as the line
+            that the question asks for; "changed", the answer of a program with the value of
+            RepairEpisode.changed().
         console: the agent types lines (agent.kind = "repl").
         host_tools: as for PythonEnv.
     """
@@ -43,10 +44,12 @@ class RepairEnv(PythonEnv):
     ) -> None:  # fmt: skip
         super().__init__(pool, timeout_s, host_tools=host_tools)
         if pool.degraded:
-            raise ValueError("env.kind: 'repair' needs namespaces, and this machine makes none")
+            raise ValueError(
+                "env.kind: 'repair' needs namespaces, which this machine does not have"
+            )
         self.partial, self.answer, self.console = partial, answer, console
         self.line_rewards: dict[str, float] = {}
-        self._rooms: dict[str, tuple[Tree, SandboxPool]] = {}
+        self._trees_and_pools: dict[str, tuple[Tree, SandboxPool]] = {}
         self._lock = threading.Lock()
 
     def tools(self, task: Task) -> Sequence[Schema]:
@@ -56,98 +59,109 @@ class RepairEnv(PythonEnv):
         needed = {"source", "tree", "diff", "tests", "others", "copies", "file", "line"}
         missing = needed - task.spec.keys()
         if missing:
-            raise ValueError(f"task {task.id}: no row of a repair task, it has no {missing}")
+            raise ValueError(
+                f"task {task.id}: expected a row of a repair task, got none of {missing}"
+            )
         episode: Any = RepairConsole(cast(Any, self)) if self.console else RepairEpisode(self, task)
         episode._task = task
         return episode
 
-    def room(self, task: Task) -> tuple[Tree, SandboxPool]:
-        """A task's package and its sessions, made at their first use."""
-        source, like = task.spec["source"], self.pool
+    def tree_and_pool(self, task: Task) -> tuple[Tree, SandboxPool]:
+        """A task's package and its pool of sessions, made at their first use."""
+        source, template_pool = task.spec["source"], self.pool
         with self._lock:
-            if source not in self._rooms:
-                tree, live = prepare(source), {"max_live": like.max_live, "min_idle": 2}
-                pool = tree.pool(like.template, like.limits, **live, all_cpus=like.all_cpus)
-                self._rooms[source] = tree, pool
-            if self._rooms[source][0].digest != task.spec["tree"]:
-                raise ValueError(f"task {task.id}: {source} has changed since it was made of it")
-            return self._rooms[source]
+            if source not in self._trees_and_pools:
+                tree, pool_options = (
+                    prepare(source),
+                    {"max_live": template_pool.max_live, "min_idle": 2},
+                )
+                pool = tree.pool(
+                    template_pool.template,
+                    template_pool.limits,
+                    **pool_options,
+                    all_cpus=template_pool.all_cpus,
+                )
+                self._trees_and_pools[source] = tree, pool
+            if self._trees_and_pools[source][0].digest != task.spec["tree"]:
+                raise ValueError(f"task {task.id}: {source} has changed since the task was made")
+            return self._trees_and_pools[source]
 
     def close(self) -> None:
-        for _, pool in self._rooms.values():
+        for _, pool in self._trees_and_pools.values():
             pool.close()
 
 
 class Repairing(SandboxEpisode):
-    """One rollout's repository, however it acts there."""
+    """The repository of one rollout, for all ways to act."""
 
     _env: Any
     _session: Any
     _task: Task
     feedback = ""
     measures: dict[str, float] = {}
-    """tests_alone: 1 if the tests passed, but copies of them did not end as expected."""
+    """tests_alone: 1 if the tests passed, but copies of them did not end as expected. A sign of a
+    cheat."""
 
-    def _broken(self) -> Answer:
-        diff, (tree, self._pool) = self._task.spec["diff"], self._env.room(self._task)
+    def _broken_files(self) -> Answer:
+        diff, (tree, self._pool) = self._task.spec["diff"], self._env.tree_and_pool(self._task)
         files = re.findall(r"^--- a/(.*)$", diff, re.MULTILINE)
         return {path: patch(tree.read(path), path, diff) for path in files}
 
     def _begin(self) -> Session:
-        broken, session = self._broken(), super()._begin()
+        broken, session = self._broken_files(), super()._begin()
         with contextlib.closing(session.files()) as files:
             put(files, broken)
         return session
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`solved`: all broken tests pass, and no other fails; `partial`: the share of those."""
-        given, (tree, pool) = self._broken(), self._env.room(self._task)
+        """`solved`: all broken tests pass, and no other fails; `partial`: the share that passes."""
+        broken, (tree, pool) = self._broken_files(), self._env.tree_and_pool(self._task)
         with as_infra_error():
-            changed = self._answer(given, answer)
-            self.close()  # nothing of it runs beside the verdict, which has its place in the pool
-            if changed == given:
+            changed = self._repaired_files(broken, answer)
+            self.close()  # frees a place in the pool, and no process runs during the verdict
+            if changed == broken:
                 self.feedback = "nothing was changed"
                 return partial_credit(0.0)
             spec, partial = self._task.spec, self._env.partial
             share, verdict = judge(pool, tree, spec, changed, VERDICT_S, partial=partial)
         self.feedback = verdict.reason
         self.measures = {"tests_alone": float(verdict.word == "tests alone")}
-        if verdict.reason and self._env.answer != "tree":  # it is not shown the tests
+        if verdict.reason and self._env.answer != "tree":  # the policy does not see the tests
             self.feedback = "not all of the tests that have to pass do"
         if verdict.infra_error:
             raise InfrastructureError(verdict.reason)
         return partial_credit(share)
 
-    def _answer(self, given: Answer, answer: str | None) -> Answer:
+    def _repaired_files(self, broken: Answer, answer: str | None) -> Answer:
         if self._env.answer == "tree":
             alive = self._session is not None and self._session.alive
-            return answer_in(self._session, given) if alive else given
+            return answer_in(self._session, broken) if alive else broken
         if self._env.answer == "changed":
             with contextlib.suppress(ValueError, TypeError, RecursionError):
-                told = dict(json.loads(answer or "{}"))
-                given = {path: str(told.get(path, text)) for path, text in given.items()}
-            return given
+                texts = dict(json.loads(answer or "{}"))
+                broken = {path: str(texts.get(path, text)) for path, text in broken.items()}
+            return broken
         path, number = self._task.spec["file"], self._task.spec["line"]
-        lines = given[path].splitlines(True)
+        lines = broken[path].splitlines(True)
         old, new = lines[number - 1].strip(), (answer or "").strip("\r\n` \t")
         if new and "\n" not in new:
             lines[number - 1] = lines[number - 1].replace(old, new)
-        return {**given, path: "".join(lines)}
+        return {**broken, path: "".join(lines)}
 
 
 class RepairConsole(Repairing, ConsoleEpisode):
-    """At a console."""
+    """A repair with console lines."""
 
 
 class RepairEpisode(Repairing, ShellEpisode):
-    """By code or tools, in any order."""
+    """A repair with code steps and tools in any order."""
 
     directory = REPO
-    searched = "--include='*.py'"
+    grep_options = "--include='*.py'"
 
     def changed(self) -> str:
-        """What it has made of the broken files, as the answer of a program that plays in it."""
-        return json.dumps(answer_in(self._session, self._broken()))
+        """The current text of the broken files, as the answer of a program."""
+        return json.dumps(answer_in(self._session, self._broken_files()))
 
     def functions(self) -> list[Callable[..., str]]:
         return [*super().functions(), self.run_tests]

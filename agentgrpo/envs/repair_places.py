@@ -1,4 +1,4 @@
-"""Places of a file's source where it can be broken, found in its syntax tree."""
+"""Mutants of a source file, found in its syntax tree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SWAPS: dict[type[ast.AST], type[Any]] = {
 
 
 class Mutant(NamedTuple):
-    """`old`, which stands at (line, column) of `file`, becomes `new`."""
+    """Replace `old` at (line, column) of `file` by `new`."""
 
     file: str
     line: int
@@ -26,20 +26,20 @@ class Mutant(NamedTuple):
 
     @property
     def lines(self) -> range:
-        """Those that a test must run to notice."""
+        """The lines that a test must run to detect the mutant."""
         return range(self.line, self.line + 1 + self.old.count("\n"))
 
-    def apply(self, text: str) -> str:
-        """The file's text with it."""
+    def apply_mutant(self, text: str) -> str:
+        """Apply the mutant to the file's text."""
         lines = text.encode().splitlines(keepends=True)
-        at = sum(map(len, lines[: self.line - 1])) + self.column
-        whole, old = text.encode(), self.old.encode()
-        assert whole[at:].startswith(old)
-        return (whole[:at] + self.new.encode() + whole[at + len(old) :]).decode()
+        offset = sum(map(len, lines[: self.line - 1])) + self.column
+        source, old = text.encode(), self.old.encode()
+        assert source[offset:].startswith(old)
+        return (source[:offset] + self.new.encode() + source[offset + len(old) :]).decode()
 
 
-def changed(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that may take a node's place: an operator swapped, a number or truth another."""
+def replacements_for(node: ast.AST) -> Iterator[ast.AST]:
+    """Replacements for a node: another operator, number or boolean, or `pass`."""
     match node:
         case ast.Compare(left, [op], [right]) if type(op) in SWAPS:
             yield ast.Compare(left, [SWAPS[type(op)]()], [right])
@@ -62,7 +62,7 @@ def changed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutants_of(file: str, text: str) -> Iterator[Mutant]:
-    """Every mutant of a file, in the order of its syntax tree; none of annotations or messages."""
+    """All mutants of a file in the order of its syntax tree, without annotations and messages."""
 
     def walk(node: ast.AST) -> Iterator[ast.AST]:
         yield node
@@ -78,21 +78,28 @@ def mutants_of(file: str, text: str) -> Iterator[Mutant]:
         if not isinstance(node, ast.expr | ast.stmt) or node.lineno != node.end_lineno:
             continue
         old = lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
-        for new in changed(node):
-            said = f"({ast.unparse(new)})" if isinstance(new, ast.expr) else ast.unparse(new)
-            yield Mutant(file, node.lineno, node.col_offset, old, said)
+        for new in replacements_for(node):
+            replacement = f"({ast.unparse(new)})" if isinstance(new, ast.expr) else ast.unparse(new)
+            yield Mutant(file, node.lineno, node.col_offset, old, replacement)
 
 
-def apply(mutant: Mutant, text: str) -> str:
-    """A file's text with a mutant, and without brackets that nothing needs."""
-    made, bare = mutant.apply(text), mutant._replace(new=mutant.new[1:-1]).apply(text)
+def apply_mutant(mutant: Mutant, text: str) -> str:
+    """Apply a mutant to a file's text, without unnecessary brackets."""
+    mutated, without_brackets = (
+        mutant.apply(text),
+        mutant._replace(new=mutant.new[1:-1]).apply(text),
+    )
     with contextlib.suppress(SyntaxError, ValueError):
-        return bare if ast.dump(ast.parse(made)) == ast.dump(ast.parse(bare)) else made
-    return made
+        return (
+            without_brackets
+            if ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(without_brackets))
+            else mutated
+        )
+    return mutated
 
 
 def bodies_of(file: str, text: str) -> Iterator[Mutant]:
-    """Every function's body that stands on lines of its own, removed, its docstring kept."""
+    """Mutants that replace a function's body, on lines of its own, and keep its docstring."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[ast.get_docstring(node) is not None :]

@@ -1,4 +1,4 @@
-"""Runs in a session (repair_judge.py): tests by pytest, and the outcome of each."""
+"""Run tests with pytest and record each outcome. Runs in a session (repair_judge.py)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-MOST_ERRORS = 3
+MAX_ERRORS = 3
 
 
-class Watch:
-    """A plugin: how each test ended (p: passed, f, s), its error, and the lines that it ran.
+class OutcomeRecorder:
+    """A pytest plugin that records each test's outcome (p: passed, f, s), error and executed lines.
 
-    failed_at: the last line of the test's file in its traceback, and the message of an assertion.
-    Errors are of the first MOST_ERRORS that are `shown`: pytest parses a file for each line of a
-    traceback.
+    failed_at: the last line of the test's file in the traceback, and the assertion's message. Only
+    the first MAX_ERRORS errors of tests in `shown` are formatted, since pytest parses a file for
+    each line of a traceback.
     """
 
     shown: Sequence[str] | None = None
@@ -45,7 +45,7 @@ class Watch:
     def pytest_runtest_protocol(self, item: Any) -> Any:
         names = {item.nodeid, item.nodeid.partition("[")[0]}
         hidden = self.shown is not None and not names & {*self.shown}
-        if hidden or len([*filter(None, self.errors.values())]) >= MOST_ERRORS:
+        if hidden or len([*filter(None, self.errors.values())]) >= MAX_ERRORS:
             item.repr_failure = lambda _: ""
         self.ran = set()
         sys.settrace(self.trace if self.traced else None)
@@ -74,7 +74,7 @@ class Watch:
             self.errors[report.nodeid] = report.longreprtext[-self.error_length :]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Passed only where all three phases have come and passed, and no mark says it need not."""
+        """A test passed only if all three phases passed and it is not marked as xfail."""
         skipped = report.skipped or hasattr(report, "wasxfail")
         letter = "s" if skipped else "p" if report.passed else "f"
         if letter != "p":
@@ -88,15 +88,15 @@ def run(
     tests: Sequence[str], root: str, backwards: bool = False, traced: bool = False,
     shown: Sequence[str] | None = None,
 ) -> str:  # fmt: skip
-    """Run tests, or all; base64 of JSON."""
-    watch, printed = Watch(tests, root, backwards, traced), io.StringIO()
+    """Run the tests, or all without names. Returns the results as base64 of JSON."""
+    watch, stderr = OutcomeRecorder(tests, root, backwards, traced), io.StringIO()
     watch.shown = shown
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", root, "-W", "ignore"]
     files = sorted({test.partition("::")[0] for test in tests})
-    with contextlib.redirect_stderr(printed):
+    with contextlib.redirect_stderr(stderr):
         code = pytest.main([*options, "--continue-on-collection-errors", *files], plugins=[watch])
     if code in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
-        watch.errors.setdefault("", printed.getvalue()[-3000:])  # such as a conftest that fails
+        watch.errors.setdefault("", stderr.getvalue()[-3000:])  # such as a conftest that fails
     results = {
         "outcomes": watch.outcomes, "errors": watch.errors, "failed_at": watch.failed_at,
         "lines": watch.lines if traced else {},

@@ -1,8 +1,8 @@
-"""Repair tasks made from packages: a place is broken, and the package's own tests show it.
+"""Make repair tasks from packages: break a place that the package's tests cover.
 
-Each is proven when it is made, by what judges answers: its tests pass before the break, some fail
-behind it, no change scores 0, and the reverse of the break scores 1. There are copies of its tests
-with other inputs (repair_altered.py). All code of a package runs in the sandbox. The same
+Each task is checked when it is made, with the code that scores answers: its tests pass before the
+break, some fail after it, no change scores 0, and the original code scores 1. There are copies of
+its tests with other inputs (repair_altered.py). All code of a package runs in the sandbox. The same
 packages, kinds and seed give the same tasks.
 """
 
@@ -35,7 +35,7 @@ from agentgrpo.envs.repair_altered import (
 from agentgrpo.envs.repair_judge import (
     REPO,
     RUNNER,
-    TEST,
+    TEST_FILE,
     Answer,
     Copies,
     Tree,
@@ -46,28 +46,28 @@ from agentgrpo.envs.repair_judge import (
     run_copies,
     run_tests,
 )
-from agentgrpo.envs.repair_places import apply, bodies_of, mutants_of
+from agentgrpo.envs.repair_places import apply_mutant, bodies_of, mutants_of
 from agentgrpo.sandbox import Limits, Sandbox, SandboxPool, Template
 from agentgrpo.support.atomic_files import write_json, write_lines
 from agentgrpo.support.files import read_json
 
 KINDS = ("place", "several", "body", "commit")  # as docs/environments.md has them
 CPUS = len(os.sched_getaffinity(0))
-CODE = sorted(Path(__file__).parent.glob("repair*.py"))  # of what others made nothing is kept
-MAKER = hashlib.sha256(b"".join(path.read_bytes() for path in CODE)).hexdigest()[:8]
-SUITE_S, VERDICT_S = 900.0, 6.0  # of a processor, for a suite and for the tests of a task
-MOST_TESTS = 40  # of a task
-MOST_FUNCTIONS, FEWEST_COPIES = 5, 4  # test functions that copies are made of; copies of a task
+CODE = sorted(Path(__file__).parent.glob("repair*.py"))  # cached tasks of other code are not used
+CODE_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in CODE)).hexdigest()[:8]
+SUITE_S, VERDICT_S = 900.0, 6.0  # CPU seconds for a test suite, and for the tests of a task
+MAX_TESTS = 40  # tests per task
+MAX_FUNCTIONS, MIN_COPIES = 5, 4  # test functions with copies; copies per task
 CONSOLE = Console(stderr=True)
 Row = dict[str, Any]
-Known = Mapping[str, Mapping[str, Sequence[int]]]
+LinesByTest = Mapping[str, Mapping[str, Sequence[int]]]
 Break = tuple[Mapping[str, str], str, int, list[str]]
 RULES = (
     "Repair it by changing {files}. Its tests are right. Only the text of these files counts: it "
     "is tested in a new copy of the repository, also with other inputs than the tests have."
 )
-WANTED = {"test": RULES, "line": "This line is wrong:"}
-"""What a question shows: a test that fails, or the wrong line alone."""
+TASK_TEXT = {"test": RULES, "line": "This line is wrong:"}
+"""Text of a question that shows a failing test, or only the wrong line."""
 REPAIR = (
     "You repair a Python package. Write bash between <code> and </code>; it runs in the repository "
     "and you see what it prints. When the tests pass, reply with: Answer: done"
@@ -75,7 +75,7 @@ REPAIR = (
 LINE = "Reply with the line as it should be, and nothing else."
 SECOND = "Tasks of other files or packages are held out; give a second --repair"
 SHOT = '[{{role="user", content="This line is wrong:\\n{}"}}, {{role="assistant", content="{}"}}]'
-SHOTS = (  # a line, and as it should be
+SHOTS = (  # wrong line, right line
     ("if count != 0:", "if count == 0:"), ("return first - rest", "return first + rest"),
     ("if name in names:", "if name not in names:"), ("if items:", "if not items:"),
 )  # fmt: skip
@@ -85,258 +85,301 @@ def make(
     sources: Sequence[str], *, count: int, kinds: Sequence[str] = KINDS, show: str = "test",
     seed: int = 0,
 ) -> list[Row]:  # fmt: skip
-    """Up to `count` tasks of each kind from each package, on all processors; ValueError if a source
-    is no package, or its tests do not run.
+    """Make up to `count` tasks of each kind from each package, on all processors.
+
+    Raises ValueError if a source is not a package, or its tests do not run.
     """
     rows: list[Row] = []
     for source in (str(Path(s).resolve()) if Path(s).is_dir() else s for s in sources):
         tree, limits = prepare(source), Limits(cpu_s=900, value_kib=1 << 16, output_max_mib=64)
         with tree.pool(Template(), limits, min_idle=0, all_cpus=CPUS) as pool:
-            known = kept(tree.folder / f"{MAKER}-baseline.json", partial(baseline, tree, pool))
+            lines_by_test = cached_json(
+                tree.folder / f"{CODE_DIGEST}-baseline.json", partial(baseline, tree, pool)
+            )
             for kind in kinds:
-                found = breaks(tree, kind, known, seed, source)
-                one = partial(prove, tree, pool, kind, show)
-                some = partial(prove_some, f"{tree.name} {tree.version} {kind}", count, found, one)
-                made = kept(tree.folder / f"{MAKER}-{kind}-{show}-{seed}-{count}.json", some)
-                rows += [row | {"source": source} for row in made]
+                breaks_found = breaks(tree, kind, lines_by_test, seed, source)
+                prove_break = partial(prove, tree, pool, kind, show)
+                make_rows = partial(
+                    prove_some,
+                    f"{tree.name} {tree.version} {kind}",
+                    count,
+                    breaks_found,
+                    prove_break,
+                )
+                new_rows = cached_json(
+                    tree.folder / f"{CODE_DIGEST}-{kind}-{show}-{seed}-{count}.json", make_rows
+                )
+                rows += [row | {"source": source} for row in new_rows]
     return rows
 
 
-def prove_some(name: str, count: int, found: Iterator[Break], prove: Any) -> list[Row]:
-    """The first of them that are proven, of 8 for each and 40, tried on all processors."""
-    done: list[Row] = []
-    unaltered, found = 0, itertools.islice(found, 8 * count + 40)
+def prove_some(name: str, count: int, breaks_left: Iterator[Break], prove: Any) -> list[Row]:
+    """The first `count` valid tasks of at most 8 * count + 40 breaks, on all processors."""
+    rows: list[Row] = []
+    num_without_copies, breaks_left = 0, itertools.islice(breaks_left, 8 * count + 40)
     with Progress() as bar, ThreadPoolExecutor(CPUS) as threads:
         task = bar.add_task(name, total=count)
-        while len(done) < count and (some := [*itertools.islice(found, 2 * CPUS)]):
-            results = [*threads.map(prove, some)]
-            done = [*done, *filter(None, results)][:count]
-            unaltered += results.count({})
-            bar.update(task, completed=len(done))
-    if unaltered:
+        while len(rows) < count and (chunk := [*itertools.islice(breaks_left, 2 * CPUS)]):
+            results = [*threads.map(prove, chunk)]
+            rows = [*rows, *filter(None, results)][:count]
+            num_without_copies += results.count({})
+            bar.update(task, completed=len(rows))
+    if num_without_copies:
         CONSOLE.print(
-            f"{name}: {unaltered} breaks left out: no copies of their tests with other inputs"
+            f"{name}: skipped {num_without_copies} breaks: no copies of tests with other inputs"
         )
-    return done
+    return rows
 
 
-def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """What is made once, and kept in a file."""
+def cached_json(path: Path, make: Callable[[], Any]) -> Any:
+    """Return the JSON value in a file, or make and store it."""
     if not path.exists():
         write_json(path, make())
     return read_json(path)
 
 
 def baseline(tree: Tree, pool: SandboxPool) -> dict[str, dict[str, list[int]]]:
-    """The lines, by file, of each test that passed three times: as it is, backwards, and so by
-    another process with another hash seed.
+    """The executed lines, by file, of each test that passes three times: in order, in reverse, and
+    in reverse in another process with another hash seed.
     """
     first = run_tests(pool, {}, [], SUITE_S, traced=True)
     if "p" not in first["outcomes"].values():
         raise ValueError(f"{tree.name}: {no_test_passes(tree, first)}")
     for path, error in first["errors"].items():
         if path not in first["outcomes"]:
-            CONSOLE.print(f"{tree.name}: left out {path}: {error.splitlines()[-1]}", markup=False)
+            CONSOLE.print(f"{tree.name}: skipped {path}: {error.splitlines()[-1]}", markup=False)
     second = run_tests(pool, {}, [], SUITE_S, backwards=True)
     with Sandbox.create(pool=pool, timeout=5 * SUITE_S) as sandbox:
         sandbox.files.write("/tmp/run.py", f"{RUNNER}\nprint('\\n' + run([], {REPO!r}, True))")
         command = "PYTHONHASHSEED=2 python /tmp/run.py || true"
         printed: Any = sandbox.commands.run(command, cwd=REPO, timeout=5 * SUITE_S)
     third = read_results(repr(printed.stdout.rpartition("\n\n")[2].strip()))
-    runs = [run["outcomes"] for run in (first, second, third)]
-    stable = [test for test in runs[0] if all(run.get(test) == "p" for run in runs)]
+    outcomes = [run["outcomes"] for run in (first, second, third)]
+    stable = [test for test in outcomes[0] if all(run.get(test) == "p" for run in outcomes)]
     if not stable:
-        raise ValueError(f"{tree.name}: no test passes in each of three runs")
+        raise ValueError(f"{tree.name}: expected tests that pass in each of three runs, got none")
     return {test: first["lines"][test] for test in stable}
 
 
 def no_test_passes(tree: Tree, results: Mapping[str, Any]) -> str:
-    """Why none does, and what to do, from the first error."""
+    """Reason and remedy if no test passes, from the first error."""
     error = results["said"]
     if not error:
         return "it has no tests (pytest collects none); give a folder that has them"
-    if found := re.search(r"No module named '([\w.]+)'", error):
-        top = found[1].partition(".")[0]
+    if match := re.search(r"No module named '([\w.]+)'", error):
+        top = match[1].partition(".")[0]
         if any(f"{top}/" in f"/{path}" for path in tree.sources()):
             return (
-                f"its extension {found[1]} is not built; build it in place, or install the package"
+                f"its extension {match[1]} is not built; build it in place, or install the package"
             )
         return f"module {top} is missing, which its tests need; pip install {top}"
     return f"no test passes; the first error: {error[-999:]}"
 
 
-def breaks(tree: Tree, kind: str, known: Known, seed: int, source: str) -> Iterator[Break]:
-    """All that can be tried, by the seed: files, file and line of the first place, its tests."""
+def breaks(
+    tree: Tree, kind: str, lines_by_test: LinesByTest, seed: int, source: str
+) -> Iterator[Break]:
+    """Yield breaks in the seed's order: files, file and line of the first place, its tests."""
     rng = random.Random(f"{seed} {kind} {tree.digest}")
     if kind == "commit":
-        yield from _commits(tree, known, source) if Path(source, ".git").exists() else ()
+        yield from _commits(tree, lines_by_test, source) if Path(source, ".git").exists() else ()
         return
     by_line: dict[tuple[str, int], set[str]] = {}
-    for test, files in known.items():
+    for test, files in lines_by_test.items():
         for file, line in ((file, line) for file, lines in files.items() for line in lines):
             by_line.setdefault((file, line), set()).add(test)
     places = []
     for file in tree.sources():
         with contextlib.suppress(SyntaxError, ValueError):
-            found = (bodies_of if kind == "body" else mutants_of)(file, tree.read(file))
-            places += [p for p in found if any((file, line) in by_line for line in p.lines)]
+            mutants_in_file = (bodies_of if kind == "body" else mutants_of)(file, tree.read(file))
+            places += [
+                p for p in mutants_in_file if any((file, line) in by_line for line in p.lines)
+            ]
     rng.shuffle(places)
     for place in places:
-        chosen, text = [place], tree.read(place.file)
+        mutants, broken_text = [place], tree.read(place.file)
         if kind == "several":
             others = {p.line: p for p in places if p.file == place.file and p.line != place.line}
-            chosen += rng.sample([*others.values()], min(len(others), rng.choice((1, 2))))
-        for one in sorted(chosen, key=lambda p: -p.line):  # the last first: lines stay
-            text = apply(one, text)
-        ran = {t for p in chosen for n in p.lines for t in by_line.get((p.file, n), ())}
-        yield {place.file: text}, place.file, place.line, _chosen(ran, known)
+            mutants += rng.sample([*others.values()], min(len(others), rng.choice((1, 2))))
+        # The last line first, so that earlier line numbers stay valid.
+        for mutant in sorted(mutants, key=lambda p: -p.line):
+            broken_text = apply_mutant(mutant, broken_text)
+        tests = {t for p in mutants for n in p.lines for t in by_line.get((p.file, n), ())}
+        yield (
+            {place.file: broken_text},
+            place.file,
+            place.line,
+            _cheapest_tests(tests, lines_by_test),
+        )
 
 
-def _chosen(tests: set[str], known: Known) -> list[str]:
-    """MOST_TESTS of some tests: those that run the fewest lines."""
-    return sorted(tests, key=lambda t: (sum(map(len, known[t].values())), t))[:MOST_TESTS]
+def _cheapest_tests(tests: set[str], lines_by_test: LinesByTest) -> list[str]:
+    """The MAX_TESTS tests that run the fewest lines."""
+    return sorted(tests, key=lambda t: (sum(map(len, lines_by_test[t].values())), t))[:MAX_TESTS]
 
 
-def _commits(tree: Tree, known: Known, source: str) -> Iterator[Break]:
-    """Commits of a checkout, taken back out of it as it is now, but for their tests."""
+def _commits(tree: Tree, lines_by_test: LinesByTest, source: str) -> Iterator[Break]:
+    """Yield breaks that revert a commit of the checkout, except its tests."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", source, *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     for commit in git("log", "--no-merges", "--format=%H", "-n", "500").split():
-        shown = ["show", "--format=", "--relative", "--no-renames", "--no-ext-diff", commit]
-        names = git(*shown, "--name-only").splitlines()
+        git_show = ["show", "--format=", "--relative", "--no-renames", "--no-ext-diff", commit]
+        names = git(*git_show, "--name-only").splitlines()
         files = sorted({*names} & {*tree.sources()})
-        if not files or not any(map(TEST.fullmatch, names)):
+        if not files or not any(map(TEST_FILE.fullmatch, names)):
             continue
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory() as scratch:
             for file in files:
-                Path(place, file).parent.mkdir(parents=True, exist_ok=True)
-                Path(place, file).write_text(tree.read(file))
-            back, diff = ["git", "apply", "-R", "-"], git(*shown, "--", *files).encode()
-            if subprocess.run(back, input=diff, cwd=place, capture_output=True).returncode:
-                continue  # what came later has changed the same lines
-            answer = {file: at.read_text() for file in files if (at := Path(place, file)).exists()}
-        ran = {test for test, lines in known.items() if {*files} & lines.keys()}
+                Path(scratch, file).parent.mkdir(parents=True, exist_ok=True)
+                Path(scratch, file).write_text(tree.read(file))
+            git_apply, diff = ["git", "apply", "-R", "-"], git(*git_show, "--", *files).encode()
+            if subprocess.run(git_apply, input=diff, cwd=scratch, capture_output=True).returncode:
+                continue  # later commits changed the same lines
+            answer = {
+                file: at.read_text() for file in files if (at := Path(scratch, file)).exists()
+            }
+        tests = {test for test, lines in lines_by_test.items() if {*files} & lines.keys()}
         if answer:
-            yield answer, min(answer), 1, _chosen(ran, known)
+            yield answer, min(answer), 1, _cheapest_tests(tests, lines_by_test)
 
 
 def copies_of(
     tree: Tree, pool: SandboxPool, broken: Answer, failed_at: Mapping[str, tuple[int, str]]
 ) -> dict[str, list[Copy]]:
-    """Copies of tests, by test function, that original code ends as expected and broken code fails.
+    """Copies by test function that the original code passes or fails as intended.
 
-    The value that they expect is not in the test, and broken code returns another one or raises.
+    Their expected value is not in the test, and the broken code returns another value or raises.
     """
     rng = random.Random(str(sorted(failed_at)))
     lines = {test.partition("[")[0]: line for test, (line, _) in failed_at.items()}
-    tried: list[tuple[str, Copy]] = []
-    bases: dict[tuple[str, int, int], Copy] = {}
-    for head in rng.sample(sorted(lines), min(len(lines), MOST_FUNCTIONS)):
+    candidates_by_function: list[tuple[str, Copy]] = []
+    base_copies: dict[tuple[str, int, int], Copy] = {}
+    for head in rng.sample(sorted(lines), min(len(lines), MAX_FUNCTIONS)):
         path, _, name = head.partition("::")
         text = tree.read(path) if path.endswith(".py") else ""
         if function := functions_by_name(text).get(f"::{name}"):
-            for one in candidates(function, lines[head], rng):
-                tried.append((head, one))
-                bases[head, one.at, one.case] = one.unchanged(function)
-    if not tried:
+            for candidate in candidates(function, lines[head], rng):
+                candidates_by_function.append((head, candidate))
+                base_copies[head, candidate.at, candidate.case] = candidate.unchanged(function)
+    if not candidates_by_function:
         return {}
 
     def run(answer: Answer, copies: Copies) -> list[tuple[str, str]]:
         return run_copies(pool, tree, answer, (), copies, VERDICT_S, rng)[1]
 
-    before = [(head, one, None) for (head, *_), one in bases.items()]
-    ended = run({}, [*before, *((head, one, None) for head, one in tried)])
-    base = dict(zip(bases, (value for _, value in ended), strict=False))
-    found: list[tuple[str, Copy, str]] = []
-    for (head, one), (_, value) in zip(tried, ended[len(bases) :], strict=True):
-        if recorded := one.recorded(value, base[head, one.at, one.case], rng):
-            found.append((head, recorded, value))
-    by_broken = run(broken, [(head, one, None) for head, one, _ in found]) if found else []
-    made = [
-        (head, one) for (head, one, value), (letter, other) in zip(found, by_broken, strict=True)
+    base_runs = [(head, candidate, None) for (head, *_), candidate in base_copies.items()]
+    messages = run(
+        {}, [*base_runs, *((head, candidate, None) for head, candidate in candidates_by_function)]
+    )
+    base_messages = dict(zip(base_copies, (value for _, value in messages), strict=False))
+    recorded_copies: list[tuple[str, Copy, str]] = []
+    for (head, candidate), (_, value) in zip(
+        candidates_by_function, messages[len(base_copies) :], strict=True
+    ):
+        if recorded := candidate.recorded(
+            value, base_messages[head, candidate.at, candidate.case], rng
+        ):
+            recorded_copies.append((head, recorded, value))
+    broken_ends = (
+        run(broken, [(head, candidate, None) for head, candidate, _ in recorded_copies])
+        if recorded_copies
+        else []
+    )
+    distinguishing = [
+        (head, candidate)
+        for (head, candidate, value), (letter, other)
+        in zip(recorded_copies, broken_ends, strict=True)
         if letter == "f" and other != value and other[:1] in ("", "@")
     ]  # fmt: skip
-    both = [(head, one, value) for head, one in made for value in (one.right, one.wrong)]
-    ends = [letter for letter, _ in run({}, both)] if both else []
+    checks = [
+        (head, candidate, value)
+        for head, candidate in distinguishing
+        for value in (candidate.right, candidate.wrong)
+    ]
+    check_ends = [letter for letter, _ in run({}, checks)] if checks else []
     copies: dict[str, list[Copy]] = {}
-    for (head, one), right, wrong in zip(made, ends[::2], ends[1::2], strict=True):
+    for (head, candidate), right, wrong in zip(
+        distinguishing, check_ends[::2], check_ends[1::2], strict=True
+    ):
         if (right, wrong) == ("p", "f"):
-            copies.setdefault(head, []).append(one)
+            copies.setdefault(head, []).append(candidate)
     return copies
 
 
 def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) -> Row | None:
-    """The task of a break; None if no test fails by it, or it is not judged as it should be; {} if
-    too few copies of its tests can be made.
+    """Make the task of a break. None: no test fails, or the scores are wrong. {}: too few copies of
+    its tests.
     """
     answer, file, line, tests = broken
-    wrong = answer[file].splitlines()[line - 1].strip()
-    if show == "line" and wrong == "pass":  # nobody can know what stood there
+    broken_line = answer[file].splitlines()[line - 1].strip()
+    if show == "line" and broken_line == "pass":  # the original line cannot be inferred
         return None
     original = {path: tree.read(path) for path in answer}
-    ran = run_tests(pool, answer, tests, VERDICT_S)
-    failing = [test for test in tests if ran["outcomes"].get(test) == "f"]
-    if not failing or {*ran["outcomes"].values()} - {"p", "f"}:
+    results = run_tests(pool, answer, tests, VERDICT_S)
+    failing = [test for test in tests if results["outcomes"].get(test) == "f"]
+    if not failing or {*results["outcomes"].values()} - {"p", "f"}:
         return None
-    failing.sort(key=lambda test: not ran["errors"].get(test))  # one with an error first
-    failed_at = {test: ran["failed_at"].get(test, (0, "")) for test in failing}
+    failing.sort(key=lambda test: not results["errors"].get(test))  # one with an error first
+    failed_at = {test: results["failed_at"].get(test, (0, "")) for test in failing}
     copies = copies_of(tree, pool, answer, failed_at)
-    if sum(map(len, copies.values())) < FEWEST_COPIES:
+    if sum(map(len, copies.values())) < MIN_COPIES:
         return {}
     diff = ""
     for path, text in original.items():
-        both = text.splitlines(True), answer[path].splitlines(True)
-        diff += "".join(difflib.unified_diff(*both, f"a/{path}", f"b/{path}"))
+        before_and_after = text.splitlines(True), answer[path].splitlines(True)
+        diff += "".join(difflib.unified_diff(*before_and_after, f"a/{path}", f"b/{path}"))
     row: Row = {
         "package": tree.name, "version": tree.version, "tree": tree.digest, "kind": kind,
         "diff": diff, "tests": failing, "others": [t for t in tests if t not in failing],
         "copies": copies,
     }  # fmt: skip
     answers = [original]
-    if show == "line":  # which is not to be mended by leaving it out
+    if show == "line":  # deleting the line must not repair it
         lines = answer[file].splitlines(True)
         answers.insert(0, {file: "".join([*lines[: line - 1], "\n", *lines[line:]])})
-    scores = [judge(pool, tree, row, one, VERDICT_S)[0] for one in answers]
-    again = {path: patch(text, path, diff) for path, text in original.items()}
-    if 1.0 in scores[:-1] or scores[-1] != 1.0 or again != answer:
+    scores = [judge(pool, tree, row, scored_answer, VERDICT_S)[0] for scored_answer in answers]
+    patched_again = {path: patch(text, path, diff) for path, text in original.items()}
+    if 1.0 in scores[:-1] or scores[-1] != 1.0 or patched_again != answer:
         return None
-    rules = WANTED[show].format(files=", ".join(sorted(answer)))
+    rules = TASK_TEXT[show].format(files=", ".join(sorted(answer)))
     head = f"{tree.name} in {REPO} is broken: {len(failing)} tests fail, such as {failing[0]}"
-    error = re.sub(r"0x[0-9a-f]+", "0x...", ran["errors"][failing[0]][-1500:])
-    question = f"{head}\n\n{error}\n\n{rules}" if show == "test" else f"{rules}\n{wrong}"
+    error = re.sub(r"0x[0-9a-f]+", "0x...", results["errors"][failing[0]][-1500:])
+    question = f"{head}\n\n{error}\n\n{rules}" if show == "test" else f"{rules}\n{broken_line}"
     id = hashlib.sha256(f"{tree.name} {diff}".encode()).hexdigest()[:16]
     return row | {"id": id, "file": file, "line": line, "question": question}
 
 
 def hold_out(rows: Sequence[Row], seed: int = 0) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows to evaluate by: they share no package, or of one alone no file."""
+    """Split rows in training and held-out rows that share no package (or file, of one package)."""
     key = "package" if len({row["package"] for row in rows}) > 1 else "file"
     keys = sorted({row[key] for row in rows})
     if len(keys) < 2:
         raise ValueError(
-            f"{len(rows)} tasks of one file or none: nothing can be held out. {SECOND}"
+            f"--repair: expected tasks of two files or more, got {len(rows)} tasks of one. {SECOND}"
         )
     random.Random(seed).shuffle(keys)
     counts = Counter(row[key] for row in rows)
-    held: list[str] = []
+    heldout_keys: list[str] = []
     for name in keys:
-        if sum(counts[one] for one in (*held, name)) <= len(rows) // 4:
-            held.append(name)
-    held = held or [min(keys, key=lambda name: counts[name])]
-    return [row for row in rows if row[key] not in held], [row for row in rows if row[key] in held]
+        if sum(counts[held_key] for held_key in (*heldout_keys, name)) <= len(rows) // 4:
+            heldout_keys.append(name)
+    heldout_keys = heldout_keys or [min(keys, key=lambda name: counts[name])]
+    return [row for row in rows if row[key] not in heldout_keys], [
+        row for row in rows if row[key] in heldout_keys
+    ]
 
 
-def write(sources: Sequence[str], config: Path, count: int, show: str) -> list[str]:
-    """Make tasks and write them beside a config to be: the file to train on, and its settings."""
+def write_rows(sources: Sequence[str], config: Path, count: int, show: str) -> list[str]:
+    """Make tasks and write them next to a future config. Returns the training file and settings."""
     if len({*sources}) == 1:
         tree = prepare(sources[0])
         files = [path for path in tree.sources() if any(mutants_of(path, tree.read(path)))]
         if len(files) < 2:
             raise ValueError(
-                f"--repair {sources[0]}: it has one module that can be broken. {SECOND}"
+                f"--repair {sources[0]}: expected two modules that can be broken, got one. {SECOND}"
             )
     kinds = KINDS[:1] if show == "line" else KINDS
     parts = hold_out(make(sources, count=count, kinds=kinds, show=show))
@@ -345,7 +388,7 @@ def write(sources: Sequence[str], config: Path, count: int, show: str) -> list[s
         write_lines(path, rows)
     answer, agent = "tree", [f"system_prompt={REPAIR}", "language=bash"]
     if show == "line":
-        shots = ", ".join(SHOT.format(*both) for both in SHOTS)
+        shots = ", ".join(SHOT.format(*pair) for pair in SHOTS)
         answer, agent = "line", [f"system_prompt={LINE}", "answer_prefix=", f"shots=[{shots}]"]
     return [
         str(paths[0]), "env.kind=repair", f"env.options.answer={answer}", "reward.format=0.0",

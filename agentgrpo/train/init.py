@@ -193,12 +193,14 @@ def main(arguments: list[str]) -> int:
         if not args.model.startswith("package:"):
             resolve_model(args.model)
         if args.repair:
-            args.data, *more = repair_tasks.write(args.repair, args.output, args.tasks, args.show)
+            args.data, *more = repair_tasks.write_rows(
+                args.repair, args.output, args.tasks, args.show
+            )
             args.overrides[:0] = more
         if args.harbor:
             overrides = [text for text in args.overrides if text.startswith("env.options.")]
             config = _config_from({"model": args.model, "out_dir": "runs"}, overrides)
-            args.data, *more = harbor_tasks.write(
+            args.data, *more = harbor_tasks.write_rows(
                 args.harbor,
                 args.output,
                 network=args.network,

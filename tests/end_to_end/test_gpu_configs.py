@@ -124,7 +124,7 @@ def test_harbor_folders_are_planned_with_the_settings_for_4b_and_8b(
     for name in ("count-errors", "sum-column", "find-largest"):
         shutil.copytree(FOLDER / "harbor" / name, tmp_path / "tasks" / name)
         (tmp_path / "tasks" / name / "environment/Dockerfile").write_text("FROM debian:12\n")
-    harbor_tasks.write(["tasks"], tmp_path / "tasks.toml", network=False)
+    harbor_tasks.write_rows(["tasks"], tmp_path / "tasks.toml", network=False)
     page = (ROOT / "docs/environments.md").read_text().replace("\\\n", " ")
     command = re.search(r"train qwen3_tools (model=.+) (env.kind=.+) --dry-run", page)
     assert command is not None

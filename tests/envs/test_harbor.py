@@ -23,7 +23,7 @@ from agentgrpo.actions import CallTools, RunCode, ToolCall
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.envs import harbor_check
 from agentgrpo.envs.harbor import HarborEnv
-from agentgrpo.envs.harbor_tasks import folders_of, make_row, write
+from agentgrpo.envs.harbor_tasks import folders_of, make_row, write_rows
 from agentgrpo.programs.launch import launcher_of
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
 from agentgrpo.sandbox.isolation.zygote import Rung
@@ -393,7 +393,7 @@ def test_a_changed_folder_and_a_foreign_row_are_refused(
     spec = {**task.spec, "digest": "0"}
     with pytest.raises(ValueError, match="has changed"):
         env.reset(Task(id="a", messages=(), spec=spec))
-    with pytest.raises(ValueError, match="no row of a harbor task"):
+    with pytest.raises(ValueError, match="expected a row of a harbor task"):
         env.reset(Task(id="a", messages=(), spec={}))
     with pytest.raises(ValueError, match="keep: expected absolute paths"):
         HarborEnv(like, 20.0, keep=["app"])
@@ -558,7 +558,7 @@ def test_rows_are_held_out_by_instruction(store: Path, tmp_path: Path) -> None:
         (tmp_path / "tasks" / name / "environment/Dockerfile").write_text("FROM tiny:1\n")
     (tmp_path / "tasks/e/task.toml").write_text("[environment]\ngpus = 1")
     shutil.copy(tmp_path / "tasks/a/instruction.md", tmp_path / "tasks/b/instruction.md")
-    train, *_ = write([str(tmp_path / "tasks")], tmp_path / "c.toml", network=False)
+    train, *_ = write_rows([str(tmp_path / "tasks")], tmp_path / "c.toml", network=False)
     parts = [Path(train).read_text(), (tmp_path / "c.heldout.jsonl").read_text()]
     ids = [
         {name for name in "abcde" if f'"id": "{name}"' in part or f'"id":"{name}"' in part}

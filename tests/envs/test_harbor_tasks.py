@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.config import TrainConfig
-from agentgrpo.envs.harbor import kept_by, read_reward
+from agentgrpo.envs.harbor import changes_to_keep, read_reward
 from agentgrpo.envs.harbor_tasks import read_task
 from agentgrpo.sandbox.isolation.images import Image
 from agentgrpo.sandbox.isolation.snapshots import Kept
@@ -34,11 +34,11 @@ NARROW = {
 
 def test_paths_that_are_kept() -> None:
     image = Image("i", (), {"PATH": "/opt/venv/bin:/srv/bin:/usr/bin"}, "/srv/app", "", 0)
-    decide = kept_by(image, ())
+    decide = changes_to_keep(image, ())
     assert {key: decide(*key).name for key in KEPT} == KEPT
-    decide = kept_by(image, ["/etc/nginx/"])
+    decide = changes_to_keep(image, ["/etc/nginx/"])
     assert {key: decide(*key).name for key in NARROW} == NARROW
-    assert kept_by(image, ["/a"])("a", True) is Kept.ALL
+    assert changes_to_keep(image, ["/a"])("a", True) is Kept.ALL
 
 
 REWARDS: dict[str, dict[str, Any]] = {

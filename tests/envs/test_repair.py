@@ -406,8 +406,10 @@ def test_a_package_of_one_module_is_refused_before_any_work(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repair_tasks, "make", None)
-    with pytest.raises(ValueError, match=r"one module that can be broken. .* a second --repair"):
-        repair_tasks.write([str(project)], tmp_path / "repair.toml", 1, "test")
+    with pytest.raises(
+        ValueError, match=r"expected two modules that can be broken, got one. .* a second --repair"
+    ):
+        repair_tasks.write_rows([str(project)], tmp_path / "repair.toml", 1, "test")
 
 
 FAILS = "def test_a(): assert 0\n"
@@ -448,7 +450,7 @@ def test_why_no_test_of_a_package_passes(
     with tree.pool(Template(), Limits(), min_idle=0) as pool:
         if not message:
             assert [*repair_tasks.baseline(tree, pool)] == ["m/tests/test_b.py::test_b"]
-            assert "left out m/tests/test_a.py" in capsys.readouterr().err
+            assert "skipped m/tests/test_a.py" in capsys.readouterr().err
             return
         with pytest.raises(ValueError, match=message):
             repair_tasks.baseline(tree, pool)
@@ -505,10 +507,10 @@ def test_a_package_that_has_changed_since_is_refused(
     rows: list[dict[str, Any]], env: RepairEnv
 ) -> None:
     with pytest.raises(ValueError, match="has changed since"):
-        env.room(task_of({**rows[0], "tree": "0"}))
-    with pytest.raises(ValueError, match=r"it has no .*tests"):
+        env.tree_and_pool(task_of({**rows[0], "tree": "0"}))
+    with pytest.raises(ValueError, match=r"got none of .*tests"):
         env.reset(task_of({key: value for key, value in rows[0].items() if key != "tests"}))
-    with pytest.raises(ValueError, match="no folder, and no package"):
+    with pytest.raises(ValueError, match="expected a folder or an installed package"):
         repair_judge.prepare("no_such_package_anywhere")
 
 

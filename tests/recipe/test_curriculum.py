@@ -188,7 +188,7 @@ def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
     assert (second.model, second.steps) == (str(last), 7)
     assert second.seed == recipe.of_run().seed, "what its environment knows the played tasks by"
     tuned = make_recipe(tmp_path, start="sft")
-    with pytest.raises(ValueError, match="expected a checkpoint in .*sft to start from, got none"):
+    with pytest.raises(ValueError, match=r"expected a checkpoint in .*sft to start from"):
         training_config(tuned, 0)
     assert training_config(tuned, 1).model == str(last)
     cold = checkpoint(tmp_path / "sft", 9)
