@@ -1,7 +1,7 @@
-"""Examples, a folder each: config.toml, its code, README.md, and its curve where one was measured.
+"""Examples. Each folder has config.toml, its code, README.md and, if it was measured, its curve.
 
-`agentgrpo train NAME` runs one from anywhere; `agentgrpo init --examples [FOLDER]` copies all of
-them, to change them. harbor/ has ten task folders for `agentgrpo init --harbor`.
+`agentgrpo train NAME` runs one from anywhere. `agentgrpo init --examples [FOLDER]` copies all, to
+edit them. harbor/ has ten task folders for `agentgrpo init --harbor`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ T = TypeVar("T")
 FOLDER = Path(__file__).parent
 
 
-def copy_examples(to: Path) -> list[Path]:
-    """Copy every folder into `to`, which is made; the copies name the code beside them."""
+def copy_examples(target: Path) -> list[Path]:
+    """Copy all examples into the folder `target`. The copied configs use the copied code."""
     folders = sorted(path.parent for path in FOLDER.glob("*/README.md"))
     for folder in folders:
-        if (to / folder.name).exists():
-            raise FileExistsError(f"{to / folder.name} is there already")
+        if (target / folder.name).exists():
+            raise FileExistsError(f"{target / folder.name} already exists")
     ignored = shutil.ignore_patterns("__pycache__")
     for folder in folders:
-        shutil.copytree(folder, to / folder.name, ignore=ignored)
-        for path in (to / folder.name).glob("*.toml"):
+        shutil.copytree(folder, target / folder.name, ignore=ignored)
+        for path in (target / folder.name).glob("*.toml"):
             path.write_text(path.read_text().replace(f"{__name__}.{folder.name}.", ""))
-    return [to / folder.name for folder in folders]
+    return [target / folder.name for folder in folders]
 
 
-def shuffled(every: Iterable[T]) -> list[T]:
-    """All items, in an order that is always the same."""
-    order = list(every)
+def shuffled(items: Iterable[T]) -> list[T]:
+    """The items in an order that is shuffled and always the same."""
+    order = list(items)
     random.Random("lessons").shuffle(order)
     return order

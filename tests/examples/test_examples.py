@@ -55,7 +55,7 @@ def test_a_command_copies_them_and_overwrites_nothing(
     assert len(list((tmp_path / "new/harbor").glob("*/tests/test.sh"))) == 10
     (tmp_path / "old/letters").mkdir(parents=True)
     assert cli.main(["init", "--examples", str(tmp_path / "old")]) == 2
-    assert capsys.readouterr().err.endswith("letters is there already\n")
+    assert capsys.readouterr().err.endswith("letters already exists\n")
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["letters"]
     monkeypatch.chdir(tmp_path / "new/letters")
     assert load_config("config.toml").env.kind == "env:LettersEnv", "the code beside it"

@@ -1,7 +1,7 @@
-"""A search that the policy's code calls, and that runs outside of the sandbox: a host tool.
+"""A search as a host tool: the policy's code calls it, and it runs outside the sandbox.
 
-Here it looks into the texts of the example `search`. Put a request to your search engine in its
-place: the network and the key are there where this runs, and not where the policy's code does.
+Here it searches the texts of the example `search`. Replace it by a request to your search engine:
+this code has the network and the key, and the policy's code does not.
 """
 
 import json
@@ -14,7 +14,7 @@ TEXTS = Path(__file__).parents[1] / "search" / "texts.jsonl"
 
 @cache
 def pages() -> list[tuple[str, str]]:
-    """Title and text of each."""
+    """Title and text of each page."""
     rows = map(json.loads, TEXTS.read_text().splitlines())
     return [(row["title"], row["text"]) for row in rows]
 
@@ -25,8 +25,8 @@ def web_search(query: str) -> str:
     if not words:
         raise ValueError("the query has no words")
 
-    def fit(page: tuple[str, str]) -> int:
+    def score(page: tuple[str, str]) -> int:
         title, text = page
         return 2 * (title.lower() in words) + len(words & set(re.findall(r"\w+", text.lower())))
 
-    return max(pages(), key=fit)[1]
+    return max(pages(), key=score)[1]

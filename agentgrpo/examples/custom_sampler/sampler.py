@@ -1,10 +1,10 @@
-"""A sampler of one's own: functions that the policy calls while it thinks.
+"""A custom sampler: the policy calls functions while it thinks.
 
     agentgrpo train CONFIG rollout.sampler=agentgrpo.examples.custom_sampler.sampler:ThinkingCalls
 
 The policy writes <think>... <fn>weather("Seattle")</fn>, is stopped at the closing tag, reads
-<fn_results> or <fn_error>, goes on in the same message and ends with <answer>...</answer>. This is
-the example of TRL's issue 2723; agent.kind = "inline" does the same with less code of one's own.
+<fn_results> or <fn_error>, continues in the same message and ends with <answer>...</answer>. This
+is the example of TRL's issue 2723. agent.kind = "inline" does the same with less custom code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ThinkingCalls:
         return self.streams.play(engine, tasks, n, params, self.on_token, self.messages)
 
     def messages(self, task: Task) -> list[dict[str, Any]]:
-        """What a task's messages begin with: which functions there are, and how to end."""
+        """A task's messages after a system message with the functions and the answer's format."""
         functions = "\n".join(map(signature, self.tools.schemas))
         system = (
             f"Think between <think> and </think>. While you think, you may call a function, as "
@@ -55,10 +55,10 @@ class ThinkingCalls:
         return [{"role": "system", "content": system}, *map(dict, task.messages)]
 
     def on_token(self, stream: Stream, token: int) -> None:
-        """Answer a call where it ends; stop at the answer's end."""
+        """Execute a call at its closing tag, and end the rollout at the answer's closing tag."""
         if stream.tag == "</answer>":
-            _, opened, answer = stream.text.rpartition("<answer>")
-            stream.finish(answer.partition("</answer>")[0].strip() if opened else None)
+            _, start_tag, answer = stream.text.rpartition("<answer>")
+            stream.finish(answer.partition("</answer>")[0].strip() if start_tag else None)
         elif stream.tag == "</fn>":
             tag, text = self.call(stream.text.rpartition("<fn>")[2].partition("</fn>")[0])
             stream.rollout.stats["tool_calls"] += 1
@@ -66,9 +66,9 @@ class ThinkingCalls:
             stream.inject(f"\n<{tag}>\n{text}\n</{tag}>\n")
 
     def call(self, text: str) -> tuple[str, str]:
-        """What a call such as `weather("Oslo")` comes to; its arguments are literals."""
+        """Execute a call such as `weather("Oslo")`, whose arguments are literals."""
         try:
-            answer = self.tools.call(read_python(text.strip(), self.known))
+            result = self.tools.call(read_python(text.strip(), self.known))
         except ValueError as error:
             return "fn_error", str(error)
-        return ("fn_error" if answer.error else "fn_results"), answer.text
+        return ("fn_error" if result.error else "fn_results"), result.text

@@ -1,7 +1,7 @@
-"""Small Python functions to write, each with hidden tests.
+"""Tasks to write small Python functions, each with hidden tests.
 
-A row of the table is a function for every number or letter that {k} stands for. What it is to
-return is computed from the expression.
+A row of the table is one function for each value of {k}. The expected results are computed from the
+expression.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from agentgrpo.types import Task
 
 
 class Function(NamedTuple):
-    """A function to be asked for."""
+    """A function of the tasks."""
 
     name: str
     returns: str
-    """What it returns, in words."""
+    """Its return value in words."""
     expression: str
-    """The same in Python."""
+    """Its return value in Python."""
     arguments: str
     inputs: tuple[str, ...]
-    """What it is tested with, as it stands between the brackets of a call."""
-    put: tuple[int | str, ...] = ("",)
-    """What {k} stands for, in turn."""
+    """Arguments of the tests' calls."""
+    values: tuple[int | str, ...] = ("",)
+    """Values of {k}."""
 
 
 NUMBER = "x", ("0", "3", "-4", "17", "250")
@@ -76,23 +76,24 @@ FUNCTIONS = (
 
 
 def rows(numbers: Sequence[int] = ()) -> Iterator[dict[str, str]]:
-    """`question` and hidden `tests` of every function; of those with a number, if these are given.
+    """Yield `question` and hidden `tests` of every function.
 
     Args:
-        numbers: what {k} stands for instead, where it is a number that every test depends on.
+        numbers: replaces the values of {k}, and selects functions where {k} is a number on which
+            every test depends.
     """
     for function in FUNCTIONS:
-        put: Sequence[int | str] = function.put
+        values: Sequence[int | str] = function.values
         if numbers:
-            dependent = isinstance(put[0], int) and function.inputs is not TEXT[1]
-            put = numbers if dependent else ()
-        for k in put:
+            dependent = isinstance(values[0], int) and function.inputs is not TEXT[1]
+            values = numbers if dependent else ()
+        for k in values:
             name, returns, expression = (text.replace("{k}", str(k)) for text in function[:3])
             question = f"Write a function {name}({function.arguments}) that returns {returns}."
             reference = f"lambda {function.arguments}: {expression}"
             tests = [
-                f"assert {name}({given}) == {eval(f'({reference})({given})')!r}"
-                for given in function.inputs  # all of it out of the table above
+                f"assert {name}({arguments}) == {eval(f'({reference})({arguments})')!r}"
+                for arguments in function.inputs  # eval() sees only the table above
             ]
             yield {"question": question, "tests": "\n".join(tests)}
 
@@ -101,17 +102,19 @@ HELDOUT_FUNCTIONS = 128
 
 
 class FunctionsEnv(UnitTestEnv):
-    """Small functions with hidden tests. No function is in both splits; what is computed, is."""
+    """Small functions with hidden tests. The splits share no function, but kinds of functions."""
 
     def tasks(self, split: str) -> list[Task]:
         """All functions of a split."""
-        every = shuffled(rows(range(2, 40)))
-        chosen = every[:HELDOUT_FUNCTIONS] if split == "heldout" else every[HELDOUT_FUNCTIONS:]
+        functions = shuffled(rows(range(2, 40)))
+        split_functions = (
+            functions[:HELDOUT_FUNCTIONS] if split == "heldout" else functions[HELDOUT_FUNCTIONS:]
+        )
         return [
             Task(
-                id=f"functions/{split}/{place}",
+                id=f"functions/{split}/{index}",
                 messages=({"role": "user", "content": row["question"]},),
                 spec={"tests": row["tests"]},
             )
-            for place, row in enumerate(chosen)
+            for index, row in enumerate(split_functions)
         ]

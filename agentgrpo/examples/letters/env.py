@@ -1,4 +1,4 @@
-"""How often is a letter in a word? Tasks that a small model learns in minutes."""
+"""Count a letter in a word. A small model learns these tasks in minutes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ QUESTION = "How many times does the letter {} appear in {}?"
 
 
 class LettersEnv(PythonEnv):
-    """How often is a letter in a word? The words of held-out questions have roots of their own."""
+    """Count a letter in a word. Held-out words have other roots than training words."""
 
     def tasks(self, split: str) -> list[Task]:
         """All questions of a split."""
         roots = shuffled(ROOTS.split())
-        chosen = roots[:HELDOUT_ROOTS] if split == "heldout" else roots[HELDOUT_ROOTS:]
-        words = [root + ending for root in chosen for ending in ENDINGS]
-        asked = shuffled((word, letter) for word in words for letter in _letters(word))
+        split_roots = roots[:HELDOUT_ROOTS] if split == "heldout" else roots[HELDOUT_ROOTS:]
+        words = [root + ending for root in split_roots for ending in ENDINGS]
+        questions = shuffled((word, letter) for word in words for letter in _letters(word))
         return [
             Task(
                 id=f"letters/{split}/{word}/{letter}",
                 messages=({"role": "user", "content": QUESTION.format(letter, word)},),
                 spec={"answer": str(word.count(letter))},
             )
-            for word, letter in asked
+            for word, letter in questions
         ]
 
 
 def _letters(word: str) -> list[str]:
-    """All that are there more than once, and one that is not: "1" is not to be a good guess."""
+    """All letters that occur more than once, and one that does not, so that "1" is a bad guess."""
     letters = sorted(set(word), key=lambda letter: (-word.count(letter), letter))
     return [letter for i, letter in enumerate(letters) if not i or word.count(letters[i - 1]) > 1]

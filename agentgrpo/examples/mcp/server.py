@@ -1,10 +1,10 @@
-"""A server of the Model Context Protocol, on its standard streams, with one tool."""
+"""A server of the Model Context Protocol over stdio with one tool."""
 
 from mcp.server.mcpserver import MCPServer
 
 from agentgrpo.envs.calculator import calculate
 
-# a tool's exception is the policy's answer: no traceback of it on the terminal
+# an exception of the tool is a result for the policy, so its traceback is not logged
 server = MCPServer("calculator", log_level="CRITICAL")
 server.tool()(calculate)
 

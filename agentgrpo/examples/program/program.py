@@ -1,6 +1,6 @@
-"""A program as you may have one: a loop around OpenAI's client, which runs the code it is given.
+"""An ordinary agent program: a loop around OpenAI's client that runs the code of the replies.
 
-agent.kind = "program" runs it in a session of the sandbox for each rollout (config `program`).
+agent.kind = "program" runs it in a sandbox session for each rollout (example `program`).
 """
 
 import contextlib
@@ -20,14 +20,14 @@ SHOTS = (
 )  # fmt: skip
 ROLES = ("user", "assistant", "user", "assistant")
 
-client = OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY say where
+client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
 task = json.load(sys.stdin)
 messages: list[Any] = [{"role": "system", "content": SYSTEM}]
 messages += [{"role": ROLES[i % 4], "content": text} for i, text in enumerate(SHOTS)]
 messages += [{"role": "user", "content": task["question"]}]
 for _ in range(3):
-    said = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
-    text = said.choices[0].message.content or ""
+    reply = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)
+    text = reply.choices[0].message.content or ""
     code = text.partition("<code>")[2].partition("</code>")[0]
     if not code:
         print(text)
@@ -37,4 +37,4 @@ for _ in range(3):
             exec(code, {})
         except Exception as error:
             print(f"{type(error).__name__}: {error}")
-    messages += [said.choices[0].message, {"role": "user", "content": out.getvalue().strip()}]
+    messages += [reply.choices[0].message, {"role": "user", "content": out.getvalue().strip()}]

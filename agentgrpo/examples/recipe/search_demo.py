@@ -1,8 +1,8 @@
-"""An invented almanac, and questions whose answers stand in it and nowhere else.
+"""A fictional corpus, and questions whose answers are only in it.
 
-Villages, ships, bridges and schools that do not exist, with their people and numbers: what a model
-knows of the world does not help, it has to search. All is a pure function of the tables here.
-Training and held-out questions are about other entries and put in other words.
+It describes villages, ships, bridges and schools that do not exist, so a model must search instead
+of using its knowledge. Everything is a pure function of the tables here. Training and held-out
+questions are about different entries and have different wordings.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from agentgrpo.data.word_problems import Split
 from agentgrpo.types import Task
 
 SIZE = 160
-"""Entries; the last quarter is held out."""
-
+"""Number of entries. The last quarter is held out."""
 
 TABLE = """\
 village
@@ -72,8 +71,8 @@ How many pupils has the {name} school?
 How many pupils are at {name}?
 How many pupils does the school {name} have?
 """
-"""Kinds of entries. Of each: its text; what `thing` may be; and three questions for each of person,
-thing and number, the last of which is for measuring."""
+"""Kinds of entries. For each: its text, the values of `thing`, and three questions each for person,
+thing and number. The last of the three is held out."""
 KINDS = {kind[0]: kind[1:] for kind in (part.splitlines() for part in TABLE.split("\n\n"))}
 FIRST_NAMES = ("Ada", "Boris", "Clara", "Dario", "Elsa", "Felix", "Greta", "Hugo", "Irma", "Jonas")
 LAST_NAMES = ("Brink", "Castel", "Dorn", "Falk", "Grimm", "Holt", "Kessel", "Lund", "Moor", "Stern")
@@ -84,12 +83,12 @@ TAILS = ("bury", "dale", "ford", "lin", "mora", "ness", "stad", "ton", "wick")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One entry of the almanac."""
+    """One entry of the corpus."""
 
     name: str
     kind: str
     values: dict[str, str]
-    """Of its facts: person, thing, number."""
+    """Its facts: person, thing, number."""
 
     @property
     def text(self) -> str:
@@ -98,10 +97,10 @@ class Entry:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """All of them; the kinds in turn."""
-    rng = random.Random("almanac")
+    """All entries, with alternating kinds."""
+    rng = random.Random("almanac")  # the seed decides names and numbers: do not change it
     names = rng.sample(["".join(parts) for parts in product(HEADS, MIDDLES, TAILS)], SIZE)
-    made = []
+    all_entries = []
     for index, name in enumerate(names):
         kind = list(KINDS)[index % len(KINDS)]
         values = {
@@ -109,8 +108,8 @@ def entries() -> tuple[Entry, ...]:
             "thing": rng.choice(KINDS[kind][1].split()),
             "number": str(rng.randint(20, 990)),
         }
-        made.append(Entry(name=name, kind=kind, values=values))
-    return tuple(made)
+        all_entries.append(Entry(name=name, kind=kind, values=values))
+    return tuple(all_entries)
 
 
 def corpus() -> list[tuple[str, str, str]]:
@@ -119,13 +118,13 @@ def corpus() -> list[tuple[str, str, str]]:
 
 
 def entries_of(split: Split) -> tuple[Entry, ...]:
-    """Those that a split's tasks are about."""
+    """The entries of a split's tasks."""
     bound = SIZE - SIZE // 4
     return entries()[:bound] if split == "train" else entries()[bound:]
 
 
 def lookups(split: Split) -> list[Task]:
-    """A question for every fact of the split's entries, put in one of its wordings, shuffled.
+    """One question for every fact of the split's entries, in one of its wordings, shuffled.
 
     `spec` holds the `answer`, the entry's `name` and the `kind`, "lookup".
     """

@@ -1,14 +1,14 @@
-"""The recipe's task mix: sums for the interpreter, questions for the search, each needing one call.
+"""The recipe's tasks: sums for the interpreter and questions for the search, each with one call.
 
     [env]
-    kind = "agentgrpo.examples.recipe.tasks:ErrandsEnv"
+    kind = "agentgrpo.examples.recipe.tasks:ComputeAndSearchEnv"
     [data]
     train = "env"
     heldout = "env"
 
-Sums are the word problems (data/word_problems.py), questions are of the invented
-almanac (search_demo.py). `critic` and `reflector` stand in for a large model in the flywheel: they
-know the solutions of the training tasks, and read and write what operators ask (operators.py).
+The sums are word problems (data/word_problems.py), the questions are about a fictional corpus
+(search_demo.py). `critic` and `reflector` replace a large model in the flywheel: they know the
+solutions of the training tasks, and reply in the format of the operators (recipe/operators.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Task
 
 
-class ErrandsEnv(TaggedEnv):
-    """TaggedEnv over the almanac, with tasks of its own."""
+class ComputeAndSearchEnv(TaggedEnv):
+    """A TaggedEnv over the fictional corpus, with tasks."""
 
     def __init__(self, pool: SandboxPool, timeout_s: float) -> None:
         super().__init__(
@@ -37,19 +37,22 @@ class ErrandsEnv(TaggedEnv):
         )
 
     def tasks(self, split: str) -> list[Task]:
-        """All tasks of a split, a sum and a question in turn."""
+        """All tasks of a split: sums and questions alternate."""
         return tasks(cast(Split, split))
 
 
+ErrandsEnv = ComputeAndSearchEnv  # its name in the configs of earlier runs
+
+
 def tasks(split: Split) -> list[Task]:
-    """See ErrandsEnv.tasks()."""
+    """See ComputeAndSearchEnv.tasks()."""
     questions = search_demo.lookups(split)
     drawn = (word_problems.task(split, index) for index in range(len(questions)))
     sums = (dataclasses.replace(task, spec={**task.spec, "kind": "sum"}) for task in drawn)
     return list(chain.from_iterable(zip(sums, questions, strict=True)))
 
 
-# -- a large model's place -------------------------------------------------------------------------
+# -- in place of a large model ---------------------------------------------------------------------
 
 LOOK = "<think>Look it up.</think>"
 COMPUTE = "<think>Compute it.</think>"
@@ -58,7 +61,7 @@ DONE = "<think>Done.</think>"
 
 @cache
 def _solutions() -> Mapping[str, tuple[str, str]]:
-    """(the one call that is needed, the answer) by training question."""
+    """(required call, answer) by training question."""
     return {
         str(task.messages[-1]["content"]): (_call(task.spec), str(task.spec["answer"]))
         for task in tasks("train")
@@ -72,24 +75,28 @@ def _call(spec: Mapping[str, Any]) -> str:
 
 
 def critic(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Names the first redundant or flawed step, or rewrites thoughts, as the prompt asks."""
-    asked = str(messages[-1]["content"])
-    call, answer, steps = _read(asked)
-    if "Rewrite only the thoughts" in asked:
+    """Find the first redundant or flawed step, or rewrite thoughts, depending on the prompt."""
+    prompt = str(messages[-1]["content"])
+    call, answer, steps = _parse_prompt(prompt)
+    if "Rewrite only the thoughts" in prompt:
         thoughts = (re.split("<(?:search|python|answer)>", text) for text in steps)
         return "\n".join(
             f"Thought {number}: {_thought(text)}"
             for number, (text, (thought, *_)) in enumerate(zip(steps, thoughts, strict=True), 1)
             if thought.strip()
         )
-    behind = next((n for n, text in enumerate(steps, 1) if _told(text, answer)), 0)
-    if "redundant or ineffective" not in asked:
-        return f"Step: {min(behind + 1, len(steps))}\nAnalysis: not what was needed here."
-    if behind > 1:
+    step_with_answer = next(
+        (n for n, text in enumerate(steps, 1) if _result_has_answer(text, answer)), 0
+    )
+    if "redundant or ineffective" not in prompt:
+        return f"Step: {min(step_with_answer + 1, len(steps))}\nAnalysis: not what was needed here."
+    if step_with_answer > 1:
         return f"Step: 1\nAnalysis: it told nothing.\nCorrected step:\n{call}"
-    if behind and behind + 1 < len(steps):
+    if step_with_answer and step_with_answer + 1 < len(steps):
         end = f"<answer>{answer}</answer>"
-        return f"Step: {behind + 1}\nAnalysis: the answer was told.\nCorrected step:\n{end}"
+        return (
+            f"Step: {step_with_answer + 1}\nAnalysis: the answer was told.\nCorrected step:\n{end}"
+        )
     return "Step: no"
 
 
@@ -98,25 +105,29 @@ def _thought(step: str) -> str:
 
 
 def reflector(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Analyses, or rewrites the last step: the call that is needed, or the answer once told."""
-    asked = str(messages[-1]["content"])
-    call, answer, steps = _read(asked)
-    told = any(_told(text, answer) for text in steps[:-1])
-    if "Write a new last step" not in asked:
-        return "Give the answer as it was told." if told else f"The tool is to be asked: {call}"
-    return f"<answer>{answer}</answer>" if told else call
+    """Analyse, or rewrite the last step: the required call, or the answer once a result has it."""
+    prompt = str(messages[-1]["content"])
+    call, answer, steps = _parse_prompt(prompt)
+    answer_known = any(_result_has_answer(text, answer) for text in steps[:-1])
+    if "Write a new last step" not in prompt:
+        return (
+            "Give the answer as it was told."
+            if answer_known
+            else f"The tool is to be asked: {call}"
+        )
+    return f"<answer>{answer}</answer>" if answer_known else call
 
 
-def _read(asked: str) -> tuple[str, str, list[str]]:
-    """(the call that is needed, the answer, the steps) of a prompt."""
-    question = re.search(r"^Question: (.*)$", asked, re.M)
+def _parse_prompt(prompt: str) -> tuple[str, str, list[str]]:
+    """Parse a prompt: (required call, answer, steps)."""
+    question = re.search(r"^Question: (.*)$", prompt, re.M)
     if question is None or question[1] not in _solutions():
-        raise ValueError(f"errands: no training question in {asked[:120]!r}")
-    _, *steps = re.split(r"^Step \d+:\n", asked, flags=re.M)
+        raise ValueError(f"expected a prompt with a training question, got {prompt[:120]!r}")
+    _, *steps = re.split(r"^Step \d+:\n", prompt, flags=re.M)
     return *_solutions()[question[1]], steps
 
 
-def _told(step: str, answer: str) -> bool:
-    """Whether the step's result has the answer as words of its own."""
+def _result_has_answer(step: str, answer: str) -> bool:
+    """Whether the step's result contains the answer as separate words."""
     result = step.partition("\nResult: ")[2]
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", result) is not None

@@ -10,36 +10,36 @@ from agentgrpo.envs.calculator import calculate
 from agentgrpo.rewards.answers import last_number
 
 CALL = '<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{}"}}}}\n</tool_call>'
-SHOTS = [  # SmolLM2's template shows no tools, so they do; another model needs none
+SHOTS = [  # needed since SmolLM2's template does not show tools; other models need none
     ("Sue has 12 bags with 31 pens each and finds 14 more. How many?", "12*31+14", "386"),
     ("What is 20 * 11 - 7?", "20*11-7", "213"),
 ]
 
 
 class ProblemData(vf.TaskData):
-    """What a task is made of; `answer` is for the rewards."""
+    """Data of a task. `answer` is only for the rewards."""
 
     answer: str
 
 
 class Problem(vf.Task[ProblemData]):
-    """What an answer is worth."""
+    """A task with its rewards."""
 
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
-        """Whether the last message is the policy's and its last number the right one."""
+        """1 if the last message is the policy's and its last number is right."""
         last = trace.messages[-1]
-        said = last.content if last.role == "assistant" and isinstance(last.content, str) else ""
-        return float(last_number(said) == int(self.data.answer))
+        text = last.content if last.role == "assistant" and isinstance(last.content, str) else ""
+        return float(last_number(text) == int(self.data.answer))
 
     @vf.reward(weight=0.1)
     async def called(self, trace: vf.Trace) -> float:
-        """Whether the tool was called."""
+        """1 if the tool was called."""
         return float(any(m.role == "assistant" and m.tool_calls for m in trace.messages))
 
 
 class Calculator(vf.Toolset[vf.SharedToolsetConfig]):
-    """The tools, in a process of their own that all rollouts share."""
+    """The tools, in a process that all rollouts share."""
 
     TOOL_PREFIX = None
 
@@ -60,7 +60,7 @@ class Problems(vf.Taskset[Problem, ProblemsConfig]):
     """The tasks."""
 
     def load(self) -> Iterator[Problem]:
-        """Questions behind two worked examples."""
+        """Yield questions after two worked examples."""
         shots: list[vf.Message] = []
         for question, expression, number in SHOTS:
             shots += [
@@ -70,9 +70,9 @@ class Problems(vf.Taskset[Problem, ProblemsConfig]):
                 vf.AssistantMessage(content=number),
             ]
         for problem in islice(word_problems.generate(self.config.split), self.config.size):
-            asked = vf.UserMessage(content=problem.messages[-1]["content"])
+            question_message = vf.UserMessage(content=problem.messages[-1]["content"])
             data = ProblemData(
-                prompt=[*shots, asked],
+                prompt=[*shots, question_message],
                 system_prompt="Use the calculator. Then reply with the number alone.",
                 answer=str(problem.spec["answer"]),
             )
@@ -86,5 +86,5 @@ class Problems(vf.Taskset[Problem, ProblemsConfig]):
 
 __all__ = ["Problems"]
 
-if __name__ == "__main__":  # how verifiers starts the server
+if __name__ == "__main__":  # verifiers starts the tool server with this
     Calculator.run()

@@ -12,8 +12,8 @@ from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.word_problems import Split
 from agentgrpo.examples.recipe import search_demo
-from agentgrpo.examples.recipe import tasks as errands
-from agentgrpo.examples.recipe.tasks import LOOK, ErrandsEnv, critic, reflector
+from agentgrpo.examples.recipe import tasks as recipe_tasks
+from agentgrpo.examples.recipe.tasks import LOOK, ComputeAndSearchEnv, critic, reflector
 from agentgrpo.recipe.operators import FLAW, REDUNDANT, REFINE
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.types import Task
@@ -23,8 +23,8 @@ SPLITS: tuple[Split, Split] = ("train", "heldout")
 
 
 @pytest.fixture
-def env(pool: SandboxPool) -> ErrandsEnv:
-    return ErrandsEnv(pool, 5.0)
+def env(pool: SandboxPool) -> ComputeAndSearchEnv:
+    return ComputeAndSearchEnv(pool, 5.0)
 
 
 def question(task: Task) -> str:
@@ -50,7 +50,7 @@ def test_heldout_questions_share_neither_entries_nor_wordings() -> None:
 @pytest.mark.nsjail
 @pytest.mark.parametrize("split", SPLITS)
 def test_one_search_for_the_name_finds_the_answer_and_no_question_tells_it(
-    env: ErrandsEnv, split: Split
+    env: ComputeAndSearchEnv, split: Split
 ) -> None:
     for task in search_demo.lookups(split):
         answer = task.spec["answer"]
@@ -61,7 +61,7 @@ def test_one_search_for_the_name_finds_the_answer_and_no_question_tells_it(
 
 
 @pytest.mark.nsjail
-def test_the_shown_examples_are_as_the_world_answers(env: ErrandsEnv) -> None:
+def test_the_shown_examples_are_as_the_world_answers(env: ComputeAndSearchEnv) -> None:
     """Examples have the very form of what the policy will see; their facts are their own."""
     agent = TagAgent(**recipe().agent.options)
     shots = recipe().agent.options["shots"]
@@ -83,7 +83,7 @@ def test_the_shown_examples_are_as_the_world_answers(env: ErrandsEnv) -> None:
 
 # -- the scripted critic ---------------------------------------------------------------------------
 
-LOOKUP = next(task for task in errands.tasks("train") if task.spec["kind"] == "lookup")
+LOOKUP = next(task for task in recipe_tasks.tasks("train") if task.spec["kind"] == "lookup")
 ANSWER = LOOKUP.spec["answer"]
 CALL = f"{LOOK}<search>{LOOKUP.spec['name']}</search>"
 END = f"<answer>{ANSWER}</answer>"
