@@ -22,7 +22,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.envs.repair_judge import judge, patch, prepare, put
+from agentgrpo.envs.repair_judge import judge, patch, prepare, write_files
 from agentgrpo.envs.repair_tasks import KINDS, make
 from agentgrpo.sandbox import Limits, Template
 from agentgrpo.support.atomic_files import read_lines
@@ -80,7 +80,7 @@ def sessions(source: str, rows: list[Row]) -> None:
             began = time.perf_counter()
             session = live.enter_context(pool.acquire())
             with closing(session.files()) as files:
-                put(files, {path: patch(tree.read(path), path, task["diff"])})
+                write_files(files, {path: patch(tree.read(path), path, task["diff"])})
             times.append((time.perf_counter() - began) * 1e3)
         row("session ready", times, "ms", source, tree_kib=size >> 10)
         used = (before - memory_bytes()[1]) / (1 << 20)

@@ -6,8 +6,8 @@
     train = "env"
     heldout = "env"
 
-Four kinds in turn: `lookup`, a fact of the invented almanac (almanac.py; one search); `total`, a
-number of each of two or three of its entries, added up (one search for all names or one for each,
+Four kinds in turn: `lookup`, a fact of the fictional corpus (search_demo.py; one search); `total`,
+a number of each of two or three of its entries, added up (one search for all names or one for each,
 then one program or two); `known`, a total of which some numbers are told (searching for these is
 needless); and `told`, of which all are (any search is). `spec` has what the fewest calls are:
 `search`, `python`, and their number, `least`. There is no critic that would know it.

@@ -30,15 +30,15 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "host tools": (
         "test_host_functions_are_called_like_python_functions",
-        "test_a_rollouts_calls_are_counted_and_limited_over_its_sessions",
+        "test_host_calls_are_counted_and_limited_across_sessions",
     ),
     "what was used of the sandbox is counted and charged": (
-        "test_what_code_used_is_counted_its_children_too",
-        "test_what_was_used_is_charged",
+        "test_resources_of_code_and_its_children_are_counted",
+        "test_resource_use_is_charged",
     ),
     "a step ends within its limit and the grace": (
         "test_a_step_with_calls_ends_within_limit_and_grace",
-        "test_a_step_of_an_environment_ends_at_its_own_limit",
+        "test_step_ends_at_the_environments_limit",
     ),
     "a line's reward is its own": ("test_default_span_credit_depends_on_the_agent",),
     "stream tokens, match, inject": (
@@ -47,20 +47,20 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "rollout.sampler in a config": ("test_a_users_sampler_plays_what_is_trained_on",),
     "a user to talk with, for every kind of agent": (
-        "test_the_assistant_asks_the_user_replies_and_the_call_follows",
-        "test_a_user_leaves_when_all_is_said_or_the_budget_is_spent",
+        "test_agent_asks_user_replies_and_agent_calls_a_tool",
+        "test_user_ends_the_dialogue_after_its_texts_or_the_budget",
     ),
     "retrieval as its users have it": (
-        "test_a_retriever_is_asked_in_the_form_of_its_users",
-        "test_a_page_is_its_text_and_no_key_is_sent_to_it",
-        "test_a_model_sums_up_what_was_found_for_the_question",
-        "test_processes_and_threads_that_ask_at_once_are_told_the_same",
-        "test_the_texts_that_are_nearest_come_first",
-        "test_two_runs_of_one_config_share_what_was_found",
+        "test_retriever_gets_the_request_format",
+        "test_page_request_has_no_key_and_returns_text",
+        "test_model_summarizes_results_for_the_question",
+        "test_concurrent_requests_get_the_same_result",
+        "test_nearest_texts_come_first",
+        "test_two_runs_of_a_config_share_the_cache",
     ),
     "beams, epochs, entropies of each rollout, sigmas that fall": (
         "test_a_beams_width_is_how_many_go_on_from_one_point",
-        "test_epochs_are_rounds_through_what_a_stage_selected",
+        "test_epochs_are_passes_over_the_selected_tasks",
         "test_the_base_entropy_is_no_other_rollouts_of_the_call",
         "test_sigmas_decay_to_zero_at_the_last_step",
     ),
@@ -69,10 +69,10 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_chat_template_without_the_system_message_is_an_error",
     ),
     "customers and judges that training does not move": (
-        "test_who_plays_the_customer_is_who_is_asked",
+        "test_customer_model_is_the_requested_model",
         "test_another_model_speaks_in_the_second_role",
         "test_reference_is_the_model_without_adapter",
-        "test_a_judge_may_be_a_model_of_the_engine",
+        "test_judge_may_be_the_engines_model",
     ),
     "each shipped config does what it says": ("test_a_shipped_config_does_what_it_says",),
 }

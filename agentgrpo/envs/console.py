@@ -109,7 +109,7 @@ class ConsoleEpisode(SandboxEpisode):
             observation = replace(observation, text=f"{result.shown}{note}\n>>> ")
         return replace(observation, failed=result.failed)
 
-    def _submitted(self, shown: str) -> str:
+    def _submitted(self, output: str) -> str:
         """The answer: str() of the submitted value, or the output if the policy redefined it."""
         assert self._python is not None
         result = self._python.step(f"{SUBMIT}.answer", self._env.timeout_s)
@@ -119,7 +119,7 @@ class ConsoleEpisode(SandboxEpisode):
             with suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
                 # fails if the value was truncated, or if the policy redefined the function
                 return str(ast.literal_eval(result.value))
-        return shown.rstrip("\n")
+        return output.rstrip("\n")
 
     def _start(self) -> Terminal:
         self._python = python = self._interpreter(self._session or self._begin())
@@ -130,7 +130,6 @@ class ConsoleEpisode(SandboxEpisode):
         return self._terminal
 
     def _interpreter(self, session: Session) -> Session:
-        """The Python interpreter of a fresh session."""
         return session
 
     def close(self) -> None:

@@ -77,7 +77,6 @@ class ScriptedUser:
         self._turn = 0
 
     def reply(self, message: str, *, satisfied: bool) -> str | None:
-        """The next text, then consent until satisfied or out of patience."""
         self._turn += 1
         if self._turn <= len(self._pieces):
             return self._pieces[self._turn - 1]
@@ -86,7 +85,6 @@ class ScriptedUser:
         return "Yes, please go ahead."
 
     def on_reply(self, text: str) -> str | None:
-        """Never called, since a script makes no ModelRequest."""
         raise TypeError("a scripted user makes no request to a model")
 
 
@@ -211,7 +209,6 @@ class SupportEnv:
         )
 
     def cached(self, key: str, compute: Callable[[], Any]) -> Any:
-        """Return the cached value of a key, or compute it."""
         with self._lock:
             if key not in self._gold:
                 self._gold[key] = compute()

@@ -39,7 +39,6 @@ class DialogueEnv:
         return getattr(self.inner, name)
 
     def user_of(self, task: Task) -> User:
-        """Make the user of a task."""
         texts = self.texts_of(task)
         if self._mode == "scripted":
             return ScriptedUser(texts, patience=0)

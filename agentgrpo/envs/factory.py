@@ -79,23 +79,19 @@ class FactoryEnv:
 
         Two instances are reset, to detect a class that returns another text each time.
         """
-        opening, second_episode = (
-            _reset(self._probe, task.spec),
-            FactoryEpisode(self._factory(), task),
-        )
+        opening, second = (_reset(self._probe, task.spec), FactoryEpisode(self._factory(), task))
         try:
-            second_episode.begin(opening)
+            second.begin(opening)
         finally:
-            second_episode.close()
+            second.close()
         *before, last = task.messages
         content = "\n\n".join(text for text in (last["content"], opening) if text)
         self._openings[task.id, content] = opening
         return replace(task, messages=(*before, {**last, "content": content}))
 
     def reset(self, task: Task) -> FactoryEpisode:
-        """Make a new instance, to be reset before its first step."""
-        shown = self._openings.get((task.id, task.messages[-1]["content"]), UNKNOWN)
-        return FactoryEpisode(self._factory(), task, shown)
+        text = self._openings.get((task.id, task.messages[-1]["content"]), UNKNOWN)
+        return FactoryEpisode(self._factory(), task, text)
 
 
 def _tools(instance: Any) -> list[Tool]:
@@ -126,27 +122,27 @@ def _reset(instance: Any, row: Mapping[str, Any]) -> str | None:
 class FactoryEpisode(Episode):
     """One instance of the class. Its reset() runs before everything else."""
 
-    def __init__(self, instance: Any, task: Task, shown: str | None = UNKNOWN) -> None:
+    def __init__(self, instance: Any, task: Task, prompt_text: str | None = UNKNOWN) -> None:
         self._toolset = Toolset(_tools(instance))
-        self.environment, self._task, self._shown = instance, task, shown
+        self.environment, self._task, self._prompt_text = instance, task, prompt_text
         """The instance, which reward functions with TRL's signature may use."""
         self._begun = False
 
-    def begin(self, shown: str | None) -> None:
+    def begin(self, prompt_text: str | None) -> None:
         """Reset the instance once. It must return the text that the prompt shows."""
         if not self._begun:
             self._begun, name = True, type(self.environment).__name__
             opening = _reset(self.environment, self._task.spec)
-            if shown != UNKNOWN:
-                require_same(f"factory: {name}.reset({self._task.id})", shown, opening, "the row")
+            if prompt_text != UNKNOWN:
+                require_same(
+                    f"factory: {name}.reset({self._task.id})", prompt_text, opening, "the row"
+                )
 
     def _call(self, name: str) -> Any:
-        """Call a method of the instance if it exists."""
         return run_sync(getattr(self.environment, name, dict)(), LOOP)
 
     def step(self, action: Action) -> Observation:
-        """Call the methods of a turn in order until one ends the episode."""
-        self.begin(self._shown)
+        self.begin(self._prompt_text)
         results = []
         for call in calls_of(action):
             results.append(self._toolset.call(call))
@@ -158,7 +154,7 @@ class FactoryEpisode(Episode):
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
         """The value of get_reward(): a number (part `environment`) or named parts."""
-        self.begin(self._shown)
+        self.begin(self._prompt_text)
         value = self._call("get_reward")
         if isinstance(value, Mapping):
             return value

@@ -61,7 +61,6 @@ class GradingPool:
         self._lock = threading.Lock()
 
     def pool(self) -> SandboxPool:
-        """The pool, which starts at the first use."""
         with self._lock:
             if self._pool is None:
                 limits = replace(self._rollout_pool.limits, niceness=1)  # grading before rollouts

@@ -95,8 +95,8 @@ class HarborEnv(PythonEnv):
         pool: template of the images' pools.
         timeout_s: limit of one step, in seconds.
         verifier: "fresh": the tests run in a new session with the agent's changes except those of
-            system paths. "same": they run in the agent's session, as in Harbor; docs/environments.md
-            lists the cheats that then succeed.
+            system paths. "same": they run in the agent's session, as in Harbor;
+            docs/environments.md lists the cheats that then succeed.
         keep: a fresh verdict uses only the agent's changes below these paths.
         console: the agent types lines at the image's python3 (agent.kind = "repl").
         grant: environment variables of this process that ${NAME} in a task.toml may read.
@@ -186,7 +186,6 @@ class HarborEnv(PythonEnv):
             return self._tasks[key]
 
     def sessions(self, limits: Limits, image: Image) -> SandboxPool:
-        """The pool for all tasks with these limits."""
         with self._lock:
             if limits not in self._pools:
                 self._pools[limits] = SandboxPool(
@@ -218,16 +217,13 @@ class HarborSandboxEpisode(SandboxEpisode):
 
     @property
     def timeout_s(self) -> float:
-        """Time limit of a program."""
         return float(self.task.agent.timeout_sec)
 
     def begin(self) -> Session:
-        """Start the session in which a program runs."""
         with as_infra_error():
             return self._begin()
 
     def _time_limit_observation(self) -> Observation | None:
-        """The observation that ends the episode after its time limit, or None."""
         is_over = time.monotonic() > self._ends_at
         return (
             Observation("the time of the task is over", failed=True, done=True) if is_over else None
@@ -242,7 +238,6 @@ class HarborSandboxEpisode(SandboxEpisode):
         return session
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`solved` if the tests' reward is 1, else `partial`."""
         del answer
         with as_infra_error():
             reward = self._verdict()

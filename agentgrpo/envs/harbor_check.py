@@ -30,9 +30,11 @@ def check(folder: Path, env: HarborEnv, builder: Builder) -> str:
         row = make_row(folder, builder, env.grant)
         task = Task(id=folder.name, messages=(), spec=row)
         with closing(env.reset(task)) as idle:
-            idle_score = _score(idle)
+            idle_reward = _score(idle)
         if not _has_solution(folder):
-            return f"nothing {idle_score:g}, expected 0\n{idle.output[-600:]}" if idle_score else ""
+            return (
+                f"nothing {idle_reward:g}, expected 0\n{idle.output[-600:]}" if idle_reward else ""
+            )
         with closing(env.reset(task)) as solved:
             finished = solved.solve()
             problem = (
@@ -41,23 +43,16 @@ def check(folder: Path, env: HarborEnv, builder: Builder) -> str:
             score = _score(solved)
     except (ValueError, SandboxException, InfrastructureError) as error:
         return str(error)
-    if idle_score == 0 and score == 1:
+    if idle_reward == 0 and score == 1:
         return ""
     scripts = b"".join(
         data for part in ("tests", "solution") for data, _ in files_of(folder / part).values()
     )
-    unsupported = [
-        name for name, words in NOT_AVAILABLE.items() if any(word in scripts for word in words)
-    ]
-    hint = (
-        f"; its scripts use {' and '.join(unsupported)}, which sessions do not have"
-        if unsupported
-        else ""
-    )
+    used = [name for name, words in NOT_AVAILABLE.items() if any(word in scripts for word in words)]
+    hint = f"; its scripts use {' and '.join(used)}, which sessions do not have" if used else ""
     tail = (solved if score != 1 else idle).output[-600:]
-    return (
-        f"solution {score:g}, expected 1; nothing {idle_score:g}, expected 0{hint}{problem}\n{tail}"
-    )
+    rewards = f"solution {score:g}, expected 1; nothing {idle_reward:g}, expected 0"
+    return f"{rewards}{hint}{problem}\n{tail}"
 
 
 def _has_solution(folder: Path) -> bool:

@@ -113,7 +113,6 @@ class HarborTask(_Table):
         )  # fmt: skip
 
     def digest(self, image: Image) -> str:
-        """Digest of everything that decides a verdict: task.toml, the tests and the image."""
         digest = hashlib.sha256(image.digest.encode() + (self.folder / "task.toml").read_bytes())
         for name, (data, executable) in files_of(self.folder / "tests").items():
             digest.update(f"{name}\0{executable}\0{len(data)}\0".encode() + data)

@@ -67,7 +67,6 @@ class SandboxEpisode(Episode):
             self._session = None
 
     def _begin(self) -> Session:
-        """Acquire a session from the pool. Raises what acquire() raises."""
         self._session = session = self._pool.acquire(self._image, host=self._host)
         self._host, self._cpu = session.host, session.cpu_seconds()
         return session
@@ -157,10 +156,7 @@ class PythonEpisode(SandboxEpisode):
         elif result.state_lost:
             self._contexts.pop(action.language).close()
         return Observation(
-            text,
-            failed=result.status != "ok",
-            counts=counts,
-            memory=result.host_calls or None,
+            text, failed=result.status != "ok", counts=counts, memory=result.host_calls or None
         )
 
     def snapshot(self) -> Fork | None:
@@ -171,7 +167,6 @@ class PythonEpisode(SandboxEpisode):
             return fork(self._session, self._pool)
 
     def resume(self, copy: Fork) -> bool:
-        """Start with a copied session."""
         previous_image, self._image = self._image, copy.image
         try:
             with as_infra_error():
@@ -191,7 +186,6 @@ class PythonEpisode(SandboxEpisode):
         return {"files": float(contents == dict(expected))}
 
     def read(self, path: str) -> str | None:
-        """Read a text file of the session. None if it cannot be read."""
         if self._session is None:
             return None
         try:

@@ -48,7 +48,6 @@ class TaggedEnv(Search):
         self._python = PythonEnv(pool, timeout_s, host_tools=host_tools)
 
     def reset(self, task: Task) -> TaggedEpisode:
-        """Make an episode. It has a search if there is a corpus or a retriever."""
         search = self.episode(task) if self.searches else None
         return TaggedEpisode(self._python.reset(task), search)
 

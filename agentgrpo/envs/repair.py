@@ -13,7 +13,16 @@ from agentgrpo.actions import InfrastructureError, Schema
 from agentgrpo.envs.console import ConsoleEpisode
 from agentgrpo.envs.graded import partial_credit
 from agentgrpo.envs.python import PythonEnv, SandboxEpisode, as_infra_error
-from agentgrpo.envs.repair_judge import REPO, Answer, Tree, answer_in, judge, patch, prepare, put
+from agentgrpo.envs.repair_judge import (
+    REPO,
+    Answer,
+    Tree,
+    answer_in,
+    judge,
+    patch,
+    prepare,
+    write_files,
+)
 from agentgrpo.envs.shell_tools import ShellEpisode
 from agentgrpo.sandbox import HostTools, SandboxPool, Session
 from agentgrpo.types import Task
@@ -49,7 +58,7 @@ class RepairEnv(PythonEnv):
             )
         self.partial, self.answer, self.console = partial, answer, console
         self.line_rewards: dict[str, float] = {}
-        self._trees_and_pools: dict[str, tuple[Tree, SandboxPool]] = {}
+        self._pools: dict[str, tuple[Tree, SandboxPool]] = {}
         self._lock = threading.Lock()
 
     def tools(self, task: Task) -> Sequence[Schema]:
@@ -68,26 +77,18 @@ class RepairEnv(PythonEnv):
 
     def tree_and_pool(self, task: Task) -> tuple[Tree, SandboxPool]:
         """A task's package and its pool of sessions, made at their first use."""
-        source, template_pool = task.spec["source"], self.pool
+        source, base = task.spec["source"], self.pool
         with self._lock:
-            if source not in self._trees_and_pools:
-                tree, pool_options = (
-                    prepare(source),
-                    {"max_live": template_pool.max_live, "min_idle": 2},
-                )
-                pool = tree.pool(
-                    template_pool.template,
-                    template_pool.limits,
-                    **pool_options,
-                    all_cpus=template_pool.all_cpus,
-                )
-                self._trees_and_pools[source] = tree, pool
-            if self._trees_and_pools[source][0].digest != task.spec["tree"]:
+            if source not in self._pools:
+                tree, options = (prepare(source), {"max_live": base.max_live, "min_idle": 2})
+                pool = tree.pool(base.template, base.limits, **options, all_cpus=base.all_cpus)
+                self._pools[source] = tree, pool
+            if self._pools[source][0].digest != task.spec["tree"]:
                 raise ValueError(f"task {task.id}: {source} has changed since the task was made")
-            return self._trees_and_pools[source]
+            return self._pools[source]
 
     def close(self) -> None:
-        for _, pool in self._trees_and_pools.values():
+        for _, pool in self._pools.values():
             pool.close()
 
 
@@ -110,7 +111,7 @@ class Repairing(SandboxEpisode):
     def _begin(self) -> Session:
         broken, session = self._broken_files(), super()._begin()
         with contextlib.closing(session.files()) as files:
-            put(files, broken)
+            write_files(files, broken)
         return session
 
     def finish(self, answer: str | None) -> Mapping[str, float]:

@@ -42,7 +42,6 @@ class Copy(NamedTuple):
     by_repr: bool = False
 
     def unchanged(self, function: Function) -> Copy:
-        """The same copy with the test's original input."""
         node = [*ast.walk(function)][self.constant]
         return self._replace(value=ast.unparse(node))
 
@@ -119,7 +118,6 @@ def parse(source: str) -> ast.Module:
 
 
 def _cases(function: Function) -> list[ast.List | ast.Tuple]:
-    """The lists of values that parametrize a test."""
     calls = [call for call in function.decorator_list if isinstance(call, ast.Call)]
     calls = [call for call in calls if ast.unparse(call.func).endswith("parametrize")]
     lists = [part for call in calls for part in call.args[1:2]]
@@ -140,12 +138,12 @@ def _tested_expression(node: ast.AST) -> ast.expr | None:
 
 def candidates(function: Function, failed_at: int, rng: random.Random) -> list[Copy]:
     """Copies to try: assertions where broken code failed or later, with inputs in them first."""
-    node_numbers = {node: number for number, node in enumerate(ast.walk(function))}
-    asserted = [node for node in node_numbers if _tested_expression(node) is not None]
+    numbers = {node: number for number, node in enumerate(ast.walk(function))}
+    asserted = [node for node in numbers if _tested_expression(node) is not None]
     ends = {node: getattr(node, "end_lineno", 0) for node in asserted}
     targets = sorted((n for n in asserted if ends[n] >= failed_at), key=lambda n: ends[n])[:3]
     elsewhere = {part for node in asserted for part in ast.walk(node)}
-    displayed = [n for n in node_numbers if isinstance(n, ast.Expr | ast.JoinedStr)]
+    displayed = [n for n in numbers if isinstance(n, ast.Expr | ast.JoinedStr)]
     fixed = {part for node in displayed for part in ast.iter_child_nodes(node)}
     cases = [
         (number, n) for cases_list in _cases(function) for number, n in enumerate(cases_list.elts)
@@ -153,7 +151,7 @@ def candidates(function: Function, failed_at: int, rng: random.Random) -> list[C
     case_of = {part: number for number, node in cases for part in ast.walk(node)}
     inputs = [node for part in function.body for node in ast.walk(part)] + [*case_of]
     inputs = [node for node in inputs if node not in fixed]
-    candidates_found: dict[Copy, tuple[bool, int]] = {}
+    ranks: dict[Copy, tuple[bool, int]] = {}
     for order, target in [*enumerate(targets)] * VALUES_PER_CONSTANT:
         tested = {*ast.walk(_tested_expression(target) or target)}
         for node in inputs:
@@ -163,14 +161,10 @@ def candidates(function: Function, failed_at: int, rng: random.Random) -> list[C
             if near or (node not in elsewhere and node.lineno <= ends[target]):
                 case = case_of.get(node, rng.randint(0, max(case_of.values(), default=0)))
                 value = repr(_changed_value(node.value, rng, least=0))
-                candidates_found[Copy(node_numbers[node], value, node_numbers[target], case)] = (
-                    not near,
-                    order,
-                )
-    return sorted(
-        rng.sample([*candidates_found], len(candidates_found)),
-        key=lambda candidate: candidates_found[candidate],
-    )[:MAX_CANDIDATES]
+                ranks[Copy(numbers[node], value, numbers[target], case)] = (not near, order)
+    return sorted(rng.sample([*ranks], len(ranks)), key=lambda candidate: ranks[candidate])[
+        :MAX_CANDIDATES
+    ]
 
 
 def _changed_value(value: object, rng: random.Random, least: float = -float("inf")) -> object:

@@ -65,18 +65,17 @@ class Tree(NamedTuple):
         return sorted(path for path in paths if not TEST_FILE.fullmatch(path))
 
     def read(self, path: str) -> str:
-        """Read a file of the tree."""
         return (self.folder / "tree" / path).read_bytes().decode()
 
-    def pool(self, base_template: Template, limits: Limits, **options: Any) -> SandboxPool:
+    def pool(self, base: Template, limits: Limits, **options: Any) -> SandboxPool:
         """Make a pool of sessions with the tree. Raises ValueError if they would see two copies."""
         from _pytest.config import default_plugins  # preloading them saves a fifth of a verdict
 
         plugins = (f"_pytest.{name}" for name in default_plugins)
         template = replace(
-            base_template, name=f"repair {self.name}", tree=str(self.folder / "tree"),
+            base, name=f"repair {self.name}", tree=str(self.folder / "tree"),
             preload=("pytest", "unittest", "pdb", "difflib", *plugins),
-            site_dirs=(str(self.folder / "site"),), setup=f"{SETUP}\n{base_template.setup}",
+            site_dirs=(str(self.folder / "site"),), setup=f"{SETUP}\n{base.setup}",
         )  # fmt: skip
         top_level = {path.removeprefix("src/").partition("/")[0] for path in self.sources()}
         names = [f"{prefix}*-packages/{top}" for prefix in ("", "python*/") for top in top_level]
@@ -86,7 +85,7 @@ class Tree(NamedTuple):
         site = shown_site_dirs(template)[0]
         env = {"PATH": f"{site}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONSAFEPATH": "1"}
         env["PYTHONPATH"] = f"{site}:{REPO}:{REPO}/src"
-        template = replace(template, env={**base_template.env, **env})
+        template = replace(template, env={**base.env, **env})
         limits = replace(limits, memory_mib=max(512, limits.memory_mib), inodes=1 << 16)
         return SandboxPool(template=template, limits=limits, zygotes=1, **options)
 
@@ -123,38 +122,28 @@ def _find_package(source: str) -> tuple[str, str, Path, list[str], list[str]]:
             raise ValueError(
                 f"--repair: expected a folder or an installed package, got {source!r}"
             ) from None
-        paths_in_dist = [
-            str(f) for f in dist.files or () if ".." not in f.parts and f.suffix != ".pyc"
-        ]
-        files = sorted(
-            f for f in paths_in_dist if ".dist-info/" not in f and not f.endswith(".pth")
-        )
+        listed = [str(f) for f in dist.files or () if ".." not in f.parts and f.suffix != ".pyc"]
+        files = sorted(f for f in listed if ".dist-info/" not in f and not f.endswith(".pth"))
         if not any(file.endswith(".py") for file in files):
             raise ValueError(f"{source}: its files are elsewhere. Use their folder instead")
         return source, dist.version, Path(str(dist.locate_file(""))), files, dist.requires or []
     pyproject = path / "pyproject.toml"
     project = tomllib.loads(pyproject.read_text()) if pyproject.exists() else {}
-    project_table = project.get("project", {})
-    groups = {
-        **project_table.get("optional-dependencies", {}),
-        **project.get("dependency-groups", {}),
-    }
-    requirements = [
-        *project_table.get("dependencies", []),
-        *(n for key in GROUPS for n in groups.get(key, [])),
-    ]
+    project = project.get("project", {})
+    groups = {**project.get("optional-dependencies", {}), **project.get("dependency-groups", {})}
+    needed = [*project.get("dependencies", []), *(n for key in GROUPS for n in groups.get(key, []))]
     files = []
-    for directory, names, file_names in os.walk(path):
+    for directory, names, names_here in os.walk(path):
         names[:] = sorted(name for name in names if not EXCLUDED_FOLDER.match(name))
         paths = (
-            os.path.join(directory, file) for file in sorted(file_names) if not file.startswith(".")
+            os.path.join(directory, file) for file in sorted(names_here) if not file.startswith(".")
         )
         files += [os.path.relpath(file, path) for file in paths if not os.path.islink(file)]
-    name, requirements = (
-        project_table.get("name", path.name),
-        [need for need in requirements if isinstance(need, str)],
+    name, needed = (
+        project.get("name", path.name),
+        [need for need in needed if isinstance(need, str)],
     )
-    return name, project_table.get("version", "0"), path, files, requirements
+    return name, project.get("version", "0"), path, files, needed
 
 
 def _copy_files(tree: Path, base: Path, files: Sequence[str]) -> None:
@@ -175,18 +164,18 @@ def _requirements(
 ) -> dict[str, metadata.Distribution]:
     """Installed packages that it requires or that its tests import, without itself."""
     from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name as canonical_name
+    from packaging.utils import canonicalize_name as canonical
 
-    distributions = [*metadata.distributions()][::-1]  # the first of two on the path wins
-    installed = {canonical_name(dist.metadata["Name"]): dist for dist in distributions}
+    dists = [*metadata.distributions()][::-1]  # the first of two on the path wins
+    installed = {canonical(dist.metadata["Name"]): dist for dist in dists}
     direct = [*map(Requirement, [*requirements, *_imported_by_tests(base, files), "pytest"])]
     selected: dict[str, metadata.Distribution] = {}
     pending = [*direct]
     for requirement in pending:  # the loop appends to the list
-        key, marker = canonical_name(requirement.name), requirement.marker
+        key, marker = canonical(requirement.name), requirement.marker
         extras = [{"extra": extra} for extra in (GROUPS if requirement in direct else GROUPS[:1])]
         is_needed = marker is None or any(map(marker.evaluate, extras))
-        if is_needed and key in installed and key not in selected and key != canonical_name(name):
+        if is_needed and key in installed and key not in selected and key != canonical(name):
             selected[key] = installed[key]
             pending += map(Requirement, installed[key].requires or ())
     return selected
@@ -282,7 +271,7 @@ def answer_in(session: Session, broken: Answer) -> Answer:
 
 def run_tests(
     pool: SandboxPool, files: Answer, tests: Sequence[str], timeout_s: float, *,
-    backwards: bool = False, traced: bool = False, shown: Sequence[str] | None = None,
+    backwards: bool = False, traced: bool = False, with_errors: Sequence[str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run tests (all if none are named) in a new session whose tree has these files.
 
@@ -296,7 +285,7 @@ def run_tests(
         clock = VerdictClock(timeout_s, session)
         with clock.running(), closing(session.files()) as session_files:
             write_files(session_files, files)
-            call = f"run({[*tests]!r}, {REPO!r}, {backwards}, {traced}, {shown!r})"
+            call = f"run({[*tests]!r}, {REPO!r}, {backwards}, {traced}, {with_errors!r})"
             step = session.step(f"{RUNNER}\n{call}", clock.seconds())
     reason = step.error.traceback if step.error is not None else step.detail
     with suppress(Exception):  # the code under test can return anything
@@ -341,7 +330,7 @@ def run_copies(
     all_tests = [*tests, *names]
     paths = {path for test in all_tests if (path := test.partition("::")[0]).endswith(".py")}
     files = {path: with_copies(tree.read(path), by_file.get(path, {}), all_tests) for path in paths}
-    results = run_tests(pool, {**answer, **files}, all_tests, timeout_s, shown=[*tests])
+    results = run_tests(pool, {**answer, **files}, all_tests, timeout_s, with_errors=[*tests])
     ends = dict.fromkeys(names, ("", ""))
     for test, letter in results["outcomes"].items():
         name = test.partition("[")[0]
@@ -360,7 +349,7 @@ def judge(
     fail. All run in one process, and nothing shows which value is right.
     """
     rng = random.SystemRandom()
-    copies = [(head, Copy(*one)) for head, one in task["copies"].items() for one in one]
+    copies = [(head, Copy(*fields)) for head, fields in task["copies"].items() for fields in fields]
     copies = rng.sample(copies, min(len(copies), MAX_COPIES))
     letters = ["p", "f", *rng.choices("pf", k=len(copies) - 2)]
     rng.shuffle(letters)

@@ -26,11 +26,9 @@ class Mutant(NamedTuple):
 
     @property
     def lines(self) -> range:
-        """The lines that a test must run to detect the mutant."""
         return range(self.line, self.line + 1 + self.old.count("\n"))
 
-    def apply_mutant(self, text: str) -> str:
-        """Apply the mutant to the file's text."""
+    def apply(self, text: str) -> str:
         lines = text.encode().splitlines(keepends=True)
         offset = sum(map(len, lines[: self.line - 1])) + self.column
         source, old = text.encode(), self.old.encode()
@@ -85,16 +83,9 @@ def mutants_of(file: str, text: str) -> Iterator[Mutant]:
 
 def apply_mutant(mutant: Mutant, text: str) -> str:
     """Apply a mutant to a file's text, without unnecessary brackets."""
-    mutated, without_brackets = (
-        mutant.apply(text),
-        mutant._replace(new=mutant.new[1:-1]).apply(text),
-    )
+    mutated, bare = (mutant.apply(text), mutant._replace(new=mutant.new[1:-1]).apply(text))
     with contextlib.suppress(SyntaxError, ValueError):
-        return (
-            without_brackets
-            if ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(without_brackets))
-            else mutated
-        )
+        return bare if ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(bare)) else mutated
     return mutated
 
 

@@ -27,11 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from agentgrpo.envs.repair_altered import (
-    Copy,
-    candidates,
-    functions_by_name,
-)
+from agentgrpo.envs.repair_altered import Copy, candidates, functions_by_name
 from agentgrpo.envs.repair_judge import (
     REPO,
     RUNNER,
@@ -60,7 +56,7 @@ MAX_TESTS = 40  # tests per task
 MAX_FUNCTIONS, MIN_COPIES = 5, 4  # test functions with copies; copies per task
 CONSOLE = Console(stderr=True)
 Row = dict[str, Any]
-LinesByTest = Mapping[str, Mapping[str, Sequence[int]]]
+Coverage = Mapping[str, Mapping[str, Sequence[int]]]
 Break = tuple[Mapping[str, str], str, int, list[str]]
 RULES = (
     "Repair it by changing {files}. Its tests are right. Only the text of these files counts: it "
@@ -93,18 +89,14 @@ def make(
     for source in (str(Path(s).resolve()) if Path(s).is_dir() else s for s in sources):
         tree, limits = prepare(source), Limits(cpu_s=900, value_kib=1 << 16, output_max_mib=64)
         with tree.pool(Template(), limits, min_idle=0, all_cpus=CPUS) as pool:
-            lines_by_test = cached_json(
+            coverage = cached_json(
                 tree.folder / f"{CODE_DIGEST}-baseline.json", partial(baseline, tree, pool)
             )
             for kind in kinds:
-                breaks_found = breaks(tree, kind, lines_by_test, seed, source)
+                possible = breaks(tree, kind, coverage, seed, source)
                 prove_break = partial(prove, tree, pool, kind, show)
                 make_rows = partial(
-                    prove_some,
-                    f"{tree.name} {tree.version} {kind}",
-                    count,
-                    breaks_found,
-                    prove_break,
+                    prove_some, f"{tree.name} {tree.version} {kind}", count, possible, prove_break
                 )
                 new_rows = cached_json(
                     tree.folder / f"{CODE_DIGEST}-{kind}-{show}-{seed}-{count}.json", make_rows
@@ -113,21 +105,19 @@ def make(
     return rows
 
 
-def prove_some(name: str, count: int, breaks_left: Iterator[Break], prove: Any) -> list[Row]:
+def prove_some(name: str, count: int, possible: Iterator[Break], prove: Any) -> list[Row]:
     """The first `count` valid tasks of at most 8 * count + 40 breaks, on all processors."""
     rows: list[Row] = []
-    num_without_copies, breaks_left = 0, itertools.islice(breaks_left, 8 * count + 40)
+    num_skipped, possible = 0, itertools.islice(possible, 8 * count + 40)
     with Progress() as bar, ThreadPoolExecutor(CPUS) as threads:
         task = bar.add_task(name, total=count)
-        while len(rows) < count and (chunk := [*itertools.islice(breaks_left, 2 * CPUS)]):
+        while len(rows) < count and (chunk := [*itertools.islice(possible, 2 * CPUS)]):
             results = [*threads.map(prove, chunk)]
             rows = [*rows, *filter(None, results)][:count]
-            num_without_copies += results.count({})
+            num_skipped += results.count({})
             bar.update(task, completed=len(rows))
-    if num_without_copies:
-        CONSOLE.print(
-            f"{name}: skipped {num_without_copies} breaks: no copies of tests with other inputs"
-        )
+    if num_skipped:
+        CONSOLE.print(f"{name}: skipped {num_skipped} breaks: no copies of tests with other inputs")
     return rows
 
 
@@ -176,49 +166,39 @@ def no_test_passes(tree: Tree, results: Mapping[str, Any]) -> str:
     return f"no test passes; the first error: {error[-999:]}"
 
 
-def breaks(
-    tree: Tree, kind: str, lines_by_test: LinesByTest, seed: int, source: str
-) -> Iterator[Break]:
+def breaks(tree: Tree, kind: str, coverage: Coverage, seed: int, source: str) -> Iterator[Break]:
     """Yield breaks in the seed's order: files, file and line of the first place, its tests."""
     rng = random.Random(f"{seed} {kind} {tree.digest}")
     if kind == "commit":
-        yield from _commits(tree, lines_by_test, source) if Path(source, ".git").exists() else ()
+        yield from _commits(tree, coverage, source) if Path(source, ".git").exists() else ()
         return
     by_line: dict[tuple[str, int], set[str]] = {}
-    for test, files in lines_by_test.items():
+    for test, files in coverage.items():
         for file, line in ((file, line) for file, lines in files.items() for line in lines):
             by_line.setdefault((file, line), set()).add(test)
     places = []
     for file in tree.sources():
         with contextlib.suppress(SyntaxError, ValueError):
-            mutants_in_file = (bodies_of if kind == "body" else mutants_of)(file, tree.read(file))
-            places += [
-                p for p in mutants_in_file if any((file, line) in by_line for line in p.lines)
-            ]
+            mutants = (bodies_of if kind == "body" else mutants_of)(file, tree.read(file))
+            places += [p for p in mutants if any((file, line) in by_line for line in p.lines)]
     rng.shuffle(places)
     for place in places:
-        mutants, broken_text = [place], tree.read(place.file)
+        chosen, broken_text = [place], tree.read(place.file)
         if kind == "several":
             others = {p.line: p for p in places if p.file == place.file and p.line != place.line}
-            mutants += rng.sample([*others.values()], min(len(others), rng.choice((1, 2))))
+            chosen += rng.sample([*others.values()], min(len(others), rng.choice((1, 2))))
         # The last line first, so that earlier line numbers stay valid.
-        for mutant in sorted(mutants, key=lambda p: -p.line):
+        for mutant in sorted(chosen, key=lambda p: -p.line):
             broken_text = apply_mutant(mutant, broken_text)
-        tests = {t for p in mutants for n in p.lines for t in by_line.get((p.file, n), ())}
-        yield (
-            {place.file: broken_text},
-            place.file,
-            place.line,
-            _cheapest_tests(tests, lines_by_test),
-        )
+        tests = {t for p in chosen for n in p.lines for t in by_line.get((p.file, n), ())}
+        yield ({place.file: broken_text}, place.file, place.line, _cheapest_tests(tests, coverage))
 
 
-def _cheapest_tests(tests: set[str], lines_by_test: LinesByTest) -> list[str]:
-    """The MAX_TESTS tests that run the fewest lines."""
-    return sorted(tests, key=lambda t: (sum(map(len, lines_by_test[t].values())), t))[:MAX_TESTS]
+def _cheapest_tests(tests: set[str], coverage: Coverage) -> list[str]:
+    return sorted(tests, key=lambda t: (sum(map(len, coverage[t].values())), t))[:MAX_TESTS]
 
 
-def _commits(tree: Tree, lines_by_test: LinesByTest, source: str) -> Iterator[Break]:
+def _commits(tree: Tree, coverage: Coverage, source: str) -> Iterator[Break]:
     """Yield breaks that revert a commit of the checkout, except its tests."""
 
     def git(*arguments: str) -> str:
@@ -241,9 +221,9 @@ def _commits(tree: Tree, lines_by_test: LinesByTest, source: str) -> Iterator[Br
             answer = {
                 file: at.read_text() for file in files if (at := Path(scratch, file)).exists()
             }
-        tests = {test for test, lines in lines_by_test.items() if {*files} & lines.keys()}
+        tests = {test for test, lines in coverage.items() if {*files} & lines.keys()}
         if answer:
-            yield answer, min(answer), 1, _cheapest_tests(tests, lines_by_test)
+            yield answer, min(answer), 1, _cheapest_tests(tests, coverage)
 
 
 def copies_of(
@@ -255,57 +235,49 @@ def copies_of(
     """
     rng = random.Random(str(sorted(failed_at)))
     lines = {test.partition("[")[0]: line for test, (line, _) in failed_at.items()}
-    candidates_by_function: list[tuple[str, Copy]] = []
-    base_copies: dict[tuple[str, int, int], Copy] = {}
+    tried: list[tuple[str, Copy]] = []
+    bases: dict[tuple[str, int, int], Copy] = {}
     for head in rng.sample(sorted(lines), min(len(lines), MAX_FUNCTIONS)):
         path, _, name = head.partition("::")
         text = tree.read(path) if path.endswith(".py") else ""
         if function := functions_by_name(text).get(f"::{name}"):
-            for candidate in candidates(function, lines[head], rng):
-                candidates_by_function.append((head, candidate))
-                base_copies[head, candidate.at, candidate.case] = candidate.unchanged(function)
-    if not candidates_by_function:
+            for variant in candidates(function, lines[head], rng):
+                tried.append((head, variant))
+                bases[head, variant.at, variant.case] = variant.unchanged(function)
+    if not tried:
         return {}
 
     def run(answer: Answer, copies: Copies) -> list[tuple[str, str]]:
         return run_copies(pool, tree, answer, (), copies, VERDICT_S, rng)[1]
 
-    base_runs = [(head, candidate, None) for (head, *_), candidate in base_copies.items()]
-    messages = run(
-        {}, [*base_runs, *((head, candidate, None) for head, candidate in candidates_by_function)]
-    )
-    base_messages = dict(zip(base_copies, (value for _, value in messages), strict=False))
-    recorded_copies: list[tuple[str, Copy, str]] = []
-    for (head, candidate), (_, value) in zip(
-        candidates_by_function, messages[len(base_copies) :], strict=True
-    ):
-        if recorded := candidate.recorded(
-            value, base_messages[head, candidate.at, candidate.case], rng
-        ):
-            recorded_copies.append((head, recorded, value))
+    base_runs = [(head, variant, None) for (head, *_), variant in bases.items()]
+    messages = run({}, [*base_runs, *((head, variant, None) for head, variant in tried)])
+    usual = dict(zip(bases, (value for _, value in messages), strict=False))
+    recorded: list[tuple[str, Copy, str]] = []
+    for (head, variant), (_, value) in zip(tried, messages[len(bases) :], strict=True):
+        if copied := variant.recorded(value, usual[head, variant.at, variant.case], rng):
+            recorded.append((head, copied, value))
     broken_ends = (
-        run(broken, [(head, candidate, None) for head, candidate, _ in recorded_copies])
-        if recorded_copies
-        else []
+        run(broken, [(head, variant, None) for head, variant, _ in recorded]) if recorded else []
     )
-    distinguishing = [
-        (head, candidate)
-        for (head, candidate, value), (letter, other)
-        in zip(recorded_copies, broken_ends, strict=True)
+    useful = [
+        (head, variant)
+        for (head, variant, value), (letter, other)
+        in zip(recorded, broken_ends, strict=True)
         if letter == "f" and other != value and other[:1] in ("", "@")
     ]  # fmt: skip
     checks = [
-        (head, candidate, value)
-        for head, candidate in distinguishing
-        for value in (candidate.right, candidate.wrong)
+        (head, variant, value)
+        for head, variant in useful
+        for value in (variant.right, variant.wrong)
     ]
     check_ends = [letter for letter, _ in run({}, checks)] if checks else []
     copies: dict[str, list[Copy]] = {}
-    for (head, candidate), right, wrong in zip(
-        distinguishing, check_ends[::2], check_ends[1::2], strict=True
+    for (head, variant), right, wrong in zip(
+        useful, check_ends[::2], check_ends[1::2], strict=True
     ):
         if (right, wrong) == ("p", "f"):
-            copies.setdefault(head, []).append(candidate)
+            copies.setdefault(head, []).append(variant)
     return copies
 
 
@@ -362,13 +334,13 @@ def hold_out(rows: Sequence[Row], seed: int = 0) -> tuple[list[Row], list[Row]]:
         )
     random.Random(seed).shuffle(keys)
     counts = Counter(row[key] for row in rows)
-    heldout_keys: list[str] = []
+    heldout: list[str] = []
     for name in keys:
-        if sum(counts[held_key] for held_key in (*heldout_keys, name)) <= len(rows) // 4:
-            heldout_keys.append(name)
-    heldout_keys = heldout_keys or [min(keys, key=lambda name: counts[name])]
-    return [row for row in rows if row[key] not in heldout_keys], [
-        row for row in rows if row[key] in heldout_keys
+        if sum(counts[key_] for key_ in (*heldout, name)) <= len(rows) // 4:
+            heldout.append(name)
+    heldout = heldout or [min(keys, key=lambda name: counts[name])]
+    return [row for row in rows if row[key] not in heldout], [
+        row for row in rows if row[key] in heldout
     ]
 
 

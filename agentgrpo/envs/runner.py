@@ -54,7 +54,6 @@ class EpisodeRunner:
     def step(
         self, episode: AnyEpisode, action: Action, of: RolloutId = (None, None)
     ) -> Future[Any]:
-        """Start a step. The result is its Observation."""
         return self._start(episode, of, episode.step, action, read=checked_observation)
 
     def snapshot(
@@ -85,7 +84,6 @@ class EpisodeRunner:
         ask: ModelRequest,
         of: RolloutId = (None, None),
     ) -> Future[str]:
-        """Start a request of the episode to another model. The result is the model's reply."""
         return self._start(episode, of, speaker, ask)
 
     def finish(
@@ -134,7 +132,7 @@ def checked_episode(episode: Any) -> AnyEpisode:
 
 
 @contextlib.contextmanager
-def network_errors_as_infra_errors(called: Any) -> Iterator[None]:
+def network_errors_as_infra(called: Any) -> Iterator[None]:
     """Convert an environment's TimeoutError or ConnectionError to InfrastructureError."""
     try:
         yield
@@ -204,7 +202,7 @@ class _Work:
     @contextlib.contextmanager
     def _error_context(self, **limit: Any) -> Iterator[None]:
         call = user_call(self._called, task=self._task, rollout=self._rollout, **limit)
-        with network_errors_as_infra_errors(self._called), call:
+        with network_errors_as_infra(self._called), call:
             yield
 
     def _must_close(self, in_time: bool, error: BaseException | None) -> bool:

@@ -55,8 +55,6 @@ Find = Callable[[str, int], list[Text]]
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """The rollout for which a search runs."""
-
     question: str
     requests: list[str] = field(default_factory=list)
     """Requests that the cache could not answer: documents, page, summary."""
@@ -199,11 +197,9 @@ class Search:
 
     @property
     def searches(self) -> bool:
-        """Whether there is a corpus or a retriever."""
         return self._find is not None
 
     def episode(self, task: Task) -> SearchEpisode:
-        """Make the searches of one rollout."""
         return SearchEpisode(self.toolset, str(task.messages[-1]["content"]))
 
     def close(self) -> None:
@@ -285,7 +281,6 @@ class DiskCache:
             raise ValueError(f"cache: {path}: {error}") from error
 
     def get(self, request: Any, compute: Callable[[], Any]) -> Any:
-        """Return the stored result, or compute and store it."""
         key = json.dumps(request, sort_keys=True)
         stored = self._lookup(key)
         if stored is None:
@@ -421,7 +416,6 @@ def _load_encoder(dense: Dense, load: Callable[[Path, str], Any] | None) -> Any:
 
 
 def _endpoint_named(endpoints: Mapping[str, Any], name: str, key: str, kind: str) -> Any:
-    """Return the endpoint that an option names. None: the option is empty."""
     endpoint = endpoints.get(name)
     if name and (endpoint is None or isinstance(endpoint, str)):
         raise ValueError(

@@ -48,13 +48,11 @@ class ToolResult:
 
 def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> Schema:
     """The schema of a tool for chat templates. `parameters` is the JSON schema of an object."""
-    properties = {
-        key: value for key, value in parameters.items() if key not in ("title", "$schema")
-    }
+    schema = {key: value for key, value in parameters.items() if key not in ("title", "$schema")}
     function = {
         "name": name,
         "description": description,
-        "parameters": {"properties": {}, **properties},
+        "parameters": {"properties": {}, **schema},
     }
     return inlined({"type": "function", "function": function})
 
@@ -178,12 +176,12 @@ def observation_of(answers: Sequence[ToolResult]) -> Observation:
     return Observation("\n".join(texts), failed=bool(errors), outputs=texts, counts=counts)
 
 
-def require_same(reset: str, shown: str | None, text: str | None, source: str) -> None:
+def require_same(reset: str, expected: str | None, text: str | None, source: str) -> None:
     """Raise ValueError if reset() returned another text than the one in the task's prompt."""
-    if text != shown:
+    if text != expected:
         raise ValueError(
-            f"{reset}: expected the same text each time, got {shown!r:.400} for the prompt, then "
-            f"{text!r:.400}. Derive the state from {source}, not from new random numbers"
+            f"{reset}: expected the same text each time, got {expected!r:.400} for the prompt, "
+            f"then {text!r:.400}. Derive the state from {source}, not from new random numbers"
         )
 
 
@@ -216,7 +214,6 @@ class ToolEnv:
         return self.toolset.schemas
 
     def reset(self, task: Task) -> ToolEpisode | AsyncToolEpisode:
-        """Make an episode: asynchronous if any tool is async."""
         return (AsyncToolEpisode if self.toolset.any_async else ToolEpisode)(self.toolset)
 
 

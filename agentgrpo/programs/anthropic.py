@@ -78,7 +78,6 @@ class _BlockMessage(BaseModel):
         return self
 
     def to_messages(self) -> list[Message]:
-        """Convert to messages. Each tool result becomes a message."""
         messages: list[Message] = []
         for block in self.content:
             if block.type == "tool_result":
@@ -129,32 +128,29 @@ def parse_request(body: Mapping[str, Any]) -> TurnRequest:
     """Parse a request to /v1/messages."""
     if body.get("thread"):
         raise BadRequest("thread: is not offered", UNTHREADED, "thread")
-    parsed_body = parse_body(MessagesBody, body, IGNORED, REFUSED)
-    choice, output_config = (
-        parsed_body.tool_choice or _ToolChoice(),
-        parsed_body.output_config or {},
-    )
-    messages = [message for sent in parsed_body.messages for message in sent.to_messages()]
+    parsed = parse_body(MessagesBody, body, IGNORED, REFUSED)
+    choice, output = (parsed.tool_choice or _ToolChoice(), parsed.output_config or {})
+    messages = [message for sent in parsed.messages for message in sent.to_messages()]
     if messages[-1].role == "assistant":
         raise BadRequest("messages: to begin an answer is not offered", param="messages")
     tools = [
         tool.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-        for tool in parsed_body.tools or ()
+        for tool in parsed.tools or ()
     ]
     return turn_request(
-        parsed_body,
+        parsed,
         tools=[{"type": "function", "function": tool} for tool in tools],
         choice=CHOICES.get(choice.type) or choice_named(choice.name),
         overrides={
-            "response_format": output_config.get("format") or parsed_body.output_format,
-            "reasoning_effort": output_config.get("effort"),
-            "thinking": parsed_body.thinking,
+            "response_format": output.get("format") or parsed.output_format,
+            "reasoning_effort": output.get("effort"),
+            "thinking": parsed.thinking,
         },
         messages=with_tool_names(
-            [*([Message("system", parsed_body.system)] if parsed_body.system else []), *messages]
+            [*([Message("system", parsed.system)] if parsed.system else []), *messages]
         ),
-        max_tokens=parsed_body.max_tokens,
-        stop=tuple(parsed_body.stop_sequences or ()),
+        max_tokens=parsed.max_tokens,
+        stop=tuple(parsed.stop_sequences or ()),
         one_call=choice.disable_parallel_tool_use is True,
         objects=True,
     )

@@ -165,12 +165,12 @@ class Conversations:
         tools: bool,
     ) -> Int32 | None:
         """Append messages to a row. None: the template cannot render them after a turn."""
-        rendered_messages = [message.for_template() for message in new]
+        messages = [message.for_template() for message in new]
         prefix = after.row.transcript.ids[: after.end]
         roles = [message.role for message in before]
         try:
             observation = self._chat.observation_ids(
-                rendered_messages, last_id=int(prefix[-1]), tools=tools, roles=roles
+                messages, last_id=int(prefix[-1]), tools=tools, roles=roles
             )
         except ValueError:
             return None

@@ -149,7 +149,6 @@ class Endpoint:
         return f"http://127.0.0.1:{self.port}"
 
     def open(self, make: Callable[[str], Session]) -> Session:
-        """Open a session with a new random key."""
 
         async def work() -> Session:
             key = f"sk-{secrets.token_urlsafe(24)}"
@@ -170,7 +169,6 @@ class Endpoint:
         return asyncio.run_coroutine_threadsafe(self._serve(listener, session), self._loop)
 
     def stop_listening(self, listening: Listening) -> None:
-        """Close a socket of listen() and its connections."""
         self._loop.call_soon_threadsafe(listening.close)
 
     def close(self) -> None:
@@ -263,7 +261,6 @@ class Endpoint:
         return session
 
     async def _models(self, request: Any, session: Session) -> Any:
-        """The model, with the fields of both OpenAI's and Anthropic's protocols."""
         model = {
             "id": MODEL, "object": "model", "created": 0, "owned_by": "agentgrpo", "type": "model",
             "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z",

@@ -274,7 +274,6 @@ class Process:
 
 
 def _answer_at(path: Path) -> tuple[str | None, str] | None:
-    """As _answer_in(), for a file of this machine."""
     if not os.path.lexists(path):
         return None
     try:
@@ -317,17 +316,12 @@ class Sandboxed:
         return _ProgramThread(lambda run: self._run_program(run, task, session, endpoint))
 
     def _prepare_session(
-        self,
-        sandbox_session: Any,
-        task: Task,
-        session: Session,
-        endpoint: Endpoint,
-        stack: ExitStack,
+        self, jail: Any, task: Task, session: Session, endpoint: Endpoint, stack: ExitStack
     ) -> None:
         """Connect a session to the endpoint until `stack` closes; write the files and the task."""
-        server = endpoint.listen(listener_in(sandbox_session), session).result()
+        server = endpoint.listen(listener_in(jail), session).result()
         stack.callback(endpoint.stop_listening, server)
-        with contextlib.closing(sandbox_session.files()) as files:
+        with contextlib.closing(jail.files()) as files:
             for name, data in self._files.items():
                 files.write(self.folder + name, data)
             files.write(self.folder + TASK_FILE, json.dumps(task_json(task), ensure_ascii=False))
@@ -337,12 +331,12 @@ class Sandboxed:
     ) -> Outcome:
         with ExitStack() as stack:
             with self._starts:
-                sandbox_session = stack.enter_context(self._pool.acquire())
-                self._prepare_session(sandbox_session, task, session, endpoint, stack)
-            run.set_stop(sandbox_session.close)
+                jail = stack.enter_context(self._pool.acquire())
+                self._prepare_session(jail, task, session, endpoint, stack)
+            run.set_stop(jail.close)
             env = {**NO_TELEMETRY, **self._pool.template.env, **session_variables(session.key)}
-            result = sandbox_session.step(self._code, self._timeout_s, env=env)
-            answer = None if result.state_lost else _answer_in(sandbox_session)
+            result = jail.step(self._code, self._timeout_s, env=env)
+            answer = None if result.state_lost else _answer_in(jail)
         if result.status is StepStatus.INFRA_ERROR:
             raise InfrastructureError(result.detail)
         answer_text, problem = answer or (last_line(result.stdout), "")
@@ -385,7 +379,6 @@ class Hosted(Sandboxed):
         ]
 
     def for_episode(self, episode: Any) -> Hosted:
-        """Return a launcher for one episode."""
         launcher = copy.copy(self)
         launcher._begin = episode.begin
         return launcher
@@ -395,11 +388,11 @@ class Hosted(Sandboxed):
     ) -> Outcome:
         with ExitStack() as stack:
             with self._starts:
-                sandbox_session = self._begin()
-                self._prepare_session(sandbox_session, task, session, endpoint, stack)
+                jail = self._begin()
+                self._prepare_session(jail, task, session, endpoint, stack)
             env = {
                 **NO_TELEMETRY,
-                **sandbox_session.places.environment(Template()),
+                **jail.places.environment(Template()),
                 **session_variables(session.key),
             }
             env["AGENTGRPO_TASK"] = self.folder + TASK_FILE
@@ -407,8 +400,8 @@ class Hosted(Sandboxed):
             command_line = f"{shlex.join(['chmod', '+x', *executable])}; " * bool(executable)
             command_line += f"exec {shlex.join(self._command)} < {env['AGENTGRPO_TASK']}"
             program = Program(
-                sandbox_session.channels, ["/bin/bash", "-c", command_line], env=env,
-                directory=sandbox_session.places.home, output_max=4 << 20,
+                jail.channels, ["/bin/bash", "-c", command_line], env=env,
+                directory=jail.places.home, output_max=4 << 20,
             )  # fmt: skip
             stack.callback(program.close)
             run.set_stop(program.kill)
@@ -425,12 +418,12 @@ class Hosted(Sandboxed):
         return _exit_outcome(str(code), stderr, last_line(stdout), "", reason)
 
 
-def _answer_in(sandbox_session: Any) -> tuple[str | None, str] | None:
+def _answer_in(jail: Any) -> tuple[str | None, str] | None:
     """Read the program's answer file. Returns its text and a problem, or None without a file.
 
     The file is untrusted: it may be a pipe, a directory or a dangling link.
     """
-    with contextlib.closing(sandbox_session.files()) as files:
+    with contextlib.closing(jail.files()) as files:
         try:
             return (files.read(ANSWER_FILE), "") if files.exists(ANSWER_FILE) else None
         except (SandboxInfraError, SandboxNotFoundException):
@@ -448,11 +441,11 @@ def _exit_outcome(code: str, stderr: str, answer: str | None, problem: str, reas
         return Outcome(answer, problem)
     stderr = stderr.strip()
     last = stderr.rpartition("\n")[2]
-    is_program_fault = code in NOT_FOUND or (
+    at_fault = code in NOT_FOUND or (
         PYTHON_FAILURE.search(stderr) and not last.startswith(OUT_OF_MEMORY)
     )
     message = f"exited with {code}{reason and f' ({reason})'}: {stderr[-TAIL:]}"
-    return Outcome(answer, message, program_fault=code.isdecimal() and bool(is_program_fault))
+    return Outcome(answer, message, program_fault=code.isdecimal() and bool(at_fault))
 
 
 def _files_in(path: Path) -> list[tuple[str, Path]]:
@@ -463,8 +456,6 @@ def _files_in(path: Path) -> list[tuple[str, Path]]:
 
 
 class _ProgramThread:
-    """A running program, with a thread that waits for it."""
-
     def __init__(self, run_program: Callable[[_ProgramThread], Outcome]) -> None:
         self.outcome: Future[Outcome] = Future()
         self._stopped = False

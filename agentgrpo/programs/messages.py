@@ -66,20 +66,17 @@ class Message:
         reasoning, ids of calls, text next to calls, trailing spaces.
         """
         calls = tuple((call.name, json_key(call.arguments)) for call in self.calls)
-        content = (
-            "" if calls else self._without_outer_space if self.role == "assistant" else self.content
-        )
+        content = "" if calls else self._stripped if self.role == "assistant" else self.content
         # a tool message's name is copied from the call, or made up by the client
         name = "" if self.role == "tool" else self.name
         return self.role, content, calls, self.call_id, name
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The ids of its calls."""
         return tuple(call.id for call in self.calls)
 
     @property
-    def _without_outer_space(self) -> str:
+    def _stripped(self) -> str:
         return "\n".join(map(str.rstrip, self.content.strip().splitlines()))
 
     def may_be(self, delivered: Message) -> bool:
@@ -90,12 +87,9 @@ class Message:
         """
         has_same_reasoning = self.reasoning is None or self.reasoning == (delivered.reasoning or "")
         has_only_calls = not self.content and self.ids == delivered.ids
-        return has_same_reasoning and (
-            self._without_outer_space == delivered._without_outer_space or has_only_calls
-        )
+        return has_same_reasoning and (self._stripped == delivered._stripped or has_only_calls)
 
     def for_template(self) -> dict[str, Any]:
-        """Convert to a message for a chat template."""
         template_message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
             template_message["tool_calls"] = [

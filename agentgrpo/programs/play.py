@@ -68,14 +68,12 @@ class ProgramSampler(AnySampler):
         endpoint = self._endpoint
 
         # episodes that run themselves also make their prompts: all of them are trained on
-        is_own_program = getattr(self._env, "plays", False)
+        plays = getattr(self._env, "plays", False)
         model_args = self._chat, config, self._engine.max_model_len, self._read_calls
         session_options = self._act_in_thoughts, self._tell_once
 
         def open_session(on_request: Any, task: Task) -> Session:
-            texts = [
-                m["content"] for m in task.messages if m["role"] == "user" and not is_own_program
-            ]
+            texts = [m["content"] for m in task.messages if m["role"] == "user" and not plays]
             return endpoint.open(
                 lambda key: Session(key, *model_args, on_request, *session_options, texts or ("",))
             )
@@ -92,7 +90,6 @@ class ProgramSampler(AnySampler):
         return finished_groups, player.stats
 
     def _report_ignored_options(self, groups: Sequence[Group]) -> None:
-        """Report each ignored option of requests once."""
         stats = {name for group in groups for rollout in group.rollouts for name in rollout.stats}
         ignored = {name.removeprefix(UNENFORCED) for name in stats if name.startswith(UNENFORCED)}
         if new := sorted(ignored - self._reported):
@@ -105,8 +102,6 @@ class ProgramSampler(AnySampler):
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A rollout whose program is running."""
-
     task: Task
     attempt: int
     session: Session
@@ -153,7 +148,6 @@ class _Player:
 
     @property
     def stats(self) -> SamplerStats:
-        """Counts of this call."""
         return self.groups.stats
 
     def run(self) -> list[Group]:
@@ -278,14 +272,10 @@ class _Player:
     def _on_program_end(self, index: int, future: Future[Outcome]) -> None:
         """Make a rollout of a program that has ended, and get its rewards."""
         live = self.live.pop(index)
-        pending = [
-            (request_id, request)
-            for request_id, (request_index, request) in self.decoding.items()
-            if request_index == index
-        ]
-        self.engine.abort([request_id for request_id, _ in pending])
-        for request_id, _ in pending:
-            del self.decoding[request_id]
+        pending = [(name, request) for name, (of, request) in self.decoding.items() if of == index]
+        self.engine.abort([name for name, _ in pending])
+        for name, _ in pending:
+            del self.decoding[name]
         self.endpoint.end(live.session)
         rollout = self._make_rollout(live, future)
         rollout.treatment = treatment_of(rollout.status, self.config)
@@ -305,7 +295,6 @@ class _Player:
         finish.add_done_callback(lambda future: self.inbox.put((index, future)))
 
     def _retry_or_record(self, index: int, attempt: int, rollout: Rollout) -> None:
-        """Queue the rollout again if it is to be retried, else record it."""
         self.stats.infra_failures += rollout.status is Status.INFRA_ERROR
         if rollout.treatment is Treatment.RETRY and attempt < self.config.max_retries:
             self.stats.retries += 1
@@ -394,7 +383,6 @@ class _Player:
         print_stderr(f"{failed}; the first {first.failed}")
 
     def _stop(self) -> None:
-        """Stop running programs and close their environments."""
         try:
             self.engine.abort(list(self.decoding))
         finally:
@@ -420,6 +408,5 @@ def _rollout_without_turns(session: Session, task: Task, error: str) -> Rollout:
 
 
 def _prompt_segment(session: Session, task: Task) -> Segment:
-    """The task as a prompt, for a rollout without rows."""
     ids = session.chat.prompt_ids([dict(message) for message in task.messages])
     return Segment(np.asarray(ids, np.int32))

@@ -12,14 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from agentgrpo.actions import inlined
 from agentgrpo.programs.messages import BadRequest, Call, ChatMessage, Message, with_tool_names
@@ -168,10 +161,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def parse_body(
-    model_class: type[Kind],
-    body: Mapping[str, Any],
-    ignored: Collection[str],
-    rejected: Collection[str],
+    model: type[Kind], body: Mapping[str, Any], ignored: Collection[str], rejected: Collection[str]
 ) -> Kind:
     """Validate a request's body. Raises BadRequest with the first wrong field."""
     for name in rejected:
@@ -179,7 +169,7 @@ def parse_body(
             raise BadRequest(f"{name}: is not offered", param=name)
     try:
         dropped = {*ignored, *rejected}
-        return model_class.model_validate({k: v for k, v in body.items() if k not in dropped})
+        return model.model_validate({k: v for k, v in body.items() if k not in dropped})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
@@ -249,17 +239,17 @@ def usage(reply: Reply) -> dict[str, Any]:
 def chat_json(reply: Reply) -> dict[str, Any]:
     """Format a reply as one response."""
     message = reply.message
-    message_json: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "role": "assistant",
         "content": message.content or (None if message.calls else ""),
         "refusal": None,
         "reasoning_content": message.reasoning,  # else litellm searches content for thoughts
     }
     if message.calls:
-        message_json["tool_calls"] = [_call_json(call) for call in message.calls]
+        fields["tool_calls"] = [_call_json(call) for call in message.calls]
     choice = {
         "index": 0,
-        "message": message_json,
+        "message": fields,
         "finish_reason": reply.finish_reason,
         "logprobs": None,
     }

@@ -55,7 +55,6 @@ class _Item(BaseModel):
         return self
 
     def to_message(self) -> Message:
-        """Convert one item to a message."""
         match self.type:
             case "message":
                 assert self.role is not None
@@ -103,29 +102,25 @@ class ResponsesBody(Body):
 
 def parse_request(body: Mapping[str, Any]) -> TurnRequest:
     """Parse a request to /v1/responses."""
-    parsed_body = parse_body(ResponsesBody, body, IGNORED, REFUSED)
-    system_messages = (
-        [Message("system", parsed_body.instructions)] if parsed_body.instructions else []
-    )
-    text, reasoning = parsed_body.text or {}, parsed_body.reasoning or {}
-    tools = [
-        tool.model_dump(exclude_none=True, exclude={"type"}) for tool in parsed_body.tools or ()
-    ]
+    parsed = parse_body(ResponsesBody, body, IGNORED, REFUSED)
+    first = [Message("system", parsed.instructions)] if parsed.instructions else []
+    text, reasoning = parsed.text or {}, parsed.reasoning or {}
+    tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in parsed.tools or ()]
     return turn_request(
-        parsed_body,
+        parsed,
         tools=[{"type": "function", "function": tool} for tool in tools],
-        choice=parsed_body.tool_choice,
+        choice=parsed.tool_choice,
         overrides={
             "response_format": text.get("format"),
             "verbosity": text.get("verbosity"),
             "reasoning_effort": reasoning.get("effort"),
             "reasoning_summary": reasoning.get("summary") or reasoning.get("generate_summary"),
-            "include": parsed_body.include or None,
-            "truncation": parsed_body.truncation,
+            "include": parsed.include or None,
+            "truncation": parsed.truncation,
         },
-        messages=with_tool_names([*system_messages, *_messages(parsed_body.input)]),
-        max_tokens=parsed_body.max_output_tokens,
-        one_call=parsed_body.parallel_tool_calls is False,
+        messages=with_tool_names([*first, *_messages(parsed.input)]),
+        max_tokens=parsed.max_output_tokens,
+        one_call=parsed.parallel_tool_calls is False,
     )
 
 
@@ -156,7 +151,7 @@ def _messages(items: Sequence[_Item]) -> list[Message]:
 def to_json(reply: Reply) -> dict[str, Any]:
     """Format a reply as one response. It does not repeat the request's fields."""
     is_truncated = reply.finish_reason == "length"
-    token_usage = usage(reply)
+    used = usage(reply)
     return {
         "id": f"resp_{reply.id}",
         "object": "response",
@@ -170,14 +165,11 @@ def to_json(reply: Reply) -> dict[str, Any]:
         "tool_choice": "auto",
         "tools": [],
         "usage": {
-            "input_tokens": token_usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cache_write_tokens": 0,
-                **token_usage["prompt_tokens_details"],
-            },
-            "output_tokens": token_usage["completion_tokens"],
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": {"cache_write_tokens": 0, **used["prompt_tokens_details"]},
+            "output_tokens": used["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": token_usage["total_tokens"],
+            "total_tokens": used["total_tokens"],
         },
     }
 

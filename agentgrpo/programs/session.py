@@ -129,13 +129,11 @@ class Session:
             raise BadRequest("the request is nested too deeply") from None
 
     def require_size(self, size: int) -> None:
-        """Refuse a request that is too large to parse and tokenize."""
         if size > MAX_BYTES_PER_TOKEN * self.max_model_len:
             self.refused = self.ended_by or Status.TRUNCATED_LENGTH
             raise self._too_long(f"your request has {size} bytes")
 
     async def begin(self, request: TurnRequest, size: int) -> Pending:
-        """Start sampling a turn for a request of `size` bytes."""
         try:
             return await self._begin(request, size)
         except BadRequest as error:
@@ -216,7 +214,6 @@ class Session:
         return min(self.config.max_turn_tokens, self.max_model_len - length)
 
     def _too_long(self, why: str) -> BadRequest:
-        """The error for a request that is too long or exceeds a budget."""
         return BadRequest(
             # begins like OpenAI's error, which clients match
             f"This model's maximum context length is reached: {why}.",

@@ -139,7 +139,6 @@ class Question:
         self.buffer.append(replace(trajectory, quality=self._quality(trajectory.rollout)))
 
     def record(self) -> dict[str, Any]:
-        """A line of buffer.jsonl."""
         trajectories = [trajectory.record() for trajectory in self.buffer]
         return {"id": self.task.id, "trajectories": trajectories, "log": self.log}
 

@@ -183,7 +183,7 @@ def estimates(rows: Sequence[TaskRow], *, resamples: int = 2000) -> dict[str, Es
     measures, rows = _all_measures(rows), complete_rows(rows)
     if not rows:
         return dict.fromkeys(measures, Estimate(None, None, None))
-    resampled_indices = _resample(len(rows), resamples)
+    drawn = _resample(len(rows), resamples)
     result = {}
     for name, measure in measures.items():
         values = _column(rows, name) if name in rows[0].columns else None
@@ -191,7 +191,7 @@ def estimates(rows: Sequence[TaskRow], *, resamples: int = 2000) -> dict[str, Es
         if values is not None and np.isin(values, (0.0, 1.0)).all():
             low, high = wilson(int(values.sum()), len(values))
         else:
-            low, high = _percentiles(measure(_means(rows, resampled_indices)))
+            low, high = _percentiles(measure(_means(rows, drawn)))
         result[name] = _estimate(float(value[0]), low, high)
     return result
 
@@ -201,29 +201,29 @@ def differences(
 ) -> dict[str, Estimate]:
     """`after` minus `before` for every common measure, paired by tasks complete in both."""
     by_id = {row.id: row for row in after}
-    unmatched_ids = by_id.keys() ^ {row.id for row in before}
-    if unmatched_ids or len(by_id) != len(after) or len(before) != len(after) or not before:
-        example = f"; {min(unmatched_ids)!r} is in one of them only" if unmatched_ids else ""
+    unmatched = by_id.keys() ^ {row.id for row in before}
+    if unmatched or len(by_id) != len(after) or len(before) != len(after) or not before:
+        example = f"; {min(unmatched)!r} is in one of them only" if unmatched else ""
         raise ValueError(
             f"expected two runs on the same tasks, got {len(before)} and {len(after)}{example}"
         )
-    before_measures, after_measures = _all_measures(before), _all_measures(after)
-    paired_rows = [
+    then_measures, after_measures = _all_measures(before), _all_measures(after)
+    pairs = [
         (row, by_id[row.id]) for row in complete_rows(before) if complete_rows([by_id[row.id]])
     ]
-    if not paired_rows:
+    if not pairs:
         return dict.fromkeys(
-            (name for name in before_measures if name in after_measures), Estimate(None, None, None)
+            (name for name in then_measures if name in after_measures), Estimate(None, None, None)
         )
-    before, after = zip(*paired_rows, strict=True)
-    resampled_indices = _resample(len(before), resamples)
+    before, after = zip(*pairs, strict=True)
+    drawn = _resample(len(before), resamples)
     result = {}
-    for name in (name for name in before_measures if name in after_measures):
-        value = after_measures[name](_means(after, None)) - before_measures[name](
+    for name in (name for name in then_measures if name in after_measures):
+        value = after_measures[name](_means(after, None)) - then_measures[name](
             _means(before, None)
         )
-        resampled = after_measures[name](_means(after, resampled_indices)) - before_measures[name](
-            _means(before, resampled_indices)
+        resampled = after_measures[name](_means(after, drawn)) - then_measures[name](
+            _means(before, drawn)
         )
         result[name] = _estimate(float(value[0]), *_percentiles(resampled))
     return result
@@ -241,11 +241,9 @@ def _column(rows: Sequence[TaskRow], name: str) -> Floats:
     return np.array([row.columns[name] for row in rows], np.float64)
 
 
-def _means(
-    rows: Sequence[TaskRow], resampled_indices: NDArray[np.int64] | None
-) -> dict[str, Floats]:
+def _means(rows: Sequence[TaskRow], drawn: NDArray[np.int64] | None) -> dict[str, Floats]:
     """Means over tasks by column: [1], or [resamples] with indices [resamples, tasks]."""
-    index = np.arange(len(rows))[None, :] if resampled_indices is None else resampled_indices
+    index = np.arange(len(rows))[None, :] if drawn is None else drawn
     return {name: _column(rows, name)[index].mean(axis=1) for name in rows[0].columns}
 
 

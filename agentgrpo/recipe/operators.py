@@ -38,7 +38,6 @@ class OperatorContext:
     config: FlywheelConfig
 
     def ask(self, endpoint: Endpoint, prompt: str) -> str:
-        """Get one reply of a model."""
         (reply,) = endpoint.complete(
             [{"role": "user", "content": prompt}],
             temperature=self.config.critic_temperature,
@@ -220,7 +219,6 @@ def _continue_from(
 
 
 def _first_flaw(context: OperatorContext, candidate: Candidate) -> int:
-    """Index of the first flawed step according to the critic."""
     return _step_in(context.ask(context.critic, _prompt(FLAW, candidate)), candidate)
 
 

@@ -257,10 +257,7 @@ def settings_of(recipe: RecipeConfig) -> TrainConfig:
     rate = recipe.sft.learning_rate or recipe.learner.learning_rate
     return recipe.of_run(
         out_dir=str(recipe.out_dir / "sft"),
-        loss={
-            "loss_type": "dapo",
-            "vllm_importance_sampling_correction": False,
-        },
+        loss={"loss_type": "dapo", "vllm_importance_sampling_correction": False},
         **{"learner.learning_rate": rate},
     )
 

@@ -47,7 +47,6 @@ class PlayedTurn:
 
     @property
     def segments(self) -> list[Segment]:
-        """The segments of the turn and of the observation."""
         return [segment for segment, _ in self.pieces] + ([self.result] if self.result else [])
 
 
@@ -179,8 +178,6 @@ def _authored_segments(segment: Segment, prefix_length: int, author: str) -> Aut
 
 
 class _RecordingAgent:
-    """An agent that records the text of each observation."""
-
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.results: list[str] = []

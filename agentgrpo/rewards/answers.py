@@ -110,7 +110,7 @@ def only_number(text: str) -> Number | None:
     return None if by_zero else number
 
 
-def _normalize_signs_and_gaps(text: str) -> str:
+def _normalize(text: str) -> str:
     """Replace Unicode minus signs by `-` and join digits that gaps group: 10 000 is 10000."""
 
     def join(match: re.Match[str]) -> str:
@@ -122,7 +122,7 @@ def _normalize_signs_and_gaps(text: str) -> str:
 
 
 def _normalize_latex(text: str) -> str:
-    text = _normalize_signs_and_gaps(text)
+    text = _normalize(text)
     for spelling, plain in SPELLINGS:
         text = spelling.sub(plain, text)
     return text
@@ -137,8 +137,8 @@ def _number(match: re.Match[str]) -> Number:
     denominator = Decimal(match["under"].replace(",", ""))
     if not denominator or len(match[0]) >= 100:
         return denominator
-    whole = Fraction(sign + (match["whole"] or "0"))
-    return whole + Fraction(numerator) / Fraction(denominator)
+    integer = Fraction(sign + (match["whole"] or "0"))
+    return integer + Fraction(numerator) / Fraction(denominator)
 
 
 def expected_numbers(task: Task) -> list[Number]:
@@ -169,9 +169,7 @@ def same_mathematics(answer: str, expected: str) -> Comparison:
     """
     if has_open_box(answer):
         return Comparison(expected_parsed=True, answer_parsed=False, equal=False)
-    answer, expected = (
-        _normalize_signs_and_gaps(text).replace("\\$", "") for text in (answer, expected)
-    )
+    answer, expected = (_normalize(text).replace("\\$", "") for text in (answer, expected))
     if not expected.rstrip(" $}").endswith("*"):
         answer = answer.strip(" \n\t*`")  # Markdown for bold and code
     number, expected_number = only_number(answer), only_number(expected)
@@ -180,7 +178,7 @@ def same_mathematics(answer: str, expected: str) -> Comparison:
     comparison = compare(_as_formula(expected), answer)
     expected_parsed, answer_parsed, equal = comparison
     if not expected_parsed:
-        equal = _without_space_and_dollars(answer) == _without_space_and_dollars(expected)
+        equal = _strip_dollars(answer) == _strip_dollars(expected)
     elif not equal and comparison is not LIMIT_EXCEEDED and answer != _as_formula(answer):
         equal = compare(_as_formula(expected), _as_formula(answer)).equal
     return Comparison(expected_parsed, answer_parsed or equal, equal)
@@ -202,13 +200,13 @@ def _as_formula(text: str) -> str:
     return text if "\\boxed" in text or "$" in text else f"${text}$"
 
 
-def _without_space_and_dollars(text: str) -> str:
+def _strip_dollars(text: str) -> str:
     return "".join(text.replace("$", "").split())
 
 
 def expected_mathematics(task: Task) -> list[str]:
     """The accepted answers. Raises ValueError if one is empty."""
-    return _require_content(task, _without_space_and_dollars)
+    return _require_content(task, _strip_dollars)
 
 
 def _require_content(task: Task, content_of: Callable[[str], Sequence[str]]) -> list[str]:

@@ -80,7 +80,6 @@ def chosen_option(answer: str, options: dict[str, str]) -> str | None:
 
 
 def _label(text: str, options: dict[str, str]) -> str | None:
-    """The label that the first words of a text name, or None."""
     text = OPENING.sub("", DENIAL.sub("", text, count=1), count=1).partition("\n")[0]
     as_text = [label for label, option in options.items() if _bare(option) == _bare(text) != ""]
     if len(as_text) == 1 and _bare(text).upper() not in options:

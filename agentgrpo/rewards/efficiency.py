@@ -30,12 +30,7 @@ def well_formed(rollout: Rollout) -> bool:
     return answered and not rollout.stats.get("malformed", 0.0)
 
 
-def add_efficiency(
-    group: Group,
-    *,
-    sigma_tool: float = 0.2,
-    sigma_length: float = 0.5,
-) -> None:
+def add_efficiency(group: Group, *, sigma_tool: float = 0.2, sigma_length: float = 0.5) -> None:
     """Add the part `answer_efficiency` to a scored group's rewards, and replace the part `format`.
 
     `format` becomes 0 for a well_formed() rollout and -1 for any other. Rollouts outside the

@@ -116,7 +116,6 @@ atexit.register(_PROCESS.stop)
 
 
 def _serve(cpu_seconds: int) -> None:
-    """Process comparisons until the parent closes the pipe."""
     from math_verify import parse, verify
 
     logging.disable()  # math-verify warns at every comparison without a timeout
@@ -128,14 +127,9 @@ def _serve(cpu_seconds: int) -> None:
         _allow(cpu_seconds)
         expected, answer = json.loads(line)
         try:
-            parsed_expected, parsed_answer = (
-                parse_expected(expected),
-                parse(answer, parsing_timeout=None),
-            )
-            equal = bool(parsed_expected and parsed_answer) and verify(
-                parsed_expected, parsed_answer, timeout_seconds=None
-            )
-            result = Comparison(bool(parsed_expected), bool(parsed_answer), bool(equal))
+            gold, parsed = (parse_expected(expected), parse(answer, parsing_timeout=None))
+            equal = bool(gold and parsed) and verify(gold, parsed, timeout_seconds=None)
+            result = Comparison(bool(gold), bool(parsed), bool(equal))
         except Exception:  # sympy can exceed memory, recursion depth, number of digits, ...
             result = LIMIT_EXCEEDED
         print(json.dumps(result), flush=True)  # noqa: T201

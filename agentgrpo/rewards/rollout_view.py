@@ -51,7 +51,6 @@ class RolloutView:
 
     @property
     def text(self) -> str:
-        """All turns of the policy, without observations."""
         return "\n".join(self.turns)
 
     @cached_property

@@ -103,7 +103,6 @@ class Scoring:
                 require_columns(name, call, task.spec, environments=environments)
 
     def view(self, rollout: Rollout) -> RolloutView:
-        """The view of a rollout that reward functions get."""
         return RolloutView(rollout, self._decode)
 
     def take_logged(self) -> dict[str, list[float]]:
@@ -112,7 +111,6 @@ class Scoring:
         return taken
 
     def begin(self, group: Group, *, step: int | None = None) -> Future[None]:
-        """Start scoring a group on the background thread."""
         return run_in_background(self._score([group], step))
 
     async def _score(self, groups: Sequence[Group], step: int | None) -> None:

@@ -142,11 +142,10 @@ class NumericReward:
     expected = staticmethod(expected_numbers)
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
-        """The parts `answer` and `format`, each its full value or 0.0."""
         expected = self.expected(rollout.task)
         read = only_number if self.strict else last_number
         number = None if rollout.answer is None else read(rollout.answer)
-        well_formed = number is not None and _used_tools_well(rollout)
+        well_formed = number is not None and _acted_well(rollout)
         return {
             "answer": rollout.weighted("answer", self.answer, number in expected),
             "format": rollout.weighted("format", self.format, well_formed),
@@ -162,10 +161,9 @@ class EnvironmentReward:
     format: float = 0.0
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
-        """The part `format`, if its value is not 0."""
         if not self.format:
             return {}
-        return {"format": rollout.weighted("format", self.format, _used_tools_well(rollout))}
+        return {"format": rollout.weighted("format", self.format, _acted_well(rollout))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,17 +179,14 @@ class MathReward:
     expected = staticmethod(expected_mathematics)
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
-        """The parts `answer` and `format`, each its full value or 0.0."""
         answer = rollout.answer or ""
-        comparisons = [same_mathematics(answer, gold) for gold in self.expected(rollout.task)]
-        answer_is_formula = any(comparison.answer_parsed for comparison in comparisons)
+        results = [same_mathematics(answer, gold) for gold in self.expected(rollout.task)]
+        parsed = any(comparison.answer_parsed for comparison in results)
         return {
             "answer": rollout.weighted(
-                "answer", self.answer, any(comparison.equal for comparison in comparisons)
+                "answer", self.answer, any(comparison.equal for comparison in results)
             ),
-            "format": rollout.weighted(
-                "format", self.format, answer_is_formula and _used_tools_well(rollout)
-            ),
+            "format": rollout.weighted("format", self.format, parsed and _acted_well(rollout)),
         }
 
 
@@ -204,11 +199,10 @@ class ChoiceReward:
     expected = staticmethod(expected_choices)
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
-        """The parts `answer` and `format`, each its full value or 0.0."""
         label = chosen_option(rollout.answer or "", options_of(rollout.task))
         is_right, well_formed = (
             label in self.expected(rollout.task),
-            label and _used_tools_well(rollout),
+            label and _acted_well(rollout),
         )
         return {
             "answer": rollout.weighted("answer", self.answer, is_right),
@@ -240,7 +234,7 @@ class TextReward:
         score, exact = f1(answer, accepted), bool(exact_match(answer, accepted))
         is_short = exact or len(answer_words) <= self.max_words
         earned = rollout.weighted("answer", self.answer, score * is_short)
-        well_formed = bool(answer_words) and is_short and _used_tools_well(rollout)
+        well_formed = bool(answer_words) and is_short and _acted_well(rollout)
         return {
             "answer": earned if exact else 0.0,
             "partial": 0.0 if exact else earned,
@@ -278,18 +272,16 @@ def with_costs(reward: Reward, config: RewardConfig) -> Reward:
     def costed(rollout: Rollout) -> Any:
         parts = reward(rollout)
         return (
-            add_costs_async(parts, rollout)
-            if inspect.isawaitable(parts)
-            else add_costs(parts, rollout)
+            add_later(parts, rollout) if inspect.isawaitable(parts) else add_costs(parts, rollout)
         )
 
-    async def add_costs_async(parts: Any, rollout: Rollout) -> dict[str, float]:
+    async def add_later(parts: Any, rollout: Rollout) -> dict[str, float]:
         return add_costs(await parts, rollout)
 
     return costed
 
 
-def _used_tools_well(rollout: Rollout) -> bool:
+def _acted_well(rollout: Rollout) -> bool:
     """At least one tool call without an error, no malformed turn, and an answer."""
     count = rollout.stats.get
     some_call_worked = count("tool_calls", 0.0) > count("tool_errors", 0.0)

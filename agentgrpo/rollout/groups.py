@@ -9,7 +9,7 @@ from typing import Any
 
 from agentgrpo.config import RolloutConfig
 from agentgrpo.envs.base import AnyEpisode, Environment
-from agentgrpo.envs.runner import checked_episode, network_errors_as_infra_errors
+from agentgrpo.envs.runner import checked_episode, network_errors_as_infra
 from agentgrpo.rollout.engine_protocol import Decoder, Ended, SamplerStats, request_seed
 from agentgrpo.support.user_calls import user_call
 from agentgrpo.types import Completion, Group, Rollout, Task
@@ -63,7 +63,7 @@ class Groups:
 
     def reset(self, index: int) -> AnyEpisode:
         """Start an episode for a rollout."""
-        with network_errors_as_infra_errors(self._env.reset), self.users(index, self._env.reset):
+        with network_errors_as_infra(self._env.reset), self.users(index, self._env.reset):
             return checked_episode(self._env.reset(self.task(index)))
 
     def decode(self, engine: Decoder) -> list[Completion]:

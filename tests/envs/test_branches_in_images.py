@@ -121,7 +121,7 @@ def shown(rollout: Rollout) -> str:
 
 @pytest.mark.parametrize("command", RANDOM)
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_branch_finds_what_its_parent_made_of_chance(command: str, wrapped: bool) -> None:
+def test_branch_starts_with_its_parents_random_state(command: str, wrapped: bool) -> None:
     """Repeated commands, where the environment offers no copies, make something else."""
     parent, branch = play(command, SHOW, wrapped=wrapped)
     assert branch.parent == 0
@@ -130,7 +130,7 @@ def test_a_branch_finds_what_its_parent_made_of_chance(command: str, wrapped: bo
     assert (shown(parent) == shown(branch)) is not wrapped
 
 
-def test_branches_of_branches_find_what_was_made_before_them_and_no_more() -> None:
+def test_branch_of_a_branch_starts_with_the_state_before_it() -> None:
     commands = [f"echo $RANDOM$RANDOM > /root/f{i}; y{i}=$RANDOM; cd /tmp" for i in range(4)]
     rollouts = play(*commands, "cat /root/f*; printf '%s\\n' $y0 $y1 $y2 $y3", size=8)
     lines = [re.findall(r"\d+", shown(rollout)) for rollout in rollouts]
@@ -151,13 +151,13 @@ def test_branches_of_branches_find_what_was_made_before_them_and_no_more() -> No
         assert same == ([True] * shared + [False] * (4 - shared)) * 2
 
 
-def test_a_branch_repeats_commands_that_left_a_process() -> None:
+def test_branch_repeats_commands_that_left_a_process() -> None:
     parent, branch = play("echo $RANDOM$RANDOM > /root/f; sleep 100 &", SHOW)
     assert (branch.parent, branch.stats["branched_by_replay"]) == (0, 1.0)
     assert shown(parent) != shown(branch)
 
 
-def test_a_branch_whose_session_dies_begins_as_its_parent_would() -> None:
+def test_branch_whose_session_dies_restarts_like_its_parent() -> None:
     rollouts = play("echo $RANDOM > /root/marker", "exit 3", "ls /root; echo listed")
     assert rollouts[1].stats["branched_by_snapshot"] == 1.0
     assert all("listed" in shown(r) and "marker" not in shown(r) for r in rollouts)

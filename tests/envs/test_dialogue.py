@@ -144,7 +144,7 @@ def parts(agent: Any, env: Any, pool: Any = None, data: Any = None, **user: Any)
 @pytest.mark.parametrize(
     ("kind", "history"), [(kind, "append") for kind in KINDS] + [("inline", "render")]
 )
-def test_the_assistant_asks_the_user_replies_and_the_call_follows(
+def test_agent_asks_user_replies_and_agent_calls_a_tool(
     pool: SandboxPool, kind: str, history: str
 ) -> None:
     """The reply is a chat turn of the user's, in tokens that were given and not sampled."""
@@ -172,7 +172,7 @@ def test_the_assistant_asks_the_user_replies_and_the_call_follows(
 
 
 @pytest.mark.nsjail
-def test_messages_of_many_turns_are_rendered_whole(pool: SandboxPool) -> None:
+def test_messages_of_several_turns_are_rendered(pool: SandboxPool) -> None:
     """Where the template renders the talk again: each message from its beginning."""
     lines = ["x = 1", 'ask_user("a")', "x", 'ask_user("b")', "submit_final_answer(x)"]
     twice, typed = task("Hello.", user=["one", "two"]), [f" {line}\n" for line in lines]
@@ -182,7 +182,7 @@ def test_messages_of_many_turns_are_rendered_whole(pool: SandboxPool) -> None:
 
 
 @pytest.mark.nsjail
-def test_the_prompt_says_that_there_is_a_user(pool: SandboxPool) -> None:
+def test_prompt_mentions_the_user(pool: SandboxPool) -> None:
     for kind in ("inline", "code", "tags", "repl"):
         agent, env, _ = KINDS[kind]
         with_them, _ = parts(agent, env, pool)
@@ -195,7 +195,7 @@ def test_the_prompt_says_that_there_is_a_user(pool: SandboxPool) -> None:
     ("mode", "reply"),
     [("tourist", "I am in Seattle."), ("Asking", "in town")],
 )
-def test_a_user_of_ones_own_is_made_of_the_spec(mode: str, reply: str) -> None:
+def test_custom_user_gets_the_spec(mode: str, reply: str) -> None:
     """By a class or a function; thoughts are not said to them; they say when it is over."""
 
     def policy(number: int, prompt: str) -> Turn:
@@ -214,7 +214,7 @@ def test_a_user_of_ones_own_is_made_of_the_spec(mode: str, reply: str) -> None:
     assert played.stats.get("asked", 0) == 2 * (mode == "Asking")
 
 
-def test_a_model_is_told_what_the_column_says() -> None:
+def test_model_user_gets_the_texts_of_the_column() -> None:
     def policy(number: int, prompt: str) -> Turn:
         if "You are a person" in prompt:
             assert "What you know and want: Seattle" in prompt
@@ -232,7 +232,7 @@ def test_a_model_is_told_what_the_column_says() -> None:
 
 @pytest.mark.parametrize(("kind", "answer"), [("tools of a class", "and you?"), ("inline", None)])
 @pytest.mark.parametrize("limit", [1, 8])
-def test_a_user_leaves_when_all_is_said_or_the_budget_is_spent(
+def test_user_ends_the_dialogue_after_its_texts_or_the_budget(
     kind: str, answer: str | None, limit: int
 ) -> None:
     """What was said last is the answer where a whole reply is one."""
@@ -256,7 +256,7 @@ def test_a_user_leaves_when_all_is_said_or_the_budget_is_spent(
         ("ask_user(3)", None),
     ],
 )
-def test_a_console_asks_by_one_text_in_quotes(line: str, means: str | None) -> None:
+def test_console_asks_with_one_quoted_text(line: str, means: str | None) -> None:
     agent, _ = parts(*KINDS["repl"][:2])
     read = agent.parse(f"{line}\n", TASK)
     if means is not None:
@@ -288,13 +288,15 @@ class Talks:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_key(env: Any, user: Any, data: Any, error: str) -> None:
+def test_invalid_user_settings_are_rejected_by_key(
+    env: Any, user: Any, data: Any, error: str
+) -> None:
     agent = {"kind": "tools" if env else "code"}
     with pytest.raises(ValueError, match=error):
         parts(agent, env, **user, data=data)
 
 
-def test_rows_that_do_not_say_what_their_user_says_are_refused_before_a_model_is_loaded(
+def test_rows_without_user_texts_are_rejected_before_the_run(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"

@@ -193,7 +193,7 @@ def play(env: HarborEnv, task: Task, *commands: str) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("name", SOLVED)
-def test_a_solution_scores_1(fresh: HarborEnv, task: Task, name: str) -> None:
+def test_solution_scores_1(fresh: HarborEnv, task: Task, name: str) -> None:
     score, episode = play(fresh, task, SOLVED[name])
     assert score == 1.0, episode.output
 
@@ -239,7 +239,7 @@ BRANCHES = {
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_the_verdict_of_a_branch_filters_what_was_made_before_it(
+def test_verdict_of_a_branch_filters_earlier_changes(
     fresh: HarborEnv, task: Task, name: str
 ) -> None:
     before, after, expected = BRANCHES[name]
@@ -254,7 +254,7 @@ def test_the_verdict_of_a_branch_filters_what_was_made_before_it(
         ended.close()
 
 
-def test_the_agents_own_session_believes_cheats_and_says_which_verdict_it_is(
+def test_verdict_in_the_agents_session_accepts_cheats_and_is_labelled(
     like: SandboxPool, task: Task
 ) -> None:
     env = HarborEnv(like, 20.0, verifier="same")
@@ -271,7 +271,7 @@ def test_the_agents_own_session_believes_cheats_and_says_which_verdict_it_is(
         env.close()
 
 
-def test_keep_narrows_what_a_verdict_takes(like: SandboxPool, task: Task) -> None:
+def test_keep_restricts_the_changes_of_a_verdict(like: SandboxPool, task: Task) -> None:
     env = HarborEnv(like, 20.0, keep=["/app"])
     try:
         assert play(env, task, HONEST)[0] == 1.0
@@ -314,7 +314,7 @@ LINES = {
 }
 
 
-def test_a_console_types_at_the_python_of_the_image(like: SandboxPool, store: Path) -> None:
+def test_console_uses_the_images_python(like: SandboxPool, store: Path) -> None:
     folder, env = make_folder(store / "console"), HarborEnv(like, 20.0, console=True)
     (folder / "environment/Dockerfile").write_text("FROM tiny:1\nWORKDIR /app\n")
     script = '[ "$(python3 solve.py)" = 42 ] && echo 1 > /logs/verifier/reward.txt'
@@ -333,7 +333,7 @@ def test_a_console_types_at_the_python_of_the_image(like: SandboxPool, store: Pa
     env.close()
 
 
-def test_the_policy_sees_neither_tests_nor_solution(fresh: HarborEnv, task: Task) -> None:
+def test_policy_cannot_see_tests_or_solution(fresh: HarborEnv, task: Task) -> None:
     episode = fresh.reset(task)
     shown = episode.step(
         RunCode("ls / /tests /solution; grep -rl test_it / --include='*.py'", "bash")
@@ -345,9 +345,7 @@ def test_the_policy_sees_neither_tests_nor_solution(fresh: HarborEnv, task: Task
     assert "assert" not in episode.feedback
 
 
-def test_a_session_that_dies_is_replaced_and_the_policy_reads_it(
-    fresh: HarborEnv, task: Task
-) -> None:
+def test_dead_session_is_replaced_and_the_policy_is_notified(fresh: HarborEnv, task: Task) -> None:
     episode = fresh.reset(task)
     episode.step(RunCode(HONEST, "bash"))
     assert "files and variables" in episode.step(RunCode("kill -9 $$", "bash")).text
@@ -355,7 +353,7 @@ def test_a_session_that_dies_is_replaced_and_the_policy_reads_it(
     episode.close()
 
 
-def test_the_time_of_a_task_ends_its_episode(fresh: HarborEnv, task: Task) -> None:
+def test_time_limit_of_a_task_ends_its_episode(fresh: HarborEnv, task: Task) -> None:
     episode = fresh.reset(task)
     episode.step(RunCode(HONEST, "bash"))
     episode._ends_at = 0.0
@@ -365,7 +363,7 @@ def test_the_time_of_a_task_ends_its_episode(fresh: HarborEnv, task: Task) -> No
 
 
 @pytest.mark.parametrize("ending", ["kill -9 $$", "kill $$", "sleep 1000"])
-def test_a_script_that_does_not_end_by_itself_is_worth_0(
+def test_script_that_does_not_end_by_itself_scores_0(
     ending: str, fresh: HarborEnv, store: Path
 ) -> None:
     folder = make_folder(
@@ -386,7 +384,7 @@ def test_snapshots_of_verdicts_are_deleted(fresh: HarborEnv, task: Task, store: 
     assert {*os.listdir(layers)} == before
 
 
-def test_a_changed_folder_and_a_foreign_row_are_refused(
+def test_changed_folder_and_foreign_row_are_rejected(
     like: SandboxPool, task: Task, store: Path
 ) -> None:
     env = HarborEnv(like, 20.0)
@@ -424,7 +422,7 @@ INSTALLING = """#!/bin/bash
 
 
 @pytest.mark.parametrize(("network", "expected"), [(True, 1.0), (False, 0.0)])
-def test_what_tests_install_is_a_layer_of_verdicts_alone(
+def test_installations_of_tests_are_a_layer_for_verdicts_only(
     network: bool, expected: float, fresh: HarborEnv, store: Path, tmp_path: Path
 ) -> None:
     with served(b"tool") as port, Builder(network=network) as builder:
@@ -440,9 +438,7 @@ def test_what_tests_install_is_a_layer_of_verdicts_alone(
     assert play(fresh, installed, found)[0] == expected
 
 
-def test_a_build_that_takes_longer_than_the_task_says_is_refused(
-    store: Path, tmp_path: Path
-) -> None:
+def test_build_beyond_the_tasks_time_limit_is_rejected(store: Path, tmp_path: Path) -> None:
     make_folder(tmp_path / "t", "[environment]\nbuild_timeout_sec = 0.5")
     (tmp_path / "t/environment/Dockerfile").write_text("FROM tiny:1\nRUN sleep 1000\n")
     with Builder() as builder, pytest.raises(ValueError, match=r"Dockerfile:2: RUN: .*took too"):
@@ -489,9 +485,7 @@ WITHIN = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [AROUND, *((name,) for name in WITHIN)], ids=lambda n: n[0])
-def test_no_cheat_of_repair_is_believed(
-    names: tuple[str, ...], fresh: HarborEnv, shop: Task
-) -> None:
+def test_repair_cheats_score_0(names: tuple[str, ...], fresh: HarborEnv, shop: Task) -> None:
     codes = (REPAIR_CHEATS[name].replace("{}", "shop/prices.py") for name in names)
     commands = (f"cat > /tmp/c.py <<'END'\n{code}\nEND\npython3 /tmp/c.py" for code in codes)
     score, episode = play(fresh, shop, *commands)
@@ -499,7 +493,7 @@ def test_no_cheat_of_repair_is_believed(
 
 
 @pytest.mark.slow
-def test_an_honest_repair_is_believed(fresh: HarborEnv, shop: Task) -> None:
+def test_honest_repair_scores_1(fresh: HarborEnv, shop: Task) -> None:
     score, episode = play(fresh, shop, "sed -i 's/left > coin/left >= coin/' shop/prices.py")
     assert score == 1.0, episode.output
 
@@ -526,7 +520,7 @@ def examples(store: Path) -> list[Task]:
 
 
 @pytest.mark.slow
-def test_examples_can_be_played(
+def test_examples_pass_the_check(
     examples: list[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(examples) == 10
@@ -544,7 +538,7 @@ def test_examples_can_be_played(
 
 
 @pytest.mark.slow
-def test_no_cheat_is_believed_by_an_example(examples: list[Task], fresh: HarborEnv) -> None:
+def test_cheats_in_examples_score_0(examples: list[Task], fresh: HarborEnv) -> None:
     """Each cheat against two tasks, each task against one cheat at least."""
     pairs = [(task, [*LAZY][n % len(LAZY)]) for n, task in enumerate(examples + examples[:6])]
     scores = {(task.id, name): play(fresh, task, LAZY[name])[0] for task, name in pairs}
@@ -552,7 +546,7 @@ def test_no_cheat_is_believed_by_an_example(examples: list[Task], fresh: HarborE
     assert scores == dict.fromkeys(scores, 0.0)
 
 
-def test_rows_are_held_out_by_instruction(store: Path, tmp_path: Path) -> None:
+def test_heldout_rows_have_other_instructions(store: Path, tmp_path: Path) -> None:
     for name in "abcde":
         make_folder(tmp_path / "tasks" / name)
         (tmp_path / "tasks" / name / "environment/Dockerfile").write_text("FROM tiny:1\n")
@@ -592,7 +586,7 @@ def make_numbers(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_from_folders_to_records(
+def test_init_and_train_on_folders(
     store: Path, tmp_path: Path, agent_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`agentgrpo harbor check`, `agentgrpo init --harbor`, then a run whose engine is a stand-in."""
@@ -717,7 +711,7 @@ def test_a_program_that_could_not_be_judged_is_refused(
 
 
 @pytest.mark.slow
-def test_what_keeps_tasks_from_being_played_is_an_error_before_a_model_is_loaded(
+def test_unplayable_tasks_are_rejected_before_the_run(
     like: SandboxPool, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = HarborEnv(like, 20.0)

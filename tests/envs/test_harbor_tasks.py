@@ -55,7 +55,7 @@ REWARDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_rewards_and_measures_of_a_verdict(name: str, tmp_path: Path) -> None:
+def test_read_reward_and_measures(name: str, tmp_path: Path) -> None:
     file = tmp_path / "logs/verifier" / name
     file.parent.mkdir(parents=True)
     upper = os.open(tmp_path, os.O_RDONLY)
@@ -69,7 +69,7 @@ def test_rewards_and_measures_of_a_verdict(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("agent", ["answer", "program"])
-def test_an_agent_that_cannot_act_in_an_image_is_refused(agent: str) -> None:
+def test_agent_that_cannot_act_in_an_image_is_rejected(agent: str) -> None:
     options = {"command": ["true"]} if agent == "program" else {}
     given = {"agent": {"kind": agent, "options": options}, "env": {"kind": "harbor"}}
     config = TrainConfig.model_validate({"model": "m", "out_dir": "o", **given})
@@ -77,7 +77,7 @@ def test_an_agent_that_cannot_act_in_an_image_is_refused(agent: str) -> None:
         resolve(config)
 
 
-def test_settings_of_sessions_that_the_task_describes_are_refused() -> None:
+def test_session_settings_that_the_task_decides_are_rejected() -> None:
     given = {"agent": {"kind": "code"}, "env": {"kind": "harbor"}, "sandbox": {"memory_mib": 512}}
     config = TrainConfig.model_validate({"model": "m", "out_dir": "o", **given})
     with pytest.raises(ValueError, match=r"sandbox\.memory_mib: 512 does nothing without another"):
@@ -108,14 +108,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_cannot_be_played_is_refused_by_name(tmp_path: Path, key: str) -> None:
+def test_unsupported_keys_are_rejected_by_name(tmp_path: Path, key: str) -> None:
     make_folder(tmp_path / "t", REFUSED[key])
     with pytest.raises(ValueError, match=key):
         read_task(tmp_path / "t")
 
 
 @pytest.mark.parametrize("path", ["environment/docker-compose.yaml", "steps/a", "tests/Dockerfile"])
-def test_files_that_cannot_be_played_are_refused_by_name(tmp_path: Path, path: str) -> None:
+def test_unsupported_files_are_rejected_by_name(tmp_path: Path, path: str) -> None:
     make_folder(tmp_path / "t")
     (tmp_path / "t" / path).parent.mkdir(exist_ok=True)
     (tmp_path / "t" / path).write_text("")

@@ -70,7 +70,7 @@ def used(counts: Any) -> dict[str, float]:
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("stateless", [False, True])
-def test_a_rollouts_calls_are_counted_and_limited_over_its_sessions(
+def test_host_calls_are_counted_and_limited_across_sessions(
     pool: SandboxPool, stateless: bool
 ) -> None:
     env = PythonEnv(pool, 5.0, stateless=stateless, host_tools=tools(calls=3))
@@ -89,7 +89,7 @@ def test_a_rollouts_calls_are_counted_and_limited_over_its_sessions(
 
 
 @pytest.mark.nsjail
-def test_the_machines_fault_breaks_the_rollout(pool: SandboxPool) -> None:
+def test_infrastructure_error_of_a_host_tool_ends_the_rollout(pool: SandboxPool) -> None:
     episode = PythonEnv(pool, 5.0, host_tools=tools()).reset(TASK)
     episode.step(RunCode("x = 1"))
     with pytest.raises(InfrastructureError):
@@ -99,7 +99,7 @@ def test_the_machines_fault_breaks_the_rollout(pool: SandboxPool) -> None:
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("kind", ["python", "console", "tagged"])
-def test_a_branch_is_told_again_what_was_told(pool: SandboxPool, kind: str) -> None:
+def test_branch_gets_the_same_host_results(pool: SandboxPool, kind: str) -> None:
     made: dict[str, Any] = {
         "python": lambda: PythonEnv(pool, 5.0, host_tools=tools(calls=3)),
         "console": lambda: ConsoleEnv(pool, 5.0, host_tools=tools(calls=3)),
@@ -127,7 +127,7 @@ def test_a_branch_is_told_again_what_was_told(pool: SandboxPool, kind: str) -> N
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("kind", [PythonEnv, ConsoleEnv])
-def test_a_branch_that_makes_fewer_calls_shows_something_else(pool: SandboxPool, kind: Any) -> None:
+def test_branch_with_fewer_host_calls_has_another_observation(pool: SandboxPool, kind: Any) -> None:
     env = kind(pool, 5.0, host_tools=tools())
     code = RunCode("import os; os.getpid() or ticket()")
     episode = env.reset(TASK)
@@ -145,7 +145,7 @@ def test_a_branch_that_makes_fewer_calls_shows_something_else(pool: SandboxPool,
 
 @pytest.mark.slow
 @pytest.mark.nsjail
-def test_what_code_used_is_counted_its_children_too(pool: SandboxPool) -> None:
+def test_resources_of_code_and_its_children_are_counted(pool: SandboxPool) -> None:
     episode = PythonEnv(pool, 30.0).reset(TASK)
     idle = episode.step(RunCode("import time; time.sleep(0.3)")).counts
     assert idle["sandbox_wall_s"] >= 0.3 > idle["sandbox_cpu_s"]
@@ -164,7 +164,7 @@ def test_what_code_used_is_counted_its_children_too(pool: SandboxPool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.nsjail
-def test_a_step_of_an_environment_ends_at_its_own_limit(pool: SandboxPool) -> None:
+def test_step_ends_at_the_environments_limit(pool: SandboxPool) -> None:
     for limit in (0.2, 1.2):
         episode = PythonEnv(pool, limit).reset(TASK)
         took = episode.step(RunCode("while True: pass")).counts["sandbox_wall_s"]
@@ -190,7 +190,7 @@ STATS = {
         (RATES, {"tool_cost": -0.5, "wall_cost": -0.5, "cpu_cost": -0.5, "mib_cost": -2.0}),
     ],
 )
-def test_what_was_used_is_charged(rates: dict[str, float], parts: dict[str, float]) -> None:
+def test_resource_use_is_charged(rates: dict[str, float], parts: dict[str, float]) -> None:
     config = load_config("quickstart", [f"reward.{k}={v}" for k, v in rates.items()]
                          + ["rollout.deterministic=false", "reward.kind=none",
                             "reward.format=0"]).reward  # fmt: skip
@@ -207,7 +207,7 @@ def overrides(*more: str) -> list[str]:
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("agent", ["code", "repl"])
-def test_the_policy_is_shown_them(pool: SandboxPool, agent: str) -> None:
+def test_policy_sees_the_host_tools(pool: SandboxPool, agent: str) -> None:
     shown = (
         "def ticket(step: int = 1) -> int:\n"
         '    """Another number each time.\n\n    Args:\n        step: nothing."""'
@@ -225,7 +225,7 @@ def test_the_policy_is_shown_them(pool: SandboxPool, agent: str) -> None:
     assert "ticket" not in plain.messages(TASK)[0]["content"]
 
 
-def test_they_are_not_shown_where_nothing_is() -> None:
+def test_host_tools_are_not_shown_without_a_prompt() -> None:
     agent = CodeAgent(host_tools="def f(): ...", show_tools="no", system_prompt="Hi.")
     assert agent.system_prompt == "Hi."
     with pytest.raises(ValueError, match="language"):
@@ -251,12 +251,12 @@ def test_they_are_not_shown_where_nothing_is() -> None:
         (["reward.cost_per_wall_s=1", "rollout.deterministic=true"], "differs from run to run"),
     ],
 )  # fmt: skip
-def test_a_config_that_cannot_be_meant_is_refused(config: list[str], message: str) -> None:
+def test_contradictory_host_tool_settings_are_rejected(config: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(load_config("quickstart", config))
 
 
-def test_the_settings_reach_the_functions() -> None:
+def test_host_tool_settings_are_applied() -> None:
     given = {"calls": 1, "calls_per_step": 2, "call_s": 3.0}
     config = load_config(
         "quickstart",

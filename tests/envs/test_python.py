@@ -40,7 +40,7 @@ DIVISION = StepError("ZeroDivisionError", "division by zero", "Traceback ...")
         (StepResult(status=StepStatus.OOM, stdout="x\n"), "x\nError: oom"),
     ],
 )
-def test_what_is_shown(result: StepResult, text: str) -> None:
+def test_render_step_results(result: StepResult, text: str) -> None:
     assert render(result) == text
 
 
@@ -90,7 +90,7 @@ def test_one_session_serves_all_steps_and_is_closed_once() -> None:
     assert (pool.acquired, pool.closed) == (1, 1)
 
 
-def test_a_session_that_died_is_replaced_and_the_policy_is_told() -> None:
+def test_dead_session_is_replaced_with_a_note_to_the_policy() -> None:
     lost = StepResult(status=StepStatus.TIMEOUT_KILLED, state_lost=True)
     pool = FakePool(lost, StepResult(status=StepStatus.OK, value="1"))
     played = episode(pool)
@@ -105,11 +105,11 @@ def test_a_session_that_died_is_replaced_and_the_policy_is_told() -> None:
 @pytest.mark.parametrize(
     "status", [s for s in StepStatus if s not in (StepStatus.OK, StepStatus.INFRA_ERROR)]
 )
-def test_what_the_policy_caused_is_an_observation(status: StepStatus) -> None:
+def test_failures_of_the_policy_are_observations(status: StepStatus) -> None:
     assert episode(FakePool(StepResult(status=status))).step(RunCode("x")).failed
 
 
-def test_what_the_machine_caused_is_not() -> None:
+def test_failures_of_the_machine_are_infrastructure_errors() -> None:
     broken = StepResult(status=StepStatus.INFRA_ERROR, detail="vanished")
     for pool in (FakePool(broken, broken), FakePool(SandboxInfraError("no descriptors"))):
         with pytest.raises(InfrastructureError):
@@ -117,9 +117,7 @@ def test_what_the_machine_caused_is_not() -> None:
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["the machine", "the session"])
-def test_a_file_that_the_machine_lost_is_no_file_that_was_not_written(
-    lost: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_file_is_an_infrastructure_error(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def files(_: FakePool) -> None:
         raise (SandboxInfraError if lost else SandboxNotFoundException)("over")
 

@@ -101,7 +101,7 @@ def solved(env: RepairEnv, row: dict[str, Any], code: str) -> dict[str, float]:
         episode.close()
 
 
-def test_tasks_of_every_kind_are_proven(rows: list[dict[str, Any]], project: Path) -> None:
+def test_tasks_of_every_kind_are_valid(rows: list[dict[str, Any]], project: Path) -> None:
     assert {row["kind"] for row in rows} == {*KINDS}
     assert rows_of(project) == rows
     for row in rows:
@@ -128,7 +128,7 @@ def test_what_cheating_pays(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_repair_pays_whatever_lies_around(
+def test_repair_is_rewarded_with_any_other_files(
     kind: str, rows: list[dict[str, Any]], env: RepairEnv
 ) -> None:
     """The original text, written another way; beside it files that count for nothing."""
@@ -139,7 +139,7 @@ def test_a_repair_pays_whatever_lies_around(
 
 
 @pytest.mark.slow
-def test_honest_mends_are_paid(rows: list[dict[str, Any]], env: RepairEnv) -> None:
+def test_honest_repairs_are_rewarded(rows: list[dict[str, Any]], env: RepairEnv) -> None:
     row, before = of_kind(rows, "body"), PRICES[: PRICES.index("def change")]
     cookie = {"coding cookie": "# coding: latin-1\n"}
     texts = {name: f"{cookie.get(name, '')}{before}{text}\n" for name, text in MENDS.items()}
@@ -168,7 +168,7 @@ class T:
     [("test_a", {"1", "3", "2", "4", "9", "5"}, "    assert f(a, 5) == [8]"),
      ("T::test_b", {"7"}, "\t    self.assertEqual(g([7]), [8])")],
 )  # fmt: skip
-def test_copies_differ_in_an_input_and_the_expected_value(
+def test_copies_change_an_input_and_the_expected_value(
     name: str, inputs: set[str], shown: str
 ) -> None:
     """What is expected, the true and the wrong value, is all that tells two copies apart."""
@@ -232,9 +232,7 @@ print(found)
 """
 
 
-def test_nothing_of_a_session_holds_the_original(
-    rows: list[dict[str, Any]], env: RepairEnv
-) -> None:
+def test_session_does_not_contain_the_original(rows: list[dict[str, Any]], env: RepairEnv) -> None:
     """No file that it may read, and no memory of its own."""
     row = next(r for r in rows if r["kind"] == "body" and "lowest_7319" in r["diff"])
     episode = env.reset(task_of(row))
@@ -247,7 +245,7 @@ def test_nothing_of_a_session_holds_the_original(
     episode.close()
 
 
-def test_tools_mend_it(rows: list[dict[str, Any]], env: RepairEnv) -> None:
+def test_repair_with_tools(rows: list[dict[str, Any]], env: RepairEnv) -> None:
     row = next(r for r in rows if r["kind"] == "body" and "lowest_7319" in r["diff"])
     episode = env.reset(task_of(row))
     assert isinstance(episode, RepairEpisode)
@@ -273,7 +271,7 @@ def test_tools_mend_it(rows: list[dict[str, Any]], env: RepairEnv) -> None:
     }  # fmt: skip
 
 
-def test_lines_of_a_console_mend_it(
+def test_repair_with_console_lines(
     rows: list[dict[str, Any]], env: RepairEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(env, "console", True)
@@ -285,7 +283,7 @@ def test_lines_of_a_console_mend_it(
     assert episode.finish(None)["solved"] == 1.0
 
 
-def test_a_line_mends_it(
+def test_repair_with_one_line(
     rows: list[dict[str, Any]], env: RepairEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a session of the policy's; the line is told as the question asks."""
@@ -302,7 +300,7 @@ def test_a_line_mends_it(
         assert episode.feedback == ("" if paid else told), said
 
 
-def test_a_line_that_may_be_left_out_is_no_task(project: Path) -> None:
+def test_line_that_can_be_deleted_is_not_a_task(project: Path) -> None:
     """One was once: every answer that was empty mended it."""
     file, place = "shop/prices.py", PRICES.index("    left, coins")
     broken = {file: f"{PRICES[:place]}    return None\n{PRICES[place:]}"}
@@ -313,7 +311,7 @@ def test_a_line_that_may_be_left_out_is_no_task(project: Path) -> None:
         made = [repair_tasks.prove(tree, pool, "place", show, task) for show in ("test", "line")]
         fails = {file: PRICES.replace("    return", "    raise KeyError\n    return")}
         shown = [None, tests]
-        ran = [repair_judge.run_tests(pool, fails, [], 9.0, shown=some) for some in shown]
+        ran = [repair_judge.run_tests(pool, fails, [], 9.0, with_errors=some) for some in shown]
     assert made[0] is not None
     assert made[1] is None
     for results, errors in zip(ran, (3, 1), strict=True):  # each costs pytest a parse of the file
@@ -330,7 +328,7 @@ def test_not_every_break_of_a_package_is_tried() -> None:
     assert next(breaks) == 56
 
 
-def test_what_threads_do_to_each_other_is_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_retries_after_a_thread_race(monkeypatch: pytest.MonkeyPatch) -> None:
     parse, raised = ast.parse, [SystemError("AST constructor recursion depth mismatch")]
 
     def spoilt(text: str) -> ast.Module:
@@ -355,7 +353,7 @@ class InTurn(random.Random):
         pass
 
 
-def test_part_of_the_tests_is_worth_its_share(
+def test_partial_repair_earns_its_share(
     rows: list[dict[str, Any]], env: RepairEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = next(r for r in rows if r["kind"] == "body" and "net" in r["diff"])
@@ -379,7 +377,7 @@ def test_part_of_the_tests_is_worth_its_share(
     assert solved(env, {**row, **tests}, half)["partial"] == 0.0
 
 
-def test_what_is_held_out_shares_no_package(rows: list[dict[str, Any]]) -> None:
+def test_heldout_tasks_share_no_package(rows: list[dict[str, Any]]) -> None:
     several = [{**row, "package": f"p{n % 4}"} for n, row in enumerate(rows * 3)]
     trained, held = repair_tasks.hold_out(several)
     assert len(trained) + len(held) == len(several)
@@ -393,7 +391,7 @@ def test_what_is_held_out_shares_no_package(rows: list[dict[str, Any]]) -> None:
     [({"a": 22, "b": 2}, 2), ({"a": 2, "b": 22}, 2), ({"a": 5, "b": 5, "c": 5, "d": 5}, 5),
      ({"a": 10, "b": 10}, 10), ({"a": 30, "b": 3, "c": 3, "d": 3}, 9)],
 )  # fmt: skip
-def test_a_quarter_of_the_tasks_is_held_out(tasks: dict[str, int], most: int) -> None:
+def test_a_quarter_of_repair_tasks_is_held_out(tasks: dict[str, int], most: int) -> None:
     """One package's tasks: 22 of 24 were held out, because one of two files was."""
     rows = [{"package": "p", "file": file} for file, count in tasks.items() for _ in range(count)]
     for seed in range(5):
@@ -402,7 +400,7 @@ def test_a_quarter_of_the_tasks_is_held_out(tasks: dict[str, int], most: int) ->
         assert not {row["file"] for row in trained} & {row["file"] for row in held}
 
 
-def test_a_package_of_one_module_is_refused_before_any_work(
+def test_package_with_one_module_is_rejected_at_once(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repair_tasks, "make", None)
@@ -429,7 +427,7 @@ PASSES = "def test_b(): assert 1\n"
         ({"m/tests/test_a.py": "import nowhere\n", "m/tests/test_b.py": PASSES}, ""),
     ],
 )  # fmt: skip
-def test_why_no_test_of_a_package_passes(
+def test_reason_why_no_test_passes(
     files: dict[str, str], message: str, project: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -457,7 +455,7 @@ def test_why_no_test_of_a_package_passes(
     assert runs == [1]
 
 
-def test_what_is_installed_decides_which_tree_is_used(
+def test_installed_requirements_decide_the_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Declared or only imported by a test: a module that comes later is there without a cleanup."""
@@ -492,7 +490,7 @@ def test_what_is_installed_decides_which_tree_is_used(
     assert len({*digests}) == 3
 
 
-def test_a_package_that_sessions_see_twice_is_refused(
+def test_package_that_sessions_see_twice_is_rejected(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "project"
@@ -503,9 +501,7 @@ def test_a_package_that_sessions_see_twice_is_refused(
         repair_judge.prepare(str(folder)).pool(Template(), Limits())
 
 
-def test_a_package_that_has_changed_since_is_refused(
-    rows: list[dict[str, Any]], env: RepairEnv
-) -> None:
+def test_changed_package_is_rejected(rows: list[dict[str, Any]], env: RepairEnv) -> None:
     with pytest.raises(ValueError, match="has changed since"):
         env.tree_and_pool(task_of({**rows[0], "tree": "0"}))
     with pytest.raises(ValueError, match=r"got none of .*tests"):
@@ -515,7 +511,7 @@ def test_a_package_that_has_changed_since_is_refused(
 
 
 @pytest.mark.slow
-def test_from_a_folder_to_verdicts(
+def test_init_and_score_a_folder(
     project: Path, tmp_path: Path, agent_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`agentgrpo init --repair`, then a run whose engine is a stand-in."""
@@ -546,7 +542,7 @@ def test_from_a_folder_to_verdicts(
     assert len(assert_no_cheat_pays(path, at_most=0.0, reward_at_most=0.0, tasks=2)) > 15
 
 
-def test_of_two_copies_of_a_requirement_the_imported_one_is_used(
+def test_first_copy_of_a_requirement_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "pytest-1.0.dist-info"

@@ -74,9 +74,7 @@ def found(env: SearchEnv, query: str, question: str = "Who?") -> str:
     return str(episode.step(CallTools((ToolCall("search", {"query": query}),))).text)
 
 
-def test_a_retriever_is_asked_in_the_form_of_its_users(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retriever_gets_the_request_format(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WIKI_KEY", "secret")
     options = {"api_key_env": "WIKI_KEY", "extra": {"lang": "en"}}
     env = searching(port, endpoint=retriever(port, **options), top_k=2, max_chars=12)
@@ -102,7 +100,7 @@ def test_a_retriever_is_asked_in_the_form_of_its_users(
         ('form [{"text": "a", "url": 3}]', "expected a list of documents"),
     ],
 )
-def test_what_fails_is_tried_again_what_is_malformed_is_not(
+def test_failed_request_is_retried_and_malformed_reply_is_not(
     port: int, query: str, said: str
 ) -> None:
     limit = {"timeout_s": 0.5} if query.startswith("slow") else {}
@@ -114,7 +112,7 @@ def test_what_fails_is_tried_again_what_is_malformed_is_not(
 
 
 @pytest.mark.parametrize("query", ["fail 1", "slow 1"])
-def test_a_failure_that_passes_is_not_noticed(port: int, query: str) -> None:
+def test_transient_failure_has_no_effect(port: int, query: str) -> None:
     env = searching(port, endpoint=retriever(port, timeout_s=1.0, retries=9))
     assert found(env, query).startswith('[1] "Title 0"')
 
@@ -131,7 +129,7 @@ def test_a_failure_that_passes_is_not_noticed(port: int, query: str) -> None:
         ("", "its snippet"),
     ],
 )
-def test_a_page_is_its_text_and_no_key_is_sent_to_it(
+def test_page_request_has_no_key_and_returns_text(
     port: int, monkeypatch: pytest.MonkeyPatch, page: str, text: str
 ) -> None:
     monkeypatch.setenv("WIKI_KEY", "secret")
@@ -142,13 +140,13 @@ def test_a_page_is_its_text_and_no_key_is_sent_to_it(
     }
 
 
-def test_a_page_whose_server_fails_is_the_machines_fault(port: int) -> None:
+def test_page_failure_is_an_infrastructure_error(port: int) -> None:
     env = searching(port, endpoint=retriever(port, retries=0), pages=True)
     with pytest.raises(InfrastructureError, match="HTTP 503"):
         found(env, "page /broken")
 
 
-def test_a_model_sums_up_what_was_found_for_the_question(port: int) -> None:
+def test_model_summarizes_results_for_the_question(port: int) -> None:
     env = searching(port, summary=Summary(endpoint="m", max_tokens=9), top_k=1)
     said = found(env, "the owl", question="Where do owls live?")
     assert said.startswith("summed up ")
@@ -165,7 +163,7 @@ def test_a_model_sums_up_what_was_found_for_the_question(port: int) -> None:
 # what is kept
 
 
-def test_what_was_found_is_kept_by_all_that_it_depends_on(port: int, tmp_path: Path) -> None:
+def test_cache_key_includes_all_settings(port: int, tmp_path: Path) -> None:
     kept: dict[str, Any] = {"cache": tmp_path / "deep" / "kept.sqlite", "pages": True}
     kept["summary"] = Summary(endpoint="m")
     first = found(searching(port, **kept), "vary")
@@ -187,7 +185,7 @@ def test_what_was_found_is_kept_by_all_that_it_depends_on(port: int, tmp_path: P
     assert found(searching(port, **kept), "vary", question="What?") != first
 
 
-def test_failures_are_not_kept(port: int, tmp_path: Path) -> None:
+def test_failures_are_not_cached(port: int, tmp_path: Path) -> None:
     kept = tmp_path / "kept.sqlite"
     env = searching(port, endpoint=retriever(port, retries=0), cache=kept, top_k=1)
     with pytest.raises(InfrastructureError):
@@ -204,9 +202,7 @@ print(found(env, "vary together"))
 
 
 @pytest.mark.slow
-def test_processes_and_threads_that_ask_at_once_are_told_the_same(
-    port: int, tmp_path: Path
-) -> None:
+def test_concurrent_requests_get_the_same_result(port: int, tmp_path: Path) -> None:
     path = tmp_path / "kept.sqlite"
     env = searching(port, cache=path, top_k=1)
     run = [sys.executable, "-c", ASKER, str(port), str(path)]
@@ -218,7 +214,7 @@ def test_processes_and_threads_that_ask_at_once_are_told_the_same(
     assert len(mine | theirs) == 1
 
 
-def test_a_file_that_is_no_cache_is_refused_and_one_that_breaks_is_the_machines(
+def test_invalid_cache_file_is_rejected_and_a_broken_one_is_an_infrastructure_error(
     port: int, tmp_path: Path
 ) -> None:
     (tmp_path / "text").write_text("no database " * 100)
@@ -234,9 +230,7 @@ def test_a_file_that_is_no_cache_is_refused_and_one_that_breaks_is_the_machines(
 
 
 @pytest.mark.nsjail
-def test_a_branch_is_told_what_was_found_and_nobody_is_asked_again(
-    port: int, pool: SandboxPool
-) -> None:
+def test_branch_gets_the_same_results_without_requests(port: int, pool: SandboxPool) -> None:
     """Whatever the retriever would say now: it answers otherwise every time."""
     env = TaggedEnv(pool, 5.0, search={"retriever": "wiki"}, retrievers={"wiki": retriever(port)})
     turns = ["<search>vary</search>", "<python>1</python>"]
@@ -296,7 +290,7 @@ def vector(folder: Path, text: str, pooling: str) -> Any:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_the_texts_that_are_nearest_come_first(encoder: Path, pooling: Any) -> None:
+def test_nearest_texts_come_first(encoder: Path, pooling: Any) -> None:
     dense = Dense(
         encoder=encoder, pooling=pooling, query_prefix="query : ", text_prefix="passage : "
     )
@@ -311,7 +305,7 @@ def test_the_texts_that_are_nearest_come_first(encoder: Path, pooling: Any) -> N
     assert order.index(1) + 1 == order.index(3), "the first of equal ones"
 
 
-def test_the_vectors_are_kept_by_all_that_they_depend_on(
+def test_vector_file_depends_on_all_settings(
     encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
@@ -379,7 +373,7 @@ def made(config: TrainConfig) -> Any:
         ({"retriever": "wiki", "summary": {"endpoint": "m", "prompt": "?"}}, "expected {texts}"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_by_name(
+def test_invalid_search_options_are_rejected_by_name(
     port: int, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
@@ -436,9 +430,7 @@ learning_rate = 1e-5
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_config_share_what_was_found(
-    port: int, tmp_path: Path, agent_model: Path
-) -> None:
+def test_two_runs_of_a_config_share_the_cache(port: int, tmp_path: Path, agent_model: Path) -> None:
     """The server answers otherwise every time: the second run has what the first was told."""
     write_lines(tmp_path / "train.jsonl", tiny.sums(8))
     (tmp_path / "asker.py").write_text(USERS_AGENT)

@@ -44,7 +44,7 @@ def lake(**options: Any) -> GymnasiumEnv:
     return GymnasiumEnv(**{**given, "actions": ["left", "down", "right", "up"], **options})
 
 
-def test_frozen_lake_is_played_to_its_goal() -> None:
+def test_frozen_lake_reaches_its_goal() -> None:
     env = lake(rules="Reach G.")
     (first, *_) = tasks = env.tasks("train")
     assert len(tasks) == 64
@@ -59,7 +59,7 @@ def test_frozen_lake_is_played_to_its_goal() -> None:
     episode.close()
 
 
-def test_a_move_that_is_none_is_told_and_costs_nothing() -> None:
+def test_invalid_move_is_an_error_without_cost() -> None:
     episode = lake().reset(lake().tasks("train")[0])
     told = episode.step(call("act", action="fly"))
     assert (told.failed, told.outputs[0]) == (
@@ -73,7 +73,7 @@ def test_a_move_that_is_none_is_told_and_costs_nothing() -> None:
     episode.close()
 
 
-def test_seeds_make_tasks_and_splits_share_none() -> None:
+def test_seeds_make_tasks_and_splits_are_disjoint() -> None:
     env = lake(id="Blackjack-v1", kwargs={}, actions=["stick", "hit"], num_tasks=5)
     train, heldout = env.tasks("train"), env.tasks("heldout")
     assert env.tasks("train") == train
@@ -101,7 +101,7 @@ def test_seeds_make_tasks_and_splits_share_none() -> None:
         ({"id": "Pendulum-v1", "kwargs": {}}, "expected discrete or text actions"),
     ],
 )
-def test_worlds_that_cannot_be_played_are_refused(options: Any, message: str) -> None:
+def test_unsupported_gymnasium_environments_are_rejected(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         lake(**options)
 
@@ -130,7 +130,7 @@ def own_world(space: Any) -> GymnasiumEnv:
         del gymnasium.registry["Own-v0"]
 
 
-def test_a_text_outside_a_space_ends_no_run_where_the_world_raises_at_it() -> None:
+def test_text_outside_the_space_is_an_error_for_the_policy() -> None:
     spaces = pytest.importorskip("gymnasium").spaces
     env = own_world(spaces.Text(3, charset="ab"))
     episode = env.reset(Task(id="t", messages=(), spec={"seed": 0}))
@@ -146,7 +146,7 @@ def test_a_text_outside_a_space_ends_no_run_where_the_world_raises_at_it() -> No
 # reasoning-gym
 
 
-def test_splits_of_reasoning_gym_share_no_seed() -> None:
+def test_reasoning_gym_splits_share_no_seed() -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match=r"config\.seed: set the option `seed` instead"):
         ReasoningGymEnv(cast(Any, None), 1.0, dataset="chain_sum", config={"seed": 3})
@@ -161,7 +161,7 @@ def chains(pool: SandboxPool) -> Iterator[ReasoningGymEnv]:
 
 
 @pytest.mark.nsjail
-def test_reasoning_gym_judges_by_its_own_verifier(chains: ReasoningGymEnv) -> None:
+def test_reasoning_gym_uses_its_verifier(chains: ReasoningGymEnv) -> None:
     import reasoning_gym
 
     upstream = reasoning_gym.create_dataset("chain_sum", size=4, seed=0, max_terms=3)
@@ -182,9 +182,7 @@ def test_reasoning_gym_judges_by_its_own_verifier(chains: ReasoningGymEnv) -> No
 
 
 @pytest.mark.nsjail
-def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
-    chains: ReasoningGymEnv, tmp_path: Path
-) -> None:
+def test_reasoning_gym_answer_is_never_executed(chains: ReasoningGymEnv, tmp_path: Path) -> None:
     """Its countdown and n_queens evaluate what they are given; others raise, or never return."""
     import reasoning_gym
 
@@ -226,7 +224,7 @@ def test_an_answer_of_reasoning_gym_is_never_run_and_breaks_nothing(
 
 @pytest.mark.slow
 @pytest.mark.nsjail
-def test_questions_of_reasoning_gym_are_those_that_it_judges(
+def test_reasoning_gym_questions_match_its_verifier(
     chains: ReasoningGymEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of some datasets hang on the seed of Python's hashes, which this process draws."""
@@ -293,7 +291,9 @@ SPELLED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("dataset", SPELLED)
-def test_reasoning_gym_pays_no_question_said_again(chains: ReasoningGymEnv, dataset: str) -> None:
+def test_reasoning_gym_does_not_reward_repeating_the_question(
+    chains: ReasoningGymEnv, dataset: str
+) -> None:
     """Nor numbers that were not given, however they are spelled, nor what it takes for any."""
     import reasoning_gym
     import sympy
@@ -355,7 +355,7 @@ def test_tests_that_one_value_passes_are_named(graded: UnitTestEnv) -> None:
         (CASES, "print(4)", {"solved": 0.0, "partial": 0.5}),
     ],
 )
-def test_programs_are_worth_what_hidden_tests_say(
+def test_hidden_tests_score_programs(
     graded: UnitTestEnv, spec: Any, answer: str | None, worth: dict[str, float]
 ) -> None:
     episode = graded.reset(task(**spec))
@@ -364,7 +364,7 @@ def test_programs_are_worth_what_hidden_tests_say(
 
 
 @pytest.mark.nsjail
-def test_a_closed_environment_ends_the_sandboxes_of_its_gradings(pool: SandboxPool) -> None:
+def test_close_ends_the_grading_sandboxes(pool: SandboxPool) -> None:
     grading = GradingPool(pool)
     made = grading.pool()
     grading.close()
@@ -373,7 +373,7 @@ def test_a_closed_environment_ends_the_sandboxes_of_its_gradings(pool: SandboxPo
 
 
 @pytest.mark.nsjail
-def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -> None:
+def test_grading_uses_a_separate_sandbox(graded: UnitTestEnv) -> None:
     episode = graded.reset(task(**TESTS))
     episode.step(RunCode("f = lambda x: x * x\nopen('f.py', 'w').write('f = 1')"))
     assert episode.finish("print('nothing defined')")["solved"] == 0.0
@@ -418,13 +418,13 @@ def test_grading_happens_where_the_policys_code_never_was(graded: UnitTestEnv) -
         "```{.python}\nf = 1\n```\n```\nf = 0\n```",
     ],
 )
-def test_the_program_of_an_answer_is_found(answer: str) -> None:
+def test_program_in_extracts_the_program(answer: str) -> None:
     scope: dict[str, Any] = {}
     exec(program_in(answer) or "", scope)
     assert scope["f"] == 1
 
 
-def test_a_block_that_uses_the_program_is_not_it() -> None:
+def test_block_that_only_uses_the_program_is_ignored() -> None:
     uses, defines = (
         "```python\nprint(f(3) == f (3))\nf == 3\n```",
         "```python\ndef f(x): return {}\n```",
@@ -441,7 +441,7 @@ def test_a_block_that_uses_the_program_is_not_it() -> None:
     assert program_in(parts, ["A().f"]) == "class A: ...\n"
 
 
-def test_fences_without_end_take_no_time() -> None:
+def test_unclosed_fences_are_parsed_in_linear_time() -> None:
     spaced, inline = "```" + " " * 500_000 + "`", "a ```x " * 80_000
     for answer in ("```x\n" * 100_000, "`" * 500_000, spaced, inline):
         started = time.process_time()
@@ -464,14 +464,14 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("query", ['"', "a OR", "NEAR(", "title:x*", "'; DROP TABLE texts;--", "é"])
-def test_no_query_is_syntax(corpus: Path, query: str) -> None:
+def test_queries_are_not_parsed_as_fts_syntax(corpus: Path, query: str) -> None:
     env: Any = SearchEnv(corpus)
     told = env.reset(task()).step(call("search", query=query))
     assert "syntax error" not in told.text
     assert told.failed == (query == '"')
 
 
-def test_bad_corpora_are_refused_by_file_and_line(tmp_path: Path, corpus: Path) -> None:
+def test_invalid_corpus_is_rejected_by_file_and_line(tmp_path: Path, corpus: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"title": "b"}\n')
     with pytest.raises(ValueError, match=r"bad\.jsonl:2: expected an object with a 'text'"):
@@ -507,7 +507,7 @@ class Counter:
         return [{"question": "Reach 7.", "start": i} for i in range(2)]
 
 
-def test_a_factorys_methods_are_tools_and_instances_share_nothing() -> None:
+def test_factory_methods_are_tools_and_instances_are_separate() -> None:
     env = FactoryEnv(Counter)
     tasks = env.tasks("train")
     assert tasks[1].messages[0]["content"] == "Reach 7.\n\nThe counter is at 1."
@@ -524,7 +524,7 @@ def test_a_factorys_methods_are_tools_and_instances_share_nothing() -> None:
     assert env.judges
 
 
-def test_a_files_tasks_begin_with_what_reset_says(tmp_path: Path) -> None:
+def test_tasks_of_a_file_show_the_text_of_reset(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [f'{{"question": "Reach 7.", "start": {start}}}\n' for start in range(4)]
     path.write_text("".join(rows))
@@ -560,7 +560,7 @@ class Wrapped(Counter):
         self.closed = True
 
 
-def test_what_a_wrapper_hides_that_it_is_a_coroutine_is_awaited() -> None:
+def test_wrapped_coroutine_function_is_awaited() -> None:
     runner = EpisodeRunner(1)
     episode = FactoryEnv(Wrapped).reset(task(start=1))
     assert runner.step(episode, call("add", n=6)).result(9).text == "7"
@@ -578,7 +578,7 @@ class Slow(Counter):
         return ""
 
 
-def test_a_factory_is_reset_before_it_judges_a_rollout_without_a_step() -> None:
+def test_factory_is_reset_before_get_reward_without_a_step() -> None:
     env = FactoryEnv(Counter)
     made, *_ = env.tasks("train")
     assert env.reset(made).finish(None) == {"environment": 0.0}
@@ -599,7 +599,7 @@ class Submits:
         return "ok"
 
 
-def test_a_factorys_first_submission_ends_the_turn() -> None:
+def test_factory_submission_ends_the_turn() -> None:
     twice = CallTools(tuple(ToolCall("submit", {"x": x}) for x in ("wrong", "right")))
     told: Any = FactoryEnv(Submits).reset(task()).step(twice)
     assert (told.done, told.answer, told.outputs) == (True, "wrong", ("ok",))
@@ -628,7 +628,7 @@ DRAWN = [
 
 
 @pytest.mark.parametrize(("draws", "where", "message"), DRAWN)
-def test_a_reset_that_draws_another_state_than_the_prompt_shows_is_refused(
+def test_reset_with_another_state_than_the_prompt_is_rejected(
     draws: list[str | None], where: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Drawn, "draws", iter(draws))
@@ -644,13 +644,13 @@ def test_a_reset_that_draws_another_state_than_the_prompt_shows_is_refused(
     assert reached == (where or "step")
 
 
-def test_a_task_that_was_not_begun_shows_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_without_begin_has_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drawn, "draws", iter(["b"]))
     FactoryEnv(Drawn).reset(task("Q", start=1)).finish(None)
 
 
 @pytest.mark.parametrize(("same", "where"), [(1, "reset(seed=0)"), (2, "reset(seed=0)"), (9, "")])
-def test_a_world_that_ignores_its_seed_is_refused(same: int, where: str) -> None:
+def test_environment_that_ignores_its_seed_is_rejected(same: int, where: str) -> None:
     gymnasium = pytest.importorskip("gymnasium")
     count = itertools.count()
 
@@ -672,7 +672,7 @@ def test_a_world_that_ignores_its_seed_is_refused(same: int, where: str) -> None
         env.reset(begun).step(CallTools((ToolCall("act", {"action": "0"}),)))
 
 
-def test_what_a_factory_may_not_do_is_said() -> None:
+def test_invalid_factories_are_rejected() -> None:
     expected = r"Mute.get_reward: expected a number or named parts, got None"
     with pytest.raises(TypeError, match=expected):
         FactoryEnv(Mute).reset(task()).finish(None)
@@ -719,7 +719,7 @@ def mcp(tmp_path_factory: pytest.TempPathFactory) -> McpEnv:
 
 
 @pytest.mark.slow
-def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> None:
+def test_mcp_server_per_rollout(mcp: McpEnv) -> None:
     names = [schema["function"]["name"] for schema in mcp.tools(task())]
     assert names == ["remember", "fail", "end"]
     runner = EpisodeRunner(1)
@@ -743,7 +743,7 @@ def test_a_real_server_answers_and_every_rollout_has_its_own(mcp: McpEnv) -> Non
 
 
 @pytest.mark.slow
-def test_a_program_that_is_no_server_is_refused() -> None:
+def test_program_that_is_not_an_mcp_server_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"command .*: no MCP server answered"):
         McpEnv(sys.executable, ["-c", "print('hello')"])
 
@@ -792,7 +792,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_servers_every_answer_is_told_and_none_ends_the_run() -> None:
+def test_mcp_errors_are_results_for_the_policy() -> None:
     pytest.importorskip("mcp")
     env = McpEnv(sys.executable, ["-c", RAW_SERVER])
     names = [schema["function"]["name"] for schema in env.tools(task())]

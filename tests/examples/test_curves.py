@@ -20,7 +20,7 @@ from bench import curves
 
 
 @pytest.mark.parametrize("name", curves.LESSONS)
-def test_a_lesson_is_a_short_config_with_enough_held_out(name: str) -> None:
+def test_example_is_a_short_config_with_enough_heldout_tasks(name: str) -> None:
     lesson = curves.LESSONS[name]
     path = lesson.config or shipped_configs()[name]
     assert len(path.read_text().splitlines()) <= 45
@@ -30,21 +30,21 @@ def test_a_lesson_is_a_short_config_with_enough_held_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("env", [LettersEnv, FunctionsEnv])
-def test_no_question_is_asked_twice(env: Any) -> None:
+def test_no_question_is_in_both_splits(env: Any) -> None:
     train, heldout = (env.tasks(None, split) for split in ("train", "heldout"))
     asked = [normalised_question(task) for task in [*train, *heldout]]
     assert len(set(asked)) == len(asked)
     assert len(heldout) >= curves.HELDOUT
 
 
-def test_no_world_begins_twice() -> None:
+def test_no_start_is_in_both_splits() -> None:
     for world, train in ((Walk, 192), (Guess, 192)):
         seeds = [*range(train), *range(HELDOUT_SEED, HELDOUT_SEED + 192)]
         begun = [world().reset(seed=seed)[0] for seed in seeds]
         assert len(set(begun)) == len(begun)
 
 
-def test_halving_always_finds_the_number_and_nothing_else_is_paid_in_full() -> None:
+def test_only_binary_search_earns_the_full_reward() -> None:
     world = Guess()
     for seed in range(192):
         world.reset(seed=seed)
@@ -70,7 +70,7 @@ def row(seed: int, after: float, settings: str = "new") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_page_is_of_the_newest_settings_alone(tmp_path: Path) -> None:
+def test_curves_page_uses_only_the_newest_settings(tmp_path: Path) -> None:
     nothing = {"variant": "letters", "settings": "new", "shape": {"seed": -1}, "commit": "abc",
                "device": "2 x X", "solved": {"silent": 0.0, "always '2'": 0.46}}  # fmt: skip
     none = {**nothing, "variant": "walk", "solved": {"silent": 0.0}}
@@ -88,7 +88,7 @@ def test_the_page_is_of_the_newest_settings_alone(tmp_path: Path) -> None:
     assert (tmp_path / "made" / "g.png").stat().st_size > 1000
 
 
-def test_how_often_losses_lie_as_far_apart_by_chance() -> None:
+def test_p_value_of_a_difference_in_losses() -> None:
     def said(*shares: tuple[float, ...]) -> str:
         return curves._chance([[row(0, share) for share in of] for of in shares])
 
@@ -100,7 +100,7 @@ def test_how_often_losses_lie_as_far_apart_by_chance() -> None:
     assert said((0.1,), (0.2, 0.3)) == ""
 
 
-def test_a_new_source_is_a_new_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_changed_source_changes_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     of_letters = ["letters", *(f"letters/{loss}" for loss in curves.LOSSES)]
     before = {name: curves.key_of(name) for name in (*of_letters, "walk", "console")}
     assert len({*before.values()}) == len(before)

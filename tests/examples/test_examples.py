@@ -46,7 +46,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (FOLDER / name).read_text().splitlines()]
 
 
-def test_a_command_copies_them_and_overwrites_nothing(
+def test_init_copies_examples_and_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["init", "--examples", str(tmp_path / "new")]) == 0
@@ -66,7 +66,7 @@ def test_a_command_copies_them_and_overwrites_nothing(
 
 
 @pytest.mark.parametrize("name", [*shipped_configs(), "harbor"])
-def test_an_example_is_a_folder_with_a_readme(name: str) -> None:
+def test_each_example_folder_has_a_readme(name: str) -> None:
     text = (FOLDER / name / "README.md").read_text()
     assert text.startswith("# ")
     assert name == "harbor" or re.search(rf"^agentgrpo (train|recipe) {name}\b", text, re.M)
@@ -85,7 +85,7 @@ def load_config_text(name: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_the_files_are_what_the_code_makes() -> None:
+def test_data_files_equal_the_codes_output() -> None:
     texts = [{"id": id, "title": t, "text": text} for id, t, text in search_demo.corpus()]
     assert rows("search/texts.jsonl") == texts
     assert rows("search/questions.jsonl") == [
@@ -107,7 +107,7 @@ def test_the_files_are_what_the_code_makes() -> None:
         ),
     ],
 )
-def test_records_of_older_runs_name_what_has_moved(old: str, new: str) -> None:
+def test_moved_names_of_older_runs_are_resolved(old: str, new: str) -> None:
     table = {"model": "m", "out_dir": "o", "env": {"kind": old}}
     kind = validate(TrainConfig, table, "run.json").env.kind
     assert kind == new
@@ -131,13 +131,13 @@ def test_right_functions_pass_their_tests(pool: SandboxPool) -> None:
         env.close()
 
 
-def test_no_function_passes_by_always_returning_the_same() -> None:
+def test_constant_functions_fail_the_tests() -> None:
     for row in rows("unit_tests/tasks.jsonl"):
         expected = {line.split(" == ")[1] for line in row["tests"].splitlines()}
         assert len(expected) > 1, row["question"]
 
 
-def test_the_search_finds_every_answer_by_the_name_in_the_question(tmp_path: Path) -> None:
+def test_search_finds_every_answer_by_the_questions_name(tmp_path: Path) -> None:
     texts = shutil.copy(FOLDER / "search/texts.jsonl", tmp_path)
     env: Any = SearchEnv(Path(texts), top_k=1, max_chars=200)
     names = [row["title"] for row in rows("search/texts.jsonl")]
@@ -147,7 +147,7 @@ def test_the_search_finds_every_answer_by_the_name_in_the_question(tmp_path: Pat
         assert row["answer"] in env.reset(task()).step(call).text, row
 
 
-def test_the_server_answers_and_logs_nothing_of_what_the_policy_gets_wrong(
+def test_mcp_server_does_not_log_the_policys_errors(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("mcp", reason="mcp is in requirements-cpu.txt")
@@ -165,7 +165,7 @@ def test_the_server_answers_and_logs_nothing_of_what_the_policy_gets_wrong(
     assert capfd.readouterr().err == ""
 
 
-def test_the_verifiers_environment_pays_what_the_policy_answers() -> None:
+def test_verifiers_environment_rewards_the_answer() -> None:
     vf = pytest.importorskip("verifiers.v1", reason="verifiers is in requirements-dev.txt")
     from agentgrpo.examples.verifiers.my_env import Problem, Problems, ProblemsConfig
 

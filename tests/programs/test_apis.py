@@ -110,7 +110,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_conversation_goes_on_by_every_protocol(use: Any) -> None:
+def test_conversation_continues_with_every_protocol(use: Any) -> None:
     """One row; each turn whole, as it was sampled; what is given between is the template's."""
     rollout = alone(program(use), says_tools)
     (row,) = rows_of(rollout)
@@ -152,7 +152,7 @@ TYPES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("said", REPLIES, ids=range(len(REPLIES)))
-def test_answers_and_events_are_of_the_clients_types(path: str, said: Reply) -> None:
+def test_responses_and_events_match_the_clients_types(path: str, said: Reply) -> None:
     api, (one, event) = APIS[path], TYPES[path]
     pydantic.TypeAdapter(one).validate_python(api.to_json(said), strict=True)
     events: Any = api.to_stream(said, True)
@@ -198,9 +198,7 @@ HEADERS = {"betas", "workspace_id"}
     ],
     ids=["chat", "responses", "messages", "beta messages"],
 )  # fmt: skip
-def test_every_parameter_that_a_client_has_is_of_one_class(
-    api: Any, body: Any, params: Any
-) -> None:
+def test_every_client_parameter_is_classified(api: Any, body: Any, params: Any) -> None:
     """Read, refused, or nothing that an answer depends on: none is met by surprise."""
     counted = {*requests.OVERRIDES} - {*body.model_fields}
     classes = [*body.model_fields, *counted, *api.IGNORED, *api.REFUSED]
@@ -249,7 +247,7 @@ WRONG: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("path", "param", "value", "said"), WRONG)
-def test_what_is_wrong_is_said_by_its_name(path: str, param: str, value: Any, said: str) -> None:
+def test_invalid_request_names_the_field(path: str, param: str, value: Any, said: str) -> None:
     name = re.split(r"[.\[]", param)[0]
     with pytest.raises(BadRequest) as caught:
         APIS[path].read({**GOOD[path], name: value})
@@ -271,7 +269,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
 
-def test_errors_have_the_form_of_their_protocol_and_end_nothing() -> None:
+def test_errors_have_the_protocols_format_and_end_nothing() -> None:
     async def use(c: Any) -> str:
         for path, wrong, status, said in BAD:
             client = c.anthropic if path.startswith("/v1/messages") else c.openai
@@ -298,7 +296,7 @@ def test_errors_have_the_form_of_their_protocol_and_end_nothing() -> None:
     assert (rollout.answer, len(rollout.turns)) == ("fine", 1)
 
 
-def test_what_the_engine_gives_up_is_told_in_a_stream() -> None:
+def test_aborted_request_is_reported_in_a_stream() -> None:
     async def use(c: Any) -> str:
         with pytest.raises(openai.APIError, match="aborted a request"):
             async for _ in await c.openai.responses.create(**GOOD[RESPONSES], stream=True):
@@ -312,7 +310,7 @@ def test_what_the_engine_gives_up_is_told_in_a_stream() -> None:
     assert rollout.status is Status.INFRA_ERROR
 
 
-def test_a_fault_of_ours_is_a_500_in_the_form_of_its_protocol_and_ends_nothing_else(
+def test_endpoint_bug_is_a_500_and_ends_nothing_else(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def use(c: Any) -> str:
@@ -336,7 +334,7 @@ def test_a_fault_of_ours_is_a_500_in_the_form_of_its_protocol_and_ends_nothing_e
     assert capfd.readouterr().err.count("Traceback") == 2  # once for each route
 
 
-def test_a_call_that_anthropic_has_no_form_for_is_text() -> None:
+def test_call_without_an_anthropic_form_is_text() -> None:
     bad = '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'
 
     async def use(c: Any) -> str:
@@ -347,7 +345,7 @@ def test_a_call_that_anthropic_has_no_form_for_is_text() -> None:
     assert (rollout.answer, rollout.stats["malformed"]) == (bad, 1)
 
 
-def test_models_are_listed_and_a_system_prompt_is_shown() -> None:
+def test_models_are_listed_and_system_prompt_is_rendered() -> None:
     async def use(c: Any) -> str:
         asked = {"messages": GOOD[BLOCKS]["messages"], "model": "policy", "system": "s"}
         await c.anthropic.messages.create(**asked, max_tokens=9)
@@ -363,7 +361,7 @@ def test_models_are_listed_and_a_system_prompt_is_shown() -> None:
     assert (rollout.answer, len(rollout.turns)) == ("ok", 1)
 
 
-def test_what_bends_is_counted_and_tools_and_stops_are_obeyed() -> None:
+def test_sampling_options_are_counted_and_tools_and_stops_apply() -> None:
     async def use(c: Any) -> None:
         schema = {"type": "object", "properties": {}}
         await c.openai.responses.create(

@@ -100,7 +100,7 @@ WITHOUT_END = ("less than it says", "a body without end")
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_it_is_told_and_nobody_else_notices(
+def test_bad_request_gets_an_error_and_others_are_unaffected(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -126,7 +126,7 @@ def test_it_is_told_and_nobody_else_notices(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_a_large_request_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_request_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is shown to the model on another thread; here that waits for the other rollout."""
     answered, whole = threading.Event(), Conversations.prompt
     waited: list[bool] = []
@@ -150,7 +150,7 @@ def test_a_large_request_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert waited == [True]
 
 
-def test_connections_have_a_number_and_end_with_their_rollout() -> None:
+def test_connections_are_limited_and_end_with_the_rollout() -> None:
     """As of a session of the sandbox, which has a listener of its own."""
     made, most = endpoint.Endpoint(), endpoint.CONNECTIONS
     session = made.open(lambda key: cast(Any, SimpleNamespace(key=key, max_model_len=99)))
@@ -169,7 +169,7 @@ def test_connections_have_a_number_and_end_with_their_rollout() -> None:
     made.close()
 
 
-def test_a_body_counts_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_counts_until_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only until it is there: large ones are read one at a time."""
     monkeypatch.setattr(endpoint, "RECEIVED_MIB", 1)
     session: Any = SimpleNamespace(receiving=0)

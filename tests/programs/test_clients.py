@@ -59,7 +59,7 @@ def need(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_client_is_played_as_it_is(name: str) -> None:
+def test_client_library_works_unchanged(name: str) -> None:
     """Every turn of a conversation that the client keeps is in one row, as it was sampled."""
     need(name)
     says = SAYS.get(name, TURNS)
@@ -100,7 +100,7 @@ num_heldout = 1
 
 
 @pytest.mark.timeout(900)
-def test_every_client_is_trained_with_a_real_model(tmp_path: Path) -> None:
+def test_every_client_library_trains_a_real_model(tmp_path: Path) -> None:
     """Whatever a model of random weights makes of them, what it sampled is proven and learned."""
     names = [n for n in PROGRAMS if importlib.util.find_spec(PROGRAMS[n][0]) is not None]
     model = tiny.make_agent_dir(tmp_path / "model")

@@ -188,7 +188,7 @@ def test_arguments_are_compared_as_values(one: str, other: str, same: bool) -> N
     assert (json_key(one) == json_key(other)) is same
 
 
-def test_reasoning_may_be_left_out_and_may_not_be_another() -> None:
+def test_reasoning_may_be_dropped_but_not_changed() -> None:
     given = Message("assistant", "x", reasoning="because")
     assert Message("assistant", "x").may_be(given)
     assert Message("assistant", "x", reasoning="because").may_be(given)
@@ -215,7 +215,7 @@ CALLS = (Call("c1", "f", '{"a": 1}'),)
         (Message("assistant", "so"), False),
     ],
 )
-def test_an_answer_with_calls_is_known_by_their_ids(back: Message, same: bool) -> None:
+def test_message_with_calls_is_identified_by_their_ids(back: Message, same: bool) -> None:
     """Whatever became of the text beside them; text that a client puts there is another answer."""
     talks, question = Conversations(CHAT), [Message("user", "Q")]
     prompt = talks.prompt(question, [])
@@ -239,9 +239,7 @@ def test_an_answer_with_calls_is_known_by_their_ids(back: Message, same: bool) -
         ("c2", 3),
     ],
 )
-def test_of_answers_that_white_space_or_ids_tell_apart_the_likest_is_meant(
-    sent: str, meant: int
-) -> None:
+def test_most_similar_message_is_matched(sent: str, meant: int) -> None:
     def message(text: str) -> Message:
         calls = (Call(text[:2], "f", "{}"),) if text.startswith("c") else ()
         return Message("assistant", text[3 * len(calls) :], calls)
@@ -258,7 +256,7 @@ def test_of_answers_that_white_space_or_ids_tell_apart_the_likest_is_meant(
     assert ends.index(after.row) == meant
 
 
-def test_messages_of_a_clients_own_with_the_same_calls_are_not_one() -> None:
+def test_client_messages_with_equal_calls_stay_separate() -> None:
     """Nobody answered them: all that they say counts."""
     talks, ends = Conversations(CHAT), []
     for text in ("a", "b", "a "):
@@ -272,7 +270,7 @@ def test_messages_of_a_clients_own_with_the_same_calls_are_not_one() -> None:
         assert asked.token_ids[: len(prompt.token_ids)].tolist() == prompt.token_ids.tolist()
 
 
-def test_of_equal_answers_the_one_is_gone_on_from_whose_thoughts_come_back() -> None:
+def test_equal_messages_are_distinguished_by_their_reasoning() -> None:
     talks, question = Conversations(CHAT), [Message("user", "Q")]
     prompts: list[Int32] = []
     for thought in ("a", "b"):
@@ -288,14 +286,16 @@ def test_of_equal_answers_the_one_is_gone_on_from_whose_thoughts_come_back() -> 
 
 
 @pytest.mark.parametrize(("depth", "kind"), [(99, dict), (100, str), (900, str)])
-def test_arguments_are_shown_as_an_object_unless_nested_too_deep(depth: int, kind: type) -> None:
+def test_arguments_are_rendered_as_an_object_unless_nested_too_deeply(
+    depth: int, kind: type
+) -> None:
     text = f'{{"a":{"[" * depth}{"]" * depth}}}'
     (call,) = Message("assistant", "", (Call("1", "f", text),)).for_template()["tool_calls"]
     assert type(call["function"]["arguments"]) is kind
     assert is_object(text) is (kind is dict)
 
 
-def test_the_name_of_a_tool_is_that_of_its_call() -> None:
+def test_tool_message_gets_the_name_of_its_call() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     read = read_messages(
         [

@@ -26,7 +26,7 @@ AGENT = ProgramAgent(pool=None, call_reader=lambda parser: cast(Any, None), call
 
 
 @pytest.mark.parametrize("run", [flywheel.run_command, recipe.run_recipe])
-def test_what_takes_attempts_up_in_the_middle_refuses_a_program(run: Any, tmp_path: Path) -> None:
+def test_flywheel_and_recipe_reject_a_program(run: Any, tmp_path: Path) -> None:
     """Before a model is looked for."""
     overrides = ["agent.kind=program", "model=nowhere", f"out_dir={tmp_path}"]
     config = load_config_of(RecipeConfig, "recipe", overrides)
@@ -34,12 +34,12 @@ def test_what_takes_attempts_up_in_the_middle_refuses_a_program(run: Any, tmp_pa
         run(config, SimpleNamespace(dry_run=False), None)
 
 
-def test_sampling_without_a_trainer_refuses_one() -> None:
+def test_generate_rejects_a_program() -> None:
     with pytest.raises(ValueError, match="agent: a program plays its own turns"):
         generate(["Q"], cast(Any, None), AGENT, env=AnswerEnv(), tokenizer=TOKENIZER)
 
 
-def test_ranks_of_one_engine_play_programs_together() -> None:
+def test_ranks_of_one_engine_play_the_same_programs() -> None:
     """The leader's programs ask, the others' engines do as its own; each rank has its groups."""
 
     async def use(_: Any, o: Any) -> str:

@@ -154,7 +154,7 @@ def rewritten(message: Any) -> Any:
 
 
 @pytest.mark.parametrize("form", [lambda m: m, rewritten])
-def test_however_a_client_sends_an_answer_back_its_tokens_go_on(form: Any) -> None:
+def test_row_continues_however_a_client_sends_a_message_back(form: Any) -> None:
     """One row; each turn whole, as it was sampled; what is given between is the template's."""
 
     async def program(client: Any, o: Any) -> str:
@@ -176,7 +176,7 @@ def test_however_a_client_sends_an_answer_back_its_tokens_go_on(form: Any) -> No
     assert len(rollout.turns) == rollout.stats["turns"] == 3
 
 
-def test_the_ids_of_calls_are_of_the_form_that_mistrals_templates_ask_for(
+def test_call_ids_have_mistrals_format(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     judge = judge_of("mistral_v3")
@@ -190,7 +190,7 @@ def test_the_ids_of_calls_are_of_the_form_that_mistrals_templates_ask_for(
 
 
 @pytest.mark.parametrize("given", ["", "corp.example", "*"])
-def test_a_program_in_this_process_asks_the_endpoint_by_no_proxy(
+def test_program_in_this_process_bypasses_the_proxy(
     monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
@@ -204,7 +204,7 @@ def test_a_program_in_this_process_asks_the_endpoint_by_no_proxy(
     assert (hosts == "*") == (given == "*")  # "*" among others says nothing to urllib
 
 
-def test_a_stream_and_a_plain_answer_are_the_same() -> None:
+def test_stream_equals_the_plain_response() -> None:
     async def program(client: Any, o: Any) -> str:
         messages = [{"role": "user", "content": "Q"}]
         plain = (await o.ask(messages, tools=[ADD])).choices[0].message
@@ -232,7 +232,7 @@ def test_a_stream_and_a_plain_answer_are_the_same() -> None:
 
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_call_in_a_thought_is_not_made(
+def test_call_in_a_thought_is_ignored(
     whole: bool, opened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thoughts are given apart from what is said, and the conversation stays one row."""
@@ -274,7 +274,7 @@ def test_a_call_in_a_thought_is_not_made(
     assert len(rollout.rows) == 1
 
 
-def test_a_turn_that_the_request_cuts_goes_on_and_one_that_the_run_cuts_does_not() -> None:
+def test_turn_truncated_by_the_request_continues_and_by_the_run_does_not() -> None:
     async def program(client: Any, o: Any) -> str:
         messages: list[Any] = [{"role": "user", "content": "Q"}]
         for most in (3, None):
@@ -293,7 +293,7 @@ def test_a_turn_that_the_request_cuts_goes_on_and_one_that_the_run_cuts_does_not
     assert len(rollout.rows) == 1
 
 
-def test_who_was_refused_and_asks_again_is_given_no_other_clients_turn(
+def test_retry_after_a_refusal_gets_its_own_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """OpenAI's client counts its retries of a 429 as of any failure."""
@@ -308,7 +308,7 @@ def test_who_was_refused_and_asks_again_is_given_no_other_clients_turn(
     assert (rollout.answer, len(rollout.turns)) == ("5", 5)
 
 
-def test_what_nobody_was_given_is_in_no_row() -> None:
+def test_undelivered_turn_is_in_no_row() -> None:
     async def program(client: Any, o: Any) -> str:
         await o.ask([{"role": "user", "content": "first"}])
         quick = client.with_options(timeout=1.5, max_retries=0)
@@ -328,7 +328,7 @@ def test_what_nobody_was_given_is_in_no_row() -> None:
     assert not engine.running
 
 
-def test_turns_whose_client_left_are_turns_of_the_rollout() -> None:
+def test_turns_of_disconnected_clients_count() -> None:
     """Or who asks and hangs up, again and again, has the engine sample without end."""
     ends: list[str] = []
 
@@ -360,7 +360,7 @@ class Stopping(StubEngine):
         return [replace(done, stop_reason="END") for done in super().step()]
 
 
-def test_what_stops_a_turn_is_sampled_and_not_said() -> None:
+def test_stop_string_is_sampled_and_not_delivered() -> None:
     async def program(client: Any, o: Any) -> str:
         messages: list[Any] = [{"role": "user", "content": "Q"}]
         said = (await o.ask(messages, stop="END")).choices[0].message
@@ -377,7 +377,7 @@ def test_what_stops_a_turn_is_sampled_and_not_said() -> None:
     assert rollout.answer == "ok"
 
 
-def test_every_rollout_has_its_own_session_and_its_own_seeds() -> None:
+def test_each_rollout_has_its_own_session_and_seeds() -> None:
     async def program(client: Any, o: Any) -> str:
         await o.ask([{"role": "user", "content": o.task["question"]}])
         return str(o.task["question"])
@@ -390,7 +390,7 @@ def test_every_rollout_has_its_own_session_and_its_own_seeds() -> None:
     assert seeds[0] == seeds[1]
 
 
-def test_a_program_that_fails_is_the_policys_affair_and_all_that_fail_are_not() -> None:
+def test_failing_program_is_scored_and_failure_of_all_ends_the_run() -> None:
     async def program(client: Any, o: Any) -> str:
         said = (await o.ask([{"role": "user", "content": "Q"}])).choices[0].message.content
         return str(json.loads(said))
@@ -407,7 +407,7 @@ def test_a_program_that_fails_is_the_policys_affair_and_all_that_fail_are_not() 
         played(asking(program), lambda *_: turn("no json"), n=4)
 
 
-def test_what_a_program_was_refused_is_said_where_it_has_asked_for_nothing_else() -> None:
+def test_refusal_is_reported_if_a_program_has_no_other_request() -> None:
     async def program(client: Any, o: Any) -> str:
         with contextlib.suppress(openai.BadRequestError):
             await o.ask([{"role": "user", "content": "Q"}], n=2)
@@ -419,7 +419,7 @@ def test_what_a_program_was_refused_is_said_where_it_has_asked_for_nothing_else(
     assert re.search(r"is trained on\. its last request was refused: n: .*2", rollout.error)
 
 
-def test_a_program_that_takes_too_long_has_timed_out() -> None:
+def test_slow_program_times_out() -> None:
     async def program(client: Any, o: Any) -> None:
         await o.ask([{"role": "user", "content": "Q"}])
         await asyncio.sleep(99)
@@ -428,7 +428,7 @@ def test_a_program_that_takes_too_long_has_timed_out() -> None:
     assert (rollout.status, len(rollout.turns)) == (Status.TIMED_OUT, 1)
 
 
-def test_a_program_that_cannot_begin_ends_the_run_with_its_traceback() -> None:
+def test_program_that_cannot_start_ends_the_run_with_its_traceback() -> None:
     async def program(task: Any, **_: Any) -> None:
         raise ModuleNotFoundError("No module named 'mine'")
 
@@ -436,7 +436,7 @@ def test_a_program_that_cannot_begin_ends_the_run_with_its_traceback() -> None:
         played(program, lambda *_: turn("x"), n=3, max_retries=1)
 
 
-def test_a_request_that_is_too_long_is_refused_alone() -> None:
+def test_only_the_too_long_request_is_refused() -> None:
     async def program(client: Any, o: Any) -> str:
         for size in (2000, 99_000):  # by its tokens, by its characters
             with pytest.raises(openai.BadRequestError, match="maximum context length"):
@@ -454,7 +454,7 @@ def test_a_request_that_is_too_long_is_refused_alone() -> None:
     assert (rollout.status, rollout.stats.get("program_failed")) == (Status.TRUNCATED_LENGTH, None)
 
 
-def test_what_a_clients_schema_breaks_is_a_malformed_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_tool_schema_makes_a_malformed_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(text: str, tools: Any) -> Reading:
         raise ValueError(tools)
 
@@ -469,7 +469,7 @@ def test_what_a_clients_schema_breaks_is_a_malformed_turn(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_equal_requests_at_once_are_each_a_turn(stream: bool) -> None:
+def test_concurrent_equal_requests_are_separate_turns(stream: bool) -> None:
     async def program(client: Any, o: Any) -> str:
         async def one(_: int) -> None:
             said = await o.ask([{"role": "user", "content": "Q"}], stream=stream)

@@ -142,7 +142,7 @@ PROBES: dict[str, tuple[Any, list[list[int]], int]] = {
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_conversations_without_the_tasks_text_are_answered_and_not_trained_on(
+def test_probe_conversations_are_served_and_not_trained_on(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use, rows, aside = PROBES[name]
@@ -168,7 +168,7 @@ def test_conversations_without_the_tasks_text_are_answered_and_not_trained_on(
     assert told.count("programs do not send the task's text") == (name == "no task at all")
 
 
-def test_a_rollout_that_only_probes_has_asked_nothing_where_others_show_what_a_probe_is() -> None:
+def test_rollout_with_only_probes_has_no_trained_request() -> None:
     count = iter(range(9))
 
     async def use(client: Any, o: Any) -> str:
@@ -190,7 +190,7 @@ def test_a_rollout_that_only_probes_has_asked_nothing_where_others_show_what_a_p
     assert "ended without a request that is trained on" in second.error
 
 
-def test_a_turn_cut_short_ends_its_conversation_and_no_other() -> None:
+def test_truncated_turn_ends_only_its_conversation() -> None:
     async def use(client: Any, o: Any) -> str:
         messages = user(o.task["question"])
         for probe in (HELLO, messages):
@@ -222,7 +222,7 @@ FAULTS: list[tuple[dict[str, float], list[str], str]] = [
 
 
 @pytest.mark.parametrize(("stats", "probes", "fault"), FAULTS)
-def test_what_is_recorded_of_probes_is_proven(
+def test_verify_accepts_recorded_probes(
     stats: dict[str, float], probes: list[str], fault: str
 ) -> None:
     (rollout,) = playing(between, numbered, max_turns=9)
@@ -254,7 +254,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("wrong", ["turns", "n"])
-def test_an_error_of_the_endpoint_is_no_answer_and_has_no_number(form: str, wrong: str) -> None:
+def test_endpoint_error_is_not_an_answer_and_has_no_number(form: str, wrong: str) -> None:
     async def use(client: Any, o: Any) -> str:
         await refused(o)
         error = await refused(o, **({"n": 48} if wrong == "n" else {}))
@@ -265,7 +265,7 @@ def test_an_error_of_the_endpoint_is_no_answer_and_has_no_number(form: str, wron
     assert (rollout.answer, rollout.stats["error_answers"]) == (None, 1)
 
 
-def test_an_answer_after_an_error_is_an_answer() -> None:
+def test_answer_after_an_error_counts() -> None:
     async def use(client: Any, o: Any) -> str:
         await refused(o, n=2)
         await refused(o)
@@ -276,7 +276,7 @@ def test_an_answer_after_an_error_is_an_answer() -> None:
     assert "error_answers" not in rollout.stats
 
 
-def test_every_name_of_a_model_is_answered_and_the_first_is_reported(
+def test_every_model_name_is_served_and_the_first_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def use(client: Any, o: Any) -> str:
@@ -293,7 +293,7 @@ def test_every_name_of_a_model_is_answered_and_the_first_is_reported(
     assert "claude" not in told
 
 
-def test_what_is_asked_of_reasoning_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reasoning_options_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     async def use(client: Any, o: Any) -> None:
         asked: Any = {"model": o.model, "input": o.task["question"], "include": []}
         await client.responses.create(**asked, reasoning={"summary": None})
@@ -308,7 +308,7 @@ def test_what_is_asked_of_reasoning_is_reported(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_tools_that_the_template_does_not_show_are_refused(
+def test_tools_missing_from_the_prompt_are_rejected(
     monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     prompt_ids = CHAT.prompt_ids
@@ -334,12 +334,12 @@ class Plays(AnswerEnv):
     plays = True
 
 
-def test_an_environment_that_plays_itself_has_no_probes() -> None:
+def test_self_playing_environment_has_no_probes() -> None:
     (rollout,) = playing(before, numbered, env=Plays())
     assert (len(rollout.turns), rollout.extra) == (2, {})
 
 
-def test_a_short_question_is_known_by_all_of_it() -> None:
+def test_short_question_is_matched_as_a_whole() -> None:
     async def use(client: Any, o: Any) -> None:
         await said(o, HELLO)
         await said(o, user(f"Solve {o.task['question']}!"))

@@ -82,7 +82,7 @@ def rows_of(case: Mapping[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['client']} {c['case']}")
-def test_an_answer_that_a_client_keeps_is_gone_on_from(case: Mapping[str, Any]) -> None:
+def test_recorded_conversation_continues_its_row(case: Mapping[str, Any]) -> None:
     replay = Replay(case)
     while replay.ask():
         pass
@@ -94,7 +94,7 @@ def test_an_answer_that_a_client_keeps_is_gone_on_from(case: Mapping[str, Any]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_requests_are_read_as_vllm_reads_them(path: str) -> None:
+def test_requests_are_parsed_like_vllm(path: str) -> None:
     """Its own translation to chat completions has the same messages and tools."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages

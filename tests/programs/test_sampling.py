@@ -26,7 +26,7 @@ async def wishing(_: Any, o: Any) -> None:
     await o.ask(Q, **WISHES)
 
 
-def test_what_bends_the_distribution_is_counted_in_training_and_said_once(
+def test_ignored_sampling_options_are_counted_and_reported_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     groups, engine = played(asking(wishing), lambda *_: turn("x"), n=2, temperature=0.7)
@@ -61,7 +61,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("server", OTHERS)
 @pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
-def test_fields_of_other_servers_are_accepted_and_reported_once(
+def test_unknown_fields_are_accepted_and_reported_once(
     server: str, api: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = OTHERS[server]
@@ -85,7 +85,7 @@ def test_fields_of_other_servers_are_accepted_and_reported_once(
     assert [said.count(f" {name},") for name in names] == [1] * len(names)
 
 
-def test_an_evaluation_is_sampled_as_its_own_settings_say() -> None:
+def test_evaluation_uses_its_own_sampling() -> None:
     play = {"temperature": 0.0, "filters": {"min_p": 0.1}}
     groups, engine = played(asking(wishing), lambda *_: turn("x"), play=play)
     (request,) = engine.requests
@@ -93,7 +93,7 @@ def test_an_evaluation_is_sampled_as_its_own_settings_say() -> None:
     assert groups[0].rollouts[0].stats["unenforced_temperature"] == 1
 
 
-def test_what_the_template_is_given_may_be_asked_for_and_nothing_else_that_it_reads(
+def test_requests_may_only_repeat_the_runs_template_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(CHAT, "reads", lambda option: option != "unread")
@@ -115,7 +115,7 @@ def test_what_the_template_is_given_may_be_asked_for_and_nothing_else_that_it_re
     ]
 
 
-def test_what_is_asked_of_the_frozen_policy_is_counted_and_not_recorded() -> None:
+def test_frozen_turns_are_counted_and_not_recorded() -> None:
     """Also where its answer goes on in a conversation that is trained on."""
 
     async def program(client: Any, o: Any) -> str:

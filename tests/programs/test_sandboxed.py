@@ -70,7 +70,7 @@ def jails() -> Any:
 @pytest.mark.nsjail
 @pytest.mark.parametrize("where", ["session", "process"])
 @pytest.mark.parametrize(("ending", "answer", "failed"), ENDINGS)
-def test_a_file_of_the_users_with_openais_client(
+def test_user_program_with_openais_client(
     tmp_path: Path, jails: SandboxPool, where: str, ending: str, answer: str, failed: float
 ) -> None:
     folder = tmp_path / "mine"
@@ -92,7 +92,7 @@ def test_a_file_of_the_users_with_openais_client(
 @pytest.mark.slow
 @pytest.mark.nsjail
 @pytest.mark.parametrize("rung", LADDER, ids=str)
-def test_a_session_reaches_the_endpoint_and_nothing_else(tmp_path: Path, rung: Rung) -> None:
+def test_session_reaches_only_the_endpoint(tmp_path: Path, rung: Rung) -> None:
     """Neither the port on the host's loopback nor another rollout's key is of any use in it."""
     if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
         pytest.skip("zygote-root needs root")
@@ -119,7 +119,7 @@ def test_a_session_reaches_the_endpoint_and_nothing_else(tmp_path: Path, rung: R
 
 
 @pytest.mark.slow
-def test_a_process_is_told_of_no_proxy_and_leaves_nothing_running(
+def test_process_has_no_proxy_and_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.invalid:1")
@@ -138,7 +138,7 @@ def test_a_process_is_told_of_no_proxy_and_leaves_nothing_running(
 
 
 @pytest.mark.slow
-def test_a_daemon_that_holds_the_output_holds_nothing_up(tmp_path: Path) -> None:
+def test_daemon_with_open_output_delays_nothing(tmp_path: Path) -> None:
     file = tmp_path / "agent.py"
     ending = (
         "import subprocess\nsubprocess.Popen(['sleep', '60'], start_new_session=True)\n"
@@ -163,9 +163,7 @@ ATTACKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_whatever_a_program_does_to_its_files_is_the_programs_doing(
-    tmp_path: Path, attack: str
-) -> None:
+def test_program_that_damages_its_files_fails_itself(tmp_path: Path, attack: str) -> None:
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM.replace("{ending}", attack))
     rollout = alone(Process(["python", "agent.py"], [file]), lambda *_: turn("x"))
@@ -176,9 +174,7 @@ def test_whatever_a_program_does_to_its_files_is_the_programs_doing(
 @pytest.mark.slow
 @pytest.mark.nsjail
 @pytest.mark.parametrize("where", ["session", "process"])
-def test_a_program_that_is_one_of_the_files_is_started(
-    tmp_path: Path, jails: SandboxPool, where: str
-) -> None:
+def test_program_among_the_files_is_started(tmp_path: Path, jails: SandboxPool, where: str) -> None:
     program = tmp_path / "mine" / "agent.py"
     program.parent.mkdir()
     program.write_text(
@@ -215,7 +211,7 @@ FAILED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", FAILED)
-def test_a_run_ends_where_all_programs_fail_of_themselves(tmp_path: Path, ending: str) -> None:
+def test_run_ends_if_all_programs_fail_by_themselves(tmp_path: Path, ending: str) -> None:
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM.replace("{ending}", ending))
     made = Process(["python", "agent.py"], [file])
@@ -237,7 +233,7 @@ LIMITS = {
 @pytest.mark.slow
 @pytest.mark.nsjail
 @pytest.mark.parametrize("ending", LIMITS)
-def test_a_limit_of_the_session_ends_no_run(
+def test_session_limit_does_not_end_the_run(
     tmp_path: Path, jails: SandboxPool, ending: str
 ) -> None:
     file = tmp_path / "agent.py"
@@ -262,7 +258,7 @@ MEMORY = {
 @pytest.mark.slow
 @pytest.mark.nsjail
 @pytest.mark.parametrize("ending", MEMORY)
-def test_a_program_killed_for_memory_says_which_setting_to_raise(
+def test_out_of_memory_program_names_the_setting(
     tmp_path: Path, jails: SandboxPool, ending: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "agent.py"
@@ -276,7 +272,7 @@ def test_a_program_killed_for_memory_says_which_setting_to_raise(
 @pytest.mark.slow
 @pytest.mark.nsjail
 @pytest.mark.parametrize("where", ["session", "process"])
-def test_the_users_environment_goes_before_what_silences_libraries(
+def test_users_environment_overrides_telemetry_defaults(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"OTEL_SDK_DISABLED": "mine", "OPENAI_API_KEY": "not-mine"}
@@ -296,7 +292,7 @@ def test_the_users_environment_goes_before_what_silences_libraries(
 
 
 @pytest.mark.parametrize("command", [["python"], ["python", "-u", "agent.py"]])
-def test_options_of_the_sessions_interpreter_are_refused(command: list[str]) -> None:
+def test_options_of_the_sessions_interpreter_are_rejected(command: list[str]) -> None:
     agent: Any = SimpleNamespace(env=None, call="", command=command, sandbox="session", pool=None)
     with pytest.raises(
         ValueError, match=r"agent\.options\.command: expected a file or -m after `python`"

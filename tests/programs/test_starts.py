@@ -42,7 +42,7 @@ class Fails(AnswerEnv):
 
 
 @pytest.mark.parametrize(("times", "answers"), [(2, ["ok", "ok"]), (99, [None, None])])
-def test_a_reset_that_fails_is_made_again_and_never_waited_for(times: int, answers: Any) -> None:
+def test_failing_reset_is_retried(times: int, answers: Any) -> None:
     groups, _ = played(asking(asks), lambda *_: turn("x"), n=2, env=Fails(times), max_retries=2)
     rollouts = groups[0].rollouts
     assert [r.answer for r in rollouts] == answers
@@ -51,7 +51,7 @@ def test_a_reset_that_fails_is_made_again_and_never_waited_for(times: int, answe
         assert rollout.answer or "server is down" in str(rollout.error)
 
 
-def test_a_reset_that_does_not_come_back_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_reset_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr("agentgrpo.support.user_calls.end", told.append)
 
@@ -100,7 +100,7 @@ def no_more(number: int) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("where", ["process", "session"])
-def test_a_program_that_the_machine_has_no_room_for_is_no_failure_of_its_own(
+def test_lack_of_resources_is_an_infrastructure_error(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr("subprocess.Popen", no_more(errno.EMFILE))
@@ -121,7 +121,7 @@ LIST = "find . -type f ! -name answer.txt ! -name task.json > answer.txt"
 @pytest.mark.parametrize(
     "given", [["."], ["mine"], ["mine/x.py"], ["mine", "more/mine", "mine/x.py"]]
 )
-def test_files_lie_in_a_process_where_they_lie_in_a_session(
+def test_files_have_the_same_paths_in_process_and_session(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_files_lie_in_a_process_where_they_lie_in_a_session(
     assert sorted(found) == sorted(session._files)
 
 
-def test_a_program_that_no_machine_could_start_ends_the_run(
+def test_program_that_cannot_be_executed_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("subprocess.Popen", no_more(errno.ENOEXEC))
@@ -146,7 +146,7 @@ def test_a_program_that_no_machine_could_start_ends_the_run(
     assert env.closed == ["t0", "t0"]
 
 
-def test_the_engine_waits_for_programs_that_work() -> None:
+def test_engine_waits_for_busy_programs() -> None:
     async def program(client: Any, o: Any) -> str:
         await asyncio.sleep(0.5)
         return await asks(client, o)

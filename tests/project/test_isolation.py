@@ -13,7 +13,7 @@ from tests import isolation
 
 ROOT = Path(__file__).parents[2]
 NEEDS_ISOLATION = (
-    "tests/examples/recipe/test_tasks.py::test_the_shown_examples_are_as_the_world_answers"
+    "tests/examples/recipe/test_tasks.py::test_shots_match_the_environments_observations"
 )
 
 

@@ -106,7 +106,7 @@ def test_S3_15_candidates_are_played_and_mixed_ones_selected(tmp_path: Path) -> 
     assert written == summary
 
 
-def test_S3_15_each_stage_plays_other_candidates(tmp_path: Path) -> None:
+def test_S3_15_each_stage_plays_different_candidates(tmp_path: Path) -> None:
     recipe, first, second = make_recipe(tmp_path), FakeParts(), FakeParts()
     play_stage(recipe, 0, first)
     play_stage(recipe, 1, second)
@@ -116,9 +116,7 @@ def test_S3_15_each_stage_plays_other_candidates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 30])
-def test_S3_15_a_killed_selection_goes_on_behind_its_last_whole_chunk(
-    tmp_path: Path, cut: int
-) -> None:
+def test_S3_15_selection_resumes_after_the_last_complete_chunk(tmp_path: Path, cut: int) -> None:
     whole = make_recipe(tmp_path / "whole")
     expected = play_stage(whole, 0, FakeParts())
     recipe, player = make_recipe(tmp_path / "killed"), FakeParts()
@@ -136,7 +134,7 @@ def test_S3_15_a_killed_selection_goes_on_behind_its_last_whole_chunk(
         assert files[0] == files[1]
 
 
-def test_a_pool_of_other_tasks_is_refused(tmp_path: Path) -> None:
+def test_pool_of_other_tasks_is_rejected(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     play_stage(recipe, 0, FakeParts())
     stream = WordProblemTasks(seed=0)
@@ -144,7 +142,7 @@ def test_a_pool_of_other_tasks_is_refused(tmp_path: Path) -> None:
         play_and_select(recipe, 0, FakeParts(), stream)  # type: ignore[arg-type]
 
 
-def test_a_random_selection_takes_any_candidates(tmp_path: Path) -> None:
+def test_random_selection_takes_any_candidates(tmp_path: Path) -> None:
     """Those that are all right or all wrong too, and the same ones in a repetition."""
     asked: dict[str, Any] = {"selection": "random", "select": 6}
     chosen = [
@@ -158,7 +156,9 @@ def test_a_random_selection_takes_any_candidates(tmp_path: Path) -> None:
     assert len(play_stage(more, 0, FakeParts())["selected"]) == 10
 
 
-def test_nothing_mixed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_without_mixed_candidates_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     player = FakeParts()
     monkeypatch.setattr(player, "reward", scored_by(lambda rollout: {"answer": 0.0}))
     with pytest.raises(ValueError, match="both right and wrong rollouts, got none of 10"):
@@ -171,7 +171,7 @@ def checkpoint(folder: Path, step: int) -> Path:
     return path
 
 
-def test_S3_15_a_stage_trains_from_the_last_checkpoint_on_what_was_selected(
+def test_S3_15_stage_trains_from_the_last_checkpoint(
     tmp_path: Path,
 ) -> None:
     recipe = make_recipe(tmp_path)
@@ -236,7 +236,7 @@ def left(recipe: RecipeConfig) -> list[str]:
     return [part.name for part in parts_of(recipe) if part.is_pending({})]
 
 
-def test_S3_15_stages_run_in_order_and_leave_their_metadata(
+def test_S3_15_stages_run_in_order_and_write_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = make_recipe(tmp_path)
@@ -261,7 +261,7 @@ def test_S3_15_stages_run_in_order_and_leave_their_metadata(
     assert len(ran) == 4
 
 
-def test_other_settings_are_refused_but_more_stages_are_not(
+def test_other_settings_are_rejected_except_more_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_parts(make_recipe(tmp_path), monkeypatch)
@@ -285,7 +285,7 @@ def test_other_settings_are_refused_but_more_stages_are_not(
     assert left(longer) == []
 
 
-def test_a_stage_that_is_half_trained_goes_on(tmp_path: Path) -> None:
+def test_partly_trained_stage_resumes(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, stages=1)
     folder = folder_of(recipe, 0)
     about = {"model": "m", "candidates": 10, "mixed": 6, "quality": 0.5, "selected": []}
@@ -300,7 +300,7 @@ def test_a_stage_that_is_half_trained_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 130])
-def test_a_stage_is_finished_when_its_training_is(
+def test_stage_is_finished_after_its_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     recipe = make_recipe(tmp_path, stages=1)
@@ -313,7 +313,7 @@ def test_a_stage_is_finished_when_its_training_is(
     assert (folder / "stage.json").exists() == (status == 0)
 
 
-def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path) -> None:
+def test_stage_trains_on_the_played_tasks(tmp_path: Path) -> None:
     """Whatever their rows were called: a `question` of their own, which is not what was asked."""
     recipe = make_recipe(tmp_path, selection="random", select=10)
     spec = {"board": ((1, 2),), "sums": np.arange(3)}  # an environment's own: JSON has lists
@@ -341,7 +341,7 @@ def test_a_stage_trains_on_the_tasks_that_were_played(tmp_path: Path) -> None:
         selected_tasks(recipe, 0, stream)
 
 
-def test_no_stage_samples_with_seeds_of_another(tmp_path: Path) -> None:
+def test_stages_use_different_seeds(tmp_path: Path) -> None:
     """A task of both would be played with the same luck again."""
     recipe = make_recipe(tmp_path, steps=(2, 3), stages=3)
     seeds = []
@@ -358,7 +358,7 @@ def test_no_stage_samples_with_seeds_of_another(tmp_path: Path) -> None:
     assert len(seeds) == len({*seeds}) > 2 + 3 + 3
 
 
-def test_a_stage_is_built_on_what_it_selected(
+def test_stage_trains_on_its_selected_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = make_recipe(tmp_path, stages=1)
@@ -377,7 +377,7 @@ def test_a_stage_is_built_on_what_it_selected(
 
 
 @pytest.mark.parametrize("by_kind", [False, True])
-def test_kinds_are_selected_apart_if_asked_for(tmp_path: Path, by_kind: bool) -> None:
+def test_kinds_are_selected_separately_with_by_kind(tmp_path: Path, by_kind: bool) -> None:
     """Task n % 5 in 1, 2, 3 are mixed; the kind of which there are more must not take all."""
     recipe, player = make_recipe(tmp_path, by_kind=by_kind, select=2), FakeParts()
 
@@ -391,17 +391,17 @@ def test_kinds_are_selected_apart_if_asked_for(tmp_path: Path, by_kind: bool) ->
     assert kinds == ({True, False} if by_kind else {False})
 
 
-def test_steps_and_epochs_exclude_each_other(tmp_path: Path) -> None:
+def test_steps_and_epochs_are_mutually_exclusive(tmp_path: Path) -> None:
     said = r"curriculum\.epochs: expected none with curriculum\.steps = \[5, 7\], got 2"
     with pytest.raises(ValueError, match=said):
         make_recipe(tmp_path, epochs=2)
 
 
-def test_the_last_number_of_steps_stands_for_all_further_stages(tmp_path: Path) -> None:
+def test_last_number_of_steps_applies_to_further_stages(tmp_path: Path) -> None:
     assert [steps_of(make_recipe(tmp_path), stage) for stage in range(4)] == [5, 7, 7, 7]
 
 
-def test_epochs_are_rounds_through_what_a_stage_selected(
+def test_epochs_are_passes_over_the_selected_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the two tasks that each stage selects, one a step; with more epochs it goes on."""

@@ -173,7 +173,7 @@ def texts(record: Mapping[str, Any], world: World) -> list[tuple[str, str | None
         ),
     ],
 )
-def test_S3_13_a_wrong_trajectory_is_repaired(
+def test_S3_13_wrong_trajectory_is_repaired(
     tmp_path: Path, operator: str, turns: list[tuple[str, str]]
 ) -> None:
     made = World(tmp_path, operators=(operator,))
@@ -194,7 +194,7 @@ def test_S3_13_a_wrong_trajectory_is_repaired(
     assert first["segments"][:kept_segments] == repaired["segments"][:kept_segments]
 
 
-def test_S3_13_a_right_trajectory_is_improved(tmp_path: Path) -> None:
+def test_S3_13_right_trajectory_is_improved(tmp_path: Path) -> None:
     made = World(tmp_path)
     made.run_flywheel(question("easy"))
     first, again, corrected, refined = made.lines("rollouts.jsonl")
@@ -218,7 +218,7 @@ def test_S3_13_a_right_trajectory_is_improved(tmp_path: Path) -> None:
     assert refined["stats"] == first["stats"]
 
 
-def test_S3_13_log_and_summary_say_what_was_made(tmp_path: Path) -> None:
+def test_S3_13_log_and_summary_count_trajectories(tmp_path: Path) -> None:
     made = World(tmp_path, rounds=2, operators=("reflection", "redundant"), keep=1)
     summary = made.run_flywheel(question())
     (record,) = made.lines("buffer.jsonl")
@@ -256,7 +256,7 @@ def test_S3_13_log_and_summary_say_what_was_made(tmp_path: Path) -> None:
         ("step_hint", "Step: 2", "the flawed step is the last one, so there is no next turn"),
     ],
 )
-def test_S3_13_a_reply_in_another_form_makes_nothing(
+def test_S3_13_reply_in_another_form_makes_no_trajectory(
     tmp_path: Path, operator: str, reply: str, why: str
 ) -> None:
     made = World(tmp_path, operators=(operator,))
@@ -269,7 +269,7 @@ def test_S3_13_a_reply_in_another_form_makes_nothing(
 
 
 @pytest.mark.parametrize("spec", [{}, {"answer": None}, {"answer": []}, {"answer": [None]}])
-def test_the_critic_is_told_no_answers_where_there_are_none(
+def test_critics_prompt_has_no_answers_if_there_are_none(
     tmp_path: Path, spec: dict[str, Any]
 ) -> None:
     """An environment that judges needs none in its rows."""
@@ -285,7 +285,7 @@ def test_the_critic_is_told_no_answers_where_there_are_none(
     assert "Q: q\nA wrong solution in" in asked[0]
 
 
-def test_S3_13_many_questions_at_once_do_not_mix(tmp_path: Path) -> None:
+def test_S3_13_concurrent_questions_do_not_mix(tmp_path: Path) -> None:
     """Each request has the agent's own stop strings, whoever else asks; each question its own."""
     made = World(tmp_path, rounds=2, concurrency=8)
     tasks = [question(f"{'easy' if i % 3 else 'hard'} {i}") for i in range(12)]
@@ -299,7 +299,7 @@ def test_S3_13_many_questions_at_once_do_not_mix(tmp_path: Path) -> None:
     assert {r["task"]["id"] for r in made.lines("sft.jsonl")} == {task.id for task in tasks}
 
 
-def test_S3_13_killed_work_goes_on_behind_what_is_finished(tmp_path: Path) -> None:
+def test_S3_13_killed_work_resumes_after_finished_questions(tmp_path: Path) -> None:
     made = World(tmp_path)
     made.run_flywheel(question("easy 1"))
     path = made.recipe.out_dir / "flywheel" / "buffer.jsonl"
@@ -317,7 +317,7 @@ def test_S3_13_killed_work_goes_on_behind_what_is_finished(tmp_path: Path) -> No
     assert again == summary
 
 
-def test_another_flywheels_folder_is_refused(tmp_path: Path) -> None:
+def test_folder_of_another_flywheel_is_rejected(tmp_path: Path) -> None:
     World(tmp_path).run_flywheel(question("easy"))
     with pytest.raises(ValueError, match=r"with flywheel\.rounds = 1, now it is 3"):
         World(tmp_path, rounds=3).run_flywheel(question("easy"))
@@ -336,7 +336,7 @@ def test_another_flywheels_folder_is_refused(tmp_path: Path) -> None:
         World(tmp_path).run_flywheel(question("a"), question("a"))
 
 
-def test_no_trajectory_is_worked_on_twice(tmp_path: Path) -> None:
+def test_each_trajectory_is_used_once(tmp_path: Path) -> None:
     made = World(tmp_path, rounds=3)
     made.run_flywheel(question("easy"))
     (record,) = made.lines("buffer.jsonl")
@@ -344,7 +344,7 @@ def test_no_trajectory_is_worked_on_twice(tmp_path: Path) -> None:
     assert len(parents) == len(set(parents.values())) > 1
 
 
-def test_trajectories_grow_by_appending_and_do_not_branch(
+def test_trajectories_use_append_history_without_branching(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the runs of the recipe do."""
@@ -363,7 +363,7 @@ def test_trajectories_grow_by_appending_and_do_not_branch(
     assert (limits.history, limits.branching, limits.max_retries) == ("append", BranchConfig(), 0)
 
 
-def test_what_the_machine_breaks_is_left_out_and_begins_again(tmp_path: Path) -> None:
+def test_question_with_infrastructure_error_is_skipped_and_retried(tmp_path: Path) -> None:
     made = World(tmp_path, operators=("reflection",))
 
     def broken(code: str) -> None:
@@ -380,7 +380,7 @@ def test_what_the_machine_breaks_is_left_out_and_begins_again(tmp_path: Path) ->
     assert made.run_flywheel(question("easy"), question("hard"))["questions"] == 2
 
 
-def test_a_critic_that_does_not_answer_makes_nothing_and_says_so(tmp_path: Path) -> None:
+def test_failing_critic_makes_no_trajectory_and_is_logged(tmp_path: Path) -> None:
     def silent(messages: Any) -> str:
         raise InfrastructureError("endpoint c: HTTP 500: busy")
 
@@ -400,7 +400,7 @@ def record_of(tokens: int, calls: int, *, right: bool = True, valid: bool = True
     return {"segments": segments, "stats": {"tool_calls": float(calls)}, "flywheel": made}
 
 
-def test_the_filter_keeps_right_valid_different_and_cheap_ones() -> None:
+def test_filter_keeps_right_valid_different_and_cheap_trajectories() -> None:
     few_calls, short, long_ = record_of(9, 1), record_of(4, 2), record_of(6, 2)
     wrong, malformed = record_of(1, 0, right=False), record_of(2, 0, valid=False)
     everything = [long_, wrong, short, few_calls, malformed, record_of(9, 1)]
@@ -409,7 +409,7 @@ def test_the_filter_keeps_right_valid_different_and_cheap_ones() -> None:
     assert filter_trajectories([wrong, malformed], 1) == []
 
 
-def test_a_hint_that_leaves_no_room_for_a_turn_is_the_end(tmp_path: Path) -> None:
+def test_hint_without_room_for_a_turn_ends_the_trajectory(tmp_path: Path) -> None:
     made = World(tmp_path, operators=("step_hint",))
     made.run_flywheel(question("q"))
     repaired = made.lines("rollouts.jsonl")[1]
@@ -420,7 +420,7 @@ def test_a_hint_that_leaves_no_room_for_a_turn_is_the_end(tmp_path: Path) -> Non
     assert texts(last, made)[-2:] == [(HINT, "hint"), ("", "generator")]
 
 
-def test_kept_turns_are_said_again_where_a_second_role_is_asked_too() -> None:
+def test_kept_turns_are_repeated_with_a_second_role() -> None:
     loop = EngineLoop(StubEngine(TOKENIZER, speak))  # type: ignore[arg-type]
     config = RolloutConfig(max_turns=9, max_turn_tokens=200, max_observation_tokens=200)
     runner = EpisodeRunner(1)
@@ -448,7 +448,7 @@ def test_kept_turns_are_said_again_where_a_second_role_is_asked_too() -> None:
     assert again.record()["segments"][:4] == first.record()["segments"][:4]
 
 
-def test_a_written_answer_is_closed_as_a_sampled_one_is(tmp_path: Path) -> None:
+def test_written_answer_is_closed_like_a_sampled_one(tmp_path: Path) -> None:
     made = World(tmp_path, operators=("redundant",))
     made.scripts.critic = lambda messages: "Step: 1\nCorrected step:\nAnswer: 42"
     made.run_flywheel(question("easy"))
@@ -457,7 +457,7 @@ def test_a_written_answer_is_closed_as_a_sampled_one_is(tmp_path: Path) -> None:
     assert (last["answer"], last["status"]) == ("42", "completed")
 
 
-def test_a_kept_turn_is_told_what_the_fresh_world_says(tmp_path: Path) -> None:
+def test_kept_turn_gets_the_fresh_observation(tmp_path: Path) -> None:
     made = World(tmp_path, operators=("step_hint",))
     told = iter([Observation("out of bad"), Observation("", done=True, answer="42")])
     made.env.answer = lambda code: next(told)
@@ -467,7 +467,7 @@ def test_a_kept_turn_is_told_what_the_fresh_world_says(tmp_path: Path) -> None:
     assert last["answer"] == "42"
 
 
-def test_the_best_is_right_and_then_cheap() -> None:
+def test_best_trajectory_is_right_then_cheap() -> None:
     graded = [
         Trajectory(
             turns=(),

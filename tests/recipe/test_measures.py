@@ -94,9 +94,7 @@ def test_S3_10_answers_are_compared(
         ("the", "a"), ("", "A"), ("+", "-"), ("", "!"),
     ],
 )  # fmt: skip
-def test_what_punctuation_and_articles_tell_apart_is_not_the_same(
-    answer: str, accepted: str
-) -> None:
+def test_answers_that_differ_in_operators_are_not_equal(answer: str, accepted: str) -> None:
     assert exact_match(answer, [accepted]) == exact_match(accepted, [answer]) == 0.0
     assert f1(answer, [accepted]) == 0.0
 
@@ -107,7 +105,7 @@ def test_plain_numbers_are_compared_without_math_verify(monkeypatch: pytest.Monk
     assert [math_equal(said, ["1000.0"]) for said in ("1,000", "1000.", "1001")] == [1.0, 1.0, 0.0]
 
 
-def test_what_math_verify_cannot_read_is_compared_as_text() -> None:
+def test_unparsable_formulas_are_compared_as_text() -> None:
     assert same_mathematics(" a$b ", "a$b") == (False, True, True)
     assert not same_mathematics("6", "a$b").equal
 
@@ -147,13 +145,13 @@ def test_S3_10_judge() -> None:
 
 
 @pytest.mark.parametrize(("yes", "expected"), [(0, 1.0), (4, 1.0), (5, 1.0), (6, 0.0), (10, 0.0)])
-def test_S3_16_conciseness_is_a_vote_and_ties_are_concise(yes: int, expected: float) -> None:
+def test_S3_16_conciseness_is_a_majority_vote_with_ties_concise(yes: int, expected: float) -> None:
     votes = iter(["Yes, the second one."] * yes + ["No."] * (10 - yes))
     judge = ScriptedEndpoint(lambda messages: next(votes))
     assert conciseness(judge, lambda r: "what it did")(a_rollout()) == expected
 
 
-def test_S3_16_what_is_no_vote_is_not_counted() -> None:
+def test_S3_16_replies_without_a_vote_are_ignored() -> None:
     votes = iter(["Hm.", "yes", "", "yes", "no"])
     judge = ScriptedEndpoint(lambda messages: next(votes, ""))
     assert conciseness(judge, lambda r: "", votes=5)(a_rollout()) == 0.0  # 2 of 3
@@ -161,7 +159,7 @@ def test_S3_16_what_is_no_vote_is_not_counted() -> None:
         conciseness(judge, lambda r: "", votes=2)(a_rollout())
 
 
-def test_S3_16_calls_succeed_by_status_and_length_is_the_policys() -> None:
+def test_S3_16_calls_count_by_status_and_length_by_sampled_tokens() -> None:
     """Tool results of any length and wording change nothing."""
     played = [
         a_rollout(
@@ -220,7 +218,7 @@ def test_measures_of_a_graded_task() -> None:
         pass_at_k(3, 2, 4)
 
 
-def test_a_task_that_the_machine_left_too_few_attempts_takes_no_part() -> None:
+def test_task_with_too_few_valid_attempts_is_excluded() -> None:
     def played(**worth: Sequence[float | None]) -> list[TaskRow]:
         groups = [
             Group(
@@ -261,7 +259,7 @@ def test_S2_11_pass_at_k_and_pass_hat_k_count_the_draws(attempts: int, data: st.
     assert pass_hat_k(attempts, solved, k) == pytest.approx(fmean(map(all, draws)))
 
 
-def test_what_a_quality_needs_is_said() -> None:
+def test_quality_names_its_requirements() -> None:
     with pytest.raises(ValueError, match="expected answer, f1, exact, math or judge, got 'bleu'"):
         make_quality("bleu")
     with pytest.raises(ValueError, match=r"needs measures\.judge"):
@@ -281,7 +279,7 @@ def test_what_a_quality_needs_is_said() -> None:
         assert half(a_rollout(rewards=parts)) == expected
 
 
-def test_the_question_is_the_users_last_message() -> None:
+def test_last_question_is_the_last_user_message() -> None:
     said = [
         ("system", "S"),
         ("user", "First?"),
@@ -295,12 +293,12 @@ def test_the_question_is_the_users_last_message() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, [], ["a", None]])
-def test_a_task_without_an_accepted_answer_is_named(answer: Any) -> None:
+def test_task_without_an_accepted_answer_is_named(answer: Any) -> None:
     with pytest.raises(ValueError, match=r"task t: spec\['answer'\] must hold an answer"):
         accepted_answers(task(answer=answer))
 
 
-def test_a_judge_is_asked_greedily_first_and_not_for_equal_numbers() -> None:
+def test_judge_is_called_greedily_first_and_not_for_equal_numbers() -> None:
     asked: list[float] = []
 
     class Judge:
@@ -355,7 +353,7 @@ def test_wilsons_interval() -> None:
     assert (seen.value, seen.low) == pytest.approx((1.0, 0.8389), abs=1e-3)
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+def test_intervals_have_their_nominal_coverage() -> None:
     rng = random.Random(1)
     hits = 0
     for _ in range(200):
@@ -367,13 +365,13 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert 178 <= hits <= 199  # 190 expected, deviation 3.1; percentile intervals are a bit narrow
 
 
-def test_without_a_tool_call_execution_is_unknown() -> None:
+def test_successful_execution_is_undefined_without_calls() -> None:
     seen = estimates(rows([1.0, 0.0], calls=0.0))["successful_execution"]
     assert (seen.value, seen.low, seen.high) == (None, None, None)
     assert "| successful_execution | - |" in markdown(report(rows([1.0], calls=0.0)))
 
 
-def test_a_difference_is_paired_by_task() -> None:
+def test_difference_is_paired_by_task() -> None:
     """A constant gain on tasks of any difficulty is certain; unpaired it would drown."""
     before = rows([i / 40 for i in range(20)])
     after = rows([i / 40 + 0.1 for i in range(20)])
@@ -383,7 +381,7 @@ def test_a_difference_is_paired_by_task() -> None:
         differences(before, after[:-1])
 
 
-def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
+def test_report_is_read_back_and_compared(tmp_path: Path) -> None:
     earlier = report(rows([0.0, 1.0, 0.0, 1.0]), model="m0", seed=3)
     write_report(tmp_path / "a", earlier, None)
     read = json.loads((tmp_path / "a" / "report.json").read_text())

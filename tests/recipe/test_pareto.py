@@ -53,17 +53,19 @@ def array(points: list[Point]) -> np.ndarray[Any, Any]:
 
 
 @given(POINTS)
-def test_S3_11_fronts_are_the_textbooks(points: list[Point]) -> None:
+def test_S3_11_fronts_equal_the_textbook_algorithm(points: list[Point]) -> None:
     assert fronts(array(points)).tolist() == naive_fronts(points)
 
 
 @given(POINTS.filter(bool))
-def test_S3_11_crowding_is_the_textbooks(points: list[Point]) -> None:
+def test_S3_11_crowding_equals_the_textbook_algorithm(points: list[Point]) -> None:
     assert crowding(array(points)).tolist() == pytest.approx(naive_crowding(points))
 
 
 @given(POINTS, st.integers(0, 45))
-def test_S3_11_nothing_left_out_dominates_what_was_taken(points: list[Point], count: int) -> None:
+def test_S3_11_no_unselected_point_dominates_a_selected_one(
+    points: list[Point], count: int
+) -> None:
     chosen = select_points(array(points), count).tolist()
     assert len(chosen) == len(set(chosen)) == min(count, len(points))
     assert chosen == sorted(chosen)
@@ -116,7 +118,7 @@ def correctness(rollout: Rollout) -> float:
     return rollout.rewards["answer"]
 
 
-def test_a_question_is_the_variances_of_its_rollouts() -> None:
+def test_contrast_is_the_variances_of_the_rollouts() -> None:
     group = question("q", [(1, 1.0), (3, 0.5), (2, 0.0)])
     group.rollouts.append(a_rollout(status=Status.INFRA_ERROR, stats={"tool_calls": 99.0}))
     seen = contrast(group, correctness)
@@ -130,7 +132,7 @@ def test_a_question_is_the_variances_of_its_rollouts() -> None:
     assert not contrast(nothing, correctness).mixed
 
 
-def test_S3_12_only_mixed_questions_fill_the_count() -> None:
+def test_S3_12_only_mixed_questions_are_selected() -> None:
     """Unmixed ones vary most in tool calls: filtered afterwards, they would leave gaps."""
     groups = [question(f"u{i}", [(0, 1.0), (50 + i, 1.0)]) for i in range(10)]
     groups += [question(f"m{i}", [(0, 1.0), (i, 0.0)]) for i in range(5)]
@@ -141,7 +143,7 @@ def test_S3_12_only_mixed_questions_fill_the_count() -> None:
         select_groups(groups, 0, correctness)
 
 
-def test_graded_questions_do_not_lose_to_right_or_wrong_ones() -> None:
+def test_graded_questions_do_not_lose_to_binary_ones() -> None:
     math = [question(f"m{i}", [(0, 1.0), (i, 0.0)]) for i in range(6)]
     graded = [question(f"g{i}", [(0, 0.8), (i, 0.6)], "qa") for i in range(3)]
     groups = [*math, *graded]

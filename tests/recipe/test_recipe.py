@@ -58,7 +58,7 @@ def run(recipe: RecipeConfig, arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "reference"), [("policy", False), ("reference", True), ("own", False)]
 )
-def test_a_judge_may_be_a_model_of_the_engine(
+def test_judge_may_be_the_engines_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reference: bool
 ) -> None:
     """Of those that the run has under the endpoint's name; `own` is one of kind "engine"."""
@@ -145,7 +145,7 @@ def done(recipe: RecipeConfig) -> dict[str, float]:
     return found
 
 
-def test_parts_run_in_order_each_with_its_model(
+def test_parts_run_in_order_with_their_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(tmp_path)
@@ -168,7 +168,7 @@ def test_parts_run_in_order_each_with_its_model(
 
 
 @pytest.mark.parametrize("fails_at", ORDER)
-def test_a_failed_part_is_where_it_goes_on(
+def test_recipe_resumes_at_the_failed_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
     recipe = make_recipe(tmp_path)
@@ -184,7 +184,7 @@ def test_a_failed_part_is_where_it_goes_on(
     assert len(after) == len(ORDER) - len(before) + 1
 
 
-def test_a_model_is_measured_again_once_it_has_gone_on(
+def test_model_is_measured_again_after_more_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after more steps of the last stage: what was measured is another checkpoint."""
@@ -248,7 +248,7 @@ sys.exit(outcome.status)
     [(signal.SIGINT, 130, 130), (signal.SIGTERM, 130, 130), (signal.SIGKILL, 130, -9),
      (signal.SIGINT, 0, 130)],
 )  # fmt: skip
-def test_who_asks_a_recipe_to_stop_asks_its_part_which_saves(
+def test_ctrl_c_stops_the_running_part_which_saves(
     tmp_path: Path, number: int, status: int, ends: int
 ) -> None:
     """Once, from a terminal too, whose Ctrl-C is sent to all that it has started."""
@@ -270,7 +270,7 @@ def test_who_asks_a_recipe_to_stop_asks_its_part_which_saves(
     assert (tmp_path / "recipe.json").exists() == (status == 0)
 
 
-def test_the_report_says_what_was_gained_and_by_whom(
+def test_report_has_gains_and_roles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = make_recipe(tmp_path)
@@ -295,7 +295,7 @@ def test_the_report_says_what_was_gained_and_by_whom(
     assert "| l | 0.000, 0.000, 1.000 | -, -, - | 1.000," in capsys.readouterr().out
 
 
-def test_other_settings_and_other_starts_are_refused(
+def test_other_settings_and_starts_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_parts(make_recipe(tmp_path), monkeypatch)

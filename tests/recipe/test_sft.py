@@ -64,7 +64,7 @@ def split(segments: Sequence[Segment]) -> list[tuple[list[int], bool]]:
     return [(segment.token_ids.tolist(), segment.sampled) for segment in segments]
 
 
-def test_S3_14_a_conversation_is_the_rollout_byte_for_byte() -> None:
+def test_S3_14_conversation_equals_the_rollout_byte_for_byte() -> None:
     """The same tokens, and the same ones are trained: none of the prompt or of the tool."""
     made = conversation(PLAYED, CHAT, AGENT)
     assert split(made) == split(as_rollout().segments)
@@ -78,20 +78,20 @@ def test_S3_14_a_conversation_is_the_rollout_byte_for_byte() -> None:
     assert trained == ["Hm. <code>6*7</code>", "Answer: 42<|im_end|>"]
 
 
-def test_roles_of_other_data_are_read_as_their_own() -> None:
+def test_roles_of_other_formats_are_converted() -> None:
     said = [{"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]),
              "value": m["content"]} for m in PLAYED]  # fmt: skip
     assert split(conversation(said, CHAT, AGENT)) == split(as_rollout().segments)
 
 
-def test_a_template_that_numbers_messages_is_told_how_many_there_were() -> None:
+def test_template_that_numbers_messages_gets_their_count() -> None:
     chat = ChatTemplate(make_tokenizer(NUMBERED))
     made = conversation([*PLAYED, *PLAYED[2:]], chat, AGENT)
     text = chat.tokenizer.decode(np.concatenate([s.token_ids for s in made]))
     assert re.findall(r"<.im_start.>(?:user|system) (\d+)", text) == ["1", "2", "4", "6"]
 
 
-def test_a_tool_may_answer_within_the_turn() -> None:
+def test_tool_result_within_the_turn() -> None:
     inline = [*PLAYED[:2], {"role": "observation", "content": "\n42\n"}, PLAYED[3]]
     made = conversation(inline, CHAT, AGENT)
     assert [(CHAT.tokenizer.decode(s.token_ids), s.sampled) for s in made[1:]] == [
@@ -121,7 +121,7 @@ def test_a_tool_may_answer_within_the_turn() -> None:
         ),
     ],
 )
-def test_conversations_that_take_no_turns_are_refused(
+def test_conversations_without_alternating_turns_are_rejected(
     tmp_path: Path, messages: Any, said: str
 ) -> None:
     path = write(tmp_path / "x.jsonl", [{"messages": messages}])
@@ -134,7 +134,7 @@ def write(path: Path, rows: Sequence[Any]) -> Path:
     return path
 
 
-def test_S3_14_of_rollouts_the_policys_tokens_are_trained(tmp_path: Path) -> None:
+def test_S3_14_policy_tokens_of_rollouts_are_trained(tmp_path: Path) -> None:
     played = as_rollout()
     played.rewards = {"answer": 1.0}
     right = rollout_record(played)
@@ -154,7 +154,7 @@ def test_S3_14_of_rollouts_the_policys_tokens_are_trained(tmp_path: Path) -> Non
     assert len(solved) == 2
 
 
-def test_bad_data_is_named(tmp_path: Path) -> None:
+def test_invalid_data_is_named(tmp_path: Path) -> None:
     def read(rows: Sequence[Any]) -> list[Rollout]:
         path = write(tmp_path / "d.jsonl", rows)
         return read_examples(path, SftConfig(), CHAT, AGENT, max_tokens=70)
@@ -196,7 +196,7 @@ def recipe(folder: Path, model: Path, rank: int = 0, **sft: Any) -> RecipeConfig
     )
 
 
-def test_fine_tuning_may_have_a_learning_rate_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
+def test_fine_tuning_has_its_own_learning_rate(tmp_path: Path, tiny_model: Path) -> None:
     assert settings_of(recipe(tmp_path, tiny_model)).learner.learning_rate == 1e-2
     own = recipe(tmp_path, tiny_model, learning_rate=3e-3)
     assert settings_of(own).learner.learning_rate == 3e-3
@@ -238,9 +238,7 @@ def test_S3_14_the_loss_is_cross_entropy_with_masked_labels(
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("rank", [0, 8])
-def test_a_cold_start_learns_and_resumes_to_the_same_numbers(
-    tmp_path: Path, tiny_model: Path, rank: int
-) -> None:
+def test_cold_start_learns_and_resumes_exactly(tmp_path: Path, tiny_model: Path, rank: int) -> None:
     """Also of an adapter, whose checkpoints hold no model."""
     rows = [
         {

@@ -417,7 +417,7 @@ def test_prompts_that_are_rendered_anew_are_followed_and_proven(
     assert bool(replaced) == ("prompts_realign" in drifts)
 
 
-def test_a_template_that_numbers_messages_is_told_how_many_there_were() -> None:
+def test_template_that_numbers_messages_gets_their_count() -> None:
     """In a rollout, and in one that branches off it."""
     tokenizer = make_tokenizer(NUMBERED)
     turns = [f"<code>{n}</code>{EOT}" for n in range(2)] + [f"Answer: 1{EOT}"]

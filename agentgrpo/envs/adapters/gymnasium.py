@@ -72,7 +72,6 @@ class GymnasiumEnv:
         self.tool = Tool(act, description=f"Take an action{choices}.")
 
     def make(self) -> Any:
-        """Make a new Gymnasium environment."""
         gymnasium = import_optional("gymnasium", "env.kind = 'gymnasium'")
         kwargs = {**self._kwargs}
         module, _, name = self._id.rpartition(":")
@@ -105,7 +104,6 @@ class GymnasiumEnv:
         return Task(id=f"{self._id}/{seed}", messages=(message,), spec={"seed": seed})
 
     def reset(self, task: Task) -> GymnasiumEpisode:
-        """Make an episode, whose Gymnasium environment is made at the first step."""
         return GymnasiumEpisode(self, int(task.spec["seed"]))
 
 
@@ -117,7 +115,6 @@ class GymnasiumEpisode(Episode):
         self._world: Any = None
 
     def step(self, action: Action) -> Observation:
-        """Take the actions of a turn in order until one ends the episode."""
         if self._world is None:
             self._world = self._env.make()
             observation, _ = self._world.reset(seed=self._seed)

@@ -40,11 +40,7 @@ class McpEnv:
     """Limit of one call, after which the policy gets an error, and of the server's start."""
 
     def __init__(
-        self,
-        command: str,
-        args: Sequence[str] = (),
-        *,
-        env: Mapping[str, str] | None = None,
+        self, command: str, args: Sequence[str] = (), *, env: Mapping[str, str] | None = None
     ) -> None:
         variables = dict(env) if env is not None else None
         self.parameters = import_optional("mcp", "env.kind = 'mcp'").StdioServerParameters(
@@ -75,7 +71,6 @@ class McpEnv:
         return self.schemas
 
     def reset(self, task: Task) -> McpEpisode:
-        """Make an episode. Its server starts at the first call."""
         return McpEpisode(self)
 
 
@@ -89,7 +84,6 @@ class McpEpisode(AsyncEpisode):
         self._server: asyncio.Task[None] | None = None
 
     async def step(self, action: Action) -> Observation:
-        """Execute the calls of a turn concurrently. Results keep the order of the calls."""
         calls = calls_of(action)
         client = await self._connected()
         return observation_of(await asyncio.gather(*(self._call(client, call) for call in calls)))
@@ -141,7 +135,6 @@ class McpEpisode(AsyncEpisode):
         return ToolResult(_result_text(result), "tool_exception" if result.is_error else "")
 
     async def close(self) -> None:
-        """Stop the server if it has started or is starting."""
         if self._server is not None:
             self._server.cancel()  # the client then terminates or kills the process
             await asyncio.wait([self._server])

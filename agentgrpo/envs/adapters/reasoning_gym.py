@@ -140,5 +140,4 @@ class ReasoningGymEpisode(PythonEpisode):
     _env: ReasoningGymEnv
 
     def finish(self, answer: str | None) -> Mapping[str, float]:
-        """`solved` for a score of 1, else `partial`."""
         return partial_credit(self._env.score(self._task, answer))

@@ -33,7 +33,6 @@ class CopiedOnWrite(dict[str, Any]):
         super().__setitem__(key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The record, copied at its first access."""
         return self[key] if key in self else default  # noqa: SIM401 - that is what this is
 
 

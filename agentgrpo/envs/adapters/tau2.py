@@ -96,7 +96,6 @@ class Tau2Env(SupportEnv):
         return Task(id=f"tau2/{task.id}", messages=messages, spec=spec)
 
     def reset(self, task: Task) -> Tau2Episode:
-        """Make an episode. Nothing is loaded or hashed."""
         upstream_task = self._tasks.get(task.spec.get("tau2_id", ""))
         if upstream_task is None:
             raise ValueError(f"task {task.id}: its spec has no 'tau2_id' of this domain")
@@ -124,7 +123,6 @@ class Tau2Env(SupportEnv):
         return world
 
     def gold(self, task: Any) -> Any:
-        """The records that the ground truth's calls change, computed once per task."""
         return self.cached(task.id, lambda: self._gold_of(task))
 
     def _gold_of(self, task: Any) -> Any:
@@ -193,7 +191,6 @@ def tables_of(db: Any) -> dict[str, Any]:
 
 
 def _guidelines() -> str:
-    """The benchmark's prompt for a language model as a customer."""
     from tau2.utils import DATA_DIR
 
     path = DATA_DIR / "tau2" / "user_simulator" / "simulation_guidelines.md"

@@ -95,7 +95,6 @@ class TauBenchEnv(SupportEnv):
         return Task(id=f"tau_bench/{self.domain}/{place}", messages=messages, spec=spec)
 
     def reset(self, task: Task) -> TauBenchEpisode:
-        """Make an episode. Nothing is loaded or hashed."""
         split, _, index = str(task.spec.get("place", "")).partition("/")
         if split not in self._upstream:
             raise ValueError(f"task {task.id}: its spec has no 'place' in {self.domain}")
@@ -105,7 +104,6 @@ class TauBenchEnv(SupportEnv):
         return TauBenchEpisode(self, self._upstream[split][int(index)], task, user)
 
     def gold(self, place: str, task: Any) -> Mapping[str, str]:
-        """The records that the ground truth's calls change, computed once per task."""
 
         def compute() -> Mapping[str, str]:
             tables = copied_on_write(self.base)
@@ -118,7 +116,6 @@ class TauBenchEnv(SupportEnv):
         return changes
 
     def call(self, tables: dict[str, Any], call: ToolCall) -> tuple[str, bool]:
-        """Execute a tool call. Returns its text and whether it failed."""
         if call.name not in self.invoke:
             return f"Unknown action {call.name}", True
         try:

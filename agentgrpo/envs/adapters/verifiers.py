@@ -179,7 +179,6 @@ class VerifiersEpisode(AsyncEpisode):
         return str(traces[-1].last_reply) if traces else ""
 
     async def step(self, action: Action) -> Observation:
-        """Never called, since the episode's harness acts."""
         raise TypeError("env.kind = 'verifiers': its episodes act by themselves")
 
     async def finish(self, answer: str | None) -> Mapping[str, float]:
@@ -188,7 +187,6 @@ class VerifiersEpisode(AsyncEpisode):
 
 
 def _raise_error_of(episode: Any) -> None:
-    """Raise the first error of an episode."""
     errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
     if not errors:
         raise RuntimeError("the episode is incomplete and has no error")
@@ -253,7 +251,6 @@ def _load(load: str, args: dict[str, Any], settings: dict[str, Any]) -> Any:
 
 
 def _roles(env: Any) -> dict[str, Any]:
-    """The configs of the environment's roles by name."""
     from verifiers.v1 import AgentConfig
 
     return {name: value for name, value in env.config if isinstance(value, AgentConfig)}

@@ -42,7 +42,6 @@ class ThinkingCalls:
     def rollout(
         self, engine: Any, tasks: Sequence[Task], n: int, params: RolloutParams
     ) -> list[list[Rollout]]:
-        """Play each task n times."""
         return self.streams.play(engine, tasks, n, params, self.on_token, self.messages)
 
     def messages(self, task: Task) -> list[dict[str, Any]]:

@@ -105,7 +105,6 @@ class FunctionsEnv(UnitTestEnv):
     """Small functions with hidden tests. The splits share no function, but kinds of functions."""
 
     def tasks(self, split: str) -> list[Task]:
-        """All functions of a split."""
         functions = shuffled(rows(range(2, 40)))
         split_functions = (
             functions[:HELDOUT_FUNCTIONS] if split == "heldout" else functions[HELDOUT_FUNCTIONS:]

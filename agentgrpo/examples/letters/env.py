@@ -21,7 +21,6 @@ class LettersEnv(PythonEnv):
     """Count a letter in a word. Held-out words have other roots than training words."""
 
     def tasks(self, split: str) -> list[Task]:
-        """All questions of a split."""
         roots = shuffled(ROOTS.split())
         split_roots = roots[:HELDOUT_ROOTS] if split == "heldout" else roots[HELDOUT_ROOTS:]
         words = [root + ending for root in split_roots for ending in ENDINGS]

@@ -37,7 +37,6 @@ class ComputeAndSearchEnv(TaggedEnv):
         )
 
     def tasks(self, split: str) -> list[Task]:
-        """All tasks of a split: sums and questions alternate."""
         return tasks(cast(Split, split))
 
 
@@ -85,18 +84,14 @@ def critic(messages: Sequence[Mapping[str, Any]]) -> str:
             for number, (text, (thought, *_)) in enumerate(zip(steps, thoughts, strict=True), 1)
             if thought.strip()
         )
-    step_with_answer = next(
-        (n for n, text in enumerate(steps, 1) if _result_has_answer(text, answer)), 0
-    )
+    found_at = next((n for n, text in enumerate(steps, 1) if _has_answer(text, answer)), 0)
     if "redundant or ineffective" not in prompt:
-        return f"Step: {min(step_with_answer + 1, len(steps))}\nAnalysis: not what was needed here."
-    if step_with_answer > 1:
+        return f"Step: {min(found_at + 1, len(steps))}\nAnalysis: not what was needed here."
+    if found_at > 1:
         return f"Step: 1\nAnalysis: it told nothing.\nCorrected step:\n{call}"
-    if step_with_answer and step_with_answer + 1 < len(steps):
+    if found_at and found_at + 1 < len(steps):
         end = f"<answer>{answer}</answer>"
-        return (
-            f"Step: {step_with_answer + 1}\nAnalysis: the answer was told.\nCorrected step:\n{end}"
-        )
+        return f"Step: {found_at + 1}\nAnalysis: the answer was told.\nCorrected step:\n{end}"
     return "Step: no"
 
 
@@ -108,14 +103,10 @@ def reflector(messages: Sequence[Mapping[str, Any]]) -> str:
     """Analyse, or rewrite the last step: the required call, or the answer once a result has it."""
     prompt = str(messages[-1]["content"])
     call, answer, steps = _parse_prompt(prompt)
-    answer_known = any(_result_has_answer(text, answer) for text in steps[:-1])
+    is_known = any(_has_answer(text, answer) for text in steps[:-1])
     if "Write a new last step" not in prompt:
-        return (
-            "Give the answer as it was told."
-            if answer_known
-            else f"The tool is to be asked: {call}"
-        )
-    return f"<answer>{answer}</answer>" if answer_known else call
+        return "Give the answer as it was told." if is_known else f"The tool is to be asked: {call}"
+    return f"<answer>{answer}</answer>" if is_known else call
 
 
 def _parse_prompt(prompt: str) -> tuple[str, str, list[str]]:
@@ -127,7 +118,7 @@ def _parse_prompt(prompt: str) -> tuple[str, str, list[str]]:
     return *_solutions()[question[1]], steps
 
 
-def _result_has_answer(step: str, answer: str) -> bool:
+def _has_answer(step: str, answer: str) -> bool:
     """Whether the step's result contains the answer as separate words."""
     result = step.partition("\nResult: ")[2]
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", result) is not None

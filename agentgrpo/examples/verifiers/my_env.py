@@ -34,7 +34,6 @@ class Problem(vf.Task[ProblemData]):
 
     @vf.reward(weight=0.1)
     async def called(self, trace: vf.Trace) -> float:
-        """1 if the tool was called."""
         return float(any(m.role == "assistant" and m.tool_calls for m in trace.messages))
 
 
@@ -80,7 +79,6 @@ class Problems(vf.Taskset[Problem, ProblemsConfig]):
 
     @classmethod
     def toolsets(cls, config: ProblemsConfig) -> list[vf.Toolset]:
-        """One server for all tasks."""
         return [Calculator(vf.SharedToolsetConfig())]
 
 

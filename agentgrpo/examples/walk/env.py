@@ -44,22 +44,20 @@ class Walk(gymnasium.Env[str, Any]):
         self.action_space, self.observation_space = Discrete(len(MOVES)), Text(99)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
-        """Start the walk of a seed."""
         self.thing, self.right, self.up, self.up_first = start_of(seed or 0)
         self.distance = abs(self.right) + abs(self.up)
         self.moves_left = self.distance + SPARE_MOVES
         return self._text(), {}
 
     def step(self, action: Any) -> StepResult:
-        """Move one step."""
         dx, dy = [*MOVES.values()][action]
-        distance_before = abs(self.right) + abs(self.up)
+        before = abs(self.right) + abs(self.up)
         self.right, self.up, self.moves_left = self.right - dx, self.up - dy, self.moves_left - 1
-        distance_after = abs(self.right) + abs(self.up)
+        after = abs(self.right) + abs(self.up)
         return (
             self._text(),
-            (distance_before - distance_after) / self.distance,
-            distance_after == 0,
+            (before - after) / self.distance,
+            after == 0,
             self.moves_left == 0,
             {},
         )

@@ -70,7 +70,7 @@ def url() -> Iterator[str]:
     thread.join(20)
 
 
-def test_its_steps_are_the_tools_of_a_class(url: str) -> None:
+def test_class_methods_are_tools(url: str) -> None:
     class Number:
         """As on docs/agent-programs.md."""
 
@@ -109,7 +109,7 @@ def test_its_steps_are_the_tools_of_a_class(url: str) -> None:
     assert "<|im_start|>tool\nlower<|im_end|>" in shown(played)
 
 
-def test_it_is_played_as_it_is_by_verifiers(url: str) -> None:
+def test_verifiers_environment_runs_unchanged(url: str) -> None:
     """No code at all: an observation is what the user says, a reply is an action."""
     resets = [{"secret": 3}, {"secret": 4}]
     env = VerifiersEnv("openenv", {"base_url": url, "resets": resets})

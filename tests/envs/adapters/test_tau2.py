@@ -40,7 +40,7 @@ def do(episode: Any, *names: str) -> Any:
     return observation
 
 
-def test_S2_10_ground_truths_solve_every_task_and_doing_nothing_few(env: Tau2Env) -> None:
+def test_S2_10_ground_truth_solves_all_tasks_and_doing_nothing_few(env: Tau2Env) -> None:
     before = env.base.get_hash()
     counts = []
     for split in ("train", "heldout"):
@@ -128,7 +128,7 @@ def test_errors_of_a_tool_are_observations(telecom: Tau2Env) -> None:
     assert episode.step(Say("hello?")).failed
 
 
-def test_S2_9_a_scripted_customer_tells_all_agrees_and_hangs_up() -> None:
+def test_S2_9_scripted_customer_sends_all_texts_and_ends_the_dialogue() -> None:
     env = Tau2Env("retail", mode="scripted")
     assert env.has_user
     solved = lazy = 0.0
@@ -151,7 +151,7 @@ def test_S2_9_a_scripted_customer_tells_all_agrees_and_hangs_up() -> None:
     assert lazy <= 2, "as upstream: two tasks ask for nothing that may be done"
 
 
-def test_the_engine_plays_the_customer_by_the_benchmarks_guidelines() -> None:
+def test_model_plays_the_customer_with_the_benchmarks_guidelines() -> None:
     env = Tau2Env("retail", mode="model")
     task = env.tasks("train")[0]
     episode = env.reset(task)
@@ -184,7 +184,7 @@ def test_other_settings_are_refused(options: Any, message: str) -> None:
         Tau2Env(**options)
 
 
-def test_tables_are_shared_until_a_record_is_asked_for() -> None:
+def test_tables_are_shared_until_a_record_is_accessed() -> None:
     shared = {"a": [1], "b": [2], "c": [3]}
     table = CopiedOnWrite(shared)
     table["a"].append(9)
@@ -197,7 +197,7 @@ def test_tables_are_shared_until_a_record_is_asked_for() -> None:
     assert table.copied_keys == {"a", "b", "d"}
 
 
-def test_changes_are_what_differs_types_of_numbers_included() -> None:
+def test_changed_records_include_types_of_numbers() -> None:
     base = {"t": {"a": {"n": 1}, "b": {"n": 2}, "c": {"n": 3}}, "small": [1]}
     tables = copied_on_write(base)
     assert changed_records(tables, base) == {}

@@ -127,7 +127,7 @@ def scores(env: TauBenchEnv, split: str) -> tuple[int, float, float]:
     return len(tasks), right, nothing
 
 
-def test_S2_9_a_stand_in_is_solved_by_its_ground_truth_alone(shop: Path) -> None:
+def test_S2_9_only_the_ground_truth_solves_a_stand_in(shop: Path) -> None:
     env = TauBenchEnv()
     assert scores(env, "train") == (3, 3.0, 0.0)
     (first, two, told) = env.tasks("train")
@@ -172,12 +172,12 @@ def test_what_cheating_pays(shop: Path) -> None:
     assert earned(told, *[Say(" ".join(map(str, range(99))))] * 20) == 0, "all numbers, no call"
 
 
-def test_the_packages_own_init_is_not_run_and_nothing_of_it_stays(shop: Path) -> None:
+def test_package_init_is_not_run_and_sys_modules_is_restored(shop: Path) -> None:
     TauBenchEnv()
     assert not [name for name in sys.modules if name.startswith("tau_bench")]
 
 
-def test_calls_fail_as_the_benchmark_says_and_a_transfer_ends(shop: Path) -> None:
+def test_failed_calls_and_transfer_follow_the_benchmark(shop: Path) -> None:
     env = TauBenchEnv()
     task, *_ = env.tasks("train")
     episode = env.reset(task)
@@ -197,7 +197,7 @@ def test_calls_fail_as_the_benchmark_says_and_a_transfer_ends(shop: Path) -> Non
         episode.step(RunCode("1"))
 
 
-def test_a_ticket_needs_no_customer(shop: Path) -> None:
+def test_ticket_mode_has_no_customer(shop: Path) -> None:
     env = TauBenchEnv(mode="ticket")
     task, *_ = env.tasks("train")
     assert task.messages[1]["content"].startswith("<ticket>\nYour name is Al Bo")
@@ -232,7 +232,7 @@ OTHER: Any = object()
 @pytest.mark.parametrize(
     ("mode", "asked"), [("model", "policy"), ("reference", "reference"), ("endpoint:big", OTHER)]
 )
-def test_who_plays_the_customer_is_who_is_asked(shop: Path, mode: str, asked: Any) -> None:
+def test_customer_model_is_the_requested_model(shop: Path, mode: str, asked: Any) -> None:
     models = {"policy": "policy", "reference": "reference", "big": OTHER}
     env = TauBenchEnv(mode=mode, models=models)
     told = env.reset(env.tasks("train")[0]).step(Say("Who are you?"))
@@ -332,7 +332,7 @@ def upstream_hash(data: Any) -> str:
 @pytest.mark.usefixtures("real")
 @pytest.mark.slow
 @pytest.mark.parametrize("domain", ["retail", "airline"])
-def test_S2_8_changes_are_equal_where_upstreams_hashes_are(domain: str) -> None:
+def test_S2_8_changes_are_equal_if_upstream_hashes_are(domain: str) -> None:
     """Over the ground truths of every task and over what their first calls alone leave."""
     env = TauBenchEnv(domain)
     before = upstream_hash(env.base)

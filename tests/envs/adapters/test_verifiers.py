@@ -86,7 +86,7 @@ def says(*texts: str) -> Policy:
     return lambda number, prompt: turn(texts[number])
 
 
-def test_a_question_is_asked_as_it_is_and_paid(made: Any) -> None:
+def test_question_is_played_and_rewarded(made: Any) -> None:
     env = made()
     task, *_ = env.tasks("train")
     shown = [("system", "Only the number."), ("user", "Add 0 and 4")]
@@ -117,7 +117,7 @@ def test_what_cheating_pays(made: Any, said: str, paid: float) -> None:
 
 
 @pytest.mark.slow
-def test_tools_are_called_by_its_harness_and_weights_count(made: Any) -> None:
+def test_harness_calls_tools_and_reward_weights_apply(made: Any) -> None:
     env = made(args={"task": {"tools": True}})
     played = alone(env, says(f"So {ADD}", "4"))
     assert played.reward == 1.25
@@ -126,7 +126,7 @@ def test_tools_are_called_by_its_harness_and_weights_count(made: Any) -> None:
     assert "add" in TOKENIZER.decode(played.token_ids)
 
 
-def test_turns_with_an_environment_of_its_own(made: Any) -> None:
+def test_multi_turn_environment(made: Any) -> None:
     """Each turn is another run of its harness: the row goes on all the same."""
     env = made("vf_guess")
     assert env.tasks("train")[0].messages == ({"role": "user", "content": "a number"},)
@@ -137,7 +137,7 @@ def test_turns_with_an_environment_of_its_own(made: Any) -> None:
     assert (lost.reward, len(lost.turns)) == (0.0, 5), "its own max_turns"
 
 
-def test_a_tasksets_own_harness_asks_the_endpoint(made: Any) -> None:
+def test_tasksets_harness_uses_the_endpoint(made: Any) -> None:
     env = made("vf_own")
     played = alone(env, says("4", "4"))
     assert (played.reward, len(played.rows)) == (1.0, 2), "two conversations, one rollout"
@@ -151,7 +151,7 @@ def test_a_tasksets_own_harness_asks_the_endpoint(made: Any) -> None:
         ("vf_own", {}, "stop", Status.COMPLETED, None),
     ],
 )
-def test_what_fails_ends_its_rollout(
+def test_failure_ends_its_rollout(
     made: Any, load: str, task: Any, said: str, status: Status, error: str | None
 ) -> None:
     """A machine's failure is no reward; that of an environment or a harness is 0."""
@@ -160,13 +160,13 @@ def test_what_fails_ends_its_rollout(
     assert played.error is None if error is None else error in str(played.error)
 
 
-def test_an_environment_that_fails_in_every_rollout_ends_the_run(made: Any) -> None:
+def test_environment_that_always_fails_ends_the_run(made: Any) -> None:
     env = made(args={"task": {"broken": "reward"}})
     with pytest.raises(UserCodeError, match="KeyError: 'gold'"):
         play(env, lambda number, prompt: turn("4"), n=2)
 
 
-def test_budgets_end_it_as_a_model_would(made: Any) -> None:
+def test_budgets_end_an_episode(made: Any) -> None:
     env = made("vf_guess")
     played = alone(env, lambda number, prompt: turn("3"), max_turns=2)
     assert (played.status, len(played.turns)) == (Status.TRUNCATED_TURNS, 2)
@@ -195,16 +195,14 @@ def test_held_out_tasks(made: Any) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_played_is_refused_before_a_model_is_loaded(
+def test_unsupported_environments_are_rejected_before_the_run(
     options: Any, split: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         VerifiersEnv(**{"load": "vf_sums", **options}).tasks(split or "train")
 
 
-def test_an_error_in_a_taskset_is_told_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_in_a_taskset_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "vf_wrong.py").write_text("import json\n\njson.nothing\n")
     with pytest.raises(UserCodeError, match=r"load.*vf_wrong.*nothing.*vf_wrong\.py:3"):
@@ -224,7 +222,7 @@ def config(tmp_path: Path, agent: Mapping[str, Any]) -> TrainConfig:
     )  # fmt: skip
 
 
-def test_a_config_names_it(tmp_path: Path) -> None:
+def test_config_selects_the_environment(tmp_path: Path) -> None:
     made = config(tmp_path, {"kind": "program"})
     env = make_env(resolve(made), None)
     assert len(training_tasks(made.data, 0, env, answers=False).next(4)) == 4

@@ -49,9 +49,7 @@ def test_heldout_questions_share_neither_entries_nor_wordings() -> None:
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("split", SPLITS)
-def test_one_search_for_the_name_finds_the_answer_and_no_question_tells_it(
-    env: ComputeAndSearchEnv, split: Split
-) -> None:
+def test_one_search_for_the_name_finds_the_answer(env: ComputeAndSearchEnv, split: Split) -> None:
     for task in search_demo.lookups(split):
         answer = task.spec["answer"]
         call = CallTools((ToolCall("search", {"query": task.spec["name"]}),))
@@ -61,7 +59,7 @@ def test_one_search_for_the_name_finds_the_answer_and_no_question_tells_it(
 
 
 @pytest.mark.nsjail
-def test_the_shown_examples_are_as_the_world_answers(env: ComputeAndSearchEnv) -> None:
+def test_shots_match_the_environments_observations(env: ComputeAndSearchEnv) -> None:
     """Examples have the very form of what the policy will see; their facts are their own."""
     agent = TagAgent(**recipe().agent.options)
     shots = recipe().agent.options["shots"]
@@ -106,7 +104,7 @@ def ask(template: str, *steps: str, task: Task = LOOKUP, **more: str) -> str:
         (["<python>1</python>\nResult: 1", CALL + TOLD, END], f"Corrected step:\n{CALL}"),
     ],
 )
-def test_a_call_is_redundant_that_told_nothing_or_came_late(steps: list[str], reply: str) -> None:
+def test_critic_finds_useless_and_late_calls(steps: list[str], reply: str) -> None:
     said = ask(REDUNDANT, *steps)
     assert said.endswith(reply)
     if "Corrected" in said:
