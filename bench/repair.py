@@ -22,7 +22,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from agentgrpo.envs.repair_judge import judge, patch, prepare, write_files
+from agentgrpo.envs.repair_judge import judge, patch, prepare
+from agentgrpo.envs.repair_judge import write as write_files
 from agentgrpo.envs.repair_tasks import KINDS, make
 from agentgrpo.sandbox import Limits, Template
 from agentgrpo.support.atomic_files import read_lines

@@ -13,16 +13,7 @@ from agentgrpo.actions import InfrastructureError, Schema
 from agentgrpo.envs.console import ConsoleEpisode
 from agentgrpo.envs.graded import partial_credit
 from agentgrpo.envs.python import PythonEnv, SandboxEpisode, as_infra_error
-from agentgrpo.envs.repair_judge import (
-    REPO,
-    Answer,
-    Tree,
-    answer_in,
-    judge,
-    patch,
-    prepare,
-    write_files,
-)
+from agentgrpo.envs.repair_judge import REPO, Answer, Tree, answer_in, judge, patch, prepare, write
 from agentgrpo.envs.shell_tools import ShellEpisode
 from agentgrpo.sandbox import HostTools, SandboxPool, Session
 from agentgrpo.types import Task
@@ -80,7 +71,7 @@ class RepairEnv(PythonEnv):
         source, base = task.spec["source"], self.pool
         with self._lock:
             if source not in self._pools:
-                tree, options = (prepare(source), {"max_live": base.max_live, "min_idle": 2})
+                tree, options = prepare(source), {"max_live": base.max_live, "min_idle": 2}
                 pool = tree.pool(base.template, base.limits, **options, all_cpus=base.all_cpus)
                 self._pools[source] = tree, pool
             if self._pools[source][0].digest != task.spec["tree"]:
@@ -100,8 +91,7 @@ class Repairing(SandboxEpisode):
     _task: Task
     feedback = ""
     measures: dict[str, float] = {}
-    """tests_alone: 1 if the tests passed, but copies of them did not end as expected. A sign of a
-    cheat."""
+    """tests_alone: 1 if the tests passed, but copies of them did not end as expected."""
 
     def _broken_files(self) -> Answer:
         diff, (tree, self._pool) = self._task.spec["diff"], self._env.tree_and_pool(self._task)
@@ -111,7 +101,7 @@ class Repairing(SandboxEpisode):
     def _begin(self) -> Session:
         broken, session = self._broken_files(), super()._begin()
         with contextlib.closing(session.files()) as files:
-            write_files(files, broken)
+            write(files, broken)
         return session
 
     def finish(self, answer: str | None) -> Mapping[str, float]:

@@ -244,7 +244,7 @@ Answer = Mapping[str, str]  # text of the changed files by path
 MAX_COPIES = 12  # copies per verdict
 
 
-def write_files(files: Files, answer: Answer) -> None:
+def write(files: Files, answer: Answer) -> None:
     """Write files into a session's tree and remove their compiled versions."""
     for path, text in answer.items():
         compiled = importlib.util.cache_from_source(path)
@@ -284,7 +284,7 @@ def run_tests(
     with pool.acquire() as session:
         clock = VerdictClock(timeout_s, session)
         with clock.running(), closing(session.files()) as session_files:
-            write_files(session_files, files)
+            write(session_files, files)
             call = f"run({[*tests]!r}, {REPO!r}, {backwards}, {traced}, {with_errors!r})"
             step = session.step(f"{RUNNER}\n{call}", clock.seconds())
     reason = step.error.traceback if step.error is not None else step.detail

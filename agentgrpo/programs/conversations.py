@@ -25,14 +25,7 @@ from typing import Any
 import numpy as np
 
 from agentgrpo.models.chat import ChatTemplate
-from agentgrpo.programs.messages import (
-    STRINGS,
-    BadRequest,
-    Message,
-    alphanumerics,
-    json_key,
-    pieces,
-)
+from agentgrpo.programs.messages import STRINGS, BadRequest, Message, json_key, letters, pieces
 from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import Completion, Int32, Turn
 
@@ -56,7 +49,7 @@ class Row:
 
 
 @dataclass(eq=False, slots=True)
-class DeliveredTurn:
+class Delivered:
     """A turn of the policy that was delivered to its client."""
 
     row: Row
@@ -67,7 +60,7 @@ class DeliveredTurn:
 @dataclass(eq=False, slots=True)
 class _Node:
     message: Message
-    answer: DeliveredTurn | None = None
+    answer: Delivered | None = None
     below: dict[Hashable, list[_Node]] = field(default_factory=dict)
 
     def find(self, message: Message) -> _Node | None:
@@ -82,7 +75,7 @@ class _Node:
         )
         return max(candidates, key=similarity, default=None)
 
-    def add(self, message: Message, answer: DeliveredTurn | None = None) -> _Node:
+    def add(self, message: Message, answer: Delivered | None = None) -> _Node:
         node = _Node(message, answer)
         self.below.setdefault(message.key, []).append(node)
         return node
@@ -96,7 +89,7 @@ class Prompt:
     messages: tuple[Message, ...]
     root: Hashable
     """Key of its tree: the tools in the prompt."""
-    after: DeliveredTurn | None
+    after: Delivered | None
     """The turn from which it continues. None: the whole prompt is rendered."""
     kind: str
     """TASK if it contains the task's text, or text of a turn of such a conversation."""
@@ -121,31 +114,25 @@ class Conversations:
         for message in messages:
             _ = message.key  # computed and cached here, off the event loop, for add_message()
         node = self._roots.get(root)
-        delivered, num_known = None, 0
+        after, known = None, 0
         for position, message in enumerate(messages, 1):
             node = None if node is None else node.find(message)
             if node is None:
                 break
             if node.answer is not None:
-                delivered, num_known = node.answer, position
-        kind = TASK if delivered and delivered.row.kind == TASK else self._kind(messages)
-        ended = (
-            delivered is not None
-            and delivered.row.cut
-            and delivered.end == len(delivered.row.transcript)
-        )
-        new = messages[num_known:]
+                after, known = node.answer, position
+        kind = TASK if after and after.row.kind == TASK else self._kind(messages)
+        ended = after is not None and after.row.cut and after.end == len(after.row.transcript)
+        new = messages[known:]
         ids = None
-        if delivered is not None and new and all(m.role != "assistant" for m in new):
-            ids = self._continue_row(messages[: num_known - 1], delivered, new, tools=bool(tools))
+        if after is not None and new and all(m.role != "assistant" for m in new):
+            ids = self._continue_row(messages[: known - 1], after, new, tools=bool(tools))
         if ids is None:
-            delivered, ids = None, self._render(messages, tools)
-        return Prompt(ids, tuple(messages), root, delivered, kind, ended)
+            after, ids = None, self._render(messages, tools)
+        return Prompt(ids, tuple(messages), root, after, kind, ended)
 
     def _kind(self, messages: Sequence[Message]) -> str:
-        text = alphanumerics(
-            "\n".join(f"{message.call_id} {message.content}" for message in messages)
-        )
+        text = letters("\n".join(f"{message.call_id} {message.content}" for message in messages))
         return TASK if any(piece in text for piece in [*self._known_pieces]) else PROBE
 
     def add_known_text(self, message: Message) -> None:
@@ -157,24 +144,19 @@ class Conversations:
         self._known_pieces |= dict.fromkeys(parts)
 
     def _continue_row(
-        self,
-        before: Sequence[Message],
-        after: DeliveredTurn,
-        new: Sequence[Message],
-        *,
-        tools: bool,
+        self, before: Sequence[Message], after: Delivered, new: Sequence[Message], *, tools: bool
     ) -> Int32 | None:
         """Append messages to a row. None: the template cannot render them after a turn."""
         messages = [message.for_template() for message in new]
         prefix = after.row.transcript.ids[: after.end]
         roles = [message.role for message in before]
         try:
-            observation = self._chat.observation_ids(
+            added = self._chat.observation_ids(
                 messages, last_id=int(prefix[-1]), tools=tools, roles=roles
             )
         except ValueError:
             return None
-        token_ids: Int32 = np.concatenate([prefix, observation])
+        token_ids: Int32 = np.concatenate([prefix, added])
         return token_ids
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any]) -> Int32:
@@ -206,7 +188,7 @@ class Conversations:
 
     def add_message(self, prompt: Prompt, row: Row, message: Message) -> None:
         """Store the message that is delivered to the client, to recognise it in later requests."""
-        answer = DeliveredTurn(row, len(row.transcript))
+        answer = Delivered(row, len(row.transcript))
         node = self._roots.setdefault(prompt.root, _Node(Message("")))
         for prompt_message in prompt.messages:
             node = node.find(prompt_message) or node.add(prompt_message)

@@ -221,11 +221,9 @@ class Process:
         self._command, self._files = command, files
 
     def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
-        return _ProgramThread(lambda run: self._run_program(run, task, session, endpoint))
+        return _Thread(lambda run: self._run(run, task, session, endpoint))
 
-    def _run_program(
-        self, run: _ProgramThread, task: Task, session: Session, endpoint: Endpoint
-    ) -> Outcome:
+    def _run(self, run: _Thread, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
         # Output goes to files, since processes that the program leaves behind may hold a pipe open
         # for ever. The files have no name, so the program cannot touch them.
         with ExitStack() as stack:
@@ -305,15 +303,15 @@ class Sandboxed:
     ) -> None:
         self._pool = pool
         self._timeout_s, self._starts = timeout_s, threading.Semaphore(MAX_STARTS)
-        files = {name: path for path in files for name, path in _files_in(path)}
-        self._files = {name: path.read_bytes() for name, path in files.items()}
-        self._programs = [name for name, path in files.items() if os.access(path, os.X_OK)]
+        paths = {name: path for file in files for name, path in _files_in(file)}
+        self._files = {name: path.read_bytes() for name, path in paths.items()}
+        self._programs = [name for name, path in paths.items() if os.access(path, os.X_OK)]
         arguments = f"{list(command)!r}, {self._programs!r}, {TASK_FILE!r}, {PYTHON!r}"
         self._code = f"{Path(in_session.__file__).read_text()}\n\nmain({arguments})\n"
         """Code of the step that runs the command. The step's value is the exit code."""
 
     def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
-        return _ProgramThread(lambda run: self._run_program(run, task, session, endpoint))
+        return _Thread(lambda run: self._run(run, task, session, endpoint))
 
     def _prepare_session(
         self, jail: Any, task: Task, session: Session, endpoint: Endpoint, stack: ExitStack
@@ -326,9 +324,7 @@ class Sandboxed:
                 files.write(self.folder + name, data)
             files.write(self.folder + TASK_FILE, json.dumps(task_json(task), ensure_ascii=False))
 
-    def _run_program(
-        self, run: _ProgramThread, task: Task, session: Session, endpoint: Endpoint
-    ) -> Outcome:
+    def _run(self, run: _Thread, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
         with ExitStack() as stack:
             with self._starts:
                 jail = stack.enter_context(self._pool.acquire())
@@ -383,9 +379,7 @@ class Hosted(Sandboxed):
         launcher._begin = episode.begin
         return launcher
 
-    def _run_program(
-        self, run: _ProgramThread, task: Task, session: Session, endpoint: Endpoint
-    ) -> Outcome:
+    def _run(self, run: _Thread, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
         with ExitStack() as stack:
             with self._starts:
                 jail = self._begin()
@@ -441,11 +435,11 @@ def _exit_outcome(code: str, stderr: str, answer: str | None, problem: str, reas
         return Outcome(answer, problem)
     stderr = stderr.strip()
     last = stderr.rpartition("\n")[2]
-    at_fault = code in NOT_FOUND or (
+    own = code in NOT_FOUND or (
         PYTHON_FAILURE.search(stderr) and not last.startswith(OUT_OF_MEMORY)
     )
     message = f"exited with {code}{reason and f' ({reason})'}: {stderr[-TAIL:]}"
-    return Outcome(answer, message, program_fault=code.isdecimal() and bool(at_fault))
+    return Outcome(answer, message, program_fault=code.isdecimal() and bool(own))
 
 
 def _files_in(path: Path) -> list[tuple[str, Path]]:
@@ -455,8 +449,8 @@ def _files_in(path: Path) -> list[tuple[str, Path]]:
     return [(str(Path(path.name) / p.relative_to(path)), p) for p in files]
 
 
-class _ProgramThread:
-    def __init__(self, run_program: Callable[[_ProgramThread], Outcome]) -> None:
+class _Thread:
+    def __init__(self, run_program: Callable[[_Thread], Outcome]) -> None:
         self.outcome: Future[Outcome] = Future()
         self._stopped = False
         self._stop_program: Callable[[], object] = lambda: None
@@ -467,7 +461,7 @@ class _ProgramThread:
         except RuntimeError as error:  # the process cannot start another thread
             raise InfrastructureError(str(error)) from error
 
-    def _run(self, run_program: Callable[[_ProgramThread], Outcome]) -> None:
+    def _run(self, run_program: Callable[[_Thread], Outcome]) -> None:
         try:
             self.outcome.set_result(run_program(self))
         except (SandboxException, OSError) as error:  # for example, no descriptor is left
@@ -488,7 +482,7 @@ class _ProgramThread:
         self._stop_program()
 
 
-Running = _ProgramTask | _ProgramThread
+Running = _ProgramTask | _Thread
 """A running program: `outcome` is a Future, and stop() ends it."""
 Launcher = AsyncFunction | Process | Sandboxed
 """Starts a program for each rollout."""

@@ -158,7 +158,7 @@ def pieces(text: str, least: int = PIECE) -> list[str]:
     """Fragments that a text copied from this one contains: PIECE letters and digits in sequence, or
     all of a shorter text with at least `least`. Case and quoting are ignored.
     """
-    normalized = alphanumerics(text)
+    normalized = letters(text)
     if len(normalized) < PIECE:
         return [normalized] if len(normalized) >= least else []
     return [
@@ -167,7 +167,7 @@ def pieces(text: str, least: int = PIECE) -> list[str]:
     ]
 
 
-def alphanumerics(text: str) -> str:
+def letters(text: str) -> str:
     """The letters and digits of a text, in lower case."""
     return re.sub(r"[\W_]+", "", text.casefold())
 

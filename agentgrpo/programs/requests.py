@@ -247,12 +247,7 @@ def chat_json(reply: Reply) -> dict[str, Any]:
     }
     if message.calls:
         fields["tool_calls"] = [_call_json(call) for call in message.calls]
-    choice = {
-        "index": 0,
-        "message": fields,
-        "finish_reason": reply.finish_reason,
-        "logprobs": None,
-    }
+    choice = {"index": 0, "message": fields, "finish_reason": reply.finish_reason, "logprobs": None}
     return {**_metadata(reply, "chat.completion"), "choices": [choice], "usage": usage(reply)}
 
 

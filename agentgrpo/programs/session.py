@@ -24,7 +24,7 @@ from agentgrpo.actions import (
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.programs.conversations import PROBE, TASK, Conversations, Prompt, Row
-from agentgrpo.programs.messages import BadRequest, Call, Message, alphanumerics, is_object
+from agentgrpo.programs.messages import BadRequest, Call, Message, is_object, letters
 from agentgrpo.programs.requests import FROZEN, MODEL, Reply, TurnRequest
 from agentgrpo.types import Completion, Int32, Status, token_hash
 
@@ -323,8 +323,8 @@ class Session:
 
     def answer(self, answer: str | None) -> str | None:
         """The program's answer, or None if it contains an error message of the endpoint."""
-        plain = alphanumerics(answer or "")
-        if not any(alphanumerics(text)[:48] in plain for text in self.refusals):
+        plain = letters(answer or "")
+        if not any(letters(text)[:48] in plain for text in self.refusals):
             return answer
         self.stats["error_answers"] += 1
         self.tell_once(
