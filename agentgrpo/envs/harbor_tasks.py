@@ -98,16 +98,13 @@ class HarborTask(_Table):
     @property
     def limits(self) -> Limits:
         """Limits of its sessions, whose files are in memory. The episode limits the time."""
-        environment = self.environment
+        env = self.environment
         memory, storage = (
-            int(text.rstrip("iB")[:-1]) << 10 * (text.rstrip("iB")[-1] == "G") if text else mib
-            for text, mib in (
-                (environment.memory, environment.memory_mb),
-                (environment.storage, environment.storage_mb),
-            )
+            int(size.rstrip("iB")[:-1]) << 10 * (size.rstrip("iB")[-1] == "G") if size else mib
+            for size, mib in ((env.memory, env.memory_mb), (env.storage, env.storage_mb))
         )
         return Limits(
-            memory_mib=memory, home_mib=min(memory, storage), cpus=environment.cpus, inodes=1 << 17,
+            memory_mib=memory, home_mib=min(memory, storage), cpus=env.cpus, inodes=1 << 17,
             processes=512, open_files=1024, steps=10_000, timeout_s=3600, cpu_s=86_400,
             session_s=2 * 86_400,
         )  # fmt: skip
@@ -159,10 +156,10 @@ def read_task(folder: Path, grant: Sequence[str] = ()) -> HarborTask:
             raise ValueError("expected environment/Dockerfile or environment.docker_image")
     except pydantic.ValidationError as error:
         lines = [
-            f"{key}: not supported here, got {error_and_path[0]['input']!r:.80}"
-            if error_and_path[0]["type"] == "extra_forbidden"
-            else format_error(key, *error_and_path)
-            for key, error_and_path in by_key(error).items()
+            f"{key}: not supported here, got {found[0]['input']!r:.80}"
+            if found[0]["type"] == "extra_forbidden"
+            else format_error(key, *found)
+            for key, found in by_key(error).items()
         ]
         raise ValueError("\n".join(f"{folder}/task.toml: {line}" for line in lines)) from None
     except (ValueError, OSError) as error:
@@ -250,20 +247,17 @@ def write_rows(
             except (ValueError, SandboxException) as error:
                 console.print(f"skipped: {error}", markup=False, highlight=False)
     hashes = [hashlib.sha256(row["question"].encode()).digest() for row in rows]
-    hashes_seen = sorted({*hashes})
-    if len(hashes_seen) < 2:
-        raise ValueError(f"--harbor: expected 2 or more different tasks, got {len(hashes_seen)}")
-    heldout_hashes = hashes_seen[: max(1, len(hashes_seen) // 4)]
+    distinct = sorted({*hashes})
+    if len(distinct) < 2:
+        raise ValueError(f"--harbor: expected 2 or more different tasks, got {len(distinct)}")
+    heldout = distinct[: max(1, len(distinct) // 4)]
     paths = [config.resolve().with_suffix(f".{name}.jsonl") for name in ("train", "heldout")]
-    for path, is_heldout in zip(paths, (False, True), strict=True):
-        write_lines(
-            path,
-            [r for r, k in zip(rows, hashes, strict=True) if (k in heldout_hashes) is is_heldout],
-        )
+    for path, held in zip(paths, (False, True), strict=True):
+        write_lines(path, [r for r, k in zip(rows, hashes, strict=True) if (k in heldout) is held])
     verdict_s = max(read_task(Path(row["folder"]), grant).verifier.timeout_sec for row in rows)
     return [
         str(paths[0]), "env.kind=harbor", "reward.format=0.0", f"data.heldout={paths[1]}",
-        f"data.num_heldout={min(64, sum(key in heldout_hashes for key in hashes))}",
+        f"data.num_heldout={min(64, sum(key in heldout for key in hashes))}",
         f"agent.options.system_prompt={PROMPT}", "agent.options.language=bash",
         "rollout.max_turns=10", "sandbox.timeout_s=60", f"rollout.call_timeout_s={verdict_s + 300}",
     ]  # fmt: skip

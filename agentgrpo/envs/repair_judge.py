@@ -43,9 +43,7 @@ from agentgrpo.support.optional_deps import require_installed
 
 REPO = "/home/user/repo"  # path of the tree in a session
 EXCLUDED_FOLDER = re.compile(r"\.|__pycache__$|(build|dist|venv|env|node_modules|.*\.egg-info)$")
-TEST_FILE = re.compile(
-    r"(.*/)?(tests?(/.*)?|testing/.*|test_[^/]*|[^/]*_test\.py|conftest.*|setup\.py)"
-)
+TEST = re.compile(r"(.*/)?(tests?(/.*)?|testing/.*|test_[^/]*|[^/]*_test\.py|conftest.*|setup\.py)")
 SETUP = f"import os, sys\nos.chdir({REPO!r})\nsys.path[:0] = [{REPO!r}, {REPO + '/src'!r}]"
 GROUPS = ("", "test", "tests", "testing", "dev")  # extras whose packages tests may import
 
@@ -62,7 +60,7 @@ class Tree(NamedTuple):
         """The files that may be broken and repaired: modules except tests."""
         top = self.folder / "tree"
         paths = (path.relative_to(top).as_posix() for path in top.rglob("*.py"))
-        return sorted(path for path in paths if not TEST_FILE.fullmatch(path))
+        return sorted(path for path in paths if not TEST.fullmatch(path))
 
     def read(self, path: str) -> str:
         return (self.folder / "tree" / path).read_bytes().decode()
@@ -186,7 +184,7 @@ def _imported_by_tests(base: Path, files: Sequence[str]) -> list[str]:
     own_modules = {
         file.removeprefix("src/").partition("/")[0].removesuffix(".py") for file in files
     }
-    tests = [base / file for file in files if TEST_FILE.fullmatch(file) and file.endswith(".py")]
+    tests = [base / file for file in files if TEST.fullmatch(file) and file.endswith(".py")]
     imports = re.compile(rb"^[ \t]*(?:import|from)[ \t]+(\w+)", re.MULTILINE)
     names = {name.decode() for test in tests for name in imports.findall(test.read_bytes())}
     names -= {*own_modules, *sys.stdlib_module_names}

@@ -31,7 +31,7 @@ from agentgrpo.envs.repair_altered import Copy, candidates, functions_by_name
 from agentgrpo.envs.repair_judge import (
     REPO,
     RUNNER,
-    TEST_FILE,
+    TEST,
     Answer,
     Copies,
     Tree,
@@ -209,7 +209,7 @@ def _commits(tree: Tree, coverage: Coverage, source: str) -> Iterator[Break]:
         git_show = ["show", "--format=", "--relative", "--no-renames", "--no-ext-diff", commit]
         names = git(*git_show, "--name-only").splitlines()
         files = sorted({*names} & {*tree.sources()})
-        if not files or not any(map(TEST_FILE.fullmatch, names)):
+        if not files or not any(map(TEST.fullmatch, names)):
             continue
         with tempfile.TemporaryDirectory() as scratch:
             for file in files:

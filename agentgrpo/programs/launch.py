@@ -69,12 +69,12 @@ MAX_BYTES = 1 << 20
 UNREADABLE = "wrote no answer that can be read"
 NOT_FOUND = ("126", "127")
 """Exit codes of a shell or of env if the command could not be started."""
-PYTHON_FAILURE = re.compile(
+RAISED = re.compile(
     r"Traceback \(most recent call last\)|^(Syntax|Indentation|Tab)Error: "
     r"|^\S+: (can't open file|No module named|Error while finding module) ", re.MULTILINE,
 )  # fmt: skip
 """Python's output after an uncaught exception, or if it could not start the program."""
-OUT_OF_MEMORY = ("MemoryError", "BlockingIOError")
+NO_ROOM = ("MemoryError", "BlockingIOError")
 """Exceptions caused by the session's limits."""
 OUT_OF_RESOURCES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 """Errors of a start because processes, threads, descriptors, memory or disk have run out."""
@@ -341,9 +341,7 @@ class Sandboxed:
         reason = reason if is_out_of_memory or result.status is StepStatus.OOM else ""
         if result.error is not None:  # command not found, or no memory or process left
             message = f"{result.error.name}: {result.error.value} {reason}".strip()
-            return Outcome(
-                answer_text, message, program_fault=result.error.name not in OUT_OF_MEMORY
-            )
+            return Outcome(answer_text, message, program_fault=result.error.name not in NO_ROOM)
         if result.status is not StepStatus.OK:
             if result.status is StepStatus.OUTPUT_LIMIT:  # the last line of the output is lost
                 answer_text = None
@@ -435,11 +433,9 @@ def _exit_outcome(code: str, stderr: str, answer: str | None, problem: str, reas
         return Outcome(answer, problem)
     stderr = stderr.strip()
     last = stderr.rpartition("\n")[2]
-    own = code in NOT_FOUND or (
-        PYTHON_FAILURE.search(stderr) and not last.startswith(OUT_OF_MEMORY)
-    )
+    own_fault = code in NOT_FOUND or (RAISED.search(stderr) and not last.startswith(NO_ROOM))
     message = f"exited with {code}{reason and f' ({reason})'}: {stderr[-TAIL:]}"
-    return Outcome(answer, message, program_fault=code.isdecimal() and bool(own))
+    return Outcome(answer, message, program_fault=code.isdecimal() and bool(own_fault))
 
 
 def _files_in(path: Path) -> list[tuple[str, Path]]:

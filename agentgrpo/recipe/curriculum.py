@@ -91,7 +91,7 @@ def training_config(recipe: RecipeConfig, stage: int) -> TrainConfig:
 # -- the parts of a stage --------------------------------------------------------------------------
 
 
-def play_and_select(
+def play_candidates(
     recipe: RecipeConfig, stage: int, player: Parts, stream: Tasks
 ) -> dict[str, Any]:
     """Play the candidates, select from them and write select.json.
@@ -156,12 +156,8 @@ def _play_chunks(
         if len(recorded) >= size:
             rollouts = [read_rollout(json.loads(line)) for line in recorded[:size]]
             recorded = recorded[size:]
-            rollouts_by_group = [
-                rollouts[i : i + c.group_size] for i in range(0, size, c.group_size)
-            ]
-            groups = [
-                Group(task=members[0].task, rollouts=members) for members in rollouts_by_group
-            ]
+            grouped = [rollouts[i : i + c.group_size] for i in range(0, size, c.group_size)]
+            groups = [Group(task=members[0].task, rollouts=members) for members in grouped]
             for task, group in zip(tasks, groups, strict=True):
                 if task.id != group.task.id:
                     raise ValueError(
@@ -297,7 +293,7 @@ def select_part(recipe: RecipeConfig, stage: int, begin: Begin) -> None:
     with lock_run_dir(folder_of(recipe, stage)), contextlib.closing(build_eval(config)) as player:
         tasks = training_stream(config, player)
         begin()
-        play_and_select(recipe, stage, player, tasks)
+        play_candidates(recipe, stage, player, tasks)
 
 
 def train_part(recipe: RecipeConfig, stage: int, begin: Begin) -> int:

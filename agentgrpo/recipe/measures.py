@@ -207,24 +207,19 @@ def differences(
         raise ValueError(
             f"expected two runs on the same tasks, got {len(before)} and {len(after)}{example}"
         )
-    then_measures, after_measures = _all_measures(before), _all_measures(after)
+    earlier, later = _all_measures(before), _all_measures(after)
     pairs = [
         (row, by_id[row.id]) for row in complete_rows(before) if complete_rows([by_id[row.id]])
     ]
+    names = [name for name in earlier if name in later]
     if not pairs:
-        return dict.fromkeys(
-            (name for name in then_measures if name in after_measures), Estimate(None, None, None)
-        )
+        return dict.fromkeys(names, Estimate(None, None, None))
     before, after = zip(*pairs, strict=True)
     drawn = _resample(len(before), resamples)
     result = {}
-    for name in (name for name in then_measures if name in after_measures):
-        value = after_measures[name](_means(after, None)) - then_measures[name](
-            _means(before, None)
-        )
-        resampled = after_measures[name](_means(after, drawn)) - then_measures[name](
-            _means(before, drawn)
-        )
+    for name in names:
+        value = later[name](_means(after, None)) - earlier[name](_means(before, None))
+        resampled = later[name](_means(after, drawn)) - earlier[name](_means(before, drawn))
         result[name] = _estimate(float(value[0]), *_percentiles(resampled))
     return result
 

@@ -200,12 +200,9 @@ class ChoiceReward:
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         label = chosen_option(rollout.answer or "", options_of(rollout.task))
-        is_right, well_formed = (
-            label in self.expected(rollout.task),
-            label and _acted_well(rollout),
-        )
+        right, well_formed = (label in self.expected(rollout.task), label and _acted_well(rollout))
         return {
-            "answer": rollout.weighted("answer", self.answer, is_right),
+            "answer": rollout.weighted("answer", self.answer, right),
             "format": rollout.weighted("format", self.format, bool(well_formed)),
         }
 
@@ -255,16 +252,14 @@ def with_costs(reward: Reward, config: RewardConfig) -> Reward:
 
     def add_costs(parts: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
         count = rollout.stats.get
-        amounts = {
+        spent = {
             "tool_cost": rollout.num_calls,
             "wall_cost": count("sandbox_wall_s", 0.0),
             "cpu_cost": count("sandbox_cpu_s", 0.0),
             "mib_cost": count("sandbox_bytes", 0.0) / (1 << 20),
         }
         costs = {
-            part: rollout.weighted(part, rate, -amounts[part])
-            for part, rate in rates.items()
-            if rate
+            part: rollout.weighted(part, rate, -spent[part]) for part, rate in rates.items() if rate
         }
         return {**parts, **costs}
 

@@ -23,7 +23,7 @@ from agentgrpo.recipe.curriculum import (
     folder_of,
     of_stages,
     parts_of,
-    play_and_select,
+    play_candidates,
     run_curriculum,
     selected_tasks,
     steps_of,
@@ -86,7 +86,7 @@ class FakeParts:
 
 def play_stage(recipe: RecipeConfig, stage: int, player: FakeParts) -> dict[str, Any]:
     stream = WordProblemTasks(seed=recipe.seed)
-    return play_and_select(recipe, stage, player, stream)  # type: ignore[arg-type]
+    return play_candidates(recipe, stage, player, stream)  # type: ignore[arg-type]
 
 
 def test_S3_15_candidates_are_played_and_mixed_ones_selected(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_pool_of_other_tasks_is_rejected(tmp_path: Path) -> None:
     play_stage(recipe, 0, FakeParts())
     stream = WordProblemTasks(seed=0)
     with pytest.raises(ValueError, match=r"expected task .* of this recipe, got"):
-        play_and_select(recipe, 0, FakeParts(), stream)  # type: ignore[arg-type]
+        play_candidates(recipe, 0, FakeParts(), stream)  # type: ignore[arg-type]
 
 
 def test_random_selection_takes_any_candidates(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_stage_trains_on_the_played_tasks(tmp_path: Path) -> None:
         for n in range(5)
     ]
     stream = RowTasks(made, source="rows")  # in the second round the same tasks again
-    chosen = play_and_select(recipe, 0, FakeParts(), stream)["selected"]  # type: ignore[arg-type]
+    chosen = play_candidates(recipe, 0, FakeParts(), stream)["selected"]  # type: ignore[arg-type]
     tasks: Any = selected_tasks(recipe, 0, stream)
     assert sorted(chosen) == [task.id for task in made]
     assert all(task.spec is made[int(task.id[2:])].spec for task in tasks.rows)
@@ -386,7 +386,7 @@ def test_kinds_are_selected_separately_with_by_kind(tmp_path: Path, by_kind: boo
         next=lambda count: [next(given) for _ in range(count)],
         state_dict=dict,
     )
-    chosen = play_and_select(recipe, 0, player, stream)["selected"]  # type: ignore[arg-type]
+    chosen = play_candidates(recipe, 0, player, stream)["selected"]  # type: ignore[arg-type]
     kinds = {int(name[2:]) % 5 == 1 for name in chosen}
     assert kinds == ({True, False} if by_kind else {False})
 

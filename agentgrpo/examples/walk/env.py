@@ -46,21 +46,15 @@ class Walk(gymnasium.Env[str, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
         self.thing, self.right, self.up, self.up_first = start_of(seed or 0)
         self.distance = abs(self.right) + abs(self.up)
-        self.moves_left = self.distance + SPARE_MOVES
+        self.left = self.distance + SPARE_MOVES
         return self._text(), {}
 
     def step(self, action: Any) -> StepResult:
         dx, dy = [*MOVES.values()][action]
         before = abs(self.right) + abs(self.up)
-        self.right, self.up, self.moves_left = self.right - dx, self.up - dy, self.moves_left - 1
+        self.right, self.up, self.left = self.right - dx, self.up - dy, self.left - 1
         after = abs(self.right) + abs(self.up)
-        return (
-            self._text(),
-            (before - after) / self.distance,
-            after == 0,
-            self.moves_left == 0,
-            {},
-        )
+        return (self._text(), (before - after) / self.distance, after == 0, self.left == 0, {})
 
     def _text(self) -> str:
         parts = [_steps(self.right, "right", "left"), _steps(self.up, "up", "down")]
