@@ -126,9 +126,9 @@ def _find_package(source: str) -> tuple[str, str, Path, list[str], list[str]]:
             raise ValueError(f"{source}: its files are elsewhere. Use their folder instead")
         return source, dist.version, Path(str(dist.locate_file(""))), files, dist.requires or []
     pyproject = path / "pyproject.toml"
-    project = tomllib.loads(pyproject.read_text()) if pyproject.exists() else {}
-    project = project.get("project", {})
-    groups = {**project.get("optional-dependencies", {}), **project.get("dependency-groups", {})}
+    settings = tomllib.loads(pyproject.read_text()) if pyproject.exists() else {}
+    project = settings.get("project", {})
+    groups = {**project.get("optional-dependencies", {}), **settings.get("dependency-groups", {})}
     needed = [*project.get("dependencies", []), *(n for key in GROUPS for n in groups.get(key, []))]
     files = []
     for directory, names, names_here in os.walk(path):
@@ -137,11 +137,8 @@ def _find_package(source: str) -> tuple[str, str, Path, list[str], list[str]]:
             os.path.join(directory, file) for file in sorted(names_here) if not file.startswith(".")
         )
         files += [os.path.relpath(file, path) for file in paths if not os.path.islink(file)]
-    name, needed = (
-        project.get("name", path.name),
-        [need for need in needed if isinstance(need, str)],
-    )
-    return name, project.get("version", "0"), path, files, needed
+    needed = [need for need in needed if isinstance(need, str)]
+    return project.get("name", path.name), project.get("version", "0"), path, files, needed
 
 
 def _copy_files(tree: Path, base: Path, files: Sequence[str]) -> None:
@@ -347,7 +344,7 @@ def judge(
     fail. All run in one process, and nothing shows which value is right.
     """
     rng = random.SystemRandom()
-    copies = [(head, Copy(*fields)) for head, fields in task["copies"].items() for fields in fields]
+    copies = [(head, Copy(*fields)) for head, rows in task["copies"].items() for fields in rows]
     copies = rng.sample(copies, min(len(copies), MAX_COPIES))
     letters = ["p", "f", *rng.choices("pf", k=len(copies) - 2)]
     rng.shuffle(letters)
@@ -378,7 +375,7 @@ def judge(
             test for test, head in heads.items() if head in unexpected or head not in proven
         }
     forged = ("p", "f") in pairs
-    spoilt = forged or failed_tests & {*task["others"]} or (failed_tests and not partial)
-    share = 0.0 if spoilt else len({*task["tests"]} - failed_tests) / len(task["tests"])
-    spoilt = "tests alone" if unexpected and len(errors) == 1 else ""
-    return share, Verdict(not errors, errors[0] if errors else "", word=spoilt)
+    rejected = forged or failed_tests & {*task["others"]} or (failed_tests and not partial)
+    share = 0.0 if rejected else len({*task["tests"]} - failed_tests) / len(task["tests"])
+    word = "tests alone" if unexpected and len(errors) == 1 else ""
+    return share, Verdict(not errors, errors[0] if errors else "", word=word)

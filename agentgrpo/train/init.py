@@ -169,7 +169,7 @@ def main(arguments: list[str]) -> int:
         "--tasks", type=int, default=50, help="with --repair: of each kind from each package"
     )
     parser.add_argument(
-        "--show", default="test", choices=repair_tasks.WANTED, help="with --repair: what to show"
+        "--show", default="test", choices=repair_tasks.TASK_TEXT, help="with --repair: what to show"
     )
     parser.add_argument(
         "--network", action="store_true", help="with --harbor: build images with network access"
