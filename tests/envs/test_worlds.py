@@ -330,10 +330,10 @@ CASES = {"cases": [["2\n", "4"], ["-3\n", "9"]]}
 
 
 @pytest.mark.nsjail
-def test_tests_that_one_value_passes_are_named(graded: UnitTestEnv) -> None:
+def test_tests_that_accept_one_value_are_named(graded: UnitTestEnv) -> None:
     rows = [task(tests="assert isinstance(f(2), int)"), task(**TESTS)]
     message = graded.check_tasks(rows)
-    assert message.startswith("tests of 2 of 2 tasks tried: ")
+    assert message.startswith("checked the tests of 2 of 2 tasks: ")
     assert "1 of 2 accept a program that always returns one value, such as those of " in message
     assert "one value" not in graded.check_tasks(rows[1:])
 
