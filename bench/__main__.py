@@ -1,4 +1,4 @@
-"""What can be measured, and with which command: `python -m bench`."""
+"""List the benchmarks: `python -m bench`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ast
 from pathlib import Path
 
 HELPERS = {"__main__", "cached", "harness", "pages", "peers"}
-"""Parts of the others."""
+"""Helper modules, not listed."""
 
 
 def scripts() -> dict[str, str]:
-    """Each script as `python -m` takes it, and the first line that it has to say of itself."""
+    """Module name and first docstring line of each script."""
     root = Path(__file__).parent
     paths = [path for path in sorted(root.rglob("*.py")) if path.stem not in HELPERS]
     names = [".".join(path.relative_to(root.parent).with_suffix("").parts) for path in paths]
@@ -19,5 +19,5 @@ def scripts() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for name, said in scripts().items():
-        print(f"python -m {name:22}  {said}")
+    for name, purpose in scripts().items():
+        print(f"python -m {name:22}  {purpose}")

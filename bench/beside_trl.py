@@ -1,13 +1,13 @@
-"""The quickstart's step here and in TRL: the same model, tasks, agent, sandbox and rewards.
+"""Time a quickstart step against TRL with the same model, tasks, agent, sandbox and rewards.
 
     python -m bench.beside_trl [section.key=value ...] [--steps 3] [--no-rows]
 
-Both sides play and train on the same tasks in the same order, group by group, from the same
-weights, with the same layers trained, one after the other in processes of their own. TRL's side is
-GRPOTrainer with vLLM in its process (vllm_mode="colocate"), a rollout_func that plays the turns of
-all rollouts with one generate() a turn, as its examples do, and the mask of what was sampled.
-A step's seconds are generation, tools and learning. The shares solved are printed: both sides
-sample from the same policy in the first step, so that they must be alike there.
+Both sides play and train on the same tasks in the same order, from the same weights and with the
+same trained layers, one after the other in separate processes. TRL's side is GRPOTrainer with vLLM
+in its process (vllm_mode="colocate"), a rollout_func with one generate() per turn for all rollouts,
+as in its examples, and the mask of sampled tokens. A step's seconds include generation, tools and
+learning. The solved shares are printed: in the first step both sides sample from the same policy,
+so the shares must be similar.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders of the cache that are made when they are first asked for, by one process of several."""
+"""Creates cache folders on first use, in one of several processes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from pathlib import Path
 
 
 class NotToBeHad(Exception):
-    """A file that this machine cannot get; says which and why."""
+    """A file that this machine cannot download; the message has its name and the reason."""
 
 
 def made_once(folder: Path, make: Callable[[Path], Path]) -> Path:
-    """`folder`, made whole or not at all; other processes that ask for it wait.
+    """Create `folder` completely or not at all; other processes wait for it.
 
     Args:
-        folder: what it will be called.
-        make: given an empty folder, puts files there; returns the folder that becomes `folder`.
+        folder: the final path.
+        make: writes files into an empty folder; returns the folder that becomes `folder`.
 
     Raises:
-        NotToBeHad: make() does; or did, asked by another process of the same run of the tests,
-            all of which must find the same.
+        NotToBeHad: from make(), here or in another process of the same test run: all must agree.
     """
     if folder.is_dir():
         return folder

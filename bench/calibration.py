@@ -1,16 +1,16 @@
-"""What does RL add to fine-tuning, in right answers and in calls, and what does each of its parts?
+"""Measure what RL, and each of its parts, adds to fine-tuning in right answers and calls.
 
     python -m bench.calibration [--arms NAME ...] [--seeds 0 1 2] [--budget HOURS] [--folder DIR]
         [--no-rows] [section.key=value ...]
     python -m bench.calibration --table
     python -m bench.calibration --graph FILE.png
 
-Each arm of each seed is a row of bench/results/calibration.jsonl; one that has a row of the same
-settings and tasks is skipped. Stop it at any moment: the same command goes on in DIR where it was.
-An arm begins only if the longest one so far would still end within HOURS of this call. All arms of
-a seed share its flywheel and its fine-tuning; where they play the first stage's candidates alike
-they share these rollouts too, whose seconds count for `full`. Checkpoints of an arm go when its row
-is there. The code must stay as it is meanwhile.
+Each arm of each seed is a row of bench/results/calibration.jsonl; an arm that has a row with the
+same settings and tasks is skipped. It can be stopped at any time; the same command continues in
+DIR. An arm starts only if the longest one so far would still end within HOURS. All arms of a seed
+share its flywheel and fine-tuning, and the rollouts of the first stage's candidates where these are
+equal; their seconds count for `full`. Checkpoints of an arm are deleted after its row is written.
+The code must not change in between.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Do appended turns disagree with the templates' own renderings, over random conversations?
+"""Compare appended turns with the templates' own renderings of random conversations.
 
 python -m bench.conversations [--count 10000] [--seed 0] [--folder DIR] [NAME ...]
 
-A conversation is drawn with whatever is known to go wrong: empty and white contents, text that
-merges across the edges of a message, text that spells control tokens, thoughts, several calls and
-results. After each turn the template renders all of it again and the tokenizer encodes that in one
-go; what stands behind the last turn's closing token must be what ChatTemplate appended, id for id,
-and so must what stands behind the turn's text where a budget ended it. A refusal must be one of the
-template too: it raises, or does not show each message once and in order.
+Conversations contain known problems: empty and blank contents, text that merges across message
+borders, text that spells control tokens, thoughts, several calls and results. After each turn the
+template renders the whole conversation and the tokenizer encodes it at once. The ids after the last
+turn's closing token must equal those that ChatTemplate appended; if a budget ended the turn, the
+ids after the turn's text. ChatTemplate may refuse only if the template raises, or does not show
+each message once and in order.
 
-Where contents spell control tokens, the expected ids come from a tokenizer and a template in which
-the control tokens have other names. The tokens that close turns are written down by hand, in
-bench.real_templates.
+For contents that spell control tokens, the expected ids come from a tokenizer and a template with
+renamed control tokens. The closing tokens are listed by hand in bench.real_templates.
 """
 
 from __future__ import annotations

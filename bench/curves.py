@@ -1,13 +1,13 @@
-"""What is learnt by a model of 135M parameters on two cores, a task for each way of acting.
+"""Measure learning curves of a 135M-parameter model on two cores, one task per kind of agent.
 
     python -m bench.curves [TASK ...] [--seeds 0 1 2] [--folder DIR]
-    python -m bench.curves --know-nothing [TASK ...]     the no-skill baselines
-    python -m bench.curves --losses [TASK ...]           two of them with each loss type
-    python -m bench.curves --write                       its tables and pictures
+    python -m bench.curves --know-nothing [TASK ...]     no-skill baselines
+    python -m bench.curves --losses [TASK ...]           two of the tasks with each loss type
+    python -m bench.curves --write                       write its tables and figures
 
-A task is a shipped config. Each of its seeds is a row of bench/results/curves.jsonl; one that has a
-row of the same settings is skipped, so that the same command goes on where it was stopped. What is
-held out is played greedily. But for `program` a run repeats bit by bit however busy the machine is.
+A task is a shipped config. Each seed is a row of bench/results/curves.jsonl; a seed that has a row
+with the same settings is skipped, so the same command continues after a stop. Held-out tasks are
+played greedily. Except for `program`, runs repeat bit by bit, also on a busy machine.
 """
 
 from __future__ import annotations

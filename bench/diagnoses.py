@@ -1,11 +1,10 @@
-"""Does `agentgrpo doctor RUN` name what was broken? Real runs with one fault each, and sound ones.
+"""Test `agentgrpo doctor RUN` on real runs with one fault each, and on correct runs.
 
-    python -m bench.diagnoses [NAME ...] [--folder DIR]      plays what is not there yet
-    python -m bench.diagnoses --table [--folder DIR]         what the doctor says of what is there
+    python -m bench.diagnoses [NAME ...] [--folder DIR]      play the missing runs
+    python -m bench.diagnoses --table [--folder DIR]         print the doctor's findings
 
-The policy is the tests' tiny model, which plays half of its sums as it should, where not said
-otherwise. A fault counts as named where its finding is the doctor's first or second; a sound run
-where it finds nothing.
+Unless noted, the policy is the tests' tiny model, which solves half of its sums. A fault counts as
+named if it is the doctor's first or second finding, a correct run if there is no finding.
 """
 
 from __future__ import annotations

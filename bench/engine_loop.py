@@ -1,10 +1,10 @@
-"""CPU milliseconds of a decoding step beside the model: `python -m bench.engine_loop`.
+"""Measure the CPU time of a decoding step without the model: `python -m bench.engine_loop`.
 
-vLLM's scheduler, its processing of outputs and our own code drive a model that answers at once, as
-many rollouts decoding as a row's shape says. On a card this time is hidden behind the model where
-engine.async_scheduling is on, and added to it where it is off, as here.
+vLLM's scheduler, its output processing and our own code drive a model that answers at once, with as
+many rollouts as a row's shape says. On a GPU this time is hidden behind the model if
+engine.async_scheduling is on, and added to it if it is off, as here. In milliseconds:
 
-step     an Engine.step() in which no turn ends, and of it: `schedule` and `update`, vLLM's
+step     an Engine.step() in which no turn ends, and its parts: `schedule` and `update`, vLLM's
          scheduler before and after the model; `core`, the rest of vLLM; `ours`
 """
 

@@ -1,12 +1,12 @@
-"""Task folders in Harbor's form: built, and judged with nothing done (results/harbor.jsonl).
+"""Build task folders in Harbor's format and grade them unsolved (results/harbor.jsonl).
 
     python -m bench.harbor FOLDER
 
-A row a folder: seconds of the build and of the verdict, what the tests gave, the size of the image,
-and of those of its layers that no earlier folder has. The committed rows are of 44 folders of a
-public collection of 3,566, the first of a shuffled list that install no torch, with FROM replaced
-by an image of Debian 12 (`mmdebstrap --variant=minbase --include=python3 bookworm root.tar`). RUN
-steps use this machine's network, which reaches Debian's and PyPI's mirrors only.
+One row per folder: seconds of build and verdict, the tests' result, the size of the image, and of
+its layers that no earlier folder has. The committed rows are of 44 folders of a public collection
+of 3,566: the first ones of a shuffled list that do not install torch, with FROM replaced by an
+image of Debian 12 (`mmdebstrap --variant=minbase --include=python3 bookworm root.tar`). RUN steps
+use this machine's network, which reaches only mirrors of Debian and PyPI.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Time a function and append what was seen to bench/results/NAME.jsonl, one row per variant.
+"""Time functions and append rows to bench/results/NAME.jsonl, one per variant.
 
-Rows are only ever appended. A row can be traced: it has the machine, the versions and the commit,
-and nothing is written from a tree that differs from its commit, or with an older extension.
+Rows are only appended. Each has the machine, the versions and the commit. No row is written if the
+tree differs from its commit, or if the C extension is older than its sources.
 
-    BENCH_COMMIT=$(python -m bench.harness)     asks that of this tree, and prints its commit
+    BENCH_COMMIT=$(python -m bench.harness)     check this tree, and print its commit
 
-for a copy of the tree on a machine without its .git, where file times say nothing: rows are of
-$BENCH_COMMIT there. BENCH_OUT=FOLDER writes them to a folder that is brought back.
+is for a copy of the tree on a machine without its .git, where file times are useless: rows there
+name $BENCH_COMMIT. BENCH_OUT=FOLDER writes rows to another folder, to copy them back.
 """
 
 from __future__ import annotations

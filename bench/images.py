@@ -1,8 +1,8 @@
-"""Sessions of container images beside those of the plain template (results/images.jsonl).
+"""Compare sessions of container images with the plain template (results/images.jsonl).
 
     python -m bench.images SOURCE [--only WORD]
 
-SOURCE is what `agentgrpo sandbox image add` takes, with bash and python3: the committed rows are of
+SOURCE is as for `agentgrpo sandbox image add`, with bash and python3. The committed rows are of
 Debian 13 (`mmdebstrap --include=python3 trixie root.tar`).
 """
 

@@ -1,11 +1,11 @@
-"""Does a long run stay as it is? Resident memory, seconds and open files of each step.
+"""Measure resident memory, seconds and open files of each step of a long run.
 
     python -m bench.long_run [section.key=value ...] [--config quickstart] [--steps 200] [--no-rows]
 
-`--config tiny`: the tests' model of two layers and 64 rollouts a step, some seconds each. Trains in
-a folder that is removed. Rows are of the steps after the 20th; their notes say how the
-first ten of these compare with the last ten. `in_use` is what glibc counts as not freed, over all
-its arenas; the rest of the resident memory is code, the KV cache and what was mapped for itself.
+`--config tiny`: the tests' two-layer model with 64 rollouts per step, some seconds each. Trains in
+a temporary folder. Rows cover the steps after the 20th; their notes compare the first ten of these
+with the last ten. `in_use` is the memory that glibc counts as not freed, over all its arenas; the
+rest of the resident memory is code, the KV cache and other mappings.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What do LM head, log-probabilities and GRPO loss cost on a CPU, beside plain torch and TRL?
+"""Time LM head, log-probabilities and GRPO loss on a CPU against plain torch and TRL.
 
 python -m bench.loss [--trl PATH] [--positions N] [--repeats N]
-    PATH: a folder that holds TRL 1.16.0 (pip download trl==1.16.0 --no-deps, unpacked)
+    PATH: a folder with TRL 1.16.0 (pip download trl==1.16.0 --no-deps, unpacked)
 
-One step is hidden states -> log-probability and entropy -> dapo loss -> gradients of the hidden
+A step is hidden states -> log-probability and entropy -> dapo loss -> gradients of the hidden
 states (and of the head unless frozen). Plain torch and TRL score every position (TRL does so on
-CPUs and masks afterwards), ours the sampled ones. All use the same tensors and one thread, whose
-CPU time is taken, so that a busy machine distorts little. Gradients are compared before timing.
+CPUs and masks afterwards), ours only the sampled ones. All use the same tensors and one thread. CPU
+time is measured, which a busy machine distorts little. Gradients are compared before timing.
 """
 
 from __future__ import annotations

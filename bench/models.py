@@ -1,11 +1,11 @@
-"""Which of today's models train here, and how: tiny ones of random weights through the real engine.
+"""Train tiny random models of many architectures through the real engine.
 
-    python -m bench.models [NAME ...]    measure, each in a process of its own; all without a NAME
+    python -m bench.models [NAME ...]    measure, each in its own process; all without a NAME
     python -m bench.models --write       put the newest rows into bench/results/README.md
 
-A row says whether vLLM starts on it, whether the learner shares the sampler's weights, how far both
-sides are apart over three updates (full, and of an adapter), and whether
-prefixes are packed as trees. What agentgrpo refuses before it loads a model is not started.
+A row says whether vLLM starts with the model, whether the learner shares the sampler's weights, how
+far both differ over three updates (full, and of an adapter), and whether prefixes are packed as
+trees. Models that agentgrpo refuses before loading are not started.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Two machines that share a network and no folder, killed at five moments: `python -m bench.nodes`.
+"""Kill one of two simulated machines at five moments of a run: `python -m bench.nodes`.
 
-Needs root, iproute2 and util-linux. Each machine is a network namespace with a veth interface, host
-name, process and mount namespaces of its own, in which the other's folder is hidden. The same
-torchrun command is started again after each death, and must continue the run. One row per death:
-seconds until the other machine's command has ended. `--processes=2`: two ranks per machine that
-hold one engine together. `--no-rows`: print only.
+Needs root, iproute2 and util-linux. Each machine is a network namespace with a veth interface and
+its own UTS, PID and mount namespaces, in which the other's folder is hidden. After each kill the
+same torchrun command starts again and must continue the run. One row per kill: seconds until the
+other machine's command has ended. `--processes=2`: two ranks per machine that share one engine.
+`--no-rows`: print only.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m bench.old_noise CONFIG [section.key=value ...]
 
-VLLM 0.24 draws each token with torch's exponential noise from the request's generator; vLLM 0.32
-draws noise in a kernel of its own. With the same noise both train on the same rollouts.
+With vLLM 0.24 each token's noise is torch's exponential noise from the request's generator; vLLM
+0.32 has its own kernel for it. With the same noise both train on the same rollouts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How long does packing a step take, beside TRL's TreeRow on the same rollouts?
+"""Time the packing of a step against TRL's TreeRow on the same rollouts.
 
 python -m bench.packing [--trl PATH]   PATH: trl/experimental/async_grpo/packing.py of TRL 1.16.0
 
 Rollouts are a shared prompt, an answer, a tool's observation and an answer; 64 groups of 8. Every
-variant's result is checked before it is timed; all run on one thread, whose CPU time is taken.
-Every batch and mask is in memory that is allocated for it and let go of after the next was made, as
-by a learner; what malloc then gives out again is warm.
+variant's result is checked before it is timed. All run on one thread; CPU time is measured. As in a
+learner, each batch and mask is allocated and freed after the next one is made, so malloc reuses
+warm memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parts of pages that programs write, each between two marks."""
+"""Replaces generated parts of pages, each between two marks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ END = "<!-- end -->"
 
 
 def with_made(page: str, module: str, made: str) -> str:
-    """The page with what `python -m MODULE --write` makes now.
+    """The page with a new part of `python -m MODULE --write`.
 
     Raises:
         ValueError: a mark is missing.

@@ -1,19 +1,19 @@
-"""What programs cost beside direct play: `python -m bench.programs [--no-rows]`.
+"""Measure the cost of agent programs against the native sampler: `python -m bench.programs`.
 
-COUNT rollouts at once, TURNS turns of TOKENS tokens each, with the tiny model. The same is played
-by the native sampler and by programs, whose clients are another process that speaks HTTP and does
-nothing else. Rows, in milliseconds of CPU of each turn:
+COUNT concurrent rollouts with TURNS turns of TOKENS tokens each, with the tiny model. The native
+sampler and programs play the same; the programs' clients are another process that only speaks HTTP.
+`--no-rows`: print only. Rows, in milliseconds of CPU per turn:
 
-engine, direct      the sampler's and Engine.add_request()'s, on the thread of the engine
-engine, programs    the same where programs ask; Engine.step() is in neither
+engine, direct      the sampler's and Engine.add_request()'s, on the engine's thread
+engine, programs    the same with programs; Engine.step() is in neither
 http, programs      the endpoint's thread: reading, rendering, encoding, decoding, writing
 
 and in milliseconds of wall time:
 
-wall                of each turn, all of it
-start               a program in a session that preloads as config `program` does, from nothing to
-                    its end, which asks once
-start: begin        of one alone: its session, listener and files
+wall                of each turn in total
+start               a program with one request, from its start to its end, in a session that
+                    preloads like config `program`
+start: begin        a single program's session, listener and files
 """
 
 from __future__ import annotations

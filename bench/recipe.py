@@ -1,11 +1,11 @@
-"""Does the recipe pay? Held-out quality and efficiency against prompting, a seed at a time.
+"""Compare the recipe's held-out quality and efficiency with prompting.
 
     python -m bench.recipe [section.key=value ...] [--seeds 0 1 2] [--folder DIR] [--no-rows]
 
-Each seed's work is in DIR/seed_N and goes on where it was stopped; the tree must stay as it is
-meanwhile. Rows of a seed: quality, efficiency and tool calls of prompting, of the fine-tuned policy
-and of the last stage's, this one with the paired 95 % interval of the gain; wall seconds. Several
-seeds' own rows: a value a seed (`quality of 3 seeds, trained`).
+Each seed works in DIR/seed_N and continues after a stop; the tree must not change in between. Rows
+per seed: quality, efficiency and tool calls of prompting, of the fine-tuned policy and of the last
+stage's policy, the latter with the paired 95 % interval of the gain; wall seconds. Rows over
+several seeds have one value per seed (`quality of 3 seeds, trained`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Repair tasks made from packages, sessions ready and live, verdicts: rows of repair.jsonl.
+"""Make repair tasks from packages; measure sessions and verdicts (rows of repair.jsonl).
 
     python -m bench.repair toolz
     python -m bench.repair --tasks 90 toolz glom pyflakes hyperlink simplejson face automat ...
     python -m bench.repair --learn 3 --tasks 24 toolz glom pyflakes ...
 
-The second made 2,072 tasks of three kinds over nine packages, which must be installed with their
-tests, or be folders. The third trains SmolLM2-135M on lines of them: rows of repair_curves.jsonl.
+The second command made 2,072 tasks of three kinds from nine packages, which must be installed with
+their tests, or be folders. The third trains SmolLM2-135M on single lines (repair_curves.jsonl).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the rollout engine costs and saves: `python -m bench.rollout MODEL_DIR [part ...]`.
+"""Measure costs and savings of the rollout engine: `python -m bench.rollout MODEL_DIR [part ...]`.
 
 barrier   64 rollouts with heavy-tailed tool times, without a barrier and with one per turn; engine,
           prompts, seeds, turn lengths, tool times are the same; wall time and idle share of engine
-overhead  Python time outside of the engine, with 256 rollouts alive and tools that answer at once
-sync      publish() with shared and with copied weights, beside a plain copy of as many bytes
-memory    what a learner adds to the process, with shared and with copied weights
+overhead  Python time outside the engine, with 256 live rollouts and tools that answer at once
+sync      publish() with shared and with copied weights, against a plain copy of as many bytes
+memory    memory that a learner adds to the process, with shared and with copied weights
 start     from a fresh process to its first token
 """
 

@@ -1,10 +1,10 @@
-"""How fast the sandbox is, beside what people use instead. Appends to bench/results/sandbox.jsonl.
+"""Time the sandbox against alternatives (rows of bench/results/sandbox.jsonl).
 
     python -m bench.sandbox [--only WORD] [--heavy SITE_DIR]
 
-Every variant runs the same work: cold start to the value of ``1 + 1``; a step of a live session;
-create, three steps, destroy. Each row notes the load average it was measured under, and the value
-of a bar counts only from an idle machine.
+Every variant does the same work: cold start to the value of ``1 + 1``; a step of a live session;
+create, three steps, destroy. Each row has the load average during the measurement; only rows from
+an idle machine count for the targets.
 """
 
 import argparse

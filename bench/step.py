@@ -1,20 +1,20 @@
-"""What a learner step costs by layout: prefixes shared in a tree, unshared rows, a padded batch.
+"""Measure a learner step by layout: shared prefixes as a tree, unshared rows, a padded batch.
 
     python -m bench.step --model FOLDER [--group 8] [--length 256] [--groups 1] [--share 0.667]
 
-Made rollouts are of agentic shape: a group's prompt, then turns of sampled tokens and tool output
-in equal parts. `share` is the prompt's part of a rollout. Tokens per second count the rollouts'
-tokens as the sampler made them, whatever the layout computes. A step is forward, backward and
-AdamW. Each variant runs in a process of its own; there its gradient is first held to that of
-transformers' own padded batch, then its memory and its time are taken. Memory is what a step holds
-at its height beyond weights, gradients and moments, which are there before.
+Synthetic rollouts resemble an agent's: a group's prompt, then turns of sampled tokens and tool
+output in equal parts. `share` is the prompt's part of a rollout. Tokens per second count the
+rollouts' tokens, whatever the layout computes. A step is forward, backward and AdamW. Each variant
+runs in its own process: first its gradient is compared with that of transformers' padded batch,
+then memory and time are measured. Memory is the peak of a step without weights, gradients and
+moments, which exist before.
 
-padded   transformers as it is: [rollouts, longest], right padding, its own causal sdpa
-rows     unshared, padding-free: every rollout's attention is its own
+padded   plain transformers: [rollouts, longest], right padding, its own causal sdpa
+rows     unshared, padding-free: separate attention for every rollout
 tree     the learner's layout
 
 FOLDER may be `qwen3`: a random model of Qwen3 0.6B's shape at half its width and depth and a
-quarter of its vocabulary, so that layers and head do the share of the work that they do there.
+quarter of its vocabulary, so that layers and head have the same share of the work.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The tables of docs/results.md and bench/results/README.md, made from the rows in bench/results.
+"""Generates the tables of docs/results.md and bench/results/README.md from bench/results.
 
     python -m bench.table            print all lines
     python -m bench.table --write    write them into the two pages, between the marks
 
-Each line is the newest row of its kind, and its baseline where there is such a row.
+Each line is the newest row of its kind and its baseline, if any.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tasks that one to five calls solve, for measuring what a policy does that it need not.
+"""Tasks that need one to five calls, to measure needless calls of a policy.
 
     [env]
     kind = "bench.tallies:TalliesEnv"
@@ -6,11 +6,11 @@
     train = "env"
     heldout = "env"
 
-Four kinds in turn: `lookup`, a fact of the fictional corpus (search_demo.py; one search); `total`,
-a number of each of two or three of its entries, added up (one search for all names or one for each,
-then one program or two); `known`, a total of which some numbers are told (searching for these is
-needless); and `told`, of which all are (any search is). `spec` has what the fewest calls are:
-`search`, `python`, and their number, `least`. There is no critic that would know it.
+Four kinds in turn: `lookup`, a fact of the invented corpus (one search); `total`, the sum of a
+number from each of two or three entries (one search for all names or one for each, then one or two
+programs); `known`, a total with some numbers in the question (searching for these is needless); and
+`told`, with all numbers in the question (any search is needless). `spec` has the smallest number of
+calls: `search`, `python`, and their sum, `least`. No critic knows it.
 """
 
 from __future__ import annotations

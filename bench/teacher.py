@@ -1,18 +1,17 @@
-"""Does a teacher teach? Held-out share solved after some steps, beside GRPO's from the same start.
+"""Compare learning from a teacher with GRPO from the same start, by held-out share solved.
 
     python -m bench.teacher model TEACHER [section.key=value ...] [--seeds 0 1 2] [--arms ...]
     python -m bench.teacher feedback [section.key=value ...] [--seeds 0 1 2] [--arms ...]
     python -m bench.teacher sums [--seeds 0 1 2]
     python -m bench.teacher --write                 its table in bench/results/README.md
 
-model: the quickstart, with the checkpoint TEACHER as its teacher, or with its rewards alone.
-feedback: the config `functions`, programs with hidden tests, with rewards alone, or taught by what
-was wrong, by that of another task, or by a rollout that was right. Eight steps of 48 rollouts;
-every run is a process and an empty folder, and a row: the share after the last step, and in its
-note the share after each evaluation, the tokens sampled and the teacher's seconds. sums: the same
-as model in minutes, of the tests' model of two layers, which adds two digits by code in two of
-three tries; its teacher is its own last checkpoint after 40 steps of rewards. Tried at
-temperature 1.
+model: the quickstart, with the checkpoint TEACHER as its teacher, or with rewards only. feedback:
+the config `functions` (programs with hidden tests) with rewards only, or with a teacher that reads
+the errors, those of another task, or a correct rollout. Eight steps of 48 rollouts. Every run has
+its own process, an empty folder and a row: the share after the last step, and in its note the share
+after each evaluation, the sampled tokens and the teacher's seconds. sums: like model, but in
+minutes, with the tests' two-layer model, which adds two digits by code in two of three tries; its
+teacher is its own last checkpoint after 40 steps of rewards. Evaluated at temperature 1.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Terminal tasks of one command in Harbor's form, for the lesson `terminal` of bench.curves.
+"""Write one-command terminal tasks in Harbor's format, for the task `terminal` of bench.curves.
 
     python -m bench.terminal FOLDER
 
-Needs the image `debian:13` (docs/environments.md). Training and held-out tasks share the kinds;
-names of files, words and contents are disjoint. The tests of a task expect /app exactly as its
-solution leaves it.
+Needs the image `debian:13` (docs/environments.md). Training and held-out tasks share the kinds
+below, but no file names, words or contents. A task's tests compare /app with the result of its
+solution.
 """
 
 import json
@@ -22,7 +22,7 @@ COUNTS = {"train": 192, "heldout": 128}
 
 
 class Kind(NamedTuple):
-    """An instruction, and a command that carries it out."""
+    """An instruction and its command."""
 
     instruction: str
     command: str

@@ -1,1 +1,1 @@
-"""The tests mirror the package; `tiny` makes the models they use."""
+"""Tests, in folders that mirror the package; tests/tiny.py makes their models."""

@@ -1,9 +1,9 @@
-"""The picture of the package in docs/architecture.md, from the table in project/test_imports.py.
+"""Generates the diagram in docs/architecture.md from the table in project/test_imports.py.
 
     python -m tests.architecture            print it
     python -m tests.architecture --write    put it into docs/architecture.md, between the two marks
 
-What a room is for is the first line of its docstring.
+The description of a package is the first line of its docstring.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WITHOUT_A_DOCSTRING = {
 
 
 def floors() -> list[list[str]]:
-    """The rooms from the ground up: each is one floor above the highest that it imports."""
+    """Packages by level, lowest first: each is one level above the highest that it imports."""
     floor: dict[str, int] = {}
     for room, others in ROOMS.items():
         floor[room] = 1 + max((floor[below] for below in others.split()), default=-1)
@@ -31,7 +31,7 @@ def floors() -> list[list[str]]:
 
 
 def purpose(name: str) -> str:
-    """The first line of a room's docstring."""
+    """The first line of a package's docstring."""
     if name in WITHOUT_A_DOCSTRING:
         return WITHOUT_A_DOCSTRING[name]
     path = PACKAGE / name / "__init__.py"
@@ -40,12 +40,12 @@ def purpose(name: str) -> str:
 
 
 def label(name: str) -> str:
-    """A folder's name ends with a slash."""
+    """The name, with a slash if it is a folder."""
     return f"{name}/" if (PACKAGE / name).is_dir() else name
 
 
 def picture() -> str:
-    """The floors as text, then a table of what each room is for and may import."""
+    """The levels as text, then a table of descriptions and allowed imports."""
     arrows = sum(len(others.split()) for others in ROOMS.values())
     lines = [f"{len(ROOMS)} rooms on {len(floors())} floors, {arrows} arrows between them:", ""]
     lines.append("```text")

@@ -1,4 +1,4 @@
-"""What tests are given: a rollout, a group, a config, as far as a test does not say otherwise."""
+"""Default values for tests: a task, rollouts, groups and a config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentgrpo.types import Group, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=({"role": "user", "content": "6*7?"},), spec={"answer": 42})
 LEAST = Path(__file__).with_name("least.toml")
-"""A config that sets what has no default, and nothing else."""
+"""A config that sets only the keys without defaults."""
 
 
 def a_rollout(
@@ -26,7 +26,7 @@ def a_rollout(
     status: Status = Status.COMPLETED,
     **fields: Any,
 ) -> Rollout:
-    """A prompt of 2 tokens, then turns given as lists of log-probabilities."""
+    """A rollout with a prompt of 2 tokens and turns given by their log-probabilities."""
     segments = [Segment(np.array([1, 2], np.int32))]
     for turn, logprobs in enumerate(turns):
         ids = np.arange(10 * turn, 10 * turn + len(logprobs), dtype=np.int32)
@@ -36,16 +36,16 @@ def a_rollout(
 
 
 def a_group(lengths: Sequence[int], *, task: Task = TASK, **fields: Any) -> Group:
-    """Rollouts that sampled the given numbers of tokens."""
+    """A group of rollouts with these numbers of sampled tokens."""
     rollouts = [a_rollout([[-0.5] * length], task=task, **fields) for length in lengths]
     return Group(task=task, rollouts=rollouts)
 
 
 def scored_by(reward: Reward) -> Scoring:
-    """A run's reward that is this function alone."""
+    """Scoring with this reward only."""
     return Scoring(reward, RewardConfig(), lambda ids: "")
 
 
 def a_config(*overrides: str) -> TrainConfig:
-    """The config of least.toml and these `section.key=value`."""
+    """The config of least.toml with overrides `section.key=value`."""
     return load_config(LEAST, overrides)

@@ -1,6 +1,6 @@
-"""Tests marked nsjail need a machine that can isolate: elsewhere they are skipped, and counted.
+"""Skips tests marked nsjail on machines that cannot isolate code, and counts them.
 
-AGENTGRPO_SANDBOX_REQUIRED=1 makes them fail instead: for machines where isolation is known to work.
+With AGENTGRPO_SANDBOX_REQUIRED=1 they fail instead, for machines where isolation must work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentgrpo.sandbox.isolation.zygote import LADDER, Rung
 
 @functools.cache
 def _missing(rungs: tuple[Rung, ...]) -> str:
-    """What keeps each of these rungs from isolating here; "" if one of them does."""
+    """Why none of these rungs can isolate here; "" if one can."""
     try:
         SandboxPool(max_live=1, min_idle=0, zygotes=1, rungs=rungs).close()
     except SandboxUnavailable as reason:
@@ -27,14 +27,14 @@ def _missing(rungs: tuple[Rung, ...]) -> str:
 
 
 def need_isolation(*rungs: Rung) -> None:
-    """Skip or fail the running test unless one of these rungs, by default of all, isolates here."""
+    """Skip or fail the running test unless one of these rungs (default: any) isolates here."""
     if missing := _missing(rungs or LADDER):
         required = os.environ.get("AGENTGRPO_SANDBOX_REQUIRED") == "1"
         (pytest.fail if required else pytest.skip)(missing)
 
 
 def within(condition: Callable[[], object], seconds: float = 10.0) -> bool:
-    """Whether it holds before that time is over."""
+    """Wait for a condition; returns whether it held in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -44,7 +44,7 @@ def within(condition: Callable[[], object], seconds: float = 10.0) -> bool:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process ends soon."""
+    """Wait for a process to end; returns whether it did within 10 s."""
 
     def ended() -> bool:
         try:
@@ -57,12 +57,12 @@ def gone(pid: int) -> bool:
 
 
 def summarize(reporter: pytest.TerminalReporter) -> None:
-    """Say how many tests were skipped for this, so that a green run fools nobody."""
+    """Print how many tests were skipped, so that a green run is not mistaken for a full one."""
     skipped = reporter.stats.get("skipped", [])
     if count := sum(report.longrepr[0] == __file__ for report in skipped):
         reporter.write_line(
             f"NOT TESTED: {count} tests, which need a machine that can isolate code"
-            " (`agentgrpo sandbox doctor` says what this one lacks;"
-            " AGENTGRPO_SANDBOX_REQUIRED=1 makes it a failure)",
+            " (`agentgrpo sandbox doctor` lists what is missing;"
+            " AGENTGRPO_SANDBOX_REQUIRED=1 makes them fail)",
             yellow=True,
         )

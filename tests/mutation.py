@@ -1,12 +1,11 @@
 # ruff: noqa: T201 - a program
-"""Change source in one place at a time and see that the tests notice.
+"""Mutation testing: change the source in one place at a time and check that a test fails.
 
     python -m tests.mutation [FILE ...] [--since REV] [--most N] [--seed N]
 
-The places are found in the syntax tree of the files that changed since REV (or of those named).
-The tests are run once to see which of them run which line. Of each mutant, in a copy of the tree,
-those that run its line are run to the first failure. What survives is printed and sets the exit
-status.
+Mutants come from the syntax trees of the named files, or of those that changed since REV. The tests
+run once to record which test runs which line. For each mutant, the tests of its line run in a copy
+of the tree until one fails. Surviving mutants are printed and set the exit status.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TestsByLine = dict[str, dict[int, list[str]]]
 
 
 class Contexts:
-    """A pytest plugin: what a test runs from its setup on is recorded under its name."""
+    """A pytest plugin that records coverage under the name of each test."""
 
     def __init__(self, measured: coverage.Coverage) -> None:
         self.measured = measured
@@ -46,9 +45,9 @@ class Contexts:
 
 
 def in_a_fork(tree: Path, work: Callable[[], int]) -> int:
-    """The exit code of work() in a fork, which has what is imported already, but nothing of ours.
+    """Run work() in a fork with third-party imports but none of ours; returns the exit code.
 
-    Ends after 10 minutes. Its output goes to tree/log.txt.
+    Limited to 10 minutes. The output goes to tree/log.txt.
     """
     child = os.fork()
     if child == 0:
@@ -62,7 +61,7 @@ def in_a_fork(tree: Path, work: Callable[[], int]) -> int:
             sys.path.insert(0, str(tree))
             sys.dont_write_bytecode = True
             os._exit(work())
-        finally:  # an error must not unwind into the parent's work
+        finally:  # an error must not unwind into the parent's code
             traceback.print_exc()
             os._exit(9)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -75,7 +74,7 @@ def run_tests(tree: Path, tests: Sequence[str], *options: str, plugin: object = 
 
 
 def tests_by_line(tree: Path, files: Sequence[str], tests: Sequence[str]) -> TestsByLine:
-    """Of each file and line, the tests that run it."""
+    """The tests that run each line of each file."""
 
     def measure() -> int:
         measured = coverage.Coverage(data_file=str(tree / "lines"), include=[f"{tree}/*"])
@@ -101,7 +100,7 @@ def survives(tree: Path, mutant: Mutant, tests: Sequence[str]) -> bool:
 
 
 def try_all(files: Sequence[str], tests: Sequence[str], chosen: Sequence[Mutant]) -> list[Mutant]:
-    """What survives of the mutants of these files; prints each."""
+    """Try the mutants, print each result, and return the survivors."""
     alive = []
     with tempfile.TemporaryDirectory() as copy:
         tree = Path(copy).resolve() / "tree"
@@ -113,10 +112,12 @@ def try_all(files: Sequence[str], tests: Sequence[str], chosen: Sequence[Mutant]
             shutil.copy(file, tree)
         lines = tests_by_line(tree, files, tests)
         for number, mutant in enumerate(chosen, 1):
-            # a kernel that Triton's interpreter compiles anew is not seen line by line
-            lines_of = lines[mutant.file]
-            held = [lines_of[mutant.line]] if mutant.line in lines_of else lines_of.values()
-            running = sorted({test for tests in held for test in tests if test})
+            # Triton's interpreter recompiles kernels, so coverage does not see their lines
+            file_lines = lines[mutant.file]
+            covering = (
+                [file_lines[mutant.line]] if mutant.line in file_lines else file_lines.values()
+            )
+            running = sorted({test for tests in covering for test in tests if test})
             lives = not running or survives(tree, mutant, running)
             alive += [mutant] * lives
             state = "SURVIVED" if lives else "caught"
@@ -127,7 +128,7 @@ def try_all(files: Sequence[str], tests: Sequence[str], chosen: Sequence[Mutant]
 
 
 def tests_of(files: Sequence[str]) -> list[str]:
-    """The folders of tests that mirror the files' folders; of a module at the top, its tests."""
+    """The test folders that mirror the files' folders; the test file of a top-level module."""
     parts = [Path(file).with_suffix("").parts for file in files]
     tests = {
         "tests/kernels" if part[0] == "kernels"
@@ -139,26 +140,26 @@ def tests_of(files: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try the mutants; 1 if one survived."""
+    """Try the mutants; returns 1 if one survived."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("files", nargs="*", help="default: those that changed")
     parser.add_argument("--since", default="HEAD", metavar="REV", help="changed since then")
-    parser.add_argument("--tests", nargs="+", help="default: those beside the files")
+    parser.add_argument("--tests", nargs="+", help="default: those that mirror the files")
     parser.add_argument("--most", type=int, default=100, help="mutants, drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     git = ["git", "diff", "--name-only", args.since, "--", "agentgrpo", "kernels"]
     names = args.files or subprocess.check_output(git, cwd=ROOT, text=True).split()
     files = [name for name in names if name.endswith(".py") and (ROOT / name).exists()]
-    found = [mutant for file in files for mutant in mutants_of(file, (ROOT / file).read_text())]
-    chosen = random.Random(args.seed).sample(found, min(args.most, len(found)))
+    mutants = [mutant for file in files for mutant in mutants_of(file, (ROOT / file).read_text())]
+    chosen = random.Random(args.seed).sample(mutants, min(args.most, len(mutants)))
     return bool(try_all(files, args.tests or tests_of(files), sorted(chosen)))
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors, and threads that wait for one another
-    os.environ["AGENTGRPO_SANDBOX_REQUIRED"] = "1"  # a mutant that isolates nothing is no skip
-    importlib.import_module("tests.conftest")  # the environment, before torch and triton
+    os.environ["OMP_NUM_THREADS"] = "1"  # tensors are tiny, and threads would wait for each other
+    os.environ["AGENTGRPO_SANDBOX_REQUIRED"] = "1"  # a mutant that breaks isolation must fail
+    importlib.import_module("tests.conftest")  # sets the environment before torch and triton
     for name in ("hypothesis", "transformers", "triton.language"):
-        importlib.import_module(name)  # or every fork would
+        importlib.import_module(name)  # else every fork imports them
     sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,9 @@
-"""Run a notebook's cells in a fresh process, as Jupyter does but for its kernel.
+"""Run a notebook's cells in a fresh process, like Jupyter but without its kernel.
 
     python -m tests.notebook docs/notebook.ipynb [--write]
 
-The cells run in `__main__`, in order, in the current folder. --write stores what they print and
-the figures that they show in the notebook, as Jupyter would. No package of Jupyter's is needed.
+The cells run in `__main__`, in order, in the current folder. --write stores their output and
+figures in the notebook, as Jupyter would. No Jupyter package is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Output = dict[str, Any]
 
 
 def run_cells(notebook: dict[str, Any]) -> None:
-    """Run the code cells and put what they say in their `outputs`."""
+    """Run the code cells and store their output in `outputs`."""
     import __main__
 
     number = 0
@@ -28,13 +28,13 @@ def run_cells(notebook: dict[str, Any]) -> None:
         if cell["cell_type"] != "code":
             continue
         number += 1
-        said = io.StringIO()
+        stdout = io.StringIO()
         code = compile("".join(cell["source"]), f"<cell {number}>", "exec")
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(stdout):
             exec(code, vars(__main__))
-        sys.stdout.write(said.getvalue())
+        sys.stdout.write(stdout.getvalue())
         sys.stdout.flush()
-        text = said.getvalue().splitlines(keepends=True)
+        text = stdout.getvalue().splitlines(keepends=True)
         cell["execution_count"] = number
         cell["outputs"] = [*_stream(text), *_figures()]
 
@@ -44,18 +44,18 @@ def _stream(lines: list[str]) -> list[Output]:
 
 
 def _figures() -> list[Output]:
-    """What matplotlib would show below a cell."""
+    """The figures that matplotlib would show below a cell."""
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     if pyplot is None:
         return []
-    made = []
+    figures = []
     for number in pyplot.get_fignums():
         png = io.BytesIO()
         pyplot.figure(number).savefig(png, dpi=72, bbox_inches="tight")
         data = {"image/png": base64.b64encode(png.getvalue()).decode() + "\n"}
-        made.append({"output_type": "display_data", "metadata": {}, "data": data})
+        figures.append({"output_type": "display_data", "metadata": {}, "data": data})
     pyplot.close("all")
-    return made
+    return figures
 
 
 def main(arguments: list[str]) -> None:

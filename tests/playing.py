@@ -1,4 +1,4 @@
-"""Playing one scripted policy with a real agent and a real world: what the agents' tests share."""
+"""Plays a scripted policy with a real agent and a real environment, for the tests of agents."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def generate(
 
 
 def task(text: str = "Q", **spec: Any) -> Task:
-    """A task of one user message."""
+    """A task with one user message."""
     return Task(id="t", messages=({"role": "user", "content": text},), spec=spec)
 
 
 def tasks(count: int) -> list[Task]:
-    """Tasks t0, t1, ... that ask Q0, Q1, ..."""
+    """Tasks t0, t1, ... with questions Q0, Q1, ..."""
     return [
         Task(id=f"t{i}", messages=({"role": "user", "content": f"Q{i}"},), spec={})
         for i in range(count)
@@ -43,7 +43,7 @@ def tasks(count: int) -> list[Task]:
 
 
 def says(*turns: str | Turn, tokenizer: Any = TOKENIZER, **settings: Any) -> StubEngine:
-    """An engine that says these turns, one after another."""
+    """An engine that returns these turns in order."""
     script = [turn if isinstance(turn, Turn) else Turn(turn) for turn in turns]
     return StubEngine(tokenizer, lambda number, _: script[number], **settings)
 
@@ -57,7 +57,7 @@ def play(
     tokenizer: Any = TOKENIZER,
     **config: Any,
 ) -> Rollout:
-    """The rollout of a policy that says these turns, one after another."""
+    """The rollout of a policy with these turns."""
     engine = engine or says(*turns, tokenizer=tokenizer)
     (group,) = play_all(agent, env, engine, [given or task()], 1, **config)
     return group[0]
@@ -66,7 +66,7 @@ def play(
 def play_all(
     agent: Any, env: Any, engine: StubEngine, tasks: Sequence[Task], n: int, **config: Any
 ) -> list[list[Rollout]]:
-    """Groups of rollouts with a stub engine."""
+    """Groups of rollouts from a stub engine."""
     settings = {"max_turns": 99, "max_turn_tokens": 500, "max_observation_tokens": 9000, **config}
     groups = generate(
         tasks,
@@ -92,23 +92,23 @@ def sampled(
     threads: int = 64,
     **config: Any,
 ) -> tuple[list[Group], SamplerStats]:
-    """Groups of n rollouts of so many tasks, or of these, and what the sampler counted."""
+    """Groups of n rollouts per task (`given`: tasks or their number), and the sampler's stats."""
     settings = {"max_turns": 9, "max_turn_tokens": 99, "max_observation_tokens": 200, **config}
     settings = {"max_retries": 0, **settings}
-    made = Sampler(
+    sampler = Sampler(
         cast(Any, engine), agent, env, CHAT, RolloutConfig(**settings),
         max_live=max_live, max_tool_threads=threads,
     )  # fmt: skip
-    return made.play(tasks(given) if isinstance(given, int) else given, n, seed=seed)
+    return sampler.play(tasks(given) if isinstance(given, int) else given, n, seed=seed)
 
 
 def scripted(policy: Callable[[int, str], Turn], **settings: Any) -> StubEngine:
-    """An engine that asks `policy(request number, prompt text)`."""
+    """An engine that calls `policy(request number, prompt text)` for each turn."""
     return StubEngine(TOKENIZER, policy, **settings)
 
 
 def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As a user's decorator does it: nothing tells that a coroutine function is one."""
+    """Wrap like a user's decorator, which hides that a function is a coroutine function."""
 
     @functools.wraps(function)
     def called(*args: Any, **options: Any) -> Any:
@@ -118,10 +118,10 @@ def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def shown(rollout: Rollout) -> str:
-    """All of a rollout as text."""
+    """A rollout as text."""
     return str(TOKENIZER.decode(rollout.token_ids))
 
 
 def given_and_sampled(rollout: Rollout) -> list[tuple[bool, str]]:
-    """The segments: whether the policy sampled each, and its text."""
+    """Per segment: whether the policy sampled it, and its text."""
     return [(s.sampled, TOKENIZER.decode(s.token_ids)) for s in rollout.segments]

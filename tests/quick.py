@@ -1,7 +1,7 @@
-"""Commands of real configs that need neither vLLM nor torch: a run in a second, by stand-ins.
+"""Runs commands with a fake engine and learner, without vLLM and torch: a run takes a second.
 
-The config, the setup, the sampler, the scoring and the records are real; the engine says what a
-script says, the learner counts its steps.
+Config, setup, sampler, scoring and records are real; the engine is scripted and the learner only
+counts its steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.rollout.stubs import StubEngine, Turn
 
 
 class QuickEngine(StubEngine):
-    """Calls what there is to call, then answers."""
+    """Runs code in its first turn, then answers."""
 
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
         super().__init__(tokenizer, self._turn, max_model_len=max_model_len)
@@ -88,7 +88,7 @@ STAND_INS = {
 
 
 def main(arguments: list[str]) -> int:
-    """A command, in a process of its own."""
+    """Run a command with the fakes in its own process."""
     agentgrpo.train.build.start_engine = start_engine
     agentgrpo.train.build._add_learner = add_learner
     agentgrpo.train.loop.check_agreement = STAND_INS["agentgrpo.train.loop.check_agreement"]  # type: ignore[assignment, attr-defined]

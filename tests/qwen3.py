@@ -1,4 +1,4 @@
-"""The shapes of the real Qwen3 models, as their config.json files have them."""
+"""The shapes of the real Qwen3 models, from their config.json files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMETERS = {
     "4b": 4_022_468_096,
     "8b": 8_190_735_360,
 }
-"""As their model cards count them: 0.6B, 1.7B, 4.0B and 8.2B."""
+"""On their model cards: 0.6B, 1.7B, 4.0B and 8.2B."""
 
 
 def config(size: str) -> Any:

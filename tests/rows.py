@@ -1,8 +1,8 @@
-"""What is promised, and which tests hold it: these must be there, and may not be skipped.
+"""The promised features and their tests, which must exist and may not be skipped.
 
-A row of one of the four replaced systems is held by the tests of its name, `test_S2_8_...`; what
-was promised besides, by the tests named here. A machine that cannot isolate code, or has no GPU,
-skips what needs that. Any other lack is a package's, which `make` installs: a skip is a failure.
+A row of one of the four replaced systems is tested by the tests named after it, `test_S2_8_...`;
+other promises by the tests named here. A machine that cannot isolate code or has no GPU may skip
+tests that need it. Any other skip means a missing package, which `make` installs, and fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests import isolation
 
 ROW = re.compile(r"test_(S\d_\d+)_")
 ROWS = [f"S{system}_{1 + row}" for system, n in enumerate((15, 10, 14, 17)) for row in range(n)]
-"""Of code as action, REPL and sampler, tau-bench, ET-Agent and ARPO."""
+"""Rows of: code as action, REPL and sampler, tau-bench, ET-Agent and ARPO."""
 PROMISES: dict[str, tuple[str, ...]] = {
     "delta packing by a kernel, where training reads": ("test_triton_expands_the_same_batches",),
     "sleep mode, in order, on both devices": (
@@ -25,8 +25,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_cuda_engine_starts_with_sleep_mode",
     ),
     "the kernels alone: a copied folder, a package": (
-        "test_a_copied_folder_computes_the_loss_without_the_project",
-        "test_the_kernels_are_a_package_of_their_own",
+        "test_copied_kernels_folder_computes_the_loss",
+        "test_kernels_are_their_own_distribution",
     ),
     "host tools": (
         "test_host_functions_are_called_like_python_functions",
@@ -45,7 +45,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_every_token_is_seen_as_it_is_decoded",
         "test_the_example_answers_calls_within_a_thought",
     ),
-    "rollout.sampler in a config": ("test_a_users_sampler_plays_what_is_trained_on",),
+    "rollout.sampler in a config": ("test_custom_sampler_plays_the_training_rollouts",),
     "a user to talk with, for every kind of agent": (
         "test_agent_asks_user_replies_and_agent_calls_a_tool",
         "test_user_ends_the_dialogue_after_its_texts_or_the_budget",
@@ -74,7 +74,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "test_reference_is_the_model_without_adapter",
         "test_judge_may_be_the_engines_model",
     ),
-    "each shipped config does what it says": ("test_a_shipped_config_does_what_it_says",),
+    "each shipped config does what it says": ("test_shipped_config_does_what_its_header_says",),
 }
 _HELD = {name for names in PROMISES.values() for name in names}
 _TEST = re.compile(r"^def (test_\w+)\(", re.M)
@@ -86,22 +86,22 @@ def tests_of(path: Path) -> list[str]:
 
 
 def holds(test: str) -> bool:
-    """Whether a row or a promise is held by a test of this name."""
+    """Whether this test belongs to a row or a promise."""
     return ROW.match(test) is not None or test in _HELD
 
 
 def refuse_skip(report: Any, *, needs_gpu: bool = False) -> None:
-    """Make a skip a failure, unless the machine itself lacks what is needed."""
+    """Turn a skip into a failure, unless the machine lacks isolation or a GPU."""
     if not report.skipped or needs_gpu or hasattr(report, "wasxfail"):
         return
     file, _, reason = report.longrepr
     if file != isolation.__file__:
         report.outcome = "failed"
-        report.longrepr = f"what a row promises was not tested: {reason}"
+        report.longrepr = f"a promised feature was not tested: {reason}"
 
 
 def refuse_missing(report: Any) -> None:
-    """Make a skip for want of a package a failure, where all of them were installed."""
+    """Turn a skip for a missing package into a failure if all packages should be installed."""
     required = os.environ.get("AGENTGRPO_PACKAGES_REQUIRED")
     if not required or not report.skipped or hasattr(report, "wasxfail"):
         return

@@ -1,4 +1,4 @@
-"""The oracle of the consoles: CPython's own, which this Python starts with -i."""
+"""CPython's own console (python -i), the oracle for the console environments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 
 
 def typed_into_python(lines: list[str]) -> str:
-    """What a terminal shows when these lines are typed, up to the next prompt but for its space."""
-    shown = subprocess.run(
+    """The terminal's content after typing these lines, up to the next prompt without its space."""
+    screen = subprocess.run(
         [sys.executable, "-i", "-q", "-u", "-E"],
         input="".join(f"{line}\n" for line in lines),
         stdout=subprocess.PIPE,
@@ -18,9 +18,9 @@ def typed_into_python(lines: list[str]) -> str:
         check=False,
     ).stdout
     end = 0
-    for line in lines:  # typed from a pipe: nobody echoes it
-        prompt = re.compile(r">>> |\.\.\. ").search(shown, end)
+    for line in lines:  # input from a pipe is not echoed
+        prompt = re.compile(r">>> |\.\.\. ").search(screen, end)
         assert prompt is not None
         end = prompt.end() + len(line) + 1
-        shown = f"{shown[: prompt.end()]}{line}\n{shown[prompt.end() :]}"
-    return shown.rstrip("\n").removesuffix(" ")
+        screen = f"{screen[: prompt.end()]}{line}\n{screen[prompt.end() :]}"
+    return screen.rstrip("\n").removesuffix(" ")

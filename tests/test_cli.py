@@ -1,4 +1,4 @@
-"""The command's words lead to their modules, and a newcomer can read the help."""
+"""Subcommands map to their modules, and their help is complete."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_command_has_main_and_help(word: str, capsys: pytest.CaptureFixtur
     assert output.startswith("usage: ")
 
 
-def test_train_help_describes_every_shipped_config(
+def test_train_help_lists_every_shipped_config(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -50,16 +50,18 @@ def test_train_help_describes_every_shipped_config(
     output = capsys.readouterr().out
     for name in shipped_configs():
         line = next(line for line in output.splitlines() if line.split()[:1] == [name])
-        assert 30 < len(line) < 130, f"{name}: its first line says in one line what it is"
+        assert 30 < len(line) < 130, (
+            f"{name}: expected a description in the first line of the config"
+        )
 
 
 def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
-    said = "error: unknown command 'trian'; did you mean train?"
-    assert capsys.readouterr().err.startswith(said)
+    output = "error: no command 'trian'; did you mean train?"
+    assert capsys.readouterr().err.startswith(output)
     command = [sys.executable, "-m", "agentgrpo.cli", "trian"]
     ran = subprocess.run(command, capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr.startswith(said)) == (2, True)
+    assert (ran.returncode, ran.stderr.startswith(output)) == (2, True)
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_init_writes_a_commented_config(data: Path, tmp_path: Path) -> None:
         ("Who?", "Ada Lovelace", "text"),
     ],
 )
-def test_init_chooses_a_reward_by_the_answers(
+def test_init_chooses_a_reward_for_the_answers(
     data: Path, question: str, answer: str, kind: str
 ) -> None:
     data.write_text((json.dumps({"question": question, "answer": answer}) + "\n") * 3)
@@ -115,7 +117,7 @@ def test_init_chooses_a_reward_by_the_answers(
         ),
     ],
 )
-def test_init_prints_errors_in_one_line(
+def test_init_error_is_one_line(
     data: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     Path("taken.toml").write_text("")
@@ -135,7 +137,7 @@ class Mute:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "asked"),
+    ("overrides", "required"),
     [
         ("", True),
         ("reward.kind=none", False),
@@ -149,14 +151,14 @@ class Mute:
     ],
 )
 def test_init_requires_answers_only_if_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str, asked: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: str, required: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"question": "a", "tests": "t"}\n' * 2)
-    assert init.main(["m/m", "rows.jsonl", *overrides.split()]) == (2 if asked else 0)
+    assert init.main(["m/m", "rows.jsonl", *overrides.split()]) == (2 if required else 0)
 
 
-def test_doctor_returns_1_if_something_essential_is_missing(
+def test_doctor_exits_with_1_if_an_essential_item_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sandbox_doctor, "report", lambda: ("isolated", True))
@@ -167,14 +169,14 @@ def test_doctor_returns_1_if_something_essential_is_missing(
     assert machine_doctor.main([]) == 1
     output = capsys.readouterr().out
     assert "MISS torch            not installed\n     remedy           install it" in output
-    assert output.endswith("can be trained here before this is mended: torch.\n")
+    assert output.endswith("This machine cannot train. Fix first: torch.\n")
     monkeypatch.setattr(sandbox_doctor, "report", lambda: ("bare", False))
     assert machine_doctor.main([]) == 1
-    assert "mended: torch, a way to isolate code." in capsys.readouterr().out
+    assert "Fix first: torch, a way to isolate code." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["doctor", "."]])
-def test_closed_pipe_is_no_error(arguments: list[str], tmp_path: Path) -> None:
+def test_closed_pipe_is_not_an_error(arguments: list[str], tmp_path: Path) -> None:
     """`agentgrpo --help | head -0`."""
     (tmp_path / "run.json").write_text("{}")
     reader, writer = os.pipe()
@@ -203,7 +205,7 @@ def test_doctor_help_mentions_the_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert "usage: agentgrpo doctor [-h] [RUN]" in capsys.readouterr().out
 
 
-def test_ctrl_c_during_imports_prints_one_line(
+def test_ctrl_c_during_import_prints_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(name: str) -> None:

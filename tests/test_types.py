@@ -1,4 +1,4 @@
-"""Values refuse what would make mask, ids and log-probabilities disagree."""
+"""Segments refuse inconsistent mask, ids and log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Model directories small enough to make on the spot: Qwen3 with two layers, over bytes.
+"""Creates tiny model folders: two-layer Qwen3 models over bytes.
 
-vLLM and transformers load them like any other. The tokenizer has one token per byte, so every text
-has exactly one tokenization and tests can count; the weights are a function of the seed alone.
+vLLM and transformers load them like any other model. The tokenizer has one token per byte, so every
+text has exactly one tokenization and tests can count tokens; the weights depend only on the seed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-THINKING = (  # drops the thoughts of turns that are over, as Qwen3's template does
+THINKING = (  # drops the thoughts of finished turns, like Qwen3's template
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] }}"
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
@@ -39,7 +39,7 @@ def make_tokenizer(
     eos: str = "<|im_end|>",
     merges: Sequence[tuple[str, str]] = (),
 ) -> Any:
-    """A transformers tokenizer: three special tokens, the 256 bytes, then what `merges` makes."""
+    """A transformers tokenizer: three special tokens, the 256 bytes, then the merged tokens."""
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -49,15 +49,15 @@ def make_tokenizer(
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=eos, pad_token="<|endoftext|>", name_or_path="tiny"
     )
-    made.chat_template = chat_template
-    return made
+    fast.chat_template = chat_template
+    return fast
 
 
 def make_model(*, seed: int = 0, tied: bool = True) -> Any:
-    """A Qwen3ForCausalLM in float32 with random weights, large enough to have opinions."""
+    """A float32 Qwen3ForCausalLM with random weights, large enough for uneven distributions."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -84,17 +84,17 @@ def make_model(*, seed: int = 0, tied: bool = True) -> Any:
 
 
 def make_model_dir(folder: Path, *, seed: int = 0, tied: bool = True) -> Path:
-    """Write model and tokenizer as a Hugging Face directory; returns it."""
+    """Write model and tokenizer as a Hugging Face folder; returns it."""
     make_model(seed=seed, tied=tied).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 
 
 def make_agent_dir(folder: Path, *, tied: bool = True) -> Path:
-    """A model that plays half of SUMS as it should: trained for seconds on noisy examples of it.
+    """Train a model for seconds on noisy examples of SUMS, of which it solves about half.
 
-    It writes code that adds two digits, then answers what it was shown; or guesses at once; or
-    forgets a tag. So groups of its rollouts differ in reward, and all of the loop has work.
+    It writes code that adds two digits and answers with the output, or guesses at once, or forgets
+    a tag. So rewards differ within a group and every part of the loop has work.
     """
     _trained_agent(tied).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -126,14 +126,14 @@ def _trained_agent(tied: bool) -> Any:
 
 
 def sums(count: int, *, seed: int = 0) -> list[dict[str, str]]:
-    """Questions and answers of SUMS, as rows of a .jsonl file."""
+    """Rows of a .jsonl file with questions and answers of SUMS."""
     rng = random.Random(seed)
     pairs = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(count)]
     return [{"question": f"{a}+{b}", "answer": str(a + b)} for a, b in pairs]
 
 
 def _example(rng: random.Random) -> str:
-    """One conversation of SUMS, with the habits that training is to mend."""
+    """A conversation of SUMS, with the faults that training should remove."""
     a, b = rng.randint(1, 9), rng.randint(1, 9)
     text = f"<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n{a}+{b}<|im_end|>\n"
     habit = rng.random()
@@ -146,10 +146,10 @@ def _example(rng: random.Random) -> str:
 
 
 def put_standin(cache: Path) -> Path:
-    """Put a model in the place of the quickstart's in a cache ($AGENTGRPO_CACHE); its folder.
+    """Put a fake of the quickstart's model into a cache ($AGENTGRPO_CACHE); returns its folder.
 
-    It has the tokenizer, template and family of SmolLM2-135M-Instruct, its depth as far as the
-    quickstart's config needs it, random and narrow, and ends its turns soon.
+    It has the tokenizer, template and architecture of SmolLM2-135M-Instruct and the depth that the
+    quickstart needs. It is narrow, has random weights and ends its turns soon.
     """
     import torch
     from gguf import GGUFReader
@@ -167,7 +167,7 @@ def put_standin(cache: Path) -> Path:
     }  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
-    with torch.no_grad():  # one number of the hidden state decides, nearly always for the end
+    with torch.no_grad():  # one hidden unit decides, nearly always for the end of the turn
         model.model.norm.weight.copy_(torch.eye(64)[0])
         model.model.embed_tokens.weight[:, 0] = 1.0
         model.model.embed_tokens.weight[shape["eos_token_id"], 0] = 3.0

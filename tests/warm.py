@@ -1,10 +1,10 @@
-"""Commands of this package in processes that have torch and vLLM imported already.
+"""Runs commands in processes that have already imported torch and vLLM.
 
-`python -m agentgrpo.train` spends ten of its first twelve seconds on imports. Here Python's fork
-server makes them once, and a command is a fork of it, with an environment, streams, signals and an
-exit status of its own. A command's first seconds are tested elsewhere: the whole run of
-end_to_end/test_run.py and a run under torchrun are started as users do, and test_imports.py holds
-that no command imports torch before it has set its environment.
+`python -m agentgrpo.train` spends ten of its first twelve seconds on imports. Python's fork server
+does them once, and each command is a fork of it with its own environment, streams, signals and exit
+status. The real start is tested elsewhere: end_to_end/test_run.py and a run under torchrun start
+commands as users do, and test_imports.py checks that no command imports torch before it has set its
+environment.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from agentgrpo.train import interrupt
 ROOT = Path(__file__).parent.parent
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.warm_imports"])
-allowed = True  # conftest.py: in tests that are marked slow
+allowed = True  # conftest.py sets it: only in tests marked slow
 
 
 def environment(**env: str) -> dict[str, str]:
-    """The environment of a command: little of the tests' own, and what is given."""
+    """The environment of a command: a few inherited variables and `env`."""
     inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     return {**inherited, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
 
 
 class Command:
-    """A command that runs: `-m MODULE ...`, or a script and its arguments.
+    """A running command.
 
     Args:
-        arguments: as Python's own.
-        cwd: the directory that it runs in.
+        arguments: as for Python: `-m MODULE ...`, or a script and its arguments.
+        cwd: its working directory.
         env: see environment().
     """
 
     def __init__(self, *arguments: str, cwd: str | Path = ROOT, **env: str) -> None:
         assert allowed, (
-            "a test that starts a command is slow: mark it, or let its fixture take slow_setup"
+            "a test that starts a command is slow: mark it, or let its fixture use slow_setup"
         )
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [Path(self._folder.name, name) for name in ("out", "err")]
@@ -68,29 +68,29 @@ class Command:
 
     @property
     def ended(self) -> int:
-        """What multiprocessing.connection.wait() can wait for."""
+        """A handle for multiprocessing.connection.wait()."""
         return self._process.sentinel
 
     def send_signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # it may have ended
             os.kill(self._process.pid, number)
 
     def interrupt(self) -> None:
-        """Ctrl-C as a terminal's: SIGINT to the command and to what it has started."""
+        """Ctrl-C as in a terminal: SIGINT to the command and its child processes."""
         assert self._process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGINT)
 
-    def said(self) -> str:
-        """What it has written to stdout so far."""
+    def stdout(self) -> str:
+        """Its stdout so far."""
         return self._streams[0].read_text() if self._streams[0].exists() else ""
 
     def kill(self) -> None:
         self._process.kill()
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """What it has written to stdout and stderr, once it has ended; killed if it does not."""
+        """Wait for its end, kill it on timeout, and return stdout and stderr."""
         self._process.join(timeout)
         if self.returncode is None:
             self.kill()
@@ -101,17 +101,17 @@ class Command:
 
 
 def run(*arguments: str, timeout: float = 600, **env: str) -> subprocess.CompletedProcess[str]:
-    """A command, once it has ended."""
+    """Run a command to its end."""
     command = Command(*arguments, cwd=ROOT, **env)
     out, err = command.communicate(timeout)
     return subprocess.CompletedProcess(arguments, command.returncode or 0, out, err)
 
 
 def run_ranks(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command on so many ranks, as torchrun would; once one fails, the others are killed.
+    """Run a command on `count` ranks, like torchrun; if one fails, the others are killed.
 
-    One after another, whichever process of the tests asks: ranks of one engine on a CPU meet in
-    shared memory that vLLM names after their numbers alone.
+    A lock serialises calls from all test processes: on a CPU, vLLM's ranks share memory that is
+    named only after their rank numbers.
     """
     with open(__file__) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -120,7 +120,7 @@ def run_ranks(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def _run_ranks(count: int, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for number in random.sample(range(first // 2, first), 99):  # given to nobody who asks for any
+    for number in random.sample(range(first // 2, first), 99):  # outside the ephemeral ports
         with contextlib.suppress(OSError), socket.create_server(("localhost", number)):
             port = str(number)
             break
@@ -133,8 +133,9 @@ def _run_ranks(count: int, arguments: tuple[str, ...]) -> subprocess.CompletedPr
     ]  # fmt: skip
     deadline = time.monotonic() + 240
     while None in (codes := [rank.returncode for rank in ranks]) and not any(codes):
-        left = deadline - time.monotonic()
-        if left <= 0 or not connection.wait([r.ended for r in ranks if r.returncode is None], left):
+        remaining = deadline - time.monotonic()
+        running = [rank.ended for rank in ranks if rank.returncode is None]
+        if remaining <= 0 or not connection.wait(running, remaining):
             break
     out, err = map("".join, zip(*[rank.communicate(timeout=1) for rank in ranks], strict=True))
     status = next((code for code in [*codes, *(r.returncode for r in ranks)] if code), 0)
@@ -149,9 +150,9 @@ def _work(
             os.dup2(file.fileno(), number)
     os.setsid()
     os.environ.clear()
-    os.environ.update(ENVIRONMENT | env)  # as it was before the imports
+    os.environ.update(ENVIRONMENT | env)  # the state before the imports
     os.chdir(cwd)
-    # multiprocessing says nothing of a preload that failed: every command was ten seconds slower
+    # multiprocessing hides a failed preload, which makes every command ten seconds slower
     assert "tests.warm_imports" in sys.modules, "tests/warm_imports.py cannot be imported"
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(":") if path]
     vars(interrupt)["subprocess"] = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)
@@ -170,7 +171,7 @@ def _main(arguments: tuple[str, ...]) -> int:
 
 
 class _Fork:
-    """run_child()'s subprocess.Popen: what a command starts of this package is a fork of it."""
+    """Replaces subprocess.Popen in run_child(): a child command is a fork of its parent."""
 
     def __init__(self, command: list[str], stdin: int, stdout: int | None) -> None:
         assert command[:3] == [sys.executable, "-m", "agentgrpo"], command

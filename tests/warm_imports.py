@@ -1,4 +1,4 @@
-"""What warm.py's server imports: all that a command with an engine and a learner needs."""
+"""Imports for the fork server of warm.py: all that a command with engine and learner needs."""
 
 import gc
 import importlib
@@ -6,8 +6,8 @@ import os
 
 from agentgrpo.support.runtime import prepare_environment
 
-os.environ.pop("TRITON_INTERPRET", None)  # of the tests' own process
+os.environ.pop("TRITON_INTERPRET", None)  # inherited from the process of the tests
 prepare_environment()
 for name in ("train.build", "engine.engine", "learn.learner", "recipe.sft"):
     importlib.import_module(f"agentgrpo.{name}")
-gc.freeze()  # vLLM collects seven times as it starts and ends: over these, 0.4 s each
+gc.freeze()  # vLLM collects garbage seven times per start and end, 0.4 s each without this

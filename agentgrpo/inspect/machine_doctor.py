@@ -1,7 +1,7 @@
-"""Can this machine train, and what has to change if not: packages, device, memory, sandbox.
+"""Check whether this machine can train: packages, device, memory and sandbox.
 
-Ends with status 1 if something essential is missing. With a run's folder, `agentgrpo doctor RUN`
-says what keeps that run from learning.
+Exits with status 1 if something essential is missing. `agentgrpo doctor RUN` checks instead why a
+run does not learn; RUN is its folder.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ from agentgrpo.support.checks import Check
 
 
 def device_checks() -> Iterator[Check]:
-    """The machine itself."""
+    """Python, memory, cores and GPU."""
     python = platform.python_version()
     yield Check("python", sys.version_info >= (3, 11), python, "Python 3.11 or newer", True)
     total, free = (size / 2**30 for size in hardware.memory_bytes())
-    yield Check("memory", free > 4, f"{free:.1f} of {total:.1f} GiB free", "4 GiB free at least")
+    yield Check("memory", free > 4, f"{free:.1f} of {total:.1f} GiB free", "at least 4 GiB free")
     yield Check("cores", True, str(hardware.cpu_count()))
-    gpu = hardware.has_nvidia_gpu()
-    if not gpu:
-        idle = ", but vLLM is its build for CPUs" if hardware.shows_nvidia_gpu() else ""
-        found = f"there{idle}" if idle else "none"
-        yield Check("gpu", True, f"{found}: everything runs on the CPU")
+    if hardware.has_nvidia_gpu():
+        yield packages.gpu_check()
         return
-    yield packages.gpu_check()
+    unused = hardware.shows_nvidia_gpu()
+    gpu = "present, but the installed vLLM is the CPU build" if unused else "none"
+    yield Check("gpu", True, f"{gpu}: everything runs on the CPU")
 
 
 def main(arguments: list[str]) -> int:
-    """Print the report. Returns the exit status."""
-    # as parser_of() makes it, which needs a package that may be missing
+    """Print the report; returns the exit status."""
+    # not parser_of(): its module imports a package that may be missing
     parser = argparse.ArgumentParser(
         prog="agentgrpo doctor",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="a run's folder (out_dir): why does it not learn"
+        "run", nargs="?", metavar="RUN", help="a run's folder (out_dir), to find out why it fails"
     )
     parser.parse_args(arguments)
     gpu = hardware.has_nvidia_gpu()
@@ -49,10 +48,10 @@ def main(arguments: list[str]) -> int:
     print("\n".join(line for check in checks for line in check.lines()))  # noqa: T201
     report, isolated = sandbox_doctor.report()
     print(f"\n{report}")  # noqa: T201
-    lacking = [check.name for check in checks if check.essential and not check.ok]
-    lacking += [] if isolated else ["a way to isolate code"]
-    verdict = "This machine can train. What is missing above, if anything, is not essential."
-    if lacking:
-        verdict = f"Nothing can be trained here before this is mended: {', '.join(lacking)}."
+    missing = [check.name for check in checks if check.essential and not check.ok]
+    missing += [] if isolated else ["a way to isolate code"]
+    verdict = "This machine can train. Missing items above, if any, are not essential."
+    if missing:
+        verdict = f"This machine cannot train. Fix first: {', '.join(missing)}."
     print(f"\n{verdict}")  # noqa: T201
-    return 1 if lacking else 0
+    return 1 if missing else 0

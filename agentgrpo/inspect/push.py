@@ -1,8 +1,8 @@
-"""Publish a checkpoint of a run on the Hugging Face Hub, with a card that says how it was made.
+"""Publish a checkpoint of a run on the Hugging Face Hub, with a model card.
 
-The repository is private if not told otherwise. What goes there is weights, model and tokenizer
-files, and the card: of the settings those of PUBLISHED alone. The token is the one that
-`hf auth login` keeps, or HF_TOKEN; HF_ENDPOINT names another hub.
+The repository is private unless --public is given. Published are the weights, model and tokenizer
+files, and a card with the settings that shaped training (no paths, addresses or keys). The token is
+that of `hf auth login` or HF_TOKEN; HF_ENDPOINT names another hub.
 """
 
 from __future__ import annotations
@@ -22,65 +22,66 @@ from agentgrpo.train.command_line import report_errors
 from agentgrpo.train.config_docs import toml
 
 KINDS = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
-"""Endings of a checkpoint's files that are published."""
+"""Suffixes of the published files."""
 PUBLISHED = ("engine", "agent", "env", "rollout", "data", "reward", "learner", "loss")
-"""Sections of the settings that the card shows; of options the agent's prompt and examples alone:
-others may hold addresses, keys and values of the environment."""
+"""Sections of the settings that the card shows."""
 OPTIONS = ("system_prompt", "shots")
+"""Keys of `options` that the card shows: others may hold addresses, keys and secrets."""
 
 
 Files = dict[str, Path | bytes]
-"""What would be published, by its name there: a file, or what was made."""
+"""Files to publish, by their name on the hub: a path, or generated content."""
 
 
-def prepared(run: Path, repo: str, which: str = "last") -> tuple[Path, Files]:
-    """The checkpoint and what would be sent of it, its card included."""
+def collect_files(run: Path, repo: str, which: str = "last") -> tuple[Path, Files]:
+    """The chosen checkpoint, and the files to publish with the card."""
     if not (run / "run.json").is_file():
         raise ValueError(f"{run}: no run.json, so this is not a run's folder (out_dir)")
-    described = json.loads((run / "run.json").read_text())
-    metrics = Chain(run / "metrics.jsonl", described["records"]["metrics.jsonl"])
+    run_json = json.loads((run / "run.json").read_text())
+    metrics = Chain(run / "metrics.jsonl", run_json["records"]["metrics.jsonl"])
     rows = [row for row, *_ in metrics]
     if metrics.faults:
-        raise ValueError(f"{run}: {metrics.faults[0]}: `agentgrpo verify` says what is wrong")
-    adapter = described["config"]["learner"]["lora"]["rank"] > 0
-    folder = _chosen(run, rows, which)
-    checkpoint.require_whole(folder, adapter=adapter, remedy="--checkpoint STEP chooses another")
+        raise ValueError(f"{run}: {metrics.faults[0]}; `agentgrpo verify` lists all faults")
+    adapter = run_json["config"]["learner"]["lora"]["rank"] > 0
+    folder = _find_checkpoint(run, rows, which)
+    remedy = "choose another one with --checkpoint STEP"
+    checkpoint.require_whole(folder, adapter=adapter, remedy=remedy)
     files: Files = {
         path.name: path
         for path in sorted(folder.iterdir())
         if path.suffix in KINDS and not path.name.startswith(("agentgrpo", "."))
     }
-    base = without_place(described["base"])
+    base = strip_folder(run_json["base"])
     for name in ("config.json", "tokenizer_config.json", ADAPTER_CONFIG):
         if name in files:
-            files[name] = _renamed(folder / name, base)
-    card = make_card(repo, described, rows, checkpoint.step_of(folder), adapter=adapter)
+            files[name] = _with_base(folder / name, base)
+    card = make_card(repo, run_json, rows, checkpoint.step_of(folder), adapter=adapter)
     return folder, {**files, "README.md": card.encode()}
 
 
-def _chosen(run: Path, rows: Sequence[Mapping[str, Any]], which: str) -> Path:
+def _find_checkpoint(run: Path, rows: Sequence[Mapping[str, Any]], which: str) -> Path:
     saved = {checkpoint.step_of(path): path for path in run.glob(checkpoint.SAVED)}
-    there = f"{run} has checkpoints of steps {', '.join(map(str, sorted(saved))) or '(none)'}"
+    available = f"{run} has checkpoints of steps {', '.join(map(str, sorted(saved))) or '(none)'}"
     if which == "last" and saved:
         return saved[max(saved)]
     if which == "best":
-        played = [row for row in rows if row["step"] in saved and "eval/reward" in row]
-        if not played:
-            raise ValueError(f"--checkpoint best: none of them was evaluated; {there}")
-        best = max(played, key=lambda row: (row.get("eval/solved", 0), row["eval/reward"]))
+        evaluated = [row for row in rows if row["step"] in saved and "eval/reward" in row]
+        if not evaluated:
+            raise ValueError(f"--checkpoint best: no checkpoint was evaluated; {available}")
+        best = max(evaluated, key=lambda row: (row.get("eval/solved", 0), row["eval/reward"]))
         return saved[best["step"]]
     if not which.isdigit() or int(which) not in saved:
-        raise ValueError(f"--checkpoint: expected last, best or a step, got {which!r}; {there}")
+        raise ValueError(f"--checkpoint: expected last, best or a step, got {which!r}; {available}")
     return saved[int(which)]
 
 
-def without_place(name: str) -> str:
-    """A path of this machine as its last part; what is no path as it is."""
+def strip_folder(name: str) -> str:
+    """The last part of a local path; any other name unchanged."""
     return Path(name).name if re.match(r"[/~.]", name) or Path(name).exists() else name
 
 
-def _renamed(path: Path, base: str) -> bytes:
-    """A JSON file of a checkpoint that names the model it was made from as the card does."""
+def _with_base(path: Path, base: str) -> bytes:
+    """A JSON file of the checkpoint with the base model named as in the card, not by local path."""
     table = json.loads(path.read_text())
     names = {"_name_or_path", "name_or_path", "base_model_name_or_path"}
     table |= dict.fromkeys(names & table.keys(), base)
@@ -91,17 +92,17 @@ def make_card(
     repo: str, run: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], step: int, *,
     adapter: bool,
 ) -> str:  # fmt: skip
-    """The text of a checkpoint's README.md; `run` is run.json, `rows` those of metrics.jsonl."""
+    """The README.md of a checkpoint, from run.json (`run`) and metrics.jsonl (`rows`)."""
     from huggingface_hub import ModelCardData
 
-    base, config = without_place(run["base"]), run["config"]
+    base, config = strip_folder(run["base"]), run["config"]
     about = ModelCardData(
         base_model=base if "/" in base else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["agentgrpo", "grpo", "reinforcement-learning"],
     )
-    made = "A LoRA adapter to" if adapter else "Made from"
+    origin = "LoRA adapter for" if adapter else "Fine-tuned from"
     evaluated = [row for row in rows if "eval/reward" in row and row["step"] <= step]
     results = [
         f"| {row['step']} | {row.get('eval/solved', '')} | {row['eval/reward']} |"
@@ -111,11 +112,11 @@ def make_card(
     lines = [
         f"---\n{about.to_yaml()}\n---",
         f"# {repo.rpartition('/')[2]}",
-        f"{made} {base}: step {step} of {config['steps']} of a run of GRPO with agentgrpo.",
+        f"{origin} {base}: step {step} of {config['steps']} of a GRPO run with agentgrpo.",
         "## Results",
-        "\n".join(["| step | held out, solved | reward |", "|---|---|---|", *results]),
+        "\n".join(["| step | held-out solved | reward |", "|---|---|---|", *results]),
         "## Settings",
-        "What differs from the defaults, of what says how it was trained.",
+        "Training settings that differ from the defaults.",
         f"````toml\n{_published(config)}\n````",
         "## Versions",
         ", ".join(versions),
@@ -130,59 +131,60 @@ def _published(config: Mapping[str, Any]) -> str:
     for section in PUBLISHED:
         changed = {k: v for k, v in config[section].items() if v != default[section].get(k)}
         options = changed.pop("options", {})
-        if kept := {key: options[key] for key in OPTIONS if key in options}:
-            changed["options"] = kept
-        shown = {k: without_place(v) if isinstance(v, str) else v for k, v in changed.items()}
-        if shown:
-            lines += ["", f"[{section}]", *(f"{key} = {toml(v)}" for key, v in shown.items())]
+        if public := {key: options[key] for key in OPTIONS if key in options}:
+            changed["options"] = public
+        values = {k: strip_folder(v) if isinstance(v, str) else v for k, v in changed.items()}
+        if values:
+            lines += ["", f"[{section}]", *(f"{key} = {toml(v)}" for key, v in values.items())]
     return "\n".join(lines)
 
 
 def upload(repo: str, files: Files, message: str, *, public: bool, exist_ok: bool) -> str:
-    """Create the repository and send all files as one commit; returns the commit's address.
+    """Create the repository and upload all files in one commit; returns the commit's URL.
 
-    OSError: no token, no right, no network, the repository is there already, or the hub refused.
+    Raises:
+        OSError: no token, no permission, no network, the repository exists, or the hub refused.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi(library_name="agentgrpo")
     try:
-        made = api.create_repo(repo, private=not public, exist_ok=exist_ok).repo_id
-        sent = [CommitOperationAdd(name, file) for name, file in files.items()]
-        return str(api.create_commit(made, sent, commit_message=message).commit_url)
-    except Exception as error:  # of the library that it talks HTTP with, too
-        said = " ".join(str(error).split())
+        repo_id = api.create_repo(repo, private=not public, exist_ok=exist_ok).repo_id
+        operations = [CommitOperationAdd(name, file) for name, file in files.items()]
+        return str(api.create_commit(repo_id, operations, commit_message=message).commit_url)
+    except Exception as error:  # also errors of the HTTP library, which change between versions
+        reason = " ".join(str(error).split())
         raise OSError(
-            f"{api.endpoint}: {said}; a token that may write: `hf auth login` or HF_TOKEN; "
-            "a repository that is there already: --exist-ok"
+            f"{api.endpoint}: {reason}. For a token with write access: `hf auth login` or "
+            "HF_TOKEN; for an existing repository: --exist-ok"
         ) from error
 
 
 def main(arguments: list[str]) -> int:
-    """Parse the command line, publish. Returns the exit status."""
+    """Publish the checkpoint that the arguments name; returns the exit status."""
     parser = parser_of("push", __doc__)
     parser.add_argument("run", type=Path, help="a run's folder (out_dir)")
-    parser.add_argument("repo", help="OWNER/NAME on the hub; without OWNER, yours")
+    parser.add_argument("repo", help="OWNER/NAME on the hub; OWNER defaults to you")
     parser.add_argument(
         "--checkpoint", default="last", metavar="WHICH", help="last (default), best, or a step"
     )
-    parser.add_argument("--public", action="store_true", help="let everybody see it")
+    parser.add_argument("--public", action="store_true", help="make the repository public")
     parser.add_argument(
-        "--exist-ok", action="store_true", help="add a commit to a repository that is there"
+        "--exist-ok", action="store_true", help="add a commit to an existing repository"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the card and the files; send nothing"
+        "--dry-run", action="store_true", help="print the card and the file names; upload nothing"
     )
     args = parser.parse_args(arguments)
     with report_errors() as outcome:
-        folder, files = prepared(args.run, args.repo, args.checkpoint)
+        folder, files = collect_files(args.run, args.repo, args.checkpoint)
         card = files["README.md"]
         assert isinstance(card, bytes)
         print(f"{card.decode()}\n{folder} as {args.repo}: {', '.join(files)}", flush=True)  # noqa: T201
         if args.dry_run:
-            print("nothing was sent")  # noqa: T201
+            print("dry run, nothing was uploaded")  # noqa: T201
         else:
-            message = f"{folder.name} of a run of agentgrpo"
+            message = f"{folder.name} of an agentgrpo run"
             address = upload(args.repo, files, message, public=args.public, exist_ok=args.exist_ok)
             print(address)  # noqa: T201
     return outcome.status

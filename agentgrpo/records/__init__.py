@@ -1,1 +1,1 @@
-"""What a run writes: metrics, rollouts, checkpoints, what trackers get."""
+"""A run's records: metrics, rollouts, checkpoints and trackers."""

@@ -1,9 +1,10 @@
-"""What a run leaves on disk besides checkpoints: metrics.jsonl and rollouts.jsonl.
+"""Writes metrics.jsonl, rollouts.jsonl and run.json.
 
-Both only grow. A checkpoint remembers how long they were; a resumed run cuts them back to that, so
-that no step is recorded twice. Each line names the line before it by hash (`previous_hash`), a line
-of metrics.jsonl also the last one of rollouts.jsonl (`rollouts_hash`), and run.json both files'
-lengths and last lines: `agentgrpo verify` sees what is missing, moved or edited.
+Both .jsonl files are append-only. A checkpoint stores their sizes; a resumed run truncates them to
+these sizes, so no step is recorded twice. Each line has the hash of the line before
+(`previous_hash`), a line of metrics.jsonl also that of the last line of rollouts.jsonl
+(`rollouts_hash`), and run.json has the size and last hash of both: `agentgrpo verify` detects
+missing, moved and edited lines.
 """
 
 from __future__ import annotations
@@ -23,24 +24,23 @@ from agentgrpo.support.files import read_table, writing
 from agentgrpo.types import Group, Metrics
 
 REMEDY = (
-    "Put back the whole file from a copy; or move this checkpoint away, to continue from an older "
-    "one; or choose another out_dir (model = the checkpoint's folder starts a new run from it)"
+    "Restore the file from a copy; or move this checkpoint away to continue from an older one; or "
+    "choose another out_dir (model = the checkpoint's folder starts a new run from it)"
 )
 FILES = ("metrics.jsonl", "rollouts.jsonl")
 HASHES = ("previous_hash", "rollouts_hash")
-"""What a line of metrics.jsonl holds besides the step and numbers."""
+"""Keys of a line of metrics.jsonl besides the step and the numbers."""
 
 
 class FileTail(TypedDict):
-    """Where a file of records ends."""
+    """The size of a file of records and the hash of its last line."""
 
     bytes: int
     hash: str
-    """Of its last line."""
 
 
 def line_hash(line: bytes) -> str:
-    """BLAKE2b-128 of a line, its end included, in hexadecimal digits."""
+    """Hexadecimal BLAKE2b-128 of a line, newline included."""
     return hashlib.blake2b(line, digest_size=16).hexdigest()
 
 
@@ -48,7 +48,7 @@ EMPTY = FileTail(bytes=0, hash=line_hash(b""))
 
 
 def tail_of(path: Path, size: int | None = None) -> FileTail:
-    """Where a file ends, or its first `size` bytes do."""
+    """The tail of a file, or of its first `size` bytes."""
     last, read = b"", 0
     if path.exists():
         with path.open("rb") as file:
@@ -58,7 +58,7 @@ def tail_of(path: Path, size: int | None = None) -> FileTail:
 
 
 class RunLog:
-    """Appends to a run's records; on ranks other than the first, writes nothing."""
+    """Appends to a run's records; ranks other than 0 write nothing."""
 
     def __init__(self, out_dir: Path, trackers: Sequence[Tracker] = ()) -> None:
         self._out_dir = out_dir
@@ -69,7 +69,7 @@ class RunLog:
             self._heads = {name: tail_of(out_dir / name) for name in FILES}
 
     def write(self, step: int, **areas: Metrics) -> Metrics:
-        """One line of metrics.jsonl: the step and `area/name: value` for all, which it returns."""
+        """Append a line to metrics.jsonl; returns its numbers as `area/name: value`."""
         numbers = {
             f"{area}/{name}": value
             for area, metrics in areas.items()
@@ -83,7 +83,7 @@ class RunLog:
         return numbers
 
     def solved(self) -> dict[int, float]:
-        """The share of held-out tasks solved, by step, as recorded; empty on other ranks."""
+        """The recorded share of solved held-out tasks by step; empty on other ranks."""
         if parallel.rank() > 0:
             return {}
         rows = read_lines(self._out_dir / "metrics.jsonl")
@@ -94,7 +94,7 @@ class RunLog:
             tracker.close()
 
     def rollouts(self, step: int, groups: Sequence[Group], *, split: str = "train") -> None:
-        """One line of rollouts.jsonl per rollout; `split` is "train" or "heldout"."""
+        """Append a line to rollouts.jsonl per rollout; `split` is "train" or "heldout"."""
         self._append(
             "rollouts.jsonl",
             (
@@ -105,15 +105,15 @@ class RunLog:
         )
 
     def write_run_json(self, **record: Any) -> None:
-        """Write run.json: the resolved config, what was chosen, and the versions."""
+        """Write run.json: the resolved config, the chosen values and the versions."""
         if parallel.rank() > 0:
             return
-        described = {**record, "records": self._heads}
-        write_text(self._out_dir / "run.json", json.dumps(described, indent=1, default=str) + "\n")
+        table = {**record, "records": self._heads}
+        write_text(self._out_dir / "run.json", json.dumps(table, indent=1, default=str) + "\n")
 
     def offsets(self) -> dict[str, FileTail]:
-        """Where the files end, after all of it has reached the disk; empty on other ranks."""
-        self.require_there()
+        """Flush both files to disk and return their tails; empty on other ranks."""
+        self.require_unchanged()
         for name in self._heads:
             path = self._out_dir / name
             if path.exists():
@@ -122,47 +122,50 @@ class RunLog:
         return dict(self._heads)
 
     def truncate_to(self, offsets: Mapping[str, FileTail]) -> None:
-        """Drop what was written after `offsets` were taken.
+        """Truncate both files to the tails that offsets() returned.
 
-        ValueError: a record is shorter than it was then, or was changed since, so the run's history
-        is not what the checkpoint followed from.
+        Raises:
+            ValueError: a file is shorter than that or was changed, so the records do not lead to
+                the checkpoint.
         """
         for name in self._heads:
-            path, kept = self._out_dir / name, offsets.get(name, EMPTY)
+            path, tail = self._out_dir / name, offsets.get(name, EMPTY)
             size = path.stat().st_size if path.exists() else 0
-            if size < kept["bytes"]:
+            if size < tail["bytes"]:
                 raise ValueError(
-                    f"{path}: {f'{size:,} bytes are left' if size else 'it is gone or empty'}; "
-                    f"when the checkpoint was saved it had {kept['bytes']:,}. {REMEDY}"
+                    f"{path}: expected at least {tail['bytes']:,} bytes, its size when the "
+                    f"checkpoint was saved, got {size:,}. {REMEDY}"
                 )
-            if tail_of(path, kept["bytes"]) != kept:
+            if tail_of(path, tail["bytes"]) != tail:
                 raise ValueError(
-                    f"{path}: its line that ends at byte {kept['bytes']:,} is not the one that the "
-                    f"checkpoint was saved after. {REMEDY}"
+                    f"{path}: the line that ends at byte {tail['bytes']:,} was changed after the "
+                    f"checkpoint was saved. {REMEDY}"
                 )
-            self._heads[name] = kept
-        self._seal()  # first: lines behind the seal are those of a run that was ended
+            self._heads[name] = tail
+        # seal first: verify accepts lines after the seal, as of a killed run, but no missing ones
+        self._seal()
         for name, head in self._heads.items():
             if (path := self._out_dir / name).exists():
                 os.truncate(path, head["bytes"])
 
-    def require_there(self) -> None:
-        """That the records are as long as this run left them."""
+    def require_unchanged(self) -> None:
+        """Raise OSError unless both files have the size that this run left."""
         for name, head in self._heads.items():
             path = self._out_dir / name
             size = path.stat().st_size if path.exists() else 0
             if size != head["bytes"]:
                 raise OSError(
-                    f"{path}: {f'it has {size:,} bytes' if path.exists() else 'it is gone'}, this "
-                    f"run left it with {head['bytes']:,}: somebody removed or changed it meanwhile"
+                    f"{path}: expected {head['bytes']:,} bytes, got "
+                    f"{f'{size:,}' if path.exists() else 'no file'}: another process changed it "
+                    "during the run"
                 )
 
     def _seal(self) -> None:
-        """Write into run.json, once it is there, where the records end."""
+        """Store the tails in run.json, if it exists."""
         path = self._out_dir / "run.json"
         if self._heads and path.exists():
-            described = read_table(path)
-            write_text(path, json.dumps({**described, "records": self._heads}, indent=1) + "\n")
+            table = read_table(path)
+            write_text(path, json.dumps({**table, "records": self._heads}, indent=1) + "\n")
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         if parallel.rank() > 0:

@@ -1,7 +1,7 @@
-"""A rollout on disk: one JSON line, which reads back exactly.
+"""Writes a rollout as a JSON line that reads back exactly.
 
-float32 numbers are written as the shortest decimals that read back as the same bits. What a field
-of Rollout becomes follows from its type, so a new field is recorded without a line here.
+float32 numbers are written as the shortest decimals that read back as the same bits. The encoding
+of a field follows from its type, so a new field of Rollout needs no change here.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from agentgrpo.support.atomic_files import numbered_rows
 from agentgrpo.types import Rollout, Task
 
 PLACE = ("step", "split", "group", "index", "previous_hash", "flywheel")
-"""Where in its run a rollout was played (or how it was made), beside its fields."""
+"""Keys of a line besides the rollout's fields: its place in the run, or its origin."""
 
 
 def name_of(place: Mapping[str, Any]) -> str:
-    """A rollout's place in words."""
+    """A rollout's place in the run as text."""
     return "step {step} {split} group {group} rollout {index}".format(**place)
 
 
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as JSON values; read_rollout() gives it back exactly."""
+    """A rollout as JSON values, which read_rollout() restores exactly."""
     recorded = (f.name for f in fields(Rollout) if f.metadata.get("recorded", True))
     return {name: plain(getattr(rollout, name)) for name in recorded}
 
 
 def require_recordable(task: Task) -> None:
-    """That rollouts of the task can be written down."""
+    """Raise ValueError unless the task can be written as JSON."""
     for key, value in task.spec.items():
         try:
-            json.dumps(made := plain({key: value}))
-            for name in _keys(made):
+            json.dumps(encoded := plain({key: value}))
+            for name in _keys(encoded):
                 if not isinstance(name, str):
-                    raise TypeError(f"the key {name!r} is no text")
+                    raise TypeError(f"expected keys of type str, got {name!r}")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"task {task.id!r}: spec[{key!r}] cannot be recorded: {error}"
@@ -50,14 +50,14 @@ def require_recordable(task: Task) -> None:
 
 
 def read_rollout(record: dict[str, Any]) -> Rollout:
-    """The rollout that rollout_record() wrote; fields that it lacks have their default."""
-    own = {key: value for key, value in record.items() if key not in PLACE}
-    rollout: Rollout = _made(Rollout, own, "rollout")
+    """Restore a rollout from rollout_record(); missing fields get their defaults."""
+    values = {key: value for key, value in record.items() if key not in PLACE}
+    rollout: Rollout = _restore(Rollout, values, "rollout")
     return rollout
 
 
 def read_rollouts(path: Path | str) -> Iterator[tuple[dict[str, Any], Rollout]]:
-    """(place, rollout) of each line of a rollouts.jsonl, but for a last one half written."""
+    """Yield (place, rollout) for each line of a rollouts.jsonl, except a half-written last one."""
     for number, record in numbered_rows(path, growing=True):
         try:
             place = {key: record[key] for key in PLACE if key in record}
@@ -70,7 +70,7 @@ def read_rollouts(path: Path | str) -> Iterator[tuple[dict[str, Any], Rollout]]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Convert a value to JSON types."""
     if isinstance(value, np.ndarray):
         if value.dtype == np.float32:
             return [float(str(number)) for number in value]
@@ -87,7 +87,7 @@ def plain(value: Any) -> Any:
 
 
 def _keys(value: Any) -> Iterator[Any]:
-    """Of all dicts in what plain() made."""
+    """The keys of all nested dicts."""
     if isinstance(value, dict):
         yield from value
         value = list(value.values())
@@ -100,23 +100,23 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _made(kind: Any, value: Any, name: str) -> Any:
-    """The value of type `kind` that plain() made JSON of."""
+def _restore(kind: Any, value: Any, name: str) -> Any:
+    """Inverse of plain() for a value of type `kind`."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
         options = [option for option in inner if option is not NoneType]
-        return None if value is None else _made(options[0], value, name)
+        return None if value is None else _restore(options[0], value, name)
     if origin is np.ndarray:
         (dtype,) = get_args(inner[1])
         return np.array(value, dtype)
     if origin is list:
-        return [_made(inner[0], item, f"{name}[{i}]") for i, item in enumerate(value)]
+        return [_restore(inner[0], item, f"{name}[{i}]") for i, item in enumerate(value)]
     if origin is tuple:
         return tuple(value)
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         try:
-            return kind(**{key: _made(hints[key], item, key) for key, item in value.items()})
+            return kind(**{key: _restore(hints[key], item, key) for key, item in value.items()})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{name}: not a {kind.__name__}: {error}") from error
     if isinstance(kind, type) and issubclass(kind, StrEnum):

@@ -1,4 +1,4 @@
-"""A run's folder: one run at a time, and never another run's."""
+"""Guards a run's folder: one process at a time, and no mixing of different runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from agentgrpo.support.files import format_os_error, read_table
 
 
 def lock_run_dir(out_dir: Path, *, ranks: bool = False) -> IO[str]:
-    """Make out_dir this run's, until the file is closed.
+    """Lock out_dir for this run until the returned file is closed.
 
-    `ranks`: the work is divided among them; those but 0 get a file that locks nothing.
+    `ranks`: the command supports several ranks; those other than 0 get a file without a lock.
     """
     if parallel.world_size() > 1 and not ranks:
         raise ValueError(
-            f"this command works in one process, got {parallel.world_size()}: start it without "
+            f"this command expects one process, got {parallel.world_size()}: start it without "
             "torchrun"
         )
     if parallel.rank() > 0:
@@ -42,53 +42,54 @@ def lock_run_dir(out_dir: Path, *, ranks: bool = False) -> IO[str]:
 MAY_CHANGE = {
     "out_dir", "preflight", "steps", "save_every", "eval_every", "keep_checkpoints", "trackers",
     "engine.tensor_parallel_size",
-    # what a run that ran out of memory is told to lower, and what else changes rounding at most
+    # settings that an out-of-memory error suggests to lower; they change rounding at most
     "engine.kv_cache_gib", "engine.max_num_seqs", "engine.enforce_eager", "learner.max_tokens",
     "learner.gradient_checkpointing", "learner.offload_optimizer", "learner.use_liger_kernel",
 }  # fmt: skip
-"""Settings that a resumed run may have otherwise than it was started with."""
+"""Settings that may change when a run is resumed."""
 
 
 def require_folder(out_dir: Path, key: str = "out_dir") -> None:
-    """That out_dir, or what `key` names, can be written to: a folder is made, and goes again."""
-    there = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())
+    """Raise ValueError unless a folder can be made in out_dir; `key` is the setting to name."""
+    existing = next(p for p in (out_dir, *out_dir.absolute().parents) if p.exists())
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=there))
+        os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=existing))
     except OSError as error:
-        said = format_os_error(error, there)
-        raise ValueError(f"{key} {str(out_dir)!r}: no folder can be made in {said}") from None
+        reason = format_os_error(error, existing)
+        raise ValueError(f"{key} {str(out_dir)!r}: cannot make a folder in {reason}") from None
 
 
 def newest_saved(out_dir: Path, saved: Collection[str]) -> Path | None:
-    """The newest of what these patterns, below out_dir, find; None: there is nothing."""
-    found = [path for pattern in saved for path in out_dir.glob(pattern)]
-    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+    """The newest path below out_dir that matches one of the patterns."""
+    paths = [path for pattern in saved for path in out_dir.glob(pattern)]
+    return max(paths, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def require_same_run(config: TrainConfig) -> None:
-    """Refuse to continue a run under other settings, or to write over somebody's records."""
+    """Raise ValueError if out_dir holds a run with other settings, or other records."""
     require_folder(config.out_dir)
-    records, described = config.out_dir / "metrics.jsonl", config.out_dir / "run.json"
+    records, run_json = config.out_dir / "metrics.jsonl", config.out_dir / "run.json"
     if not records.exists():
         return
-    if not described.exists():
+    if not run_json.exists():
         raise ValueError(
-            f"{records} was not written by agentgrpo (no run.json): choose another out_dir"
+            f"{records}: expected run.json next to it, so agentgrpo did not write it: choose "
+            "another out_dir"
         )
-    about = read_table(described)
-    if not isinstance(about.get("config"), dict):
-        raise ValueError(f"{described}: not that of a training run: no config")
-    # what it knew no setting of was as it is by default
-    least = TrainConfig(model=config.model, out_dir=config.out_dir)
-    then = flatten(least.model_dump(mode="json")) | flatten(about["config"])
+    table = read_table(run_json)
+    if not isinstance(table.get("config"), dict):
+        raise ValueError(f"{run_json}: not the run.json of a training run: no config")
+    # settings that an older version did not have were in effect at their defaults
+    default = TrainConfig(model=config.model, out_dir=config.out_dir)
+    before = flatten(default.model_dump(mode="json")) | flatten(table["config"])
     now = flatten(config.model_dump(mode="json", include={*TrainConfig.model_fields}))
-    _require_same(f"out_dir {str(config.out_dir)!r} holds a run with", then, now, MAY_CHANGE)
+    _require_same(f"out_dir {str(config.out_dir)!r} holds a run with", before, now, MAY_CHANGE)
 
 
 def require_same_settings(
     path: Path, now: Mapping[str, Any], may_change: Collection[str], *, begun: bool, write: bool
 ) -> None:
-    """Write the settings that a folder's work is done with; later, refuse others."""
+    """Write the settings of a folder's work; once `begun`, raise ValueError for others."""
     if begun and path.exists():
         _require_same(f"{path} was written with", read_table(path), now, may_change)
     if write:
@@ -97,18 +98,18 @@ def require_same_settings(
 
 
 def _require_same(
-    what: str, then: Mapping[str, Any], now: Mapping[str, Any], may_change: Collection[str]
+    prefix: str, before: Mapping[str, Any], now: Mapping[str, Any], may_change: Collection[str]
 ) -> None:
-    for key in sorted((then.keys() | now.keys()).difference(may_change)):
-        if then.get(key) != now.get(key):
+    for key in sorted((before.keys() | now.keys()).difference(may_change)):
+        if before.get(key) != now.get(key):
             raise ValueError(
-                f"{what} {key} = {then.get(key)!r}, now it is {now.get(key)!r}: set it back "
+                f"{prefix} {key} = {before.get(key)!r}, now it is {now.get(key)!r}: set it back "
                 "to continue, or choose another out_dir"
             )
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}."""
+    """Flatten {"a": {"b": 1}} to {"a.b": 1}."""
     settings: dict[str, Any] = {}
     for key, value in table.items():
         nested = isinstance(value, dict)
@@ -117,7 +118,7 @@ def flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def whole_checkpoint(config: TrainConfig) -> Path | None:
-    """What the run continues from."""
+    """The newest checkpoint to resume from, checked; None: there is none."""
     newest = checkpoint.newest(config.out_dir)
     if newest is not None:
         checkpoint.require_whole(newest, adapter=config.learner.lora.rank > 0)

@@ -1,7 +1,6 @@
-"""Where a run's numbers go besides metrics.jsonl: TensorBoard, trackio, wandb, each by its library.
+"""Sends a run's metrics to TensorBoard, trackio or wandb.
 
-A tracker is given what metrics.jsonl is given, line by line. A resumed run goes on in the same
-place.
+A tracker gets the numbers of each line of metrics.jsonl. A resumed run continues its curves.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class TensorBoard:
         _library("tensorboard")
         from torch.utils import tensorboard
 
-        made: Any = tensorboard.SummaryWriter
-        self._writer = made(str(out_dir / "tensorboard"), purge_step=step)
+        writer_cls: Any = tensorboard.SummaryWriter
+        self._writer = writer_cls(str(out_dir / "tensorboard"), purge_step=step)
         self._writer.add_text("config", "\n".join(f"    {k} = {v}" for k, v in config.items()))
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -39,21 +38,20 @@ class TensorBoard:
 
 
 class Service:
-    """What wandb and trackio have in common: trackio has wandb's functions.
+    """Wandb or trackio, which has wandb's functions.
 
-    A run keeps the id that its folder got when it began, so that a resumed one goes on in the same
-    curves.
+    The run's id is stored in its folder, so a resumed run continues its curves.
     """
 
     def __init__(self, library: str, out_dir: Path, config: dict[str, Any]) -> None:
         self._module = _library(library)
-        kept = out_dir / "tracker_id"
-        if not kept.exists():
-            kept.write_text(secrets.token_hex(6))
-        name = f"{out_dir.resolve().name}-{kept.read_text()}"
+        id_file = out_dir / "tracker_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(6))
+        name = f"{out_dir.resolve().name}-{id_file.read_text()}"
         options: dict[str, Any] = {"project": PROJECT, "name": name, "config": config}
-        if library == "wandb":  # trackio goes by the name
-            options |= {"id": kept.read_text(), "dir": str(out_dir)}
+        if library == "wandb":  # trackio identifies a run by its name
+            options |= {"id": id_file.read_text(), "dir": str(out_dir)}
         self._module.init(resume="allow", **options)
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -64,16 +62,16 @@ class Service:
 
 
 class Tracker:
-    """One whose failure ends nothing: the numbers are in metrics.jsonl.
+    """Wraps a tracker so that its failure does not stop the run: metrics.jsonl has the numbers.
 
-    What it raises is said when it begins to fail, and again only after it has worked.
+    The first of consecutive errors is printed.
     """
 
     def __init__(self, name: str, tracker: TensorBoard | Service) -> None:
         self._name, self._tracker, self._fails = name, tracker, False
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Numbers by `area/name`, after `step` optimizer steps."""
+        """Send numbers by `area/name`, after `step` optimizer steps."""
         self._try(f"at step {step}", partial(self._tracker.write, step, metrics))
 
     def close(self) -> None:
@@ -87,13 +85,13 @@ class Tracker:
             self._fails = True
             if not failed:
                 print_stderr(
-                    f"trackers: {self._name!r} {describe_error(error)} ({when}); the run goes on, "
-                    "its numbers are in metrics.jsonl"
+                    f"trackers: {self._name!r} {describe_error(error)} ({when}); the run "
+                    "continues, metrics.jsonl has its numbers"
                 )
 
 
 def require(names: Sequence[str]) -> None:
-    """See that the libraries of these trackers are there."""
+    """Raise ValueError unless the trackers' libraries are installed."""
     for name in names:
         _library(name)
 
@@ -101,7 +99,7 @@ def require(names: Sequence[str]) -> None:
 def open_trackers(
     names: Sequence[str], out_dir: Path, config: dict[str, Any], step: int
 ) -> list[Tracker]:
-    """The trackers of these names ("tensorboard", "trackio", "wandb"); of the first rank alone."""
+    """Open trackers by name ("tensorboard", "trackio", "wandb"); none on ranks other than 0."""
     if parallel.rank() > 0:
         return []
     out_dir.mkdir(parents=True, exist_ok=True)

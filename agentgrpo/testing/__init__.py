@@ -1,4 +1,4 @@
-"""For tests of environments, rewards and agents: what learns, what does not pay, what repeats."""
+"""Assertions for tests of environments, rewards and agents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["assert_learns", "assert_no_cheat_pays", "assert_repeats"]
 
 
 def __getattr__(name: str) -> object:
-    """Each when it is asked for: the plugin, which every pytest loads, needs none."""
+    """Import on first use: every pytest loads the plugin, which needs none of these."""
     if name not in __all__:
         raise AttributeError(f"module 'agentgrpo.testing' has no attribute {name!r}")
     from agentgrpo.support.runtime import prepare_environment

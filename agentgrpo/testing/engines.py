@@ -1,4 +1,4 @@
-"""One engine for several tests: vLLM starts once, and gets its first weights back each time."""
+"""Shares one engine between tests: vLLM starts once and gets its initial weights back each time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from agentgrpo.train.parts import Parts
 
 
 class Engines:
-    """Keeps the last engine that was started, for the next run of the same model and settings."""
+    """Keeps the last started engine for the next run with the same model and engine settings."""
 
     _key: tuple[Any, ...] = ()
     _engine: Any = None
-    _first: Any = None  # its weights as they were read
+    _initial_weights: Any = None
 
     def build(self, config: TrainConfig) -> Parts:
-        """As agentgrpo.train.build.build()."""
+        """Replacement for agentgrpo.train.build.build()."""
         return build(config, start=self._start)
 
     def _start(self, config: TrainConfig, parts: Parts, *, trained: bool) -> None:
         if config.engine.tensor_parallel_size > 1 or config.learner.lora.rank or parts.adapter:
-            self.close()  # two engines in one process disturb each other
+            self.close()  # a process can hold only one engine
             start_engine(config, parts, trained=trained)
             return
         device = "cuda" if has_nvidia_gpu() else "cpu"
@@ -31,16 +31,18 @@ class Engines:
         if key != self._key:
             self.close()
             self._engine = open_engine(config, parts, trained=trained)
-            self._first = {k: v.clone() for k, v in self._engine.model.state_dict().items()}
+            self._initial_weights = {
+                k: v.clone() for k, v in self._engine.model.state_dict().items()
+            }
             self._key = key
         engine = self._engine
         engine.wake()
         engine.abort_all()
-        engine.model.load_state_dict(self._first)
+        engine.model.load_state_dict(self._initial_weights)
         play_on(engine, config, parts)
 
     def close(self) -> None:
-        """End the engine."""
+        """Shut the engine down."""
         engine = self._engine
         vars(self).clear()
         if engine is not None:
@@ -48,4 +50,4 @@ class Engines:
 
 
 SHARED: list[Engines] = []
-"""The one that all tests of a session use (plugin.py); empty: each has its own."""
+"""The session's engine (plugin.py); empty: each test starts its own."""

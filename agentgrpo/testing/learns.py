@@ -1,4 +1,4 @@
-"""Does a policy learn from this config, decided with statistics; does a run repeat bit by bit?"""
+"""Tests that a policy learns from a config (with a statistical test) and that a run repeats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import config_of
 from agentgrpo.inspect.run_doctor import report
-from agentgrpo.inspect.verify.replay import play_again
+from agentgrpo.inspect.verify.replay import replay_steps
 from agentgrpo.inspect.view.collect import read_run
 from agentgrpo.inspect.view.page import make_page
 from agentgrpo.records.rollouts import read_rollouts
@@ -26,7 +26,7 @@ from agentgrpo.types import Metrics, Status
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a run came to: of the held-out tasks, what share was solved before and after."""
+    """The result of a run: the share of held-out tasks solved before and after."""
 
     before: float
     after: float
@@ -36,7 +36,7 @@ class Learned:
     lost: int
     steps: int
     p_value: float
-    """Of as many gained among those that changed, if each went either way by a coin."""
+    """Probability of at least `gained` among the changed tasks under a fair coin."""
 
     def __str__(self) -> str:
         return (
@@ -46,11 +46,11 @@ class Learned:
 
 
 def tail(least: int, count: int, share: float) -> float:
-    """Probability of at least so many successes among count, each of probability share."""
-    yes, every = share.as_integer_ratio()
-    parts = range(least, count + 1)
-    ways = sum(math.comb(count, k) * yes**k * (every - yes) ** (count - k) for k in parts)
-    return float(ways / every**count)
+    """Probability of at least `least` successes in `count` trials of probability `share`."""
+    p, q = share.as_integer_ratio()  # exact integers: floats would underflow
+    successes = range(least, count + 1)
+    ways = sum(math.comb(count, k) * p**k * (q - p) ** (count - k) for k in successes)
+    return float(ways / q**count)
 
 
 def assert_learns(
@@ -62,40 +62,41 @@ def assert_learns(
     keep: str | Path | None = None,
     **settings: Any,
 ) -> Learned:
-    """Train, and fail unless the policy learned to solve held-out tasks that it could not.
+    """Train, and fail unless the policy learned to solve more held-out tasks.
 
-    The same held-out tasks are played greedily before and after, and compared in pairs (the exact
-    test of McNemar): of the tasks that changed more must have been gained than a coin would give.
+    The same held-out tasks are played greedily before and after and compared in pairs (McNemar's
+    exact test): more of the changed tasks must be gained than a fair coin would give.
 
-    False pass: where training changes nothing for the better, each changed task is as likely lost
-    as gained, and the test passes with probability `risk` at most, all looks together, if tasks
-    change independently: of held-out tasks that are one question in several wordings, keep one.
+    False pass: if training improves nothing, a changed task is as likely lost as gained, and the
+    test passes with probability `risk` at most, over all evaluations together. This assumes that
+    tasks change independently: of several wordings of one question keep one.
     False failure: with `solved`, a policy that solves this share of all such tasks fails that part
-    with probability `risk` at most. The paired part has no such bound without a gain to look for;
-    docs/python.md has how often it misses which gain on how many tasks.
+    with probability `risk` at most. The paired part has no such bound; docs/python.md has its miss
+    rate by gain and number of tasks.
 
-    The run ends early once a look has shown both, and as hopeless where after half of the steps no
-    group of rollouts has carried a gradient: nothing was trained on.
+    The run stops early once an evaluation passes both parts, and fails after half of the steps if
+    no group of rollouts has had a gradient.
 
     Args:
         config: a file, a shipped config's name or a TrainConfig.
-        solved: share of the held-out tasks that is to be solved in the end; None: any gain.
-        steps: of training, instead of the config's.
-        risk: see above.
-        keep: the run's folder, kept; None: a temporary one, which is kept if this fails.
-        settings: what is to differ from the config, by section.
+        solved: share of the held-out tasks to be solved in the end; None: any gain.
+        steps: number of training steps, instead of the config's.
+        risk: probability of a wrong result, see above.
+        keep: folder of the run, which is kept; None: a temporary one, kept only on failure.
+        settings: overrides of the config, by section.
 
     Raises:
-        AssertionError: what `agentgrpo doctor` says of the run, and where its page is.
-        As Trainer.
+        AssertionError: with the findings of `agentgrpo doctor` and the path of the run's page.
+        Exception: those of Trainer.
     """
     folder = Path(keep or tempfile.mkdtemp(prefix="agentgrpo-learns-"))
     steps = steps or config_of(config, settings).steps
-    every = math.ceil(steps / 2)  # one look halfway, one at the end
-    looks = {"eval_every": every, "save_every": steps, "keep_checkpoints": 1}
-    made = config_of(config, {**settings, **looks, "steps": steps, "out_dir": str(folder)})
-    watch = _Watch(solved or 0.0, risk, math.ceil(steps / every))
-    with Trainer(made, callbacks=watch, make=SHARED[-1].build if SHARED else None) as trainer:
+    eval_every = math.ceil(steps / 2)  # one evaluation halfway, one at the end
+    schedule = {"eval_every": eval_every, "save_every": steps, "keep_checkpoints": 1}
+    overrides = {**settings, **schedule, "steps": steps, "out_dir": str(folder)}
+    watch = _Watch(solved or 0.0, risk, math.ceil(steps / eval_every))
+    make = SHARED[-1].build if SHARED else None
+    with Trainer(config_of(config, overrides), callbacks=watch, make=make) as trainer:
         trainer.train()
     if isinstance(watch.outcome, Learned):
         if keep is None:
@@ -103,76 +104,78 @@ def assert_learns(
         return watch.outcome
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     write_text(page := folder / "view.html", make_page([read_run(folder)]))
-    raise AssertionError(f"{watch.outcome}\n\n{report(folder)}\n\nlook at it: {page}")
+    raise AssertionError(f"{watch.outcome}\n\n{report(folder)}\n\nopen in a browser: {page}")
 
 
 class _Watch(Callback):
-    """Looks at each evaluation, and ends a run that is decided."""
+    """Tests each evaluation and stops the run once the result is certain."""
 
-    outcome: Learned | str = "the run was stopped before its first look"
-    """Or why it is not said to learn."""
+    outcome: Learned | str = "the run was stopped before its first evaluation"
+    """str: why the assertion fails."""
 
-    def __init__(self, solved: float, risk: float, looks: int) -> None:
-        self._solved, self._risk, self._each = solved, risk, risk / looks
+    def __init__(self, solved: float, risk: float, evaluations: int) -> None:
+        self._solved, self._risk = solved, risk
+        self._max_p = risk / evaluations  # Bonferroni: several evaluations share the risk
         self._live = self._decided = False
 
     def on_step_end(self, trainer: Any, step: int, metrics: Metrics) -> None:
         self._live |= metrics["rollout/live_groups"] > 0
         if 2 * step >= trainer.config.steps and not self._live:
-            self.outcome = f"nothing to learn from: no group of {step} steps carried a gradient"
+            self.outcome = f"nothing to learn from: no group in {step} steps had a gradient"
             trainer.stop()
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Metrics) -> None:
-        if step == 0 or self._decided:  # a step may still be trained, and evaluated
+        if step == 0 or self._decided:  # after stop() one more step may be trained and evaluated
             return
-        then, now = (_heldout(trainer.config.out_dir, at) for at in (0, step))
-        pairs = Counter((then[task], now[task]) for task in then.keys() & now.keys())
-        gained, lost, kept = pairs[False, True], pairs[True, False], pairs[True, True]
-        of, right, p = pairs.total(), kept + gained, tail(gained, gained + lost, 0.5)
-        got = Learned((kept + lost) / of, right / of, of, gained, lost, step, p)
-        if p > self._each:
-            self.outcome = f"did not learn: {got}; p must be at most {self._each:.2g}"
-        elif 1 - tail(right + 1, of, self._solved) <= self._risk:
-            self.outcome = f"learned too little: {got}; to be solved: {self._solved:.2f}"
+        before, after = (_heldout(trainer.config.out_dir, at) for at in (0, step))
+        pairs = Counter((before[task], after[task]) for task in before.keys() & after.keys())
+        gained, lost, both = pairs[False, True], pairs[True, False], pairs[True, True]
+        total, solved, p = pairs.total(), both + gained, tail(gained, gained + lost, 0.5)
+        result = Learned((both + lost) / total, solved / total, total, gained, lost, step, p)
+        if p > self._max_p:
+            self.outcome = f"did not learn: {result}; expected p of at most {self._max_p:.2g}"
+        elif 1 - tail(solved + 1, total, self._solved) <= self._risk:
+            self.outcome = f"learned too little: {result}; expected share: {self._solved:.2f}"
         else:
-            self.outcome = got
-            if got.after >= self._solved and step < trainer.config.steps:
+            self.outcome = result
+            if result.after >= self._solved and step < trainer.config.steps:
                 self._decided = True
                 trainer.stop()
 
 
 def _heldout(run: Path, step: int) -> dict[str, bool]:
-    """Which held-out tasks were solved, by id, at a step; one that timed out was not."""
-    every = read_rollouts(run / "rollouts.jsonl")
-    played = [r for at, r in every if (at["split"], at["step"]) == ("heldout", step)]
-    if any(rollout.solved is None for rollout in played if rollout.in_baseline):
-        raise ValueError("nobody says which rollouts are solved: set reward.solved_at")
-    sound = (rollout for rollout in played if rollout.status is not Status.INFRA_ERROR)
-    return {rollout.task.id: bool(rollout.solved) for rollout in sound}
+    """Whether each held-out task was solved at a step, by id; a timed-out one was not."""
+    records = read_rollouts(run / "rollouts.jsonl")
+    rollouts = [r for place, r in records if (place["split"], place["step"]) == ("heldout", step)]
+    if any(rollout.solved is None for rollout in rollouts if rollout.in_baseline):
+        raise ValueError("reward.solved_at: expected a number: this reward does not define solved")
+    valid = (rollout for rollout in rollouts if rollout.status is not Status.INFRA_ERROR)
+    return {rollout.task.id: bool(rollout.solved) for rollout in valid}
 
 
 def assert_repeats(config: str | Path | TrainConfig, *, steps: int = 2, **settings: Any) -> None:
     """Train twice from the same weights and fail at the first bit that differs.
 
-    As `agentgrpo verify RUN --again` does it: every token, log-probability, observation, reward and
-    advantage, the numbers of every step and the trained weights are compared; times are not.
-    rollout.deterministic is switched on, which on CUDA costs the overlap of tools with decoding.
+    Compares like `agentgrpo verify RUN --again`: every token, log-probability, observation, reward
+    and advantage, the numbers of every step and the trained weights, but no times. Sets
+    rollout.deterministic, which on CUDA costs the overlap of tools with decoding.
 
     Args:
         config: a file, a shipped config's name or a TrainConfig.
-        steps: of training.
-        settings: what is to differ from the config, by section.
+        steps: number of training steps.
+        settings: overrides of the config, by section.
 
     Raises:
         AssertionError: names the step, rollout, turn and token where the second run differs.
-        As Trainer.
+        Exception: those of Trainer.
     """
-    made = config_of(config, settings)
-    fewer = {"num_heldout": min(made.data.num_heldout, 8)}  # enough to see that they repeat
-    given = {"steps": steps, "save_every": steps, "rollout": {"deterministic": True}, "data": fewer}
+    resolved = config_of(config, settings)
+    data = {"num_heldout": min(resolved.data.num_heldout, 8)}  # enough to compare
+    overrides = {"steps": steps, "save_every": steps, "rollout": {"deterministic": True}}
     make = SHARED[-1].build if SHARED else None
     with tempfile.TemporaryDirectory(prefix="agentgrpo-repeats-") as folder:
-        with Trainer(config_of(made, {**given, "out_dir": folder}), make=make) as trainer:
+        repeated = config_of(resolved, {**overrides, "data": data, "out_dir": folder})
+        with Trainer(repeated, make=make) as trainer:
             trainer.train()
-        parted = play_again(Path(folder), f"1-{steps}", make=make)
-    assert parted is None, f"the second run is another one from here on: {parted}"
+        difference = replay_steps(Path(folder), f"1-{steps}", make=make)
+    assert difference is None, f"the second run differs: {difference}"

@@ -1,4 +1,4 @@
-"""The pytest plugin: tests that train use one engine, which the session ends."""
+"""The pytest plugin: a fixture that shares one engine between tests that train."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 @pytest.fixture(scope="session")
 def agentgrpo_engine() -> Iterator[None]:
-    """Makes all that trains in this session use one engine, as long as model and settings stay.
+    """Share one engine between the tests of this session, while model and settings are the same.
 
-    A test that asks for it, or one after such a test, starts vLLM only if nobody has.
+    Also affects later tests that do not request the fixture.
     """
     from agentgrpo.support.runtime import prepare_environment
 
-    prepare_environment()  # here, since tests that do not train have no use for torch and vLLM
+    prepare_environment()  # imported here: other tests do not need torch and vLLM
     from agentgrpo.testing.engines import SHARED, Engines
 
     SHARED.append(Engines())

@@ -69,7 +69,7 @@ def train(
             progress.print_path(f"stopped. {resume_hint(config.out_dir, SAVED)}")
             return
         evaluate_if_due(config, parts, learner.step_count, notify)
-    log.require_there()
+    log.require_unchanged()
     progress.finished(config.out_dir)
 
 

@@ -1,4 +1,4 @@
-"""What is measured is of the code that a row names, and a stage for a card ends alone."""
+"""Benchmark rows name the measured code, and GPU stages end by themselves."""
 
 from __future__ import annotations
 
@@ -23,23 +23,21 @@ from bench.table import LINES, PAGE, TABLES, table
 MIX = step.Mix("tiny", "tiny", 48, 2 / 3)
 
 
-def test_each_script_is_listed_with_what_it_measures() -> None:
-    assert scripts()["bench.packing"].startswith("How long does packing a step take")
+def test_each_script_is_listed_with_its_purpose() -> None:
+    assert scripts()["bench.packing"].startswith("Time the packing of a step")
     assert all(scripts().values())
 
 
-def test_the_page_has_the_newest_rows() -> None:
-    made = table()
-    for page, rows in ((PAGE, table(detail=False)), (TABLES, made)):
+def test_benchmark_pages_have_newest_rows() -> None:
+    text = table()
+    for page, rows in ((PAGE, table(detail=False)), (TABLES, text)):
         assert pages.with_made(page.read_text(), "bench.table", rows) == page.read_text()
-    assert all(line.what in made for line in LINES)
+    assert all(line.what in text for line in LINES)
     taught = teacher.PAGE.read_text()
     assert pages.with_made(taught, "bench.teacher", teacher.table()) == taught
 
 
-def test_an_extension_older_than_its_sources_makes_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outdated_extension_writes_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "bench/results")
     for name in ("csrc/old.c", "csrc/new.h", "agentgrpo/_C.abi3.so"):
         path = tmp_path / name
@@ -57,7 +55,7 @@ def test_an_extension_older_than_its_sources_makes_no_row(
 
 
 @pytest.mark.parametrize("of", ["values", "gradient"])
-def test_kernels_that_compute_nan_are_wrong(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+def test_kernels_with_nan_are_wrong(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
     plain = linear_logp
 
     def spoilt(hidden: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -74,19 +72,19 @@ def test_kernels_that_compute_nan_are_wrong(monkeypatch: pytest.MonkeyPatch, of:
 
 
 @pytest.mark.parametrize("spoilt", ["loss", "gradient"])
-def test_a_layout_that_computes_nan_is_wrong(monkeypatch: pytest.MonkeyPatch, spoilt: str) -> None:
-    found = iter([(1.0, torch.ones(2)), (1.0, torch.ones(2)), (1.0, torch.ones(2))])
+def test_layout_with_nan_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch, spoilt: str) -> None:
+    gradients = iter([(1.0, torch.ones(2)), (1.0, torch.ones(2)), (1.0, torch.ones(2))])
     nan = (torch.nan, torch.ones(2)) if spoilt == "loss" else (1.0, torch.tensor([1.0, torch.nan]))
-    monkeypatch.setattr(step, "gradient_of", lambda *_: next(found, nan))
+    monkeypatch.setattr(step, "gradient_of", lambda *_: next(gradients, nan))
     monkeypatch.setattr(step, "passes_of", lambda *_: None)
     setting = step.Setting("cpu", torch.float32, {}, 512, 1e-4, 1e-4, 5, write=False)
-    seen = step.check(setting, None, [], step.LAYOUTS)
-    assert {layout: right for layout, (_, right) in seen.items()} == {
+    checks = step.check(setting, None, [], step.LAYOUTS)
+    assert {layout: right for layout, (_, right) in checks.items()} == {
         "rows varlen": True, "rows flex": True, "tree": False,
     }  # fmt: skip
 
 
-def test_a_wrong_layout_is_timed_with_its_error_and_fails_its_case(
+def test_wrong_layout_is_timed_with_its_error_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step, "check", lambda *_: dict.fromkeys(step.LAYOUTS[1:], (0.3, False)))
@@ -102,7 +100,7 @@ def test_a_wrong_layout_is_timed_with_its_error_and_fails_its_case(
     assert "tiny checkpointing, padded" in rows
 
 
-def test_the_calls_have_stages_that_are_there_and_fit_a_quarter_of_an_hour() -> None:
+def test_gpu_calls_have_known_stages_and_fit_15_minutes() -> None:
     called = [name for call in CALLS.values() for name in call]
     assert len(called) == len(set(called))
     assert sum(STAGES[name].seconds for name in called) + 20 * len(CALLS) <= 900
@@ -114,14 +112,12 @@ def test_the_calls_have_stages_that_are_there_and_fit_a_quarter_of_an_hour() -> 
 
 
 class Parsed(Exception):
-    """Instead of the work."""
+    """Stands in for the measurement."""
 
 
 @pytest.mark.parametrize("walk", [False, True])
 @pytest.mark.parametrize("name", [name for name in STAGES if name != "tests"])
-def test_every_command_is_understood(
-    name: str, walk: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_bench_command_parses(name: str, walk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module, *arguments = [*STAGES[name].argv, *(STAGES[name].walk if walk else ())]
     loaded = importlib.import_module(module)
 

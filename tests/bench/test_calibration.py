@@ -1,4 +1,4 @@
-"""The study of calibration: what it says of its rows."""
+"""The calibration study computes paired differences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from bench import calibration
 
 
-def rows(arm: str, solved: str, calls: str, seed: int = 0) -> dict[str, Any]:
+def row(arm: str, solved: str, calls: str, seed: int = 0) -> dict[str, Any]:
     about = {"variant": arm, "settings": "s", "shape": {"seed": seed}, "commit": "abc"}
     flags = [float(digit) for digit in solved]
     return {
@@ -21,19 +21,19 @@ def rows(arm: str, solved: str, calls: str, seed: int = 0) -> dict[str, Any]:
 
 def test_differences_are_paired_by_seed_and_task(tmp_path: Path) -> None:
     written = [
-        rows("full", "1101", "1213"), rows("full", "0110", "1111", seed=1),
-        rows("tuned", "1000", "3333"), rows("tuned", "1110", "2222", seed=1),
-        rows("no sigmas", "1111", "1111", seed=2),
+        row("full", "1101", "1213"), row("full", "0110", "1111", seed=1),
+        row("tuned", "1000", "3333"), row("tuned", "1110", "2222", seed=1),
+        row("no sigmas", "1111", "1111", seed=2),
     ]  # fmt: skip
-    found = calibration.rows_by_arm(written)
-    seen = calibration.difference(found["full"], found["tuned"], "quality")
-    assert seen is not None
-    assert seen[0] == pytest.approx((2 - 1) / 8)
-    assert seen[1] < seen[0] < seen[2]
-    calls = calibration.difference(found["full"], found["tuned"], "needless")
+    by_arm = calibration.rows_by_arm(written)
+    result = calibration.difference(by_arm["full"], by_arm["tuned"], "quality")
+    assert result is not None
+    assert result[0] == pytest.approx((2 - 1) / 8)
+    assert result[1] < result[0] < result[2]
+    calls = calibration.difference(by_arm["full"], by_arm["tuned"], "needless")
     assert calls is not None
     assert calls[0] == pytest.approx((-2 - 1 - 1) / 3)
-    assert calibration.difference(found["full"], found["no sigmas"], "quality") is None
+    assert calibration.difference(by_arm["full"], by_arm["no sigmas"], "quality") is None
     assert "| full | 0.625 | 0.75, 0.50 |" in calibration.table(written)
     pytest.importorskip("matplotlib")
     calibration.draw(written, tmp_path / "g.png")

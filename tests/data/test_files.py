@@ -98,7 +98,7 @@ def nested(depth: int) -> Any:
         (datetime.date(2020, 1, 2), ".* date"),
         (nested(100_000), ".* recursion"),
         (b"ab", ".* bytes"),
-        ([{"a": {1: 2}}], "the key 1 is no text"),
+        ([{"a": {1: 2}}], "expected keys of type str, got 1"),
     ],
 )
 def test_unrecordable_spec_is_an_error(value: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Every kind of agent with a real engine: records are what was sampled; acting is learned."""
+"""Every kind of agent with a real engine: records match the engine, and tool use is learned."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ BUDGET = RolloutConfig(max_turns=3, max_turn_tokens=24, max_observation_tokens=3
 
 
 def common_letters(engine: Engine, tokenizer: Any) -> tuple[str, str]:
-    """The two letters that the random model writes most often."""
+    """The two letters that the random model writes most."""
     agent = CodeAgent(system_prompt="S")
     config = RolloutConfig(max_turns=1, max_turn_tokens=48)
     (group,) = generate(
         [task("Q0")], engine, agent, 32, env=StubEnv(), tokenizer=tokenizer, config=config
     )
-    said = "".join(tokenizer.decode(r.segments[1].token_ids) for r in group.rollouts)
-    counted = Counter(c for c in said if c.isascii() and c.isalpha())
+    text = "".join(tokenizer.decode(r.segments[1].token_ids) for r in group.rollouts)
+    counted = Counter(c for c in text if c.isascii() and c.isalpha())
     (first, _), (second, _) = counted.most_common(2)
     return first, second
 
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("kind", ["code", "repl", "inline", "tools"])
-def test_every_agent_plays_with_a_real_engine_and_sandbox(
+def test_every_agent_plays_with_real_engine_and_sandbox(
     engine: Engine, tokenizer: Any, kind: str
 ) -> None:
-    """Tags are letters that the random model writes often, so that it acts at all."""
+    """Tags are letters that the random model writes often, so that it makes calls."""
     opens, closes = common_letters(engine, tokenizer)
     tags: dict[str, Any] = {"open_tag": opens, "close_tag": closes, "system_prompt": ""}
     with SandboxPool(limits=Limits(timeout_s=2.0), max_live=8, min_idle=1, zygotes=1) as pool:
-        made: tuple[Any, Any] = {  # type: ignore[no-untyped-call]
+        pair: tuple[Any, Any] = {  # type: ignore[no-untyped-call]
             "code": lambda: (CodeAgent(**tags), PythonEnv(pool, 2.0)),
             "repl": lambda: (
                 ReplAgent(banner="", system_prompt=""),
@@ -66,7 +66,7 @@ def test_every_agent_plays_with_a_real_engine_and_sandbox(
                 TOOLS,
             ),
         }[kind]()
-        agent, env = made
+        agent, env = pair
         (group,) = generate(
             [task("2+2?")],
             engine,
@@ -90,11 +90,11 @@ def test_every_agent_plays_with_a_real_engine_and_sandbox(
 
 
 def calls(rollout: Rollout) -> dict[str, float]:
-    """Whether code was run: the format reward of the first agents of this kind."""
+    """Rewards code execution, like the format reward of early agents of this kind."""
     return {"called": float(rollout.stats["tool_calls"] > 0)}
 
 
-def test_S0_14_the_share_of_rollouts_that_run_code_rises(
+def test_S0_14_share_of_rollouts_with_code_rises(
     engine: Engine, tiny_model: Path, tokenizer: Any
 ) -> None:
     opens, closes = common_letters(engine, tokenizer)

@@ -1,7 +1,7 @@
-"""Every shipped config does what its first lines say: its agent, world, tasks and rewards, played.
+"""Every shipped config does what its header says: agent, environment, tasks and rewards.
 
-The policy is a script, all else is the config's own. What the engine and the learner make of it is
-tested with the quickstart (test_run.py).
+The policy is scripted, everything else is the config's own. test_run.py tests engine and learner
+with the quickstart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Stage = Any
 
 
 def played(stage: Stage, config: Any, task: Any, *turns: str) -> Any:
-    """The scored rollout of a policy that says these turns."""
+    """The scored rollout of a policy with these turns."""
     engine: Any = says(
         *turns, tokenizer=stage.chat.tokenizer, max_model_len=config.engine.max_model_len
     )
@@ -52,7 +52,7 @@ def played(stage: Stage, config: Any, task: Any, *turns: str) -> Any:
     stage.reward.score(groups)
     (rollout,) = groups[0].rollouts
     assert rollout.status is Status.COMPLETED, (rollout.status, rollout.error)
-    assert len(engine.requests) == len(turns), "all of the script was said"
+    assert len(engine.requests) == len(turns), "the whole script was played"
     return rollout
 
 
@@ -61,13 +61,13 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def observed(stage: Stage, rollout: Any) -> str:
-    """All that the policy was shown after its first turn."""
-    given = [s.token_ids for s in rollout.segments[1:] if not s.sampled]
-    return "".join(stage.chat.decode(ids) for ids in given)
+    """All observations, as text."""
+    observations = [s.token_ids for s in rollout.segments[1:] if not s.sampled]
+    return "".join(stage.chat.decode(ids) for ids in observations)
 
 
 def by_python(stage: Stage, play: Any, task: Any) -> None:
-    """Writing Python is shown its output; the answer is worth something, another is not."""
+    """Python code returns its output; the right answer has a reward, another has none."""
     code = "<code>print(40 + 2)</code>"
     right = play(task, code, f"Answer: {task.spec['answer']}{EOT}")
     assert right.stats["tool_calls"] == 1
@@ -82,15 +82,15 @@ def acts_first(stage: Stage, play: Any, task: Any) -> None:
 
 
 def searches_by_code(stage: Stage, play: Any, task: Any) -> None:
-    found = f"<code>print(web_search({task.messages[-1]['content']!r}))</code>"
-    right = play(task, found, f"Answer: {task.spec['answer']}{EOT}")
+    query = f"<code>print(web_search({task.messages[-1]['content']!r}))</code>"
+    right = play(task, query, f"Answer: {task.spec['answer']}{EOT}")
     assert (right.stats["host_calls"], right.stats["tool_errors"]) == (1, 0)
     assert task.spec["answer"] in observed(stage, right)
     assert right.reward > play(task, f"Answer: nobody{EOT}").reward + 0.5
 
 
 def types_at_a_console(stage: Stage, play: Any, task: Any) -> None:
-    """The syntax error costs on the tokens of its line."""
+    """A syntax error has a negative reward on the tokens of its line."""
     end = f"submit_final_answer({task.spec['answer']})\n"
     right, wrong = play(task, "40+2\n", end), play(task, "40+\n", end)
     assert "42" in observed(stage, right)
@@ -101,7 +101,7 @@ def types_at_a_console(stage: Stage, play: Any, task: Any) -> None:
 
 
 def walks(stage: Stage, play: Any, task: Any) -> None:
-    """Each move earns its share of the way, and costs it in the other direction."""
+    """Each move earns its share of the distance, negative in the wrong direction."""
     way = re.findall(r"(\d) (\w+)", task.messages[-1]["content"])
     moves = [f'<fn>act("{word}")</fn>' for count, word in way for _ in range(int(count))]
     right = play(task, *moves)
@@ -126,7 +126,7 @@ def halves(stage: Stage, play: Any, task: Any) -> None:
 
 
 def calls_inline(stage: Stage, play: Any, task: Any) -> None:
-    """The answer to a call stands in the same message."""
+    """The answer to a call is in the same message."""
     right = play(task, '<fn>calculate("12*31+14")</fn>', f"Answer: {task.spec['answer']}{EOT}")
     assert "386" in observed(stage, right)
     assert "<|im_start|>" not in observed(stage, right)
@@ -157,7 +157,7 @@ def calls_servers_of_its_own(stage: Stage, play: Any, task: Any) -> None:
 
 
 def processes_below(word: str) -> int:
-    """Processes below this one whose command line has the word."""
+    """Descendant processes with this word in their command line."""
     count, parents = 0, {os.getpid()}
     for stat in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda p: int(p.parent.name)):
         with contextlib.suppress(OSError):
@@ -201,7 +201,7 @@ def is_graded(stage: Stage, play: Any, task: Any) -> None:
 
 
 def talks_with_a_customer(stage: Stage, play: Any, task: Any) -> None:
-    """Who says something back; the benchmark's ground truth is paid, doing nothing is not."""
+    """With a simulated user; the benchmark's ground truth is rewarded, doing nothing is not."""
     upstream = stage.env._upstream["train"][int(task.spec["place"].partition("/")[2])]
     calls = [call(a.name, **a.kwargs) for a in upstream.actions]
     told = [f"What else?{EOT}" for _ in requests_of(task.spec["instruction"])[1:]]
@@ -230,7 +230,7 @@ def works_alone(stage: Stage, play: Any, task: Any) -> None:
 
 
 def computes_and_looks_up(stage: Stage, play: Any, task: Any) -> None:
-    """With one call each; the whole recipe's parts are those that its first line names."""
+    """With one call each; the recipe's parts are those in its header."""
     tool = "search" if task.spec["kind"] == "lookup" else "python"
     asked = task.spec["name"] if tool == "search" else "40 + 2"
     right = play(task, f"<think>x</think><{tool}>{asked}</{tool}>",
@@ -268,12 +268,12 @@ SAYS: dict[str, Any] = {
     "qwen3_math": by_python,
     "qwen3_tools": searches,
 }
-"""What holds a config to its first lines. The memory that some name: test_gpu_configs.py."""
+"""The check of each config's header. test_gpu_configs.py checks the memory that some name."""
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model only stands in for the configs' own, which are deeper and longer."""
+    """Disable the model check: the configs' own models are deeper and longer."""
     monkeypatch.setattr("agentgrpo.train.prepare.check_model", lambda config, model, **how: None)
 
 
@@ -291,7 +291,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         )  # whose turns are their own: test_program.py
     ],
 )
-def test_a_shipped_config_does_what_it_says(
+def test_shipped_config_does_what_its_header_says(
     name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums = [{"question": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(90)]
@@ -326,7 +326,7 @@ def test_a_shipped_config_does_what_it_says(
 
 @pytest.mark.nsjail
 @pytest.mark.parametrize("limit", [65, 20])
-def test_the_length_filter_counts_what_it_leaves_out(
+def test_length_filter_reports_dropped_tasks(
     limit: int, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"question": "q" * (1 + 40 * (i % 2)), "answer": 1} for i in range(20)]
@@ -373,10 +373,10 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
         ),
     ],
 )
-def test_each_order_of_roles_is_shown_and_given_answers_are_counted(
+def test_orders_of_roles_and_given_answers_are_reported(
     message: dict[str, Any], reason: str | None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The held-out tasks are fine, and so are the first training tasks."""
+    """The held-out tasks and the first training tasks are valid."""
     fine = [{"question": f"q {i}", "answer": i % 2 * 90 + i} for i in range(12)]
     odd = {"question": [message, {"role": "user", "content": "odd"}], "answer": 1}
     write_lines(tmp_path / "heldout.jsonl", fine)
@@ -404,8 +404,8 @@ def test_each_order_of_roles_is_shown_and_given_answers_are_counted(
 @pytest.mark.parametrize(
     ("answers", "column"), [([0, 3, "1"], "choices"), ([0, 4], ""), ([0.5], ""), (["a"], "")]
 )
-def test_answers_that_are_indices_of_options_are_found(answers: list[Any], column: str) -> None:
-    """MMLU's: the policy is shown no options, and the number is no number of anything."""
+def test_answers_that_are_option_indices_are_detected(answers: list[Any], column: str) -> None:
+    """As in MMLU: the policy does not see the options, so the index means nothing to it."""
     specs = [{"q": "x", "choices": [*"abcd"], "answer": answer} for answer in answers]
     tasks = [Task(id=str(i), messages=(), spec=spec) for i, spec in enumerate(specs)]
     assert _options_column(tasks) == column

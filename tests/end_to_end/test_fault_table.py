@@ -1,7 +1,7 @@
-"""The fault table: what user code does wrong, what the run then says, and its exit status.
+"""Faults of user code, the resulting error message and the exit status.
 
-A row is a place in code of the user's, what it does there, and what is said of it. Each is played
-by the whole command, its engine and learner by stand-ins (tests/quick.py).
+A row is a place in the user's code, the fault, and the message. Each row runs the whole command
+with a fake engine and learner (tests/quick.py).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ BEFORE = {
     "observe": "Agent.observe",
     "sampler.init": "rollout.sampler",
 }
-"""Found before the work begins: place, and how it is named."""
+"""Places checked before the run starts, and their names in messages."""
 DURING = {
     "reset": "Env.reset",
     "step": "World.step",
@@ -127,7 +127,7 @@ DURING = {
     "bonus": "the reward function bonus",
     "judge": "the reward function judge",
 }
-"""Found in a rollout."""
+"""Places checked in a rollout."""
 RAISED = {
     "raises": "raised ValueError: by hand",
     "leaves": r"called sys\.exit\(0\)",
@@ -146,17 +146,17 @@ WRONG = {
     "finish": {"none", "text", "infinite"}, "async.step": {"text"}, "parse": {"none", "text"},
     "observe": {"none", "infinite"}, "reward": {"text", "infinite"},
 }  # fmt: skip
-"""What each place is to give is checked in its own way."""
+"""Further faults per place: wrong return values, with their messages."""
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """Every place raises; every other fault is done once where it is called and once awaited."""
+    """Every place raises; each other fault occurs once in a sync and once in an async place."""
     yield from ((place, "raises", RAISED["raises"]) for place in (*BEFORE, *DURING))
     for place in ("import", "env.init", "step", "async.step", "bonus", "judge", "rollout"):
         yield place, "leaves", RAISED["leaves"]
     for place in ("step", "async.step"):
         more = {f: s for f, s in MORE.items() if (place, f) != ("async.step", "stops")}
-        yield from ((place, fault, said) for fault, said in more.items())
+        yield from ((place, fault, output) for fault, output in more.items())
     for place, faults in WRONG.items():
         for fault in sorted(faults):
             yield place, fault, "gave a wrong result: expected .*, got .*"
@@ -192,30 +192,32 @@ def run(
         if place in ("rollout", "sampler.init"):
             own = ["rollout.sampler=mine:Sampler"]
         status = cli.main(["train", str(config), *own, *overrides])
-        said = capsys.readouterr()
-        return status, said.out, said.err
+        output = capsys.readouterr()
+        return status, output.out, output.err
 
     return run
 
 
 def line_of(fault: str) -> str:
-    """Where a fault is raised; a wrong result has the line of the function that gave it."""
+    """The line of a fault: of its raise, or of the function that returned a wrong value."""
     lines = MINE.splitlines()
-    made = [n for n, line in enumerate(lines, 1) if f"def {fault}()" in line and "# here" in line]
-    return str(made[0]) if made else r"\d+"
+    numbers = [
+        n for n, line in enumerate(lines, 1) if f"def {fault}()" in line and "# here" in line
+    ]
+    return str(numbers[0]) if numbers else r"\d+"
 
 
 @pytest.mark.parametrize("kind", ["reward", "later"])
-def test_without_a_fault_the_run_ends_well(run: Any, kind: str) -> None:
-    """Its reward functions, one of which is a coroutine, are asked too."""
+def test_run_without_fault_succeeds(run: Any, kind: str) -> None:
+    """Also calls its reward functions, one of which is a coroutine."""
     status, out, err = run("nowhere", "none", f"reward.kind=mine:{kind}")
     assert (status, err) == (0, "")
     assert "step 2/2  reward 4.00" in out
 
 
-@pytest.mark.parametrize(("place", "fault", "said"), [*rows()])
-def test_what_users_code_does_ends_the_run_with_its_name_its_line_and_its_task(
-    run: Any, tmp_path: Path, place: str, fault: str, said: str
+@pytest.mark.parametrize(("place", "fault", "output"), [*rows()])
+def test_fault_of_user_code_names_function_line_and_task(
+    run: Any, tmp_path: Path, place: str, fault: str, output: str
 ) -> None:
     status, _, err = run(place, fault)
     named = {**BEFORE, **DURING, "rollout": "Sampler.rollout", "env.close": "Env.close"}[place]
@@ -224,7 +226,7 @@ def test_what_users_code_does_ends_the_run_with_its_name_its_line_and_its_task(
     ended = "" if place in BEFORE else r"\. Nothing was saved: the same command starts from the.*"
     if place == "env.close":
         ended = r"\. The same command continues from .*step_000002\."
-    assert re.fullmatch(rf"error: {named} {said} \({task}{where}\){ended}\n", err), err
+    assert re.fullmatch(rf"error: {named} {output} \({task}{where}\){ended}\n", err), err
     assert status == (2 if place in BEFORE else 3)
     if place == "env.close":
         assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 4

@@ -1,4 +1,4 @@
-"""Every way in which sampler and learner were seen to part, done on purpose: each is caught."""
+"""Known causes of a mismatch between sampler and learner, injected: each is detected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def copied(make_learner: Callable[[str], Learner]) -> Learner:
 
 
 def move(learner: Learner, seed: int = 0) -> None:
-    """An update of every parameter, of the size that an optimizer makes in some steps."""
+    """Update every parameter by about as much as an optimizer in a few steps."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in learner.model.parameters():
@@ -56,7 +56,7 @@ def agree(engine: Engine, learner: Learner, probes: Probes) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("weights", ["shared", "copy"])
-def test_without_a_fault_they_agree_after_each_update(
+def test_correct_sync_agrees_after_each_update(
     engine: Engine, make_learner: Callable[[str], Learner], probes: Probes, weights: str
 ) -> None:
     learner = make_learner(weights)
@@ -70,7 +70,7 @@ def test_without_a_fault_they_agree_after_each_update(
     engine.wake()
 
 
-def test_a_skipped_sync(engine: Engine, copied: Learner, probes: Probes) -> None:
+def test_skipped_weight_sync_is_detected(engine: Engine, copied: Learner, probes: Probes) -> None:
     copied.publish()
     agree(engine, copied, probes)
     move(copied)
@@ -83,7 +83,9 @@ NAMES = [name for name, _ in make_model().named_parameters()]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_skipped_tensor(engine: Engine, copied: Learner, probes: Probes, name: str) -> None:
+def test_one_unsynchronised_tensor_is_detected(
+    engine: Engine, copied: Learner, probes: Probes, name: str
+) -> None:
     copied.publish()
     agree(engine, copied, probes)
     move(copied)
@@ -96,7 +98,7 @@ def test_one_skipped_tensor(engine: Engine, copied: Learner, probes: Probes, nam
         agree(engine, copied, probes)
 
 
-def test_a_stale_prefix_cache(engine: Engine, shared: Learner, probes: Probes) -> None:
+def test_stale_prefix_cache_is_detected(engine: Engine, shared: Learner, probes: Probes) -> None:
     shared.publish()
     agree(engine, shared, probes)
     move(shared)  # and no publish(), which would have reset it
@@ -106,7 +108,7 @@ def test_a_stale_prefix_cache(engine: Engine, shared: Learner, probes: Probes) -
     agree(engine, shared, probes)
 
 
-def test_a_wrong_dtype(engine: Engine, copied: Learner, probes: Probes) -> None:
+def test_wrong_dtype_is_detected(engine: Engine, copied: Learner, probes: Probes) -> None:
     copied.publish()
     with torch.no_grad():
         for tensor in engine.model.parameters():
@@ -117,12 +119,12 @@ def test_a_wrong_dtype(engine: Engine, copied: Learner, probes: Probes) -> None:
 
 
 def reordered(part: Tensor) -> Tensor:
-    """The numbers of a matrix written in the order of its transpose."""
+    """A matrix with its values in the order of its transpose."""
     return part.t().contiguous().reshape(part.shape)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.endswith("_proj.weight")])
-def test_a_transposed_slice_of_a_fused_tensor(
+def test_transposed_slice_of_fused_tensor_is_detected(
     engine: Engine, copied: Learner, probes: Probes, name: str
 ) -> None:
     copied.publish()
@@ -134,7 +136,7 @@ def test_a_transposed_slice_of_a_fused_tensor(
 
 
 @pytest.mark.parametrize("pair", [("k_proj", "v_proj"), ("gate_proj", "up_proj")])
-def test_two_slices_of_a_fused_tensor_in_each_others_place(
+def test_swapped_slices_of_fused_tensor_are_detected(
     engine: Engine, copied: Learner, probes: Probes, pair: tuple[str, str]
 ) -> None:
     copied.publish()
@@ -151,7 +153,7 @@ def test_two_slices_of_a_fused_tensor_in_each_others_place(
 
 @pytest.fixture
 def rope(engine: Engine) -> Iterator[list[Tensor]]:
-    """The sampler's tables of rotary positions, which no checkpoint holds."""
+    """The sampler's rotary position tables, which are not in checkpoints."""
     tables = [b for name, b in engine.model.named_buffers() if "cos_sin_cache" in name]
     kept = [table.clone() for table in tables]
     yield tables
@@ -159,7 +161,7 @@ def rope(engine: Engine) -> Iterator[list[Tensor]]:
         table.copy_(value)
 
 
-def test_dropped_rope_buffers(
+def test_dropped_rope_buffers_are_detected(
     engine: Engine, shared: Learner, probes: Probes, rope: list[Tensor]
 ) -> None:
     shared.publish()
@@ -172,7 +174,9 @@ def test_dropped_rope_buffers(
         agree(engine, shared, probes)
 
 
-def test_the_learners_own_rope_buffers(engine: Engine, shared: Learner, probes: Probes) -> None:
+def test_changed_rope_buffers_of_the_learner_are_detected(
+    engine: Engine, shared: Learner, probes: Probes
+) -> None:
     shared.publish()
     agree(engine, shared, probes)
     (inv_freq,) = {
@@ -183,7 +187,7 @@ def test_the_learners_own_rope_buffers(engine: Engine, shared: Learner, probes: 
         agree(engine, shared, probes)
 
 
-def test_nan_weights_are_no_agreement(engine: Engine, shared: Learner, probes: Probes) -> None:
+def test_nan_weights_are_detected(engine: Engine, shared: Learner, probes: Probes) -> None:
     shared.publish()
     with torch.no_grad():
         next(iter(shared.model.parameters()))[:] = torch.nan

@@ -1,7 +1,7 @@
-"""The configs for real models: strictly read, staged, planned, and their memory is what they say.
+"""The configs for real models: strict reading, preparation, dry run and memory.
 
-None of them was trained: there was no card. The models' weights are not needed for any of this,
-only their shapes and a chat template.
+None of them was trained here, for lack of a GPU. The tests need only the models' shapes and a chat
+template, not their weights.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ CARDS = [
 
 
 def size_of(settings: str) -> str:
-    """The model's size, of the settings of a row."""
+    """The model's size, from the settings of a row."""
     return settings.split()[0].rpartition("-")[2].lower()
 
 
-def test_every_size_has_its_cards() -> None:
+def test_every_model_size_has_its_gpus() -> None:
     for name in NAMES:
         sizes = [size_of(what) for of, *_, what in CARDS if of == name]
         assert {*sizes} == {*qwen3.SIZES}
@@ -50,7 +50,7 @@ def test_every_size_has_its_cards() -> None:
 
 
 @pytest.mark.parametrize(("name", "card", "need", "overrides"), CARDS)
-def test_the_memory_it_names_is_what_it_takes(
+def test_documented_memory_is_the_computed_one(
     name: str, card: int, need: float, overrides: str
 ) -> None:
     shapes = shapes_of(qwen3.config(size_of(overrides)))
@@ -61,7 +61,7 @@ def test_the_memory_it_names_is_what_it_takes(
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory for each size: its real config.json, the tests' tokenizer, no weights."""
+    """A folder for each size: the real config.json, the tests' tokenizer, no weights."""
     folders = {}
     for size in qwen3.SIZES:
         folders[size] = tmp_path_factory.mktemp(size)
@@ -73,14 +73,14 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.nsjail
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", qwen3.SIZES)
-def test_its_stage_is_set_and_its_plan_made(
+def test_dry_run_of_gpu_config(
     name: str,
     size: str,
     model_of: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a machine with the second smallest card of the README's table."""
+    """On a simulated machine with the second smallest GPU of the README's table."""
     monkeypatch.chdir(tmp_path)
     rows = "\n".join(
         json.dumps({"question": f"q{i}", "answer": "$\\frac{1}{2}$"}) for i in range(80)
@@ -96,28 +96,28 @@ def test_its_stage_is_set_and_its_plan_made(
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
     try:
-        said = format_plan(config, stage, playing_lines(config, stage, stage.heldout), trained=True)
+        output = format_plan(config, stage, playing_lines(config, stage, stage.heldout), trained=True)
         monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (int(need * 1.01 * GIB),) * 2)
         small = format_plan(
             config, stage, playing_lines(config, stage, stage.heldout), trained=True
         )
     finally:
         stage.close()
-    assert f"{card} GiB NVIDIA GPU" in said
-    assert "never run on a GPU: torch 2.13.0+cpu instead of 2.11.0" in said
-    assert f"{qwen3.PARAMETERS[size]:,} parameters" in said
-    assert f"= {need} GiB, with the KV cache" in said
-    assert "WARNING    memory" not in said
+    assert f"{card} GiB NVIDIA GPU" in output
+    assert "never run on a GPU: torch 2.13.0+cpu instead of 2.11.0" in output
+    assert f"{qwen3.PARAMETERS[size]:,} parameters" in output
+    assert f"= {need} GiB, with the KV cache" in output
+    assert "WARNING    memory" not in output
     assert re.search(
         r"WARNING +memory: .* are needed, more than 80% of the GPU's \d+ GiB; remedy: fewer", small
     )
 
 
 @pytest.mark.nsjail
-def test_harbor_folders_are_planned_with_the_settings_for_4b_and_8b(
+def test_harbor_dry_run_for_4b_and_8b(
     model_of: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the command of docs/environments.md, the settings of the card, and without weights."""
+    """With the command of docs/environments.md and the settings of the GPU, without weights."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     add_tiny_image("debian:12", python=False, tools=["bash", "sh"])

@@ -1,4 +1,4 @@
-"""A policy learns a toy reward through every part of the loop but the sandbox, in process."""
+"""A policy learns a toy reward through the whole loop except the sandbox, in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.rollout.stubs import StubEnv
 
 
 def even_share(rollout: Rollout) -> dict[str, float]:
-    """What share of the sampled ids is even: 0.5 by chance."""
+    """The share of even sampled ids: 0.5 by chance."""
     ids = [i for s in rollout.segments if s.sampled for i in s.token_ids.tolist()]
     return {"even": sum(i % 2 == 0 for i in ids) / len(ids)}
 
@@ -58,9 +58,7 @@ def learned(
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-def test_the_mean_reward_of_a_toy_task_rises(
-    engine: Engine, tiny_model: Path, loss_type: Any
-) -> None:
+def test_mean_reward_of_toy_task_rises(engine: Engine, tiny_model: Path, loss_type: Any) -> None:
     config = RolloutConfig(max_turns=1, max_turn_tokens=12, group_size=8, deterministic=True)
     agent, loss = CodeAgent(system_prompt="S"), LossConfig(loss_type=loss_type)
     rewards = learned(engine, tiny_model, agent, even_share, config, steps=12, loss=loss)

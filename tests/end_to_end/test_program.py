@@ -114,7 +114,7 @@ def trained_on(run: Path) -> list[Rollout]:
     return [read_rollout(dict(line)) for line in lines if line["split"] == "train"]
 
 
-def test_a_program_is_trained_and_its_records_are_proven(tmp_path: Path) -> None:
+def test_program_is_trained_and_verified(tmp_path: Path) -> None:
     write(tmp_path, "session")
     ran(tmp_path, "-m", "agentgrpo.train", "c.toml")
     report = verify.verify_run(tmp_path / "run")
@@ -126,8 +126,8 @@ def test_a_program_is_trained_and_its_records_are_proven(tmp_path: Path) -> None
     assert report.learned == report.terms
 
 
-def test_the_other_commands_play_programs_too(tmp_path: Path) -> None:
-    """A stage's candidates, and an evaluation, with an engine that says what a script says."""
+def test_curriculum_and_evaluate_play_programs(tmp_path: Path) -> None:
+    """Candidates of a curriculum stage, and an evaluation, with a scripted engine."""
     write(tmp_path, "call")
     asked = [f"curriculum.{x}" for x in ("stages=1", "candidates=4", "chunk=4", "group_size=2")]
     asked += ["curriculum.select=2", 'curriculum.selection="random"']
@@ -141,7 +141,7 @@ def test_the_other_commands_play_programs_too(tmp_path: Path) -> None:
     assert json.loads(said[said.index("{") :])["tasks"] == 2
 
 
-def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
+def test_verifiers_environment_is_trained(tmp_path: Path) -> None:
     """The shipped example."""
     pytest.importorskip("verifiers.v1", reason="verifiers is in requirements-dev.txt")
     overrides = [

@@ -87,12 +87,12 @@ steps = [2, 1]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, agent_model: Path) -> Path:
-    made = tmp_path_factory.mktemp("recipe")
+    folder = tmp_path_factory.mktemp("recipe")
     for name, count, seed in (("train", 40, 0), ("heldout", 4, 1)):
-        write_lines(made / f"{name}.jsonl", tiny.sums(count, seed=seed))
-    (made / "recipe_scripts.py").write_text(SCRIPTS)
-    (made / "recipe.toml").write_text(RECIPE.format(folder=made, model=agent_model))
-    return made
+        write_lines(folder / f"{name}.jsonl", tiny.sums(count, seed=seed))
+    (folder / "recipe_scripts.py").write_text(SCRIPTS)
+    (folder / "recipe.toml").write_text(RECIPE.format(folder=folder, model=agent_model))
+    return folder
 
 
 def command(folder: Path) -> str:
@@ -104,12 +104,12 @@ def command(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
     """The whole recipe, by one command."""
-    said = command(folder)
-    assert (folder / "run/report.md").read_text() in said
+    output = command(folder)
+    assert (folder / "run/report.md").read_text() in output
     return folder / "run"
 
 
-def test_the_flywheels_trajectories_are_what_is_fine_tuned_on(run: Path) -> None:
+def test_sft_trains_on_flywheel_trajectories(run: Path) -> None:
     summary = json.loads((run / "flywheel/summary.json").read_text())
     assert summary["questions"] == 6
     assert summary["failed_by_the_machine"] == 0
@@ -121,7 +121,7 @@ def test_the_flywheels_trajectories_are_what_is_fine_tuned_on(run: Path) -> None
     assert all(row["sft/nll"] > 0 for row in metrics)
 
 
-def test_S3_15_every_stage_begins_with_the_last_ones_checkpoint(run: Path) -> None:
+def test_S3_15_each_stage_starts_from_previous_checkpoint(run: Path) -> None:
     start = str(sorted((run / "sft/checkpoints").glob("step_*"))[-1])
     for number, steps in enumerate((2, 1)):
         folder = run / f"stage_{number}"
@@ -135,8 +135,8 @@ def test_S3_15_every_stage_begins_with_the_last_ones_checkpoint(run: Path) -> No
         assert any("answer_efficiency" in record["rewards"] for record in trained)
 
 
-def test_S3_4_a_recipes_rollouts_say_what_they_branched_off(run: Path) -> None:
-    """And have its tokens up to there, log-probabilities included: right behind a tool's answer."""
+def test_S3_4_rollouts_of_a_recipe_record_their_parent(run: Path) -> None:
+    """And share its tokens and log-probabilities up to the branch point, after a tool's answer."""
     by_place = {
         (record["step"], record["group"], record["index"]): record
         for record in read_lines(run / "stage_0/rl/rollouts.jsonl")
@@ -159,7 +159,7 @@ def test_S3_4_a_recipes_rollouts_say_what_they_branched_off(run: Path) -> None:
         assert branch["task"] == parent["task"]
 
 
-def test_the_report_is_of_heldout_tasks_before_and_after(run: Path, agent_model: Path) -> None:
+def test_report_has_heldout_scores_before_and_after(run: Path, agent_model: Path) -> None:
     report = json.loads((run / "report.json").read_text())
     last = json.loads((run / "stage_1/stage.json").read_text())["to"]
     models = {part: measured["model"] for part, measured in report["reports"].items()}
@@ -174,7 +174,7 @@ def test_the_report_is_of_heldout_tasks_before_and_after(run: Path, agent_model:
     assert "critic: a script instead of a model (recipe_scripts:critic)" in text
 
 
-def test_a_finished_recipe_is_not_done_again(run: Path, folder: Path) -> None:
+def test_finished_recipe_is_not_repeated(run: Path, folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*.jsonl")}
     assert "==" not in command(folder)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*.jsonl")} == before

@@ -36,18 +36,18 @@ TIMES = (
     "decode_s", "idle_s", "observe_s", "publish_s", "seconds", "total_s",
     "sandbox_wall_s", "sandbox_cpu_s", "teacher_s",
 )  # fmt: skip
-"""Metrics that no run can repeat."""
+"""Metrics that differ in every run."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE_S)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose embeddings are not tied, unlike that of the other tests."""
+    """A model with untied embeddings, unlike in other tests."""
     return tiny.make_agent_dir(tmp_path_factory.mktemp("agent"), tied=False)
 
 
 def write_config(folder: Path, model: Path | str) -> Path:
-    """A config of STEPS short steps on SUMS, that writes to folder / "run"."""
+    """A config with STEPS short steps on SUMS, with out_dir folder / "run"."""
     for name, count, seed in (("train", 20, 0), ("heldout", 4, 1)):
         write_lines(folder / f"{name}.jsonl", tiny.sums(count, seed=seed))
     path = folder / "config.toml"
@@ -103,7 +103,7 @@ def sealed(folder):
 checkpoint.write_checksums = sealed
 sys.exit(main(sys.argv[1:]))
 """
-"""A run that is killed in the middle of writing it."""
+"""A run that is killed while it writes its second checkpoint."""
 
 
 def start(config: Path, *overrides: str, **env: str) -> Command:
@@ -116,7 +116,7 @@ def finish(process: Command) -> tuple[int | None, str, str]:
 
 
 def evaluated(config: Path, *overrides: str) -> dict[str, Any]:
-    """What `agentgrpo evaluate` prints."""
+    """The output of `agentgrpo evaluate`."""
     status, out, err = finish(Command("-m", "agentgrpo", "evaluate", str(config), *overrides))
     assert status == 0, err
     measured: dict[str, Any] = json.loads(out[out.index("{") :])
@@ -144,7 +144,7 @@ def repeatable(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def whole_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder and the output of a run that nobody interrupted."""
+    """The folder and the output of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     ran = subprocess.run(
         [sys.executable, "-m", "agentgrpo.train", str(write_config(folder, model))],
@@ -156,7 +156,7 @@ def whole_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 @pytest.mark.nsjail
 class TestWholeRun:
-    def test_it_leaves_records_and_checkpoints(self, whole_run: tuple[Path, str]) -> None:
+    def test_records_and_checkpoints_exist(self, whole_run: tuple[Path, str]) -> None:
         run, out = whole_run
         assert sorted(p.name for p in run.iterdir()) == [
             ".lock",
@@ -179,7 +179,7 @@ class TestWholeRun:
         for step in range(1, STEPS + 1):
             assert f"step {step}/{STEPS}" in out
 
-    def test_every_step_is_recorded_and_agrees(self, whole_run: tuple[Path, str]) -> None:
+    def test_every_step_is_recorded_and_sampler_agrees(self, whole_run: tuple[Path, str]) -> None:
         rows = read_lines(whole_run[0] / "metrics.jsonl")
         steps = [row for row in rows if "learner/loss" in row]
         assert [row["step"] for row in steps] == list(range(STEPS))
@@ -187,16 +187,16 @@ class TestWholeRun:
         assert all(row["learner/sampler_gap_max"] <= 1e-4 for row in steps)
         assert [row["step"] for row in rows if "eval/solved" in row] == [0, 3, STEPS]
 
-    def test_its_records_are_what_the_engine_saw(
+    def test_verify_passes_and_detects_forgery(
         self, whole_run: tuple[Path, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert verify.main([str(whole_run[0])]) == 0, capsys.readouterr().out
         assert "0 faults in" in capsys.readouterr().out
 
-    def test_steps_played_again_are_the_same_and_a_forged_record_is_not(
+    def test_replayed_steps_are_equal_and_forged_records_differ(
         self, whole_run: tuple[Path, str], tmp_path: Path
     ) -> None:
-        """What no other number contradicts is changed, and every hash made anew."""
+        """Changes a number that no other one contradicts, and recomputes all hashes."""
         run = tmp_path / "run"
         shutil.copytree(whole_run[0], run)
         again = ("-m", "agentgrpo", "verify", str(run), "--again")
@@ -215,7 +215,7 @@ class TestWholeRun:
         assert status == 1
         assert f"step {STEPS} heldout group 3 rollout 0 turn 0 token 0: its log-prob" in out
 
-    def test_they_say_what_the_learner_made_of_every_trained_token(
+    def test_learner_columns_exist_for_every_trained_token(
         self, whole_run: tuple[Path, str]
     ) -> None:
         report = verify.verify_run(whole_run[0])
@@ -237,7 +237,7 @@ class TestWholeRun:
         assert {any(r.feedback) for r in rollouts(whole_run[0], "train")} == {True, False}
         assert read_run(whole_run[0]).index["recorded"] == sorted(STREAMS), "the page can show it"
 
-    def test_the_time_of_a_step_adds_up(self, whole_run: tuple[Path, str]) -> None:
+    def test_times_of_a_step_add_up(self, whole_run: tuple[Path, str]) -> None:
         rows = [r for r in read_lines(whole_run[0] / "metrics.jsonl") if "time/total_s" in r]
         assert len(rows) == STEPS + 3
         for row in rows:
@@ -257,16 +257,16 @@ class TestWholeRun:
                 rollout.segments[1::2], rollout.segments[2::2], strict=False
             ):
                 text = tokenizer.decode(sampled.token_ids).removesuffix("<|im_end|>")
-                seen = tokenizer.decode(observed.token_ids)
+                results = tokenizer.decode(observed.token_ids)
                 code = getattr(agent.parse(text, TASK), "code", "")
                 if numbers := re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", code):
                     total = int(numbers[1]) + int(numbers[2])
-                    assert f"user\n{total}<|im_end|>" in seen
+                    assert f"user\n{total}<|im_end|>" in results
                     ran += 1
         assert ran > 10
 
-    def test_the_checkpoint_is_the_trained_policy(self, whole_run: tuple[Path, str]) -> None:
-        """Plain transformers gives what the last evaluation sampled the same log-probabilities."""
+    def test_checkpoint_is_the_trained_policy(self, whole_run: tuple[Path, str]) -> None:
+        """Plain transformers computes the same log-probabilities as the last evaluation."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -291,18 +291,16 @@ class TestWholeRun:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer.chat_template == tiny.CHATML
 
-    def test_evaluating_the_checkpoint_gives_what_the_run_saw(
-        self, whole_run: tuple[Path, str]
-    ) -> None:
+    def test_evaluate_gives_the_numbers_of_the_run(self, whole_run: tuple[Path, str]) -> None:
         run, _ = whole_run
         checkpoint = run / "checkpoints" / f"step_{STEPS:06d}"
-        seen = evaluated(run.parent / "config.toml", f"model={checkpoint}")
+        results = evaluated(run.parent / "config.toml", f"model={checkpoint}")
         last = read_lines(run / "metrics.jsonl")[-1]
         assert last["step"] == STEPS
         for name in ("solved", "reward", "answered", "sampled_tokens", "tool_calls"):
-            assert seen[name] == pytest.approx(last[f"eval/{name}"])
+            assert results[name] == pytest.approx(last[f"eval/{name}"])
 
-    def test_a_killed_run_continues_with_the_same_numbers(
+    def test_killed_run_resumes_to_the_same_numbers(
         self, whole_run: tuple[Path, str], model: Path, tmp_path: Path
     ) -> None:
         config, run = write_config(tmp_path, model), tmp_path / "run"
@@ -331,21 +329,19 @@ def rollouts(run: Path, split: str, *, step: int | None = None) -> Iterator[Roll
 
 
 @pytest.mark.nsjail
-def test_an_adapters_checkpoint_is_evaluated_and_trained_on_as_the_run_left_it(
-    model: Path, tmp_path: Path
-) -> None:
+def test_adapter_checkpoint_is_evaluated_and_trained_further(model: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model)
     lora = ["learner.lora.rank=4", 'engine.weights="auto"']
     status, _, err = finish(start(config, *lora, "steps=2", "learner.learning_rate=0.1"))
     assert (status, err) == (0, "")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000002"
     read = [setting for setting in lora if setting.startswith("engine.")]
-    seen = evaluated(config, *read, f"model={checkpoint}")
+    results = evaluated(config, *read, f"model={checkpoint}")
     rows = [row for row in read_lines(tmp_path / "run" / "metrics.jsonl") if "eval/solved" in row]
     assert [row["step"] for row in rows] == [0, 2]
     names = ("solved", "reward", "answered", "sampled_tokens", "tool_calls")
     first, last = ([row[f"eval/{name}"] for name in names] for row in rows)
-    assert [seen[name] for name in names] == pytest.approx(last)
+    assert [results[name] for name in names] == pytest.approx(last)
     assert first != last, "the adapter made no difference"
     further = [*lora, f"model={checkpoint}", f"out_dir={tmp_path / 'further'}"]
     status, _, err = finish(start(config, *further, "steps=1"))
@@ -365,13 +361,13 @@ def own(view):
 
 
 def scores_of(model: Any, ids: Any) -> Any:
-    """Log-probabilities of all tokens in the place of ids[1:]."""
+    """Log-probabilities of the whole vocabulary at ids[1:]."""
     with torch.no_grad():
         return torch.log_softmax(model(torch.tensor([[*ids]])).logits[0, :-1], -1)
 
 
 def as_vllm_answers(model: Any) -> Any:
-    """What vLLM's server would say of tokens, if its model were this one."""
+    """The response of vLLM's server with this model."""
 
     def answer(body: dict[str, Any]) -> tuple[int, Any]:
         if "tokens" in body:
@@ -398,7 +394,7 @@ def as_vllm_answers(model: Any) -> Any:
     ],
     ids=["model", "server", "solutions", "function"],
 )
-def test_what_any_teacher_said_is_proven(
+def test_teacher_columns_pass_verify(
     model: Path, tmp_path: Path, server: Any, settings: list[str]
 ) -> None:
     (tmp_path / "told.py").write_text(TOLD)
@@ -441,8 +437,8 @@ def test_what_any_teacher_said_is_proven(
 
 
 @pytest.mark.nsjail
-def test_a_users_sampler_plays_what_is_trained_on(model: Path, tmp_path: Path) -> None:
-    """It adds the two digits itself where the policy's code ends."""
+def test_custom_sampler_plays_the_training_rollouts(model: Path, tmp_path: Path) -> None:
+    """The sampler adds the two digits itself after the policy's code."""
     (tmp_path / "mine.py").write_text("""
 from agentgrpo.rollout.stream import Streams
 

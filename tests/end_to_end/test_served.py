@@ -1,7 +1,7 @@
-"""Checkpoints of each kind in plain vLLM: a turn ends where training taught it to end.
+"""Checkpoints of each kind in plain vLLM end their turns as in training.
 
-The base model is like a base model with a chat template: its tokenizer, config.json and
-generation_config.json name <|endoftext|> as eos, and its template ends turns with <|im_end|>.
+The model resembles a base model with a chat template: its tokenizer, config.json and
+generation_config.json name <|endoftext|> as eos, but its template ends turns with <|im_end|>.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ llm = LLM(
 )
 messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "3+4"}]
 lora = LoRARequest("policy", 1, adapter) if adapter else None
-said = llm.chat(messages, SamplingParams(temperature=0, max_tokens=60), lora_request=lora)
-print(json.dumps([said[0].outputs[0].finish_reason, said[0].outputs[0].text]))
+output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=60), lora_request=lora)
+print(json.dumps([output[0].outputs[0].finish_reason, output[0].outputs[0].text]))
 """
 MERGE = """
 import shutil, sys
@@ -42,7 +42,7 @@ AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretra
 AutoTokenizer.from_pretrained(adapter).save_pretrained(out)
 shutil.copy(f"{adapter}/generation_config.json", out)
 """
-"""As docs/python.md describes."""
+"""From docs/python.md."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def served(folder: Path, *, generation: Path | str = "", adapter: Path | str = "
 
 
 @pytest.mark.parametrize(("part", "kind"), [("train", "full"), ("train", "LoRA"), ("sft", "full")])
-def test_a_checkpoint_stops_by_itself_in_vllm(
+def test_checkpoint_ends_its_turns_in_vllm(
     part: str, kind: str, base: Path, tmp_path: Path
 ) -> None:
     write_lines(tmp_path / "train.jsonl", tiny.sums(20))
@@ -102,8 +102,8 @@ learning_rate = 1e-4
 lora.rank = {4 * (kind == "LoRA")}
 """)
     settings = [f"sft.data={tmp_path / 'sft.jsonl'}", "sft.epochs=1"] if part == "sft" else []
-    said = command("-m", "agentgrpo", part, str(config), *settings)
-    told = "turns end with <|im_end|>, which the base model does not list" in said
+    output = command("-m", "agentgrpo", part, str(config), *settings)
+    told = "turns end with <|im_end|>, which the base model does not list" in output
     assert told == (kind == "LoRA")
     run = tmp_path / "run" / "sft" if part == "sft" else tmp_path / "run"
     (saved,) = (run / "checkpoints").iterdir()

@@ -1,4 +1,4 @@
-"""Runs as people of this field begin them: TRL's functions, a hub's data, Python, a notebook."""
+"""Runs started with TRL reward functions, a hub dataset, the Python API and a notebook."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def accuracy(completions, solution, log_metric, **kwargs):
 """
 BREVITY = """
 async def brevity(completion_ids, trainer_state, log_extra, **columns):
-    log_extra("seen", [sorted(columns)] * len(completion_ids))
+    log_extra("results", [sorted(columns)] * len(completion_ids))
     return [-trainer_state.global_step - len(ids) / 64 for ids in completion_ids]
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a user: a config, a module of reward functions, and a dataset in the hub's cache."""
+    """A user's folder: a config, a module of reward functions, a dataset in the hub's cache."""
     pytest.importorskip("datasets")
     made = tmp_path_factory.mktemp("user")
     model = tiny.make_agent_dir(made / "model")
@@ -78,13 +78,13 @@ def ran(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def first_run(folder: Path) -> tuple[Path, str]:
-    """The folder of a run and what its command has said."""
+    """The folder of a run and the output of its command."""
     return folder / "runs" / "first", ran(folder, "-m", "agentgrpo.train", "train.toml")
 
 
-def test_trls_functions_and_a_hubs_dataset_are_a_config_away(first_run: tuple[Path, str]) -> None:
-    run, said = first_run
-    assert "16 training tasks, 4 held out" in said
+def test_trl_reward_functions_and_hub_dataset_by_config(first_run: tuple[Path, str]) -> None:
+    run, output = first_run
+    assert "16 training tasks, 4 held out" in output
     rows = read_lines(run / "rollouts.jsonl")
     assert {row["task"]["id"].rpartition(":")[0] for row in rows} == {
         "org/sums train[:16]", "org/sums test",
@@ -100,7 +100,7 @@ def test_trls_functions_and_a_hubs_dataset_are_a_config_away(first_run: tuple[Pa
             {"accuracy": float(text.count(solution) > 0), "brevity": brevity}
         )
         assert rollout.extra == {
-            "seen": ["answer", "completions", "log_metric", "prompts", "solution", "unread"]
+            "results": ["answer", "completions", "log_metric", "prompts", "solution", "unread"]
         }
     steps = [row for row in read_lines(run / "metrics.jsonl") if "learner/loss" in row]
     assert all(0 <= step["rollout/log/found"] <= 1 for step in steps)
@@ -124,54 +124,56 @@ def error_of(call, kind):
     except kind as error:
         return str(error)
 
-seen = {"closed": error_of(trainer.train, RuntimeError), "history": len(trainer.history)}
+results = {"closed": error_of(trainer.train, RuntimeError), "history": len(trainer.history)}
 second = dict(config="train.toml", out_dir="runs/second", reward_funcs=[right], reward_weights=[2])
 with Trainer(**second, callbacks=[Stops(), StopWhenSolved()]) as trainer:
     parts = [weakref.ref(x) for x in (trainer.parts.learner, trainer.parts.engine.model)]
     trainer.train()
-    seen["stopped at"] = trainer.step
+    results["stopped at"] = trainer.step
     trainer.train()
     trainer.train()
-    seen["then at"] = trainer.step
-    seen["functions"] = trainer.config.reward.functions
-    seen["again"] = error_of(lambda: Trainer(**second), ValueError)
-seen["left"] = [part() is not None for part in parts]
+    results["then at"] = trainer.step
+    results["functions"] = trainer.config.reward.functions
+    results["again"] = error_of(lambda: Trainer(**second), ValueError)
+results["left"] = [part() is not None for part in parts]
 trainer = Trainer(**second, steps=3, callbacks=[Broken()])
 parts = [weakref.ref(x) for x in (trainer.parts.learner, trainer.parts.engine.model)]
-seen["broken"] = error_of(trainer.train, KeyError)
-seen["left broken"] = [part() is not None for part in parts]
-seen["wrong"] = error_of(lambda: Trainer("train.toml", stepz=1), ValueError)
-seen["lambda"] = error_of(lambda: Trainer("train.toml", reward_funcs=[lambda x: 1]), ValueError)
-print(json.dumps(seen))
+results["broken"] = error_of(trainer.train, KeyError)
+results["left broken"] = [part() is not None for part in parts]
+results["wrong"] = error_of(lambda: Trainer("train.toml", stepz=1), ValueError)
+results["lambda"] = error_of(lambda: Trainer("train.toml", reward_funcs=[lambda x: 1]), ValueError)
+print(json.dumps(results))
 """
 
 
-def test_the_page_of_python_runs_and_one_trainer_follows_another(
+def test_python_page_runs_and_trainers_follow_each_other(
     folder: Path, first_run: tuple[Path, str]
 ) -> None:
-    """Its first block goes on with the command's run; what a Trainer held is free after it."""
+    """The first block continues the command's run; a closed Trainer releases its parts."""
     code = blocks(ROOT / "docs" / "python.md", "python")
     code = [block for block in code if "agentgrpo.testing" not in block]
     (folder / "page.py").write_text("".join(code) + CHECKS)
     out = ran(folder, "page.py")
     assert f"resumed from {Path('runs/first/checkpoints/step_000002')}" in out
-    seen = json.loads(out.splitlines()[-1])
-    assert "this Trainer is closed" in seen["closed"]
-    assert seen["history"] == 5, "evaluations before and after 3 steps; evaluate() is not recorded"
-    assert (seen["stopped at"], seen["then at"]) == (1, 2)
-    assert seen["functions"] == {"__main__:right": 2.0}
-    assert "is in use by another run" in seen["again"]
-    assert seen["left"] == seen["left broken"] == [False, False]
-    assert seen["broken"] == "'of mine'"
-    assert "unknown config key stepz; did you mean steps?" in seen["wrong"]
-    assert "has no name" in seen["lambda"]
+    results = json.loads(out.splitlines()[-1])
+    assert "this Trainer is closed" in results["closed"]
+    assert results["history"] == 5, (
+        "evaluations before and after 3 steps; evaluate() is not recorded"
+    )
+    assert (results["stopped at"], results["then at"]) == (1, 2)
+    assert results["functions"] == {"__main__:right": 2.0}
+    assert "is in use by another run" in results["again"]
+    assert results["left"] == results["left broken"] == [False, False]
+    assert results["broken"] == "'of mine'"
+    assert "unknown config key stepz; did you mean steps?" in results["wrong"]
+    assert "has no name" in results["lambda"]
     first = read_rollout(read_lines(folder / "runs" / "second" / "rollouts.jsonl")[0])
     assert set(first.rewards) == {"right"}
     assert verify.main([str(folder / "runs" / "first")]) == 0
 
 
-def test_the_notebook_runs(tmp_path: Path) -> None:
-    """In a fresh process, as Jupyter begins it: torch is not there before the first cell."""
+def test_notebook_runs(tmp_path: Path) -> None:
+    """In a fresh process, as in Jupyter: torch is not imported before the first cell."""
     tiny.put_standin(tmp_path / "cache")
     env = {"PYTHONPATH": str(ROOT), "AGENTGRPO_CACHE": str(tmp_path / "cache"), "MPLBACKEND": "Agg"}
     done = subprocess.run(
@@ -187,8 +189,8 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert verify.main([str(run)]) == 0
 
 
-def test_the_notebook_shows_what_it_made(tmp_path: Path) -> None:
-    """What is stored in it was run: every cell has its number, one a picture."""
+def test_notebook_has_stored_outputs(tmp_path: Path) -> None:
+    """Its stored outputs are complete: every cell has its number, one has a figure."""
     cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text())["cells"]
     made = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in made] == list(range(1, len(made) + 1))

@@ -1,12 +1,12 @@
-"""TRL's trainer with a sampler beside it: in sync, or out of it as two published issues have it.
+"""TRL's trainer with a separate sampler: synchronised, or out of sync as in two published issues.
 
 huggingface/trl issue 5312: with vllm_enable_sleep_mode=True generate() reloaded the checkpoint from
-disk after the weights had been synchronised, so vLLM sampled from the initial model all along.
-verl-project/verl issue 7495: what was pushed to the sampler were the base layers' weights alone, so
-its LoRA slot stayed empty, and it sampled from the initial policy. vLLM is stood in for by
-tests/inspect/audited_sampling.py; what it is told, and in which order, is that of the issues.
+disk after the weights had been synchronised, so vLLM always sampled from the initial model.
+verl-project/verl issue 7495: only the base layers' weights were pushed to the sampler, so its LoRA
+slot stayed empty and it sampled from the initial policy. tests/inspect/audited_sampling.py stands
+in for vLLM and gets the same calls in the same order as in the issues.
 
-main() is with vLLM itself, in TRL's process; the second update never reaches it.
+main() uses vLLM itself, in TRL's process; the second update never reaches it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.inspect.audited_sampling import sample
 
 
 class Engine:
-    """A sampler with weights of its own: what vLLM is to TRL."""
+    """A sampler with its own copy of the weights, in place of vLLM."""
 
     def __init__(self, model: Any, **how: Any) -> None:
         self._model, self._how = copy.deepcopy(model).eval(), how
@@ -40,7 +40,7 @@ class Engine:
         return sample(self._model, prompts, 8, seed=seed, **self._how)
 
 
-def as_it_should_be(engine: Engine, policy: Any) -> None:
+def correct_sync(engine: Engine, policy: Any) -> None:
     engine.load(policy.state_dict())
 
 
@@ -57,7 +57,7 @@ def merged(engine: Engine, policy: Any) -> None:
 
 
 def verl_7495(engine: Engine, policy: Any) -> None:
-    """Of PEFT's tensors those of base layers are pushed, and none that is called lora_."""
+    """Push PEFT's base layers and no tensor with lora_ in its name."""
     engine.load(base_layers(policy))
 
 
@@ -73,10 +73,10 @@ def make_trainer(
     folder: Path, sync: Any, *, lora: bool = False,
     options: Mapping[str, Any] | None = None, num_prompts: int = 4, **how: Any,
 ) -> Any:  # fmt: skip
-    """A GRPOTrainer of the tiny model, with an engine that is synchronised so.
+    """A GRPOTrainer of the tiny model, with an engine that `sync` updates.
 
     Args:
-        folder: for the model and what TRL writes.
+        folder: for the model and TRL's output.
         sync: called with the engine and the policy before each generation. None: TRL generates.
         lora: train an adapter.
         options: of GRPOConfig.
@@ -115,7 +115,7 @@ def make_trainer(
 
 
 def main(arguments: list[str]) -> int:
-    """A command: train in a folder, vLLM in TRL's process; write what each step's audit says."""
+    """Train in a folder with vLLM in TRL's process; print each step's audit."""
     from agentgrpo.engine.start import plain_cpu_weights
     from agentgrpo.inspect.audit_trl import AuditCallback
 

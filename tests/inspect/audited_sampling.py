@@ -1,6 +1,6 @@
-"""A sampler that is not vLLM: a Hugging Face model, a token at a time, in vLLM's order of filters.
+"""A sampler without vLLM: a Hugging Face model, token by token, with vLLM's order of filters.
 
-Shares no code with agentgrpo.inspect.
+It shares no code with agentgrpo.inspect.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def sample(
     min_p: float = 0.0,
     seed: int = 0,
 ) -> tuple[Ids, list[list[float]]]:
-    """Completions of prompts of one length, with the log-probabilities after the filters."""
+    """Completions of prompts of equal length, with the log-probabilities after the filters."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.tensor([list(prompt) for prompt in prompts])
-    said = []
+    logprobs = []
     for _ in range(num_tokens):
         logits = model(ids).logits[:, -1].double() / temperature
         probs = logits.softmax(-1)
@@ -40,6 +40,6 @@ def sample(
         logits[dropped.scatter(1, order, dropped)] = -torch.inf
         logp = logits.log_softmax(-1)
         token = torch.multinomial(logp.exp(), 1, generator=generator)
-        said.append(logp.gather(1, token))
+        logprobs.append(logp.gather(1, token))
         ids = torch.cat([ids, token], 1)
-    return ids[:, -num_tokens:].tolist(), torch.cat(said, 1).tolist()
+    return ids[:, -num_tokens:].tolist(), torch.cat(logprobs, 1).tolist()

@@ -1,4 +1,4 @@
-"""TRL's own trainer, audited: two published faults in small, each found before the first update."""
+"""Audits of TRL's trainer: two published faults, each detected before its first update."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests import tiny, warm
-from tests.inspect.audited_loops import as_it_should_be, make_trainer, merged, trl_5312, verl_7495
+from tests.inspect.audited_loops import correct_sync, make_trainer, merged, trl_5312, verl_7495
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # TRL's, about versions
 trl = pytest.importorskip("trl")
 
 
 def train(folder: Path, sync: Any, *, stop: bool = True, **how: Any) -> tuple[Any, Any]:
-    """The callback and the trainer, once it is trained."""
+    """Train; returns the callback and the trainer."""
     from agentgrpo.inspect.audit_trl import AuditCallback
 
     trainer = make_trainer(folder, sync, **how)
@@ -30,8 +30,8 @@ def train(folder: Path, sync: Any, *, stop: bool = True, **how: Any) -> tuple[An
     return callback, trainer
 
 
-@pytest.mark.parametrize(("sync", "lora"), [(as_it_should_be, False), (merged, True)])
-def test_a_sound_run_is_left_alone(tmp_path: Path, sync: Any, lora: bool) -> None:
+@pytest.mark.parametrize(("sync", "lora"), [(correct_sync, False), (merged, True)])
+def test_correct_run_is_not_stopped(tmp_path: Path, sync: Any, lora: bool) -> None:
     callback, trainer = train(tmp_path, sync, lora=lora)
     assert [audit.ok for audit in callback.audits] == [True] * 3
     assert callback.audits[2].num_tokens == 32
@@ -39,68 +39,68 @@ def test_a_sound_run_is_left_alone(tmp_path: Path, sync: Any, lora: bool) -> Non
     assert trainer.state.global_step == 3
 
 
-def test_vllm_in_trls_process_is_audited(tmp_path: Path) -> None:
-    """Its weights are the policy's before and after the first update, and not after the second."""
+def test_colocated_vllm_is_audited(tmp_path: Path) -> None:
+    """The policy's first update reaches vLLM, its second does not."""
     done = warm.run("-m", "tests.inspect.audited_loops", str(tmp_path), VLLM_CPU_KVCACHE_SPACE="1")
-    said = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("AUDIT ")]
-    assert said == ["none", "none", "stale_weights"], done.stdout + done.stderr
+    causes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("AUDIT ")]
+    assert causes == ["none", "none", "stale_weights"], done.stdout + done.stderr
 
 
-def test_trls_own_mixed_precision_is_no_fault(tmp_path: Path) -> None:
-    """TRL's default: float32 weights; accelerate makes their passes in bfloat16, forward itself."""
+def test_trl_mixed_precision_passes(tmp_path: Path) -> None:
+    """TRL's default: float32 weights, with accelerate's forward passes in bfloat16."""
     options = {"bf16": True, "max_steps": 2}
-    callback, _ = train(tmp_path, as_it_should_be, options=options)
+    callback, _ = train(tmp_path, correct_sync, options=options)
     assert [audit.ok for audit in callback.audits] == [True] * 2
     assert callback.audits[1].max_gap > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("sync", "lora", "cause", "says"),
+    ("sync", "lora", "cause", "message"),
     [
-        (trl_5312, False, "stale_weights", "the weights of the start say"),
-        (verl_7495, True, "adapter", "what the model without its adapter says"),
+        (trl_5312, False, "stale_weights", "or the weights of the start"),
+        (verl_7495, True, "adapter", "those of the model without its adapter"),
     ],
 )
-def test_a_published_fault_is_caught_before_the_first_update_of_its_tokens(
-    tmp_path: Path, sync: Any, lora: bool, cause: str, says: str
+def test_published_fault_is_detected_before_its_first_update(
+    tmp_path: Path, sync: Any, lora: bool, cause: str, message: str
 ) -> None:
-    """At step 0 sampler and policy both have the initial weights: nothing is wrong yet."""
+    """At step 0 sampler and policy both have the initial weights, so there is no fault yet."""
     from agentgrpo.inspect.audit_trl import AuditError
 
-    with pytest.raises(AuditError, match=f"^step 1: .*\n.*{says}"):
+    with pytest.raises(AuditError, match=f"^step 1: .*\n.*{message}"):
         train(tmp_path, sync, lora=lora)
     callback, trainer = train(tmp_path, sync, lora=lora, stop=False)
     assert [audit.cause for audit in callback.audits] == ["none", cause, cause]
     assert trainer.state.global_step == 3
 
 
-def test_tokens_that_are_trained_on_again_are_audited_once(tmp_path: Path) -> None:
-    """Where the policy has moved since its tokens were sampled, it disagrees with them rightly."""
+def test_reused_tokens_are_audited_once(tmp_path: Path) -> None:
+    """After an update the policy rightly disagrees with tokens sampled before it."""
     options = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 4}
-    callback, trainer = train(tmp_path, as_it_should_be, options=options)
+    callback, trainer = train(tmp_path, correct_sync, options=options)
     assert trainer.state.global_step == 4
     assert [(audit.ok, audit.num_tokens) for audit in callback.audits] == [(True, 64)] * 2
 
 
 @pytest.mark.parametrize(("accumulated", "generated"), [(2, 3), (3, 2)])
-def test_each_generation_is_audited_whatever_the_accumulation(
+def test_each_generation_is_audited_with_any_accumulation(
     tmp_path: Path, accumulated: int, generated: int
 ) -> None:
-    """Where neither number divides the other; what an update moved past is left out."""
+    """Neither number divides the other; tokens from before an update are left out."""
     options = {
         "gradient_accumulation_steps": accumulated,
         "steps_per_generation": generated,
         "max_steps": 4,
     }
     callback, _ = train(tmp_path, every_other(), stop=False, options=options, num_prompts=24)
-    said = [(audit.cause, audit.num_tokens) for audit in callback.audits]
-    assert said == EVERY_OTHER[accumulated]
+    causes = [(audit.cause, audit.num_tokens) for audit in callback.audits]
+    assert causes == EVERY_OTHER[accumulated]
 
 
 def every_other() -> Any:
-    """A sampler that gets its weights at every other generation, the first one included."""
+    """A sync that updates the sampler in every second generation, starting with the first."""
     count = iter(range(1000))
-    syncs = as_it_should_be, lambda engine, policy: None
+    syncs = correct_sync, lambda engine, policy: None
     return lambda engine, policy: syncs[next(count) % 2](engine, policy)
 
 
@@ -110,10 +110,10 @@ EVERY_OTHER = {
 }
 
 
-def test_a_batch_that_the_world_alone_spoke_is_not_audited(tmp_path: Path) -> None:
+def test_batch_without_sampled_tokens_is_not_audited(tmp_path: Path) -> None:
     from agentgrpo.inspect.audit_trl import AuditCallback
 
-    trainer = make_trainer(tmp_path, as_it_should_be, options={"max_steps": 2})
+    trainer = make_trainer(tmp_path, correct_sync, options={"max_steps": 2})
     sampled = trainer.rollout_func
     trainer.rollout_func = lambda *args: {
         **(out := sampled(*args)), "env_mask": [[0] * len(ids) for ids in out["completion_ids"]]
@@ -125,15 +125,15 @@ def test_a_batch_that_the_world_alone_spoke_is_not_audited(tmp_path: Path) -> No
     assert not callback.audits
 
 
-def test_what_trls_own_settings_leave_on_is_named(tmp_path: Path) -> None:
-    """Issue 6789: vLLM reports log-probabilities after top_p, TRL's loss computes them without."""
+def test_top_p_of_trl_is_named(tmp_path: Path) -> None:
+    """TRL issue 6789: vLLM reports log-probabilities after top_p, TRL's loss ignores top_p."""
     from agentgrpo.inspect.audit_trl import AuditError
 
-    with pytest.raises(AuditError, match=r"a filter left on: "):
-        train(tmp_path, as_it_should_be, top_p=0.83, options={"top_p": 0.83})
+    with pytest.raises(AuditError, match=r"sampling filter left on: "):
+        train(tmp_path, correct_sync, top_p=0.83, options={"top_p": 0.83})
 
 
-def test_without_the_samplers_numbers_nothing_is_said_to_hold(tmp_path: Path) -> None:
+def test_missing_sampler_logprobs_are_refused(tmp_path: Path) -> None:
     from datasets import Dataset
 
     from agentgrpo.inspect.audit_trl import AuditCallback
@@ -148,5 +148,5 @@ def test_without_the_samplers_numbers_nothing_is_said_to_hold(tmp_path: Path) ->
         args=settings, train_dataset=Dataset.from_dict({"prompt": ["a"]}),
     )  # fmt: skip
     trainer.add_callback(AuditCallback(trainer))
-    with pytest.raises(ValueError, match="not given the sampler's log-probabilities"):
+    with pytest.raises(ValueError, match="the trainer has no log-probabilities of the sampler"):
         trainer.train()

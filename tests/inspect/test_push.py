@@ -1,7 +1,7 @@
-"""`agentgrpo push` against a stand-in of the hub: what is sent, what never is, what is refused.
+"""`agentgrpo push` against a fake hub: uploaded files, excluded settings, refusals.
 
-The stand-in answers the requests that huggingface_hub makes, checks what the hub checks (token,
-hashes, that large files came before the commit), and keeps what was committed.
+The fake hub answers the requests of huggingface_hub, checks the token, the hashes and that large
+files arrive before the commit, and stores the committed files.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Hub(http.server.ThreadingHTTPServer):
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """The hub's HTTP API, as far as a push uses it."""
+    """The part of the hub's HTTP API that a push uses."""
 
     server: Hub
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """No log on stderr."""
 
     def send(self, status: int, body: Any) -> None:
         content = json.dumps(body).encode()
@@ -100,8 +100,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
             objects = [{**one, "actions": {"upload": {"href": f"{place}/{one['oid']}"}}}
                        for one in json.loads(sent)["objects"]]  # fmt: skip
             return 200, {"objects": objects}
-        if found := re.fullmatch(r"/api/models/(.+)/commit/main", self.path):
-            return self.commit(found[1], [json.loads(line) for line in sent.splitlines()])
+        if match := re.fullmatch(r"/api/models/(.+)/commit/main", self.path):
+            return self.commit(match[1], [json.loads(line) for line in sent.splitlines()])
         return 404, {"error": self.path}
 
     def create(
@@ -160,8 +160,8 @@ def write_run(folder: Path, *overrides: str, steps: int = 4, adapter: bool = Fal
 
     def save(place: Path) -> None:
         name = {"base_model_name_or_path": str(folder / "cache" / "m"), "r": 8}
-        told = {ADAPTER_CONFIG: name} if adapter else {"config.json": {"_name_or_path": "/x/m"}}
-        for file, value in {**told, "tokenizer_config.json": {}}.items():
+        configs = {ADAPTER_CONFIG: name} if adapter else {"config.json": {"_name_or_path": "/x/m"}}
+        for file, value in {**configs, "tokenizer_config.json": {}}.items():
             (place / file).write_text(json.dumps(value))
         save_file(WEIGHTS, place / (ADAPTER_TENSORS if adapter else "model.safetensors"))
         (place / checkpoint.STATE).write_bytes(b"the optimizer's")
@@ -185,13 +185,13 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "runs" / "one")
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of the error."""
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
 
-def test_a_checkpoint_is_published_whole_and_private(hub: Hub, run: Path) -> None:
+def test_push_uploads_all_files_to_private_repository(hub: Hub, run: Path) -> None:
     assert push.main([str(run), "me/model"]) == 0
     files = hub.files["me/model"]
     assert files.keys() == {
@@ -202,26 +202,24 @@ def test_a_checkpoint_is_published_whole_and_private(hub: Hub, run: Path) -> Non
     assert (hub.private, hub.commits) == ({"me/model": True}, 1)
 
 
-def test_visibility_and_existing_repositories_are_asked_for(
-    hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_public_and_exist_ok_flags(hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert push.main([str(run), "model", "--public"]) == 0
     assert hub.private == {"me/model": False}
     assert capsys.readouterr().out.endswith(f"{hub.address}/me/model/commit/{40 * '0'}\n")
     assert push.main([str(run), "me/model"]) == 2
-    assert said(capsys).endswith("already: --exist-ok")
+    assert error_line(capsys).endswith("for an existing repository: --exist-ok")
     assert hub.commits == 1
     assert push.main([str(run), "me/model", "--exist-ok", "--checkpoint", "2"]) == 0
     assert hub.commits == 2
     assert "step 2 of 4" in hub.files["me/model"]["README.md"].decode()
 
 
-def test_the_card_says_results_settings_and_versions(
+def test_card_has_results_settings_and_versions(
     hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert push.main([str(run), "me/model", "--dry-run"]) == 0
     card = capsys.readouterr().out
-    assert card.endswith("nothing was sent\n")
+    assert card.endswith("nothing was uploaded\n")
     assert not hub.files
     for line in ("| 0 | 0.25 | 0.35 |", "| 4 | 0.5 | 0.6 |", "library_name: transformers"):
         assert line in card.splitlines(), card
@@ -234,8 +232,8 @@ def test_the_card_says_results_settings_and_versions(
     assert "| 4 |" not in best, "later"
 
 
-def test_of_the_settings_only_the_allowed_are_told(tmp_path: Path) -> None:
-    """Neither paths nor what may hold a secret: addresses, keys, values of the environment."""
+def test_card_omits_paths_and_secrets(tmp_path: Path) -> None:
+    """Addresses, keys and values of environment variables may hold secrets."""
     run = write_run(
         tmp_path / "one", f"model={tmp_path}/models/base", f"data.train={tmp_path}/rows.jsonl",
         'endpoints.judge={ kind = "http", model = "m", url = "http://me:hidden@host/v1" }',
@@ -243,22 +241,22 @@ def test_of_the_settings_only_the_allowed_are_told(tmp_path: Path) -> None:
         'agent.options={ system_prompt = "Be `brief`.", headers = { K = "hidden" } }',
         'sandbox.env={ WHO = "hidden" }', "loss.epsilon_high=0.3",
     )  # fmt: skip
-    _, files = push.prepared(run, "me/model")
-    made = {name: text.decode() for name, text in files.items() if isinstance(text, bytes)}
-    assert made.keys() == {"README.md", "config.json", "tokenizer_config.json"}
-    for name, text in made.items():
+    _, files = push.collect_files(run, "me/model")
+    texts = {name: text.decode() for name, text in files.items() if isinstance(text, bytes)}
+    assert texts.keys() == {"README.md", "config.json", "tokenizer_config.json"}
+    for name, text in texts.items():
         assert str(tmp_path) not in text, name
         assert "hidden" not in text, name
-    settings = tomllib.loads(made["README.md"].split("````toml\n")[1].split("````")[0])
+    settings = tomllib.loads(texts["README.md"].split("````toml\n")[1].split("````")[0])
     assert settings["agent"] == {"options": {"system_prompt": "Be `brief`."}}
     assert (settings["env"], settings["loss"]) == ({"kind": "mcp"}, {"epsilon_high": 0.3})
     assert settings["data"]["train"] == "rows.jsonl"
-    assert json.loads(made["config.json"])["_name_or_path"] == "base"
+    assert json.loads(texts["config.json"])["_name_or_path"] == "base"
 
 
-def test_an_adapter_names_its_base_as_the_hub_does(tmp_path: Path) -> None:
+def test_adapter_names_base_model_of_the_hub(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", "model=org/base", "learner.lora.rank=8", adapter=True)
-    _, files = push.prepared(run, "me/model")
+    _, files = push.collect_files(run, "me/model")
     table, card = files[ADAPTER_CONFIG], files["README.md"]
     assert isinstance(table, bytes)
     assert isinstance(card, bytes)
@@ -283,8 +281,8 @@ def broken(run: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("edited", "metrics.jsonl:5: does not follow the line before it"),
-        ("short", "--checkpoint STEP chooses another"),
+        ("edited", "metrics.jsonl:5: previous_hash is not that of the line before"),
+        ("short", "choose another one with --checkpoint STEP"),
         ("none", "has checkpoints of steps (none)"),
         ("no run", "no run.json, so this is not a run's folder"),
     ],
@@ -294,17 +292,17 @@ def test_broken_runs_are_refused(
 ) -> None:
     broken(run, how)
     assert push.main([str(run), "me/model"]) == 2
-    assert message in said(capsys)
+    assert message in error_line(capsys)
     assert not hub.files
 
 
 @pytest.mark.parametrize(("at", "status"), [("create", 401), ("create", 500), ("commit", 403)])
-def test_what_the_hub_refuses_is_one_line(
+def test_refusal_of_the_hub_is_one_line(
     hub: Hub, run: Path, capsys: pytest.CaptureFixture[str], at: str, status: int
 ) -> None:
     hub.refuses[at] = status
     assert push.main([str(run), "me/model"]) == 2
-    line = said(capsys)
+    line = error_line(capsys)
     assert line.startswith(f"error: {hub.address}: ")
     assert str(status) in line
     assert "`hf auth login`" in line
@@ -317,4 +315,4 @@ def test_no_network_is_one_line(
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert push.main([str(run), "me/model", "--checkpoint", "2"]) == 2
-    assert said(capsys).startswith("error: http://127.0.0.1:9: ")
+    assert error_line(capsys).startswith("error: http://127.0.0.1:9: ")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from agentgrpo.config import LossConfig, TeacherConfig, TrainConfig
-from agentgrpo.inspect.verify.advantages import divergences_of, taught_faults
+from agentgrpo.inspect.verify.advantages import divergences_of, teacher_faults
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.minibatches import plan_updates
@@ -141,21 +141,21 @@ def test_recorded_advantages_are_the_trained_ones(
         torch.testing.assert_close(
             torch.from_numpy(actual).double(), expected, rtol=1e-4, atol=1e-4
         )
-    assert list(taught_faults(groups, config)) == []
+    assert list(teacher_faults(groups, config)) == []
     if weight:
         changed = groups[1].rollouts[2].token_advantages
         assert changed is not None
         assert changed[1] is not None
         changed[1][0] += 0.01
-        assert [fault[:2] for fault in taught_faults(groups, config)] == [(1, 2)]
+        assert [fault[:2] for fault in teacher_faults(groups, config)] == [(1, 2)]
         forged = groups[0].rollouts[1]
         own = [None if x is None else np.zeros_like(x) for x in forged.token_advantages or ()]
         silent = replace(forged, advantage=0.0, teacher_logprobs=None, token_advantages=own)
-        faults = list(taught_faults([Group(task=TASK, rollouts=[silent])], config))
-        assert {fault[2].partition(": ")[2] for fault in faults} == {"its teacher said nothing"}
+        faults = list(teacher_faults([Group(task=TASK, rollouts=[silent])], config))
+        assert {fault[2].partition(": ")[2] for fault in faults} == {"no teacher_logprobs"}
         for rollout in (r for g in groups for r in g.rollouts):
             rollout.token_advantages = rollout.learner_logprobs = None
-        assert list(taught_faults(groups, config)) == []  # the learner refused the step
+        assert list(teacher_faults(groups, config)) == []  # the learner refused the step
 
 
 @pytest.mark.parametrize("kind", ["rows", "trees"])
@@ -193,7 +193,7 @@ def test_topk_tokens_are_compared_and_recorded(
         apart += (p * (p / q).log()).sum(1).tolist()
         np.testing.assert_allclose(divergences_of(rollout, topk), apart[-len(p) :], atol=1e-5)
     assert metrics["teacher_kl"] == pytest.approx(np.mean(apart), rel=1e-4)
-    assert list(taught_faults(groups, config)) == []
+    assert list(teacher_faults(groups, config)) == []
     changes: list[tuple[str, Any]] = [
         ("topk_ids", lambda x: x[:2].fill(7)),
         ("teacher_topk_logprobs", lambda x: x[:topk].fill(-0.1)),
@@ -203,7 +203,7 @@ def test_topk_tokens_are_compared_and_recorded(
     for name, change in changes:
         forged = copy.deepcopy(groups)
         change(getattr(forged[1].rollouts[2], name)[1])
-        assert [fault[:2] for fault in taught_faults(forged, config)] == [(1, 2)], name
+        assert [fault[:2] for fault in teacher_faults(forged, config)] == [(1, 2)], name
 
 
 def distributions(model: Any, rollout: Rollout) -> torch.Tensor:
@@ -270,10 +270,10 @@ def test_feedback_read_by_the_policy_is_not_repeated(
             atol=1e-4,
         )
     assert silent.teacher_logprobs is None
-    assert list(taught_faults([Group(task=TASK, rollouts=[rollout, silent])], config)) == []
+    assert list(teacher_faults([Group(task=TASK, rollouts=[rollout, silent])], config)) == []
     rollout.feedback[2] = ""
-    faults = taught_faults([Group(task=TASK, rollouts=[rollout])], config)
-    message = "its teacher had nothing to read"
+    faults = teacher_faults([Group(task=TASK, rollouts=[rollout])], config)
+    message = "teacher_logprobs without feedback"
     assert [fault[2] for fault in faults] == [f"segment {n}: {message}" for n in (3, 5)]
     trained = [a for a in silent.token_advantages or () if a is not None]
     assert all((values == 0).all() for values in trained)

@@ -1,4 +1,4 @@
-"""What the documents tell a reader to type exists: commands, settings, links, files.
+"""Commands, settings, links and files named in the docs exist.
 
 test_docs_commands.py runs their commands, test_docs_code.py their code.
 """
@@ -40,7 +40,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def lines(page: Path) -> list[str]:
-    """Every command of a page's sh blocks, as it is printed, continued lines with it."""
+    """Every command of a page's sh blocks, with continuation lines."""
     return [
         line
         for text in blocks(page, "sh")
@@ -50,7 +50,7 @@ def lines(page: Path) -> list[str]:
 
 
 def words(line: str) -> list[str]:
-    """A command as the shell's words."""
+    """A command split into words like a shell."""
     return shlex.split(line.replace("\\\n", " "), comments=True)
 
 
@@ -58,26 +58,26 @@ def inline(page: Path) -> list[str]:
     """Commands in the running text: `agentgrpo view RUN`."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     known = r"(?:agentgrpo|make|sh|source|(?:python|torchrun)(?= -m))"
-    said = re.findall(rf"`({known} (?:[^`\n]|\n(?!\n))+)`", text)
-    return [line for line in said if "..." not in line]
+    mentions = re.findall(rf"`({known} (?:[^`\n]|\n(?!\n))+)`", text)
+    return [line for line in mentions if "..." not in line]
 
 
 ALL = [(p.name, words(line)) for p in PAGES for line in (*lines(p), *inline(p))]
 
 
 def help_of(words: list[str]) -> str:
-    """What a command says of itself, after so many of these words as it knows."""
-    said = io.StringIO()
+    """The help of a command, given by as many of these words as it knows."""
+    buffer = io.StringIO()
     known = words if words[0] == "sandbox" else words[:1]
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(buffer), contextlib.suppress(SystemExit):
         cli.main([*known, "--help"])
-    return said.getvalue()
+    return buffer.getvalue()
 
 
 @pytest.mark.parametrize(
     ("page", "command"), ALL, ids=[f"{page}: {' '.join(c)[:50]}" for page, c in ALL]
 )
-def test_commands_are_of_this_project(page: str, command: list[str]) -> None:
+def test_documented_commands_and_options_exist(page: str, command: list[str]) -> None:
     program, *arguments = command
     if program == "srun":
         program, *arguments = arguments
@@ -98,9 +98,11 @@ def test_commands_are_of_this_project(page: str, command: list[str]) -> None:
     assert program == "agentgrpo", command
     word = arguments[0]
     assert word in cli.COMMANDS or word.startswith("-")
-    said = help_of(arguments[:3] if arguments[1:2] in (["template"], ["image"]) else arguments[:2])
+    help_text = help_of(
+        arguments[:3] if arguments[1:2] in (["template"], ["image"]) else arguments[:2]
+    )
     for option in arguments[1:]:
-        assert not option.startswith("-") or re.search(rf"(?<!\S){option}\b", said), option
+        assert not option.startswith("-") or re.search(rf"(?<!\S){option}\b", help_text), option
     overrides = [a for a in arguments if re.match(r"[a-z_.]+=", a)]
     for override in overrides:
         assert override.partition("=")[0] in KEYS
@@ -109,7 +111,7 @@ def test_commands_are_of_this_project(page: str, command: list[str]) -> None:
 
 
 def test_settings_named_in_backticks_exist() -> None:
-    """`section.key` of the documents is a setting."""
+    """Every `section.key` in the docs is a setting."""
     sections = set(TrainConfig.model_fields)
     for page in (*PAGES, *KIT):
         if page.name in ("kernels.md", "sandbox.md"):
@@ -136,29 +138,29 @@ PLACES = (
     "tests",
     *(f"agentgrpo/sandbox/{room}" for room in ("", "isolation", "session")),
 )
-"""Where files that are named without their folder lie."""
+"""Folders of files that are named without one."""
 READERS = {"letters.toml", "agentgrpo_config.toml", "runs/quickstart/", "generate_with_tau.py"}
 READERS |= {f"{where}NAME.py" for where in ("agentgrpo/envs/", "agentgrpo/agents/")}
 READERS |= {f"tests/{where}/test_NAME.py" for where in ("envs", "agents")}
-"""Files that a reader makes, or had before."""
+"""Files that the reader creates or already has."""
 
 
 @pytest.mark.parametrize("page", [*PAGES, *KIT], ids=lambda page: page.name)
-def test_files_named_in_backticks_are_there(page: Path) -> None:
+def test_files_named_in_backticks_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     for name in re.findall(r"`([\w./-]+\.(?:py|c|h|sh|toml|png)|\w[\w./-]+/)`", text):
         there = any((ROOT / place / name).exists() for place in PLACES)
         assert there or name in READERS, f"{page.name}: {name}"
 
 
-def test_the_picture_of_the_house_is_what_the_table_makes() -> None:
+def test_architecture_page_matches_the_table() -> None:
     page = architecture.PAGE.read_text()
     assert page == with_made(page, "tests.architecture", architecture.picture()), (
         "python -m tests.architecture --write"
     )
 
 
-def test_the_files_beside_the_picture_of_a_step_are_there() -> None:
+def test_files_next_to_the_step_diagram_exist() -> None:
     page = PAGES[0].read_text()
     picture = page[page.index("    tasks ──> groups") : page.index("* **One copy of the")]
     named = re.findall(r"(?<=\s)(?:[a-z_]+/)+(?:[a-z_]+\.py)?(?=\s)", picture)
@@ -166,38 +168,38 @@ def test_the_files_beside_the_picture_of_a_step_are_there() -> None:
     assert {n for n in named if not any((ROOT / p / n).exists() for p in PLACES)} == set()
 
 
-def test_the_number_of_attacks_is_not_below_what_pages_say() -> None:
-    """Nor SECURITY.md or docs/sandbox.md, where they say one."""
-    said = [
+def test_documented_number_of_attacks_is_a_lower_bound() -> None:
+    """In SECURITY.md and docs/sandbox.md too, if they have a number."""
+    documented = [
         int(number)
         for page in (ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "docs" / "sandbox.md")
         for number in re.findall(r"[Oo]ver (\d+) (?:attacks|cases|of them)", page.read_text())
     ]
-    assert said
+    assert documented
     shipped = sum(not case.group.startswith("on_") for case in CASES)
-    assert all(number < shipped <= number + 10 for number in said)
+    assert all(number < shipped <= number + 10 for number in documented)
 
 
 @pytest.mark.parametrize("page", [*PAGES, *KIT], ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_path_of_a_step_can_be_read_in_an_afternoon() -> None:
-    """CONTRIBUTING.md names its files with about as many lines as they have: under 4,100 in all."""
-    said = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", KIT[0].read_text(), re.M)
-    lines = {name: len((ROOT / name).read_text().splitlines()) for name, _ in said}
+def test_reading_list_of_contributing_stays_short() -> None:
+    """CONTRIBUTING.md lists the files with about their number of lines: under 4,100 in total."""
+    listed = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", KIT[0].read_text(), re.M)
+    lines = {name: len((ROOT / name).read_text().splitlines()) for name, _ in listed}
     assert {"agentgrpo/train/loop.py", "agentgrpo/rollout/play.py", "kernels/grpo_loss.py"} <= {
         *lines
     }
     assert sum(lines.values()) < 4100
-    far = {name: lines[name] for name, count in said if abs(int(count) - lines[name]) > 30}
+    far = {name: lines[name] for name, count in listed if abs(int(count) - lines[name]) > 30}
     assert not far, f"CONTRIBUTING.md: lines of {far}"
 
 
-def test_the_targets_of_make_that_contributing_names_are_there() -> None:
+def test_make_targets_of_contributing_exist() -> None:
     targets = set(re.findall(r"`make (\w+)", KIT[0].read_text()))
     there = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert {"fast", "test", "check", "mutants"} <= targets <= there

@@ -1,7 +1,7 @@
-"""The documents' code runs as it is printed, on what a reader would have at that point.
+"""The docs' Python code runs as printed, with what a reader has at that point.
 
-Each test takes a block as its argument `code`; the last one holds that no block was forgotten.
-The files of your-task.md are used by its commands: test_docs_commands.py.
+Each test takes a block as its argument `code`; the last test checks that every block has a test.
+The commands of your-task.md use its files: test_docs_commands.py.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ from tests.project.test_docs import PAGES, ROOT, blocks, lines, words
 from tests.sandbox.isolation.tiny_image import add_tiny_image
 
 RUN: set[tuple[str, str]] = set()
-"""Page and text of every block that a test here runs."""
+"""Page and text of every block that a test runs."""
 YOUR_TASK = ROOT / "docs" / "your-task.md"
 
 
 def of_page(page: str, after: str) -> pytest.MarkDecorator:
-    """Gives a test, as `code`, the first Python block of a page below (or with) a text."""
+    """Pass the first Python block of a page after (or with) a text to a test as `code`."""
     text = (ROOT / page).read_text()
-    found = [code for code in blocks(ROOT / page, "python")
+    matches = [code for code in blocks(ROOT / page, "python")
              if text.index(after) < text.index(code) + len(code)]  # fmt: skip
-    assert found, f"{page}: no block after {after!r}"
-    RUN.add((page, found[0]))
-    return pytest.mark.parametrize("code", [found[0]], ids=[f"{page} {after}"])
+    assert matches, f"{page}: no block after {after!r}"
+    RUN.add((page, matches[0]))
+    return pytest.mark.parametrize("code", [matches[0]], ids=[f"{page} {after}"])
 
 
 EXAMPLES = [p for p in sorted((ROOT / "agentgrpo").rglob("*.py")) if "    >>> " in p.read_text()]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_docstrings_examples_come_out_as_they_say(path: Path) -> None:
+def test_docstring_examples_pass(path: Path) -> None:
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     ran = doctest.testmod(importlib.import_module(name))
     assert ran.attempted > 0
@@ -70,7 +70,7 @@ def test_a_docstrings_examples_come_out_as_they_say(path: Path) -> None:
 
 @of_page("docs/sandbox.md", after="# The sandbox")
 @pytest.mark.nsjail
-def test_the_sandbox_alone(code: str) -> None:
+def test_sandbox_example(code: str) -> None:
     names: dict[str, Any] = {}
     exec(code, names)
     result = names["result"]
@@ -79,7 +79,7 @@ def test_the_sandbox_alone(code: str) -> None:
 
 @of_page("docs/sandbox.md", after="## Host functions")
 @pytest.mark.nsjail
-def test_code_calls_a_function_of_the_host(code: str) -> None:
+def test_code_calls_host_function(code: str) -> None:
     code = code.replace("    ...  #", '    return [f"{query}: " + "web " * 99] * top_n  #')
     code = code.replace("    sandbox.run_code", "    said = sandbox.run_code")
     names: dict[str, Any] = {"Sandbox": Sandbox}
@@ -89,8 +89,8 @@ def test_code_calls_a_function_of_the_host(code: str) -> None:
 
 @of_page("docs/sandbox.md", after="Code written for E2B")
 @pytest.mark.nsjail
-def test_code_written_for_e2b(code: str) -> None:
-    """What each line gives, the comment behind the first of them included."""
+def test_e2b_example(code: str) -> None:
+    """Each line returns what its comment says."""
     code = re.sub(r"^    (sandbox\..*?)(?:  #.*)?$", r"    seen.append(\1)", code, flags=re.M)
     seen: list[Any] = []
     exec(code, {"seen": seen})
@@ -102,7 +102,7 @@ def test_code_written_for_e2b(code: str) -> None:
 
 @pytest.fixture
 def loop() -> dict[str, Any]:
-    """What a training loop has when it comes to the loss."""
+    """The variables of a training loop before the loss."""
     torch.manual_seed(0)
     input_ids = torch.randint(5, 200, (3, 12))
     sampled = torch.zeros(3, 12, dtype=torch.bool)
@@ -114,7 +114,7 @@ def loop() -> dict[str, Any]:
 
 
 def dapo_gradient(loop: dict[str, Any]) -> list[torch.Tensor]:
-    """With one update a batch dapo's gradient is that of -mean(A logp): by log_softmax."""
+    """With one update per batch dapo's gradient is that of -mean(A logp), by log_softmax."""
     model, ids, mask = loop["model"], loop["input_ids"], loop["sampled"][:, 1:]
     model.zero_grad()
     logp = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
@@ -124,7 +124,7 @@ def dapo_gradient(loop: dict[str, Any]) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _kernels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The folder copied, under the name that its wheel has."""
+    """A copy of the folder, under the name of its wheel."""
     skipped = shutil.ignore_patterns("__pycache__", "build")
     shutil.copytree(ROOT / "kernels", tmp_path / "lib" / "agentgrpo_kernels", ignore=skipped)
     monkeypatch.syspath_prepend(tmp_path / "lib")
@@ -134,8 +134,8 @@ def _kernels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @of_page("docs/python.md", after="## Learning as a test")
-def test_tests_of_learning_call_what_there_is(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each does is in tests/testing; here, that it takes what the page gives it."""
+def test_testing_example_matches_the_signatures(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks the arguments only; tests/testing has the behaviour."""
     called = []
     for name in testing.__all__:
         signature = inspect.signature(getattr(testing, name))
@@ -152,7 +152,7 @@ def test_tests_of_learning_call_what_there_is(code: str, monkeypatch: pytest.Mon
 
 
 @of_page("docs/kernels.md", after="## Plain torch")
-def test_the_loss_in_a_plain_loop(code: str, loop: dict[str, Any]) -> None:
+def test_loss_example_in_plain_loop(code: str, loop: dict[str, Any]) -> None:
     exec(code, loop)
     grads = [p.grad.clone() for p in loop["model"].parameters()]
     torch.testing.assert_close(grads, dapo_gradient(loop), rtol=1e-4, atol=1e-6)
@@ -171,8 +171,8 @@ def test_micro_batches_add_up_to_the_step(code: str, loop: dict[str, Any]) -> No
 
 
 @of_page("docs/losses.md", after="# my_losses.py")
-def test_a_loss_of_your_own(code: str) -> None:
-    """What it says is cispo, with the bound as a distance from 1."""
+def test_custom_loss(code: str) -> None:
+    """The example is cispo, with the bound as a distance from 1."""
     names: dict[str, Any] = {}
     exec(code, names)
     logp = torch.tensor([-1.0, -2.0, -0.5, -1.5], requires_grad=True)
@@ -189,8 +189,8 @@ def test_a_loss_of_your_own(code: str) -> None:
 @pytest.mark.parametrize("kind", ["float32", "bf16", "lora"])
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TRL's, about versions
-def test_inside_trl(code: str, kind: str, tmp_path: Path) -> None:
-    """Loss and gradient are TRL's own, for what TRL prepares: an evaluation, then two steps."""
+def test_example_for_trl(code: str, kind: str, tmp_path: Path) -> None:
+    """Loss and gradient equal TRL's, for an evaluation and two steps prepared by TRL."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
@@ -238,7 +238,7 @@ def test_inside_trl(code: str, kind: str, tmp_path: Path) -> None:
 
 
 @of_page("docs/kernels.md", after="## verl")
-def test_verls_tensors(code: str) -> None:
+def test_example_for_verl(code: str) -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     log_prob = torch.full((2, 3), -1.0, requires_grad=True)
     of = torch.arange(2).repeat_interleave(3)
@@ -259,34 +259,34 @@ def test_verls_tensors(code: str) -> None:
 @of_page("docs/coming-from.md", after="## Audit your own trainer")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TRL's, about versions
-def test_a_run_of_trl_is_audited(code: str, tmp_path: Path) -> None:
-    """And what the page shows of it is what is said, but for the numbers."""
+def test_trl_audit_example(code: str, tmp_path: Path) -> None:
+    """The error on the page is the real one, except for the numbers."""
     pytest.importorskip("trl")
     from agentgrpo.inspect.audit_trl import AuditError
     from tests.inspect.audited_loops import make_trainer, trl_5312
 
     with pytest.raises(AuditError) as stopped:
         exec(code, {"trainer": make_trainer(tmp_path, trl_5312)})
-    shown = (ROOT / "docs" / "coming-from.md").read_text()
-    shown = shown[shown.index("AuditError: ") + len("AuditError: ") :].split("\n\n")[0]
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    quoted = page[page.index("AuditError: ") + len("AuditError: ") :].split("\n\n")[0]
     numbers = r"\d+(?:\.\d+)?(?:e-\d+)?"
-    said = [re.sub(numbers, "N", text).split() for text in (shown, str(stopped.value))]
-    assert said[0] == said[1]
+    texts = [re.sub(numbers, "N", text).split() for text in (quoted, str(stopped.value))]
+    assert texts[0] == texts[1]
 
 
 @of_page("docs/coming-from.md", after="auditor = Auditor(")
-def test_any_loop_is_audited(code: str) -> None:
+def test_audit_example_for_any_loop(code: str) -> None:
     from tests.inspect.audited_sampling import sample
 
     model, prompts = tiny.make_model(), [[5, 6], [7, 8]]
     names = {"model": model, "prompt_ids": prompts}
-    for seed, found in ((0, None), (5, "no cause found")):
-        ids, said = sample(tiny.make_model(seed=seed), prompts)
-        names |= {"completion_ids": ids, "logprobs": said}
-        if found is None:
+    for seed, message in ((0, None), (5, "no cause found")):
+        ids, logprobs = sample(tiny.make_model(seed=seed), prompts)
+        names |= {"completion_ids": ids, "logprobs": logprobs}
+        if message is None:
             exec(code, names)
         else:
-            with pytest.raises(RuntimeError, match=found):
+            with pytest.raises(RuntimeError, match=message):
                 exec(code, names)
 
 
@@ -300,7 +300,7 @@ class Tourist:
 """
 
 
-def test_a_user_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_simulated_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/agents.md describes it: a class with reply()."""
     (tmp_path / "docs_users.py").write_text(TOURIST)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -325,7 +325,7 @@ def weather(city: str, days: int = 1) -> str:
     return city * days
 
 
-def test_a_typed_function_is_a_tool() -> None:
+def test_typed_function_is_a_tool() -> None:
     """As docs/agents.md describes it: by its annotations and its docstring."""
     from agentgrpo.envs.tools import Tool, Toolset
 
@@ -337,8 +337,8 @@ def test_a_typed_function_is_a_tool() -> None:
 
 
 @of_page("docs/agents.md", after="# my_rewards.py")
-def test_rewards_of_ones_own(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As their comments name them in a config, and the page all that are built in."""
+def test_custom_rewards(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the config values in their comments; the page lists all built-in rewards."""
     (tmp_path / "my_rewards.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     settings = re.findall(r"# (reward\.\w+ = .+)", code)
@@ -358,10 +358,10 @@ def test_rewards_of_ones_own(code: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @of_page("README.md", after="# guess.py")
-def test_the_readmes_environment_is_played_by_its_config(
+def test_readme_environment_runs_by_its_config(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One file and the command that README.md gives for it; nothing else."""
+    """With one file and the command in README.md only."""
     assert len(code.splitlines()) <= 30
     (tmp_path / "guess.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -384,7 +384,7 @@ def test_the_readmes_environment_is_played_by_its_config(
 
 @of_page("docs/agents.md", after="# lines.py")
 @pytest.mark.nsjail
-def test_the_pages_agent_is_played_by_its_config(
+def test_agent_example_runs_by_its_config(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(code.splitlines()) <= 32
@@ -400,7 +400,7 @@ def test_the_pages_agent_is_played_by_its_config(
 
 
 @of_page("docs/agents.md", after="# doors.py")
-def test_the_pages_environment_is_played_by_the_pages_agent(
+def test_environment_example_runs_with_agent_example(
     code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = next(b for b in blocks(ROOT / "docs/agents.md", "python") if "# lines.py" in b)
@@ -424,13 +424,13 @@ def test_the_pages_environment_is_played_by_the_pages_agent(
 
 IMAGES = ROOT / "docs" / "environments.md"
 SHOWN = re.compile(r"^( +)(\S.*\.(?:stdout|text))(?:  #.*)?$", re.M)
-"""What a notebook would show."""
+"""Expressions whose value a notebook would show."""
 RUN |= {("docs/environments.md", code) for code in blocks(IMAGES, "python")}
 
 
 @pytest.mark.nsjail
-def test_sessions_of_images_and_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an image of this machine's own programs under the page's name."""
+def test_image_and_snapshot_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an image of this machine's programs under the name on the page."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     add_tiny_image("debian:12")
     seen: list[str] = []
@@ -447,8 +447,8 @@ RUN |= {("docs/your-task.md", code) for code in blocks(YOUR_TASK, "python")}
 RUN |= {("docs/python.md", code) for code in blocks(ROOT / "docs" / "python.md", "python")}
 
 
-def test_your_tasks_reward() -> None:
-    """Right, wrong, or without an answer; with a run of code that worked, or without."""
+def test_reward_example() -> None:
+    """For right, wrong and missing answers, with and without a successful code run."""
     (code,) = [text for text in blocks(YOUR_TASK, "python") if "def reward" in text]
     names: dict[str, Any] = {}
     exec(code, names)
@@ -471,10 +471,10 @@ def test_settings_in_toml_blocks_are_accepted(page: Path) -> None:
         RecipeConfig.model_validate(table)
 
 
-def test_every_block_is_run() -> None:
-    there = {
+def test_every_code_block_has_a_test() -> None:
+    printed = {
         (str(page.relative_to(ROOT)), text) for page in PAGES for text in blocks(page, "python")
     }
-    forgotten = there - RUN
-    assert not forgotten, "\n".join(f"{page}: no test runs\n{text}" for page, text in forgotten)
-    assert not RUN - there
+    untested = printed - RUN
+    assert not untested, "\n".join(f"{page}: no test runs\n{text}" for page, text in untested)
+    assert not RUN - printed

@@ -1,12 +1,12 @@
-"""The documents' commands run as they are printed, by a shell, each page from top to bottom.
+"""The docs' commands run in a shell as printed, each page from top to bottom.
 
-They run in one directory that holds what the pages say a reader has by then, down to the names they
-leave to the reader: a model called MODEL, a run called RUN. A tiny model stands in the cache where
-the quickstart's is kept. A training run is stopped by Ctrl-C, which finishes its first step. What
-needs an engine forks from a process that has imported torch and vLLM (warm.py).
+They run in one folder with everything that a reader has at that point, including placeholders: a
+model called MODEL, a run called RUN. The cache holds a tiny model in place of the quickstart's. A
+training run is stopped with Ctrl-C, which finishes its first step. Commands with an engine are
+forked from a process that has imported torch and vLLM (warm.py).
 
-What cannot be run here is in NOT_HERE, with the reason; what another test runs, in ELSEWHERE.
-test_docs.py holds that each command is one there is, with options that it has.
+NOT_HERE lists commands that cannot run here, with the reason; ELSEWHERE those that another test
+runs. test_docs.py checks that all commands and options exist.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ ELSEWHERE = {
     )
     for part in ("flywheel", "sft", "curriculum")
 }
-"""The file that runs it, and the words by which it does."""
+"""The file that runs it, and the text to find in that file."""
 
 SAYS = {
     "agentgrpo --help": "usage: agentgrpo COMMAND",
@@ -117,7 +117,7 @@ SAYS = {
     "agentgrpo view runs/quickstart": r"runs/quickstart/view\.html",
     "agentgrpo view runs/quickstart runs/more": r"runs/quickstart/compare\.html",
     "agentgrpo view runs/quickstart --curves -o curves.html": r"curves\.html: 0 rollouts",
-    "agentgrpo push RUN me/model --dry-run": r"step_0000\d\d as me/model(?s:.*)nothing was sent",
+    "agentgrpo push RUN me/model --dry-run": r"step_0000\d\d as me/model(?s:.*)dry run, nothing",
     "agentgrpo verify runs/quickstart": "0 faults in",
     "agentgrpo verify RUN": "0 faults in",
     "agentgrpo verify RUN --tools": r"tools again: \d+ calls of \d+ rollouts, the same",
@@ -127,7 +127,7 @@ SAYS = {
     "python -m bench.table": r"\| measured \|",
     "agentgrpo train letters.toml --dry-run": "301 training tasks, 64 held out",
 }
-"""What tells that a command did what the page promises, besides its exit status."""
+"""Expected output of a command, besides its exit status."""
 FIRST_STEP = r"step 1/\d+ (?s:.*)saved (?s:.*)The same command continues from "
 
 RECIPE = """
@@ -146,13 +146,13 @@ max_model_len = 512
 kv_cache_gib = 0.0625
 """
 ONCE = "model: unpacked to PATH"
-"""What a run says only where the cache is empty."""
+"""Lines that a run prints only with an empty cache."""
 OF_LUCK = ("no gradient:", "(use tasks that", "most of it was", "it did not rise")
-"""What a run says only if its model is as bad, or its steps as short, as those here."""
+"""Lines that a run prints only with a model as bad, or steps as short, as in this test."""
 
 
 ENGINES = ("agentgrpo train ", "agentgrpo evaluate ", "python -m agentgrpo.train ")
-"""What begins a command that imports torch and vLLM, ten seconds of which a fork spares."""
+"""Prefixes of commands that import torch and vLLM; a fork saves these ten seconds."""
 STOP_AT = "held-out after 0 steps"
 
 
@@ -161,7 +161,7 @@ def joined(line: str) -> str:
 
 
 class Reader:
-    """Somebody with a directory, a cache and an activated environment, who types commands."""
+    """A user with a folder, a cache and an activated environment who types commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -173,11 +173,11 @@ class Reader:
         }
 
     def types(self, command: str, *, stop: bool = False) -> str:
-        """What a command says, which must succeed. stop: by Ctrl-C, in the first step of a run."""
-        status, said = (self._fork if command.startswith(ENGINES) else self._shell)(command, stop)
-        assert status == (130 if stop else 0), f"{command}\n{said}"
-        assert "Traceback" not in said, f"{command}\n{said}"
-        return said
+        """Run a command and return its output; `stop`: press Ctrl-C in the first step."""
+        status, output = (self._fork if command.startswith(ENGINES) else self._shell)(command, stop)
+        assert status == (130 if stop else 0), f"{command}\n{output}"
+        assert "Traceback" not in output, f"{command}\n{output}"
+        return output
 
     def _fork(self, command: str, stop: bool) -> tuple[int | None, str]:
         assert not set(command) & set("$*;|&<>`"), f"{command}: this needs a shell"
@@ -185,7 +185,7 @@ class Reader:
         if program == "agentgrpo":
             arguments = ["-m", "agentgrpo", *arguments]
         forked = Command(*arguments, cwd=self.folder, **self._own)
-        while stop and forked.returncode is None and STOP_AT not in forked.said():
+        while stop and forked.returncode is None and STOP_AT not in forked.stdout():
             time.sleep(0.02)
         if stop and forked.returncode is None:
             forked.interrupt()
@@ -224,30 +224,30 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 
 @pytest.fixture(scope="module")
 def quickstart(reader: Reader) -> str:
-    """What `make quickstart` trains with, on small steps; runs/quickstart is there then."""
+    """Train like `make quickstart`, with small steps; creates runs/quickstart."""
     small = "rollout.tasks_per_step=1 rollout.group_size=2 rollout.refill_below=0"
-    said = reader.types(f"python -m agentgrpo.train quickstart {small} data.num_heldout=4")
+    output = reader.types(f"python -m agentgrpo.train quickstart {small} data.num_heldout=4")
     (reader.folder / "RUN").symlink_to("runs/quickstart")
-    return said
+    return output
 
 
 @pytest.mark.usefixtures("quickstart")
 @pytest.mark.parametrize("page", [p for p in PAGES if lines(p)], ids=lambda page: page.name)
-def test_a_page_is_followed(page: Path, reader: Reader) -> None:
+def test_commands_of_page_run(page: Path, reader: Reader) -> None:
     for line in lines(page):
         command = joined(line)
         if command in (*NOT_HERE, *ELSEWHERE):
             continue
         trains = command.startswith("agentgrpo train ") and "--dry-run" not in command
-        said = reader.types(line, stop=trains)
-        assert re.search(FIRST_STEP if trains else SAYS.get(command, ""), said), (
-            f"{command}\n{said}"
+        output = reader.types(line, stop=trains)
+        assert re.search(FIRST_STEP if trains else SAYS.get(command, ""), output), (
+            f"{command}\n{output}"
         )
-        assert "WARNING" not in said, f"{command}\n{said}"
+        assert "WARNING" not in output, f"{command}\n{output}"
 
 
-def test_every_command_is_run_or_said_why_not() -> None:
-    """And nothing is excused that no page has."""
+def test_every_documented_command_is_run_or_excluded() -> None:
+    """And every exception is on some page."""
     printed = {joined(line) for page in PAGES for line in lines(page)}
     assert NOT_HERE.keys() | ELSEWHERE.keys() | SAYS.keys() <= printed
     assert not NOT_HERE.keys() & ELSEWHERE.keys()
@@ -261,7 +261,7 @@ def test_every_command_is_run_or_said_why_not() -> None:
 
 
 def shape_of(line: str) -> str:
-    """A line of a run without what differs from run to run: numbers, paths, the sandbox's rung."""
+    """A line of output without parts that vary: numbers, paths, the sandbox's isolation."""
     line = re.sub(r"\d+([m/])\d+", r"#\1#", line.strip())
     line = re.sub(r"(?:~|\.venv|runs)?(?:/[\w.~-]+)+", "PATH", line)
     line = re.sub(r"(?<![A-Za-z\d])\d+(?:,\d{3})*(?:\.[\d.]+)?(?:e-\d+)?", "N", line)
@@ -270,16 +270,16 @@ def shape_of(line: str) -> str:
     return line.removesuffix(":")
 
 
-def said_by_a_run(text: str) -> list[str]:
-    """The shapes of its lines in their order, each once."""
+def lines_of_run(text: str) -> list[str]:
+    """The shapes of a run's lines in order, without repeats."""
     found = re.findall(r"^ *\d+s  (.*)$", text, re.M)
     return list(dict.fromkeys(map(shape_of, found)))
 
 
-def test_the_log_in_readme_is_what_a_run_prints_now(quickstart: str) -> None:
-    """Line by line, in its order, nothing left out."""
-    shown = said_by_a_run(re.sub(r"^    ", "", (ROOT / "README.md").read_text(), flags=re.M))
-    printed = [line for line in said_by_a_run(quickstart) if not line.startswith(OF_LUCK)]
+def test_log_in_readme_matches_a_run(quickstart: str) -> None:
+    """Compares all lines in order."""
+    shown = lines_of_run(re.sub(r"^    ", "", (ROOT / "README.md").read_text(), flags=re.M))
+    printed = [line for line in lines_of_run(quickstart) if not line.startswith(OF_LUCK)]
     assert [line for line in shown if line != ONCE] == printed
     assert ONCE in shown
     lines = [line for line in quickstart.splitlines() if "PATH" not in shape_of(line)]

@@ -1,4 +1,4 @@
-"""Who may import whom: the direction that keeps agents, environments and kernels usable alone."""
+"""Allowed imports between packages, which keep agents, environments and kernels independent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def parsed(path: Path) -> ast.Module:
-    """A file, the relative imports of kernels/ written out; others would hide where they go."""
+    """Parse a file, with the relative imports of kernels/ resolved; others are not allowed."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -32,7 +32,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module that a file imports, wherever it does."""
+    """Every module that a file imports, anywhere in it."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -98,11 +98,11 @@ A room is a module at the top of agentgrpo/ or a folder; the folders in `sandbox
 NESTED = ("sandbox", "inspect", "envs")
 OURS = [p for p in python_files("agentgrpo") if "kernels" not in p.parts]
 ITSELF = ("__init__", "__main__")
-"""The package's own modules, which nobody imports."""
+"""Modules that no other module imports."""
 
 
 def room_of(name: str) -> str:
-    """The room of an imported name; "" for agentgrpo itself and its compiled half."""
+    """The package of an imported name; "" for agentgrpo itself and its C extension."""
     first, *rest = [*name.split(".")[1:], ""]
     if first in NESTED and (PACKAGE / first / rest[0] / "").is_dir() and rest[0]:
         return f"{first}/{rest[0]}"
@@ -110,11 +110,11 @@ def room_of(name: str) -> str:
 
 
 def room_of_file(path: Path) -> str:
-    """The room that a file is in."""
+    """The package of a file."""
     return room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
-def test_a_room_imports_what_its_row_says() -> None:
+def test_package_imports_only_what_its_row_allows() -> None:
     for path in OURS:
         room = room_of_file(path)
         for name in imports(path) if room not in ITSELF else ():
@@ -123,7 +123,7 @@ def test_a_room_imports_what_its_row_says() -> None:
                 assert other in allowed, f"{path} imports {name}"
 
 
-def test_every_room_has_its_row_and_no_row_is_too_long() -> None:
+def test_every_package_has_a_row() -> None:
     assert {room_of_file(path) for path in OURS} - {*ITSELF} == {*ROOMS} - {"kernels"}
     used = {
         (room_of_file(path), room_of(name))
@@ -140,16 +140,16 @@ def test_every_room_has_its_row_and_no_row_is_too_long() -> None:
     assert not unused
 
 
-def test_imports_go_down() -> None:
-    """A room comes after all that it may import."""
+def test_imports_point_downwards() -> None:
+    """A package comes after all that it may import."""
     seen: set[str] = set()
     for room, others in ROOMS.items():
         assert set(others.split()) <= seen, room
         seen.add(room)
 
 
-def test_the_house_stays_small() -> None:
-    """Rooms, arrows between them, and what lies at the top of the package."""
+def test_package_stays_small() -> None:
+    """Limits the number of packages, of imports between them, and of top-level entries."""
     assert len(ROOMS) <= 30
     assert sum(len(others.split()) for others in ROOMS.values()) <= 170
     top = {path.relative_to(PACKAGE).parts[0] for path in OURS} - {"__pycache__"}
@@ -195,8 +195,8 @@ LOADS_MODELS = (
 )
 
 
-def test_each_dependency_has_its_place() -> None:
-    """Agents and environments know nothing of models; vLLM is the engine's."""
+def test_each_dependency_is_imported_only_where_allowed() -> None:
+    """Agents and environments do not import models; only the engine imports vLLM."""
     for path in OURS:
         where = path.relative_to(PACKAGE)
         for name in imports(path):
@@ -209,14 +209,14 @@ def test_each_dependency_has_its_place() -> None:
                 assert str(where) in LOADS_MODELS, f"{path} imports {name}"
 
 
-def test_kernels_is_no_package_and_linked_into_ours() -> None:
+def test_kernels_folder_is_linked_and_has_no_init() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert (PACKAGE / "kernels").is_symlink()
     assert os.readlink(PACKAGE / "kernels") == "../kernels"
 
 
 def modules_after(*imported: str) -> set[str]:
-    """What a fresh interpreter has loaded after these imports."""
+    """The modules that a fresh interpreter has loaded after these imports."""
     program = f"import {', '.join(imported)}, sys\nprint(*sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
@@ -231,8 +231,8 @@ def test_kernels_load_neither_vllm_nor_transformers() -> None:
     assert not loaded & {"vllm", "transformers", "agentgrpo.engine.engine", "agentgrpo.types"}
 
 
-def test_what_runs_before_the_model_loads_no_torch() -> None:
-    """A command sets the environment first, then imports torch."""
+def test_early_modules_do_not_import_torch() -> None:
+    """A command sets the environment before it imports torch."""
     commands = [module for module, _ in COMMANDS.values()]
     loaded = modules_after("agentgrpo.sandbox", "agentgrpo.envs.python", *commands)
     assert not loaded & {"torch", "vllm", "transformers", "triton"}

@@ -1,6 +1,6 @@
-"""install.py: which torch is taken, what a failed step says, and that the next run goes on.
+"""install.py: the choice of torch, messages of failed steps, and continuing after a failure.
 
-A stand-in for the environment's Python takes the part of pip; nothing is installed.
+A fake Python stands in for pip; nothing is installed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ case "$*" in
 *m.requires*) cat says ;;
 esac
 """
-"""Of the shell's: a Python starts ten times slower."""
+"""A shell script, since Python starts ten times slower."""
 
 
 class Venv:
-    """An environment whose Python writes down what it is asked, and fails where it is told to."""
+    """An environment whose Python records its calls and fails for chosen arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,9 +44,9 @@ class Venv:
         (folder / "bin" / "python").chmod(0o755)
 
     def fails(self, **fails: str) -> None:
-        """What calls write that have these words, and then fail; all others pass."""
-        quoted = [(shlex.quote(words), shlex.quote(said)) for words, said in fails.items()]
-        arms = [f"*{words}*) printf '%s\\n' {said}; exit 1 ;;" for words, said in quoted]
+        """Calls with these words print the given text and fail; all others succeed."""
+        quoted = [(shlex.quote(words), shlex.quote(output)) for words, output in fails.items()]
+        arms = [f"*{words}*) printf '%s\\n' {output}; exit 1 ;;" for words, output in quoted]
         script = STAND_IN.format(fails="\n".join(arms))
         (self.folder / "bin" / "python").write_text(script)
 
@@ -62,7 +62,7 @@ class Venv:
 
 @pytest.fixture
 def card(tmp_path: Path) -> Path:
-    """What nvidia-smi is here: of a card that can be used."""
+    """A fake nvidia-smi that reports a usable GPU."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho '590.44.01, 9.0'\n")
     smi.chmod(0o755)
@@ -76,7 +76,7 @@ def venv(tmp_path: Path, card: Path, monkeypatch: pytest.MonkeyPatch) -> Venv:
     return Venv(tmp_path / "venv")
 
 
-def test_a_cpu_wheel_is_taken_where_pip_finds_one(venv: Venv, capsys: Any) -> None:
+def test_cpu_wheel_is_preferred(venv: Venv, capsys: Any) -> None:
     status, calls = venv.install()
     assert status == 0
     parts = calls[2:-1]
@@ -89,9 +89,7 @@ def test_a_cpu_wheel_is_taken_where_pip_finds_one(venv: Venv, capsys: Any) -> No
     assert "CUDA" not in capsys.readouterr().out
 
 
-def test_else_pypis_torch_with_its_libraries_and_a_word_of_what_it_costs(
-    venv: Venv, capsys: Any
-) -> None:
+def test_fallback_is_pypi_torch_with_a_note_on_size(venv: Venv, capsys: Any) -> None:
     asks = 'nvidia-cudnn-cu13==9; platform_system == "Linux"'
     (venv.folder / "says").write_text(f'{asks}\npyyaml; extra == "pyyaml"\n')
     status, calls = venv.install(**{CPU: ABSENT})
@@ -99,25 +97,25 @@ def test_else_pypis_torch_with_its_libraries_and_a_word_of_what_it_costs(
     held = ["--constraint", "requirements-cpu.txt"]
     assert calls[2:5] == [["--no-deps", CUDA], [*held, asks], [*held, CUDA]]
     assert calls[5][:2] == ["--no-deps", "accelerate==1.15.0"]
-    said = capsys.readouterr().out
-    assert "taking PyPI's CUDA build and its libraries" in said
-    assert f"PIP_EXTRA_INDEX_URL={install.CPU_INDEX}" in said
-    assert "ERROR" not in said
+    output = capsys.readouterr().out
+    assert "taking PyPI's CUDA build and its libraries" in output
+    assert f"PIP_EXTRA_INDEX_URL={install.CPU_INDEX}" in output
+    assert "ERROR" not in output
 
 
-def test_no_network_is_no_reason_to_take_the_large_one(venv: Venv, capsys: Any) -> None:
+def test_network_error_does_not_fall_back_to_larger_wheel(venv: Venv, capsys: Any) -> None:
     status, calls = venv.install(**{CPU: OFFLINE})
     assert (status, len(calls)) == (1, 2)
     assert "installing torch: see above. A network: " in capsys.readouterr().err
 
 
-def test_the_gpu_set_has_no_such_choice(venv: Venv) -> None:
+def test_gpu_set_has_one_torch(venv: Venv) -> None:
     _, calls = venv.install("gpu")
     asked = [word for call in calls for word in call if word.startswith("torch=")]
     assert asked == ["torch===2.11.0"]
 
 
-def test_a_step_that_fails_says_in_one_line_what_to_do(venv: Venv, capsys: Any) -> None:
+def test_failed_step_prints_a_remedy_in_one_line(venv: Venv, capsys: Any) -> None:
     status, calls = venv.install(**{"numpy==": OFFLINE})
     assert (status, calls[-1][0]) == (1, "--no-deps")
     out, err = capsys.readouterr()
@@ -127,13 +125,13 @@ def test_a_step_that_fails_says_in_one_line_what_to_do(venv: Venv, capsys: Any) 
     assert line.endswith("; the same command then goes on from here")
 
 
-def test_a_torch_that_does_not_import_is_told(venv: Venv, capsys: Any) -> None:
+def test_broken_torch_is_reported(venv: Venv, capsys: Any) -> None:
     status, calls = venv.install(**{"-c import torch": "ImportError"})
     assert (status, "--editable" in calls[-1]) == (1, False)
     assert "this torch does not import" in capsys.readouterr().err
 
 
-def test_a_machine_without_a_compiler_is_told_before_anything_is_downloaded(
+def test_missing_compiler_is_reported_before_download(
     venv: Venv, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for compiler in ("/no/such/cc", "false"):
@@ -143,7 +141,7 @@ def test_a_machine_without_a_compiler_is_told_before_anything_is_downloaded(
         assert "build-essential" in capsys.readouterr().err
 
 
-def test_a_clone_that_cannot_be_written_to_is_told_before_anything_is_downloaded(
+def test_read_only_clone_is_refused_before_download(
     venv: Venv, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
@@ -154,19 +152,19 @@ def test_a_clone_that_cannot_be_written_to_is_told_before_anything_is_downloaded
 @pytest.mark.parametrize(
     ("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64"), ("darwin", "x86_64")]
 )
-def test_another_system_is_told_before_anything_is_downloaded(
+def test_unsupported_system_is_reported_before_download(
     venv: Venv, capsys: Any, monkeypatch: pytest.MonkeyPatch, system: str, machine: str
 ) -> None:
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     assert venv.install() == (1, [])
-    said = capsys.readouterr().err
-    assert "these packages are for Linux on x86-64, and this is " in said
-    assert f" on {machine}: docs/install.md" in said
+    output = capsys.readouterr().err
+    assert "these packages are for Linux on x86-64, and this is " in output
+    assert f" on {machine}: docs/install.md" in output
 
 
-def test_an_environment_without_pip_is_made_again(tmp_path: Path, monkeypatch: Any) -> None:
-    """As `python -m venv` leaves it when it is killed, or when Debian's python3-venv is missing."""
+def test_environment_without_pip_is_recreated(tmp_path: Path, monkeypatch: Any) -> None:
+    """Such as after a killed `python -m venv`, or without Debian's python3-venv."""
     installer = install.Installer(tmp_path / "venv")
     made: list[tuple[object, ...]] = []
     monkeypatch.setattr(installer, "need", lambda what, *command, **_: made.append(command[1:]))
@@ -181,7 +179,7 @@ def test_an_environment_without_pip_is_made_again(tmp_path: Path, monkeypatch: A
     assert len(made) == 2
 
 
-def test_ctrl_c_is_one_line(venv: Venv) -> None:
+def test_ctrl_c_prints_one_line(venv: Venv) -> None:
     slow = venv.folder / "bin" / "python"
     slow.write_text("#!/bin/sh\ncase $* in *-V) ;; *) exec sleep 60 ;; esac\n")
     with subprocess.Popen(
@@ -196,7 +194,7 @@ def test_ctrl_c_is_one_line(venv: Venv) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "wanted"),
+    ("reported", "expected"),
     [
         ("", "there is no nvidia-smi"),
         ("NVIDIA-SMI has failed", "shows no GPU that can be used: NVIDIA-SMI has failed"),
@@ -205,24 +203,24 @@ def test_ctrl_c_is_one_line(venv: Venv) -> None:
         ("590.44.01, 9.0\n590.44.01, 9.0", ""),
     ],
 )
-def test_a_gpu_is_asked_before_its_set_is_downloaded(
-    venv: Venv, card: Path, capsys: Any, shown: str, wanted: str
+def test_gpu_is_checked_before_its_set_is_downloaded(
+    venv: Venv, card: Path, capsys: Any, reported: str, expected: str
 ) -> None:
-    card.write_text(f"#!/bin/sh\necho '{shown}'\n")
-    if not shown:
+    card.write_text(f"#!/bin/sh\necho '{reported}'\n")
+    if not reported:
         card.unlink()
     status, calls = venv.install("gpu")
-    assert (status == 0) == (wanted == "")
-    assert bool(calls) == (wanted == "")
-    assert wanted in capsys.readouterr().err
+    assert (status == 0) == (expected == "")
+    assert bool(calls) == (expected == "")
+    assert expected in capsys.readouterr().err
 
 
-def test_a_step_that_fails_on_the_gpu_leaves_a_report(venv: Venv, capsys: Any) -> None:
+def test_failed_gpu_step_prints_a_report(venv: Venv, capsys: Any) -> None:
     status, _ = venv.install("gpu", **{"train quickstart": "InductorError: no more shared memory"})
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert status == 1
-    assert "InductorError" in said.out
-    assert "the step failed (status 1)" in said.err
+    assert "InductorError" in output.out
+    assert "the step failed (status 1)" in output.err
     report = (venv.folder / "gpu-report.txt").read_text()
     assert "InductorError" in report
     assert "590.44.01" in report

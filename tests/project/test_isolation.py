@@ -1,4 +1,4 @@
-"""Where a machine cannot isolate, tests that need it are skipped aloud, or fail if so asked."""
+"""Without isolation, tests that need it are skipped with a message, or fail if required."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDS_ISOLATION = (
 )
 
 
-def test_a_machine_without_isolation_says_what_it_left_out() -> None:
+def test_machine_without_isolation_counts_skipped_tests() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", NEEDS_ISOLATION],
         env=os.environ | {"NSJAIL": "/nosuch/nsjail", "AGENTGRPO_SANDBOX_REQUIRED": ""},
@@ -30,7 +30,7 @@ def test_a_machine_without_isolation_says_what_it_left_out() -> None:
     assert "NOT TESTED: 1 tests, which need a machine that can isolate code" in ran.stdout
 
 
-def test_where_isolation_is_required_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_isolation_fails_if_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_missing", lambda rungs: "nothing isolates")
     monkeypatch.setenv("AGENTGRPO_SANDBOX_REQUIRED", "1")
     with pytest.raises(pytest.fail.Exception, match="nothing isolates"):

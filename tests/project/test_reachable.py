@@ -1,6 +1,6 @@
-"""What nobody uses goes: every function, class and constant is named somewhere besides where it is.
+"""Dead code check: every function, class and constant is named outside its definition.
 
-By whole words, in the package, its configs, the documents' pages and what builds it, not in tests.
+Searches whole words in the package, its configs, the docs and the build files, not in tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ASKED_BY_OTHERS = {"__getattr__", "__all__"}
 
 
 def bound(tree: ast.Module) -> Iterator[str]:
-    """What a file binds at its top level, but for what a decorator keeps."""
+    """Top-level names of a file, except decorated ones, which a decorator may register."""
     for statement in tree.body:
         match statement:
             case ast.FunctionDef(decorator_list=[_, *_]):
@@ -33,13 +33,13 @@ def bound(tree: ast.Module) -> Iterator[str]:
 
 def test_every_name_is_used() -> None:
     texts = {path: path.read_text() for path in (*PYTHON, *OTHERS)}
-    said = Counter(word for text in texts.values() for word in re.findall(r"\w+", text))
+    counts = Counter(word for text in texts.values() for word in re.findall(r"\w+", text))
     names = [(path, name) for path in PYTHON for name in bound(ast.parse(texts[path]))]
     twice = Counter(name for _, name in names)
     unused = [
         f"{path.relative_to(ROOT)}: {name}"
         for path, name in names
-        if said[name] <= twice[name] and name not in ASKED_BY_OTHERS
+        if counts[name] <= twice[name] and name not in ASKED_BY_OTHERS
     ]
-    unused += [f"_C.{name}" for name in vars(_C) if name[0] != "_" and not said[name]]
+    unused += [f"_C.{name}" for name in vars(_C) if name[0] != "_" and not counts[name]]
     assert not unused

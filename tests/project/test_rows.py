@@ -1,7 +1,7 @@
-"""Rows of the replaced systems that cross several parts: from what was played to what is trained.
+"""Rows of the replaced systems that span several parts, from rollouts to training.
 
-The others stand with the part they test: `grep -r "def test_S[0123]_" tests`. None is skipped where
-packages would do: see `row_skipped` in conftest.py.
+The tests of other rows are next to the part they test: `grep -r "def test_S[0123]_" tests`. A skip
+for a missing package is a failure: tests/rows.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.rollout.stubs import Turn
 HERE = Path(__file__).parents[1]
 
 
-def test_every_row_and_every_promise_has_its_tests() -> None:
+def test_every_row_and_promise_has_tests() -> None:
     named = [name for path in HERE.rglob("test_*.py") for name in rows.tests_of(path)]
     assert {match[1] for name in named if (match := rows.ROW.match(name))} == set(rows.ROWS)
     missing = {what: {*tests} - {*named} for what, tests in rows.PROMISES.items()}
@@ -48,9 +48,7 @@ def test_every_row_and_every_promise_has_its_tests() -> None:
     ("file", "why", "outcome"),
     [("test_x.py", "could not import", "failed"), (isolation.__file__, "no namespaces", "skipped")],
 )
-def test_a_row_that_is_skipped_for_want_of_a_package_fails(
-    file: str, why: str, outcome: str
-) -> None:
+def test_row_skipped_for_missing_package_fails(file: str, why: str, outcome: str) -> None:
     report = SimpleNamespace(skipped=True, outcome="skipped", longrepr=(file, 1, why))
     rows.refuse_skip(report)
     assert report.outcome == outcome
@@ -62,7 +60,7 @@ def test_a_row_that_is_skipped_for_want_of_a_package_fails(
 
 
 class Mine:
-    """Returns masks and rewards of its own: of five tokens three are trained, one is praised."""
+    """Returns its own masks and rewards: three of five tokens are trained, one has a reward."""
 
     def __init__(self, chat: ChatTemplate, config: RolloutConfig) -> None: ...
 
@@ -72,14 +70,14 @@ class Mine:
         return [[self._one(task, i) for i in range(n)] for task in tasks]
 
     def _one(self, task: Task, index: int) -> Rollout:
-        made = rollout_from_tokens(
+        rollout = rollout_from_tokens(
             task, [1, 5, 6], [7, 8, 9, 10, 11 + index], [-0.1] * 5, [1, 0, 0, 1, 1]
         )
-        made.span_rewards = [SpanReward(6, 7, "praise", float(index))]
-        return made
+        rollout.span_rewards = [SpanReward(6, 7, "praise", float(index))]
+        return rollout
 
 
-def test_S1_8_a_users_samplers_mask_and_rewards_arrive_in_the_loss() -> None:
+def test_S1_8_mask_and_rewards_of_custom_sampler_reach_the_loss() -> None:
     config = RolloutConfig(sampler=f"{__name__}:Mine")
     user = load_sampler(config)(ChatTemplate(TOKENIZER))
     engine: Any = scripted(lambda n, _: Turn(EOT))
@@ -101,8 +99,8 @@ def test_S1_8_a_users_samplers_mask_and_rewards_arrive_in_the_loss() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 3.0, float("nan")])
-def test_S1_9_observation_tokens_change_neither_the_kl_nor_the_loss(noise: float) -> None:
-    """Bit by bit, whatever the log-probabilities of the observation are, in either model."""
+def test_S1_9_observation_tokens_do_not_change_kl_or_loss(noise: float) -> None:
+    """Bit by bit, for any log-probabilities of the observation in either model."""
     rng = torch.Generator().manual_seed(0)
     mask = torch.tensor([[0, 0, 1, 1, 0, 0, 0, 1, 1, 0]], dtype=torch.bool)
     logits = torch.randn(1, 10, 17, generator=rng)
@@ -126,8 +124,8 @@ def test_S1_9_observation_tokens_change_neither_the_kl_nor_the_loss(noise: float
         (grad,) = torch.autograd.grad(value, x)
         return [value.detach(), grad[mask], *map(torch.as_tensor, metrics.values())]
 
-    for one, other in zip(loss(disturbed=False), loss(disturbed=True), strict=True):
-        assert torch.equal(one, other)
+    for clean, noisy in zip(loss(disturbed=False), loss(disturbed=True), strict=True):
+        assert torch.equal(clean, noisy)
     silent = Objective(beta=0.0, loss_type="grpo")
     without, _ = masked_grpo_loss(
         logits, None, target, mask, torch.tensor([0.7]), silent, backend="torch", **cast(Any, given)
@@ -139,7 +137,7 @@ def test_S1_9_observation_tokens_change_neither_the_kl_nor_the_loss(noise: float
 
 
 def read(text: str, tools: Any) -> Reading:
-    """A parser for the test: a turn that begins with a bracket calls."""
+    """A test agent: a turn that starts with a bracket is a call."""
     if not text.startswith("["):
         return Reading(text, (), attempted=False)
     calls = tuple(("calculate", f'{{"expression": "{e}"}}') for e in text[1:-1].split(","))
@@ -147,21 +145,21 @@ def read(text: str, tools: Any) -> Reading:
 
 
 def talk(tasks: Sequence[Task], n: int) -> tuple[Any, list[list[Rollout]]]:
-    """Groups of rollouts of up to three turns, one of them with two calls."""
+    """Groups of rollouts with up to three turns, one of them with two calls."""
     env = ToolEnv([calculate])
     agent = ToolAgent(env=env, call_reader=lambda parser: read, parallel_calls=True)
 
     def policy(number: int, prompt: str) -> Turn:
         turns = prompt.count("<|im_start|>assistant") - 1
-        said = ["[1+1,2*3]", "[7-2]", f"done {number}"][turns]
-        return Turn(said + EOT, steps=1 + number % 3)
+        text = ["[1+1,2*3]", "[7-2]", f"done {number}"][turns]
+        return Turn(text + EOT, steps=1 + number % 3)
 
     engine = scripted(policy)
     return engine, play_all(agent, env, engine, tasks, n)
 
 
-def test_S2_1_ids_are_truth() -> None:
-    """Every prompt the engine saw begins a packed row, and what it sampled follows it, trained."""
+def test_S2_1_packed_rows_are_prompts_and_sampled_ids() -> None:
+    """Every prompt of the engine starts a packed row, followed by its sampled, trained ids."""
     engine, groups = talk(tasks(2), 3)
     rollouts = [rollout for group in groups for rollout in group]
     rows = [rollout.token_ids for rollout in rollouts]
@@ -188,14 +186,14 @@ def test_S2_1_ids_are_truth() -> None:
     assert trained == expected, "each as often as it was sampled"
 
 
-def test_S2_2_every_turn_has_its_header_and_no_header_is_trained() -> None:
+def test_S2_2_every_turn_has_an_untrained_header() -> None:
     _, groups = talk(tasks(1), 2)
     header = "<|im_start|>assistant\n"
     for rollout in groups[0]:
-        whole = TOKENIZER.decode(rollout.token_ids)
-        assert whole.count(header) == rollout.stats["turns"] == 3
+        text = TOKENIZER.decode(rollout.token_ids)
+        assert text.count(header) == rollout.stats["turns"] == 3
         sampled = "".join(text for mine, text in given_and_sampled(rollout) if mine)
         given = "".join(text for mine, text in given_and_sampled(rollout) if not mine)
         assert "<|im_start|>" not in sampled
         assert given.count(header) == 3
-        assert whole.count("<|im_start|>tool\n") == 3, "two answers in a row, each with its header"
+        assert text.count("<|im_start|>tool\n") == 3, "two answers in a row, each with its header"

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is not there, at whatever moment the process died."""
+"""A checkpoint is complete or absent, whenever the process dies."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def listed(out_dir: Path) -> list[str]:
     return sorted(path.name for path in (out_dir / "checkpoints").iterdir())
 
 
-def test_the_newest_is_of_the_highest_step_and_the_newest_are_kept(tmp_path: Path) -> None:
+def test_newest_has_highest_step_and_old_ones_are_deleted(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path) is None
     steps = (3, 20, 999_999, 1_000_000)
     for step in steps:
-        made = checkpoint.save(tmp_path, step, writer(str(step)), keep=2)
-        assert made == tmp_path / "checkpoints" / f"step_{step:06d}"
-        assert checkpoint.newest(tmp_path) == made
-        assert checkpoint.step_of(made) == step
-    assert (made / "weights").read_text() == (made / "sub" / "more").read_text() == "1000000"
+        saved = checkpoint.save(tmp_path, step, writer(str(step)), keep=2)
+        assert saved == tmp_path / "checkpoints" / f"step_{step:06d}"
+        assert checkpoint.newest(tmp_path) == saved
+        assert checkpoint.step_of(saved) == step
+    assert (saved / "weights").read_text() == (saved / "sub" / "more").read_text() == "1000000"
     assert sorted(checkpoint.step_of(tmp_path / name) for name in listed(tmp_path)) == [*steps[2:]]
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
-def test_a_write_that_fails_leaves_the_old_ones_and_no_rest(
+def test_failed_write_keeps_old_checkpoints_and_leaves_no_files(
     tmp_path: Path, error: BaseException
 ) -> None:
     def fail(folder: Path) -> None:
@@ -64,28 +64,28 @@ def test_a_write_that_fails_leaves_the_old_ones_and_no_rest(
     assert (old / "weights").read_text() == "old"
 
 
-def test_writing_a_step_again_replaces_it_whole(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, writer("old"), keep=2)
     checkpoint.save(tmp_path, 1, lambda folder: (folder / "new").touch(), keep=2)
-    made = checkpoint.newest(tmp_path)
-    assert made is not None
-    assert {path.name for path in made.iterdir()} == {"new", CHECKSUMS}
+    saved = checkpoint.newest(tmp_path)
+    assert saved is not None
+    assert {path.name for path in saved.iterdir()} == {"new", CHECKSUMS}
 
 
 class Killed(BaseException):
-    """Stands for the process ending: nothing after it runs."""
+    """Simulates the end of the process."""
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Die before the call-th rename or in the middle of such a removal; nothing is cleaned up."""
-    seen, remove = 0, shutil.rmtree
+    """Die before the call-th rename, or in the middle of the call-th removal."""
+    calls, remove = 0, shutil.rmtree
 
     def dying(original: Callable[..., object]) -> Callable[..., object]:
         def run(*args: object, **kwargs: object) -> object:
-            nonlocal seen
-            seen += 1
-            if seen >= call:
-                if original is remove and seen == call:
+            nonlocal calls
+            calls += 1
+            if calls >= call:
+                if original is remove and calls == call:
                     next(p for p in Path(str(args[0])).rglob("*") if p.is_file()).unlink()
                 raise Killed
             return original(*args, **kwargs)
@@ -98,7 +98,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 
 @pytest.mark.parametrize("call", range(1, 9))
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_kill_at_any_instant_leaves_whole_checkpoints_only(
+def test_kill_at_any_point_leaves_complete_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, step: int
 ) -> None:
     for done in (1, 2):
@@ -110,24 +110,24 @@ def test_a_kill_at_any_instant_leaves_whole_checkpoints_only(
     newest = checkpoint.newest(tmp_path)
     assert newest is not None
     assert (newest / "weights").read_text() == (newest / "sub" / "more").read_text()
-    # and the next save goes through and cleans up what the kill left
+    # the next save succeeds and removes the leftovers
     checkpoint.save(tmp_path, step, writer("again"), keep=2)
     checkpoint.save(tmp_path, 4, writer("4"), keep=2)
     assert listed(tmp_path) == [f"step_{step:06d}", "step_000004"]
 
 
-def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
-    made = checkpoint.save(tmp_path, 1, writer("1"), keep=2)
+def test_other_names_are_ignored(tmp_path: Path) -> None:
+    saved = checkpoint.save(tmp_path, 1, writer("1"), keep=2)
     for name in (".partial-step_000009", ".removed-step_000008", "step_7", "step_000009.old"):
-        (made.parent / name).mkdir()
-    assert checkpoint.newest(tmp_path) == made
+        (saved.parent / name).mkdir()
+    assert checkpoint.newest(tmp_path) == saved
 
 
-# What disks and people do to checkpoints.
+# --- full disks and damaged files
 
 
 class Full:
-    """Files may grow to this size and no further: what a full disk does, without filling one."""
+    """Limits the size of files, to simulate a full disk."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -153,11 +153,11 @@ def write_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_tensors, write_state, write_text])
-def test_a_full_disk_is_said_and_loses_nothing(
+def test_full_disk_is_reported_and_loses_nothing(
     tmp_path: Path, write: Callable[[Path], None]
 ) -> None:
     old = checkpoint.save(tmp_path, 1, writer("old"), keep=1)
-    message = r"checkpoint .*step_000002 could not be written: .*; older ones are whole"
+    message = r"step_000002: checkpoint could not be written: .*; older ones are unchanged"
     with Full(1000), pytest.raises(OSError, match=message):
         checkpoint.save(tmp_path, 2, write, keep=1)
     assert listed(tmp_path) == [old.name]
@@ -166,7 +166,7 @@ def test_a_full_disk_is_said_and_loses_nothing(
     assert listed(tmp_path) == ["step_000002"]
 
 
-def test_a_bug_is_no_full_disk(tmp_path: Path) -> None:
+def test_other_errors_are_not_reported_as_full_disk(tmp_path: Path) -> None:
     def bug(folder: Path) -> None:
         raise KeyError("typo")
 
@@ -186,7 +186,7 @@ def write_part(path: Path) -> None:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_foreign_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path, adapter: bool) -> None:
+def test_incomplete_checkpoint_names_missing_files(tmp_path: Path, adapter: bool) -> None:
     names = ADAPTER if adapter else WHOLE
     for name in names:
         write_part(tmp_path / name)
@@ -194,8 +194,8 @@ def test_a_foreign_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path, adapte
     checkpoint.require_whole(tmp_path, adapter=adapter)
     for name in sorted(names):
         (tmp_path / name).unlink()
-        said = "*.safetensors" if name.startswith("model") else name
-        with pytest.raises(ValueError, match=f"{re.escape(said)} missing or empty; move the che"):
+        label = "*.safetensors" if name.startswith("model") else name
+        with pytest.raises(ValueError, match=f"{re.escape(label)} missing or empty; move the che"):
             checkpoint.require_whole(tmp_path, adapter=adapter)
         write_part(tmp_path / name)
     (tmp_path / CHECKSUMS).unlink()
@@ -205,28 +205,26 @@ def test_a_foreign_checkpoint_is_refused_by_what_it_lacks(tmp_path: Path, adapte
     (tmp_path / checkpoint.STATE).write_text("")
     with pytest.raises(ValueError, match=f"{checkpoint.STATE} missing or empty"):
         checkpoint.require_whole(tmp_path, adapter=adapter)
-    with pytest.raises(ValueError, match="is no whole checkpoint"):
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
         checkpoint.require_whole(tmp_path, adapter=not adapter)
 
 
-@pytest.mark.parametrize("kept", [1, 7, 8, 20, -1])
-def test_weights_that_were_cut_short_are_told_before_a_model_is_loaded(
-    tmp_path: Path, kept: int
-) -> None:
+@pytest.mark.parametrize("size", [1, 7, 8, 20, -1])
+def test_truncated_weights_are_detected_before_loading(tmp_path: Path, size: int) -> None:
     for name in WHOLE:
         write_part(tmp_path / name)
     write_checksums(tmp_path)
     path = tmp_path / "model-00001-of-00002.safetensors"
     assert checkpoint.shapes_in(path) == {"w": (3, 4), "b": (5,)}
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"model-00001.* is no whole safetensors file"):
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"model-00001.*: not a complete safetensors file"):
         checkpoint.shapes_in(path)
     with pytest.raises(ValueError, match=r"model-00001.*; move the checkpoint away"):
         checkpoint.require_whole(tmp_path, adapter=False)
 
 
-def test_one_flipped_bit_is_found_in_each_file_at_each_end_and_between(tmp_path: Path) -> None:
-    """Weights of other numbers load as well: a run would go on with them and say nothing."""
+def test_flipped_bit_is_detected_in_every_file(tmp_path: Path) -> None:
+    """Changed weights load without an error, so only checksums can detect them."""
 
     def write(folder: Path) -> None:
         for name in WHOLE:
@@ -252,22 +250,22 @@ def test_one_flipped_bit_is_found_in_each_file_at_each_end_and_between(tmp_path:
     checkpoint.require_whole(saved, adapter=False)
 
 
-def test_what_others_have_published_with_a_model_is_not_read(tmp_path: Path) -> None:
+def test_checksums_published_with_a_model_are_ignored(tmp_path: Path) -> None:
     (tmp_path / CHECKSUMS).write_text(f"{'0' * 64}  config.json\n")
     verify_checksums(tmp_path, foreign_ok=True)
     with pytest.raises(ValueError, match="is not as it was written"):
         verify_checksums(tmp_path)
 
 
-def test_the_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
+def test_sha256sum_accepts_the_checksums(tmp_path: Path) -> None:
     saved = checkpoint.save(tmp_path, 1, writer("a text"), keep=1)
     check = ["sha256sum", "--check", "--strict", CHECKSUMS]
-    told = subprocess.run(check, cwd=saved, capture_output=True, text=True, check=True)
-    assert told.stdout == "sub/more: OK\nweights: OK\n"
+    result = subprocess.run(check, cwd=saved, capture_output=True, text=True, check=True)
+    assert result.stdout == "sub/more: OK\nweights: OK\n"
 
 
 @pytest.mark.parametrize(("read", "text"), [(read_json, "["), (read_toml, "x = [")])
-def test_a_file_that_is_nested_too_deeply_is_named(
+def test_deeply_nested_file_is_named(
     tmp_path: Path, read: Callable[[Path], object], text: str
 ) -> None:
     (tmp_path / "deep").write_text(text + "[" * 100_000)
@@ -276,28 +274,28 @@ def test_a_file_that_is_nested_too_deeply_is_named(
 
 
 @pytest.mark.parametrize(("read", "text"), [(read_json, '{"x": 1}'), (read_toml, "x = 1")])
-def test_a_byte_order_mark_is_not_part_of_a_text(
+def test_byte_order_mark_is_ignored(
     tmp_path: Path, read: Callable[[Path], object], text: str
 ) -> None:
     (tmp_path / "marked").write_text(text, encoding="utf-8-sig")
     assert read(tmp_path / "marked") == {"x": 1}
 
 
-def test_a_folder_that_was_removed_is_not_made_again(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="gone: it was removed while the run was writing there"):
+def test_removed_folder_is_not_recreated(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="gone: the folder was removed during the run"):
         checkpoint.save(tmp_path / "gone", 1, writer("a"), keep=1)
     assert not (tmp_path / "gone").exists()
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, mmap: bool) -> None:
+def test_unreadable_state_is_named(tmp_path: Path, mmap: bool) -> None:
     path = tmp_path / checkpoint.STATE
     torch.save({"step": 3, "tasks": {"at": 1}, "moments": torch.arange(4)}, path)
     assert checkpoint.read_state(path, "step", "tasks", mmap=mmap)["tasks"] == {"at": 1}
-    with pytest.raises(ValueError, match=rf"{path} cannot be read as the state .*: no optimizer"):
+    with pytest.raises(ValueError, match=rf"{path}: cannot be read as the state .*: no optimizer"):
         checkpoint.read_state(path, "optimizer", mmap=mmap)
     whole = path.read_bytes()
     for content in (b"", whole[: len(whole) // 2], b"not a state", b"\x80\x04N."):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{path} cannot be read as the state"):
+        with pytest.raises(ValueError, match=rf"{path}: cannot be read as the state"):
             checkpoint.read_state(path, "step", mmap=mmap)

@@ -1,4 +1,4 @@
-"""What is written can be read again, to the bit, and cut back to a checkpoint."""
+"""Records read back exactly and are truncated to a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ rollouts = st.builds(
 
 
 @given(rollouts)
-def test_a_rollout_survives_being_written(written: Rollout) -> None:
+def test_rollout_reads_back_exactly(written: Rollout) -> None:
     read = read_rollout(json.loads(json.dumps(rollout_record(written))))
     for field in ("task", "status", "answer", "rewards", "stats", "advantage"):
         assert getattr(read, field) == getattr(written, field)
@@ -76,7 +76,7 @@ def test_metrics_are_named_by_area(tmp_path: Path) -> None:
     ]
 
 
-def test_rollouts_say_where_they_belong(tmp_path: Path) -> None:
+def test_rollout_lines_have_their_place(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.rollouts(3, [a_group([1, 2]), a_group([1])])
     log.rollouts(4, [a_group([1])], split="heldout")
@@ -90,14 +90,14 @@ def test_rollouts_say_where_they_belong(tmp_path: Path) -> None:
     assert read_rollout(rows[1]).num_sampled == 2
 
 
-def test_a_path_may_be_text(tmp_path: Path) -> None:
+def test_path_may_be_str(tmp_path: Path) -> None:
     RunLog(tmp_path).rollouts(3, [a_group([1, 2])])
     read = [*read_rollouts(str(tmp_path / "rollouts.jsonl"))]
     assert [(place["step"], place["index"]) for place, _ in read] == [(3, 0), (3, 1)]
     assert read_lines(str(tmp_path / "rollouts.jsonl"))[0]["task"]["id"] == read[0][1].task.id
 
 
-def test_what_came_after_the_offsets_is_cut(tmp_path: Path) -> None:
+def test_lines_after_the_offsets_are_removed(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.write(0, a={"x": 1.0})
     log.rollouts(0, [a_group([1])])
@@ -114,7 +114,7 @@ def test_what_came_after_the_offsets_is_cut(tmp_path: Path) -> None:
     assert numbers(tmp_path)[-1] == {"step": 1, "a/x": 2.5}
 
 
-def test_without_a_checkpoint_everything_is_cut(tmp_path: Path) -> None:
+def test_without_checkpoint_all_lines_are_removed(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.truncate_to({})
     log.write(0, a={"x": 1.0})
@@ -122,27 +122,28 @@ def test_without_a_checkpoint_everything_is_cut(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_a_record_shorter_than_its_checkpoint_is_not_padded(tmp_path: Path) -> None:
+def test_record_shorter_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.write(0, a={"x": 1.0})
     offsets = log.offsets()
     path = tmp_path / "metrics.jsonl"
-    for left, said in ((b"", "it is gone or empty"), (b"{}\n", "3 bytes are left")):
-        path.write_bytes(left)
-        with pytest.raises(ValueError, match=rf"{said}; .* had 1\d\d\. Put back .*; or move"):
+    for content in (b"", b"{}\n"):
+        path.write_bytes(content)
+        message = rf"expected at least 1\d\d bytes, .*, got {len(content)}\. Restore .*; or move"
+        with pytest.raises(ValueError, match=message):
             log.truncate_to(offsets)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
 @pytest.mark.parametrize("what", ["removed", "emptied", "written to", "with its folder"])
-def test_records_that_somebody_removes_or_changes_meanwhile_end_the_run(
+def test_records_changed_by_another_process_stop_the_run(
     tmp_path: Path, name: str, what: str
 ) -> None:
-    """They were begun again, and the run said that it was done."""
+    """Before this check they were started anew and the run ended as if nothing had happened."""
     log = RunLog(tmp_path / "out")
     log.write(0, a={"x": 1.0})
     log.rollouts(0, [a_group([1])])
-    log.require_there()
+    log.require_unchanged()
     path = tmp_path / "out" / name
     if what == "with its folder":
         shutil.rmtree(tmp_path / "out")
@@ -150,13 +151,13 @@ def test_records_that_somebody_removes_or_changes_meanwhile_end_the_run(
         path.unlink()
     else:
         path.write_text("" if what == "emptied" else path.read_text() + "{}\n")
-    for goes_on in (log.offsets, log.require_there):
-        with pytest.raises(OSError, match="somebody removed or changed it meanwhile"):
-            goes_on()
+    for check in (log.offsets, log.require_unchanged):
+        with pytest.raises(OSError, match="another process changed it during the run"):
+            check()
     assert what != "with its folder" or not (tmp_path / "out").exists()
 
 
-def test_run_json_takes_paths(tmp_path: Path) -> None:
+def test_run_json_accepts_paths(tmp_path: Path) -> None:
     RunLog(tmp_path).write_run_json(config={"out_dir": Path("x")}, model="m")
     described = json.loads((tmp_path / "run.json").read_text())
     assert described.pop("records").keys() == {"metrics.jsonl", "rollouts.jsonl"}

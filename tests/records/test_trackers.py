@@ -1,4 +1,4 @@
-"""Trackers get every number of metrics.jsonl; a library that is not there is named at the start."""
+"""Trackers get every number of metrics.jsonl; a missing library is named at the start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentgrpo.support.atomic_files import read_lines
 
 
 class FakeService(ModuleType):
-    """Wandb's four functions, as trackio has them too."""
+    """The functions that wandb and trackio share."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -41,7 +41,7 @@ def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return module
 
 
-def test_a_service_gets_every_line_and_the_end(service: FakeService, tmp_path: Path) -> None:
+def test_service_gets_every_line_and_finish(service: FakeService, tmp_path: Path) -> None:
     opened = open_trackers([service.__name__], tmp_path, {"steps": 2}, 0)
     log = RunLog(tmp_path, opened)
     log.write(0, eval={"solved": 0.5})
@@ -60,7 +60,7 @@ def test_a_service_gets_every_line_and_the_end(service: FakeService, tmp_path: P
     assert [call[1][1] for call in service.calls[1:3]] == written
 
 
-def test_a_resumed_run_goes_on_in_the_same_curves(service: FakeService, tmp_path: Path) -> None:
+def test_resumed_run_continues_its_curves(service: FakeService, tmp_path: Path) -> None:
     for step in (0, 3):
         open_trackers([service.__name__], tmp_path, {}, step)
     first, second = (options for _, options in service.calls)
@@ -71,7 +71,7 @@ def test_a_resumed_run_goes_on_in_the_same_curves(service: FakeService, tmp_path
     assert service.calls[2][1]["name"] != first["name"]
 
 
-def test_a_tracker_that_fails_ends_nothing_and_is_said_when_it_begins_to(
+def test_failing_tracker_does_not_stop_the_run_and_is_reported_once(
     service: FakeService,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,23 +90,23 @@ def test_a_tracker_that_fails_ends_nothing_and_is_said_when_it_begins_to(
     log.close()
     assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert [name for name, _ in service.calls] == ["init", "log"]
-    name, goes_on = service.__name__, "the run goes on, its numbers are in metrics.jsonl"
+    name, remedy = service.__name__, "the run continues, metrics.jsonl has its numbers"
     assert capfd.readouterr().err.splitlines() == [
         f"trackers: {name!r} raised ConnectionError: away {{'step': {step}}} (at step {step}); "
-        f"{goes_on}"
+        f"{remedy}"
         for step in (0, 3)
     ]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
-def test_a_library_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     message = rf"trackers: '{name}': .* is not installed; .*agentgrpo\[{name}\]"
     with pytest.raises(ValueError, match=message):
         require([name])
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+def test_tensorboard_reads_back_the_numbers(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="pip install tensorboard to try it")
     events = "tensorboard.backend.event_processing.event_accumulator"
     accumulator: Any = importlib.import_module(events).EventAccumulator

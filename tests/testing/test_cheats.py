@@ -1,4 +1,4 @@
-"""What policies that know nothing are paid, and that what pays them is named."""
+"""Shipped environments give no-skill policies no reward; a reward that does is named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CODE = {"system_prompt": "Solve it."}
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The tiny one."""
+    """The tiny model."""
     monkeypatch.setattr("agentgrpo.train.prepare.check_model", lambda config, model, **how: None)
     monkeypatch.chdir(tmp_path)
     return str(tiny.make_model_dir(tmp_path / "model"))
@@ -30,16 +30,16 @@ NOTHING_PAYS = (
 
 
 @pytest.mark.parametrize("name", NOTHING_PAYS)
-def test_a_shipped_environment_pays_no_cheat(name: str, model: str) -> None:
+def test_shipped_environment_rewards_no_cheat(name: str, model: str) -> None:
     long: dict[str, Any] = {
         "engine": {"max_model_len": 100_000},
         "learner": {"max_tokens": 100_000},
     }
     overlap = 0.3 if name == "search" else 0.2  # words that what it found shares with the answer
-    seen = assert_no_cheat_pays(name, tasks=6, reward_at_most=overlap, model=model, **long)
-    assert len(seen) >= 18, sorted(seen)
+    scores = assert_no_cheat_pays(name, tasks=6, reward_at_most=overlap, model=model, **long)
+    assert len(scores) >= 18, sorted(scores)
     if name == "console":  # a line that is no Python costs 0.3 there
-        assert seen["looks for the answer"].reward == seen["exits"].reward == 0.0
+        assert scores["looks for the answer"].reward == scores["exits"].reward == 0.0
 
 
 def anything(rollout: Any) -> dict[str, float]:
@@ -78,10 +78,10 @@ def flower(rollout: Any) -> dict[str, float]:
         ("quickstart", words_of_the_question, {}, "recites all answers: solved 100%"),
         ("quickstart", having_run, {}, "never answers: solved 0%, reward 0.50"),
         ("tools", flower, {"env": {"options": {"tools": [f"{__name__}:tells"]}}},
-         "answers what tells(question) says: solved 100%"),
+         "answers what tells(question) returns: solved 100%"),
     ],
 )  # fmt: skip
-def test_a_reward_that_pays_a_cheat_is_named(
+def test_rewarded_cheat_is_named(
     config: str, reward: Any, how: dict[str, Any], paid: str, model: str
 ) -> None:
     kind = f"{__name__}:{reward.__name__}"
@@ -89,16 +89,16 @@ def test_a_reward_that_pays_a_cheat_is_named(
         assert_no_cheat_pays(config, tasks=8, model=model, reward={"kind": kind}, **how)
 
 
-def test_a_constant_may_be_right_as_often_as_its_answer_is(model: str) -> None:
-    seen = assert_no_cheat_pays("letters", tasks=32, model=model)
-    best = seen["most frequent answer"]
+def test_constant_answer_may_be_right_by_luck(model: str) -> None:
+    scores = assert_no_cheat_pays("letters", tasks=32, model=model)
+    best = scores["most frequent answer"]
     assert 0.3 < best.solved == best.guessed < 0.7
-    assert seen["echoes the question"].guessed == seen["never answers"].guessed == 0.0
+    assert scores["echoes the question"].guessed == scores["never answers"].guessed == 0.0
 
 
-def test_the_same_move_over_and_over_is_among_them(model: str) -> None:
-    seen = assert_no_cheat_pays("walk", tasks=8, model=model)
-    assert {f"always act({way})" for way in ("left", "right", "up", "down")} < set(seen)
+def test_repeated_call_is_tried(model: str) -> None:
+    scores = assert_no_cheat_pays("walk", tasks=8, model=model)
+    assert {f"always act({way})" for way in ("left", "right", "up", "down")} < set(scores)
     lake = {"id": "FrozenLake-v1", "kwargs": {"desc": ["SFG", "HHH"], "is_slippery": False},
             "actions": ["left", "down", "right", "up"]}  # fmt: skip
     with pytest.raises(AssertionError, match=r"always act\(right\): solved 100%"):

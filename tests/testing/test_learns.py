@@ -1,4 +1,4 @@
-"""Learning and repeating as tests: decided as documented, in a pytest of its own on one engine."""
+"""assert_learns and assert_repeats decide as documented, in their own pytest with one engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.given import a_rollout
 from tests.warm import Command
 
 
-def test_a_false_pass_is_as_rare_as_said() -> None:
-    """Of all outcomes under a fair coin, those that pass weigh at most the risk."""
+def test_probability_of_false_pass_is_at_most_the_risk() -> None:
+    """Sums the probability of all passing outcomes under a fair coin."""
     for changed in range(1, 65):
         weight = [math.comb(changed, g) / 2**changed for g in range(changed + 1)]
         passes = sum(w for g, w in enumerate(weight) if learns.tail(g, changed, 0.5) <= 0.01)
@@ -31,7 +31,7 @@ def test_a_false_pass_is_as_rare_as_said() -> None:
 def watched(
     monkeypatch: pytest.MonkeyPatch, shares: list[int], live: list[float], **of: Any
 ) -> tuple[str | None, int | None]:
-    """What a _Watch says of a run, and where it stopped it; so many of 100 tasks at each look."""
+    """A _Watch's failure and stopping step; `shares`: of 100 tasks solved at each evaluation."""
     stops: list[int] = []
     steps, every = len(live), len(live) // (len(shares) - 1)
     watch = learns._Watch(of.get("solved") or 0.0, 0.01, len(shares) - 1)
@@ -57,27 +57,27 @@ def watched(
     ("shares", "live", "solved", "why", "stopped"),
     [
         ([40, 45, 60], [3.0] * 4, None, None, None),  # 20 gained, none lost
-        ([40, 60, 60], [3.0] * 4, None, None, 2),  # seen at the first look
-        ([40, 60, 40], [3.0] * 2, None, None, 1),  # and not taken back by the step that follows
+        ([40, 60, 60], [3.0] * 4, None, None, 2),  # at the first evaluation
+        ([40, 60, 40], [3.0] * 2, None, None, 1),  # not revoked by the step after it
         ([40, 60, 60], [3.0] * 4, 0.9, "learned too little", None),
         ([40, 60, 84], [3.0] * 4, 0.9, None, None),  # 84 of 100 is not below 0.9 for certain
         ([40, 40, 45], [3.0] * 4, None, "did not learn", None),  # 5 gained: p = 0.03
-        ([40, 40, 47], [3.0] * 4, None, "did not learn", None),  # p = 0.008, at one look of two
+        ([40, 40, 47], [3.0] * 4, None, "did not learn", None),  # p = 0.008 > 0.01 / 2
         ([40, 40, 20], [3.0] * 4, None, "did not learn", None),
-        ([40, 40, 40], [0.0] * 4, None, "nothing to learn from: no group of 2 steps", 2),
+        ([40, 40, 40], [0.0] * 4, None, "nothing to learn from: no group in 2 steps", 2),
     ],
 )
-def test_what_is_decided(
+def test_outcome_and_stopping_step(
     shares: list[int], live: list[float], solved: float | None, why: str | None,
     stopped: int | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    said, at = watched(monkeypatch, shares, live, solved=solved)
-    assert (said or "").startswith(why or "")
-    assert (said is None) == (why is None)
-    assert at == stopped
+    failure, step = watched(monkeypatch, shares, live, solved=solved)
+    assert (failure or "").startswith(why or "")
+    assert (failure is None) == (why is None)
+    assert step == stopped
 
 
-def test_what_timed_out_was_not_solved_and_what_the_machine_broke_is_left_out(
+def test_timed_out_is_unsolved_and_infra_error_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     place, drop = {"split": "heldout", "step": 4}, {"treatment": Treatment.DROP}
@@ -121,16 +121,16 @@ import pytest
 from agentgrpo.testing import assert_learns, assert_repeats
 from agentgrpo.engine.engine import Engine
 
-made = []
+engines = []
 
 @pytest.fixture(autouse=True)
 def counted(agentgrpo_engine, monkeypatch):
     init = Engine.__init__
-    monkeypatch.setattr(Engine, "__init__", lambda *a, **k: (made.append(1), init(*a, **k))[1])
+    monkeypatch.setattr(Engine, "__init__", lambda *a, **k: (engines.append(1), init(*a, **k))[1])
 
 def test_it_learns():
-    got = assert_learns("sums.toml", solved=0.9)
-    assert (got.before, got.steps) == (0.0, 4), "the first look is enough"
+    result = assert_learns("sums.toml", solved=0.9)
+    assert (result.before, result.steps) == (0.0, 4), "the first evaluation is enough"
 
 def test_it_repeats_from_the_same_weights():
     assert_repeats("sums.toml", steps=1)
@@ -140,11 +140,11 @@ def test_what_does_not_repeat_is_named():
         assert_repeats("sums.toml", steps=1, reward={"kind": "my_task:of_chance"})
 
 def test_what_pays_nothing_is_hopeless(tmp_path):
-    with pytest.raises(AssertionError, match="no group of 4 steps carried a gradient") as failed:
+    with pytest.raises(AssertionError, match="no group in 4 steps had a gradient") as failed:
         assert_learns("sums.toml", reward={"kind": "my_task:nothing"}, keep=tmp_path / "kept")
     assert (tmp_path / "kept" / "view.html").exists()
     assert str(tmp_path / "kept") in str(failed.value)
-    assert len(made) == 1, "one engine for all tests"
+    assert len(engines) == 1, "one engine for all tests"
 """
 
 

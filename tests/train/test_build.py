@@ -47,7 +47,7 @@ def test_invalid_loss_and_checkpoint_are_found_before_other_checks(tmp_path: Pat
         prepare(asked)
     damaged = tmp_path / "checkpoints" / "step_000003"
     damaged.mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"step_000003 is no whole checkpoint"):
+    with pytest.raises(ValueError, match=r"step_000003: not a complete checkpoint"):
         prepare(config(Path("m"), out_dir=str(tmp_path)))
 
 
@@ -125,7 +125,9 @@ def test_resume_allows_only_settings_that_errors_ask_to_lower(tmp_path: Path) ->
         return config(Path("m"), **{"out_dir": str(tmp_path), **sections})
 
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ValueError, match=r"was not written by agentgrpo \(no run.json\)"):
+    with pytest.raises(
+        ValueError, match=r"expected run\.json next to it, so agentgrpo did not write it"
+    ):
         require_same_run(asked())
     then = asked().model_dump(mode="json")
     del then["eval_every"], then["loss"]["beta"]  # as if it was older than these settings

@@ -137,7 +137,7 @@ class FakeRun:
         self.rows.append((step, areas))
         return {f"{area}/{name}": number for area in areas for name, number in areas[area].items()}
 
-    def require_there(self) -> None: ...
+    def require_unchanged(self) -> None: ...
 
     def save(self, config: TrainConfig) -> Path:
         self.calls.append(f"save {self.step_count}")

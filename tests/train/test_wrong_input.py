@@ -154,8 +154,8 @@ PATHS = {
     "train {c} --dry-run sandbox.tools=nosuch.py": "sandbox.tools: nosuch.py: no such file",
     "train {c} --dry-run sandbox.template=nosuch": "sandbox.template: ",
     "train {c} --dry-run out_dir={here}/rows.jsonl/run": "rows.jsonl: not a directory",
-    "train {c} --dry-run out_dir=/proc/x": "out_dir '/proc/x': no folder can be made in /proc: no ",
-    "train {c} out_dir=/proc/x": "out_dir '/proc/x': no folder can be made in /proc: no ",
+    "train {c} --dry-run out_dir=/proc/x": "out_dir '/proc/x': cannot make a folder in /proc: no ",
+    "train {c} out_dir=/proc/x": "out_dir '/proc/x': cannot make a folder in /proc: no ",
     "sft {r} --dry-run model=./nosuch sft.data=./nosuch.jsonl": "sft.data: nosuch.jsonl: no such",
     "sft unmade.toml --dry-run": "sft.jsonl: no such file or directory"
     "; `agentgrpo flywheel CONFIG` writes it, or set sft.data=FILE",

@@ -1,11 +1,11 @@
-"""Each line of a record names the line before it by hash: what is missing, moved or edited shows.
+"""Reads records as a hash chain, which shows missing, moved and edited lines.
 
-Line n of metrics.jsonl or rollouts.jsonl has `previous_hash`: the BLAKE2b-128 of line n - 1 as it
-stands on disk, its end included; of no bytes for the first. A line of metrics.jsonl also has
-`rollouts_hash`, that of the last line that rollouts.jsonl then had, and run.json has the seal of
-both files: how many bytes they had after the last line of metrics.jsonl, and the last line's hash.
+Line n of metrics.jsonl or rollouts.jsonl has `previous_hash`: the BLAKE2b-128 of line n - 1 on
+disk, newline included; of no bytes for the first line. A line of metrics.jsonl also has
+`rollouts_hash`, the hash of the last line of rollouts.jsonl at that time. run.json has the seal of
+both files: their size in bytes after the last line of metrics.jsonl, and the last line's hash.
 
-There is no key: whoever writes all of it again, from the changed line to run.json, leaves no trace.
+There is no key: rewriting everything from the changed line to run.json leaves no trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Line(NamedTuple):
     row: dict[str, Any]
     hash: str
     sealed: bool
-    """It lies before the seal."""
+    """Whether it lies before the seal."""
     number: int
     """From 1."""
 
@@ -31,20 +31,19 @@ class Line(NamedTuple):
 class Chain:
     """A file of records, read line by line as bytes; `seal` is its `bytes` and `hash` in run.json.
 
-    ValueError (while read): a whole line is not a JSON object; names file and line.
+    Raises ValueError while it is read, with file and line, if a line is not a JSON object.
     """
 
     def __init__(self, path: Path, seal: Mapping[str, Any]) -> None:
         self.path, self._seal = path, seal
         self.faults: list[str] = []
-        """Complete once all is read."""
+        """Complete after the last line is read."""
         self.cut = False
-        """The last line has no end, and is left out: a process was killed while it wrote it."""
+        """The last line has no newline and is left out: a process was killed while writing it."""
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
 
     def __iter__(self) -> Iterator[Line]:
-        """Each line, in order."""
         before, size = _hash(b""), 0
         at_seal = {0: before}
         with self.path.open("rb") as file:
@@ -54,16 +53,18 @@ class Chain:
                     break
                 row = _object(self.path, number, line)
                 if row.get("previous_hash") != before:
-                    said = f"{self.path.name}:{number}: does not follow the line before it"
-                    self.faults.append(said)
+                    fault = (
+                        f"{self.path.name}:{number}: previous_hash is not that of the line before"
+                    )
+                    self.faults.append(fault)
                 before, size = _hash(line), size + len(line)
                 if size == self._seal["bytes"]:
                     at_seal[size] = before
                 yield Line(row, before, size <= self._seal["bytes"], number)
         if at_seal.get(self._seal["bytes"]) != self._seal["hash"]:
             self.faults.append(
-                f"{self.path.name}: its first {self._seal['bytes']} bytes do not end with the line "
-                "that run.json names as the last one"
+                f"{self.path.name}: the line that ends at byte {self._seal['bytes']} is not the "
+                "last one in run.json"
             )
 
 

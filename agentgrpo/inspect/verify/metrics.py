@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl against the rollouts that they sum up."""
+"""Checks the lines of metrics.jsonl against the rollouts that they summarise."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from agentgrpo.inspect.verify.tokens import gaps_of
 from agentgrpo.types import Group, Rollout, Status
 
 FLOAT32 = 1e-4
-"""Relative; for what a device summed in float32."""
+"""Relative tolerance for float32 sums."""
 
 
 def line_faults(
-    row: Mapping[str, Any], wanted: Mapping[str, float], relative: float = 1e-9, least: float = 1e-9
-) -> Iterator[str]:
-    """Where a line says another number than it should, or lacks one."""
-    for name, value in wanted.items():
-        said = row.get(name)
-        if not _is_number(said) or not math.isclose(said, value, rel_tol=relative, abs_tol=least):
-            yield f"{name} is {said!r:.40}, the rollouts give {value:.6g}"
+    row: Mapping[str, Any], expected: Mapping[str, float], rel_tol: float = 1e-9,
+    abs_tol: float = 1e-9,
+) -> Iterator[str]:  # fmt: skip
+    """Numbers of a line that are missing or wrong."""
+    for name, value in expected.items():
+        recorded = row.get(name)
+        if not _is_number(recorded) or not math.isclose(
+            recorded, value, rel_tol=rel_tol, abs_tol=abs_tol
+        ):
+            yield f"{name}: expected {value:.6g} from the rollouts, got {recorded!r:.40}"
 
 
-def played(groups: Sequence[Group], area: str) -> dict[str, float]:
-    """Means over the rollouts that the machine did not break."""
+def rollout_means(groups: Sequence[Group], area: str) -> dict[str, float]:
+    """Counts of rollouts, and means over those without an infrastructure error."""
     rollouts = [r for group in groups for r in group.rollouts]
     valid = [r for r in rollouts if r.status is not Status.INFRA_ERROR]
     columns: dict[str, list[float]] = {
@@ -49,44 +52,46 @@ def played(groups: Sequence[Group], area: str) -> dict[str, float]:
 
 
 def solved_of(rollout: Rollout) -> bool | None:
-    """Whether it solved its task; None where nobody says."""
-    for told in (rollout.stats, rollout.rewards):
-        if "solved" in told:
-            return told["solved"] > 0
+    """Whether it solved its task; None: not recorded."""
+    for record in (rollout.stats, rollout.rewards):
+        if "solved" in record:
+            return record["solved"] > 0
     return rollout.rewards["answer"] > 0 if "answer" in rollout.rewards else None
 
 
 def step_sums(
     row: Mapping[str, Any], groups: Sequence[Group], config: TrainConfig
 ) -> dict[str, float]:
-    """Of a training step: means, groups with a gradient, and what the engine was asked for."""
+    """Means, groups with a gradient and the engine's token counts of a training step."""
     rollouts = [r for group in groups for r in group.rollouts]
     taught = config.teacher.teaches
     sums = {
-        **played(groups, "rollout"),
+        **rollout_means(groups, "rollout"),
         "rollout/groups": len(groups),
         "rollout/live_groups": sum(
             any(_has_gradient(r, taught) for r in g.rollouts) for g in groups
         ),
     }
-    unseen = any(
-        r.stats.get(of) for r in rollouts for of in ("frozen_turns", "probe_turns", "undelivered")
+    unrecorded = any(
+        r.stats.get(name)
+        for r in rollouts
+        for name in ("frozen_turns", "probe_turns", "undelivered")
     )  # turns of a program that are in no row
     if config.rollout.sampler:
         sums["rollout/total_sampled_tokens"] = sum(num_sampled(r.rows) for r in rollouts)
-    elif not unseen and not row.get("rollout/retries") and not row.get("rollout/diverged_forks"):
-        own = [t for r in rollouts for t in r.turns if t.prompt_tokens >= (r.forked_at or 0)]
-        sums["rollout/total_sampled_tokens"] = sum(turn.sampled_tokens for turn in own)
-        sums["rollout/prompt_tokens"] = sum(turn.prompt_tokens for turn in own)
+    elif not (unrecorded or row.get("rollout/retries") or row.get("rollout/diverged_forks")):
+        turns = [t for r in rollouts for t in r.turns if t.prompt_tokens >= (r.forked_at or 0)]
+        sums["rollout/total_sampled_tokens"] = sum(turn.sampled_tokens for turn in turns)
+        sums["rollout/prompt_tokens"] = sum(turn.prompt_tokens for turn in turns)
         sums["rollout/branches"] = sum(r.parent is not None for r in rollouts)
-        if not config.reward.functions:  # which fail after the sampler has counted
+        if not config.reward.functions:  # they fail after the sampler has counted
             broken = sum(r.status is Status.INFRA_ERROR for r in rollouts)
             sums["rollout/infra_failures"] = broken
     return sums
 
 
 def _has_gradient(rollout: Rollout, taught: bool) -> bool:
-    if taught:  # of whatever was sampled
+    if taught:  # a teacher gives every sampled token a gradient
         return is_sample(rollout) and num_sampled(rollout.rows) > 0
     segments = rollout.all_segments
     each = rollout.segment_advantages or [rollout.advantage] * len(segments)
@@ -98,10 +103,10 @@ def learner_faults(
     row: Mapping[str, Any], groups: Sequence[Group], *, step: int, terms: int, config: TrainConfig,
     limit: float,
 ) -> Iterator[str]:  # fmt: skip
-    """What the learner says that it made of a step, against what the rollouts say it made of them.
+    """Check the learner's metrics of a step against the rollouts.
 
-    `step` is counted from 0; `terms` are the loss terms that it was packed into;
-    `limit` is in nats, of the probes too.
+    `step` counts from 0; `terms` is the number of packed loss terms; `limit` in nats bounds the
+    gap between sampler and learner, for the probes too.
     """
     loss, learner = config.loss, config.learner
     if learner.decay == "constant":
@@ -111,35 +116,39 @@ def learner_faults(
         number = {"learner/num_tokens": float(terms * loss.num_iterations)}
         yield from line_faults(row, number)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    if seen := [gaps for rollout in rollouts for gaps in gaps_of(rollout)]:
-        gaps = np.concatenate(seen).astype(np.float64)
+    if segments := [gaps for rollout in rollouts for gaps in gaps_of(rollout)]:
+        gaps = np.concatenate(segments).astype(np.float64)
         views = [view for rollout in rollouts for view in rollout.entropies or ()]
         entropies = np.concatenate([*(view for view in views if view is not None), np.zeros(0)])
         kl = float((np.expm1(np.minimum(gaps, 20)) - gaps).mean())
-        wanted = {"learner/mismatch_kl": kl}
+        expected = {"learner/mismatch_kl": kl}
         if loss.correction_level == "token":
             ratio = np.exp(np.clip(gaps, -20, 20))
             low = loss.vllm_importance_sampling_clip_min or 0.0
             high = loss.vllm_importance_sampling_clip_max or math.inf
             bounded = ((ratio < low) | (ratio > high)) & loss.corrects
-            wanted["learner/mismatch_modified"] = float(bounded.mean())
-            for name, of in (("min", np.min), ("mean", np.mean), ("max", np.max)):
-                wanted[f"learner/mismatch_ratio_{name}"] = float(of(ratio))
-        one_update = loss.num_iterations * loss.num_mini_batches == 1
-        if one_update and loss.top_entropy_quantile == 1:  # else of policies that no record holds
-            wanted["learner/entropy_mean"] = float(entropies.sum() / max(len(entropies), 1))
-            wanted["learner/sampler_gap_max"] = float(np.abs(gaps).max())
+            expected["learner/mismatch_modified"] = float(bounded.mean())
+            for name, function in (("min", np.min), ("mean", np.mean), ("max", np.max)):
+                expected[f"learner/mismatch_ratio_{name}"] = float(function(ratio))
+        # later updates and iterations use policies that no record holds
+        single_update = loss.num_iterations * loss.num_mini_batches == 1
+        if single_update and loss.top_entropy_quantile == 1:
+            expected["learner/entropy_mean"] = float(entropies.sum() / max(len(entropies), 1))
+            expected["learner/sampler_gap_max"] = float(np.abs(gaps).max())
         if config.teacher.teaches:
-            told = [s for r in rollouts for s in r.teacher_logprobs or () if s is not None]
-            wanted["learner/teacher_terms"] = float(sum(map(len, told)))
-        yield from line_faults(row, wanted, FLOAT32)
+            taught = [s for r in rollouts for s in r.teacher_logprobs or () if s is not None]
+            expected["learner/teacher_terms"] = float(sum(map(len, taught)))
+        yield from line_faults(row, expected, FLOAT32)
         if config.teacher.teaches and config.teacher.topk and loss.num_iterations == 1:
-            every = [divergences_of(rollout, config.teacher.topk) for rollout in rollouts]
-            apart = float(np.mean(np.concatenate(every)))
-            yield from line_faults(row, {"learner/teacher_kl": apart}, FLOAT32, 1e-6)
+            columns = [divergences_of(rollout, config.teacher.topk) for rollout in rollouts]
+            teacher_kl = float(np.mean(np.concatenate(columns)))
+            yield from line_faults(row, {"learner/teacher_kl": teacher_kl}, FLOAT32, 1e-6)
     mean, most = (row.get(f"engine/{name}_dlogp") for name in ("mean", "max"))
     if not (_is_number(mean) and _is_number(most) and 0 <= mean <= most <= limit):
-        yield f"engine: the probes are {mean!r:.20}, {most!r:.20} apart, promised {limit:.3g}"
+        yield (
+            f"engine/mean_dlogp, engine/max_dlogp: expected at most {limit:.3g}, "
+            f"got {mean!r:.20}, {most!r:.20}"
+        )
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

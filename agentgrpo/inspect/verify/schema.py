@@ -1,4 +1,4 @@
-"""The form of a line of rollouts.jsonl: every field of the types is there, of its type, no more."""
+"""Schema of a line of rollouts.jsonl: exactly the fields of types.Rollout, with their types."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from agentgrpo.types import Rollout
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 PLACE = {"step": int, "split": str, "group": int, "index": int, "previous_hash": str}
-"""What a line has besides the rollout's fields."""
+"""Fields of a line besides the rollout's."""
 
 
 def schema_faults(row: Mapping[str, Any]) -> Iterator[str]:
-    """Where a line is not what records.rollout_record() makes of a rollout."""
+    """Where a line differs from what records.rollout_record() writes."""
     try:
         _line().model_validate(row)
     except ValidationError as error:
-        for each in error.errors(include_url=False):
-            place = ".".join(str(part) for part in each["loc"])
-            yield f"{place}: {each['msg']}, got {each['input']!r:.40}"
+        for item in error.errors(include_url=False):
+            place = ".".join(str(part) for part in item["loc"])
+            yield f"{place}: {item['msg']}, got {item['input']!r:.40}"
 
 
 @cache
 def _line() -> type[BaseModel]:
-    made: type[BaseModel] = _as_json(Rollout, PLACE)
-    return made
+    model: type[BaseModel] = _as_json(Rollout, PLACE)
+    return model
 
 
 def _as_json(kind: Any, more: Mapping[str, Any] | None = None) -> Any:
-    """The type of the JSON value that a value of this type is recorded as."""
+    """The JSON type in which a value of this type is recorded."""
     origin, inner = get_origin(kind), get_args(kind)
     listed: Any = list
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         names = [f.name for f in fields(kind) if f.metadata.get("recorded", True)]
-        made = {name: _as_json(hints[name]) for name in names} | dict(more or {})
-        required: dict[str, Any] = {name: (hint, ...) for name, hint in made.items()}
+        columns = {name: _as_json(hints[name]) for name in names} | dict(more or {})
+        required: dict[str, Any] = {name: (hint, ...) for name, hint in columns.items()}
         return create_model(kind.__name__, __config__=STRICT, **required)
     if origin is np.ndarray:
         (dtype,) = get_args(inner[1])

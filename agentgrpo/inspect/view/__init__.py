@@ -1,1 +1,1 @@
-"""A run as one HTML file that needs no server and no network: `agentgrpo view RUN`."""
+"""`agentgrpo view RUN`: a run as one self-contained HTML file."""

@@ -1,7 +1,6 @@
-"""Write a run as one HTML file: open it in any browser, send it to anyone.
+"""Write one or several runs as one self-contained HTML file for any browser.
 
-Curves, steps, groups and every rollout token by token, of one run or of several. The file needs no
-server and no network, and holds everything it shows.
+It has curves, steps, groups and every rollout token by token, and needs no server and no network.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from pathlib import Path
 from agentgrpo.config.arguments import parser_of
 from agentgrpo.inspect.view.collect import read_run
 from agentgrpo.inspect.view.page import make_page
-from agentgrpo.records.diff import described, parting
+from agentgrpo.records.diff import first_difference, setting_differences
 from agentgrpo.support.files import not_found, require_output
 
 
 def main(arguments: list[str]) -> int:
-    """Parse the command line, write the page. Returns the exit status."""
+    """Write the page; returns the exit status."""
     parser = parser_of("view", __doc__)
     parser.add_argument(
         "runs",
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="a run's folder (out_dir); several are drawn into the same graphs",
+        help="a run's folder (out_dir); several runs share the graphs",
     )
     parser.add_argument(
         "-o",
@@ -40,14 +39,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--curves",
         action="store_true",
-        help="leave the rollouts out: graphs, steps and settings of many or large runs",
+        help="omit rollouts: only graphs, steps and settings, for many or large runs",
     )
     args = parser.parse_args(arguments)
     first = args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent
     output = args.output or first / ("view.html" if len(args.runs) == 1 else "compare.html")
     try:
-        if gone := [path for path in args.runs if not path.exists()]:
-            raise FileNotFoundError(not_found(gone[0]))
+        if missing := [path for path in args.runs if not path.exists()]:
+            raise FileNotFoundError(not_found(missing[0]))
         require_output(output)
         several = len(args.runs) > 1
         runs = [
@@ -59,12 +58,13 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    played = sum(len(run.index["rollouts"]) for run in runs)
+    count = sum(len(run.index["rollouts"]) for run in runs)
     print(  # noqa: T201
-        f"{output}: {played:,} rollouts, {len(page) / 2**20:.1f} MiB. Open it in a browser"
+        f"{output}: {count:,} rollouts, {len(page) / 2**20:.1f} MiB. Open it in a browser"
     )
     if len(args.runs) == 2 and all((run / "run.json").is_file() for run in args.runs):
-        for line in described(*args.runs):
+        for line in setting_differences(*args.runs):
             print(f"differs: {line}")  # noqa: T201
-        print(f"they part at {parting(*args.runs) or 'no line that both have'}")  # noqa: T201
+        difference = first_difference(*args.runs) or "none in the lines that both runs have"
+        print(f"first difference: {difference}")  # noqa: T201
     return 0

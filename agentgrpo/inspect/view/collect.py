@@ -1,8 +1,8 @@
-"""A run's records as columns: what the page needs, nothing twice, tokens apart from the rest.
+"""Converts a run's records to the index and token chunks of the page.
 
-The index (tasks, rewards, metrics) is read when the page opens; the tokens of a step are a chunk of
-their own, unpacked when one of its rollouts is looked at. Segments with the same tokens, such as
-the prompt of a group, are stored once in a chunk.
+The page reads the index (tasks, rewards, metrics) when it opens, and unpacks the chunk with the
+tokens of a step when one of its rollouts is shown. A chunk stores segments with equal tokens, such
+as a group's prompt, once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from agentgrpo.support.files import read_table
 from agentgrpo.types import Float32, Int32, Rollout, Segment
 
 PROMPT, SAMPLED, GIVEN = range(3)
-"""Where a segment came from: the task, the policy, its environment."""
+"""Origin of a segment: the task, the policy, the environment."""
 STREAMS = ("logprobs", "learner_logprobs", "entropies")
-"""Per sampled token, in nats, in the order in which a chunk stores them; nan where not recorded.
-The first is a segment's, the others lists of the rollout's, one for each segment of all rows."""
-SHOWN = ("answer", "rewards", "reward", "advantage", "stats")
-KNOWN = ("error", "parent", "forked_at", "treatment", "timings")
-"""Of a rollout, where there is something to be told."""
+"""Values per sampled token in nats, in a chunk's order; nan where not recorded. The first is a
+field of a segment, the others are lists of a rollout with an entry for each segment of all rows."""
+FIELDS = ("answer", "rewards", "reward", "advantage", "stats")
+OPTIONAL_FIELDS = ("error", "parent", "forked_at", "treatment", "timings")
+"""Stored only if not empty."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Chunk:
     _places: dict[bytes, int] = field(default_factory=dict)
 
     def place(self, ids: Int32) -> int:
-        """Where these ids begin in the chunk; stored on first use."""
+        """The offset of these ids in the chunk; adds them on first use."""
         key = ids.tobytes()
         if key not in self._places:
             self._places[key] = self.num_ids
@@ -56,16 +56,16 @@ class Chunk:
         return self._places[key]
 
     def add_streams(self, columns: dict[str, Float32 | None], length: int) -> int:
-        """Append what is known of a sampled segment; returns where it begins."""
+        """Append the values of a sampled segment, nan for None; returns their offset."""
         start = self.num_sampled
         for name, column in columns.items():
-            unknown = np.full(length, np.nan, np.float32)
-            self.streams[name].append(unknown if column is None else column)
+            missing = np.full(length, np.nan, np.float32)
+            self.streams[name].append(missing if column is None else column)
         self.num_sampled += length
         return start
 
     def to_bytes(self) -> bytes:
-        """Its ids as int32, then the streams as float32, little-endian."""
+        """The ids as int32, then the streams as float32, little-endian."""
         arrays: list[NDArray[Any]] = [*self.ids]
         for name in STREAMS:
             arrays += [_rounded(column) for column in self.streams[name]]
@@ -74,7 +74,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class RunData:
-    """A run as the page stores it."""
+    """A run in the format of the page."""
 
     index: dict[str, Any]
     chunks: list[bytes]
@@ -82,33 +82,33 @@ class RunData:
 
 def read_run(folder: Path, name: str | None = None, *, rollouts: bool = True) -> RunData:
     """Read a run's folder."""
-    metrics, played = folder / "metrics.jsonl", folder / "rollouts.jsonl"
+    metrics, records = folder / "metrics.jsonl", folder / "rollouts.jsonl"
     if not metrics.is_file():
         raise ValueError(f"{folder}: no metrics.jsonl, which a run's folder (out_dir) has")
-    about = folder / "run.json"
-    described = read_table(about) if about.is_file() else {}
+    run_json = folder / "run.json"
+    table = read_table(run_json) if run_json.is_file() else {}
     columns = _Columns()
-    if rollouts and played.is_file():
-        for number, row in _lines(played):
+    if rollouts and records.is_file():
+        for number, row in _lines(records):
             try:
                 columns.add(row, read_rollout(row))
             except (KeyError, ValueError, TypeError) as error:
-                raise ValueError(f"{played}:{number}: not a rollout: {error!r}") from error
+                raise ValueError(f"{records}:{number}: not a rollout: {error!r}") from error
     metrics_rows = [
         {name: value for name, value in row.items() if name not in HASHES}
         for _, row in _lines(metrics)
     ]
     facts = {
-        "config": flatten(described.get("config", {})),
-        "facts": flatten({k: v for k, v in described.items() if k != "config"}),
+        "config": flatten(table.get("config", {})),
+        "facts": flatten({k: v for k, v in table.items() if k != "config"}),
         "metrics": metrics_rows,
     }
-    tokenizer = find_tokenizer(tokenizer_places(folder, described))
+    tokenizer = find_tokenizer(tokenizer_places(folder, table))
     return columns.data(name or folder.resolve().name, facts, Vocabulary(tokenizer))
 
 
 class _Columns:
-    """Rollouts, gathered."""
+    """Collects rollouts."""
 
     def __init__(self) -> None:
         self.chunks: dict[tuple[int, str], Chunk] = {}
@@ -127,19 +127,18 @@ class _Columns:
                 (part, segment) for part in rollout.rows for segment in part
             )
         ]
-        known = {name: getattr(rollout, name) for name in KNOWN}
-        known["spans"] = [[s.start, s.end, s.name, s.value] for s in rollout.span_rewards]
-        known["rows"] = _rows(rollout)
+        optional = {name: getattr(rollout, name) for name in OPTIONAL_FIELDS}
+        optional["spans"] = [[s.start, s.end, s.name, s.value] for s in rollout.span_rewards]
+        optional["rows"] = _rows(rollout)
         self._rollouts.append(
             {name: row[name] for name in ("step", "split", "group", "index")}
-            | {name: getattr(rollout, name) for name in SHOWN}
+            | {name: getattr(rollout, name) for name in FIELDS}
             | {"chunk": list(self.chunks).index(place), "task": self._task(row["task"])}
             | {"status": str(rollout.status), "segments": segments}
-            | {name: value for name, value in known.items() if value not in (None, [])}
+            | {name: value for name, value in optional.items() if value not in (None, [])}
         )
 
     def data(self, name: str, facts: Mapping[str, Any], vocabulary: Vocabulary) -> RunData:
-        """The columns with what else is known."""
         ids = sorted(self.used)
         index = {
             "name": name,
@@ -167,18 +166,18 @@ class _Columns:
     def _segment(
         self, chunk: Chunk, rollout: Rollout, number: int, segment: Segment, *, first: bool
     ) -> list[float | None]:
-        """[origin, first id, tokens, first sampled value or -1, advantage of its own or None]."""
+        """[origin, offset of ids, tokens, offset in streams or -1, own advantage or None]."""
         ids = segment.token_ids
         self.used.update(np.unique(ids).tolist())
-        own = rollout.segment_advantages
-        advantage = None if own is None else own[number]
+        advantages = rollout.segment_advantages
+        advantage = None if advantages is None else advantages[number]
         if not segment.sampled:
             origin = PROMPT if first else GIVEN
             return [origin, chunk.place(ids), len(ids), -1, advantage]
         streams = {"logprobs": segment.logprobs}
         for name in STREAMS[1:]:
-            of_all = getattr(rollout, name)
-            streams[name] = None if of_all is None else of_all[number]
+            column = getattr(rollout, name)
+            streams[name] = None if column is None else column[number]
         self._recorded.update(
             name
             for name, values in streams.items()
@@ -189,10 +188,10 @@ class _Columns:
 
 
 def _rows(rollout: Rollout) -> list[list[Any]]:
-    """Of a rollout of several rows each: how many segments, which turns, and what it shares.
+    """[number of segments, turns, parent row or -1, shared tokens] of each row.
 
-    That is the row, among those whose first turn was earlier, that begins with the most tokens of
-    its prompt, or -1, and how many. [] of a single row, or where turns are not recorded.
+    The parent is the row with an earlier first turn that shares the longest prefix with this row's
+    prompt. [] for a single row, or if turns are not recorded.
     """
     turns = [
         [n for n, t in enumerate(rollout.turns) if t.row == i] for i in range(len(rollout.rows))
@@ -200,24 +199,24 @@ def _rows(rollout: Rollout) -> list[list[Any]]:
     if len(turns) == 1 or not all(turns):
         return []
     ids = [np.concatenate([segment.token_ids for segment in row]) for row in rollout.rows]
-    made = []
+    described = []
     for number, row in enumerate(rollout.rows):
         earlier = [n for n in range(len(turns)) if turns[n][0] < turns[number][0]]
         prompt = row[0].token_ids
-        shared = max(((_shared(prompt, ids[n]), n) for n in earlier), default=(0, -1))
-        made.append([len(row), turns[number], shared[1] if shared[0] else -1, shared[0]])
-    return made
+        shared, parent = max(((_common(prompt, ids[n]), n) for n in earlier), default=(0, -1))
+        described.append([len(row), turns[number], parent if shared else -1, shared])
+    return described
 
 
-def _shared(one: Int32, other: Int32) -> int:
-    """How many tokens they begin with alike."""
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
+def _common(a: Int32, b: Int32) -> int:
+    """The length of the common prefix."""
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(a[:length] != b[:length])
     return int(differs[0]) if len(differs) else length
 
 
 def _rounded(values: Float32) -> Float32:
-    """float32 with 11 significant bits (0.05 %) left: half the size once compressed."""
+    """Round to 11 significant bits (0.05 %), which halves the compressed size."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
 
@@ -229,7 +228,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def tokenizer_places(folder: Path, described: dict[str, Any]) -> list[Path]:
-    """Where the run's tokenizer may be: its checkpoints first, they travel with it."""
+def tokenizer_places(folder: Path, run: dict[str, Any]) -> list[Path]:
+    """Folders that may have the run's tokenizer: checkpoints first, which move with the run."""
     checkpoints = sorted((folder / "checkpoints").glob("step_*"), reverse=True)
-    return [*checkpoints, *([Path(described["model"])] if "model" in described else [])]
+    return [*checkpoints, *([Path(run["model"])] if "model" in run else [])]

@@ -1,4 +1,4 @@
-"""Puts data, style and script of the page into one file."""
+"""Builds the page from data, style and scripts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPTS = (
     "compare.js",
     "app.js",
 )
-"""In this order, as one script: later ones use what earlier ones define."""
+"""Concatenated in this order: later files use definitions of earlier ones."""
 
 
 def make_page(runs: Sequence[RunData]) -> str:
@@ -53,7 +53,7 @@ def _elements(runs: Sequence[RunData]) -> list[str]:
     for number, run in enumerate(runs):
         index = {**run.index, "streams": STREAMS}
         text = json.dumps(finite(index), ensure_ascii=False, separators=(",", ":"))
-        # half a surrogate pair, as JSON escapes it
+        # text may hold half a surrogate pair, which UTF-8 cannot encode
         elements.append(_element(f"run{number}", text.encode(errors="backslashreplace")))
         elements += [_element(f"run{number}-chunk{n}", c) for n, c in enumerate(run.chunks)]
     return elements
@@ -65,7 +65,7 @@ def _element(name: str, content: bytes) -> str:
 
 
 def finite(value: object) -> object:
-    """JSON has no nan and no infinity; the page is told null."""
+    """Replace nan and infinity, which JSON lacks, by None."""
     if isinstance(value, float) and not abs(value) < float("inf"):
         return None
     if isinstance(value, dict):

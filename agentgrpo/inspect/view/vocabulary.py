@@ -1,4 +1,4 @@
-"""What single tokens look like: text, or the bytes of a character that several tokens share."""
+"""The text of single tokens, or their bytes where a character spans several tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from agentgrpo.models.token_bytes import bytes_of
 
 Shown = str | list[int]
-"""A token's text; its bytes where they are not UTF-8 by themselves."""
+"""A token's text, or its bytes if they are not valid UTF-8."""
 
 
 class Vocabulary:
@@ -28,15 +28,15 @@ class Vocabulary:
 
     @property
     def known(self) -> bool:
-        """Whether ids are shown as what they say."""
+        """Whether there is a tokenizer."""
         return self._tokenizer is not None
 
     def special(self, ids: Iterable[int]) -> list[int]:
-        """Those of the ids that stand for a mark of the template and not for text."""
+        """The ids of special tokens."""
         return [token for token in ids if token in self._special]
 
     def shown(self, token: int) -> Shown:
-        """Text or bytes of one token."""
+        """The text or bytes of a token."""
         piece = None if self._tokenizer is None else self._tokenizer.id_to_token(token)
         if piece is None:
             return f"⟨{token}⟩"
@@ -50,7 +50,7 @@ class Vocabulary:
 
 
 def find_tokenizer(places: Sequence[Path]) -> Tokenizer | None:
-    """The tokenizer of the first place that has a tokenizer.json."""
+    """The tokenizer of the first folder with a tokenizer.json."""
     for place in places:
         if (place / "tokenizer.json").is_file():
             return Tokenizer.from_file(str(place / "tokenizer.json"))

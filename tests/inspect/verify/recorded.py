@@ -1,6 +1,6 @@
-"""A run as the training loop records it: its own loop, sampler, reward and log, a scripted policy.
+"""A run as the training loop records it: the real loop, sampler, reward and log, a scripted policy.
 
-Only vLLM and the model are stood in for.
+Only vLLM and the model are fakes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
 
 
 class Engine(StubEngine):
-    """The stub, with log-probabilities like a policy's, that sleeps, wakes and is probed."""
+    """StubEngine with realistic log-probabilities, sleep, wake and probes."""
 
     def step(self) -> list[Completion]:
         return [
@@ -63,8 +63,8 @@ class Engine(StubEngine):
 
     def probe(self, prompts: Sequence[Int32], num_tokens: int) -> list[Any]:
         ids, logprobs = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
-        said = SimpleNamespace(token_ids=ids, logprobs=logprobs, num_cached_tokens=0)
-        return [said for _ in prompts]
+        completion = SimpleNamespace(token_ids=ids, logprobs=logprobs, num_cached_tokens=0)
+        return [completion for _ in prompts]
 
 
 def rng_of(turn: Completion) -> np.random.Generator:
@@ -72,7 +72,7 @@ def rng_of(turn: Completion) -> np.random.Generator:
 
 
 class Learner:
-    """Makes of an update's tokens what a policy just off the sampler's would."""
+    """Scores an update's tokens like a policy that differs from the sampler's by rounding."""
 
     shares_prefixes = True
 
@@ -114,7 +114,7 @@ class Learner:
 
 
 class Tasks:
-    """Numbers to be said."""
+    """Numbered tasks."""
 
     steps_before = 0
 
@@ -132,7 +132,7 @@ def a_task(name: str) -> Task:
 
 
 def policy(rng: random.Random) -> Any:
-    """Turns of every kind, with and without the right answer, some longer than a turn may be."""
+    """Turns of every kind, right and wrong answers, some longer than max_turn_tokens."""
 
     def turn(number: int, prompt: str) -> Turn:
         code = f"<code>print({number})</code>{EOT}"
@@ -148,7 +148,7 @@ def policy(rng: random.Random) -> Any:
 
 
 def answer(code: str) -> Any:
-    """What the world says; it breaks for the code that asks for that."""
+    """The observation for a piece of code; an infrastructure error for "broken machine"."""
     if "broken machine" in code:
         return InfrastructureError("no session")
     failed = "fail" in code
@@ -160,14 +160,14 @@ def answer(code: str) -> Any:
 
 
 def record(
-    folder: Path, *, seed: int = 0, speaks: StubEngine | None = None, **overrides: Any
+    folder: Path, *, seed: int = 0, engine: StubEngine | None = None, **overrides: Any
 ) -> TrainConfig:
-    """Write a run into a folder, played by this engine's policy or by policy(); its config."""
+    """Write a run with the engine's policy, by default policy(); returns its config."""
     settings = {**SMALL, **overrides}
     changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     config = load_config("quickstart", [*changes, f"out_dir={json.dumps(str(folder))}"])
-    says = policy(random.Random(seed)) if speaks is None else speaks.policy
-    engine = Engine(TOKENIZER, says, config.engine.max_model_len)
+    turns = policy(random.Random(seed)) if engine is None else engine.policy
+    engine = Engine(TOKENIZER, turns, config.engine.max_model_len)
     agent, env = CodeAgent(system_prompt="S"), StubEnv(answer=answer)
     log, learner = RunLog(folder), Learner(config)
     log.write_run_json(
@@ -201,7 +201,7 @@ NAMES = ("rollouts", "metrics")
 
 @dataclass
 class Files:
-    """A run's records as values."""
+    """A run's records, parsed."""
 
     rollouts: list[dict[str, Any]]
     metrics: list[dict[str, Any]]
@@ -209,16 +209,14 @@ class Files:
 
     @classmethod
     def of(cls, folder: Path) -> Files:
-        """Those of a run's folder."""
         rollouts, metrics = (read_lines(folder / f"{name}.jsonl") for name in NAMES)
         return cls(rollouts, metrics, json.loads((folder / "run.json").read_text()))
 
     def copy(self) -> Files:
-        """Its own, down to the last value."""
         return copy.deepcopy(self)
 
     def with_row(self, name: str, number: int) -> tuple[Files, Any]:
-        """The same values but for a copy of one row, and that row."""
+        """A copy in which one row may be changed, and that row."""
         rows: list[Any] = list(getattr(self, name))
         rows[number] = copy.deepcopy(rows[number])
         if name == "rollouts":
@@ -226,11 +224,11 @@ class Files:
         return Files(self.rollouts, rows, self.described), rows[number]
 
     def write(self, folder: Path, *, forged: bool) -> None:
-        """Write them; forged: as somebody does who makes the whole chain again."""
-        made = self._forged() if forged else self
+        """Write them; forged: with all hashes recomputed."""
+        files = self._forged() if forged else self
         for name in NAMES:
-            (folder / f"{name}.jsonl").write_bytes(b"".join(map(as_line, getattr(made, name))))
-        (folder / "run.json").write_text(json.dumps(made.described))
+            (folder / f"{name}.jsonl").write_bytes(b"".join(map(as_line, getattr(files, name))))
+        (folder / "run.json").write_text(json.dumps(files.described))
 
     def _forged(self) -> Files:
         ends: dict[Any, str] = {}
@@ -241,15 +239,15 @@ class Files:
         metrics = []
         for row in self.metrics:
             split = "heldout" if "eval/rollouts" in row else "train"
-            said = ends.get((row.get("step"), split), row.get("rollouts_hash"))
-            metrics.append({**row, "rollouts_hash": said})
+            last = ends.get((row.get("step"), split), row.get("rollouts_hash"))
+            metrics.append({**row, "rollouts_hash": last})
         metrics, other = chained(metrics)
         records = {"rollouts.jsonl": seal, "metrics.jsonl": other}
         return Files(rollouts, metrics, {**self.described, "records": records})
 
 
 def chained(rows: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The rows, each with the hash of the one before it, and the seal of the last."""
+    """The rows, each with the hash of the row before, and the file's seal."""
     out: list[Any] = []
     last, size = digest(b""), 0
     for row in rows:

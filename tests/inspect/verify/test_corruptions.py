@@ -1,7 +1,7 @@
-"""Every field of a real record is changed and removed in turn: verify finds it, or a note says why.
+"""Changes and removes every field of a real record: verify detects it, or NOTES says why not.
 
-Twice: by somebody who edits the files, and by somebody who then makes the chain of hashes again, so
-that what the fields say of one another is proven by itself.
+Each change is tried twice: as an edit of the files, and with all hashes recomputed, so that only
+the consistency of the fields can reveal it.
 """
 
 from __future__ import annotations
@@ -23,37 +23,36 @@ from agentgrpo.records.rollouts import read_rollout
 from agentgrpo.types import Group, Rollout, Status, Treatment
 from tests.inspect.verify.recorded import NAMES, Files, chained, record
 
-BROKEN = "of a rollout that the machine broke nothing is trained on or summed up"
-TIMES = "seconds of this machine; no two runs agree on them"
+BROKEN = "a rollout with an infrastructure error is neither trained on nor summed up"
+TIMES = "seconds of this machine, different in every run"
 NOTES: dict[str, dict[str, str]] = {
     "rollouts answer": {
-        r"\(learned\)|\(unlearned\)": "of a wrong answer, that it is wrong",
+        r"\(learned\)|\(unlearned\)": "a wrong answer stays wrong",
         r"\(broken\)": BROKEN,
     },
-    "rollouts error": {"change error": "the machine's own words"},
-    "rollouts feedback": {"change feedback": "the world's own words"},
+    "rollouts error": {"change error": "free text"},
+    "rollouts feedback": {"change feedback": "free text of the environment"},
     "rollouts stats": {r"\(broken\)": BROKEN},
     "rollouts segments": {
-        r"logprobs\[\] .*(unlearned|broken)": "a token that the learner never scored has one "
-        "witness alone; nothing is trained on it",
+        r"logprobs\[\] .*(unlearned|broken)": "the learner never scored the token, so there is "
+        "nothing to compare with; nothing is trained on it",
     },
     "rollouts span_rewards": {
-        r"change span_rewards\[\]\.name": "a world's own word for what it gave; GDPO reads it",
+        r"change span_rewards\[\]\.name": "chosen by the environment; GDPO reads it",
     },
     "rollouts timings": {"": TIMES},
     "metrics learner": {
         r"/(loss|grad_norm)$": "needs the weights to be computed again",
-        r"/packed_tokens$": "how often a shared prefix was laid out is the learner's choice",
+        r"/packed_tokens$": "how often a shared prefix is repeated is the learner's choice",
         r"/seconds$": TIMES,
     },
     "metrics rollout": {
         "_s$": TIMES,
-        r"/(engine_steps|cached_tokens|retries|diverged_forks)$": "what the engine did besides "
-        "what is recorded has no second account",
+        r"/(engine_steps|cached_tokens|retries|diverged_forks)$": "recorded only once",
     },
     "metrics time": {"": TIMES},
 }
-"""What may be changed by somebody who makes the chain again, by part of the record, and why."""
+"""Why verify misses a change if all hashes are recomputed, by part of the record."""
 PARTS = sorted(
     [f"rollouts {f.name}" for f in fields(Rollout) if f.metadata.get("recorded", True)]
     + [f"rollouts {name}" for name in ("step", "split", "group", "index")]
@@ -61,12 +60,12 @@ PARTS = sorted(
 )
 
 PER_FIELD = 2
-"""Places of each field that are tried, drawn from all rollouts."""
+"""Changes tried per field, sampled from all rollouts."""
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Of a run in which rollouts ended in many ways."""
+    """A run whose rollouts have many statuses."""
     folder = tmp_path_factory.mktemp("run")
     record(folder, seed=SEED)
     return Files.of(folder)
@@ -75,8 +74,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 SEED = 3
 
 
-def found(files: Files, folder: Path, *, forged: bool) -> list[str]:
-    """The faults that verify finds in them."""
+def faults_in(files: Files, folder: Path, *, forged: bool) -> list[str]:
     files.write(folder, forged=forged)
     try:
         return verify.verify_run(folder).faults
@@ -85,7 +83,7 @@ def found(files: Files, folder: Path, *, forged: bool) -> list[str]:
 
 
 Change = tuple[str, Callable[[Any], None]]
-"""What is changed, and the function that changes it in a copy of the row."""
+"""A label, and the function that changes a copy of the row."""
 
 
 def changes_of(row: Any) -> Iterator[Change]:
@@ -116,7 +114,7 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def walk(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every value below: of lists of numbers, the first and the last."""
+    """Every nested value; of lists of numbers the first and the last."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     keys = list(items)
     if isinstance(value, list) and value and isinstance(value[0], int | float):
@@ -128,7 +126,7 @@ def walk(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ..
 
 
 def others(key: Any, value: Any, beside: Any) -> Iterator[Any]:
-    """Other values that a field of this name might have."""
+    """Other possible values of a field."""
     if key == "status":
         yield from (str(status) for status in Status if status != value)
     elif key == "treatment":
@@ -160,12 +158,12 @@ def kind_of(row: dict[str, Any]) -> str:
 
 
 Corruption = tuple[str, Callable[[Files], Files]]
-"""What is changed, and the function that gives the files with it."""
+"""A label, and the function that returns changed files."""
 
 
 @pytest.fixture(scope="module")
 def corruptions(files: Files) -> dict[str, list[Corruption]]:
-    """By part of the record, PER_FIELD of each field and kind of rollout."""
+    """By part of the record: PER_FIELD changes per field and kind of rollout."""
     drawn: dict[tuple[str, str], list[Corruption]] = defaultdict(list)
     for name in NAMES:
         for number, row in enumerate(getattr(files, name)):
@@ -181,32 +179,32 @@ def corruptions(files: Files) -> dict[str, list[Corruption]]:
                 label = f"{name} {what}{kind}"
                 drawn[f"{name} {part}", label].append((label, apply))
     chosen: dict[str, list[Corruption]] = defaultdict(list)
-    for (part, label), places in drawn.items():  # drawn apart: a new field moves no other's
+    for (part, label), places in drawn.items():  # own seeds: a new field does not change others
         rng = random.Random(label)
         noted = any(re.search(note, label) for note in NOTES.get(part, {}))
-        amount = 4 * PER_FIELD if noted else PER_FIELD  # what is a note in some rows alone
+        amount = 4 * PER_FIELD if noted else PER_FIELD  # notes apply to some rows only
         chosen[part] += rng.sample(places, min(amount, len(places)))
     return chosen
 
 
-def test_every_part_of_a_record_is_corrupted(corruptions: dict[str, list[Corruption]]) -> None:
+def test_corruptions_cover_every_part(corruptions: dict[str, list[Corruption]]) -> None:
     assert sorted(corruptions) == PARTS
     assert sum(map(len, corruptions.values())) > 800
 
 
 def passed(files: Files, tried: Iterable[Corruption], folder: Path, *, forged: bool) -> set[str]:
-    """The corruptions in which verify sees nothing wrong."""
+    """The corruptions that verify does not detect."""
     missed = set()
     for what, apply in tried:
-        if not found(apply(files), folder, forged=forged):
+        if not faults_in(apply(files), folder, forged=forged):
             missed.add(what)
     return missed
 
 
-def test_nothing_is_wrong_with_it(files: Files, tmp_path: Path) -> None:
-    """Neither as it was recorded, nor with the chain made again: the test's chain is verify's."""
-    assert found(files, tmp_path, forged=False) == []
-    assert found(files.copy(), tmp_path, forged=True) == []
+def test_unchanged_run_passes(files: Files, tmp_path: Path) -> None:
+    """As recorded, and with hashes recomputed by this test's own code."""
+    assert faults_in(files, tmp_path, forged=False) == []
+    assert faults_in(files.copy(), tmp_path, forged=True) == []
     whole = {"learned", "unlearned", "broken"}
     assert {kind_of(row) for row in files.rollouts} == whole
     assert len({row["status"] for row in files.rollouts}) >= 4
@@ -214,22 +212,22 @@ def test_nothing_is_wrong_with_it(files: Files, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
-def test_what_fields_say_of_one_another_is_proven_without_the_chain(
+def test_change_is_detected_with_recomputed_hashes(
     files: Files, corruptions: dict[str, list[Corruption]], tmp_path: Path, part: str
 ) -> None:
     missed = passed(files, corruptions[part], tmp_path, forged=True)
     notes = NOTES.get(part, {})
     assert {what for what in missed if not any(re.search(note, what) for note in notes)} == set()
     proven = [note for note in notes if not any(re.search(note, what) for what in missed)]
-    assert proven == [], "these notes are none"
+    assert proven == [], "verify detects these, remove the notes"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
-def test_an_edit_of_any_field_breaks_the_chain(
+def test_edit_of_any_field_breaks_the_chain(
     files: Files, corruptions: dict[str, list[Corruption]], tmp_path: Path, part: str
 ) -> None:
-    """Of those that the fields themselves do not prove, and some that they do."""
+    """All changes that only the chain reveals, and some others."""
     noted = [c for c in corruptions[part] if any(re.search(n, c[0]) for n in NOTES.get(part, {}))]
     assert passed(files, [*noted, *corruptions[part][:5]], tmp_path, forged=False) == set()
 
@@ -238,7 +236,7 @@ def test_an_edit_of_any_field_breaks_the_chain(
 
 
 def last_turn(files: Files) -> None:
-    """Delete a turn together with everything that tells of it in its own line."""
+    """Delete a turn with all its traces in the same line."""
     row = next(r for r in files.rollouts if len(r["turns"]) > 1 and r["learner_logprobs"])
     while row["segments"].pop()["logprobs"] is None:
         pass
@@ -250,7 +248,7 @@ def last_turn(files: Files) -> None:
 
 
 def swapped(key: str) -> Callable[[Files], None]:
-    """Two rollouts of a group exchange a field in which they differ."""
+    """Swap a field between two rollouts of a group."""
 
     def swap(files: Files) -> None:
         for a in files.rollouts:
@@ -276,7 +274,7 @@ def renumber(files: Files) -> None:
 
 
 def without(name: str, which: Callable[[Any], bool]) -> Callable[[Files], None]:
-    """All such lines are gone."""
+    """Remove all matching lines."""
 
     def change(files: Files) -> None:
         setattr(files, name, [row for row in getattr(files, name) if not which(row)])
@@ -310,24 +308,24 @@ LINES: dict[str, Callable[[Files], Any]] = {
     "a last turn and its account deleted": last_turn,
     "rewards swapped": swapped("rewards"),
     "advantages swapped": swapped("advantage"),
-    "trained, said to be masked": set_first(lambda r: r["learner_logprobs"], treatment="mask"),
+    "trained, but marked as masked": set_first(lambda r: r["learner_logprobs"], treatment="mask"),
     "a reward of 99": set_first(lambda r: r["rewards"], rewards={"answer": 99.0, "format": 0.1}),
     "a falsified mean": lambda f: f.metrics[1].update({"rollout/solved": 0.99}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", LINES)
-@pytest.mark.parametrize("forged", [False, True], ids=["edited", "chain made again"])
-def test_lines_are_all_there_and_in_order(
+@pytest.mark.parametrize("forged", [False, True], ids=["edited", "rehashed"])
+def test_missing_or_moved_lines_are_detected(
     files: Files, tmp_path: Path, what: str, forged: bool
 ) -> None:
     copied = files.copy()
     LINES[what](copied)
-    assert found(copied, tmp_path, forged=forged)
+    assert faults_in(copied, tmp_path, forged=forged)
 
 
-def test_each_line_of_metrics_names_its_own_last_rollout(files: Files, tmp_path: Path) -> None:
-    """The rest made again: both files follow, line by line, and are the ones of run.json."""
+def test_wrong_rollouts_hash_is_detected(files: Files, tmp_path: Path) -> None:
+    """With all other hashes recomputed."""
     named = [row["rollouts_hash"] for row in files.metrics]
     assert len(set(named)) == len(named) == 5
     for number in range(5):
@@ -336,53 +334,47 @@ def test_each_line_of_metrics_names_its_own_last_rollout(files: Files, tmp_path:
         changed.metrics, seal = chained(changed.metrics)
         seals = {**files.described["records"], "metrics.jsonl": seal}
         changed.described = {**files.described, "records": seals}
-        (fault,) = found(changed, tmp_path, forged=False)
-        assert "metrics.jsonl names another last rollout" in fault
+        (fault,) = faults_in(changed, tmp_path, forged=False)
+        assert "rollouts_hash in metrics.jsonl is of another rollout" in fault
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("left", [-1, -200, 1, 0], ids=lambda left: f"[:{left}]")
-def test_a_file_that_is_cut_short_is_noticed(
-    files: Files, tmp_path: Path, name: str, left: int
-) -> None:
+@pytest.mark.parametrize("size", [-1, -200, 1, 0], ids=lambda size: f"[:{size}]")
+def test_truncated_file_is_detected(files: Files, tmp_path: Path, name: str, size: int) -> None:
     files.write(tmp_path, forged=False)
     path = tmp_path / f"{name}.jsonl"
-    path.write_bytes(path.read_bytes()[:left])
+    path.write_bytes(path.read_bytes()[:size])
     assert verify.verify_run(tmp_path).faults
 
 
-def test_who_makes_the_chain_again_can_cut_the_end_off_and_verify_says_how_far_the_run_got(
-    files: Files, tmp_path: Path
-) -> None:
+def test_rehashed_run_without_last_step_is_a_note(files: Files, tmp_path: Path) -> None:
     copied = files.copy()
     for name in NAMES:
         without(name, lambda row: row["step"] >= 1)(copied)
-    assert found(copied, tmp_path, forged=False)
-    assert found(copied, tmp_path, forged=True) == []
+    assert faults_in(copied, tmp_path, forged=False)
+    assert faults_in(copied, tmp_path, forged=True) == []
     (note,) = verify.verify_run(tmp_path).notes
     assert note.startswith("the run has not come to its end: 1 of 2 steps are recorded")
 
 
-def test_an_evaluation_between_can_be_taken_out_only_with_the_chain_made_again(
-    files: Files, tmp_path: Path
-) -> None:
-    """As a run resumed with another eval_every would leave it; alone in one file it is missed."""
+def test_removed_evaluation_passes_only_if_rehashed(files: Files, tmp_path: Path) -> None:
+    """A run resumed with another eval_every looks the same; both files must agree."""
 
     def between(row: Any) -> bool:
         return row["step"] == 1 and ("eval/rollouts" in row or row.get("split") == "heldout")
 
     both = files.copy()
     for name in NAMES:
-        one = files.copy()
-        without(name, between)(one)
-        assert found(one, tmp_path, forged=True)
+        single = files.copy()
+        without(name, between)(single)
+        assert faults_in(single, tmp_path, forged=True)
         without(name, between)(both)
-    assert found(both, tmp_path, forged=False)
-    assert found(both, tmp_path, forged=True) == []
+    assert faults_in(both, tmp_path, forged=False)
+    assert faults_in(both, tmp_path, forged=True) == []
 
 
-def test_what_a_killed_run_left_is_no_fault_but_a_note(files: Files, tmp_path: Path) -> None:
-    """Rollouts behind the last line of metrics.jsonl, the last of them cut."""
+def test_killed_run_gives_notes_and_no_faults(files: Files, tmp_path: Path) -> None:
+    """Rollouts after the last line of metrics.jsonl, the last one truncated."""
     files.write(tmp_path, forged=False)
     assert len(verify.verify_run(tmp_path).notes) == 0
     log = RunLog(tmp_path)
@@ -396,20 +388,20 @@ def test_what_a_killed_run_left_is_no_fault_but_a_note(files: Files, tmp_path: P
     assert len(report.notes) == 2
 
 
-def test_the_chain_goes_on_where_a_resumed_run_cut_it(files: Files, tmp_path: Path) -> None:
-    """What a checkpoint remembers of the records is their length and their last lines."""
+def test_resumed_run_continues_the_chain(files: Files, tmp_path: Path) -> None:
+    """A checkpoint stores the size and the last line's hash of each file."""
     files.write(tmp_path, forged=False)
-    whole = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in NAMES}
+    original = {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in NAMES}
     log = RunLog(tmp_path)
-    kept = log.offsets()
+    offsets = log.offsets()
     log.write(3, eval={"solved": 1.0})
     assert verify.verify_run(tmp_path).faults
     again = RunLog(tmp_path)
-    again.truncate_to(kept)
+    again.truncate_to(offsets)
     assert verify.verify_run(tmp_path).faults == []
-    assert {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in NAMES} == whole
-    *before, last = whole["metrics"].splitlines(keepends=True)
+    assert {name: (tmp_path / f"{name}.jsonl").read_bytes() for name in NAMES} == original
+    *before, last = original["metrics"].splitlines(keepends=True)
     edited = last.replace(b'"eval/rollouts": 3', b'"eval/rollouts": 4')
     (tmp_path / "metrics.jsonl").write_bytes(b"".join([*before, edited]))
-    with pytest.raises(ValueError, match="is not the one that the checkpoint was saved after"):
-        again.truncate_to(kept)
+    with pytest.raises(ValueError, match="was changed after the checkpoint was saved"):
+        again.truncate_to(offsets)

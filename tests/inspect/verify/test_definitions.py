@@ -1,4 +1,4 @@
-"""The proof's own definitions, at their edges: values worked out by hand, and small rollouts."""
+"""Edge cases of verify's own definitions: hand-computed values and small rollouts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ LOSS = a_config("loss.scale_rewards=none").loss
 
 def faults_of(rollouts: Sequence[Rollout], **loss: Any) -> list[str]:
     group = Group(task=TASK, rollouts=list(rollouts))
-    return [said for *_, said in advantage_faults([group], LOSS.model_copy(update=loss))]
+    return [fault for *_, fault in advantage_faults([group], LOSS.model_copy(update=loss))]
 
 
-def test_every_shipped_loss_has_its_normaliser_here_too() -> None:
+def test_normaliser_table_covers_every_shipped_loss() -> None:
     assert {name: loss.normaliser for name, loss in LOSSES.items()} == NORMALISERS
 
 
 @pytest.mark.parametrize(("apart", "advantage"), [(0.9e-6, 0.0), (2e-6, 1e-6)])
-def test_rewards_that_differ_by_rounding_teach_nothing(apart: float, advantage: float) -> None:
+def test_rewards_that_differ_by_rounding_give_no_advantage(apart: float, advantage: float) -> None:
     rollouts = [
         a_rollout(rewards={"answer": 1.0 + sign * apart / 2}, advantage=sign * advantage)
         for sign in (-1, 1)
@@ -41,8 +41,8 @@ def test_rewards_that_differ_by_rounding_teach_nothing(apart: float, advantage: 
     assert len(faults_of(rollouts)) == 2
 
 
-def test_a_span_is_no_credit_to_the_turn_that_begins_where_it_ends() -> None:
-    """Turns are tokens [2, 4) and [4, 6); the span is all of the first."""
+def test_span_gives_no_credit_to_next_turn() -> None:
+    """Turns are tokens [2, 4) and [4, 6); the span covers the first."""
     rollouts = [
         a_rollout([[-1.0, -1.0]] * 2, span_rewards=[SpanReward(2, 4, "ran", value)],
                   advantage=sign * 1.0, segment_advantages=[0.0, sign * 1.0, 0.0])
@@ -52,11 +52,11 @@ def test_a_span_is_no_credit_to_the_turn_that_begins_where_it_ends() -> None:
     for rollout in rollouts:
         rollout.segment_advantages = [0.0, rollout.advantage, rollout.advantage]
     wrong = faults_of(rollouts, span_credit="return_to_go")
-    assert wrong == ["segment_advantages are not those that its rewards give"] * 2
+    assert wrong == ["segment_advantages do not follow from its rewards"] * 2
 
 
-def test_a_turn_without_a_token_is_a_turn() -> None:
-    """A sampler of one's own may record one; the learner has a number for it too."""
+def test_turn_without_tokens_counts_as_turn() -> None:
+    """A user's own sampler may record one; the learner has an entry for it too."""
     rollouts = [
         a_rollout([[], [-1.0, -1.0]], span_rewards=[SpanReward(2, 4, "ran", value)])
         for value in (0.0, 2.0)
@@ -79,60 +79,61 @@ def played(sampled: int, finish_reason: str, status: Status, prompt: int = 2) ->
 
 
 @pytest.mark.parametrize(
-    ("sampled", "finish_reason", "says"),
+    ("sampled", "finish_reason", "message"),
     [
         (8, "stop", ""),
-        (9, "stop", "turn 0: 9 tokens, finish_reason 'stop', but its budget was 8"),
+        (9, "stop", "turn 0: 9 tokens with finish_reason 'stop', but the budget was 8"),
         (8, "length", ""),
-        (7, "length", "turn 0: 7 tokens, finish_reason 'length', but its budget was 8"),
-        (8, "abort", "turn 0: it went on after finish_reason 'abort'"),
+        (7, "length", "turn 0: 7 tokens with finish_reason 'length', but the budget was 8"),
+        (8, "abort", "turn 0: not the end, but finish_reason is 'abort'"),
     ],
 )
-def test_a_turn_keeps_to_its_budget(sampled: int, finish_reason: str, says: str) -> None:
+def test_turn_budget_is_checked(sampled: int, finish_reason: str, message: str) -> None:
     config = a_config("rollout.max_turn_tokens=8", "engine.max_model_len=128")
     status = Status.TRUNCATED_LENGTH if finish_reason == "length" else Status.COMPLETED
-    found = list(status_faults(played(sampled, finish_reason, status), config))
-    assert found == ([says] if says else [])
+    faults = list(status_faults(played(sampled, finish_reason, status), config))
+    assert faults == ([message] if message else [])
 
 
-def test_a_turns_budget_is_what_is_left_of_the_row() -> None:
+def test_turn_budget_is_rest_of_max_response_tokens() -> None:
     config = a_config("rollout.max_turn_tokens=8", "rollout.max_response_tokens=6")
     assert list(status_faults(played(6, "length", Status.TRUNCATED_LENGTH), config)) == []
     (fault,) = status_faults(played(5, "length", Status.TRUNCATED_LENGTH), config)
-    assert "but its budget was 6" in fault
+    assert "but the budget was 6" in fault
 
 
-def test_what_the_machine_broke_was_not_rewarded() -> None:
+def test_infra_error_with_rewards_is_a_fault() -> None:
     config = a_config("rollout.max_turn_tokens=8")
     rollout = played(3, "stop", Status.INFRA_ERROR)
     rollout.error = "gone"
     assert list(status_faults(rollout, config)) == []
     rollout.rewards = {"answer": 1.0}
-    assert list(status_faults(rollout, config)) == ["rewards of a rollout that the machine broke"]
+    fault = "has rewards, but its status is infra_error"
+    assert list(status_faults(rollout, config)) == [fault]
     rollout.rewards, rollout.span_rewards = {}, [SpanReward(2, 5, "ran", 1.0)]
-    assert "rewards of a rollout that the machine broke" in list(status_faults(rollout, config))
+    assert fault in list(status_faults(rollout, config))
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
-        ("r.span_rewards = [SpanReward(-1, 2, 'x', 1.0)]", "reward 'x': tokens [-1, 2) of 4"),
-        ("r.span_rewards = [SpanReward(3, 5, 'x', 1.0)]", "reward 'x': tokens [3, 5) of 4"),
-        ("r.span_rewards = [SpanReward(3, 3, 'x', 1.0)]", "reward 'x': tokens [3, 3) of 4"),
+        ("r.span_rewards = [SpanReward(-1, 2, 'x', 1.0)]", "reward 'x': tokens [-1, 2), but"),
+        ("r.span_rewards = [SpanReward(3, 5, 'x', 1.0)]", "reward 'x': tokens [3, 5), but"),
+        ("r.span_rewards = [SpanReward(3, 3, 'x', 1.0)]", "reward 'x': tokens [3, 3), but"),
         ("del r.segments[0]", "does not begin with a prompt"),
         ("r.segments.clear()", "does not begin with a prompt"),
-        ("r.segments[0].token_ids[0] = -1", "segment 0: token_ids has -1, not an id"),
-        ("r.segments[0].token_ids[0] = 11", "segment 0: token_ids has 11, of 11 ids"),
-        ("r.segments[1].logprobs[0] = 1.0", "segment 1: logprobs has 1.0, not a log-probability"),
-        ("r.segments.insert(0, r.segments[0])", "segment 1: given right after segment 0"),
+        ("r.segments[0].token_ids[0] = -1", "segment 0: token_ids has -1, which is no token id"),
+        ("r.segments[0].token_ids[0] = 11", "token_ids has 11, but the vocabulary has 11"),
+        ("r.segments[1].logprobs[0] = 1.0", "segment 1: logprobs has 1.0, which is no log-prob"),
+        ("r.segments.insert(0, r.segments[0])", "segment 1: no turn between it and segment 0"),
     ],
 )
-def test_the_form_of_a_rollouts_tokens(change: str, says: str) -> None:
+def test_malformed_tokens_are_named(change: str, message: str) -> None:
     rollout = a_rollout([[-1.0, -1.0]])
     assert list(rollout_faults(rollout, accounted=False, vocab_size=11)) == []
     exec(change, {"r": rollout, "SpanReward": SpanReward})
     faults = list(rollout_faults(rollout, accounted=False, vocab_size=11))
-    assert any(says in fault for fault in faults), faults
+    assert any(message in fault for fault in faults), faults
 
 
 @pytest.mark.parametrize(
@@ -146,54 +147,52 @@ def test_the_form_of_a_rollouts_tokens(change: str, says: str) -> None:
         (0.0, 0.1, False),
     ],
 )
-def test_an_entropy_fits_the_probability_of_its_token(
-    logp: float, entropy: float, fits: bool
-) -> None:
+def test_entropy_is_bounded_by_token_probability(logp: float, entropy: float, fits: bool) -> None:
     """Between h(p) and h(p) + (1 - p) ln(V - 1), worked out by hand for V = 11."""
     rollout = a_rollout([[logp]])
     rollout.learner_logprobs = [None, np.array([logp], np.float32)]
     rollout.entropies = [None, np.array([entropy], np.float32)]
     faults = list(rollout_faults(rollout, accounted=False, vocab_size=11))
-    says = "entropies: a distribution that gives its token so much has another entropy"
-    assert faults == ([] if fits else [says])
+    message = "entropies: impossible with the log-probability of the token"
+    assert faults == ([] if fits else [message])
     assert not list(rollout_faults(rollout, accounted=False, vocab_size=None))
 
 
 def accounted() -> Rollout:
-    """Two turns of two tokens, with the engine's account and what a learner made of them."""
+    """Two turns of two tokens, with the engine's hashes and the learner's columns."""
     rollout = a_rollout([[-1.0, -1.0]] * 2)
-    ids, said = rollout.token_ids, np.full(2, -1.0, np.float32)
+    ids, logp = rollout.token_ids, np.full(2, -1.0, np.float32)
     rollout.turns = [Turn.of(ids[:at], ids[at : at + 2], "stop") for at in (2, 4)]
-    rollout.learner_logprobs, rollout.entropies = [None, said, said], [None, said + 2, said + 2]
+    rollout.learner_logprobs, rollout.entropies = [None, logp, logp], [None, logp + 2, logp + 2]
     return rollout
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
-        ("r.turns[1] = replace(t, row=1)", "turn 1: row 1 of 1"),
-        ("r.turns.append(t)", "2 sampled segments, but the engine played 3 turns"),
-        ("r.turns.pop()", "2 sampled segments, but the engine played 1 turns"),
-        ("r.turns[1] = replace(t, prompt_tokens=3)", "sampled from token 4 on"),
-        ("r.turns[1] = replace(t, prompt_tokens=5)", "sampled from token 4 on"),
+        ("r.turns[1] = replace(t, row=1)", "turn 1: row 1, but there are 1 rows"),
+        ("r.turns.append(t)", "2 sampled segments, but 3 turns of the engine"),
+        ("r.turns.pop()", "2 sampled segments, but 1 turns of the engine"),
+        ("r.turns[1] = replace(t, prompt_tokens=3)", "starts at token 4, but"),
+        ("r.turns[1] = replace(t, prompt_tokens=5)", "starts at token 4, but"),
         ("r.turns[1] = replace(t, prompt_hash='')", "turn 1: the engine's prompt is not the 4"),
         ("r.turns[1] = replace(t, sampled_tokens=3)", "2 tokens, but the engine sampled 3"),
         ("r.turns[1] = replace(t, sampled_hash='')", "turn 1: its tokens are not those that"),
         ("r.turns[1] = replace(t, replaced=[7])", "turn 1: 3 tokens, but the engine sampled 2"),
         ("r.entropies = None", "one is recorded without the other"),
-        ("r.segments[1].logprobs[0] = nan", "logprobs has nan, not a log-probability"),
-        ("r.learner_logprobs[1] = array([-1, nan], 'f')", "learner_logprobs: a number that can be"),
-        ("r.learner_logprobs[1] = array([-1, -inf], 'f')", "learner_logprobs: a number that can"),
-        ("r.learner_logprobs[1] = array([-1, 0.5], 'f')", "learner_logprobs: a number that can be"),
-        ("r.entropies[1] = array([1, -0.5], 'f')", "entropies: a number that can be none"),
-        ("r.entropies[1] = array([1, inf], 'f')", "entropies: a number that can be none"),
-        ("r.entropies[1] = array([1], 'f')", "entropies: not one number for each sampled token"),
+        ("r.segments[1].logprobs[0] = nan", "logprobs has nan, which is no log-probability"),
+        ("r.learner_logprobs[1] = array([-1, nan], 'f')", "learner_logprobs: an impossible number"),
+        ("r.learner_logprobs[1] = array([-1, -inf], 'f')", "learner_logprobs: an impossible"),
+        ("r.learner_logprobs[1] = array([-1, 0.5], 'f')", "learner_logprobs: an impossible number"),
+        ("r.entropies[1] = array([1, -0.5], 'f')", "entropies: an impossible number"),
+        ("r.entropies[1] = array([1, inf], 'f')", "entropies: an impossible number"),
+        ("r.entropies[1] = array([1], 'f')", "entropies: expected one number for each sampled"),
     ],
 )
-def test_tokens_against_what_the_engine_and_the_learner_said(change: str, says: str) -> None:
+def test_tokens_are_compared_with_engine_and_learner(change: str, message: str) -> None:
     rollout = accounted()
     assert list(rollout_faults(rollout, vocab_size=30)) == []
     names = {"replace": replace, "t": rollout.turns[1], "array": np.array}
     exec(change, names | {"r": rollout, "nan": np.nan, "inf": np.inf})
     faults = list(rollout_faults(rollout, vocab_size=30))
-    assert any(says in fault for fault in faults), faults
+    assert any(message in fault for fault in faults), faults

@@ -1,6 +1,6 @@
-"""Tool calls of a recorded run made again, and where two recorded runs part.
+"""Repeated tool calls of a recorded run, and the first difference between two runs.
 
-Runs of the whole command, engine and learner by stand-ins (tests/quick.py).
+The runs use the whole command, with a fake engine and learner (tests/quick.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from agentgrpo import cli
-from agentgrpo.inspect.verify.replay import call_again, play_again
+from agentgrpo.inspect.verify.replay import replay_steps, replay_tools
 from agentgrpo.support.atomic_files import write_lines
 from tests.playing import EOT
 from tests.quick import STAND_INS, QuickEngine
@@ -49,69 +49,69 @@ def play(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> A
 @pytest.mark.parametrize(
     ("code", "same"), [("print(6 * 7)", True), ("import time; print(time.time_ns())", False)]
 )
-def test_answers_that_are_not_the_same_twice_are_named(
+def test_replay_names_different_answers(
     code: str, same: bool, play: Any, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    said = QuickEngine._turn
+    original = QuickEngine._turn
     monkeypatch.setattr(QuickEngine, "_turn", lambda *of: (
-        Turn(f"<code>{code}</code>{EOT}") if "<code>" in (usual := said(*of)).text else usual
+        Turn(f"<code>{code}</code>{EOT}") if "<code>" in (usual := original(*of)).text else usual
     ))  # fmt: skip
     run = play("run")
     capsys.readouterr()
-    assert call_again(run) == (0 if same else 14)
+    assert replay_tools(run) == (0 if same else 14)
     out = capsys.readouterr().out
     assert ("tools again: 14 calls of 14 rollouts, the same\n" in out) == same
     assert ("step 1 train group 1 rollout 0 turn 0: " in out) != same
-    about = (run / "run.json").read_text()
-    (run / "run.json").write_text(re.sub('"max_seconds": *null', '"max_seconds": 1e-9', about))
-    assert call_again(run) == 14
+    text = (run / "run.json").read_text()
+    (run / "run.json").write_text(re.sub('"max_seconds": *null', '"max_seconds": 1e-9', text))
+    assert replay_tools(run) == 14
     assert " 0 answers are not the same twice, 14 rollouts could" in capsys.readouterr().out
 
 
 async def asks(task: Any, *, base_url: str, api_key: str, model: str) -> str:
-    """Has two conversations at once, which begin in any order."""
+    """Has two concurrent conversations, which start in any order."""
 
-    async def one(*messages: Any) -> str:
+    async def talk(*messages: Any) -> str:
         await asyncio.sleep(random.random() / 20)
-        said = await client.chat.completions.create(model=model, messages=messages)
-        told = said.choices[0].message.model_dump(include={"role", "content"})
-        more = told, {"role": "user", "content": f"You said {told['content']}."}
-        return str(told) if len(messages) > 1 else await one(*messages, *more)
+        response = await client.chat.completions.create(model=model, messages=messages)
+        reply = response.choices[0].message.model_dump(include={"role", "content"})
+        more = reply, {"role": "user", "content": f"You said {reply['content']}."}
+        return str(reply) if len(messages) > 1 else await talk(*messages, *more)
 
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        asked = [one({"role": "user", "content": f"{n}: {task['question']}"}) for n in "12"]
-        return " ".join(await asyncio.gather(*asked))
+        talks = [talk({"role": "user", "content": f"{n}: {task['question']}"}) for n in "12"]
+        return " ".join(await asyncio.gather(*talks))
 
 
-def test_conversations_of_a_program_are_the_same_in_any_order(play: Any) -> None:
-    own = ("agent.kind=program", f"agent.options.call={__name__}:asks")
-    run = play("run", *own, "rollout.max_turns=9", "rollout.deterministic=false")
-    assert call_again(run) == 0
-    with pytest.raises(ValueError, match="--again seven: expected steps of 1 to 2, as 7 or 7-9"):
-        play_again(run, "seven")
+def test_replay_of_program_ignores_order_of_conversations(play: Any) -> None:
+    program = ("agent.kind=program", f"agent.options.call={__name__}:asks")
+    run = play("run", *program, "rollout.max_turns=9", "rollout.deterministic=false")
+    assert replay_tools(run) == 0
+    with pytest.raises(ValueError, match="--again seven: expected steps from 1 to 2, as 7 or 7-9"):
+        replay_steps(run, "seven")
 
 
 @pytest.mark.parametrize(
-    ("setting", "parts"),
+    ("setting", "difference"),
     [
-        ("seed=0", "no line that both have"),
-        ("seed=5", "step 0 train group 1 rollout 0: task is .*: by seed or the data"),
-        ("rollout.max_turns=1", "step 0 heldout group 0 rollout 0 turn 1: one has ended, completed "
-         "and truncated_turns: by rollout.max_turns or a limit"),
+        ("seed=0", "none in the lines that both runs have"),
+        ("seed=5", "step 0 train group 1 rollout 0: task is .*: caused by seed or the data"),
+        ("rollout.max_turns=1", "step 0 heldout group 0 rollout 0 turn 1: only one has ended, "
+         "completed and truncated_turns: caused by rollout.max_turns or a limit"),
         ("rollout.max_observation_tokens=1", "step 1 heldout group 0 rollout 0 turn 1 token 8 of "
-         "what it was shown before: by rollout.max_observation_tokens or a tool's answer"),
-        ("rollout.group_size=3", "step 0 train group 0 rollout 0 turn 1 token 0: its log-prob"),
-        ("loss.scale_rewards=none", "step 0 train group . rollout .: advantage is .*: by "
-         "loss.scale_rewards or the learner, after the same rollouts"),
+         "the observation before: caused by rollout.max_observation_tokens or a tool's answer"),
+        ("rollout.group_size=3", "step 0 train group 0 rollout 0 turn 1 token 0: log-prob"),
+        ("loss.scale_rewards=none", "step 0 train group . rollout .: advantage is .*: caused by "
+         "loss.scale_rewards or the learner, after equal rollouts"),
         ("reward.format=0.5 eval_every=2 loss.beta=0.1 learner.learning_rate=1e-9 steps=3",
-         "step 0 heldout group 0 .*: by steps or eval_every or .* or 2 more that differ or the"),
+         "step 0 heldout group 0 .*: caused by steps or eval_every or .* or 2 more that differ or"),
     ],
 )  # fmt: skip
-def test_two_runs_part_where_a_setting_makes_them(
-    setting: str, parts: str, play: Any, capsys: pytest.CaptureFixture[str]
+def test_view_prints_first_difference_and_its_cause(
+    setting: str, difference: str, play: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, other = play("one"), play("other", *setting.split())
-    assert cli.main(["view", str(one), str(other)]) == 0
-    said = capsys.readouterr().out
-    assert re.search(f"they part at {parts}", said), said
+    run_a, run_b = play("one"), play("other", *setting.split())
+    assert cli.main(["view", str(run_a), str(run_b)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(f"first difference: {difference}", out), out

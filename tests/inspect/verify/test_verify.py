@@ -1,4 +1,4 @@
-"""The proof of a run's records: what the sampler recorded passes, no corruption of it does."""
+"""`agentgrpo verify` passes recorded runs and rejects every corruption of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.given import TASK
 from tests.inspect.verify.recorded import Files, record
 from tests.playing import EOT, TOKENIZER
 from tests.rollout.stubs import StubEngine
-from tests.rollout.stubs import Turn as Says
+from tests.rollout.stubs import Turn as StubTurn
 from tests.rollout.test_branch import ALWAYS
 
 Record = dict[str, Any]
@@ -38,10 +38,10 @@ MASKED = {
 }
 
 
-def test_a_masked_rollout_that_no_update_counts_is_a_fault(
+def test_uncounted_masked_rollout_is_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B of the normaliser is checked too, though the masked rollouts in it have no terms."""
+    """B of the normaliser is checked too, although masked rollouts have no loss terms."""
 
     def without_masked(groups: Any, config: Any, *, step: int) -> Any:
         return [
@@ -53,7 +53,8 @@ def test_a_masked_rollout_that_no_update_counts_is_a_fault(
     write_run(tmp_path, **grpo)
     assert verify.verify_run(tmp_path).faults == []
     monkeypatch.setattr(minibatches, "mini_batches", without_masked)
-    assert any("its terms do not weigh" in fault for fault in verify.verify_run(tmp_path).faults)
+    faults = verify.verify_run(tmp_path).faults
+    assert any("the weight of its terms is not" in fault for fault in faults)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_a_masked_rollout_that_no_update_counts_is_a_fault(
     ],
     ids=["default", "grpo", "batch", "spans", "turns", "gdpo", "sigmas", "mini-batches", "own"],
 )
-def test_what_the_sampler_recorded_is_proven(
+def test_recorded_run_passes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: dict[str, Any]
 ) -> None:
     write_run(tmp_path, **overrides)
@@ -87,18 +88,18 @@ def test_what_the_sampler_recorded_is_proven(
 
 
 @pytest.mark.parametrize("sampler", ["users_own:Mine", ""])
-def test_a_users_sampler_keeps_no_account_and_that_is_said(
+def test_custom_sampler_without_hashes_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sampler: str
 ) -> None:
-    """Of ours the same is a fault; and the packed batches are proven for both."""
+    """Missing hashes of the shipped sampler are a fault; packed batches are checked for both."""
     write_run(tmp_path)
     files = Files.of(tmp_path)
     files.described["config"]["rollout"]["sampler"] = sampler
     for row in files.rollouts:
         row["turns"] = []
     for row in files.metrics:
-        said = [r for r in files.rollouts if (r["step"], r["split"]) == (row["step"], "train")]
-        total = sum(len(s["token_ids"]) for r in said for s in r["segments"] if s["logprobs"])
+        step = [r for r in files.rollouts if (r["step"], r["split"]) == (row["step"], "train")]
+        total = sum(len(s["token_ids"]) for r in step for s in r["segments"] if s["logprobs"])
         if "rollout/groups" in row:
             row["rollout/total_sampled_tokens"] = float(total)
     files.write(tmp_path, forged=True)
@@ -107,11 +108,11 @@ def test_a_users_sampler_keeps_no_account_and_that_is_said(
     assert (report.faults == []) == bool(sampler)
     assert report.learned == report.terms > 100
     assert verify.main([str(tmp_path)]) == (0 if sampler else 1)
-    told = "of 25 rollouts of rollout.sampler it is not recorded what the engine saw"
-    assert (told in capsys.readouterr().out) == bool(sampler)
+    note = "of 25 rollouts of rollout.sampler it is not recorded what the engine saw"
+    assert (note in capsys.readouterr().out) == bool(sampler)
     sampled_of(files.rollouts[-1])["logprobs"][0] = 0.5
     files.write(tmp_path, forged=True)
-    assert verify.verify_run(tmp_path).faults, "its tokens are looked at all the same"
+    assert verify.verify_run(tmp_path).faults, "its tokens are checked anyway"
 
 
 @pytest.mark.parametrize(
@@ -134,14 +135,14 @@ def test_run_json_of_2026_11_without_reward(tmp_path: Path, env: str, recomputed
 
 
 def sampled_of(record: Record) -> Record:
-    found: list[Record] = [s for s in record["segments"] if s["logprobs"]]
-    return found[-1]
+    sampled: list[Record] = [s for s in record["segments"] if s["logprobs"]]
+    return sampled[-1]
 
 
 def changed(run: Path, change: str, which: Callable[[Record], Any]) -> tuple[Record, list[str]]:
-    """The first such record after a piece of code changed it, and the faults that are found.
+    """Change the first matching record with a piece of code; returns it and verify's faults.
 
-    The code sees the record as r, its segments as s, its turns as t, its last sampled segment as x.
+    The code's names: the record r, its segments s, its turns t, its last sampled segment x.
     """
     files = Files.of(run)
     r = next(line for line in files.rollouts if which(line))
@@ -165,28 +166,26 @@ FORGET = "r['learner_logprobs'] = r['entropies'] = None"
             r"^rollouts\.jsonl:\d+: segments\S+logprobs\.0: .* valid number",
         ),
         ("del t[0]['replaced']", r"^rollouts\.jsonl:\d+: turns\.0\.replaced: Field required"),
-        (FORGET, r"update 0: packed, or seen by the learner, but not both: rollouts \[\d+\]"),
+        (FORGET, r"update 0: number of learner_logprobs is not that of .*: rollouts \[\d+\]"),
         (
             "r['learner_logprobs'][0] = [-1.0] * len(s[0]['token_ids'])",
-            "learner_logprobs: not one number for each sampled token",
+            "learner_logprobs: expected one number for each sampled token",
         ),
         (
             "r['learner_logprobs'][1][0] -= 0.002",
-            r"the learner and the sampler are 0.00\d+ nats apart, over 0.001",
+            r"learner and sampler differ by 0.00\d+ nats, more than 0.001",
         ),
     ],
 )
-def test_every_corruption_is_found(tmp_path: Path, change: str, fault: str) -> None:
-    """Where it is and what it is; inspect/verify/test_definitions.py has the rest of what a rollout
-    says.
-    """
+def test_corruption_is_located_and_named(tmp_path: Path, change: str, fault: str) -> None:
+    """inspect/verify/test_definitions.py has more kinds of faults."""
     write_run(tmp_path)
     record, faults = changed(tmp_path, change, lambda r: r["learner_logprobs"])
-    assert any(re.search(fault.format(**record), found) for found in faults), faults
+    assert any(re.search(fault.format(**record), message) for message in faults), faults
     assert verify.main([str(tmp_path)]) == 1
 
 
-def test_the_learner_sees_what_is_trained_and_that_wholly_or_not_at_all(tmp_path: Path) -> None:
+def test_learner_columns_are_complete_or_absent(tmp_path: Path) -> None:
     write_run(tmp_path)
     files = Files.of(tmp_path)
     whole = [row for row in files.rollouts if (row["step"], row["split"]) != (2, "heldout")]
@@ -213,7 +212,7 @@ def test_the_learner_sees_what_is_trained_and_that_wholly_or_not_at_all(tmp_path
             line.update({key: trained[key] for key in ("learner_logprobs", "entropies")})
     files.write(tmp_path, forged=True)
     faults = verify.verify_run(tmp_path).faults
-    assert sum("seen by the learner, but not played for training" in f for f in faults) == 9
+    assert sum("held out, but has learner_logprobs" in f for f in faults) == 9
 
 
 @pytest.mark.parametrize(
@@ -221,16 +220,16 @@ def test_the_learner_sees_what_is_trained_and_that_wholly_or_not_at_all(tmp_path
     [
         ("target_N", "targets are not the sampled ids"),
         ("old_logp_N", "log-probabilities are not the sampled ones"),
-        ("row_N", "history|at another token"),
-        ("tout_T", "does not see as many|behind the batch"),
+        ("row_N", "history|not predicted at the token before"),
+        ("tout_T", "position is not the number|after the batch"),
         ("input_ids_T", "the last term sees another history"),
-        ("positions_T", "does not see as many"),
-        ("weight_N", "its terms do not weigh"),
+        ("positions_T", "position is not the number"),
+        ("weight_N", "the weight of its terms is not"),
         ("advantage_N", "its terms have other advantages"),
-        ("sample_N", "terms for|targets are not|packed or left out"),
+        ("sample_N", "terms for|targets are not|wrong number of loss terms"),
     ],
 )
-def test_a_wrong_batch_is_found(
+def test_wrong_batch_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, fault: str
 ) -> None:
     config = write_run(tmp_path)
@@ -238,18 +237,18 @@ def test_a_wrong_batch_is_found(
     def wrong(groups: Any, **options: Any) -> list[Any]:
         first, *others = pack_tree(groups, **options)
         names = [name for name in vars(PackedBatch) if name.endswith(("_T", "_N"))]
-        read = {name: getattr(first, name).copy() for name in names}
-        read[field][len(read[field]) // 2] += 1
-        return [SimpleNamespace(**read), *others]
+        columns = {name: getattr(first, name).copy() for name in names}
+        columns[field][len(columns[field]) // 2] += 1
+        return [SimpleNamespace(**columns), *others]
 
     monkeypatch.setattr("agentgrpo.learn.minibatches.pack_tree", wrong)
     report = verify.verify_run(tmp_path)
     assert report.faults
-    assert any(re.search(fault, found) for found in report.faults), report.faults
+    assert any(re.search(fault, message) for message in report.faults), report.faults
     assert config.loss.num_mini_batches == 1
 
 
-def test_a_rollout_left_out_of_all_batches_is_found(
+def test_rollout_missing_from_batches_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path)
@@ -258,8 +257,8 @@ def test_a_rollout_left_out_of_all_batches_is_found(
         lambda groups, config, step: [Update(batches=[], num_samples=0)],
     )
     faults = verify.verify_run(tmp_path).faults
-    assert sum("packed or left out wrongly: rollouts [" in fault for fault in faults) == 2
-    assert sum("packed, or seen by the learner, but not both" in fault for fault in faults) == 2
+    assert sum("wrong number of loss terms: rollouts [" in fault for fault in faults) == 2
+    assert sum("number of learner_logprobs is not that of" in fault for fault in faults) == 2
 
 
 def ids(*values: int) -> Int32:
@@ -285,7 +284,7 @@ def forked_rollout() -> Rollout:
     )  # fmt: skip
 
 
-def test_a_recorded_fork_is_proven_and_another_is_not(tmp_path: Path) -> None:
+def test_fork_passes_only_if_recorded(tmp_path: Path) -> None:
     rollout = forked_rollout()
     assert list(rollout_faults(rollout)) == []
     config = load_config("quickstart")
@@ -299,23 +298,23 @@ def test_a_recorded_fork_is_proven_and_another_is_not(tmp_path: Path) -> None:
         5,
     )
     rollout.closed_rows.clear()  # the fork is not recorded
-    assert list(rollout_faults(rollout)) == ["turn 1: row 1 of 1"]
+    assert list(rollout_faults(rollout)) == ["turn 1: row 1, but there are 1 rows"]
 
 
 @pytest.mark.parametrize("credit", ["soft", "hard"])
-def test_branches_are_proven_to_begin_as_their_parents(tmp_path: Path, credit: str) -> None:
-    """And what they share is packed, weighed and seen by the learner as in training."""
+def test_branches_start_like_their_parents(tmp_path: Path, credit: str) -> None:
+    """Shared turns are packed, weighted and scored by the learner as in training."""
 
-    def says(number: int, prompt: str) -> Says:
+    def policy(number: int, prompt: str) -> StubTurn:
         turn = prompt.count("<|im_start|>assistant") - 1
-        return Says(
+        return StubTurn(
             f"<code>{number}</code>" if turn < 2 else f"Answer: {42 if number % 2 else 7}{EOT}"
         )
 
     settings: dict[str, Any] = {"loss.branch_credit": credit, "steps": 1, "eval_every": 0}
     for key, value in {**ALWAYS, "initial": 1}.items():
         settings[f"rollout.branching.{key}"] = value
-    write_run(tmp_path, speaks=StubEngine(TOKENIZER, says), **settings)
+    write_run(tmp_path, engine=StubEngine(TOKENIZER, policy), **settings)
     files = Files.of(tmp_path)
     branches = [row for row in files.rollouts if row["parent"] is not None]
     assert len(branches) > 1
@@ -335,31 +334,32 @@ def test_branches_are_proven_to_begin_as_their_parents(tmp_path: Path, credit: s
         wrong.rollouts[number][key] = value
         wrong.write(tmp_path, forged=True)
         faults = verify.verify_run(tmp_path).faults
-        assert any("does not begin as rollout" in f for f in faults), faults
+        assert any("does not begin like its parent" in f for f in faults), faults
     wrong = files.copy()
     wrong.rollouts[number]["segments"][1]["logprobs"][0] -= 1.0
     wrong.write(tmp_path, forged=True)
-    assert any("does not begin as" in fault for fault in verify.verify_run(tmp_path).faults)
+    faults = verify.verify_run(tmp_path).faults
+    assert any("does not begin like its parent" in fault for fault in faults)
 
 
 ROLLOUTS = "rollouts.jsonl"
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "says"),
+    ("file", "text", "message"),
     [
         ("run.json", None, "{run}: no run.json, which a run's folder (out_dir) has"),
         ("metrics.jsonl", None, "metrics.jsonl: no such file"),
         ("run.json", "[]", "run.json: expected a JSON object"),
-        ("run.json", '{{"learner": {{}}}}', "run.json: not that of a training run: KeyError"),
+        ("run.json", '{{"learner": {{}}}}', "run.json: not the run.json of a training run: KeyErr"),
         ("run.json", '{{"config": {{"gone": 1}}}}', "unknown config key gone"),
         (ROLLOUTS, "{first}\n{{\n", "rollouts.jsonl:2: not JSON: Expecting"),
-        (ROLLOUTS, '{first}\n{{"status": "gone"}}\n', "rollouts.jsonl:2: lacks 'step'"),
+        (ROLLOUTS, '{first}\n{{"status": "gone"}}\n', "rollouts.jsonl:2: no key 'step'"),
         (ROLLOUTS, "{first}\n[]\n", "rollouts.jsonl:2: not a JSON object"),
     ],
 )
-def test_what_is_no_run_or_no_record_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: str | None, says: str
+def test_invalid_run_or_record_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: str | None, message: str
 ) -> None:
     write_run(tmp_path)
     first = (tmp_path / ROLLOUTS).read_text().splitlines()[0]
@@ -368,6 +368,6 @@ def test_what_is_no_run_or_no_record_is_named(
     else:
         (tmp_path / file).write_text(text.format(first=first))
     assert verify.main([str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert says.format(run=tmp_path) in said
+    out = capsys.readouterr().err
+    assert out.startswith("error: ")
+    assert message.format(run=tmp_path) in out

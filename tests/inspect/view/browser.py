@@ -1,4 +1,4 @@
-"""Headless Chromium over its DevTools protocol: load a page, ask it, press keys, look."""
+"""Headless Chromium over its DevTools protocol: load a page, evaluate scripts, press keys."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Browser:
         dark: bool = False,
     ) -> None:
         self._next = 0
-        self.said: list[str] = []
-        """What the page wrote to its console, and errors it did not catch."""
+        self.console: list[str] = []
+        """Console output and uncaught errors."""
         self.requested: list[str] = []
-        """Every address the page asked for."""
+        """Every requested address."""
         with contextlib.ExitStack() as undo:
             self._process = undo.enter_context(_running(binary, profile, width, height))
             address = self._page_address(profile / "DevToolsActivePort")
@@ -92,9 +92,9 @@ class Browser:
         if method == "Network.requestWillBeSent":
             self.requested.append(params["request"]["url"])
         elif method == "Runtime.exceptionThrown":
-            self.said.append(json.dumps(params["exceptionDetails"])[:2000])
+            self.console.append(json.dumps(params["exceptionDetails"])[:2000])
         elif method in ("Runtime.consoleAPICalled", "Log.entryAdded"):
-            self.said.append(json.dumps(params)[:2000])
+            self.console.append(json.dumps(params)[:2000])
 
     def open(self, page: Path, fragment: str = "") -> None:
         """Load a page and wait until it has drawn itself."""
@@ -115,7 +115,7 @@ class Browser:
         deadline = time.monotonic() + PATIENCE_S
         while not self.ask(condition):
             seen = self.ask("document.body ? document.body.innerText.slice(0, 500) : ''")
-            assert time.monotonic() < deadline, f"never true: {condition}; {self.said}; {seen}"
+            assert time.monotonic() < deadline, f"never true: {condition}; {self.console}; {seen}"
             time.sleep(0.02)
 
     def press(self, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Run folders, small or large, written through the run's own log."""
+"""Run folders of any size, written with RunLog."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_run(
     temperature: float = 1.0,
     seed: int = 0,
 ) -> Path:
-    """A run of `steps` steps whose tokens are text of the tiny tokenizer; returns its folder."""
+    """Write a run with text of the tiny tokenizer; returns its folder."""
     log = RunLog(folder)
     log.write_run_json(
         config={
@@ -68,15 +68,15 @@ def heldout(number: int, offset: float) -> Group:
 
 
 def group(rng: np.random.Generator, name: str, size: int, turns: int, length: int) -> Group:
-    """Rollouts that part at their first, third ... token, the last one broken by its budget."""
+    """Rollouts that differ from their first, third ... token on; the last one is truncated."""
     words = ["print(", "1+", "é…", "x ", "\n", NASTY[:9]]
     rollouts = []
     for index in range(size):
-        said = []
+        texts = []
         for _ in range(turns):
             text = "".join(words[i] for i in rng.integers(len(words), size=length))
-            said.append(f"<code>{text}"[: max(8, length)])
-        rollout = play(name, said, ["answered: 日本 <b>"] * (turns - 1), answer=None)
+            texts.append(f"<code>{text}"[: max(8, length)])
+        rollout = play(name, texts, ["answered: 日本 <b>"] * (turns - 1), answer=None)
         rollout.rewards = {"answer": float(index % 2), "format": 0.1}
         rollout.advantage = 1.0 if index % 2 else -1.0
         rollout.status = Status.TRUNCATED_LENGTH if index == size - 1 else Status.COMPLETED
@@ -85,7 +85,9 @@ def group(rng: np.random.Generator, name: str, size: int, turns: int, length: in
     return Group(task=rollouts[0].task, rollouts=rollouts)
 
 
-def play(name: str, said: Sequence[str], seen: Sequence[str], *, answer: str | None) -> Rollout:
+def play(
+    name: str, turns: Sequence[str], observations: Sequence[str], *, answer: str | None
+) -> Rollout:
     """A rollout with these turns and observations, in the tiny tokenizer's tokens."""
     task = Task(
         id=name,
@@ -93,28 +95,30 @@ def play(name: str, said: Sequence[str], seen: Sequence[str], *, answer: str | N
         spec={"answer": 2},
     )
     segments = [Segment(ids(f"<|im_start|>user\nWhat is {name}?<|im_end|>\n"))]
-    for turn, text in enumerate(said):
+    for turn, text in enumerate(turns):
         sampled = ids(text)
         logprobs = -np.linspace(0.01, 3, len(sampled), dtype=np.float32)
         segments.append(Segment(sampled, logprobs))
-        if turn < len(seen):
-            segments.append(Segment(ids(f"<|im_end|>\n<|im_start|>user\n{seen[turn]}<|im_end|>")))
-    stats = {"turns": float(len(said)), "tool_calls": float(len(seen)), "tool_errors": 0.0}
+        if turn < len(observations):
+            text = f"<|im_end|>\n<|im_start|>user\n{observations[turn]}<|im_end|>"
+            segments.append(Segment(ids(text)))
+    counts = {"turns": len(turns), "tool_calls": len(observations), "tool_errors": 0}
+    stats = {name: float(count) for name, count in counts.items()}
     return Rollout(
         task=task, segments=segments, status=Status.COMPLETED, answer=answer, stats=stats
     )
 
 
 def write_program(folder: Path) -> Path:
-    """A run of one rollout of a program: a conversation, one beside it, and a second try."""
+    """A run of one rollout of a program: a conversation, a side conversation, a second attempt."""
     log = RunLog(folder)
     log.write_run_json(config={"agent": {"kind": "program"}}, model=str(folder / "model"))
     tiny.make_tokenizer().save_pretrained(folder / "model")
     rollout = play("main", ["plan", "act", "done"], ["go on", "and?"], answer="2")
     main = rollout.segments
-    aside = [Segment(ids("Sum it up.")), said("short")]
-    behind = np.concatenate([segment.token_ids for segment in main[:2]])
-    again = [Segment(np.concatenate([behind, ids("another way")])), said("again")]
+    aside = [Segment(ids("Sum it up.")), sampled_segment("short")]
+    prefix = np.concatenate([segment.token_ids for segment in main[:2]])
+    again = [Segment(np.concatenate([prefix, ids("another way")])), sampled_segment("again")]
     rollout.closed_rows = [aside, again]
     for row, number in ((2, 1), (0, 1), (1, 1), (2, 3), (2, 5)):
         segments = rollout.rows[row][: number + 1]
@@ -127,8 +131,7 @@ def write_program(folder: Path) -> Path:
     return folder
 
 
-def said(text: str) -> Segment:
-    """Something sampled."""
+def sampled_segment(text: str) -> Segment:
     sampled = ids(text)
     return Segment(sampled, -np.linspace(0.01, 3, len(sampled), dtype=np.float32))
 
@@ -137,5 +140,5 @@ _tokenizer = tiny.make_tokenizer()
 
 
 def ids(text: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """The tiny tokenizer's ids of a text: a token a byte."""
+    """The tiny tokenizer's ids of a text: one token per byte."""
     return np.array(_tokenizer.encode(text, add_special_tokens=False), np.int32)

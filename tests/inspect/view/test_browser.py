@@ -1,6 +1,6 @@
-"""The page in a real browser: it draws, stays small, answers keys, and asks nobody for anything.
+"""The page in a real browser: drawing, size, keyboard, and no network access.
 
-Without a Chromium these are skipped, loudly; `make view-test` fails instead.
+Skipped with a message if there is no Chromium; `make view-test` fails instead.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ def pair(folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def quiet(browser: Browser) -> Iterator[None]:
-    """No error on the console, and no address but the file's, in any test."""
-    browser.said.clear()
+    """Fail on console errors and on requests other than for the file."""
+    browser.console.clear()
     browser.requested.clear()
     yield
-    assert not browser.said
+    assert not browser.console
     assert all(address.startswith(("file:", "about:")) for address in browser.requested)
 
 
 def texts(browser: Browser, selector: str) -> list[str]:
-    """The texts of all elements a selector finds."""
-    found: list[str] = browser.ask(
+    """The texts of all elements of a selector."""
+    contents: list[str] = browser.ask(
         f"[...document.querySelectorAll({selector!r})].map((e) => e.textContent)"
     )
-    return found
+    return contents
 
 
 def shown(browser: Browser) -> Any:
-    """The id of the rollout that the detail shows."""
+    """The id of the shown rollout."""
     browser.wait("document.querySelector('.detail').dataset.shown !== undefined")
     return browser.ask("Number(document.querySelector('.detail').dataset.shown)")
 
@@ -83,13 +83,13 @@ def wait_shown(browser: Browser, rollout: int) -> None:
 def test_graphs_are_drawn_from_the_metrics(browser: Browser, page: Path) -> None:
     browser.open(page)
     titles = texts(browser, ".chart h3")
-    assert {"Reward", "Loss", "Gradient norm", "Seconds of a step"} <= set(titles)
+    assert {"Reward", "Loss", "Gradient norm", "Seconds per step"} <= set(titles)
     assert browser.ask("document.querySelectorAll('.chart path').length") >= 5
     facts = texts(browser, ".fact")
     assert any("0.750" in f and "0.250 before" in f for f in facts)
 
 
-def test_a_graph_is_read_with_the_arrow_keys(browser: Browser, page: Path) -> None:
+def test_arrow_keys_move_the_crosshair(browser: Browser, page: Path) -> None:
     browser.open(page)
     browser.ask("document.querySelector('.chart svg').focus()")
     browser.press("ArrowRight")
@@ -98,7 +98,7 @@ def test_a_graph_is_read_with_the_arrow_keys(browser: Browser, page: Path) -> No
     assert "after 1 step: training 0.600" in texts(browser, ".chart .reading")[0]
 
 
-def test_a_step_opens_its_rollouts(browser: Browser, page: Path) -> None:
+def test_click_on_step_opens_its_rollouts(browser: Browser, page: Path) -> None:
     browser.open(page, "#steps")
     assert len(texts(browser, "tbody tr")) == 2
     browser.ask("document.querySelectorAll('tbody tr')[1].click()")
@@ -106,7 +106,7 @@ def test_a_step_opens_its_rollouts(browser: Browser, page: Path) -> None:
     browser.wait("document.querySelector('.detail .crumbs')?.textContent.includes('step 2')")
 
 
-def test_a_rollout_is_shown_token_by_token(browser: Browser, page: Path) -> None:
+def test_rollout_is_shown_token_by_token(browser: Browser, page: Path) -> None:
     browser.open(page, "#rollouts/0/3")
     wait_shown(browser, 3)
     rollout = read_run(page.parent / "one").index["rollouts"][3]
@@ -122,21 +122,21 @@ def test_a_rollout_is_shown_token_by_token(browser: Browser, page: Path) -> None
     assert len(set(colours)) == 3
 
 
-def test_a_sampled_token_tells_its_probability(browser: Browser, page: Path) -> None:
+def test_clicked_token_shows_its_probability(browser: Browser, page: Path) -> None:
     browser.open(page, "#rollouts/0/3")
     wait_shown(browser, 3)
     browser.ask("document.querySelector('.seg.sampled .toks span').click()")
-    said = texts(browser, ".token")[0]
-    assert "sampled by the policy" in said
-    assert "logp -0.010" in said
-    assert "p 0.990" in said
+    text = texts(browser, ".token")[0]
+    assert "sampled by the policy" in text
+    assert "logp -0.010" in text
+    assert "p 0.990" in text
     browser.ask("document.querySelector('.seg.sampled .toks').focus()")
     browser.press("ArrowRight")
     assert texts(browser, ".toks span.now") != []
-    assert texts(browser, ".token")[0] != said
+    assert texts(browser, ".token")[0] != text
 
 
-def test_what_was_not_recorded_cannot_be_coloured_by(browser: Browser, page: Path) -> None:
+def test_colour_modes_without_data_are_disabled(browser: Browser, page: Path) -> None:
     browser.open(page, "#rollouts/0/3")
     wait_shown(browser, 3)
     disabled = browser.ask(
@@ -157,7 +157,7 @@ def test_what_was_not_recorded_cannot_be_coloured_by(browser: Browser, page: Pat
     assert "--good-rgb" in browser.ask(tinted)
 
 
-def test_keys_go_through_rollouts_and_groups(browser: Browser, page: Path) -> None:
+def test_keys_move_through_rollouts_and_groups(browser: Browser, page: Path) -> None:
     browser.open(page, "#rollouts/0/3")
     wait_shown(browser, 3)
     for key, expected in (("j", 4), ("j", 5), ("k", 4), ("]", 7), ("[", 6)):
@@ -178,10 +178,10 @@ def test_search_finds_text_in_tokens(browser: Browser, page: Path) -> None:
     browser.wait("document.querySelector('.count').textContent.startsWith('0 rollouts')")
 
 
-def test_filters_add_up(browser: Browser, page: Path) -> None:
+def test_filters_combine(browser: Browser, page: Path) -> None:
     browser.open(page, "#rollouts")
     count = "document.querySelector('.count').textContent.split(' ')[0]"
-    for name, value, left in (
+    for name, value, matches in (
         ("split", "train", 16),
         ("status", "completed", 12),
         ("high", "0.5", 8),
@@ -189,10 +189,10 @@ def test_filters_add_up(browser: Browser, page: Path) -> None:
         ("low", "1", 4),
     ):
         browser.ask(f"app.lists[0].set({name!r}, {value!r})")
-        assert browser.ask(count) == str(left)
+        assert browser.ask(count) == str(matches)
 
 
-def test_a_group_is_a_tree_whose_leaves_can_be_chosen(browser: Browser, page: Path) -> None:
+def test_click_on_leaf_of_group_tree_shows_rollout(browser: Browser, page: Path) -> None:
     browser.open(page, "#rollouts/0/3")
     wait_shown(browser, 3)
     assert len(texts(browser, ".tree .leaf")) == 4
@@ -203,7 +203,7 @@ def test_a_group_is_a_tree_whose_leaves_can_be_chosen(browser: Browser, page: Pa
     assert 3 <= shown(browser) <= 6
 
 
-def test_nothing_that_was_sampled_becomes_markup(browser: Browser, page: Path) -> None:
+def test_sampled_text_is_escaped(browser: Browser, page: Path) -> None:
     browser.open(page, "#rollouts/0/3")
     wait_shown(browser, 3)
     assert browser.ask("document.title") == "one · agentgrpo"
@@ -211,7 +211,7 @@ def test_nothing_that_was_sampled_becomes_markup(browser: Browser, page: Path) -
     assert "</script>" in texts(browser, ".detail h2")[0]
 
 
-def test_a_token_that_is_a_tag_is_shown_as_text(browser: Browser, folder: Path) -> None:
+def test_token_with_html_is_escaped(browser: Browser, folder: Path) -> None:
     data = read_run(write_run(folder / "tags", steps=1))
     vocabulary = data.index["vocabulary"]
     vocabulary["shown"][vocabulary["ids"].index(int(ids("o")[0]))] = (
@@ -225,9 +225,7 @@ def test_a_token_that_is_a_tag_is_shown_as_text(browser: Browser, folder: Path) 
     assert "<img src='x' id=\"taken\">&lt;" in texts(browser, ".seg.sampled .toks span")
 
 
-def test_ratios_entropies_and_branches_where_they_are_recorded(
-    browser: Browser, folder: Path
-) -> None:
+def test_recorded_ratios_entropies_and_branches_are_shown(browser: Browser, folder: Path) -> None:
     data = read_run(write_run(folder / "rich", steps=1, groups=1))
     num_ids, num_sampled = data.index["chunks"][1]
     streams = np.frombuffer(bytearray(data.chunks[1]), "<f4", offset=4 * num_ids)
@@ -246,16 +244,16 @@ def test_ratios_entropies_and_branches_where_they_are_recorded(
     browser.open(path, "#rollouts/0/4")
     wait_shown(browser, 4)
     assert texts(browser, ".modes button:disabled") == []
-    assert texts(browser, ".tree rect title") == ["a branch that the sampler made"]
+    assert texts(browser, ".tree rect title") == ["branch of the sampler"]
     tinted = "document.querySelector('.seg.sampled .toks span').style.background"
     browser.press("4")
     assert "--good-rgb" in browser.ask(tinted), "a ratio above 1"
     browser.press("5")
     assert "--heat-rgb" in browser.ask(tinted)
     browser.ask("document.querySelector('.seg.sampled .toks span').click()")
-    said = texts(browser, ".token")[0]
-    assert "ratio 1.105" in said
-    assert "entropy 1.500" in said
+    text = texts(browser, ".token")[0]
+    assert "ratio 1.105" in text
+    assert "entropy 1.500" in text
 
 
 def test_two_runs_are_compared(browser: Browser, pair: Path) -> None:
@@ -272,7 +270,7 @@ def test_two_runs_are_compared(browser: Browser, pair: Path) -> None:
 
 @pytest.fixture(scope="module")
 def three(folder: Path) -> Path:
-    """Runs of two settings, whose rewards are 0.1 apart."""
+    """Three runs with two settings, whose rewards differ by 0.1."""
     runs = [
         read_run(write_run(folder / f"run{n}", temperature=heat, seed=n, offset=n / 10))
         for n, heat in enumerate((1.0, 1.0, 0.5))
@@ -282,8 +280,8 @@ def three(folder: Path) -> Path:
     return path
 
 
-def test_a_phone_shows_all_of_it(browser: Browser, three: Path) -> None:
-    """390 pixels wide: nothing is wider, and the wide tables move below their first column."""
+def test_page_fits_phone_width(browser: Browser, three: Path) -> None:
+    """At 390 pixels nothing overflows, and wide tables scroll under their first column."""
     phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     browser.call("Emulation.setDeviceMetricsOverride", **phone)
     try:
@@ -305,7 +303,7 @@ def test_a_phone_shows_all_of_it(browser: Browser, three: Path) -> None:
         browser.call("Emulation.clearDeviceMetricsOverride")
 
 
-def test_any_two_of_several_runs_are_compared(browser: Browser, three: Path) -> None:
+def test_any_two_of_three_runs_are_compared(browser: Browser, three: Path) -> None:
     browser.open(three)
     legend = texts(browser, ".chart:first-child .legend > span")
     assert legend == [f"run{n} {kind}" for n in range(3) for kind in ("training", "held out")]
@@ -322,10 +320,10 @@ def test_any_two_of_several_runs_are_compared(browser: Browser, three: Path) -> 
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_can_be_read_on_its_ground(
+def test_text_contrast_is_sufficient(
     folder: Path, page: Path, browser: Browser, dark: bool
 ) -> None:
-    """Contrast of at least 4.5 (WCAG AA) for text on every ground it stands on."""
+    """At least 4.5 (WCAG AA) for text on its background."""
     browser.theme(dark=dark)
     browser.open(page, "#rollouts/0/3")
     wait_shown(browser, 3)
@@ -354,15 +352,15 @@ CONTRAST = """(() => {
 
 
 @pytest.mark.slow
-def test_thousands_of_rollouts_are_a_few_rows(browser: Browser, folder: Path) -> None:
-    """2,048 rollouts: the page holds rows and tokens of what is in sight, not of the run."""
+def test_large_run_creates_few_elements(browser: Browser, folder: Path) -> None:
+    """With 2,048 rollouts only visible rows and tokens are elements."""
     run = write_run(folder / "large", steps=16, groups=16, size=8, turns=3, turn_tokens=40)
     path = folder / "large.html"
     path.write_text(make_page([read_run(run)]))
     browser.open(path, "#rollouts")
     assert shown(browser) == 0
     assert browser.ask("app.lists[0].shown.length") == 2054
-    assert browser.ask("app.runs[0]._unpacked.size") <= 2, "tokens of a step wait to be asked for"
+    assert browser.ask("app.runs[0]._unpacked.size") <= 2, "tokens of a step are unpacked on demand"
     elements = "document.querySelectorAll('*').length"
     assert browser.ask(elements) < 2000
     browser.ask("app.lists[0].viewport.scrollTop = 60000, 1")
@@ -373,17 +371,17 @@ def test_thousands_of_rollouts_are_a_few_rows(browser: Browser, folder: Path) ->
     assert browser.ask(elements) < 2000
 
 
-def test_conversations_of_a_program_stand_side_by_side(browser: Browser, folder: Path) -> None:
+def test_conversations_of_program_are_side_by_side(browser: Browser, folder: Path) -> None:
     path = folder / "program.html"
     path.write_text(make_page([read_run(write_program(folder / "program"))]))
     browser.open(path, "#rollouts")
     shown(browser)
     heads = [f"conversation {number} of 3" for number in (1, 2, 3)]
     assert texts(browser, ".conversation h3") == heads
-    said = texts(browser, ".conversation p")
-    assert said[0] == "3 turns · begins by itself"
-    assert said[1] == "1 turn · begins by itself"
-    assert said[2] == "1 turn · goes on behind turn 1 of conversation 1"
+    text = texts(browser, ".conversation p")
+    assert text[0] == "3 turns · starts on its own"
+    assert text[1] == "1 turn · starts on its own"
+    assert text[2] == "1 turn · continues after turn 1 of conversation 1"
     turns = texts(browser, ".conversation .sampled h4 b")
     assert turns == ["turn 1", "turn 4", "turn 5", "turn 2", "turn 3"]
     assert "program" in "".join(texts(browser, ".conversation .given h4"))

@@ -1,4 +1,4 @@
-"""What the page stores is what the run recorded; what is missing is said to be missing."""
+"""The page stores what the run recorded and marks missing data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chunk_of(data: RunData, number: int) -> tuple[np.ndarray, dict[str, np.ndarr
     return ids, streams
 
 
-def test_every_token_and_logprob_comes_back(run: Path) -> None:
+def test_tokens_and_logprobs_are_stored(run: Path) -> None:
     data = read_run(run)
     lines = (run / "rollouts.jsonl").read_text().splitlines()
     assert len(data.index["rollouts"]) == len(lines)
@@ -57,14 +57,14 @@ def test_every_token_and_logprob_comes_back(run: Path) -> None:
                 assert (origin, at) == (0 if number == 0 else 2, -1)
             else:
                 assert origin == 1
-                seen = streams["logprobs"][at : at + length]
-                np.testing.assert_allclose(seen, segment.logprobs, rtol=5e-4)
+                logprobs = streams["logprobs"][at : at + length]
+                np.testing.assert_allclose(logprobs, segment.logprobs, rtol=5e-4)
                 assert np.isnan(streams["learner_logprobs"][at : at + length]).all()
         assert stored["reward"] == pytest.approx(rollout.reward)
         assert stored["status"] == str(rollout.status)
 
 
-def test_a_groups_prompt_is_stored_once(run: Path) -> None:
+def test_prompt_of_group_is_stored_once(run: Path) -> None:
     data = read_run(run)
     starts = {
         (r["chunk"], r["group"]): {s["segments"][0][1] for s in data.index["rollouts"]
@@ -75,7 +75,7 @@ def test_a_groups_prompt_is_stored_once(run: Path) -> None:
     assert len({next(iter(p)) for (chunk, _), p in starts.items() if chunk == 1}) == 2
 
 
-def test_tokens_read_as_text_and_shared_characters_as_bytes(run: Path) -> None:
+def test_tokens_are_text_and_parts_of_characters_are_bytes(run: Path) -> None:
     vocabulary = read_run(run).index["vocabulary"]
     shown = vocabulary["shown"]
     assert "p" in shown
@@ -88,7 +88,7 @@ def test_tokens_read_as_text_and_shared_characters_as_bytes(run: Path) -> None:
     }  # fmt: skip
 
 
-def test_without_a_tokenizer_ids_are_shown_and_the_page_is_told(run: Path, tmp_path: Path) -> None:
+def test_without_tokenizer_ids_are_shown(run: Path, tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
     index = read_run(tmp_path).index
@@ -98,7 +98,7 @@ def test_without_a_tokenizer_ids_are_shown_and_the_page_is_told(run: Path, tmp_p
     assert index["vocabulary"]["shown"][0] == f"⟨{token}⟩"
 
 
-def test_the_tokenizer_of_a_checkpoint_travels_with_the_run(run: Path, tmp_path: Path) -> None:
+def test_tokenizer_of_checkpoint_is_used(run: Path, tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
     checkpoint = tmp_path / "checkpoints" / "step_000001"
@@ -107,16 +107,14 @@ def test_the_tokenizer_of_a_checkpoint_travels_with_the_run(run: Path, tmp_path:
     assert read_run(tmp_path).index["tokenizer"] is True
 
 
-def test_a_line_being_written_is_left_out(run: Path, tmp_path: Path) -> None:
+def test_half_written_line_is_skipped(run: Path, tmp_path: Path) -> None:
     whole = (run / "rollouts.jsonl").read_text()
     (tmp_path / "rollouts.jsonl").write_text(whole[:-20])
     (tmp_path / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
     assert len(read_run(tmp_path).index["rollouts"]) == whole.count("\n") - 1
 
 
-def test_half_a_surrogate_pair_in_the_data_is_shown_as_json_writes_it(
-    run: Path, tmp_path: Path
-) -> None:
+def test_half_a_surrogate_pair_is_stored_as_json_escape(run: Path, tmp_path: Path) -> None:
     first, *_ = (run / "rollouts.jsonl").read_text().splitlines()
     row = json.loads(first)
     row["task"]["spec"]["note"] = "half \ud83d"
@@ -132,14 +130,14 @@ def test_half_a_surrogate_pair_in_the_data_is_shown_as_json_writes_it(
     ("text", "message"),
     [('{"step": 0}\n', r"rollouts.jsonl:1: not a rollout"), ("{\n", r"rollouts.jsonl:1: not JSON")],
 )
-def test_a_bad_record_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_record_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "rollouts.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_run(tmp_path)
 
 
-def test_nan_reaches_the_page_as_null(tmp_path: Path) -> None:
+def test_nan_is_stored_as_null(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "learner/loss": NaN}\n')
     data = read_run(tmp_path)
     assert np.isnan(data.index["metrics"][0]["learner/loss"])
@@ -153,17 +151,17 @@ def view(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_the_command_writes_one_file_that_names_nothing_outside(run: Path, tmp_path: Path) -> None:
+def test_page_has_no_external_references(run: Path, tmp_path: Path) -> None:
     ran = view(run, "-o", tmp_path / "page.html")
     assert (ran.returncode, ran.stderr) == (0, "")
     page = (tmp_path / "page.html").read_text()
     assert "22 rollouts" in ran.stdout
-    assert "taken" not in page, "what was sampled is data, compressed, and never markup"
+    assert "taken" not in page, "sampled text is compressed data, never markup"
     for outside in ("http://", "https://", "src=", "@import", "url("):
         assert outside not in page.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_the_command_says_what_is_no_run(tmp_path: Path) -> None:
+def test_folder_without_metrics_is_refused(tmp_path: Path) -> None:
     ran = view(tmp_path)
     assert ran.returncode == 2
     assert ran.stderr.startswith(f"error: {tmp_path}: no metrics.jsonl, which a run's folder")
@@ -172,7 +170,7 @@ def test_the_command_says_what_is_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{run}/rollouts.jsonl", "{run}/rollouts.jsonl: no metrics.jsonl, which a run's folder"),
         ("{here}/gone", "{here}/gone: no such file or directory"),
@@ -182,22 +180,22 @@ def test_the_command_says_what_is_no_run(tmp_path: Path) -> None:
         ("{here}/begun -o {here}/begun/run.json/a", "run.json/a: expected a file in a directory"),
     ],
 )
-def test_a_wrong_path_is_said_before_anything_is_read(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
+def test_wrong_path_is_named_before_reading(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "run.json").write_text("{}")
     assert main(line.format(run=run, here=tmp_path).split()) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    assert said.format(run=run, here=tmp_path) in told
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message.format(run=run, here=tmp_path) in err
 
 
-def test_what_newer_records_hold_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, learner's log-probabilities, entropies and advantages of segments, branches."""
+def test_optional_columns_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, the learner's log-probabilities, entropies, segment advantages and branches."""
     write_run(tmp_path, steps=1)
-    said = np.array([-0.5, -1.0], np.float32)
-    prompt, turn = Segment(np.array([1], np.int32)), Segment(np.array([2, 3], np.int32), said)
+    logp = np.array([-0.5, -1.0], np.float32)
+    prompt, turn = Segment(np.array([1], np.int32)), Segment(np.array([2, 3], np.int32), logp)
 
     def read(row: object) -> Rollout:
         return Rollout(
@@ -205,8 +203,8 @@ def test_what_newer_records_hold_is_used(tmp_path: Path, monkeypatch: pytest.Mon
             segments=[prompt, turn],
             closed_rows=[[prompt, turn]],
             segment_advantages=[0.0, 1.0, 0.0, -2.0],
-            learner_logprobs=[None, said, None, said - 1],
-            entropies=[None, said + 2, None, None],
+            learner_logprobs=[None, logp, None, logp - 1],
+            entropies=[None, logp + 2, None, None],
             parent=0,
             forked_at=2,
             timings={"decode_s": 1.0},
@@ -228,7 +226,7 @@ def test_what_newer_records_hold_is_used(tmp_path: Path, monkeypatch: pytest.Mon
     np.testing.assert_allclose(streams["entropies"][:4], [1.5, 1, np.nan, np.nan], rtol=5e-4)
 
 
-def test_rows_of_a_program_know_their_turns_and_what_they_share(tmp_path: Path) -> None:
+def test_rows_of_program_have_turns_and_parent(tmp_path: Path) -> None:
     (rollout,) = read_run(write_program(tmp_path)).index["rollouts"]
     aside, again, main = rollout["rows"]
     assert aside == [2, [1], -1, 0]

@@ -1,4 +1,4 @@
-// Views, address, keys.
+// Views, location hash, keyboard.
 
 const app = { runs: [], lists: [], details: [], view: "graphs", slot: 0 };
 const main = $("#main");
@@ -11,7 +11,7 @@ function tabs() {
 
 function drawSettings() {
   const table = (title, values) => h("section", { class: "card" }, h("h2", {}, title), h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, Object.entries(values).map(([key, value]) => h("tr", {}, h("td", { class: "mono" }, key), h("td", { class: "left mono", style: "white-space: pre-wrap" }, typeof value === "string" ? value : JSON.stringify(value))))))));
-  main.replaceChildren(h("div", { class: "page" }, app.runs.map((run) => [app.runs.length > 1 && h("h2", {}, run.name), Object.keys(run.config).length ? table("Settings", run.config) : h("p", { class: "quiet" }, "run.json is missing: settings were not recorded."), table("What was chosen", run.facts)])));
+  main.replaceChildren(h("div", { class: "page" }, app.runs.map((run) => [app.runs.length > 1 && h("h2", {}, run.name), Object.keys(run.config).length ? table("Settings", run.config) : h("p", { class: "quiet" }, "No run.json: the settings are unknown."), table("Resolved values", run.facts)])));
 }
 
 function drawRollouts() {
@@ -54,8 +54,8 @@ function route() {
   });
   if (app.view === "rollouts") {
     drawRollouts();
-    const wanted = app.runs[app.slot].rollouts[Number(id)];
-    if (id !== undefined && wanted && wanted !== app.lists[app.slot].current) app.lists[app.slot].pick(wanted);
+    const rollout = app.runs[app.slot].rollouts[Number(id)];
+    if (id !== undefined && rollout && rollout !== app.lists[app.slot].current) app.lists[app.slot].pick(rollout);
   }
 }
 
@@ -82,13 +82,13 @@ function onKey(event) {
 async function start() {
   const slots = $$("script[id^=run]:not([id*=chunk])").length;
   for (let slot = 0; slot < slots; slot++) app.runs.push(await Run.open(slot));
-  $("#name").textContent = app.runs.length > 2 ? `${app.runs.length} runs` : app.runs.map((run) => run.name).join(" against ");
+  $("#name").textContent = app.runs.length > 2 ? `${app.runs.length} runs` : app.runs.map((run) => run.name).join(" and ");
   $("#run").replaceChildren(...app.runs.map((run) => h("option", { value: run.slot }, run.name)));
   $("#run").addEventListener("change", (event) => { location.hash = `rollouts/${event.target.value}`; });
-  const lost = app.runs.filter((run) => !run.tokenizer && run.rollouts.length).map((run) => run.name);
-  if (lost.length) {
+  const unreadable = app.runs.filter((run) => !run.tokenizer && run.rollouts.length).map((run) => run.name);
+  if (unreadable.length) {
     $("#notice").hidden = false;
-    $("#notice").textContent = `No tokenizer was found for ${lost.join(" and ")} (no checkpoint in the run's folder, and its model is not where it was), so tokens are shown as ids.`;
+    $("#notice").textContent = `No tokenizer for ${unreadable.join(" and ")} (the run's folder has no checkpoint and its model was moved), so tokens are shown as ids.`;
   }
   $("#help").addEventListener("click", () => $("#keys").showModal());
   addEventListener("hashchange", route);
@@ -99,5 +99,5 @@ async function start() {
 
 start().catch((error) => {
   $("#notice").hidden = false;
-  $("#notice").textContent = `This page could not be drawn: ${error.stack || error}`;
+  $("#notice").textContent = `The page could not be drawn: ${error.stack || error}`;
 });

@@ -6,9 +6,9 @@ function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= rough);
-  const found = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
-  return found;
+  const values = [];
+  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) values.push(Math.abs(at) < step * 1e-9 ? 0 : at);
+  return values;
 }
 
 function range(values, log) {
@@ -55,18 +55,18 @@ function chart(title, lines, { log = false, note = "" } = {}) {
         "stroke-width": 1.8, "stroke-dasharray": dash ? "5 3" : null, "vector-effect": "non-scaling-stroke" })),
     cross, dots);
   let place = -1;
-  const show = (wanted) => {
-    place = Math.max(0, Math.min(xs.length - 1, wanted));
+  const show = (index) => {
+    place = Math.max(0, Math.min(xs.length - 1, index));
     const x = xs[place];
     cross.setAttribute("x1", px(x)); cross.setAttribute("x2", px(x)); cross.setAttribute("visibility", "visible");
-    const said = lines.map((line, i) => {
+    const values = lines.map((line, i) => {
       const point = line.points.find((p) => p.x === x);
       dots[i].setAttribute("visibility", point ? "visible" : "hidden");
       if (!point) return null;
       dots[i].setAttribute("cx", px(x)); dots[i].setAttribute("cy", py(point.y));
       return `${line.label} ${number(point.y)}`;
     });
-    reading.textContent = `after ${plural(x, "step")}: ${said.filter(Boolean).join(" · ")}`;
+    reading.textContent = `after ${plural(x, "step")}: ${values.filter(Boolean).join(" · ")}`;
   };
   const leave = () => {
     for (const part of [cross, ...dots]) part.setAttribute("visibility", "hidden");

@@ -1,4 +1,4 @@
-// What was set otherwise in several runs, and the held-out tasks that two of them both played.
+// Settings that differ between runs, and the held-out tasks that two runs have in common.
 
 const compared = [0, 1]; // the slots of the two
 function drawDifferences(runs, main, openPair) {
@@ -11,8 +11,8 @@ function drawDifferences(runs, main, openPair) {
   const heldout = h("section", { class: "card" });
   const choose = (place) => h("select", { "aria-label": place ? "Second run" : "First run", onchange: (event) => { compared[place] = Number(event.target.value); draw(); } },
     runs.map((run) => h("option", { value: run.slot, selected: run.slot === compared[place] }, run.name)));
-  const draw = () => heldout.replaceChildren(h("h2", {}, "Held-out tasks that both played, at their last evaluation"),
-    runs.length > 2 ? h("p", {}, choose(0), " against ", choose(1)) : "", drawHeldout(compared.map((slot) => runs[slot]), openPair));
+  const draw = () => heldout.replaceChildren(h("h2", {}, "Common held-out tasks, at the last evaluation"),
+    runs.length > 2 ? h("p", {}, choose(0), " and ", choose(1)) : "", drawHeldout(compared.map((slot) => runs[slot]), openPair));
   draw();
   main.replaceChildren(h("div", { class: "page" },
     h("section", { class: "card" }, h("h2", {}, "Settings that differ"), h("div", { class: "scroll" }, settings)), heldout));
@@ -29,15 +29,15 @@ function drawHeldout(pair, openPair) {
   const better = both.filter(([x, y]) => y.reward > x.reward).length, worse = both.filter(([x, y]) => y.reward < x.reward).length;
   const body = h("tbody");
   const table = h("table", {}, h("thead", {}, h("tr", {}, h("th", { class: "left" }, "task"), h("th", {}, a.name), h("th", {}, b.name), h("th", {}, "change"), h("th", { class: "left" }, `answer of ${a.name}`), h("th", { class: "left" }, `answer of ${b.name}`))), body);
-  const same = h("p", { class: "quiet" }, "They earned the same on every one of them.");
+  const same = h("p", { class: "quiet" }, "Both runs have the same reward on every task.");
   const draw = (changed) => (same.hidden = !changed || better + worse > 0, table.hidden = !same.hidden, body.replaceChildren(...both.filter(([x, y]) => !changed || x.reward !== y.reward).map(([x, y]) => {
     const open = () => openPair(pair, [x, y]);
     return h("tr", { tabindex: 0, onclick: open, onkeydown: (event) => event.key === "Enter" && open() },
       h("td", { style: "white-space: normal" }, a.question(x)), h("td", {}, number(x.reward)), h("td", {}, number(y.reward)), h("td", { class: y.reward > x.reward ? "good" : y.reward < x.reward ? "bad" : "quiet" }, signed(y.reward - x.reward)), h("td", { class: "left mono" }, x.answer ?? "–"), h("td", { class: "left mono" }, y.answer ?? "–"));
   })));
   draw(true);
-  if (!both.length) return h("p", { class: "quiet" }, "They have no held-out task in common.");
-  return h("div", {}, h("p", {}, `${both.length} tasks: ${b.name} earned more on ${better}, less on ${worse}. `, h("label", {}, h("input", { type: "checkbox", checked: true, onchange: (event) => draw(event.target.checked) }), " only those that differ")), same,
+  if (!both.length) return h("p", { class: "quiet" }, "The runs have no held-out task in common.");
+  return h("div", {}, h("p", {}, `${both.length} tasks: ${b.name} earned more on ${better}, less on ${worse}. `, h("label", {}, h("input", { type: "checkbox", checked: true, onchange: (event) => draw(event.target.checked) }), " only tasks that differ")), same,
     h("div", { class: "scroll" }, table));
 }
 

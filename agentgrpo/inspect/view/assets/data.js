@@ -1,4 +1,4 @@
-// The runs in this file. An index is unpacked at the start, the tokens of a step when they are asked for.
+// The runs in this file. The index is unpacked at the start, the tokens of a step on demand.
 
 const [PROMPT, SAMPLED, GIVEN] = [0, 1, 2];
 
@@ -46,8 +46,8 @@ class Run {
 
   question(rollout) {
     const { messages } = this.task(rollout);
-    const asked = [...messages].reverse().find((message) => message.role === "user") || messages[0];
-    return asked ? String(asked.content) : this.task(rollout).id;
+    const question = [...messages].reverse().find((message) => message.role === "user") || messages[0];
+    return question ? String(question.content) : this.task(rollout).id;
   }
 
   async _chunk(number) {
@@ -84,7 +84,7 @@ class Run {
     });
   }
 
-  // All ids of a rollout, and where each origin begins and ends.
+  // All ids of a rollout, and the span of each segment with its origin.
   async outline(rollout) {
     const chunk = await this._chunk(rollout.chunk);
     const ids = [], kinds = [];
@@ -95,7 +95,7 @@ class Run {
     return { rollout, ids, kinds };
   }
 
-  // Text per token; a character spread over several tokens stands at the first of them.
+  // Text per token; a character that spans several tokens is put at the first of them.
   texts(ids) {
     const texts = Array.from(ids, (id) => this._shown.get(id));
     for (let i = 0; i < texts.length; i++) {
@@ -124,7 +124,7 @@ class Run {
 
   has(stream) { return this.recorded.includes(stream); }
 
-  // [{x, y}] of one metric: after how many steps. A row of a training step is written after it, one of an evaluation has its number.
+  // [{x, y}] of a metric; x: number of finished steps. The row of training step n has step n but is written after it.
   series(name) {
     return this.metrics.filter((row) => typeof row[name] === "number").map((row) => ({ x: row.step + ("rollout/reward" in row ? 1 : 0), y: row[name] }));
   }

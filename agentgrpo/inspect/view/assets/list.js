@@ -1,4 +1,4 @@
-// The list of rollouts: filtered, sorted, searched; only the rows in sight exist as elements.
+// The list of rollouts with filter, sort and search; only visible rows exist as elements.
 
 const ROW = 46;
 const SORTS = {
@@ -42,7 +42,7 @@ class RolloutList {
     return h("div", { class: "filters", role: "search" }, this.search,
       select("all splits", "split", values((r) => r.split).map((v) => [v, v === "heldout" ? "held out" : v])),
       select("all steps", "chunk", values((r) => r.chunk).map((chunk) => [chunk, when(this.run.rollouts.find((r) => r.chunk === chunk))])),
-      select("all endings", "status", values((r) => r.status).map((v) => [v, words(v)])),
+      select("all statuses", "status", values((r) => r.status).map((v) => [v, words(v)])),
       h("select", { "aria-label": "Order", onchange: (event) => { this.sort = event.target.value; this.apply(); } }, Object.keys(SORTS).map((name) => h("option", {}, name))),
       bound("≥", "low"), bound("≤", "high"),
       h("label", {}, h("input", { type: "checkbox", onchange: (event) => { this.filter.failed = event.target.checked; this.apply(); } }), " failed tools"));
@@ -62,7 +62,7 @@ class RolloutList {
       && (!failed || rollout.stats.tool_errors > 0) && (!text || this.found.has(rollout.id));
   }
 
-  // Tasks and answers at once; then the tokens, a step at a time, so that typing never waits.
+  // Search tasks and answers first, then tokens in batches, so that typing is never blocked.
   async lookUp() {
     const text = this.search.value.trim().toLowerCase();
     const turn = ++this.searching;
@@ -86,9 +86,9 @@ class RolloutList {
   }
 
   apply() {
-    const kept = this.run.rollouts.filter((rollout) => this.matches(rollout));
+    const matches = this.run.rollouts.filter((rollout) => this.matches(rollout));
     const order = SORTS[this.sort];
-    this.shown = order ? [...kept].sort(order) : kept;
+    this.shown = order ? [...matches].sort(order) : matches;
     this.rows = [];
     let group = null;
     for (const rollout of this.shown) {
@@ -96,8 +96,8 @@ class RolloutList {
       group = rollout.inGroup;
       this.rows.push({ rollout });
     }
-    const groups = new Set(kept.map((rollout) => rollout.inGroup)).size;
-    this.count.textContent = `${plural(kept.length, "rollout")} of ${number(this.run.rollouts.length)}, in ${plural(groups, "group")}`;
+    const groups = new Set(matches.map((rollout) => rollout.inGroup)).size;
+    this.count.textContent = `${plural(matches.length, "rollout")} of ${number(this.run.rollouts.length)}, in ${plural(groups, "group")}`;
     this.sheet.style.height = `${this.rows.length * ROW}px`;
     this.paint();
   }
@@ -126,7 +126,7 @@ class RolloutList {
       h("div", { class: "small" }, (alone || this.sort !== "in order") && h("span", {}, when(rollout)),
         rollout.split !== "heldout" && h("span", { class: rollout.advantage > 0 ? "good" : rollout.advantage < 0 ? "bad" : "", title: "advantage: better or worse than the others of its group" }, `adv ${signed(rollout.advantage)}`),
         h("span", {}, plural(tokens(rollout), "token")), rollout.stats.turns !== undefined && h("span", {}, plural(rollout.stats.turns, "turn")),
-        failed && h("span", { class: "bad", title: "calls of tools that failed" }, plural(rollout.stats.tool_errors, "error")),
+        failed && h("span", { class: "bad", title: "failed tool calls" }, plural(rollout.stats.tool_errors, "error")),
         rollout.status !== "completed" && h("span", { class: "bad" }, words(rollout.status))));
   }
 

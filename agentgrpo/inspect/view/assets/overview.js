@@ -4,28 +4,28 @@ const COLOURS = ["a", "b", "c", "d", "e", "f", "g", "h"].map((name) => `var(--${
 const colourOf = (place) => COLOURS[place] ?? `oklch(62% 0.14 ${(place * 137.5) % 360})`;
 const GRAPHS = [
   ["Reward", [["rollout/reward", "training"], ["eval/reward", "held out"]],
-    { note: "mean of all attempts; held-out tasks are never trained on" }],
+    { note: "mean of all rollouts; held-out tasks are never trained on" }],
   ["Solved, share of rollouts", [["rollout/solved", "training"], ["eval/solved", "held out"]],
-    { note: "attempts that solved their task" }],
-  ["Groups of a step", [["rollout/groups", "played"], ["rollout/live_groups", "with a gradient"]],
-    { note: "attempts at one task that all earned the same teach nothing" }],
-  ["Sampled tokens a rollout", [["rollout/sampled_tokens", "training"], ["eval/sampled_tokens", "held out"]],
-    { note: "how much the policy writes" }],
-  ["Tool use a rollout", [["rollout/tool_calls", "calls"], ["rollout/tool_errors", "failed"]],
-    { note: "calls of tools and runs of code" }],
+    { note: "rollouts that solved their task" }],
+  ["Groups per step", [["rollout/groups", "all"], ["rollout/live_groups", "with a gradient"]],
+    { note: "a group with equal rewards has no gradient" }],
+  ["Sampled tokens per rollout", [["rollout/sampled_tokens", "training"], ["eval/sampled_tokens", "held out"]],
+    { note: "tokens of the policy" }],
+  ["Tool use per rollout", [["rollout/tool_calls", "calls"], ["rollout/tool_errors", "failed"]],
+    { note: "tool calls and code executions" }],
   ["Entropy of the policy, nats", [["learner/entropy_mean", "entropy"]],
-    { note: "how undecided it is; 0: it always says the same" }],
-  ["Loss", [["learner/loss", "loss"]], { note: "moves about 0: learning shows in the reward" }],
+    { note: "0: the policy is deterministic" }],
+  ["Loss", [["learner/loss", "loss"]], { note: "stays near 0; the reward shows learning" }],
   ["Gradient norm", [["learner/grad_norm", "before clipping"]],
-    { note: "longer ones are cut to learner.max_grad_norm" }],
-  ["Sampler against learner, largest |Δ logp|",
+    { note: "clipped to learner.max_grad_norm" }],
+  ["Sampler and learner, largest |Δ logp|",
     [["engine/max_dlogp", "after the update"], ["learner/sampler_gap_max", "on the rollouts"]],
-    { log: true, note: "proof that the sampled policy is the trained one: small" }],
-  ["Seconds of a step", [["time/playing_s", "playing"], ["time/learning_s", "learning"]],
-    { note: "sampling with the tools it waits for, and the update" }],
+    { log: true, note: "small if the sampled policy is the trained one" }],
+  ["Seconds per step", [["time/playing_s", "rollouts"], ["time/learning_s", "learning"]],
+    { note: "rollouts with their tool calls, and the update" }],
 ];
 
-// A line per run and metric; runs differ by colour where there are several, metrics by dashes then.
+// A line per run and metric. With several runs, colours are runs and dashes are metrics.
 function lines(runs, metrics) {
   const several = runs.length > 1;
   return runs.flatMap((run) => metrics.map(([name, label], m) => ({
@@ -36,14 +36,14 @@ function lines(runs, metrics) {
   })));
 }
 
-// [name, value, what it was before]
+// [name, value, value before training]
 function facts(run) {
   const last = (name) => run.series(name).at(-1)?.y;
   const evals = run.series("eval/solved");
   const steps = run.series("learner/loss").length || run.series("rollout/reward").length;
-  const asked = run.config.steps;
+  const planned = run.config.steps;
   return [
-    ["steps", number(steps) + (asked && asked > steps ? ` of ${number(asked)}` : "")],
+    ["steps", number(steps) + (planned && planned > steps ? ` of ${number(planned)}` : "")],
     ["held-out solved", number(evals.at(-1)?.y), evals.length > 1 ? number(evals[0].y) : null],
     ["training reward, last step", number(last("rollout/reward"))],
     ["rollouts in this file", number(run.rollouts.length)],
@@ -116,7 +116,7 @@ function drawSteps(runs, main, openStep) {
     draw();
     return h("section", { class: "card" }, h("h2", {}, runs.length > 1 ? run.name : "Steps"),
       h("div", { class: "scroll tall" }, h("table", {},
-        h("thead", {}, h("tr", {}, heading("step", "step"), h("th", { class: "left" }, "how rollouts ended"), columns.map(([label, name, about]) => heading(label, name, about)))), body)));
+        h("thead", {}, h("tr", {}, heading("step", "step"), h("th", { class: "left" }, "status of rollouts"), columns.map(([label, name, about]) => heading(label, name, about)))), body)));
   });
   main.replaceChildren(h("div", { class: "page" }, tables));
 }

@@ -1,13 +1,13 @@
 // One rollout, token by token.
 
 const MODES = {
-  origin: { label: "origin", what: "who wrote it" },
-  surprise: { label: "surprise", what: "how unlikely the sampled token was", stream: "logprobs" },
-  advantage: { label: "advantage", what: "more likely (green) or less likely (red) from now on" },
+  origin: { label: "origin", what: "prompt, policy or environment" },
+  surprise: { label: "surprise", what: "improbability of the sampled token", stream: "logprobs" },
+  advantage: { label: "advantage", what: "training makes it more (green) or less (red) likely" },
   ratio: { label: "ratio", what: "learner's probability over the sampler's", stream: "learner_logprobs" },
-  entropy: { label: "entropy", what: "how undecided the policy was", stream: "entropies" },
+  entropy: { label: "entropy", what: "uncertainty of the policy", stream: "entropies" },
 };
-const PART = 500; // tokens an element: parts out of sight are not laid out
+const PART = 500; // tokens per element: the browser lays out only visible elements
 
 function tint(mode, segment, k) {
   if (segment.origin !== SAMPLED) return "";
@@ -31,7 +31,7 @@ const SCALES = {
 class RolloutView {
   constructor(run, options = {}) {
     this.run = run;
-    this.options = options; // {narrow: beside another, choose: called with a rollout of the group}
+    this.options = options; // {narrow: shown next to another, choose: called with a rollout of the group}
     this.mode = "origin";
     this.panel = h("div", { class: "token quiet", "aria-live": "polite" }, "Point at a token, or click one and use the arrow keys.");
     this.body = h("div", { class: "body" });
@@ -42,7 +42,7 @@ class RolloutView {
   async show(rollout, query = "") {
     this.rollout = rollout;
     const segments = await this.run.segments(rollout);
-    if (this.rollout !== rollout) return; // another was chosen meanwhile
+    if (this.rollout !== rollout) return; // another rollout was chosen during the await
     this.segments = segments;
     this.query = query;
     const group = rollout.inGroup;
@@ -76,13 +76,13 @@ class RolloutView {
     return [
       h("div", { class: "facts" },
         fact(parts || "not scored", `reward ${number(rollout.reward)}`),
-        rollout.split === "heldout" ? fact("held out: not trained on", "no advantage") : fact(rollout.advantage ? "against its group" : "no gradient from it", `advantage ${signed(rollout.advantage)}`, rollout.advantage > 0 ? "good" : rollout.advantage < 0 ? "bad" : ""),
-        fact("how it ended", words(rollout.status), rollout.status === "completed" ? "" : "bad"),
+        rollout.split === "heldout" ? fact("held out: not trained on", "no advantage") : fact(rollout.advantage ? "compared with its group" : "no gradient", `advantage ${signed(rollout.advantage)}`, rollout.advantage > 0 ? "good" : rollout.advantage < 0 ? "bad" : ""),
+        fact("status", words(rollout.status), rollout.status === "completed" ? "" : "bad"),
         fact(spec.answer !== undefined ? `answer; expected ${spec.answer}` : "answer", rollout.answer ?? "none"),
         rollout.stats.tool_calls !== undefined && fact("tool calls", errors ? `${number(rollout.stats.tool_calls)}, ${number(errors)} failed` : number(rollout.stats.tool_calls), errors ? "bad" : "")),
       rollout.error && h("p", { class: "bad" }, `The machine said: ${rollout.error}`),
       rollout.spans && h("p", {}, "Rewards of single steps: ", rollout.spans.map(([start, end, name, value]) => h("span", { class: "pill", title: `tokens ${start} to ${end}` }, `${words(name)} ${signed(value)}`))),
-      h("details", {}, h("summary", { class: "quiet" }, "everything recorded about it"), h("pre", { class: "mono scroll" }, JSON.stringify({ task: run.task(rollout), stats: rollout.stats, rewards: rollout.rewards, timings: rollout.timings, parent: rollout.parent, forked_at: rollout.forked_at, treatment: rollout.treatment }, null, 1))),
+      h("details", {}, h("summary", { class: "quiet" }, "full record"), h("pre", { class: "mono scroll" }, JSON.stringify({ task: run.task(rollout), stats: rollout.stats, rewards: rollout.rewards, timings: rollout.timings, parent: rollout.parent, forked_at: rollout.forked_at, treatment: rollout.treatment }, null, 1))),
     ].filter(Boolean).reduce((box, part) => (box.append(part), box), h("div"));
   }
 
@@ -110,16 +110,16 @@ class RolloutView {
     this.stream.replaceChildren(...(this.rollout.rows ? this.conversations(shown) : shown));
   }
 
-  // Rows of tokens side by side, in the order of their first turns, each with what it goes on from.
+  // Rows of tokens side by side, in the order of their first turns, each with the row it continues.
   conversations(shown) {
     const { rows } = this.rollout, name = this.program ? "conversation" : "row";
     const order = rows.map((_, row) => row).sort((a, b) => rows[a][1][0] - rows[b][1][0]);
     const named = (row) => `${name} ${order.indexOf(row) + 1}`;
     return [h("div", { class: "conversations" }, order.map((row) => {
       const [count, turns, parent, shared] = rows[row], first = this.firstOf(row);
-      const behind = parent < 0 ? undefined : rows[parent][1].filter((_, k) => this.endOf(parent, k) <= shared).at(-1);
-      const asks = parent >= 0 && shared >= this.segments[this.firstOf(parent)].ids.length;
-      const from = behind !== undefined ? `goes on behind turn ${behind + 1} of ${named(parent)}` : asks ? `asks what ${named(parent)} asks` : "begins by itself";
+      const forked = parent < 0 ? undefined : rows[parent][1].filter((_, k) => this.endOf(parent, k) <= shared).at(-1);
+      const samePrompt = parent >= 0 && shared >= this.segments[this.firstOf(parent)].ids.length;
+      const from = forked !== undefined ? `continues after turn ${forked + 1} of ${named(parent)}` : samePrompt ? `same prompt as ${named(parent)}` : "starts on its own";
       return h("section", { class: "conversation" }, h("h3", {}, `${named(row)} of ${rows.length}`), h("p", { class: "quiet small" }, `${plural(turns.length, "turn")} · ${from}`), shown.slice(first, first + count));
     }))];
   }
@@ -140,7 +140,7 @@ class RolloutView {
     const toks = h("div", { class: "toks", tabindex: 0, role: "group", "aria-label": "tokens", onclick: (e) => this.point(e, true), onmouseover: (e) => this.point(e, false), onmouseleave: () => this.pin(this.pinned), onkeydown: (e) => this.key(e) });
     toks.innerHTML = this.html(segment);
     if (origin === PROMPT) {
-      return h("details", { class: "seg prompt", open: ids.length <= 60 }, h("summary", {}, h("b", {}, place && !this.program ? "history, rendered again" : "prompt"), ` · ${plural(ids.length, "token")}, given; `, h("u", {}, "show or hide")), toks);
+      return h("details", { class: "seg prompt", open: ids.length <= 60 }, h("summary", {}, h("b", {}, place && !this.program ? "history, rendered again" : "prompt"), ` · ${plural(ids.length, "token")}, not trained on; `, h("u", {}, "show or hide")), toks);
     }
     const next = this.segments[place + 1], world = this.program ? "program" : "environment";
     const goesOn = next && (next.origin !== PROMPT || !this.rollout.rows);
@@ -148,7 +148,7 @@ class RolloutView {
     const logp = segment.streams.logprobs;
     const label = origin === SAMPLED
       ? [h("b", {}, `turn ${turn}`), ` · ${plural(ids.length, "token")} sampled${then}`, logp && ids.length ? ` · mean logp ${number(mean(Array.from(logp)))}` : "", this.rollout.split === "heldout" ? "" : ` · advantage ${signed(segment.advantage)}`]
-      : [h("b", {}, world), ` · ${plural(ids.length, "token")} given, not trained on`];
+      : [h("b", {}, world), ` · ${plural(ids.length, "token")}, not trained on`];
     const spans = (this.rollout.spans || []).filter(([start, end]) => start < segment.offset + ids.length && end > segment.offset && origin === SAMPLED);
     return h("section", { class: `seg ${origin === SAMPLED ? "sampled" : "given"}` }, h("h4", {}, label, spans.map(([, , name, value]) => h("span", { class: "pill" }, `${words(name)} ${signed(value)}`))), toks);
   }
@@ -172,15 +172,15 @@ class RolloutView {
 
   hits(texts, query) {
     const text = texts.join("").toLowerCase();
-    const found = new Uint8Array(texts.length);
+    const hits = new Uint8Array(texts.length);
     for (let at = text.indexOf(query); at >= 0; at = text.indexOf(query, at + 1)) {
       for (let k = 0, end = 0; k < texts.length; k++) {
         const start = end;
         end += texts[k].length;
-        if (start < at + query.length && end > at) found[k] = 1;
+        if (start < at + query.length && end > at) hits[k] = 1;
       }
     }
-    return found;
+    return hits;
   }
 
   point(event, pin) {
@@ -217,7 +217,7 @@ class RolloutView {
     this.panel.classList.remove("quiet");
     this.panel.replaceChildren(...[
       h("b", { class: "mono" }, JSON.stringify(segment.texts[k])), fact("id", segment.ids[k]), fact("token", `${at} of ${total}`),
-      fact("", ["prompt: given", "sampled by the policy", "environment: given"][segment.origin]),
+      fact("", ["prompt", "sampled by the policy", "environment"][segment.origin]),
       logprobs && fact("p", number(Math.exp(logprobs[k]))), logprobs && fact("logp", number(logprobs[k])),
       learner && fact("learner's logp", number(learner[k])), learner && fact("ratio", Math.exp(learner[k] - logprobs[k]).toFixed(4)),
       entropies && fact("entropy", number(entropies[k])),

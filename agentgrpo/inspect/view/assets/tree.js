@@ -1,13 +1,13 @@
-// A group as the tree it is: rollouts share a line as far as their tokens are the same.
+// A group as a tree: rollouts share a line as long as their tokens are equal.
 
-// Made once a group; markLeaf() then says which rollout is looked at.
+// Built once per group; markLeaf() highlights the shown rollout.
 async function groupTree(run, group, choose) {
   const members = group.members;
   const all = await Promise.all(members.map((rollout) => run.outline(rollout)));
   const shared = sharedLength(all);
   const longest = Math.max(...all.map(({ ids }) => ids.length));
   const left = 10, width = 900, right = 130, rowHeight = 22;
-  // the prompt, which all share and nobody sampled, gets a sixth of the width at most
+  // the shared prompt gets at most a sixth of the width
   const head = Math.min(shared, longest), share = Math.min(head / longest, 1 / 6);
   const room = width - left - right;
   const px = (at) => left + room * (at <= head ? (at / (head || 1)) * share : share + ((at - head) / (longest - head || 1)) * (1 - share));
@@ -40,13 +40,13 @@ async function groupTree(run, group, choose) {
     const y = mean([heights[0], heights.at(-1)]);
     stroke(branch[0], from, end, y);
     parts.unshift(s("line", { class: "grid", x1: px(end), x2: px(end), y1: heights[0], y2: heights.at(-1) }));
-    if (branch.some(({ rollout }) => rollout.forked_at === end)) forks.push(s("rect", { x: px(end) - 4, y: y - 4, width: 8, height: 8, fill: "var(--d)", transform: `rotate(45 ${px(end)} ${y})` }, s("title", {}, "a branch that the sampler made")));
+    if (branch.some(({ rollout }) => rollout.forked_at === end)) forks.push(s("rect", { x: px(end) - 4, y: y - 4, width: 8, height: 8, fill: "var(--d)", transform: `rotate(45 ${px(end)} ${y})` }, s("title", {}, "branch of the sampler")));
     return y;
   };
   grow(all, 0);
   const height = 14 + rowHeight * row;
   return h("section", { class: "card tree" },
-    h("div", { class: "crumbs" }, h("h3", {}, `Group of ${members.length}`), h("span", { class: "quiet" }, `a line is shared as far as the tokens are the same`),
+    h("div", { class: "crumbs" }, h("h3", {}, `Group of ${members.length}`), h("span", { class: "quiet" }, `rollouts share a line while their tokens are equal`),
       h("span", { class: "push quiet" }, h("b", { class: "swatch prompt" }, "prompt"), " ", h("b", { class: "swatch sampled" }, "sampled"), " ", h("b", { class: "swatch given" }, "environment"), forks.length ? " ◆ branch" : "")),
     s("svg", { viewBox: `0 0 ${width} ${height}`, style: "max-height: 420px" }, parts, forks));
 }
@@ -59,7 +59,7 @@ function markLeaf(tree, rollout) {
   }
 }
 
-// How many tokens all of these have in common, from `from` on.
+// The number of tokens that all have in common after `from`.
 function sharedLength(branch, from = 0) {
   const [first, ...others] = branch;
   let end = from;
