@@ -63,7 +63,9 @@ def read_tasks(
             task_id = f"{name}:{number}" if id is None else str(others[-1])
             if task_id in tasks:
                 raise ValueError(f"the id {task_id!r} appears twice")
-            messages = [m.for_template() for m in messages_of(raw_question, question, drop_last=drop_last)]
+            messages = [
+                m.for_template() for m in messages_of(raw_question, question, drop_last=drop_last)
+            ]
             if answered:
                 require_plain(others[0], answer)
             tasks[task_id] = Task(

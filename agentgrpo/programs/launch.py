@@ -111,7 +111,9 @@ def launcher_of(agent: ProgramAgent) -> Launcher | None:
     if agent.sandbox == "none":
         if "/" not in program and program not in PYTHON and not shutil.which(program):
             raise ValueError(f"agent.options.command: program {program!r} not found")
-        print_stderr('warning: programs run as your user, not isolated (agent.options.sandbox = "none")')
+        print_stderr(
+            'warning: programs run as your user, not isolated (agent.options.sandbox = "none")'
+        )
         return Process(agent.command, agent.files)
     if getattr(agent.env, "hosts_programs", False):
         return Hosted(agent.pool, agent.command, agent.files, agent.timeout_s)

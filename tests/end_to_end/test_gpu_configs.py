@@ -96,7 +96,9 @@ def test_dry_run_of_gpu_config(
     monkeypatch.setattr(hardware, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (card * GIB, card * GIB))
     try:
-        output = format_plan(config, stage, playing_lines(config, stage, stage.heldout), trained=True)
+        output = format_plan(
+            config, stage, playing_lines(config, stage, stage.heldout), trained=True
+        )
         monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: (int(need * 1.01 * GIB),) * 2)
         small = format_plan(
             config, stage, playing_lines(config, stage, stage.heldout), trained=True

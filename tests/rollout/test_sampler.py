@@ -487,9 +487,7 @@ def test_a_prompt_that_is_rendered_anew_must_fit_too(
 
 
 def test_branches_and_rendered_histories_exclude_each_other() -> None:
-    with pytest.raises(
-        ValueError, match=r"branching\.initial: expected 0 with .*'render', got 2"):
-    ):
+    with pytest.raises(ValueError, match=r"initial: expected 0 with .*'render', got 2"):
         RolloutConfig(history="render", branching={"initial": 2})  # type: ignore[arg-type]
 
 

@@ -223,7 +223,7 @@ def test_invalid_sandbox_tools_are_found_before_the_run(
         if show == "no":
             make_agent(resolve(c), make_env(resolve(c), pool=Pool()))
             continue
-        with pytest.raises(ValueError, match=r"agent\.options\.language: expected 'python'.*'bash'"):
+        with pytest.raises(ValueError, match=r"options\.language: expected 'python'.*'bash'"):
             make_agent(resolve(c), make_env(resolve(c), pool=Pool()))
 
 

@@ -153,7 +153,9 @@ class VerifiersEnv:
             async def stop() -> None:
                 self._done.set()
                 if not (await asyncio.wait({running_upstream}, timeout=CLOSING_S))[0]:
-                    print_stderr(f"verifiers: a server of the environment still runs after {CLOSING_S:g} s")
+                    print_stderr(
+                        f"verifiers: a server of the environment still runs after {CLOSING_S:g} s"
+                    )
 
             asyncio.run_coroutine_threadsafe(stop(), event_loop("programs")).result()
 
