@@ -94,7 +94,10 @@ class Segment:
 
     @property
     def sampled(self) -> bool:
-        """Whether the policy sampled these tokens. This is the loss mask; there is no other."""
+        """Whether the policy sampled these tokens: the loss mask within a trained rollout.
+
+        Treatment, branches and zero advantages leave out more (learn/minibatches.py, csrc/tree.c).
+        """
         return self.logprobs is not None
 
 

@@ -1,4 +1,4 @@
-"""Score rollouts: first the shipped reward (shipped.py), then the user's reward functions.
+"""Score rollouts: after the environment's parts the shipped reward, then the user's functions.
 
     [reward.functions]
     "my_rewards:brevity" = 0.2     # module:function = weight

@@ -1,8 +1,9 @@
 """`agentgrpo train CONFIG [section.key=value ...]`.
 
 The path to the first step: main() -> run_command() (command_line.py) loads the config -> Trainer
-(trainer.py) -> build() (build.py) checks the config, starts vLLM and makes the learner ->
-loop.train() runs the steps.
+(trainer.py) -> build() (build.py): prepare() checks the config and opens data and sandbox
+(prepare.py), then vLLM is started and the learner made -> loop.train() evaluates on the held-out
+tasks and runs the steps.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Where each is enforced:
 
 - time and output of a step: csrc/sandbox_step.c
-- session_s, steps, code_kib: session/session.py
+- session_s, steps, code_kib: session/session.py; session_s between steps: session/pool.py
 - memory, processes, cpus: cgroup.py; without a control group session/watchdog.py and
   csrc/sandbox_spawn.c
-- cpu_s, open_files: csrc/sandbox_init.c
+- cpu_s, open_files: csrc/sandbox_init.c; size of a file, niceness: csrc/sandbox_spawn.c
 - directories and inodes: the size of their tmpfs (jail.py)
 - value_kib, traceback_kib: the interpreter (inside/)
 """
