@@ -90,7 +90,7 @@ class ConsoleEpisode(SandboxEpisode):
         rewards, counts = {}, {f"lines_{outcome}": 1.0, **self._used(result.step)}
         if outcome in self._env.line_rewards:
             rewards["line"] = self._env.line_rewards[outcome]
-        text = result.shown + terminal.prompt + self._diverged
+        text = result.output + terminal.prompt + self._diverged
         observation = Observation(text, rewards=rewards, counts=counts)
         observation = replace(observation, memory=result.step.host_calls or None)
         if result.step.more:
@@ -98,7 +98,7 @@ class ConsoleEpisode(SandboxEpisode):
         statement, self._statement = "\n".join(self._statement), []
         if not result.failed and is_submission(statement):
             return replace(
-                observation, text=result.shown, done=True, answer=self._submitted(result.shown)
+                observation, text=result.output, done=True, answer=self._submitted(result.output)
             )
         if result.step.state_lost:
             assert self._session is not None
@@ -106,7 +106,7 @@ class ConsoleEpisode(SandboxEpisode):
             if self._session.warm_up().status is not StepStatus.OK:  # the session ended, too
                 self.close()
                 note = self.restarted
-            observation = replace(observation, text=f"{result.shown}{note}\n>>> ")
+            observation = replace(observation, text=f"{result.output}{note}\n>>> ")
         return replace(observation, failed=result.failed)
 
     def _submitted(self, output: str) -> str:

@@ -270,7 +270,7 @@ def run_tests(
 ) -> dict[str, Any]:  # fmt: skip
     """Run tests (all if none are named) in a new session whose tree has these files.
 
-    `shown`: tests whose errors are returned; None: all.
+    `with_errors`: tests whose errors are returned; None: all.
 
     Returns:
         `outcomes`, `errors` and `failed_at` by test, as in repair_runner.py; `lines` if traced;

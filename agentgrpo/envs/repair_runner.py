@@ -20,11 +20,11 @@ class OutcomeRecorder:
     """A pytest plugin that records each test's outcome (p: passed, f, s), error and executed lines.
 
     failed_at: the last line of the test's file in the traceback, and the assertion's message. Only
-    the first MAX_ERRORS errors of tests in `shown` are formatted, since pytest parses a file for
-    each line of a traceback.
+    the first MAX_ERRORS errors of tests in `with_errors` are formatted, since pytest parses a file
+    for each line of a traceback.
     """
 
-    shown: Sequence[str] | None = None
+    with_errors: Sequence[str] | None = None
 
     def __init__(self, tests: Sequence[str], root: str, backwards: bool, traced: bool) -> None:
         self.tests, self.root, self.backwards, self.traced = {*tests}, root, backwards, traced
@@ -44,7 +44,7 @@ class OutcomeRecorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
         names = {item.nodeid, item.nodeid.partition("[")[0]}
-        hidden = self.shown is not None and not names & {*self.shown}
+        hidden = self.with_errors is not None and not names & {*self.with_errors}
         if hidden or len([*filter(None, self.errors.values())]) >= MAX_ERRORS:
             item.repr_failure = lambda _: ""
         self.ran = set()
@@ -86,11 +86,11 @@ class OutcomeRecorder:
 
 def run(
     tests: Sequence[str], root: str, backwards: bool = False, traced: bool = False,
-    shown: Sequence[str] | None = None,
+    with_errors: Sequence[str] | None = None,
 ) -> str:  # fmt: skip
     """Run the tests, or all without names. Returns the results as base64 of JSON."""
     watch, stderr = OutcomeRecorder(tests, root, backwards, traced), io.StringIO()
-    watch.shown = shown
+    watch.with_errors = with_errors
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", root, "-W", "ignore"]
     files = sorted({test.partition("::")[0] for test in tests})
     with contextlib.redirect_stderr(stderr):

@@ -45,15 +45,11 @@ def test_a_name_that_is_only_read_is_not_counted(source: str) -> None:
     assert "said" not in dict(language.assigned_names(source))
 
 
-def test_faults_name_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(language, "LIMITS", {"said": 1})
+def test_faults_name_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "page.md").write_text(f"{WIDE}\n")
     (tmp_path / "agentgrpo").mkdir()
-    module = tmp_path / "agentgrpo" / "module.py"
-    module.write_text("said = 1\n")
-    assert list(language.faults(tmp_path)) == ["docs/page.md:1: wider than 100 columns"]
-    module.write_text("said = 1\nsaid = 2\n")
-    _, fault = language.faults(tmp_path)
-    assert "2 variables are called 'said', at most 1 may be" in fault
-    assert "agentgrpo/module.py:1 agentgrpo/module.py:2" in fault
+    (tmp_path / "agentgrpo" / "module.py").write_text("reply = 1\nsaid = 2\n")
+    wide, fault = language.faults(tmp_path)
+    assert wide == "docs/page.md:1: wider than 100 columns"
+    assert fault.startswith("agentgrpo/module.py:2: a variable is called 'said'")

@@ -153,7 +153,7 @@ def _judge_program(program: Program, expected: str, clock: "VerdictClock") -> Ve
         message = program.error or program.stderr.decode("utf-8", "replace")[-2000:]
         return Verdict(False, f"exit code {program.exit_code}: {message}")
     lines = itertools.zip_longest(_lines(program.stdout), _lines(as_bytes(expected)))
-    if any(actual != wanted for actual, wanted in lines):
+    if any(actual != line for actual, line in lines):
         printed = program.stdout[:1000].decode("utf-8", "backslashreplace")
         return Verdict(False, f"expected {expected[:1000]!r}, got {printed!r}")
     return Verdict(True)

@@ -56,10 +56,10 @@ class Console(InteractiveInterpreter):
 
     def _show(self, error: BaseException, trace: Any) -> None:
         self._raised = error
-        shown = traceback.TracebackException(type(error), error, trace, limit=-40)
-        shown.stack[:] = [
-            frame for frame in shown.stack if not frame.filename.startswith("/sandbox/")
+        report = traceback.TracebackException(type(error), error, trace, limit=-40)
+        report.stack[:] = [
+            frame for frame in report.stack if not frame.filename.startswith("/sandbox/")
         ]
-        if not shown.stack:
-            shown.stack = None  # type: ignore[assignment]
-        sys.stderr.write("".join(shown.format()))
+        if not report.stack:
+            report.stack = None  # type: ignore[assignment]
+        sys.stderr.write("".join(report.format()))

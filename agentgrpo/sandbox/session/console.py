@@ -15,7 +15,7 @@ class ConsoleLine:
 
     prompt: str
     line: str
-    shown: str
+    output: str
     step: StepResult
 
     @property

@@ -37,7 +37,7 @@ def test_prompt_and_failure_of_each_line(session: Session) -> None:
     typed = [console.type(line) for line in ("if 1:", "    1 / 0", "", "2")]
     assert [t.prompt for t in typed] == [">>> ", "... ", "... ", ">>> "]
     assert [t.failed for t in typed] == [False, False, True, False]
-    assert typed[3].shown == "2\n"
+    assert typed[3].output == "2\n"
 
 
 def test_timeout_keeps_the_console(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +48,8 @@ def test_timeout_keeps_the_console(session: Session, monkeypatch: pytest.MonkeyP
     assert console.type("while True: pass", timeout_s=0.2).prompt == ">>> "
     typed = console.type("", timeout_s=0.2)
     assert typed.step.status is StepStatus.TIMEOUT
-    assert typed.shown.endswith("KeyboardInterrupt\n")
-    assert console.type("x").shown == "1\n"
+    assert typed.output.endswith("KeyboardInterrupt\n")
+    assert console.type("x").output == "1\n"
 
 
 def test_sys_exit_has_status_exit(pool: SandboxPool) -> None:

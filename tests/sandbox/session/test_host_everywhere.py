@@ -30,8 +30,8 @@ def test_host_functions_in_a_sandbox_and_its_contexts(pool: SandboxPool) -> None
 def test_host_functions_in_a_console(pool: SandboxPool) -> None:
     with pool.acquire(host=tools().begin()) as session:
         console = Console(session)
-        assert console.type("add(1)").shown == "2\n"
-        assert console.type("fail('value')").shown.endswith("ValueError: a bad value\n")
+        assert console.type("add(1)").output == "2\n"
+        assert console.type("fail('value')").output.endswith("ValueError: a bad value\n")
 
 
 @pytest.mark.slow
