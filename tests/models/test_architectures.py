@@ -39,7 +39,8 @@ def refused(model: Path, *, trained: bool = True, **sections: Any) -> str:
 def test_family_is_refused_as_in_its_row(name: str, tmp_path: Path) -> None:
     config_of(name).save_pretrained(tmp_path)
     why = refused(tmp_path, engine={"dtype": FAMILIES[name].dtype, "max_model_len": 128})
-    assert newest()[name]["refused"] == why.removeprefix(f"model {str(tmp_path)!r}: ")
+    reason, _, _ = why.removeprefix(f"model {str(tmp_path)!r}: ").partition(",")
+    assert newest()[name]["refused"].partition(",")[0] == reason  # rows keep their day's words
 
 
 @pytest.mark.parametrize("name", FAMILIES)
