@@ -57,7 +57,7 @@ def test_train_help_lists_every_shipped_config(
 
 def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
-    output = "error: no command 'trian'; did you mean train?"
+    output = "error: unknown command 'trian'; did you mean train?"
     assert capsys.readouterr().err.startswith(output)
     command = [sys.executable, "-m", "agentgrpo.cli", "trian"]
     ran = subprocess.run(command, capture_output=True, text=True)

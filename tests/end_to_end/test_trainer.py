@@ -166,7 +166,7 @@ def test_python_page_runs_and_trainers_follow_each_other(
     assert results["left"] == results["left broken"] == [False, False]
     assert results["broken"] == "'of mine'"
     assert "unknown config key stepz; did you mean steps?" in results["wrong"]
-    assert "has no name" in results["lambda"]
+    assert "Assign it to a name" in results["lambda"]
     first = read_rollout(read_lines(folder / "runs" / "second" / "rollouts.jsonl")[0])
     assert set(first.rewards) == {"right"}
     assert verify.main([str(folder / "runs" / "first")]) == 0

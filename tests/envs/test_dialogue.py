@@ -279,12 +279,17 @@ class Talks:
     [
         ({}, {"mode": "script"}, {}, r"env\.user\.mode: expected nobody, scripted, model"),
         ({}, {"mode": "nosuch:Me"}, {}, r"env\.user\.mode: no module"),
-        ({}, {"mode": "scripted"}, {"train": "word_problems"}, "'word_problems' has no columns"),
+        (
+            {},
+            {"mode": "scripted"},
+            {"train": "word_problems"},
+            r"column 'user' for env\.user\.mode 'scripted'",
+        ),
         (
             {"kind": f"{__name__}:Talks"},
             {"mode": "scripted"},
             {},
-            r"env\.user\.mode: env\.kind '.*:Talks' has somebody to talk with already",
+            r"env\.user\.mode: expected 'nobody', since env\.kind '.*:Talks' has a user",
         ),
     ],
 )

@@ -73,7 +73,7 @@ NUMERIC = [
 def test_reward_numeric_strict_gives_nothing_for_reciting() -> None:
     reward = make_reward(RewardConfig(strict=True, format=0))
     assert [reward(_answered(said, 42))["answer"] for said in (f"{EVERYTHING} 42", "42")] == [0, 1]
-    with pytest.raises(ValueError, match=r"reward\.strict: only kind 'numeric'"):
+    with pytest.raises(ValueError, match=r"reward\.strict: expected reward\.kind 'numeric'"):
         make_reward(RewardConfig(kind="text", strict=True))
 
 

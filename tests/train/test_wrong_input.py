@@ -107,7 +107,7 @@ ALL = ("train c.toml", "sft recipe.toml", "flywheel recipe.toml", "curriculum re
 @pytest.mark.parametrize(
     ("option", "wanted"),
     [
-        ('command=["no-such-program"]', "agent.options.command: there is no program 'no-such-pr"),
+        ('command=["no-such-program"]', "agent.options.command: program 'no-such-pr"),
         ("call=json:dumps", "agent.options.call: expected an async def function, got 'json:dumps'"),
         ("call=json:nosuch", "agent.options.call: "),
     ],

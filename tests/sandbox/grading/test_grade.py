@@ -628,7 +628,7 @@ def test_verdict_time_is_cpu_time(pool: SandboxPool, waits: bool) -> None:
     ]
     for verdict in verdicts:
         assert verdict.passed is waits, verdict
-        assert ("0.6 s of a processor" in verdict.reason) is not waits, verdict
+        assert ("0.6 s of CPU time" in verdict.reason) is not waits, verdict
         assert not verdict.infra_error
 
 

@@ -366,13 +366,13 @@ def refused_sources(at: Path) -> dict[str, tuple[Path, str]]:
         "another machine's": (layout, OTHER),
         "several images": (two, "expected one image .* got 2"),
         "a digest that is a path": (outside, "expected a sha256 digest"),
-        "no list of manifests": (odd, "no image"),
-        "nested without end": (deep, "no image"),
+        "no list of manifests": (odd, "not an image"),
+        "nested without end": (deep, "not an image"),
         "129 layers": (many, "at most 128 layers"),
         "an empty folder": (at / "empty", "expected an OCI layout or a root directory"),
         "nothing": (at / "nothing", "no such file"),
-        "no tar": (write(at / "text", b"hello" * 1000), "no tar"),
-        "a tar of something": (write(at / "t.tar", tar_of("x=1")), "holds no"),
+        "not a tar": (write(at / "text", b"hello" * 1000), "not a tar"),
+        "a tar of something": (write(at / "t.tar", tar_of("x=1")), "expected a tar of"),
         "a truncated header": (write(at / "cut.tar", ROOT[:1600]), "truncated"),
         "a truncated file": (write(at / "cut2.tar", ROOT[:1026]), "damaged"),
         "a damaged header": (write(at / "bad.tar", ROOT[:1540] + b"?" + ROOT[1541:]), "damaged"),
@@ -492,7 +492,8 @@ def test_an_unprivileged_user_can_add_an_image(tmp_path: Path) -> None:
         )
         package = home / "agentgrpo"
         shutil.copytree(Path(agentgrpo.__path__[0], "sandbox"), package / "sandbox")
-        for name in ("_C", "usercode", "cli", "extras"):
+        shutil.copytree(Path(agentgrpo.__path__[0], "support"), package / "support")
+        for name in ("_C", "cli"):
             for path in Path(agentgrpo.__path__[0]).glob(f"{name}*.*"):
                 shutil.copy(path, package)
         (package / "__init__.py").touch()

@@ -108,7 +108,7 @@ def test_dockerfiles_are_built(
 
 
 REFUSED = {
-    "": "no FROM",
+    "": "expected a FROM",
     "RUN true": "1: RUN: expected FROM first",
     "FROM nothing": r"1: FROM: image: expected one in the store \(.*image add nothing",
     "FROM tiny AS a\nFROM tiny": "1: FROM: expected one stage",

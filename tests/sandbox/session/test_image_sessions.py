@@ -366,7 +366,7 @@ def test_unnamed_snapshots_are_removed_with_their_pool(store: Path) -> None:
     with SandboxPool(template=Template(image="kept"), limits=LIMITS, min_idle=0) as pool:
         with pool.acquire() as session:
             assert shell(session, "cat /root/f /root/g") == "1\n2"
-        with pytest.raises(SandboxException, match="is not there"):
+        with pytest.raises(SandboxException, match="does not exist"):
             pool.acquire(removed)
     with pytest.raises(SandboxException, match="closed"):
         session.snapshot()
