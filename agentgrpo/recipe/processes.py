@@ -97,4 +97,4 @@ def run_parts(
 
 
 command = partial(run_command, kind=RecipeConfig)
-"""agentgrpo.train.command_line.command() for a RecipeConfig."""
+"""agentgrpo.train.command_line.run_command() for a RecipeConfig."""

@@ -53,7 +53,7 @@ def test_failing_reset_is_retried(times: int, answers: Any) -> None:
 
 def test_endless_reset_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr("agentgrpo.support.user_calls.end", told.append)
+    monkeypatch.setattr("agentgrpo.support.user_calls.end_command", told.append)
 
     class Hangs(AnswerEnv):
         def reset(self, task: Any) -> Any:
