@@ -433,7 +433,9 @@ def test_teacher_columns_pass_verify(
     )
     line["teacher_logprobs"] = None
     files.write(run, forged=True)
-    assert any("learner/teacher_terms: expected" in fault for fault in verify.verify_run(run).faults)
+    assert any(
+        "learner/teacher_terms: expected" in fault for fault in verify.verify_run(run).faults
+    )
 
 
 @pytest.mark.nsjail

@@ -52,8 +52,7 @@ def test_only_rank_0_calls_the_judges(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = type("Config", (), {"seed": 0, "measures": None, "evaluation": None})
     config.measures = type("Measures", (), {"attempts": 1, "temperature": 0.0})
     config.evaluation = type("Evaluation", (), {"filters": {}})
-    setup = SimpleNamespace(heldout=[], reward=None)
-    player: Any = SimpleNamespace(sampler=None, setup=setup)
+    player: Any = SimpleNamespace(sampler=None, heldout=[], reward=None)
     assert evaluation.evaluate_recipe(config, player) == {}
 
 

@@ -97,7 +97,9 @@ def test_two_ranks_equal_one(records: dict[str, Record], case: str) -> None:
     one, two = records[f"{case}-one"], records[f"{case}-two"]
     assert (one["ranks"], two["ranks"]) == (1, 2)
     assert any(count % 2 for count in one["batches"]), "one rank has a batch less"
-    assert one["to_come"] == two["to_come"] > 0, "each rank takes moments of its shards alone"
+    assert one["to_allocate"] == two["to_allocate"] > 0, (
+        "each rank takes moments of its shards alone"
+    )
     assert_same(one, two)
 
 

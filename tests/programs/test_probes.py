@@ -214,10 +214,10 @@ def test_truncated_turn_ends_only_its_conversation() -> None:
 
 
 FAULTS: list[tuple[dict[str, float], list[str], str]] = [
-    ({"probe_turns": 10.0}, ["x"], "10 turns of 0 tokens were kept out of it"),
-    ({"probe_turns": 1.0, "probe_tokens": 999.0}, ["x"], "1 turns of 999 tokens"),
-    ({"probe_turns": 1.0}, [], "1 turns without its task's text in 0 conversations"),
-    ({}, ["x"], "0 turns without its task's text in 1 conversations"),
+    ({"probe_turns": 10.0}, ["x"], "10 probe turns with 0 tokens, more than its limits"),
+    ({"probe_turns": 1.0, "probe_tokens": 999.0}, ["x"], "1 probe turns with 999 tokens"),
+    ({"probe_turns": 1.0}, [], "1 probe turns in 0 probe conversations"),
+    ({}, ["x"], "0 probe turns in 1 probe conversations"),
 ]
 
 

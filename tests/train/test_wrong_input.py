@@ -159,9 +159,9 @@ PATHS = {
     "sft {r} --dry-run model=./nosuch sft.data=./nosuch.jsonl": "sft.data: nosuch.jsonl: no such",
     "sft unmade.toml --dry-run": "sft.jsonl: no such file or directory"
     "; `agentgrpo flywheel CONFIG` writes it, or set sft.data=FILE",
-    "init model rows.jsonl -o no/c.toml": "--output no/c.toml: expected a file in a directory that",
+    "init model rows.jsonl -o no/c.toml": "--output no/c.toml: expected a file in an existing",
     "evaluate {r} --dry-run --report x --compare nosuch.json": "nosuch.json: no such file",
-    "curriculum {r} --dry-run curriculum.start=sft": "stage 0 starts from the last checkpoint in",
+    "curriculum {r} --dry-run curriculum.start=sft": "stage 0: expected a checkpoint in",
     "verify {here}/nosuch": "nosuch",
     "view {here}/nosuch": "nosuch",
 }  # fmt: skip
@@ -351,7 +351,7 @@ UNSCORED = [
          "measures.quality = 'f1': task odd.jsonl:6: spec['answer'] must hold an answer")
         for asked in ("evaluate", "flywheel", "recipe")
     ),
-    ("evaluate reward.kind=none measures.quality=f1", ["x", ""], "nothing in the answer ['x', '']"),
+    ("evaluate reward.kind=none measures.quality=f1", ["x", ""], "answer ['x', ''] is empty"),
 ]  # fmt: skip
 
 
@@ -375,7 +375,7 @@ def test_unscorable_task_is_found_before_the_run(
 ABSURD = {
     "train c.toml engine.kv_cache_gib=900000": "are needed to start it",
     "train c.toml engine.max_model_len=100000 learner.max_tokens=100000": "must be at most 1024",
-    "train c.toml engine.tensor_parallel_size=64": "start it with torchrun",
+    "train c.toml engine.tensor_parallel_size=64": "Start with torchrun",
     "train c.toml learner.lora.rank=256": "learner.lora.rank must be at most 64",
     "train c.toml data.num_heldout=5000000": "data.num_heldout: expected below ",
     "flywheel recipe.toml flywheel.tasks=500": "different task ids in the data, 16, got 500",

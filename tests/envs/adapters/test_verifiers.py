@@ -230,7 +230,10 @@ def test_config_selects_the_environment(tmp_path: Path) -> None:
     make_agent(resolve(made), env, call_reader=lambda name: read_calls)
     for agent, message in (
         ({"kind": "tools"}, "got 'verifiers', which lacks tools"),
-        ({"kind": "program", "options": {"call": "m:f"}}, "expected neither command nor call: the environment"),
+        (
+            {"kind": "program", "options": {"call": "m:f"}},
+            "expected neither command nor call: the environment",
+        ),
     ):
         wrong = config(tmp_path, agent)
         with pytest.raises(ValueError, match=message):

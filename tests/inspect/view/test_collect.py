@@ -175,9 +175,12 @@ def test_folder_without_metrics_is_refused(tmp_path: Path) -> None:
         ("{run}/rollouts.jsonl", "{run}/rollouts.jsonl: no metrics.jsonl, which a run's folder"),
         ("{here}/gone", "{here}/gone: no such file or directory"),
         ("{here}/begun", "{here}/begun: no metrics.jsonl, which a run's folder (out_dir) has"),
-        ("{here}/begun -o {here}/a/b.html", "--output {here}/a/b.html: expected a file in a"),
-        ("{here}/begun -o {here}", "--output {here}: expected a file in a directory"),
-        ("{here}/begun -o {here}/begun/run.json/a", "run.json/a: expected a file in a directory"),
+        ("{here}/begun -o {here}/a/b.html", "--output {here}/a/b.html: expected a file in an"),
+        ("{here}/begun -o {here}", "--output {here}: expected a file in an existing directory"),
+        (
+            "{here}/begun -o {here}/begun/run.json/a",
+            "run.json/a: expected a file in an existing directory",
+        ),
     ],
 )
 def test_wrong_path_is_named_before_reading(
