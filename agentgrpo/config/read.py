@@ -26,6 +26,7 @@ from agentgrpo.support.user_calls import user_call
 
 HERE = "{here}/"
 MOVED = {
+    "agentgrpo.recipe.errands:ErrandsEnv": "agentgrpo.examples.recipe.tasks:ComputeAndSearchEnv",
     "agentgrpo.recipe.errands:": "agentgrpo.examples.recipe.tasks:",
     "agentgrpo.examples.lessons:LettersEnv": "agentgrpo.examples.letters.env:LettersEnv",
     "agentgrpo.examples.lessons:FunctionsEnv": "agentgrpo.examples.functions.env:FunctionsEnv",

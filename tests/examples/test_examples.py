@@ -99,7 +99,10 @@ def test_data_files_equal_the_codes_output() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("agentgrpo.recipe.errands:ErrandsEnv", "agentgrpo.examples.recipe.tasks:ErrandsEnv"),
+        (
+            "agentgrpo.recipe.errands:ErrandsEnv",
+            "agentgrpo.examples.recipe.tasks:ComputeAndSearchEnv",
+        ),
         ("agentgrpo.examples.lessons:LettersEnv", "agentgrpo.examples.letters.env:LettersEnv"),
         (
             "agentgrpo.examples.lessons:FunctionsEnv",

@@ -188,13 +188,13 @@ def test_links_resolve(page: Path) -> None:
 
 
 def test_reading_list_of_contributing_stays_short() -> None:
-    """CONTRIBUTING.md lists the files with about their number of lines: under 4,100 in total."""
+    """CONTRIBUTING.md lists the files with about their number of lines: under 4,150 in total."""
     listed = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", KIT[0].read_text(), re.M)
     lines = {name: len((ROOT / name).read_text().splitlines()) for name, _ in listed}
     assert {"agentgrpo/train/loop.py", "agentgrpo/rollout/play.py", "kernels/grpo_loss.py"} <= {
         *lines
     }
-    assert sum(lines.values()) < 4100
+    assert sum(lines.values()) < 4150
     far = {name: lines[name] for name, count in listed if abs(int(count) - lines[name]) > 30}
     assert not far, f"CONTRIBUTING.md: lines of {far}"
 

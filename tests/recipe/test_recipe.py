@@ -305,5 +305,5 @@ def test_other_settings_and_starts_are_rejected(
     (tmp_path / "moved").rename(tmp_path / "out")
     with pytest.raises(ValueError, match=r"curriculum\.select = 64, now it is 5"):
         run(make_recipe(tmp_path, select=5), ["r.toml"])
-    with pytest.raises(ValueError, match=r"curriculum\.start: .* 'sft', got 'model'"):
+    with pytest.raises(ValueError, match=r"curriculum\.start: expected 'sft' .*, got 'model'"):
         run(make_recipe(tmp_path, start="model"), ["r.toml"])

@@ -40,9 +40,6 @@ class ComputeAndSearchEnv(TaggedEnv):
         return tasks(cast(Split, split))
 
 
-ErrandsEnv = ComputeAndSearchEnv  # its name in the configs of earlier runs
-
-
 def tasks(split: Split) -> list[Task]:
     """See ComputeAndSearchEnv.tasks()."""
     questions = search_demo.lookups(split)
