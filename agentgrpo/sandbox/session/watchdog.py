@@ -8,6 +8,7 @@ mappings. So when the machine's available memory falls below a floor, it kills t
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -32,6 +33,9 @@ MAX_PAUSE_S = 0.25
 second; the others must still be checked."""
 STOPS = 8
 """Attempts to list and stop all processes of a session."""
+SYS_KCMP, KCMP_VM = 312, 1
+"""kcmp(2) on x86-64: 0 if two processes have the same memory."""
+_LIBC = ctypes.CDLL(None)
 FLOOR = 0.02
 """Share of the machine's memory: with less available, the largest session is killed."""
 SOCKET_KIB = 2 * 208
@@ -91,9 +95,21 @@ def stopped_kib(session: Session, enough_kib: int) -> int:
                 break
             stopped += new
             _signal(new, signal.SIGSTOP)
-        return used_kib(session, enough_kib)
+        return used_kib(session, enough_kib) - _vforked_kib(stopped)
     finally:
         _signal(stopped[::-1], signal.SIGCONT)  # children first: no shell sees a stopped child
+
+
+def _vforked_kib(pids: list[int]) -> int:
+    """Memory of processes between vfork() and exec(): it is their parent's, which counts it too."""
+    kib = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError):
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent in pids and _LIBC.syscall(SYS_KCMP, pid, parent, KCMP_VM, 0, 0) == 0:
+                fields = [line.split() for line in lines_of(f"/proc/{pid}/smaps_rollup")]
+                kib += next(int(field[1]) for field in fields if field[0] == "Pss:")
+    return kib
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:
