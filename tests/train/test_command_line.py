@@ -99,7 +99,8 @@ COMMANDS: dict[str, tuple[str, list[str], str, list[str]]] = {
         ["stage_0/pool.jsonl", "stage_0/rl/checkpoints/step_000003"],
     ),
     "curriculum recipe --part 0.select curriculum.start=model": (
-        "recipe.curriculum", ["build_eval", "training_stream"], "play_candidates", ["stage_0/pool.jsonl"],
+        "recipe.curriculum", ["build_eval", "training_stream"], "play_candidates",
+        ["stage_0/pool.jsonl"],
     ),
     "curriculum recipe --part 0.train curriculum.start=model": (
         "recipe.curriculum", ["build"], "train.Trainer.train",
