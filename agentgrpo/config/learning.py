@@ -17,7 +17,6 @@ from agentgrpo.config.section import (
     PositiveNumber,
     Section,
     describe,
-    forbid_unused,
 )
 from agentgrpo.kernels.objective import Objective
 
@@ -85,18 +84,13 @@ class LoraConfig(Section):
     vLLM receives only the adapter, in memory; both sides share one replica of the base model.
     """
 
-    rank: NotNegative = 0
+    rank: Annotated[int, Field(ge=0, le=LORA_RANKS[-1])] = 0
     """Rank of the adapters; 0: train the weights themselves."""
     alpha: PositiveNumber = 32.0
     """The update is alpha / rank * B A."""
     target_modules: tuple[str, ...] = ()
     """Names of the linear layers with an adapter. Empty: all but the head, or those of the adapter
     whose training continues."""
-
-    @pydantic.model_validator(mode="after")
-    def _can_be_served(self) -> LoraConfig:
-        room_for_adapters(self.rank)
-        return self
 
 
 def room_for_adapters(rank: int) -> int:
@@ -204,20 +198,6 @@ class LossConfig(Section, Objective):  # type: ignore[misc]  # mypy does not kno
         return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
     @pydantic.model_validator(mode="after")
-    def _credits(self) -> LossConfig:
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            for key, value, needed in (
-                ("span_credit", self.span_credit, "rollout"),
-                ("scale_rewards", self.scale_rewards, "group"),
-            ):
-                if value not in (needed, "auto"):
-                    raise ValueError(
-                        f"loss.{key}: expected {needed!r} with multi_objective_aggregation = "
-                        f"'normalize_then_sum', got {value!r}"
-                    )
-        return self
-
-    @pydantic.model_validator(mode="after")
     def _goes_together(self) -> LossConfig:
         try:
             self.check()
@@ -271,15 +251,3 @@ class TeacherConfig(Section):
         """Name of the teacher's endpoint, if it has one."""
         kind, _, name = (self.model or "").partition(":")
         return name if kind == "endpoint" else None
-
-    @pydantic.model_validator(mode="after")
-    def _is_one(self) -> TeacherConfig:
-        if self.model and self.feedback:
-            raise ValueError(
-                f"teacher.model: expected either model or feedback, got {self.model!r} and "
-                f"{self.feedback!r}"
-            )
-        decay_need = "decay", "teacher.feedback", lambda c: c.feedback or not c.decay
-        clip_need = "clip", "teacher.topk = 0", lambda c: not c.topk
-        forbid_unused(self, [decay_need, clip_need], "teacher.")
-        return self

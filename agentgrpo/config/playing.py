@@ -61,20 +61,6 @@ class EngineConfig(Section):
             )
         return device == "cuda" if self.async_scheduling is None else self.async_scheduling
 
-    @pydantic.model_validator(mode="after")
-    def _may_drop(self) -> EngineConfig:
-        if self.sleep_level == 2 and self.weights != "copy":
-            raise ValueError(
-                "engine.weights: expected 'copy' with engine.sleep_level = 2, which drops the "
-                f"weights, got {self.weights!r}"
-            )
-        if self.tensor_parallel_size > 1 and self.weights == "shared":
-            raise ValueError(
-                "engine.weights: expected 'copy' with engine.tensor_parallel_size = "
-                f"{self.tensor_parallel_size}, which divides the weights, got 'shared'"
-            )
-        return self
-
     def dtype_on(self, device: str) -> Literal["float32", "bfloat16"]:
         """The dtype on a device, with `auto` resolved."""
         if self.dtype == "auto":
@@ -217,10 +203,6 @@ class BranchConfig(Section):
     """See budget."""
 
 
-MAX_ROLLOUTS = 10**6
-"""Of one step."""
-
-
 class RolloutConfig(Section):
     """How groups of rollouts are played (rollout/sampler.py)."""
 
@@ -286,30 +268,6 @@ class RolloutConfig(Section):
     def max_sampled_tokens(self) -> int:
         """Limit of the sampled tokens of one rollout."""
         return self.max_turns * self.max_turn_tokens
-
-    @pydantic.model_validator(mode="after")
-    def _can_be_trained_on(self) -> RolloutConfig:
-        if self.treatment.get(Status.INFRA_ERROR) in (Treatment.TRAIN, Treatment.MASK):
-            raise ValueError(
-                "rollout.treatment.infra_error: expected 'drop' or 'retry', got "
-                f"{str(self.treatment[Status.INFRA_ERROR])!r}: the machine failed, not the policy"
-            )
-        if self.tasks_per_step * self.group_size > MAX_ROLLOUTS:
-            raise ValueError(
-                f"rollout.tasks_per_step: expected at most {MAX_ROLLOUTS:,} rollouts per step, got "
-                f"{self.tasks_per_step} x rollout.group_size {self.group_size}"
-            )
-        if self.history == "render" and self.branching.initial:
-            raise ValueError(
-                "rollout.branching.initial: expected 0 with rollout.history = 'render', got "
-                f"{self.branching.initial}: branches share appended tokens"
-            )
-        if self.branching.initial >= self.group_size:
-            raise ValueError(
-                f"rollout.branching.initial: expected below rollout.group_size = {self.group_size},"
-                f" got {self.branching.initial}"
-            )
-        return self
 
 
 class EvaluationConfig(Section):
@@ -420,12 +378,6 @@ class DataConfig(Section):
     max_prompt_tokens: Positive | None = None
     """Leave out tasks with longer prompts and print their number. None: a prompt that leaves no
     room in engine.max_model_len is an error."""
-
-    @pydantic.model_validator(mode="after")
-    def _can_be_split(self) -> DataConfig:
-        if self.heldout == "split" and self.train == "word_problems":
-            raise ValueError("data.heldout: 'word_problems' is endless, so it has no 'split'")
-        return self
 
     @property
     def heldout_source(self) -> str:

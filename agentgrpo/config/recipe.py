@@ -19,10 +19,21 @@ from agentgrpo.config import (
     Section,
     TrainConfig,
 )
-from agentgrpo.config.section import Need, PathOrName, forbid_unused
+from agentgrpo.config.section import Need, PathOrName, Rule, forbid_unused, require_rules
 
-CURRICULUM_NEEDS: tuple[Need, ...] = (
-    ("by_kind", 'curriculum.selection = "pareto"', lambda c: c.selection == "pareto"),
+NEEDS: tuple[Need, ...] = (
+    ("curriculum.by_kind", 'curriculum.selection = "pareto"',
+     lambda c: c.curriculum.selection == "pareto"),
+)  # fmt: skip
+RULES: tuple[Rule, ...] = (
+    ("curriculum.epochs", "none with curriculum.steps = {c.curriculum.steps}",
+     lambda c: c.curriculum.epochs is None or "steps" not in c.curriculum.model_fields_set),
+    ("measures.pass_k", "at most measures.attempts = {c.measures.attempts}",
+     lambda c: max(c.measures.pass_k, default=0) <= c.measures.attempts),
+    ("measures.temperature", "above 0 with measures.attempts = {c.measures.attempts}",
+     lambda c: c.measures.attempts == 1 or c.measures.temperature > 0),
+    ("measures.judge", "an endpoint if and only if measures.quality = 'judge'",
+     lambda c: (c.measures.quality == "judge") == bool(c.measures.judge)),
 )  # fmt: skip
 
 
@@ -108,16 +119,6 @@ class CurriculumConfig(Section):
     """Select separately for each kind of task (spec["kind"]), so that tasks with graded rewards do
     not lose to those that are right or wrong, whose rewards vary more."""
 
-    @pydantic.model_validator(mode="after")
-    def _fits(self) -> CurriculumConfig:
-        forbid_unused(self, CURRICULUM_NEEDS)
-        if self.epochs is not None and "steps" in self.model_fields_set:
-            raise ValueError(
-                f"curriculum.epochs: expected none with curriculum.steps = {list(self.steps)}, got "
-                f"{self.epochs}"
-            )
-        return self
-
 
 class MeasuresConfig(Section):
     """Measures of `agentgrpo evaluate` (recipe/measures.py)."""
@@ -136,25 +137,6 @@ class MeasuresConfig(Section):
     pass_k: tuple[Positive, ...] = ()
     """pass@k and pass^k for these k, at most `attempts`."""
 
-    @pydantic.model_validator(mode="after")
-    def _fits(self) -> MeasuresConfig:
-        if self.pass_k and max(self.pass_k) > self.attempts:
-            raise ValueError(
-                f"measures.pass_k: expected at most measures.attempts = {self.attempts}, "
-                f"got {max(self.pass_k)}"
-            )
-        if self.attempts > 1 and self.temperature == 0:
-            raise ValueError(
-                f"measures.temperature: expected above 0 with measures.attempts = {self.attempts}, "
-                "got 0"
-            )
-        if (self.quality == "judge") != bool(self.judge):
-            raise ValueError(
-                "measures.judge: expected an endpoint if and only if measures.quality = 'judge', "
-                f"got {self.judge!r} with quality {self.quality!r}"
-            )
-        return self
-
 
 class RecipeConfig(TrainConfig):
     """Settings of a recipe."""
@@ -169,7 +151,9 @@ class RecipeConfig(TrainConfig):
         return super().draws_heldout or self.measures.temperature > 0
 
     @pydantic.model_validator(mode="after")
-    def _names_its_endpoints(self) -> RecipeConfig:
+    def _fits_the_recipe(self) -> RecipeConfig:
+        forbid_unused(self, NEEDS)
+        require_rules(self, RULES)
         used = {
             "flywheel.reflector": self.flywheel.reflector,
             "flywheel.critic": self.flywheel.critic,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import pydantic
@@ -23,10 +24,12 @@ from agentgrpo.config.section import (
     NotNegative,
     PathOrName,
     Positive,
+    Rule,
     Section,
     Seed,
     UserPath,
     forbid_unused,
+    require_rules,
 )
 from agentgrpo.kernels.objective import SPECIAL, readers
 
@@ -62,8 +65,51 @@ NEEDS: tuple[Need, ...] = (
     ("evaluation.top_p evaluation.top_k",
      "evaluation.temperature above 0 (measures.temperature, of `agentgrpo evaluate`)",
      lambda c: c.draws_heldout),
+    ("teacher.decay", "teacher.feedback", lambda c: c.teacher.feedback or not c.teacher.decay),
+    ("teacher.clip", "teacher.topk = 0", lambda c: not c.teacher.topk),
 )  # fmt: skip
 """Settings that have no effect without another one."""
+RULES: tuple[Rule, ...] = (
+    ("engine.weights", "'copy' with engine.sleep_level = 2, which drops the weights",
+     lambda c: c.engine.sleep_level == 1 or c.engine.weights == "copy"),
+    ("engine.weights", "'copy' with engine.tensor_parallel_size = {c.engine.tensor_parallel_size}, "
+     "which divides the weights",
+     lambda c: c.engine.tensor_parallel_size == 1 or c.engine.weights != "shared"),
+    ("engine.sleep_level", "1 with learner.lora.rank, since 2 drops weights that the adapter does "
+     "not contain", lambda c: c.engine.sleep_level == 1 or not c.learner.lora.rank),
+    ("rollout.treatment.infra_error", "'drop' or 'retry', since the machine failed, not the policy",
+     lambda c: c.rollout.treatment.get("infra_error") not in ("train", "mask")),
+    ("rollout.tasks_per_step", "at most 1,000,000 rollouts per step with rollout.group_size = "
+     "{c.rollout.group_size}", lambda c: c.rollout.tasks_per_step * c.rollout.group_size <= 10**6),
+    ("rollout.branching.initial", "0 with rollout.history = 'render', since branches share "
+     "appended tokens",
+     lambda c: c.rollout.history == "append" or not c.rollout.branching.initial),
+    ("rollout.branching.initial", "below rollout.group_size = {c.rollout.group_size}",
+     lambda c: c.rollout.branching.initial < c.rollout.group_size),
+    ("rollout.call_timeout_s", "above sandbox.timeout_s = {c.sandbox.timeout_s:g}",
+     lambda c: (c.rollout.call_timeout_s or math.inf) > c.sandbox.timeout_s),
+    ("rollout.max_turn_tokens", "below engine.max_model_len = {c.engine.max_model_len}",
+     lambda c: c.rollout.max_turn_tokens < c.engine.max_model_len),
+    ("data.heldout", "another source than 'split' with data.train = 'word_problems', which is "
+     "endless", lambda c: (c.data.train, c.data.heldout) != ("word_problems", "split")),
+    *((f"reward.{key}", "0 with rollout.deterministic = {c.rollout.deterministic!r}, since "
+       "measured time differs from run to run",
+       lambda c, key=key: not (getattr(c.reward, key) and c.rollout.deterministic))
+      for key in ("cost_per_wall_s", "cost_per_cpu_s")),
+    ("learner.trained_layers", "none with learner.lora.rank (learner.trained_layers=none unsets "
+     "it)", lambda c: c.learner.trained_layers is None or not c.learner.lora.rank),
+    ("learner.max_tokens", "at least engine.max_model_len = {c.engine.max_model_len}, the longest "
+     "rollout", lambda c: c.learner.max_tokens >= c.engine.max_model_len),
+    ("loss.num_mini_batches", "at most rollout.tasks_per_step = {c.rollout.tasks_per_step}",
+     lambda c: c.loss.num_mini_batches <= c.rollout.tasks_per_step),
+    *((f"loss.{key}", f"{value!r} with multi_objective_aggregation = 'normalize_then_sum'",
+       lambda c, key=key, value=value: c.loss.multi_objective_aggregation == "sum_then_normalize"
+       or getattr(c.loss, key) in (value, "auto"))
+      for key, value in (("span_credit", "rollout"), ("scale_rewards", "group"))),
+    ("teacher.feedback", "none with teacher.model", lambda c: not (c.teacher.model
+                                                                   and c.teacher.feedback)),
+)  # fmt: skip
+"""What a setting must be because of others."""
 
 
 class TrainConfig(Section):
@@ -149,48 +195,7 @@ class TrainConfig(Section):
         return self.evaluation.temperature > 0
 
     @pydantic.model_validator(mode="after")
-    def _does_something(self) -> TrainConfig:
-        forbid_unused(self, NEEDS)
-        return self
-
-    @pydantic.model_validator(mode="after")
     def _fits(self) -> TrainConfig:
-        limit = self.rollout.call_timeout_s
-        if limit is not None and limit <= self.sandbox.timeout_s:
-            raise ValueError(
-                f"rollout.call_timeout_s: expected above sandbox.timeout_s = "
-                f"{self.sandbox.timeout_s:g}, got {limit:g}"
-            )
-        if self.rollout.max_turn_tokens >= self.engine.max_model_len:
-            raise ValueError(
-                f"rollout.max_turn_tokens: expected below engine.max_model_len = "
-                f"{self.engine.max_model_len}, got {self.rollout.max_turn_tokens}"
-            )
-        for key in ("cost_per_wall_s", "cost_per_cpu_s"):
-            if getattr(self.reward, key) and self.rollout.deterministic is not False:
-                raise ValueError(
-                    f"reward.{key}: expected 0 with rollout.deterministic = "
-                    f"{self.rollout.deterministic!r}, got {getattr(self.reward, key)}: measured "
-                    "time differs from run to run"
-                )
-        if self.loss.num_mini_batches > self.rollout.tasks_per_step:
-            raise ValueError(
-                f"loss.num_mini_batches: expected at most rollout.tasks_per_step = "
-                f"{self.rollout.tasks_per_step}, got {self.loss.num_mini_batches}"
-            )
-        if self.learner.lora.rank and self.learner.trained_layers is not None:
-            raise ValueError(
-                "learner.trained_layers: expected none with learner.lora.rank, got "
-                f"{self.learner.trained_layers}. learner.trained_layers=none unsets it"
-            )
-        if self.learner.lora.rank and self.engine.sleep_level == 2:
-            raise ValueError(
-                "engine.sleep_level: expected 1 with learner.lora.rank, got 2, which drops weights "
-                "that the adapter does not contain"
-            )
-        if self.learner.max_tokens < self.engine.max_model_len:
-            raise ValueError(
-                f"learner.max_tokens: expected at least engine.max_model_len = "
-                f"{self.engine.max_model_len}, the longest rollout, got {self.learner.max_tokens}"
-            )
+        forbid_unused(self, NEEDS)
+        require_rules(self, RULES)
         return self

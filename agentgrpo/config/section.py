@@ -69,6 +69,21 @@ def forbid_unused(config: Any, needs: Iterable[Need], section: str = "") -> None
                 raise ValueError(f"{section}{key}: {value!r} does nothing without {need}")
 
 
+Rule = tuple[str, str, Callable[[Any], object]]
+"""(key, what is expected, a format string of the config `c`; whether a config meets it)."""
+
+
+def require_rules(config: Any, rules: Iterable[Rule]) -> None:
+    """Raise ValueError for the first rule that a config breaks."""
+    for key, expected, holds in rules:
+        if not holds(config):
+            value: Any = config
+            for name in key.split("."):
+                value = value[name] if isinstance(value, dict) else getattr(value, name)
+            value = str(value) if isinstance(value, str) else value  # not the repr of a StrEnum
+            raise ValueError(f"{key}: expected {expected.format(c=config)}, got {value!r}")
+
+
 def is_set(config: Any, key: str) -> bool:
     """Whether the value of a dotted key differs from its default."""
     path, _, name = key.rpartition(".")

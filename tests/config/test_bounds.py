@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from agentgrpo.config import Section
-from agentgrpo.config.read import load_config, load_config_of
+from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.data.sources import training_tasks
 from agentgrpo.kernels.objective import Objective
@@ -122,13 +122,6 @@ def test_none_unsets_an_optional_option() -> None:
     assert [
         option for option in nullable if checked_option("x", option.annotation, "none") is not None
     ] == []
-
-
-def test_adapter_can_replace_trained_layers_of_a_shipped_config() -> None:
-    rank = "learner.lora.rank=8"
-    with pytest.raises(ValueError, match=r"learner\.trained_layers=none unsets it"):
-        load_config("quickstart", [rank])
-    assert load_config("quickstart", [rank, "learner.trained_layers=none"]).learner.lora.rank == 8
 
 
 def test_objective_has_bounds() -> None:

@@ -261,32 +261,75 @@ def test_section_that_is_no_table_is_an_error(section: str, value: str) -> None:
         a_config(f"{section}={value}")
 
 
-@pytest.mark.parametrize("treatment", ["train", "mask"])
-def test_infra_errors_cannot_be_trained_on(treatment: str) -> None:
-    with pytest.raises(ValueError, match=r"infra_error: expected 'drop' or 'retry'.*the machine"):
-        a_config(f'rollout.treatment={{infra_error="{treatment}"}}')
-    a_config('rollout.treatment={infra_error="drop", timed_out="mask"}')
+RANK, RENDER = "learner.lora.rank=4", "rollout.history=render"
+GDPO = "loss.multi_objective_aggregation=normalize_then_sum"
 
 
-def test_branching_initial_must_be_below_group_size() -> None:
-    with pytest.raises(
-        ValueError, match=r"branching\.initial: expected below .*group_size = 8, got 8"
-    ):
-        a_config("rollout.branching.initial=8")
-    assert a_config("rollout.branching.initial=7").rollout.branching.initial == 7
-
-
-def test_sleep_level_2_requires_copied_weights_without_adapter() -> None:
-    with pytest.raises(
-        ValueError, match=r"engine\.weights: expected 'copy' with .*sleep_level = 2"
-    ):
-        a_config("engine.sleep_level=2")
-    copied = ["engine.sleep_level=2", "engine.weights=copy"]
-    assert a_config(*copied).engine.sleep_level == 2
-    with pytest.raises(
-        ValueError, match=r"sleep_level: expected 1 with learner\.lora\.rank, got 2"
-    ):
-        a_config(*copied, "learner.lora.rank=4")
+@pytest.mark.parametrize(
+    ("overrides", "message", "instead"),
+    [
+        ("engine.sleep_level=2", "engine.weights: expected 'copy' with", "engine.weights=copy"),
+        (
+            "engine.tensor_parallel_size=2 engine.weights=shared",
+            "engine.weights: expected 'copy' with engine.tensor_parallel_size = 2, .* got 'shared'",
+            "engine.weights=auto",
+        ),
+        (
+            f"{RANK} engine.sleep_level=2 engine.weights=copy",
+            r"sleep_level: expected 1 with learner\.lora\.rank.* got 2",
+            "learner.lora.rank=0",
+        ),
+        *(
+            (
+                f'rollout.treatment={{infra_error="{treatment}"}}',
+                f"infra_error: expected 'drop' or 'retry'.*the machine.* got '{treatment}'",
+                'rollout.treatment={infra_error="drop",timed_out="mask"}',
+            )
+            for treatment in ("train", "mask")
+        ),
+        (
+            f"{RENDER} rollout.branching.initial=2",
+            "initial: expected 0 with .*'render'.* got 2",
+            "rollout.history=append",
+        ),
+        (
+            "rollout.branching.initial=8",
+            r"branching\.initial: expected below .*group_size = 8, got 8",
+            "rollout.branching.initial=7",
+        ),
+        (
+            "rollout.call_timeout_s=5",
+            r"rollout\.call_timeout_s: expected above sandbox\.timeout_s = 5, got 5",
+            "sandbox.timeout_s=4.9",
+        ),
+        ("data.heldout=split", "data.heldout: expected another source", "data.heldout=auto"),
+        *(
+            (
+                f"reward.cost_per_{clock}_s=1 rollout.deterministic=cpu",
+                f"cost_per_{clock}_s: expected 0 with rollout.deterministic = 'cpu'",
+                "rollout.deterministic=false",
+            )
+            for clock in ("wall", "cpu")
+        ),
+        (
+            f"{RANK} learner.trained_layers=1",
+            r"learner\.trained_layers=none unsets it.* got 1",
+            "learner.trained_layers=none",
+        ),
+        (
+            "loss.num_mini_batches=13",
+            "num_mini_batches: expected at most rollout.tasks_per_step = 12, got 13",
+            "rollout.tasks_per_step=13",
+        ),
+        (f"{GDPO} loss.span_credit=turn", "'rollout' with multi_", "loss.span_credit=auto"),
+        (f"{GDPO} loss.scale_rewards=batch", "'group' with multi_", "loss.scale_rewards=group"),
+        ("teacher.model=m teacher.feedback=errors", "expected none with", "teacher.feedback="),
+    ],
+)
+def test_settings_that_exclude_each_other(overrides: str, message: str, instead: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        a_config(*overrides.split())
+    a_config(*overrides.split(), instead)
 
 
 def test_recipe_section_in_a_run_names_the_recipe_command() -> None:

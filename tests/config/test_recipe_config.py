@@ -54,7 +54,7 @@ def test_of_run_changes_only_the_given_settings() -> None:
             r"measures\.judge: expected an endpoint if",
         ),
         ({"measures": {"attempts": 3}}, r"measures\.temperature: expected above 0"),
-        ({"measures": {"pass_k": [2]}}, r"pass_k: expected at most measures\.attempts = 1, got 2"),
+        ({"measures": {"pass_k": [2]}}, r"pass_k: expected at most measures\.attempts = 1, got"),
         (
             {
                 "endpoints": {"w": {"kind": "retriever", "url": "http://h/search"}},

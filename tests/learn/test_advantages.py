@@ -139,18 +139,6 @@ def test_gdpo_keeps_parts_that_cancel_in_the_sum() -> None:
     assert abs(assigned(group)[0] - assigned(group)[1]) > 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scale_rewards": "batch"}, "scale_rewards: expected 'group'"),
-        ({"span_credit": "return_to_go"}, "span_credit: expected 'rollout'"),
-    ],
-)
-def test_gdpo_refuses_other_scaling(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LossConfig(multi_objective_aggregation="normalize_then_sum", **options)
-
-
 # A world of two turns: at each the policy does 0 or 1; after 1 at the first the rollout may end.
 # Rewards: by span after each turn, and one for the whole.
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from agentgrpo.config import EngineConfig
-from agentgrpo.config.read import load_config
 from agentgrpo.support import parallel
 from tests import tiny
 from tests.warm import run_ranks
@@ -88,14 +87,6 @@ def test_rank_count_must_be_a_multiple_of_the_team(monkeypatch: pytest.MonkeyPat
     parallel.require_teams_of(3)
     with pytest.raises(ValueError, match="tensor_parallel_size 4 needs a multiple of 4"):
         parallel.require_teams_of(4)
-
-
-def test_shared_weights_are_refused_on_several_ranks() -> None:
-    with pytest.raises(ValueError, match=r"engine.weights: expected 'copy' .* got 'shared'"):
-        EngineConfig(tensor_parallel_size=2, weights="shared")
-    assert EngineConfig(tensor_parallel_size=2, weights="auto").tensor_parallel_size == 2
-    with pytest.raises(ValueError, match=r"engine.tensor_parallel_size"):
-        load_config("quickstart", ["engine.tensor_parallel_size=0"])
 
 
 def test_more_than_two_cpu_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -486,11 +486,6 @@ def test_a_prompt_that_is_rendered_anew_must_fit_too(
     assert len(played.token_ids) <= FIRST + limit
 
 
-def test_branches_and_rendered_histories_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match=r"initial: expected 0 with .*'render', got 2"):
-        RolloutConfig(history="render", branching={"initial": 2})  # type: ignore[arg-type]
-
-
 def test_a_rollouts_time_is_accounted_for_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that ticks when it is read; the engine's steps read it twice each."""
     ticks = [0]

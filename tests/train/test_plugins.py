@@ -192,7 +192,6 @@ def test_invalid_kinds_and_options_name_their_key(overrides: list[str], message:
     [
         (["agent.language=bash"], "key agent.language; did you mean agent.options.language?"),
         (["env.corpus=x"], "unknown config key env.corpus; did you mean env.options.corpus?"),
-        (["data.heldout=split"], "data.heldout: 'word_problems' is endless"),
     ],
 )
 def test_unused_keys_are_errors(

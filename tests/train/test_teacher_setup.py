@@ -147,7 +147,7 @@ def test_teacher_does_not_read_hidden_tests(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["teacher.model=m", "teacher.feedback=errors"], "expected either model or feedback"),
+        (["teacher.model=m", "teacher.feedback=errors"], "teacher.feedback: expected none with"),
         (["teacher.model=m", "teacher.topk=2", "teacher.clip=1"], "clip: 1.0 does nothing without"),
         (["teacher.decay=0.5"], r"teacher\.decay: 0\.5 does nothing without teacher\.feedback"),
     ],
