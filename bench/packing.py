@@ -11,6 +11,7 @@ warm memory.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 from collections import Counter
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def step(groups: list[Group], budget: int) -> int:
     """All that a learner needs: trees, loss terms and FlexAttention's block masks, one by one."""
     terms = 0
     for batch in pack_tree(groups, max_tokens=budget):
-        flex_blocks(batch.tout_T)
+        flex_blocks(batch.tout_T, batch.positions_T, 128)
         terms += len(batch.row_N)
     return terms
 
@@ -100,9 +101,10 @@ def bench_masks(groups: list[Group]) -> None:
         )  # fmt: skip
         return mask.kv_indices
 
-    np.testing.assert_array_equal(flex_blocks(tout).kv_indices, torch_blocks()[0, 0].numpy())
+    blocks = functools.partial(flex_blocks, tout, np.zeros_like(tout), 128)
+    np.testing.assert_array_equal(blocks()["kv_indices"], torch_blocks()[0, 0].numpy())
     shape = {"tokens": len(tout), "block": 128}
-    times = cpu_seconds(lambda: flex_blocks(tout), repeats=31)
+    times = cpu_seconds(blocks, repeats=31)
     append_row("packing", "blocks", ms(times), unit="ms", shape=shape)
     times = cpu_seconds(torch_blocks, repeats=3, warmup=0)
     append_row("packing", "blocks_torch", ms(times), unit="ms", shape=shape)

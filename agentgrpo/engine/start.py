@@ -1,8 +1,7 @@
 """Start vLLM with the settings and patches that this project needs, each with its reason.
 
-* vLLM's CPU backend packs every linear weight and leaves an empty parameter. Here the plain weight
-  remains, so that the learner's parameters can be views of it (engine/weights.py).
-* A convolution's plain weight remains too, and gated delta nets are told that it is not packed.
+Most are functions below. The others:
+
 * vLLM computes the rank of a sampled token with a function that torch.compile builds in C++ on
   first use: 20 s on CPU for a number that nobody reads. It is replaced.
 * vLLM's CPU worker lowers the thread count by one and then replaces torch.set_num_threads by a
@@ -13,16 +12,6 @@
 * Under torchrun vLLM's default launcher would put every rank's engine on the first GPU; with the
   external launcher it uses the rank's own, and several ranks may form one engine
   (rollout/tensor_parallel.py).
-* On CPU the shared memory of those ranks has the same name in every run
-  (_shared_memory_of_this_run).
-* vLLM's compilation cache depends on the model's folder, so every checkpoint would be compiled
-  again. Here it depends on the content of config.json.
-* CUDA graphs are captured for every number of rollouts that may decode at once. vLLM stops at 512,
-  and captures more sizes for small numbers.
-* On CPU a request without an adapter used the adapter of the last slot, index -1, if another
-  request of the batch had one. Here it gets zero from every adapter (_zero_missing_adapters).
-* Shared weights stay outside vLLM's sleeping memory pool on CUDA: the learner uses them while the
-  engine sleeps, so only the KV cache may be unmapped.
 """
 
 from __future__ import annotations
@@ -170,7 +159,10 @@ def _lora_settings(rank: int) -> dict[str, Any]:
 
 @functools.cache
 def _zero_missing_adapters() -> None:
-    """On CPU, let vLLM's adapters add nothing to rows without one. Not tried on CUDA."""
+    """On CPU, let vLLM's adapters add nothing to rows without one. Not tried on CUDA.
+
+    vLLM reads the adapter of the last slot, index -1, for them if another row has an adapter.
+    """
     shrink = lora_ops.bgmv_shrink
 
     def bgmv_shrink(
@@ -220,7 +212,10 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def plain_cpu_weights() -> contextlib.AbstractContextManager[None]:
-    """Keep the plain weights of vLLM's CPU linear layers while a model is loaded."""
+    """Keep the plain weights of vLLM's CPU linear layers while a model is loaded.
+
+    vLLM packs each and leaves an empty parameter; the learner's would have nothing to be a view of.
+    """
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         use_plain_weight(layer)
@@ -275,7 +270,7 @@ def _shared_memory_of_this_run() -> contextlib.AbstractContextManager[None]:
 
 
 def _compiled_for_any_folder() -> contextlib.AbstractContextManager[None]:
-    """Let vLLM reuse compiled code of the same architecture from any model folder."""
+    """Let vLLM reuse compiled code of the same config.json from any folder: of every checkpoint."""
     by_folder = ModelConfig.compute_hash
 
     def by_content(self: Any) -> str:
@@ -353,7 +348,10 @@ def _keep_transformers_init() -> contextlib.AbstractContextManager[None]:
 
 
 def _weights_outside_sleep_pool(shared: bool) -> contextlib.AbstractContextManager[None]:
-    """Load shared weights outside vLLM's sleeping pool, so that sleep unmaps the KV cache only."""
+    """Load shared weights outside vLLM's sleeping pool, so that sleep unmaps the KV cache only.
+
+    The learner uses them while the engine sleeps.
+    """
     if not shared or not torch.cuda.is_available():
         return contextlib.nullcontext()
     from vllm.v1.worker.gpu_worker import Worker

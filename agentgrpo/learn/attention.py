@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,13 +151,10 @@ class Tree:
     def block_mask(self, window: int | None) -> BlockMask:
         window = self.effective_window(window)
         if window not in self._block_masks:
-            blocks = flex_blocks(
-                self.tout_T, flex.BLOCK, positions_T=self.positions_T, window=window
-            )
+            blocks = flex_blocks(self.tout_T, self.positions_T, flex.BLOCK, window)
             tensors: dict[str, Any] = {
-                field.name: self._upload(getattr(blocks, field.name))[None, None]
-                for field in fields(blocks)
-            }  # fmt: skip
+                name: self._upload(array)[None, None] for name, array in blocks.items()
+            }
             self._block_masks[window] = BlockMask(
                 seq_lengths=(len(self.tout_T), len(self.tout_T)),
                 **tensors,

@@ -8,7 +8,6 @@ the GIL, so it can overlap generation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
@@ -109,53 +108,25 @@ def _ascending(runs: bytearray, columns: int) -> Int32:
     return ascending
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FlexBlocks:
-    """The arguments of `torch.nn.attention.flex_attention.BlockMask` for n x n blocks, int32.
-
-    BlockMask takes these fields with two leading dimensions of 1 (batch, head). Each row of
-    `*_indices` lists the blocks of its kind in order, `*_num_blocks` of them, then the other
-    blocks.
-    """
-
-    kv_num_blocks: Int32
-    """[n] number of partially visible key blocks per query block; `kv_indices` is [n, n]."""
-    kv_indices: Int32
-    full_kv_num_blocks: Int32
-    full_kv_indices: Int32
-    q_num_blocks: Int32
-    """[n] the transpose, per key block, for the backward pass."""
-    q_indices: Int32
-    full_q_num_blocks: Int32
-    full_q_indices: Int32
+BLOCK_TABLES = ("kv", "full_kv", "q", "full_q")
+"""The tables of torch's BlockMask: partially and fully visible key blocks of each query block, and
+the transpose for the backward pass."""
 
 
 def flex_blocks(
-    tout_T: Int32,
-    block_size: int = 128,
-    *,
-    positions_T: Int32 | None = None,
-    window: int | None = None,
-) -> FlexBlocks:
+    tout_T: Int32, positions_T: Int32, block_size: int, window: int | None = None
+) -> dict[str, Int32]:
     """The block mask of `k <= q < tout_T[k]`, from the intervals instead of T * T comparisons.
+
+    The keys are the arguments of `torch.nn.attention.flex_attention.BlockMask`, which takes the
+    arrays with two leading dimensions of 1 (batch, head). Of n x n blocks, each row of `*_indices`
+    [n, n] lists the blocks of its kind in order, `*_num_blocks` [n] of them, then the others.
 
     Equal bit for bit to `create_block_mask` of torch 2.13. With a window (`positions_T[q] -
     positions_T[k] < window`, a sliding-window layer) a block without any visible pair may count as
     partially visible.
     """
-    if tout_T.ndim != 1 or tout_T.dtype != np.int32:
-        raise ValueError(
-            f"tout: expected a 1-d int32 array, got {tout_T.ndim}-d {tout_T.dtype.name}"
-        )
-    if not 1 <= block_size < 2**31:
-        raise ValueError(f"block_size must be in [1, 2**31), got {block_size}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
-    num_tokens, token = len(tout_T), np.arange(len(tout_T))
-    invalid = np.flatnonzero((tout_T <= token) | (tout_T > num_tokens))
-    if len(invalid):
-        t = invalid[0]
-        raise ValueError(f"tout[{t}] is {tout_T[t]}, expected {t} < tout <= {num_tokens}")
+    token = np.arange(len(tout_T))
     # a key block is visible to the query blocks from its own to the largest tout in it, and fully
     # visible to those between its own and the smallest tout in it
     starts = token[::block_size]
@@ -166,11 +137,8 @@ def flex_blocks(
     block: NDArray[Any] = np.arange(n, dtype=kind)
     query, key = block[:, None], block
     full = (query > key) & (query < full_end.astype(kind))
-    if block_size == 1:  # a token attends to itself, so the diagonal is full
-        full |= query == key
     visible = (query >= key) & (query < end.astype(kind))
     if window is not None:
-        assert positions_T is not None
         lowest = np.minimum.reduceat(positions_T, starts)
         highest = np.maximum.reduceat(positions_T, starts)
         full &= highest[:, None] - lowest < window
@@ -180,8 +148,12 @@ def flex_blocks(
     rows = np.where(kinds, block, block + kind(n))  # invisible blocks sort last
     rows.sort(axis=-1)
     rows -= kind(n) * (rows >= n)
-    tables = zip(kinds.sum(-1, dtype=np.int32), rows.astype(np.int32), strict=True)
-    return FlexBlocks(*(array for table in tables for array in table))
+    tables = zip(BLOCK_TABLES, kinds.sum(-1, dtype=np.int32), rows.astype(np.int32), strict=True)
+    return {
+        f"{name}_{part}": array
+        for name, counts, indices in tables
+        for part, array in (("num_blocks", counts), ("indices", indices))
+    }
 
 
 def _advantages(rollout: Rollout) -> list[float]:

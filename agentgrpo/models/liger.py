@@ -17,39 +17,24 @@ import importlib.util
 import sys
 from importlib.metadata import version
 from types import FunctionType, MethodType
-from typing import Any, Literal, NamedTuple
-
-
-class Family(NamedTuple):
-    """In what the layers of a model type may differ from Liger's defaults."""
-
-    act: str = "silu"
-    """The activation of the MLP, which the kernels have built in and do not check."""
-    rope: bool = True
-
+from typing import Any, Literal
 
 TESTED_VERSION = "0.8.5"
 """The version of Liger that tests/learn/test_fused.py compares with the original layers."""
-GELU = "gelu_pytorch_tanh"
 FAMILIES = {
-    "gemma": Family(GELU),
-    "gemma2": Family(GELU),
-    "gemma3_text": Family(GELU),
-    "gemma4_text": Family(GELU, rope=False),  # rotates queries and keys one after the other
-    "granite": Family(),
-    "llama": Family(),
-    "ministral": Family(),
-    "mistral": Family(),
-    "olmo2": Family(),
-    "olmo3": Family(),
-    "phi3": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "qwen3_5_text": Family(),
-    "qwen3_next": Family(),
-    "smollm3": Family(),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text"), "gelu_pytorch_tanh"),
+    **dict.fromkeys(
+        (
+            *("granite", "llama", "ministral", "mistral", "olmo2", "olmo3", "phi3", "smollm3"),
+            *("qwen2", "qwen3", "qwen3_5_text", "qwen3_next"),
+        ),
+        "silu",
+    ),
 }
-"""By transformers' model type; tests/learn/test_fused.py compares each with its original layers."""
+"""By transformers' model type the activation of the MLP, which is built into Liger's kernels.
+tests/learn/test_fused.py compares each family with its original layers."""
+UNROTATED = {"gemma4_text"}
+"""Families whose queries and keys are rotated one after the other, not by Liger's kernel."""
 
 
 def why_not_fused(setting: bool | Literal["auto"], config: Any, device: str) -> str | None:
@@ -76,16 +61,16 @@ def _why_unsupported(config: Any, device: str) -> str | None:
 
 def why_layers_differ(config: Any) -> str | None:
     """Why layers of this model may differ from what Liger's kernels compute; None: tested equal."""
-    family = FAMILIES.get(config.model_type)
-    if family is None:
+    fused_act = FAMILIES.get(config.model_type)
+    if fused_act is None:
         return (
             f"layers of model type {config.model_type!r} were not compared with Liger's; those of "
             f"{', '.join(FAMILIES)} were"
         )
     # Gemma's later configs use hidden_activation
     act = getattr(config, "hidden_activation", None) or config.hidden_act
-    if act != family.act:
-        return f"the MLPs use activation {act!r}, Liger's kernel uses {family.act!r}"
+    if act != fused_act:
+        return f"the MLPs use activation {act!r}, Liger's kernel uses {fused_act!r}"
     return None
 
 
@@ -115,7 +100,7 @@ def fuse_layers(model: Any) -> str:
     finally:
         module_vars.update(original)
     patched = sum("forward" in vars(module) for module in model.modules())
-    rotated = sum(map(_fuse_rotation, model.modules())) if FAMILIES[kind].rope else 0
+    rotated = 0 if kind in UNROTATED else sum(map(_fuse_rotation, model.modules()))
     return f"liger-kernel {version('liger-kernel')}: {patched} norms and MLPs, {rotated} rotations"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,14 +24,10 @@ class Groups:
     ) -> None:  # fmt: skip
         self._env, self._config, self._size, self._ended = env, config, group_size, ended
         self._tasks, self._seed = tasks, seed
-        self._played: dict[int, Rollout] = {}
+        self.played: dict[int, Rollout] = {}
+        """The finished rollouts, by index."""
         self._complete: dict[int, Group] = {}
         self.stats = SamplerStats()
-
-    @property
-    def played(self) -> Mapping[int, Rollout]:
-        """The finished rollouts, by index."""
-        return self._played
 
     def complete(self) -> list[Group]:
         """All groups in the order of their tasks; KeyError if one is incomplete."""
@@ -77,14 +73,14 @@ class Groups:
     def is_last(self, index: int) -> bool:
         """Whether all other rollouts of the group have finished."""
         others = {*self.indices(index // self._size)} - {index}
-        return self._played.keys() >= others
+        return self.played.keys() >= others
 
     def record(self, index: int, rollout: Rollout) -> None:
         """Add a finished rollout; report its group if that is complete now."""
-        self._played[index] = rollout
+        self.played[index] = rollout
         task = index // self._size
         members = self.indices(task)
-        if all(member in self._played for member in members):
-            rollouts = [self._played[member] for member in members]
+        if all(member in self.played for member in members):
+            rollouts = [self.played[member] for member in members]
             self._complete[task] = Group(task=self._tasks[task], rollouts=rollouts)
             self._ended(self._complete[task])

@@ -50,7 +50,6 @@ from agentgrpo.rollout.observe import (
     prompt_of,
 )
 from agentgrpo.rollout.state import QueuedRollout, RunningRollout
-from agentgrpo.rollout.transcript import Transcript
 from agentgrpo.types import Completion, Group, Rollout, Status, Task, Treatment
 
 Then = Callable[[int, Any], None]
@@ -97,10 +96,9 @@ class Waiting:
             ready = sorted(self._done.get() for _ in range(len(self._futures)))
         else:
             ready = [self._done.get()] if block else []
-        if self._together or block:
-            self.idle_s += time.perf_counter() - started
-        while not self._together and not self._done.empty():
-            ready.append(self._done.get())
+            while not self._done.empty():
+                ready.append(self._done.get())
+        self.idle_s += time.perf_counter() - started
         return ready
 
     def cancel(self) -> dict[int, Then]:
@@ -268,7 +266,7 @@ class Play:
         # the environment is not a function of its actions: the branch's tokens would be wrong, so
         # the rollout starts from the prompt instead
         self.stats.diverged_forks += 1
-        self._drop(index, QueuedRollout(index=index, attempt=live.attempt + 1))
+        self._drop(index, again=True)
 
     # --- turns
 
@@ -304,8 +302,6 @@ class Play:
         return self._groups.seed(index, live.attempt, live.budget.turns, purpose)
 
     def _end_overdue(self) -> None:
-        if self._config.max_seconds is None:
-            return
         overdue = [(r, i) for r, i in self._decoding.items() if self._live[i].budget.overdue()]
         self._engine.abort([request_id for request_id, _ in overdue])
         for request_id, index in overdue:
@@ -479,12 +475,7 @@ class Play:
         live.consecutive = live.consecutive + 1 if copies else 0
         branches = self._groups.indices(task, plan.fork(member, copies))
         self.stats.branches += len(branches)
-        return [
-            QueuedRollout(
-                index=branch, fork=live.fork(member, Transcript.of(live.rollout.segments))
-            )
-            for branch in reversed(branches)
-        ]
+        return [QueuedRollout(index=i, fork=live.fork(member)) for i in reversed(branches)]
 
     # --- results of the environment
 
@@ -540,7 +531,7 @@ class Play:
         live.rollout.status = status
         live.rollout.treatment = treatment_of(status, self._config)
         if self._is_retried(live):
-            self._drop(index, QueuedRollout(index=index, attempt=live.attempt + 1))
+            self._drop(index, again=True)
             return
         live.add_time("own_s")
         future = self._runner.finish(live.episode, live.rollout.answer, self._groups.name(index))
@@ -567,25 +558,23 @@ class Play:
         rollout.status = Status.INFRA_ERROR
         rollout.treatment = treatment_of(Status.INFRA_ERROR, self._config)
         rollout.rewards, rollout.span_rewards = {}, []
-        retry = (
-            QueuedRollout(index=index, attempt=live.attempt + 1) if self._is_retried(live) else None
-        )
-        self._drop(index, retry, closed=closed)
-        if retry is None:
+        again = self._is_retried(live)
+        self._drop(index, again=again, closed=closed)
+        if not again:
             self._record(index, rollout)
 
     def _is_retried(self, live: RunningRollout) -> bool:
         is_retry = live.rollout.treatment is Treatment.RETRY
         return is_retry and live.attempt < self._config.max_retries
 
-    def _drop(self, index: int, retry: QueuedRollout | None, *, closed: bool = False) -> None:
-        """Discard a live rollout and close its episode; queue its retry."""
+    def _drop(self, index: int, *, again: bool, closed: bool = False) -> None:
+        """Discard a live rollout and close its episode; with `again` queue its next attempt."""
         live = self._live.pop(index)
         if not closed:
             self._runner.close(live.episode, self._groups.name(index)).result()
-        if retry is not None:
+        if again:
             self.stats.retries += 1
-            self._queue.append(retry)
+            self._queue.append(QueuedRollout(index=index, attempt=live.attempt + 1))
             self._orphan(index)
 
     def _orphan(self, index: int) -> None:

@@ -73,8 +73,9 @@ class RunningRollout:
             roles=[message["role"] for message in messages],
         )
 
-    def fork(self, parent: int, transcript: Transcript) -> RunningRollout:
+    def fork(self, parent: int) -> RunningRollout:
         """A branch at the same position, whose episode does not have that state yet."""
+        transcript = Transcript.of(self.rollout.segments)
         rollout = Rollout(
             task=self.rollout.task,
             segments=transcript.segments,
