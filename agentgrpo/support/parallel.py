@@ -108,14 +108,17 @@ class _Watch(threading.Thread):
             return
         line = f"error: {reason}. The same command continues the run.\n"
         try:
-            os.write(2, line.encode() if is_first_of_node() else b"")
+            if is_first_of_node():
+                os.write(2, line.encode())
+            else:  # when one rank exits, torchrun ends the node: the first must have printed
+                time.sleep(2 * GRACE_S)
         finally:
             os._exit(1)
 
     def end(self, error: BaseException | None) -> None:
         """Stop watching; after a connection error, first wait for the lost rank behind it."""
         if _raised_by_torch_distributed(error):
-            self.join(SILENCE_S + 2 * GRACE_S)
+            self.join(SILENCE_S + 4 * GRACE_S)
         self._sign = "failed" if error else "ended"
         self._ending.set()
         self.join()
