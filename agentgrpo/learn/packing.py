@@ -8,14 +8,14 @@ the GIL, so it can overlap generation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentgrpo import _C
 from agentgrpo.learn.batch import Deltas, PackedBatch
-from agentgrpo.types import Group, Int32, Rollout
+from agentgrpo.types import Group, Int32, Rollout, Segment
 
 
 def pack_tree(
@@ -65,6 +65,8 @@ def pack_tree(
     samples = [index for index, _ in rows]
     advantages = [value for rollout in rollouts for value in _advantages(rollout)]
     deltas = Deltas(segments)
+    if deltas.ids_D.min() < 0 or not np.isfinite(deltas.logp_L).all():
+        _raise_invalid(rows)
     starts, sizes, logprob_starts = deltas.places(segments)
     plan = _C.TreePlan(
         deltas.ids_D, deltas.logp_L, starts, sizes, logprob_starts,
@@ -154,6 +156,18 @@ def flex_blocks(
         for name, counts, indices in tables
         for part, array in (("num_blocks", counts), ("indices", indices))
     }
+
+
+def _raise_invalid(rows: Sequence[tuple[int, Sequence[Segment]]]) -> NoReturn:
+    for rollout, row in rows:
+        for number, segment in enumerate(row):
+            place = f"rollout {rollout}: segment {number}:"
+            for at in np.flatnonzero(segment.token_ids < 0):
+                raise ValueError(f"{place} token_ids[{at}] is {segment.token_ids[at]}, not an id")
+            logprobs = np.zeros(0) if segment.logprobs is None else segment.logprobs
+            for at in np.flatnonzero(~np.isfinite(logprobs)):
+                raise ValueError(f"{place} logprobs[{at}] is not finite")
+    raise AssertionError("every value is valid")
 
 
 def _advantages(rollout: Rollout) -> list[float]:

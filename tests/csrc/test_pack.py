@@ -55,14 +55,11 @@ def grow_all(call: list[Any]) -> None:
 
 
 BAD_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
-    ({"token_ids": [IDS]}, TypeError, "token_ids: expected a 1-d int32 array, got <class 'list'>"),
-    ({"token_ids": IDS.astype(np.int64)}, ValueError, "token_ids: .* of another type"),
-    ({"token_ids": IDS[::2]}, ValueError, "token_ids: .* not contiguous"),
-    ({"token_ids": IDS.reshape(6, 1)}, ValueError, "token_ids: .* not 1-d"),
-    ({"token_ids": IDS * ints(1, 1, 1, 1, -2, 1)}, ValueError,
-     r"rollout 0: segment 1: token_ids\[1\] is -4, not an id"),
-    ({"logprobs": LOGP.astype(np.float64)}, ValueError, "logprobs: .* of another type"),
-    ({"logprobs": LOGP * np.inf}, ValueError, r"segment 1: logprobs\[0\] is not finite"),
+    ({"token_ids": [IDS]}, TypeError, "a bytes-like object is required, not 'list'"),
+    ({"token_ids": IDS.astype(np.int64)}, ValueError, "token_ids: expected .* int32 .* of 'l'"),
+    ({"token_ids": IDS[::2]}, ValueError, "token_ids: expected a contiguous"),
+    ({"token_ids": IDS.reshape(6, 1)}, ValueError, "token_ids: .* got a 2-d one"),
+    ({"logprobs": LOGP.astype(np.float64)}, ValueError, "logprobs: expected .* float32 .* of 'd'"),
     ({"starts": ints(0)}, ValueError, "num_segments sums to 2, but there are 1 starts"),
     ({"sizes": ints(3, 3, 3)}, ValueError, "num_segments sums to 2, but there are 3 sizes"),
     ({"advantages": np.ones(1, np.float32)}, ValueError, "there are 1 advantages"),
@@ -73,10 +70,10 @@ BAD_CALLS: list[tuple[dict[str, object], type[Exception], str]] = [
     ({"logprob_starts": ints(-1, 1)}, ValueError, "segment 1: 3 tokens from 3 on, sampled from 1"),
     ({"logprob_starts": ints(-1, -2)}, ValueError, "sampled from -2 on"),
     ({"logprob_starts": ints(0, 0)}, ValueError, "segment 0: sampled from the first token on"),
-    ({"num_segments": [2]}, TypeError, "num_segments: expected a 1-d int32 array"),
+    ({"num_segments": [2]}, TypeError, "a bytes-like object is required"),
     ({"num_segments": ints(-2, 4), "samples": ints(0, 0), "weights": np.ones(2, np.float32)},
      ValueError, "rollout 0: num_segments is -2"),
-    ({"advantages": np.ones(2)}, ValueError, "advantages: .* of another type"),
+    ({"advantages": np.ones(2)}, ValueError, "advantages: expected .* of 'd'"),
     ({"advantages": np.array([0, np.inf], np.float32)}, ValueError,
      "rollout 0: segment 1: advantage is not finite"),
     ({"samples": ints(0, 0)}, ValueError, "1 rows, but 2 samples"),
@@ -159,20 +156,6 @@ def test_an_index_out_of_range_raises(tree: Any, error: type[Exception], message
     plan = _C.TreePlan(*arguments())
     with pytest.raises(error, match=message):
         plan.lay_out(tree)
-
-
-def test_a_tree_with_too_many_terms_raises() -> None:
-    """Rows that share every token are cheap to lay out, and each has terms of its own."""
-    rows, size = 2049, 2**20
-    each = np.ones(2 * rows, np.float32)
-    starts, sizes, logprob_starts = np.tile(ints(0, 1, 1, size, -1, 0).reshape(3, 2), rows)
-    with pytest.raises(ValueError, match="tree 0 has over 2"):
-        _C.TreePlan(
-            np.ones(size + 1, np.int32), -np.ones(size, np.float32), starts, sizes,
-            logprob_starts, each,
-            np.full(rows, 2, np.int32), np.arange(rows, dtype=np.int32), each[:rows], 2 * size,
-            True, True, False,
-        )  # fmt: skip
 
 
 ANYTHING = st.one_of(
