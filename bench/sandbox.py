@@ -22,7 +22,7 @@ from agentgrpo.envs.graded import GradingPool
 from agentgrpo.sandbox import Limits, SandboxPool, Session, Template
 from agentgrpo.sandbox.grading.grade import check_tests
 from agentgrpo.sandbox.isolation.jail import find_nsjail
-from agentgrpo.sandbox.isolation.templates import find_template
+from agentgrpo.sandbox.isolation.template import find_template
 from bench.harness import append_row
 
 PYTHON = "/usr/bin/python3"

@@ -26,8 +26,7 @@ from agentgrpo.sandbox.isolation.errors import (
     TimeoutException,
 )
 from agentgrpo.sandbox.isolation.limits import Limits
-from agentgrpo.sandbox.isolation.template import Template
-from agentgrpo.sandbox.isolation.templates import build_template, find_template
+from agentgrpo.sandbox.isolation.template import Template, build_template, find_template
 from agentgrpo.sandbox.session.console import Console
 from agentgrpo.sandbox.session.host_tools import HostBudget, HostTools
 from agentgrpo.sandbox.session.pool import SandboxPool

@@ -16,7 +16,7 @@ from typing import Any
 
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, doctor
 from agentgrpo.sandbox.isolation.images import Progress, add_image, list_images, remove_image
-from agentgrpo.sandbox.isolation.templates import build_template
+from agentgrpo.sandbox.isolation.template import build_template
 from agentgrpo.sandbox.selftest import CASES, LIMITS, Skip, run_cases
 from agentgrpo.sandbox.session.dockerfile import LIMITS as RUN_LIMITS
 from agentgrpo.sandbox.session.dockerfile import Builder

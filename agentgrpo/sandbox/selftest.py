@@ -1,7 +1,7 @@
 """Attack cases: their format, their runner, and the cases of `agentgrpo sandbox selftest`.
 
 Most cases are rows: a name that states the property, then the steps of one session, each with code
-and the expected result. A case that needs several sessions or the pool is a function (on_pool).
+and the expected result.
 """
 
 import ast
@@ -73,14 +73,6 @@ class Case:
 CASES: list[Case] = []
 
 
-def on_pool(attack: Callable[[SandboxPool], None]) -> Callable[[SandboxPool], None]:
-    """Register a case that opens its own sessions. Its docstring is its name."""
-    assert attack.__doc__
-    name = attack.__doc__.strip().splitlines()[0].rstrip(".")
-    CASES.append(Case(name, attack.__module__.rpartition(".")[2], attack, alone=True))
-    return attack
-
-
 class Table:
     """Registers the rows of one group."""
 
@@ -133,21 +125,18 @@ def _run_step(session: Session, step: Step) -> None:
         expect(result, *expected)
 
 
-def run_case(case: Case, pool: SandboxPool) -> None:
-    """Run one case, then check that the pool still serves a session."""
-    case.attack(pool)
-    with pool.acquire() as session:
-        assert session.step("6 * 7").value == "42", "the pool is not usable after the attack"
-
-
 def run_cases(
     cases: Sequence[Case], pool: SandboxPool
 ) -> Iterator[tuple[Case, BaseException | None]]:
-    """Run the cases, most in parallel. Yields each case with None, Skip or its exception."""
+    """Run the cases, most in parallel; after each, the pool must still serve a session. Yields each
+    case with None, Skip or its exception.
+    """
 
     def error_of(case: Case) -> tuple[Case, BaseException | None]:
         try:
-            run_case(case, pool)
+            case.attack(pool)
+            with pool.acquire() as session:
+                assert session.step("6 * 7").value == "42", "the pool is not usable afterwards"
         except Exception as error:
             return case, error
         return case, None

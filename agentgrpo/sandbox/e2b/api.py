@@ -40,8 +40,12 @@ from agentgrpo.sandbox.isolation.errors import (
 from agentgrpo.sandbox.isolation.guards import ProcessBound, wraps_os_errors
 from agentgrpo.sandbox.isolation.images import Image, get_image
 from agentgrpo.sandbox.isolation.limits import Limits
-from agentgrpo.sandbox.isolation.template import Template, check_environment
-from agentgrpo.sandbox.isolation.templates import find_template, has_data
+from agentgrpo.sandbox.isolation.template import (
+    Template,
+    check_environment,
+    find_template,
+    has_data,
+)
 from agentgrpo.sandbox.session.host_tools import HostTools
 from agentgrpo.sandbox.session.interpreters import (
     NAMES,
@@ -49,7 +53,7 @@ from agentgrpo.sandbox.session.interpreters import (
     language_of,
     start_context,
 )
-from agentgrpo.sandbox.session.pool import SandboxPool
+from agentgrpo.sandbox.session.pool import SandboxPool, run_setup
 from agentgrpo.sandbox.session.program import text_decoder
 from agentgrpo.sandbox.session.session import Session
 from agentgrpo.sandbox.session.step_result import StepStatus
@@ -360,11 +364,7 @@ class Sandbox(ProcessBound):
             self._session, context.language, self._template, env=self._env, directory=context.cwd
         )
         if self._template.setup and context.id == "python":
-            result = session.step(self._template.setup)
-            if result.status is not StepStatus.OK:
-                session.close()
-                reason = result.error.traceback if result.error else result.detail
-                raise SandboxException(f"setup of template {self._template.name!r}: {reason}")
+            run_setup(session, self._template, SandboxException)
         with self._lock:
             if not self._closed:
                 self._contexts[context.id] = context, session

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from agentgrpo.sandbox.isolation.errors import SandboxException
-from agentgrpo.sandbox.isolation.templates import DATA, INSTALL, has_data
+from agentgrpo.sandbox.isolation.template import DATA, INSTALL, has_data
 from agentgrpo.sandbox.session.step_result import StepError, StepResult, StepStatus
 
 FORMS = {

@@ -187,8 +187,6 @@ def _widened(value: Any) -> Any:
 
 
 class ObjectServer:
-    """Answers questions about the objects in a namespace."""
-
     def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
         self._objects: list[Any] = []

@@ -38,7 +38,6 @@ class Calls:
         self.open = False
 
     def function(self, name: str, doc: str) -> Callable[..., Any]:
-        """Make the function that calls the host, for the session's namespace."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.call(name, args, kwargs)
@@ -49,7 +48,6 @@ class Calls:
         return call
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a host function. Returns its value, or raises its exception."""
         if getpid() != self.interpreter.pid:
             raise RuntimeError(f"{name}(): only the session's own process can call the host")
         try:

@@ -92,7 +92,6 @@ def error_of(names: list[str], error_args: tuple[Any, ...], text: str) -> BaseEx
 
 
 def number_of(value: Any) -> int:
-    """The number of a remote object, for encode()."""
     if type(value) is not RemoteObject:
         raise TypeError(f"a {type(value).__name__} cannot be passed to the graded code")
     return object.__getattribute__(value, "_number")  # type: ignore[no-any-return]
@@ -250,7 +249,6 @@ class RemoteObject:
 
 
 def record_failure(error: BaseException) -> None:
-    """Record that the current test has failed."""
     always = not (uses or isinstance(error, (*BY_VALUE, ProtocolViolation)))
     text = "".join(traceback.format_exception(error, limit=-5))
     reason = f"{text[:2000]}{text[2000:][-2000:]}"

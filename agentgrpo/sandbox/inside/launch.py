@@ -19,7 +19,6 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def succeed(failed: int, target: str = "") -> None:
-    """Raise OSError if a call of libc failed."""
     if failed:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), target or None)

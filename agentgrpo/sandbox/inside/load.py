@@ -21,7 +21,6 @@ def isolated(name: str) -> dict[str, Any]:
 
 
 def extension(path: str) -> Any:
-    """Load the C extension of agentgrpo by path."""
     from importlib.machinery import ExtensionFileLoader
     from importlib.util import module_from_spec, spec_from_loader
 

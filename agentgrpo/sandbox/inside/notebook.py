@@ -74,7 +74,6 @@ class Notebook(InteractiveShell):
 
 
 def to_json(value: Any) -> Any:
-    """Convert a value that JSON does not have."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     for way in ("isoformat", "item", "tolist"):
@@ -84,15 +83,12 @@ def to_json(value: Any) -> Any:
 
 
 class Structured(BaseFormatter):
-    """E2B's format of a table or a chart."""
-
     format_type = Unicode("e2b/data")
     print_method = ObjectName("_repr_e2b_data_")
     _return_type = dict
 
 
 def make_notebook(module: ModuleType) -> Notebook:
-    """Make a notebook whose cells run in a module."""
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "NoColor"

@@ -16,7 +16,6 @@ and use Sandbox.create("NAME"), or sandbox.template = "NAME" in the configuratio
 
 
 def is_installed(name: str) -> bool:
-    """Whether any version of the package is installed."""
     try:
         importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -25,7 +24,6 @@ def is_installed(name: str) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """Run pip."""
     commands = [word for word in argv if not word.startswith("-")]
     if commands[:1] in (["install"], ["download"], ["wheel"]):
         names = commands[1:]

@@ -20,7 +20,6 @@ running = False
 
 
 def receive() -> Any:
-    """Read the next request: its number and its fields."""
     body = b""
     while len(body) < 4 or len(body) < 4 + struct.unpack_from("<I", body)[0]:
         data = os.read(3, 1 << 16)
@@ -63,12 +62,9 @@ def interrupt(_signal: int, _frame: Any) -> None:
 
 
 class Console(code.InteractiveConsole):
-    """An interactive prompt that keeps the exception of the last statement."""
-
     raised: Any = None
 
     def runcode(self, code: Any) -> None:
-        """Run a statement. SystemExit is not caught."""
         try:
             exec(code, self.locals)
         except SystemExit:
@@ -77,7 +73,6 @@ class Console(code.InteractiveConsole):
             self.showtraceback()
 
     def showtraceback(self) -> None:
-        """Print an exception without the frame of runcode()."""
         self.raised = error = sys.exc_info()[1]
         assert error is not None
         assert error.__traceback__ is not None
@@ -102,7 +97,6 @@ class Console(code.InteractiveConsole):
 
 
 def evaluate(source: str, name: str, names: Any, value_size: int) -> Any:
-    """Run a cell. Returns the fields of its answer."""
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     tree = ast.parse(source, name)
     last: Any = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -134,7 +128,6 @@ def run(traceback_size: int, work: Any, *args: Any) -> Any:
 
 
 def main(value_size: int, traceback_size: int) -> None:
-    """Serve requests until the host closes the request pipe."""
     os.set_inheritable(3, False)
     os.set_inheritable(4, False)
     signal.signal(signal.SIGINT, interrupt)

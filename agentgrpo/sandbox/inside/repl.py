@@ -67,7 +67,6 @@ def receive() -> tuple[int, list[bytes]]:
 
 
 def send(number: int, fields: list[bytes]) -> None:
-    """Send the answer to a request."""
     data = encode(number, fields)
     while data:
         data = data[write(RESPONSE_FD, data) :]
@@ -95,8 +94,6 @@ def is_internal(path: str) -> bool:
 
 
 class Interpreter:
-    """Runs cells, one at a time, in one namespace."""
-
     def __init__(self, value_bytes: int, traceback_bytes: int) -> None:
         self.value_bytes, self.traceback_bytes = value_bytes, traceback_bytes
         self.pid = getpid()
@@ -123,7 +120,6 @@ class Interpreter:
             raise KeyboardInterrupt
 
     def serve(self, fields: list[bytes]) -> list[bytes]:
-        """Execute a request. Returns the fields of its answer."""
         if fields[0] in (b"put", b"ask", b"get"):
             return self.exchange(*fields)
         kind, *rest = [field.decode("utf-8", "surrogatepass") for field in fields]
@@ -149,7 +145,6 @@ class Interpreter:
             environ.update(previous)
 
     def run(self, work: Callable[..., list[bytes]], *args: object) -> list[bytes]:
-        """Run user code and catch everything. Returns the fields of the answer."""
         signal(SIGINT, self.on_interrupt)  # the last cell may have replaced the handler
         if self.calls is not None:
             self.calls.open = True
@@ -203,7 +198,6 @@ class Interpreter:
         return [b"more"] if more else [b"ok"]
 
     def exchange(self, kind: bytes, *piece: bytes) -> list[bytes]:
-        """Receive a piece of a question, or send a piece of its answer."""
         if kind == b"get":
             return self.next_piece()
         self.question += piece
@@ -217,12 +211,10 @@ class Interpreter:
         return self.next_piece()
 
     def next_piece(self) -> list[bytes]:
-        """The next piece of the answer: kind "more" if others follow."""
         piece = self.answer.pop()
         return [b"more" if self.answer else b"ok", b"piece", piece]
 
     def cell(self, source: str) -> list[bytes]:
-        """Run a cell in the notebook. The answer has what it displayed."""
         size = self.value_bytes
         error, results = self.notebook.run(source, 8 * size, lambda text: clip(text, size).decode())
         if isinstance(error, SystemExit):
@@ -231,7 +223,6 @@ class Interpreter:
         return [*answer, b"results", b"[" + b",".join(results) + b"]"]
 
     def evaluate(self, source: str) -> list[bytes]:
-        """Run a cell. The answer has the value of its last expression."""
         self.cells += 1
         name = f"<cell {self.cells}>"
         line_cache[name] = (len(source), None, source.splitlines(True), name)
@@ -251,7 +242,6 @@ class Interpreter:
             return b"<unprintable: " + clip(class_name(type(error)), 99) + b">"
 
     def describe(self, error: BaseException) -> list[bytes]:
-        """Name, text and traceback of an exception, without our frames."""
         name = clip(class_name(type(error)), 200)
         value = self.guarded(lambda: str(error), 4096)
         if value.startswith(b"<unprintable"):  # format only the frames, without str(error)
@@ -263,7 +253,6 @@ class Interpreter:
         return [b"error", name, value, text]
 
     def format_traceback(self, error: BaseException) -> str:
-        """The traceback as Python prints it, without internal frames."""
         trace = TracebackException(type(error), error, error.__traceback__, limit=-40)
         trace.stack[:] = [frame for frame in trace.stack if not is_internal(frame.filename)]
         if not trace.stack:
@@ -326,7 +315,6 @@ def warm_up(interpreter: Interpreter) -> None:
 
 
 def serve(interpreter: Interpreter) -> Never:
-    """Serve requests until the host closes the request pipe."""
     reseed()
     interpreter.pid = getpid()
     try:

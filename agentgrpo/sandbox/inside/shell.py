@@ -32,20 +32,16 @@ do not end bash and print nothing (`command`: in posix mode a failing builtin wo
 
 
 def main() -> None:
-    """Serve the host until it closes the request pipe or bash ends."""
     for fd in (3, 4):
         fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     serve()
 
 
 class Bash:
-    """A bash that evaluates cells."""
-
     def __init__(self) -> None:
         self.process: Any = None
 
     def interrupt(self, _signal: int, _frame: FrameType | None) -> None:
-        """Send SIGINT to bash's process group."""
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGINT)
 
@@ -66,7 +62,6 @@ class Bash:
         self.feed = open(cells_in, "wb", buffering=0)  # noqa: SIM115
 
     def evaluate(self, cell: bytes) -> str:
-        """Evaluate a cell. Returns its exit status."""
         self.start()
         self.feed.write(cell.replace(b"\0", b"") + b"\0")
         status = self.results.readline().strip()
@@ -75,7 +70,6 @@ class Bash:
         return status
 
     def answer(self, fields: list[bytes]) -> list[bytes]:
-        """Execute a request. Returns the fields of its answer."""
         if fields[0] == b"env" and not fields[1:]:  # Session.warm_up()
             with contextlib.suppress(FileNotFoundError):
                 self.start()
@@ -94,7 +88,6 @@ class Bash:
 
 
 def serve(_interpreter: object = None) -> Never:
-    """Serve requests until the host closes the request pipe or bash ends."""
     bash = Bash()
     signal.signal(signal.SIGINT, bash.interrupt)
     while True:

@@ -66,7 +66,6 @@ class Malformed(Exception):
 
 
 def encode(number: int, fields: list[bytes]) -> bytes:
-    """Encode a frame."""
     parts = [b"", pack_head(number, len(fields))]
     for field in fields:
         parts += (pack_u32(len(field)), field)

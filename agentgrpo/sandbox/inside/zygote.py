@@ -111,7 +111,6 @@ def spawn(
 
 
 def receive(host: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """Receive a message of at most size bytes, and its descriptors."""
     message, ancillary, _, _ = host.recvmsg(size, socket.CMSG_SPACE(8 * 4))
     if not message:  # the host has ended; all sessions end with this process
         os._exit(0)
@@ -136,7 +135,6 @@ def end_groups(_signal: int, _frame: object) -> None:
 
 
 def next_ended() -> int | None:
-    """The pid of a child that has ended and is not reaped."""
     try:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -7,10 +7,10 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from signal import SIGKILL, pidfd_send_signal
-from typing import Protocol, Self
+from typing import Self
 
 from agentgrpo.sandbox.inside.wire import REPORT, REPORT_READY, SETUP_STEPS
 from agentgrpo.sandbox.isolation.errors import (
@@ -138,51 +138,30 @@ class Owned:
             os.close(fd)
 
 
-class Supervisor(Protocol):
-    """What keeps sessions alive from outside: a zygote and its jail."""
-
-    def failure(self) -> str:
-        """The failure outside of the sessions that has ended them; "" if there is none."""
-
-
 class Channels(Owned):
     """The host's descriptors of one live interpreter.
 
     Args:
-        init: pidfd of the process to kill to end it: PID 1 of a session.
-        interpreter: pidfd of the process that runs the untrusted code.
-        supervisor: knows whether the zygote has failed.
+        fds: request, response, out, err and status; then the pidfd of the process to kill to end
+            it (init: PID 1 of a session) and of the process that runs the untrusted code; with an
+            image also the directory with the changes to it.
+        failure: returns the failure outside of the session that has ended it; "" if there is none.
         owner: user id that owns files and pipes of the session; None if this process is not root.
         places: paths inside the session.
-        upper: the directory with the changes to the image; -1: no image.
     """
 
     __slots__ = (
-        "err", "init", "interpreter", "out", "owner", "places", "request", "response", "status",
-        "supervisor", "upper",
+        "err", "failure", "init", "interpreter", "out", "owner", "places", "request", "response",
+        "status", "upper",
     )  # fmt: skip
 
     def __init__(
-        self,
-        request: int,
-        response: int,
-        out: int,
-        err: int,
-        status: int,
-        init: int,
-        interpreter: int,
-        *,
-        supervisor: Supervisor,
-        owner: int | None,
-        places: Places,
-        upper: int = -1,
+        self, fds: Sequence[int], failure: Callable[[], str], owner: int | None, places: Places
     ) -> None:
-        descriptors = (request, response, out, err, status, init, interpreter)
-        super().__init__(*descriptors, *([upper] if upper >= 0 else []))
-        self.upper = upper
-        self.request, self.response, self.out, self.err = request, response, out, err
-        self.status, self.init, self.interpreter = status, init, interpreter
-        self.supervisor, self.owner, self.places = supervisor, owner, places
+        super().__init__(*fds)
+        self.request, self.response, self.out, self.err, self.status, *received = fds
+        self.init, self.interpreter, self.upper = (*received, -1)[:3]
+        self.failure, self.owner, self.places = failure, owner, places
 
     def heard(self, fd: int) -> bool:
         """Whether one of the descriptors is ready(); True after close()."""
@@ -221,10 +200,10 @@ class Root(Owned):
     process, and paths would lead to the directories below them, which other sessions share.
     """
 
-    __slots__ = ("_pidfd", "_supervisor", "directory", "owner", "places")
+    __slots__ = ("_failure", "_pidfd", "directory", "owner", "places")
 
     def __init__(self, channels: Channels, pid: int) -> None:
-        self._supervisor, self.places = channels.supervisor, channels.places
+        self._failure, self.places = channels.failure, channels.places
         namespace: list[int] = []
         with contextlib.ExitStack() as opened:
 
@@ -275,8 +254,7 @@ class Root(Owned):
             raise self._end_error()
 
     def _end_error(self) -> SandboxException:
-        failure = self._supervisor.failure()
-        if failure:
+        if failure := self._failure():
             return SandboxInfraError(failure)
         return SandboxNotFoundException("the session has ended")
 
@@ -329,12 +307,12 @@ class SessionPipes:
         self._close(self._theirs)
 
     def detach(
-        self, init: int, interpreter: int, supervisor: Supervisor, places: Places, upper: int = -1
+        self, received: Sequence[int], failure: Callable[[], str], places: Places
     ) -> Channels:
-        """Move our ends into Channels."""
-        ours = (*self._mine, self.status.detach(), init, interpreter)
+        """Move our ends, and the descriptors that init has sent, into Channels."""
+        fds = (*self._mine, self.status.detach(), *received)
         self._mine.clear()
-        return Channels(*ours, supervisor=supervisor, owner=self._owner, places=places, upper=upper)
+        return Channels(fds, failure, self._owner, places)
 
     def __enter__(self) -> Self:
         return self

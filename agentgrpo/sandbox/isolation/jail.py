@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from agentgrpo.sandbox.isolation.errors import SandboxUnavailable, TemplateUnavailable
-from agentgrpo.sandbox.isolation.limits import Limits
 from agentgrpo.sandbox.isolation.template import Image, Template
 
 JAIL_ID = 65534
@@ -246,16 +245,6 @@ def _bind(bind: Bind) -> str:
     )
 
 
-def tmpfs_options(limits: Limits, mib: int) -> str:
-    """Mount options of a private directory."""
-    return f"size={mib}m,nr_inodes={limits.inodes},mode=0700"
-
-
-def _private() -> list[str]:
-    room = "size=64k,nr_inodes=64"
-    return [_mount(dst=path, fstype="tmpfs", options=room, **WRITABLE) for path in PRIVATE]
-
-
 def has_own_ids() -> bool:
     """Whether this process is root, in a user namespace that has the ids from FIRST_UID."""
     lines = Path("/proc/self/uid_map").read_text().splitlines()
@@ -303,12 +292,6 @@ def _core_pattern() -> str:
     return Path("/proc/sys/kernel/core_pattern").read_text()
 
 
-def _proc(*, own: bool) -> str:
-    if own:
-        return _mount(dst="/proc", fstype="proc", **WRITABLE, noexec=True)
-    return _mount(src="/proc", dst="/proc", is_bind=True, rw=True)
-
-
 def jail_config(
     template: Template,
     binds: Sequence[Bind],
@@ -335,6 +318,10 @@ def jail_config(
         own_network: False: sessions share this machine's network.
     """
     argv = [*PYTHON_OPTIONS, f"{GUEST_DIR}/zygote.py"]
+    proc = _mount(src="/proc", dst="/proc", is_bind=True, rw=True)
+    if own_proc:
+        proc = _mount(dst="/proc", fstype="proc", **WRITABLE, noexec=True)
+    room = "size=64k,nr_inodes=64"
     arguments_text = " ".join(f"arg: {_text(argument)}" for argument in argv)
     lines = [
         'name: "agentgrpo-sandbox" mode: ONCE hostname: "sandbox" time_limit: 0 cwd: "/"',
@@ -354,9 +341,9 @@ def jail_config(
         *(f"envar: {_text(f'{key}={value}')}" for key, value in ENVIRONMENT.items()),
         *_system_mounts(binds, bounded=bounded),
         *(_terminals() if template.image else _venv(template)),
-        *_private(),
-        _proc(own=own_proc),
-        *(_bind(bind) for bind in binds),
+        *(_mount(dst=path, fstype="tmpfs", options=room, **WRITABLE) for path in PRIVATE),
+        proc,
+        *map(_bind, binds),
         f"exec_bin {{ path: {_text(template.interpreter)} {arguments_text} }}",
     ]
     return "\n".join(lines) + "\n"

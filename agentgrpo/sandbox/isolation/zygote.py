@@ -37,7 +37,7 @@ from agentgrpo.sandbox.isolation.errors import (
 )
 from agentgrpo.sandbox.isolation.guards import as_bytes
 from agentgrpo.sandbox.isolation.images import Image, store_dir
-from agentgrpo.sandbox.isolation.jail import FIRST_UID, NUM_UIDS, Bind, Places, has_own_ids
+from agentgrpo.sandbox.isolation.jail import FIRST_UID, NUM_UIDS, Bind, has_own_ids
 from agentgrpo.sandbox.isolation.limits import Limits
 from agentgrpo.sandbox.isolation.snapshots import lower_dirs
 from agentgrpo.sandbox.isolation.template import Template
@@ -70,40 +70,6 @@ MODES = {
     Rung.BARE: wire.MODE_BARE,
 }
 _uids = itertools.count(secrets.randbelow(NUM_UIDS))  # random start: other processes count too
-
-
-def _settings(
-    template: Template, limits: Limits, rung: Rung, places: Places, bounded: bool, own_network: bool
-) -> dict[str, Any]:
-    largest_file = max(limits.home_mib, limits.tmp_mib, limits.shm_mib) * MIB
-    namespaced = rung is not Rung.BARE
-    own_user = namespaced or os.geteuid() == 0
-    program = policy.build(
-        namespaced=namespaced,
-        shared_memory=not bounded,
-        own_user=own_user,
-        image=bool(template.image),
-    )
-    return {
-        "image": bool(template.image),
-        "own_network": own_network,
-        "site_dirs": places.site_dirs,
-        "preload": list(template.preload),
-        "python_env": places.environment(template),
-        "tmpfs": [jail.tmpfs_options(limits, mib) for mib in limits.private_mib],
-        "limits": [
-            limits.memory_mib * MIB if bounded else 0,
-            limits.processes,
-            largest_file,
-            limits.cpu_s,
-            limits.open_files,
-            limits.niceness,
-        ],
-        "mode": MODES[rung],
-        "filter": program.hex(),
-        "value_bytes": limits.value_kib << 10,
-        "traceback_bytes": limits.traceback_kib << 10,
-    }
 
 
 @contextlib.contextmanager
@@ -163,10 +129,7 @@ class Zygote:
                     _end_with(lifeline_file, self.pid)
             find = no_namespaces.places if rung is Rung.BARE else jail.jail_places
             self._places = find(template)
-            settings = _settings(
-                template, limits, rung, self._places, bound_address_space, own_network
-            )
-            self.python_version = self._greet(settings | self._paths())
+            self.python_version = self._greet(self._settings())
             for pid in process_tree(self.pid):
                 # If the machine runs out of memory, the kernel kills sessions, not the trainer.
                 # Sessions inherit the value and cannot lower it.
@@ -187,8 +150,15 @@ class Zygote:
             argv, env = no_namespaces.command(self.template, self._scratch), dict(jail.ENVIRONMENT)
         elif os.geteuid() == 0:
             argv, binds = self._stage(argv, env, binds)
-        with open(config, "w") as file:
-            file.write(self._config(binds))
+        text = jail.jail_config(
+            self.template,
+            binds,
+            own_users=self.rung is Rung.ZYGOTE_USERNS,
+            own_proc=self.own_proc,
+            bounded=self._bounded,
+            own_network=self._own_network,
+        )
+        Path(config).write_text(text)
         with open(os.devnull, "r+b") as null:
             actions = [
                 (os.POSIX_SPAWN_DUP2, lifeline, 0),
@@ -200,25 +170,41 @@ class Zygote:
             with _addresses_not_randomized():
                 return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsigdef=defaults)
 
-    def _config(self, binds: list[Bind]) -> str:
-        return jail.jail_config(
-            self.template,
-            binds,
-            own_users=self.rung is Rung.ZYGOTE_USERNS,
-            own_proc=self.own_proc,
-            bounded=self._bounded,
-            own_network=self._own_network,
+    def _settings(self) -> dict[str, Any]:
+        """The settings of inside/zygote.py."""
+        template, limits, image = self.template, self.limits, bool(self.template.image)
+        bare = self.rung is Rung.BARE
+        program = policy.build(
+            namespaced=not bare,
+            shared_memory=not self._bounded,
+            own_user=not bare or os.geteuid() == 0,
+            image=image,
         )
-
-    def _paths(self) -> dict[str, Any]:
-        paths: dict[str, Any] = {"own_proc": self.own_proc, "extension": jail.EXTENSION_FILE}
-        if self.rung is Rung.BARE:
-            paths |= {
-                "extension": no_namespaces.reachable(str(_C.__file__)),
-                "homes": self._scratch,
-            }
-            paths["readable"] = no_namespaces.readable_paths(self.template)
-        return paths
+        return {
+            "image": image,
+            "own_network": self._own_network,
+            "own_proc": self.own_proc,
+            "extension": no_namespaces.reachable(_C.__file__) if bare else jail.EXTENSION_FILE,
+            "homes": self._scratch,
+            "readable": no_namespaces.readable_paths(template) if bare else [],
+            "site_dirs": self._places.site_dirs,
+            "preload": template.preload,
+            "python_env": self._places.environment(template),
+            "tmpfs": [f"size={mib}m,nr_inodes={limits.inodes},mode=0700"
+                      for mib in limits.private_mib],
+            "limits": [
+                limits.memory_mib * MIB if self._bounded else 0,
+                limits.processes,
+                max(limits.home_mib, limits.tmp_mib, limits.shm_mib) * MIB,
+                limits.cpu_s,
+                limits.open_files,
+                limits.niceness,
+            ],
+            "mode": MODES[self.rung],
+            "filter": program.hex(),
+            "value_bytes": limits.value_kib << 10,
+            "traceback_bytes": limits.traceback_kib << 10,
+        }  # fmt: skip
 
     def _stage(
         self, argv: list[str], env: dict[str, str], binds: list[Bind]
@@ -293,9 +279,8 @@ class Zygote:
                         f"the zygote is gone ({error}): {self.log()}"
                     ) from error
             pipes.close_theirs()
-            init, interpreter, *upper = await_ready(pipes.status, 2 if image is None else 3)
-            channels = pipes.detach(init, interpreter, self, places, *upper)
-            return channels, partial(self._clear_up, number)
+            received = await_ready(pipes.status, 2 if image is None else 3)
+            return pipes.detach(received, self.failure, places), partial(self._clear_up, number)
 
     def _next_uid(self) -> int:
         """The session's user id on the machine: its own, or the shared one."""

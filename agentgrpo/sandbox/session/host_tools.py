@@ -52,7 +52,8 @@ SLICE_S = 0.05
 """How soon a wait for a function notices that its session was closed."""
 DIVERGED = b"the repeated step made a different call"
 
-_calling_session: ContextVar[object] = ContextVar("calling_session", default=None)
+calling_session: ContextVar[object] = ContextVar("calling_session", default=None)
+"""The session that waits for the host function which this thread runs."""
 
 
 @wraps_os_errors
@@ -239,7 +240,7 @@ class HostTools:
         outcomes: SimpleQueue[tuple[str, tuple[str | bytes, ...]]] = SimpleQueue()
 
         def work() -> None:
-            _calling_session.set(session)
+            calling_session.set(session)
             try:
                 outcomes.put(self._outcome(tool, arguments))
             except BaseException as error:  # str(error) may raise too, and the session waits
@@ -338,7 +339,8 @@ class HostCalls:
         if tool is None:
             raise Malformed(f"a call of {name[:40]!r}, which is not a host function")
         with self._lock:
-            call = self._next_replayed(name, data)
+            calls = self._replayed
+            call = calls.popleft() if calls and calls[0][:2] == (name, data) else None
             if call is None and (refusal := self._refusal(num_calls, len(data))):
                 self.failures += 1
                 return HostCall(name, b"", "refused", (b"RuntimeError", refusal.encode()), 0.0)
@@ -352,10 +354,6 @@ class HostCalls:
             self.size += call.size
             self.seconds += call.seconds
         return call
-
-    def _next_replayed(self, name: str, data: bytes) -> HostCall | None:
-        calls = self._replayed
-        return calls.popleft() if calls and calls[0][:2] == (name, data) else None
 
     def _refusal(self, num_calls: int, size: int) -> str:
         """Which part of the budget is used up; "" if none is."""
@@ -395,11 +393,6 @@ class HostCalls:
         if kind == "returned" and self.tools.cached != "no":
             answer = (self._answers.put(key, answer[0]),)
         return replayed or HostCall(tool.name, data, kind, answer, time.monotonic() - began)
-
-
-def is_called_by(session: object) -> bool:
-    """Whether this thread runs a host function that the session has called."""
-    return _calling_session.get() is session
 
 
 class HostCallStep:

@@ -35,6 +35,15 @@ DEGRADED = (
 )
 
 
+def run_setup(session: Session, template: Template, exception: type[SandboxException]) -> None:
+    """Run the template's setup. If it fails, close the session and raise the exception."""
+    result = session.step(template.setup)
+    if result.status is not StepStatus.OK:
+        session.close()
+        reason = result.error.traceback if result.error else result.detail
+        raise exception(f"setup of template {template.name!r}: {reason}")
+
+
 def _require(rungs: Sequence[Rung], max_live: int, min_idle: int, zygotes: int) -> None:
     if Rung.BARE in rungs:
         raise ValueError(f"rungs: {Rung.BARE} is weak isolation. Pass allow_degraded=True")
@@ -118,20 +127,16 @@ class SandboxPool(ProcessBound):
         self._closing = threading.Event()
         self._clock = threading.Thread(target=self._expire, name="sandbox-clock", daemon=True)
         self._refiller = threading.Thread(target=self._refill, name="sandbox-refill", daemon=True)
-        if self.template.setup:
-            self._try_setup()
+        if self.template.setup:  # once here, so that an error does not first show in acquire()
+            try:
+                self._start().close()
+            except SandboxInfraError as error:
+                self.close()
+                raise SandboxUnavailable(str(error)) from error
         self._clock.start()
         if min_idle:
             self._refill_needed.set()
             self._refiller.start()
-
-    def _try_setup(self) -> None:
-        """Run the template's setup once, so that an error shows here, not in acquire()."""
-        try:
-            self._start().close()
-        except SandboxInfraError as error:
-            self.close()
-            raise SandboxUnavailable(str(error)) from error
 
     def acquire(
         self,
@@ -262,19 +267,15 @@ class SandboxPool(ProcessBound):
         return image
 
     def _start(self, image: Image | None = None) -> Session:
-        spawned = self._spawner.spawn(image)
+        channels, group, release = self._spawner.spawn(image)
         session = Session(
-            spawned.channels, self.limits, group=spawned.group, on_close=spawned.release,
+            channels, self.limits, group=group, on_close=release,
             degraded=self.degraded, snapshots=self._snapshots,
         )  # fmt: skip
         with self._lock:
             self._live.append(session)
         if self.template.setup:
-            result = session.step(self.template.setup)
-            if result.status is not StepStatus.OK:
-                session.close()
-                reason = result.error.traceback if result.error else result.detail
-                raise SandboxInfraError(f"setup of template {self.template.name!r}: {reason}")
+            run_setup(session, self.template, SandboxInfraError)
         return session
 
     def _expire(self) -> None:

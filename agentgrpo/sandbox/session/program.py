@@ -101,9 +101,9 @@ def launch(
             except OSError:
                 os.close(pidfd)
                 raise
-            return pipes.detach(pidfd, second_pidfd, session.supervisor, session.places)
+            return pipes.detach((pidfd, second_pidfd), session.failure, session.places)
     except (SetupFailed, NoReport) as error:
-        if failure := session.supervisor.failure():
+        if failure := session.failure():
             raise SandboxInfraError(failure) from error
         if isinstance(error, SetupFailed) and error.errno == errno.EAGAIN:
             raise SandboxException("the session has reached limits.processes") from error
@@ -222,7 +222,7 @@ class Program:
         except ConnectionResetError:  # the session ended with an unread order
             message = b""
         if len(message) != REPORT.size:
-            self.machine_failed = self._channels.supervisor.failure()
+            self.machine_failed = self._channels.failure()
             self.error = self.machine_failed or self.error or "the session ended"
             self.exit_code = -1
             return
@@ -233,7 +233,7 @@ class Program:
         if os.WIFSIGNALED(how):
             self.signal = os.WTERMSIG(how)
             self.exit_code = 128 + self.signal
-            self.machine_failed = self._channels.supervisor.failure()
+            self.machine_failed = self._channels.failure()
         else:
             self.exit_code = os.WEXITSTATUS(how)
 

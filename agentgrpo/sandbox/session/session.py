@@ -21,7 +21,7 @@ from agentgrpo.sandbox.isolation.limits import Limits
 from agentgrpo.sandbox.isolation.snapshots import Keep, take
 from agentgrpo.sandbox.isolation.template import check_environment
 from agentgrpo.sandbox.session.files import Files
-from agentgrpo.sandbox.session.host_tools import HostCalls, HostCallStep, is_called_by
+from agentgrpo.sandbox.session.host_tools import HostCalls, HostCallStep, calling_session
 from agentgrpo.sandbox.session.step_result import (
     CLOSED,
     Ending,
@@ -343,7 +343,7 @@ class Session(ProcessBound):
             InvalidArgumentException: called from a host function, a listener or a signal handler
                 during a step of this session.
         """
-        if self.host is not None and is_called_by(self):
+        if calling_session.get() is self:
             raise InvalidArgumentException(
                 "a host function cannot step the session that waits for it"
             )
@@ -389,8 +389,8 @@ class Session(ProcessBound):
         elif self._closed:
             status, detail = StepStatus.EXIT, CLOSED
         else:
-            supervisor = self._channels.supervisor
-            status, detail = classify_ending(raw, self.limits, self._timeout_s, result, supervisor)
+            failure = self._channels.failure
+            status, detail = classify_ending(raw, self.limits, self._timeout_s, result, failure)
             if self._guest_of is not None and ending == Ending.SETUP_FAILED:
                 status = StepStatus.EXIT  # code that ran in the session before may be the cause
         if ending == Ending.EXITED and not (self._closed or interrupted):

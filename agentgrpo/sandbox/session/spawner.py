@@ -5,11 +5,11 @@ a session started on it has, inspected from outside, the expected namespaces and
 capabilities, and a system call filter.
 """
 
+import contextlib
 import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from agentgrpo.sandbox.isolation.cgroup import Cgroups, CgroupsUnavailable, ControlGroup
 from agentgrpo.sandbox.isolation.channels import Channels, pid_of
@@ -35,15 +35,6 @@ NSJAIL_HEAD = re.compile(r"^\[[A-Z]\]\[\S+\] ")
 """The prefix of nsjail's log lines: level, time and process."""
 CAPABILITIES = ("CapEff", "CapPrm", "CapInh", "CapAmb", "CapBnd")
 NAMESPACES = ("pid", "mnt", "net", "ipc", "uts")
-
-
-@dataclass(frozen=True, slots=True)
-class Spawned:
-    """A started session. Call release() when it has ended."""
-
-    channels: Channels
-    group: ControlGroup | None
-    release: Callable[[], None]
 
 
 ROOT_CAPABILITIES = 0x404FB
@@ -180,12 +171,12 @@ class Spawner:
     def _start_and_verify(self) -> None:
         """Start one session on self.rung and check its isolation."""
         self._zygotes.append(self._start())
-        spawned = self.spawn()
-        session = Session(spawned.channels, self._limits, on_close=spawned.release)
+        channels, _, release = self.spawn()
+        session = Session(channels, self._limits, on_close=release)
         try:
             if session.warm_up().status is not StepStatus.OK:
                 raise SandboxUnavailable("a session started but did not answer")
-            verify(spawned.channels, self.rung, self._own_network)
+            verify(channels, self.rung, self._own_network)
         finally:
             session.close()
 
@@ -204,51 +195,38 @@ class Spawner:
         self.python_version, self.nsjail = zygote.python_version, zygote.nsjail
         return zygote
 
-    def spawn(self, image: Image | None = None) -> Spawned:
-        """Start a session. image replaces the template's image."""
+    def spawn(
+        self, image: Image | None = None
+    ) -> tuple[Channels, ControlGroup | None, Callable[[], None]]:
+        """Start a session; image replaces the template's. Returns its descriptors, its control
+        group, and a function to call when it has ended.
+        """
         if self._closed:
             raise SandboxException(CLOSED)
-        group = self._take_group()
-        try:
-            channels, clear_up = self._spawn_in(group, image or self._image)
-        except BaseException as error:
-            self._give_back(group)
-            if isinstance(error, OSError):
+        group = None
+        with contextlib.ExitStack() as release:
+            try:
+                if self.cgroups is not None:
+                    group = self.cgroups.take()
+                    release.callback(self.cgroups.give_back, group)
+                channels, clear_up = self._spawn_in(group, image or self._image)
+            except OSError as error:
                 raise SandboxInfraError(f"no further session could be started: {error}") from error
-            raise
-
-        def release() -> None:
-            clear_up()
-            self._give_back(group)
-
-        return Spawned(channels, group, release)
-
-    def _take_group(self) -> ControlGroup | None:
-        try:
-            return self.cgroups.take() if self.cgroups is not None else None
-        except OSError as error:
-            raise SandboxInfraError(f"no control group for another session: {error}") from error
+            release.callback(clear_up)
+            return channels, group, release.pop_all().close
 
     def _spawn_in(
         self, group: ControlGroup | None, image: Image | None
     ) -> tuple[Channels, Callable[[], None]]:
-        """Start a session. Returns its descriptors and the function that cleans up after it."""
-        zygote = self._pick()
+        with self._lock:
+            self._next = (self._next + 1) % len(self._zygotes)
+            zygote = self._zygotes[self._next]
         try:
             return zygote.spawn(group, image)
         except SandboxInfraError:
             if zygote.answers():  # the zygote works: only this session could not be set up
                 raise
             return self._replace(zygote).spawn(group, image)
-
-    def _give_back(self, group: ControlGroup | None) -> None:
-        if self.cgroups is not None and group is not None:
-            self.cgroups.give_back(group)
-
-    def _pick(self) -> Zygote:
-        with self._lock:
-            self._next = (self._next + 1) % len(self._zygotes)
-            return self._zygotes[self._next]
 
     def _replace(self, dead: Zygote) -> Zygote:
         """Replace a zygote that does not answer, once. Its sessions end with it."""

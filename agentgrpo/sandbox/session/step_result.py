@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from agentgrpo import _C
 from agentgrpo.sandbox.inside.wire import Malformed, decode
-from agentgrpo.sandbox.isolation.channels import SetupFailed, Supervisor
+from agentgrpo.sandbox.isolation.channels import SetupFailed
 from agentgrpo.sandbox.isolation.limits import Limits
 
 MAX_FIELDS = 64
@@ -240,7 +240,7 @@ def set_answer(raw: RawStep, result: StepResult) -> None:
 
 
 def classify_ending(
-    raw: RawStep, limits: Limits, timeout_s: float, result: StepResult, supervisor: Supervisor
+    raw: RawStep, limits: Limits, timeout_s: float, result: StepResult, failure: Callable[[], str]
 ) -> tuple[StepStatus, str]:
     """Status and one sentence for a step that ended its session. Sets signal or exit_code.
 
@@ -255,8 +255,8 @@ def classify_ending(
     if ending == Ending.SETUP_FAILED:
         return StepStatus.INFRA_ERROR, str(SetupFailed(how, error))
     killed = ending == Ending.LOST or (ending == Ending.EXITED and os.WIFSIGNALED(how))
-    if killed and (failure := supervisor.failure()):
-        return StepStatus.INFRA_ERROR, failure
+    if killed and (reason := failure()):
+        return StepStatus.INFRA_ERROR, reason
     memory = StepStatus.OOM, f"over {limits.memory_mib} MiB of memory"
     if ending == Ending.EXITED and interrupted:
         return StepStatus.TIMEOUT_KILLED, f"it ended at the interrupt at {timeout_s:g} s"

@@ -15,7 +15,6 @@ from agentgrpo.sandbox.selftest import (
     Table,
     denied,
     expect,
-    on_pool,
     refused,
     require_proc,
     require_x86,
@@ -24,6 +23,7 @@ from agentgrpo.sandbox.selftest import (
 from agentgrpo.sandbox.session.pool import SandboxPool
 from agentgrpo.sandbox.session.session import Session
 from agentgrpo.sandbox.session.step_result import StepResult
+from tests.sandbox.attacks.checks import on_pool
 
 
 def plain_sockets(result: StepResult) -> bool:

@@ -14,13 +14,12 @@ from agentgrpo.sandbox.selftest import (
     Table,
     at_most,
     expect,
-    on_pool,
     value_of,
 )
 from agentgrpo.sandbox.session.pool import SandboxPool
 from agentgrpo.sandbox.session.session import Session
 from agentgrpo.sandbox.session.step_result import StepResult
-from tests.sandbox.attacks.checks import still_works
+from tests.sandbox.attacks.checks import on_pool, still_works
 
 HOPS = (
     "import os, time\nread, write = os.pipe()\nstop = time.monotonic() + {seconds}\n"

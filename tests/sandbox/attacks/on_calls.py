@@ -10,7 +10,6 @@ from agentgrpo.sandbox.selftest import (
     TIMEOUT,
     Table,
     expect,
-    on_pool,
     require_proc,
     run_steps,
 )
@@ -18,6 +17,7 @@ from agentgrpo.sandbox.session.host_tools import HostBudget, HostTools
 from agentgrpo.sandbox.session.pool import SandboxPool
 from agentgrpo.sandbox.session.session import Session
 from agentgrpo.sandbox.session.step_result import StepResult
+from tests.sandbox.attacks.checks import on_pool
 from tests.sandbox.attacks.on_protocol import BROKEN, FORGE
 
 reached: list[Any] = []

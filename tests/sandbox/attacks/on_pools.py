@@ -4,11 +4,11 @@ import os
 import textwrap
 
 from agentgrpo.sandbox.isolation.errors import SandboxException, SandboxInfraError
-from agentgrpo.sandbox.selftest import on_pool
 from agentgrpo.sandbox.session.interpreters import start_context
 from agentgrpo.sandbox.session.pool import SandboxPool
 from agentgrpo.sandbox.session.step_result import StepStatus
 from tests.isolation import within
+from tests.sandbox.attacks.checks import on_pool
 
 LEAVES_NO_ROOM = {
     "every process is used up": """

@@ -4,8 +4,8 @@ import time
 
 from agentgrpo.sandbox.e2b.api import Sandbox
 from agentgrpo.sandbox.grading.grade import check_tests
-from agentgrpo.sandbox.selftest import on_pool
 from agentgrpo.sandbox.session.pool import SandboxPool
+from tests.sandbox.attacks.checks import on_pool
 
 NEVER_ENDS = """
 import os, signal, struct, sys, time

@@ -11,12 +11,11 @@ from agentgrpo.sandbox.selftest import (
     Skip,
     Table,
     at_most,
-    on_pool,
     refused,
 )
 from agentgrpo.sandbox.session.pool import SandboxPool
 from agentgrpo.sandbox.session.step_result import StepResult
-from tests.sandbox.attacks.checks import still_works
+from tests.sandbox.attacks.checks import on_pool, still_works
 
 FILL = """
     n = 0

@@ -17,7 +17,7 @@ from agentgrpo.sandbox import (
 from agentgrpo.sandbox.e2b.api import close_shared_pools
 from agentgrpo.sandbox.e2b.commands import CommandHandle
 from agentgrpo.sandbox.e2b.execution import results_of
-from agentgrpo.sandbox.isolation.templates import DATA, find_template
+from agentgrpo.sandbox.isolation.template import DATA, find_template
 
 pytestmark = pytest.mark.nsjail
 
@@ -189,7 +189,7 @@ def test_subprocesses_of_a_cell_can_import_its_packages(sandbox: Sandbox) -> Non
 
 
 def test_without_ipython_there_is_no_data_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgrpo.sandbox.isolation.templates.home_of", lambda name: None)
+    monkeypatch.setattr("agentgrpo.sandbox.isolation.template.home_of", lambda name: None)
     with pytest.raises(Exception, match="pip install ipython numpy"):
         find_template("data")
     with Sandbox.create() as made:

@@ -18,7 +18,7 @@ from agentgrpo.sandbox import (
 )
 from agentgrpo.sandbox.__main__ import main
 from agentgrpo.sandbox.isolation import jail
-from agentgrpo.sandbox.isolation.templates import build_template, find_template
+from agentgrpo.sandbox.isolation.template import build_template, find_template
 
 pytestmark = pytest.mark.nsjail
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentgrpo.sandbox import Limits, Sandbox, SandboxPool
-from agentgrpo.sandbox.isolation.templates import find_template, has_data
+from agentgrpo.sandbox.isolation.template import find_template, has_data
 from agentgrpo.sandbox.session.step_result import Stream, _joined
 
 LIMITS = Limits(timeout_s=60, memory_mib=512, value_kib=4, traceback_kib=2, output_kib=8)
